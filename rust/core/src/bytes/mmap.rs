@@ -1,0 +1,69 @@
+//! Mapped files: the only room that maps, and with it the only `unsafe` of this crate (map, and prefetch from the map).
+//!
+//! An honest note on what mapping can promise. A Rust slice over mapped bytes assumes that nobody changes or truncates
+//! the file while the slice lives, and no program can force other programs to keep that promise. What we do: files are
+//! opened read-only; the length is compared with the mapped length before each gather
+//! ([`super::OpenFile::check_length`]), so that a shard truncated *before* a read is an error and not a SIGBUS; and
+//! bytes are only ever copied out as plain numbers, so that a concurrent overwrite gives mixed values, not a broken
+//! invariant. Who must be safe against truncation *during* a read asks for `io="pread"`, which never maps.
+//!
+//! The mapping is advised RANDOM: the default readahead (128 KiB to 8 MiB per fault) would read a hundred times what a
+//! cold random row needs. What will be needed is hinted row by row instead ([`Map::will_need`]).
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+
+use memmap2::{Advice, Mmap, MmapOptions};
+
+/// A whole file, mapped read-only.
+#[derive(Debug)]
+pub struct Map {
+    inner: Mmap,
+}
+
+impl Map {
+    /// Maps the first `len` bytes of `file`; `len` is not zero.
+    pub fn open(file: &File, len: usize) -> io::Result<Map> {
+        // SAFETY: `file` is open for reading and `len` was read from it just before (files.rs `open`), so every page is
+        // backed. Truncation and overwriting by others are the contract's open end; the module header tells how it is
+        // kept as small as it can be.
+        let inner = unsafe { MmapOptions::new().len(len).map(file)? };
+        // Advice only: a kernel that refuses it still reads correctly.
+        let _ = inner.advise(Advice::Random);
+        Ok(Map { inner })
+    }
+
+    /// The mapped bytes.
+    #[inline]
+    pub fn bytes(&self) -> &[u8] {
+        &self.inner
+    }
+
+    /// Starts reading a range into the page cache without waiting for it. A hint: out-of-range or refused hints do
+    /// nothing.
+    pub fn will_need(&self, offset: usize, len: usize) {
+        if offset.checked_add(len).is_some_and(|end| end <= self.inner.len()) {
+            let _ = self.inner.advise_range(Advice::WillNeed, offset, len);
+        }
+    }
+
+    /// Asks the processor for the first cache lines at `offset`: a random row's page walk and first misses then overlap
+    /// with the copy of the row before it (measured: 12.7 against 11.0 GB/s for 3 KiB rows on two cores).
+    #[inline]
+    pub fn prefetch(&self, offset: usize) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            const LINES: usize = 6;
+            if let Some(lines) = self.inner.get(offset..).and_then(|rest| rest.get(..LINES * 64)) {
+                for line in lines.chunks_exact(64) {
+                    // SAFETY: the pointer comes from a slice inside our live mapping; prefetching never faults.
+                    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+                }
+            }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = offset;
+    }
+}

@@ -1,0 +1,95 @@
+//! Positioned reads, and the hints that make many of them fast on a cold disk.
+
+use std::fs::File;
+use std::io::{self, IoSliceMut};
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+/// Fills `buf` from `offset`, waiting for the disk if need be.
+pub fn read_exact_at(file: &File, buf: &mut [u8], offset: u64) -> io::Result<()> {
+    file.read_exact_at(buf, offset)
+}
+
+/// What a read that must not wait found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cached {
+    /// The whole range was in the page cache and is in the buffer now.
+    Yes,
+    /// Some of it was not.
+    No,
+    /// This file system cannot tell.
+    Unknown,
+}
+
+/// Fills `buf` only if the page cache has all of it (`RWF_NOWAIT`).
+pub fn read_if_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Cached> {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::io::{Errno, ReadWriteFlags, preadv2};
+        let want = buf.len();
+        match preadv2(file, &mut [IoSliceMut::new(buf)], offset, ReadWriteFlags::NOWAIT) {
+            Ok(n) if n == want => Ok(Cached::Yes),
+            // Short: the cache ran out, or the file did; the waiting read will tell which.
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Ok(Cached::No),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => Ok(Cached::Unknown),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = (file, buf, offset);
+        Ok(Cached::Unknown)
+    }
+}
+
+/// Whether the byte at `offset` is in the page cache. Asked through a read that must not wait: unlike `mincore`, which
+/// answers "yes" for any file this user may not write, it tells the truth about everything this user may read.
+pub fn is_cached(file: &File, offset: u64) -> Cached {
+    read_if_cached(file, &mut [0], offset).unwrap_or(Cached::Unknown)
+}
+
+/// Starts reading a range into the page cache without waiting for it. A hint.
+pub fn will_need(file: &File, offset: u64, len: u64) {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::fs::fadvise(file, offset, std::num::NonZeroU64::new(len), rustix::fs::Advice::WillNeed);
+    #[cfg(not(target_os = "linux"))]
+    let _ = (file, offset, len);
+}
+
+/// Tells the kernel that reads jump about, so that one small read does not pull in megabytes of readahead.
+pub fn expect_random(file: &File) {
+    #[cfg(target_os = "linux")]
+    let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::Random);
+    #[cfg(not(target_os = "linux"))]
+    let _ = file;
+}
+
+/// Whether `path` lies on a network or user-space file system, where a page fault is a round trip and mapping is often
+/// the slow choice. Magic numbers: `statfs(2)` and each file system's kernel header.
+pub fn is_network(path: &Path) -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        const NETWORK: [u32; 14] = [
+            0x0000_6969, // NFS
+            0x0BD0_0BD0, // Lustre
+            0x4750_4653, // GPFS / Spectrum Scale
+            0x00C3_6400, // Ceph
+            0xFF53_4D42, // CIFS
+            0xFE53_4D42, // SMB2
+            0x0000_517B, // SMB
+            0x6573_5546, // FUSE (s3fs, gcsfuse, sshfs, ...)
+            0x0102_1997, // 9p
+            0x1983_0326, // BeeGFS
+            0x5346_414F, // AFS
+            0x7375_7245, // Coda
+            0x0000_564C, // NCP
+            0x2003_0528, // PanFS / OrangeFS
+        ];
+        rustix::fs::statfs(path).is_ok_and(|fs| NETWORK.contains(&(fs.f_type as u32)))
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = path;
+        false
+    }
+}

@@ -1,0 +1,278 @@
+//! Element types, by their safetensors names, and casting rows while they are copied.
+//!
+//! The floating types cast into one another with round-to-nearest-even, in one step: a float64 is never rounded to
+//! float32 on its way to a 16-bit type (that would round twice). Everything else is copied as it is or refused.
+
+use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+
+use crate::error::{Error, Kind, Result};
+
+macro_rules! dtypes {
+    ($($variant:ident, $name:literal, $bits:literal, $numpy:expr;)*) => {
+        /// An element type. The set is safetensors 0.8's.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[allow(missing_docs)]
+        pub enum DType { $($variant,)* }
+
+        impl DType {
+            /// Every element type.
+            pub const ALL: &[DType] = &[$(DType::$variant,)*];
+            /// The safetensors name.
+            pub fn name(self) -> &'static str { match self { $(DType::$variant => $name,)* } }
+            /// Bits per element; 4 and 6 for the sub-byte types.
+            pub fn bits(self) -> u64 { match self { $(DType::$variant => $bits,)* } }
+            /// The numpy (or ml_dtypes) name, where there is a type that can view these bytes.
+            pub fn numpy_name(self) -> Option<&'static str> { match self { $(DType::$variant => $numpy,)* } }
+            /// The type of a safetensors name.
+            pub fn from_name(name: &str) -> Option<DType> { match name { $($name => Some(DType::$variant),)* _ => None } }
+        }
+    };
+}
+
+dtypes! {
+    Bool, "BOOL", 8, Some("bool");
+    F4, "F4", 4, None;
+    F6E2M3, "F6_E2M3", 6, None;
+    F6E3M2, "F6_E3M2", 6, None;
+    U8, "U8", 8, Some("uint8");
+    I8, "I8", 8, Some("int8");
+    F8E5M2, "F8_E5M2", 8, Some("float8_e5m2");
+    F8E4M3, "F8_E4M3", 8, Some("float8_e4m3fn");
+    F8E8M0, "F8_E8M0", 8, Some("float8_e8m0fnu");
+    F8E4M3Fnuz, "F8_E4M3FNUZ", 8, Some("float8_e4m3fnuz");
+    F8E5M2Fnuz, "F8_E5M2FNUZ", 8, Some("float8_e5m2fnuz");
+    I16, "I16", 16, Some("int16");
+    U16, "U16", 16, Some("uint16");
+    F16, "F16", 16, Some("float16");
+    BF16, "BF16", 16, Some("bfloat16");
+    I32, "I32", 32, Some("int32");
+    U32, "U32", 32, Some("uint32");
+    F32, "F32", 32, Some("float32");
+    C64, "C64", 64, Some("complex64");
+    F64, "F64", 64, Some("float64");
+    I64, "I64", 64, Some("int64");
+    U64, "U64", 64, Some("uint64");
+}
+
+impl DType {
+    /// Bytes per element, or `None` for the sub-byte types, which have no address of their own.
+    pub fn size(self) -> Option<usize> {
+        (self.bits() % 8 == 0).then_some((self.bits() / 8) as usize)
+    }
+}
+
+/// Converts `src` into `dst`: whole elements, the same number of each.
+pub type CastFn = fn(src: &[u8], dst: &mut [u8]);
+
+/// How elements of one type become another while they are copied.
+#[derive(Clone, Copy, Debug)]
+pub struct Cast {
+    /// Bytes per element read.
+    pub from_size: usize,
+    /// Bytes per element written.
+    pub to_size: usize,
+    /// `None`: the same bytes.
+    pub convert: Option<CastFn>,
+}
+
+impl Cast {
+    /// The cast from one type to another, if rows may be given so.
+    pub fn between(from: DType, to: DType) -> Result<Cast> {
+        let (Some(from_size), Some(to_size)) = (from.size(), to.size()) else {
+            return Err(Error::new(
+                Kind::Unsupported,
+                format!("elements of {} are smaller than a byte and cannot be read as numpy arrays", from.name()),
+            ));
+        };
+        use DType::{BF16, F16, F32, F64};
+        let convert: Option<CastFn> = match (from, to) {
+            _ if from == to => None,
+            (F16, F32) => Some(|s, d| in_bulk::<f16, f32>(s, d, |s, d| s.convert_to_f32_slice(d))),
+            (BF16, F32) => Some(|s, d| each::<bf16, f32>(s, d, widen_bf16)),
+            (F64, F32) => Some(|s, d| each::<f64, f32>(s, d, |x| x as f32)),
+            (F32, F16) => Some(|s, d| in_bulk::<f32, f16>(s, d, |s, d| d.convert_from_f32_slice(s))),
+            (BF16, F16) => Some(|s, d| each::<bf16, f16>(s, d, |x| f16::from_f32(widen_bf16(x)))),
+            (F64, F16) => Some(|s, d| each::<f64, f16>(s, d, |x| f16::from_f32(to_f32_round_to_odd(x)))),
+            (F32, BF16) => Some(|s, d| each::<f32, bf16>(s, d, narrow_bf16)),
+            (F16, BF16) => Some(|s, d| each::<f16, bf16>(s, d, |x| narrow_bf16(x.to_f32()))),
+            (F64, BF16) => Some(|s, d| each::<f64, bf16>(s, d, |x| narrow_bf16(to_f32_round_to_odd(x)))),
+            (F32, F64) => Some(|s, d| each::<f32, f64>(s, d, f64::from)),
+            (F16, F64) => Some(|s, d| each::<f16, f64>(s, d, |x| f64::from(x.to_f32()))),
+            (BF16, F64) => Some(|s, d| each::<bf16, f64>(s, d, |x| f64::from(widen_bf16(x)))),
+            _ => {
+                return Err(Error::new(
+                    Kind::DType,
+                    format!(
+                        "cannot give {} as {}: dtype= converts between float16, bfloat16, float32 and float64",
+                        from.numpy_name().unwrap_or(from.name()),
+                        to.numpy_name().unwrap_or(to.name()),
+                    ),
+                ));
+            }
+        };
+        Ok(Cast { from_size, to_size, convert })
+    }
+
+    /// Copies or converts whole elements; `src` and `dst` hold the same number of them.
+    #[inline]
+    pub fn apply(&self, src: &[u8], dst: &mut [u8]) {
+        debug_assert_eq!(src.len() / self.from_size, dst.len() / self.to_size);
+        match self.convert {
+            None => dst.copy_from_slice(src),
+            Some(convert) => convert(src, dst),
+        }
+    }
+}
+
+/// bfloat16 is the upper half of a float32, NaN payloads included.
+#[inline]
+fn widen_bf16(x: bf16) -> f32 {
+    f32::from_bits(u32::from(x.to_bits()) << 16)
+}
+
+/// Round to nearest, ties to even; NaN stays NaN whatever its low bits. Branch-free so that it vectorises.
+#[inline]
+fn narrow_bf16(x: f32) -> bf16 {
+    let bits = x.to_bits();
+    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
+    let quiet = ((bits >> 16) as u16) | 0x0040;
+    bf16::from_bits(if x.is_nan() { quiet } else { rounded })
+}
+
+/// Rounds to the neighbouring float32 whose last bit is odd when inexact, so that rounding again to fewer bits is as
+/// good as rounding once (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
+/// rounding to odd", 2008).
+#[inline]
+fn to_f32_round_to_odd(x: f64) -> f32 {
+    let near = x as f32;
+    if near.is_nan() || f64::from(near) == x || near.to_bits() & 1 == 1 {
+        return near;
+    }
+    // `near` is even and inexact: its odd neighbour on the other side of x is the one. Infinity steps back to f32::MAX.
+    let bits = near.to_bits();
+    let toward_zero = f64::from(near).abs() > x.abs();
+    f32::from_bits(if toward_zero { bits - 1 } else { bits + 1 })
+}
+
+fn each<S: AnyBitPattern + NoUninit, D: AnyBitPattern + NoUninit>(src: &[u8], dst: &mut [u8], f: impl Fn(S) -> D) {
+    in_bulk::<S, D>(src, dst, |src, dst| {
+        for (s, d) in src.iter().zip(dst) {
+            *d = f(*s);
+        }
+    });
+}
+
+/// Hands typed slices to `bulk`. Files may place rows at odd addresses, and so may a caller's buffer: those go through
+/// an aligned block on the stack.
+fn in_bulk<S: AnyBitPattern + NoUninit, D: AnyBitPattern + NoUninit>(
+    src: &[u8],
+    dst: &mut [u8],
+    bulk: impl Fn(&[S], &mut [D]),
+) {
+    if let (Ok(s), Ok(d)) = (bytemuck::try_cast_slice::<u8, S>(src), bytemuck::try_cast_slice_mut::<u8, D>(dst)) {
+        return bulk(s, d);
+    }
+    const BLOCK: usize = 256;
+    let mut s = [<S as Zeroable>::zeroed(); BLOCK];
+    let mut d = [<D as Zeroable>::zeroed(); BLOCK];
+    let (from, to) = (size_of::<S>(), size_of::<D>());
+    for (src, dst) in src.chunks(BLOCK * from).zip(dst.chunks_mut(BLOCK * to)) {
+        let n = src.len() / from;
+        bytemuck::cast_slice_mut::<S, u8>(&mut s[..n]).copy_from_slice(src);
+        bulk(&s[..n], &mut d[..n]);
+        dst.copy_from_slice(bytemuck::cast_slice::<D, u8>(&d[..n]));
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn cast_one<S: NoUninit, D: AnyBitPattern>(from: DType, to: DType, x: S) -> D {
+        let mut out = vec![0u8; size_of::<D>()];
+        Cast::between(from, to).unwrap().apply(bytemuck::bytes_of(&x), &mut out);
+        bytemuck::pod_read_unaligned(&out)
+    }
+
+    /// The nearest value of a small format, found by looking at all of them.
+    fn nearest<T: Copy>(x: f64, all: impl Iterator<Item = (T, f64, u16)>) -> (f64, u16) {
+        let mut best = (f64::INFINITY, 0u16);
+        let mut gap = f64::INFINITY;
+        for (_, value, bits) in all {
+            let g = (value - x).abs();
+            if g < gap || (g == gap && bits & 1 == 0) {
+                (gap, best) = (g, (value, bits));
+            }
+        }
+        best
+    }
+
+    #[test]
+    fn f64_rounds_once_to_16_bits() {
+        // Just above the tie between two bfloat16 neighbours, by less than float32 can tell.
+        let x = 1.0 + 2f64.powi(-8) + 2f64.powi(-40);
+        assert_eq!(cast_one::<f64, bf16>(DType::F64, DType::BF16, x).to_f64(), 1.0 + 2f64.powi(-7));
+        let y = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
+        assert_eq!(cast_one::<f64, f16>(DType::F64, DType::F16, y).to_f64(), 1.0 + 2f64.powi(-10));
+        assert_eq!(cast_one::<f64, f32>(DType::F64, DType::F32, 1e300), f32::INFINITY);
+        assert!(cast_one::<f64, bf16>(DType::F64, DType::BF16, f64::NAN).is_nan());
+        assert_eq!(cast_one::<f64, f16>(DType::F64, DType::F16, -1e9), f16::NEG_INFINITY);
+    }
+
+    #[test]
+    fn every_16_bit_pattern_widens_and_comes_back() {
+        for bits in 0..=u16::MAX {
+            let h: f32 = cast_one(DType::F16, DType::F32, bits);
+            let b: f32 = cast_one(DType::BF16, DType::F32, bits);
+            assert_eq!(h.is_nan(), f16::from_bits(bits).is_nan());
+            assert_eq!(b.to_bits(), u32::from(bits) << 16);
+            if !h.is_nan() {
+                assert_eq!(cast_one::<f32, u16>(DType::F32, DType::F16, h), bits);
+            }
+            if !b.is_nan() {
+                assert_eq!(cast_one::<f32, u16>(DType::F32, DType::BF16, b), bits);
+            } else {
+                assert!(cast_one::<f32, bf16>(DType::F32, DType::BF16, b).is_nan());
+            }
+        }
+    }
+
+    #[test]
+    fn only_floats_convert_and_sub_byte_types_are_refused() {
+        assert_eq!(Cast::between(DType::I32, DType::F32).unwrap_err().kind, Kind::DType);
+        assert_eq!(Cast::between(DType::F4, DType::F4).unwrap_err().kind, Kind::Unsupported);
+        assert!(Cast::between(DType::I32, DType::I32).unwrap().convert.is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn narrowing_gives_the_nearest_value(x in -1e6f64..1e6) {
+            let all = || (0..0x7f80u16).chain(0x8000..0xff80).map(|b| (b, bf16::from_bits(b).to_f64(), b));
+            let (value, _) = nearest(x, all());
+            prop_assert_eq!(cast_one::<f64, bf16>(DType::F64, DType::BF16, x).to_f64(), value);
+            let all = || (0..0x7c00u16).chain(0x8000..0xfc00).map(|b| (b, f16::from_bits(b).to_f64(), b));
+            let small = x / 32.0;
+            let (value, _) = nearest(small, all());
+            prop_assert_eq!(cast_one::<f64, f16>(DType::F64, DType::F16, small).to_f64(), value);
+            let single = small as f32;
+            let (value, _) = nearest(f64::from(single), all());
+            prop_assert_eq!(cast_one::<f32, f16>(DType::F32, DType::F16, single).to_f64(), value);
+        }
+
+        #[test]
+        fn unaligned_rows_cast_like_aligned_ones(values in prop::collection::vec(any::<f32>(), 0..700), shift in 0usize..4) {
+            let mut src = vec![0u8; shift];
+            src.extend_from_slice(bytemuck::cast_slice(&values));
+            let mut out = vec![0u8; values.len() * 2 + shift];
+            let cast = Cast::between(DType::F32, DType::F16).unwrap();
+            cast.apply(&src[shift..], &mut out[shift..]);
+            for (i, v) in values.iter().enumerate() {
+                let got = f16::from_le_bytes([out[shift + 2 * i], out[shift + 2 * i + 1]]);
+                prop_assert!(got == f16::from_f32(*v) || (got.is_nan() && v.is_nan()));
+            }
+        }
+    }
+}

@@ -1,0 +1,142 @@
+//! How the core says no: one type, one line, and always the file and the byte or field it is about.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// What went wrong, as a stable code. Append only: Python maps each code to one exception class, and a test holds the
+/// two lists against each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// A file that should be there is not.
+    NotFound,
+    /// The system refused to open, map or read a file.
+    Access,
+    /// A folder, a socket or a device stands where a regular file should.
+    NotAFile,
+    /// A file is shorter than what it must hold, or became shorter after it was opened.
+    Truncated,
+    /// A file's content contradicts its format or another file of the dataset.
+    Format,
+    /// A safetensors header was refused; [`Error::reason`] tells which rule.
+    Header,
+    /// Well formed, but of a version or element type this release does not read.
+    Unsupported,
+    /// An example or token index outside the dataset.
+    OutOfRange,
+    /// An element type or conversion that cannot be given.
+    DType,
+    /// An argument that makes no sense.
+    Argument,
+    /// The caller's watch asked to stop.
+    Interrupted,
+    /// A fault of actshard itself.
+    Internal,
+}
+
+impl Kind {
+    /// Every kind, in declaration order.
+    pub const ALL: [Kind; 12] = [
+        Kind::NotFound,
+        Kind::Access,
+        Kind::NotAFile,
+        Kind::Truncated,
+        Kind::Format,
+        Kind::Header,
+        Kind::Unsupported,
+        Kind::OutOfRange,
+        Kind::DType,
+        Kind::Argument,
+        Kind::Interrupted,
+        Kind::Internal,
+    ];
+
+    /// The stable code.
+    pub fn code(self) -> &'static str {
+        match self {
+            Kind::NotFound => "not_found",
+            Kind::Access => "access",
+            Kind::NotAFile => "not_a_file",
+            Kind::Truncated => "truncated",
+            Kind::Format => "format",
+            Kind::Header => "header",
+            Kind::Unsupported => "unsupported",
+            Kind::OutOfRange => "out_of_range",
+            Kind::DType => "dtype",
+            Kind::Argument => "argument",
+            Kind::Interrupted => "interrupted",
+            Kind::Internal => "internal",
+        }
+    }
+}
+
+/// One failure. `Display` is one line: `path: byte N: detail`.
+#[derive(Clone, Debug, thiserror::Error)]
+pub struct Error {
+    /// What went wrong.
+    pub kind: Kind,
+    /// The file it is about.
+    pub path: Option<PathBuf>,
+    /// The byte offset in that file.
+    pub offset: Option<u64>,
+    /// The named rule that was broken, where a parser has named rules.
+    pub reason: Option<&'static str>,
+    /// The system's error number, where the system said no.
+    pub errno: Option<i32>,
+    /// Expected and found, in words.
+    pub detail: String,
+}
+
+/// The core's result.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// A failure about no particular file.
+    pub fn new(kind: Kind, detail: impl Into<String>) -> Error {
+        Error { kind, path: None, offset: None, reason: None, errno: None, detail: detail.into() }
+    }
+
+    /// Names the file.
+    #[must_use]
+    pub fn at(mut self, path: &Path) -> Error {
+        self.path = Some(path.to_path_buf());
+        self
+    }
+
+    /// Names the byte.
+    #[must_use]
+    pub fn byte(mut self, offset: u64) -> Error {
+        self.offset = Some(offset);
+        self
+    }
+
+    /// What the system said about `path`; `doing` is a verb ("open", "map", "read").
+    pub fn from_io(error: &io::Error, path: &Path, doing: &str) -> Error {
+        let kind = match error.kind() {
+            io::ErrorKind::NotFound => Kind::NotFound,
+            io::ErrorKind::IsADirectory | io::ErrorKind::NotADirectory => Kind::NotAFile,
+            io::ErrorKind::UnexpectedEof => Kind::Truncated,
+            _ => Kind::Access,
+        };
+        let detail = match kind {
+            Kind::NotFound => "expected a file, found nothing".to_string(),
+            Kind::NotAFile => "expected a regular file, found a folder".to_string(),
+            _ => format!("cannot {doing}: {error}"),
+        };
+        let mut made = Error::new(kind, detail).at(path);
+        made.errno = error.raw_os_error();
+        made
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(path) = &self.path {
+            write!(f, "{}: ", path.display())?;
+        }
+        if let Some(offset) = self.offset {
+            write!(f, "byte {offset}: ")?;
+        }
+        f.write_str(&self.detail)
+    }
+}

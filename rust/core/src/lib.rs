@@ -1,0 +1,27 @@
+//! actshard's core: where rows of activations lie, and how to move many of them at once.
+//!
+//! The rooms, in the order data flows through them:
+//!
+//! - [`layout`] maps (group, example, token) to an [`layout::Address`]: a file and a row in it. A *group* is whatever a
+//!   format stores apart: a layer, usually. [`layout::strided`] computes addresses, [`layout::table`] looks them up.
+//! - [`bytes`] is where rows lie: a [`bytes::FileTable`] opens files on demand, mapped ([`bytes::mmap`], the only mapping
+//!   `unsafe`) or read in place ([`bytes::pread`]), and proves that a file still holds the rows it held when opened.
+//! - [`par`] moves rows: [`par::gather`] sorts addresses, hints cold ones to the kernel, and copies or casts
+//!   ([`dtype`]) on threads of our own ([`par::pool`]) straight into the caller's memory.
+//! - [`parse`] reads files not to be trusted. [`error`] is how anything here says no.
+//!
+//! This crate knows rows, files and byte ranges. It has no word for a prompt, a patch or a parquet file, and never
+//! imports Python.
+
+#[cfg(target_endian = "big")]
+compile_error!("actshard reads little-endian rows in place; a big-endian host would need a byte-swapping read path");
+
+pub mod bytes;
+pub mod dtype;
+pub mod error;
+pub mod layout;
+pub mod par;
+pub mod parse;
+
+pub use dtype::DType;
+pub use error::{Error, Kind, Result};

@@ -1,0 +1,4 @@
+//! Moving many rows at once, on threads of our own.
+
+pub mod gather;
+pub mod pool;

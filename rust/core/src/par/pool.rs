@@ -1,0 +1,187 @@
+//! Our own thread pool: survives being forked, watches for Ctrl-C, and never outlives a call's borrow.
+//!
+//! rayon's global pool is not used: a forked child inherits its bookkeeping but none of its threads, and the first
+//! `install` there waits forever. This pool remembers the process it was made in; a child makes a new one. The slot
+//! that holds it is only ever tried, never waited for: if a fork caught another thread inside it, the child works on
+//! the calling thread instead of hanging.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::error::{Error, Kind, Result};
+
+/// How often a waiting caller looks at its watch.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Asked now and then on the calling thread; `true` means stop.
+pub type Watch<'a> = &'a mut dyn FnMut() -> bool;
+
+static POOL: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
+
+/// Threads used for large reads: `ACTSHARD_NUM_THREADS`, or the processors this process may use.
+pub fn num_threads() -> usize {
+    std::env::var("ACTSHARD_NUM_THREADS")
+        .ok()
+        .and_then(|n| n.parse().ok())
+        .filter(|n| *n > 0)
+        .or_else(|| std::thread::available_parallelism().ok().map(usize::from))
+        .unwrap_or(1)
+        .min(256)
+}
+
+/// The pool of this process, or `None` where none can be had.
+fn current() -> Option<Arc<ThreadPool>> {
+    let pid = std::process::id();
+    // Building the pool holds the lock for about a millisecond, once; a neighbour waits that long, not forever.
+    for _ in 0..200 {
+        if let Ok(mut slot) = POOL.try_lock() {
+            if let Some((owner, pool)) = slot.as_ref() {
+                if *owner == pid {
+                    return Some(Arc::clone(pool));
+                }
+            }
+            // The parent's threads do not exist here; dropping its pool would signal them through locks that one of
+            // them may have held.
+            if let Some(parents) = slot.take() {
+                std::mem::forget(parents);
+            }
+            let pool = ThreadPoolBuilder::new()
+                .num_threads(num_threads())
+                .thread_name(|i| format!("actshard-{i}"))
+                .build()
+                .ok()
+                .map(Arc::new)?;
+            *slot = Some((pid, Arc::clone(&pool)));
+            return Some(pool);
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    None
+}
+
+/// What a part of the work sees of the rest: whether to go on.
+#[derive(Debug, Default)]
+pub struct Stop(AtomicBool);
+
+impl Stop {
+    /// Whether the work was called off: another part failed or the caller's watch said so.
+    #[inline]
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Runs `work(0)`, `work(1)`, ... `work(parts - 1)`, each once, on the pool, and waits for them. The error of the lowest
+/// failing part is returned, so that what a user reads does not depend on timing.
+pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
+    let stop = Stop::default();
+    let pool = if parts > 1 && num_threads() > 1 { current() } else { None };
+    let Some(pool) = pool else {
+        for part in 0..parts {
+            // A single part is a small request: looking at the watch would cost more than the work.
+            if part > 0 && watch() {
+                return Err(Error::new(Kind::Interrupted, "interrupted"));
+            }
+            work(part, &stop)?;
+        }
+        return Ok(());
+    };
+
+    let next = AtomicUsize::new(0);
+    let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
+    let workers = pool.current_num_threads().min(parts);
+    let running = Mutex::new(workers);
+    let finished = Condvar::new();
+    /// Counts a worker out, also when it unwinds.
+    struct Leave<'a>(&'a Mutex<usize>, &'a Condvar);
+    impl Drop for Leave<'_> {
+        fn drop(&mut self) {
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+            self.1.notify_all();
+        }
+    }
+
+    let mut interrupted = false;
+    pool.in_place_scope(|scope| {
+        for _ in 0..workers {
+            scope.spawn(|_| {
+                let _leave = Leave(&running, &finished);
+                while !stop.is_set() {
+                    let part = next.fetch_add(1, Ordering::Relaxed);
+                    if part >= parts {
+                        break;
+                    }
+                    if let Err(error) = work(part, &stop) {
+                        let mut first = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        if first.as_ref().is_none_or(|(p, _)| part < *p) {
+                            *first = Some((part, error));
+                        }
+                        stop.set();
+                    }
+                }
+            });
+        }
+        let mut left = running.lock().unwrap_or_else(PoisonError::into_inner);
+        while *left > 0 {
+            let (guard, timeout) = finished.wait_timeout(left, LOOK).unwrap_or_else(PoisonError::into_inner);
+            left = guard;
+            if timeout.timed_out() && !interrupted {
+                drop(left);
+                if watch() {
+                    interrupted = true;
+                    stop.set();
+                }
+                left = running.lock().unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    });
+    if interrupted {
+        return Err(Error::new(Kind::Interrupted, "interrupted"));
+    }
+    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some((_, error)) => Err(error),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_part_runs_once() {
+        let seen: Vec<AtomicUsize> = (0..1000).map(|_| AtomicUsize::new(0)).collect();
+        run(1000, &|i, _| { seen[i].fetch_add(1, Ordering::Relaxed); Ok(()) }, &mut || false).unwrap();
+        assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1));
+    }
+
+    #[test]
+    fn the_lowest_error_is_told() {
+        let error = run(64, &|i, _| if i >= 5 { Err(Error::new(Kind::Format, format!("{i}"))) } else { Ok(()) }, &mut || false);
+        // Later parts may or may not have started, part 5 always has by the time any later one failed.
+        assert_eq!(error.unwrap_err().detail, "5");
+    }
+
+    #[test]
+    fn a_watch_stops_work() {
+        let wait = |_: usize, stop: &Stop| {
+            while !stop.is_set() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Ok(())
+        };
+        let mut looks = 0;
+        let error = run(4, &wait, &mut || { looks += 1; looks == 2 });
+        if num_threads() > 1 {
+            assert_eq!(error.unwrap_err().kind, Kind::Interrupted);
+        }
+    }
+}

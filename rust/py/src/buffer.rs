@@ -1,0 +1,116 @@
+//! Memory shared with numpy: the only `unsafe` of this crate.
+//!
+//! Three things happen here: an array is made for a gather to fill; the bytes of a writable array are handed to a
+//! gather; and a read-only array is laid over mapped bytes, with an owner that keeps the map alive.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_int, c_void};
+use std::ptr;
+
+use actshard_core::bytes::View;
+use numpy::npyffi::{
+    self, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, PyArray_Descr,
+    PyArrayObject, npy_intp,
+};
+use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+/// Keeps mapped bytes alive for the arrays that look at them.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct MappedRows {
+    view: View,
+}
+
+/// A new C-contiguous array, not initialised.
+pub fn empty<'py>(
+    py: Python<'py>,
+    descr: &Bound<'py, PyArrayDescr>,
+    dims: &[usize],
+) -> PyResult<Bound<'py, PyUntypedArray>> {
+    // SAFETY: no data pointer is given, so numpy allocates.
+    unsafe { from_descr(py, descr, dims, ptr::null_mut(), 0) }
+}
+
+/// A read-only C-contiguous array over mapped bytes; `dims` x the element size is their number.
+pub fn over_map<'py>(
+    py: Python<'py>,
+    view: View,
+    descr: &Bound<'py, PyArrayDescr>,
+    dims: &[usize],
+) -> PyResult<Bound<'py, PyUntypedArray>> {
+    let size = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d));
+    if size != Some(view.bytes().len()) || view.bytes().is_empty() {
+        return empty(py, descr, &[0, dims.last().copied().unwrap_or(0)]);
+    }
+    let owner = Bound::new(py, MappedRows { view })?;
+    let data = owner.get().view.bytes().as_ptr();
+    let aligned = (data as usize).is_multiple_of(descr.alignment().max(1));
+    let flags = if aligned { NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED } else { NPY_ARRAY_C_CONTIGUOUS };
+    // SAFETY: `data` points to exactly dims x itemsize bytes (compared above). The flags leave out WRITEABLE, so numpy
+    // never writes through the pointer. The bytes live as long as `owner`, which becomes the array's base below.
+    let array = unsafe { from_descr(py, descr, dims, data.cast_mut().cast(), flags)? };
+    // SAFETY: `array` is a live array without a base; SetBaseObject takes over the reference that into_ptr gives up.
+    let failed = unsafe { PY_ARRAY_API.PyArray_SetBaseObject(py, array.as_array_ptr(), owner.into_ptr()) } != 0;
+    if failed { Err(PyErr::fetch(py)) } else { Ok(array) }
+}
+
+/// # Safety
+/// `data` is null, or points to as many bytes as dims and dtype need, alive until a base object is set.
+unsafe fn from_descr<'py>(
+    py: Python<'py>,
+    descr: &Bound<'py, PyArrayDescr>,
+    dims: &[usize],
+    data: *mut c_void,
+    flags: c_int,
+) -> PyResult<Bound<'py, PyUntypedArray>> {
+    let mut shape = [0 as npy_intp; 32];
+    if dims.len() > shape.len() {
+        return Err(pyo3::exceptions::PyValueError::new_err("more than 32 dimensions"));
+    }
+    for (to, from) in shape.iter_mut().zip(dims) {
+        *to = npy_intp::try_from(*from)?;
+    }
+    // SAFETY: the type object and the descriptor are live; NewFromDescr takes over one reference to the descriptor,
+    // which into_dtype_ptr gives up. `shape` holds dims.len() sizes; strides are null, hence C order. The caller
+    // answers for `data`.
+    let array = unsafe {
+        PY_ARRAY_API.PyArray_NewFromDescr(
+            py,
+            npyffi::get_type_object(py, NpyTypes::PyArray_Type),
+            descr.clone().into_dtype_ptr().cast::<PyArray_Descr>(),
+            dims.len() as c_int,
+            shape.as_mut_ptr(),
+            ptr::null_mut(),
+            data,
+            flags,
+            ptr::null_mut(),
+        )
+    };
+    // SAFETY: NewFromDescr returns a new reference to an array, or null with an exception set.
+    let array = unsafe { Bound::from_owned_ptr_or_err(py, array)? };
+    Ok(array.cast_into::<PyUntypedArray>()?)
+}
+
+/// Whether an array can be written as one block of bytes.
+pub fn is_plain_and_writable(array: &Bound<'_, PyUntypedArray>) -> bool {
+    // SAFETY: the pointer is to the live array object that `array` refers to.
+    let flags = unsafe { (*array.as_array_ptr()).fields.flags };
+    flags & NPY_ARRAY_WRITEABLE != 0 && flags & NPY_ARRAY_C_CONTIGUOUS != 0
+}
+
+/// The bytes of an array that [`is_plain_and_writable`]; `None` otherwise.
+///
+/// The borrow is the caller's promise to numpy's users that nobody else writes there meanwhile; numpy has no way to
+/// enforce it, and a race gives mixed numbers.
+pub fn bytes_mut<'a>(array: &'a Bound<'_, PyUntypedArray>) -> Option<&'a mut [u8]> {
+    if !is_plain_and_writable(array) {
+        return None;
+    }
+    let len = array.len() * array.dtype().itemsize();
+    if len == 0 {
+        return Some(&mut []);
+    }
+    let raw: *mut PyArrayObject = array.as_array_ptr();
+    // SAFETY: the array is live for 'a, writable and C-contiguous (checked above), so `data` points to len bytes.
+    Some(unsafe { std::slice::from_raw_parts_mut((*raw).fields.data.cast::<u8>(), len) })
+}

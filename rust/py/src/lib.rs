@@ -1,0 +1,97 @@
+//! The binding: turns Python arguments into the core's words and back. It converts and never computes.
+//!
+//! - `rows`: [`rows::Rows`], the rows of a dataset, and [`rows::Addresses`], the table they can be looked up in
+//! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
+//! - `detach`: the one gate through which the GIL is released
+//! - `errors`: the core's errors as the exceptions of `actshard.errors`
+
+mod buffer;
+mod detach;
+mod errors;
+mod rows;
+
+use std::path::PathBuf;
+
+use actshard_core::Kind;
+use actshard_core::bytes::pread;
+use actshard_core::dtype::DType;
+use actshard_core::par::pool;
+use actshard_core::parse::safetensors;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// `[(name, dtype, shape, begin, end)]` sorted by offset, the `__metadata__` pairs, and the offset of the data.
+type HeaderTuple = (Vec<(String, &'static str, Vec<u64>, u64, u64)>, Vec<(String, String)>, u64);
+
+fn header_tuple(header: safetensors::Header) -> HeaderTuple {
+    let tensors = header.tensors.into_iter().map(|t| (t.name, t.dtype.name(), t.shape, t.begin, t.end)).collect();
+    (tensors, header.metadata, header.data_start)
+}
+
+/// Reads and checks the header of a safetensors file.
+#[pyfunction]
+fn safetensors_header(py: Python<'_>, path: PathBuf) -> PyResult<HeaderTuple> {
+    detach::detached(py, |_| safetensors::read_header_at(&path).map(header_tuple))
+}
+
+/// Checks the header of a safetensors file held in memory.
+#[pyfunction]
+fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
+    detach::detached(py, |_| safetensors::parse_bytes(data).map(header_tuple))
+}
+
+/// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.
+#[pyfunction]
+fn dtypes() -> Vec<(&'static str, Option<&'static str>, u64)> {
+    DType::ALL.iter().map(|d| (d.name(), d.numpy_name(), d.bits())).collect()
+}
+
+/// The codes of every kind of error, for the test that holds them against `actshard.errors`.
+#[pyfunction]
+fn error_kinds() -> Vec<&'static str> {
+    Kind::ALL.iter().map(|k| k.code()).collect()
+}
+
+/// The named rules that a safetensors header can break.
+#[pyfunction]
+fn header_reasons() -> Vec<&'static str> {
+    safetensors::Reason::ALL.iter().map(|r| r.name()).collect()
+}
+
+/// Whether a path lies on a network or user-space file system.
+#[pyfunction]
+fn is_network(path: PathBuf) -> bool {
+    pread::is_network(&path)
+}
+
+/// Threads that large reads use.
+#[pyfunction]
+fn num_threads() -> usize {
+    pool::num_threads()
+}
+
+/// How this extension was built.
+#[pyfunction]
+fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("profile", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+    info.set_item("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS))?;
+    info.set_item("abi", "abi3-py311")?;
+    Ok(info)
+}
+
+/// The native half of actshard.
+#[pymodule(gil_used = true)]
+fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<rows::Rows>()?;
+    m.add_class::<rows::Addresses>()?;
+    m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
+    m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
+    m.add_function(wrap_pyfunction!(dtypes, m)?)?;
+    m.add_function(wrap_pyfunction!(error_kinds, m)?)?;
+    m.add_function(wrap_pyfunction!(header_reasons, m)?)?;
+    m.add_function(wrap_pyfunction!(is_network, m)?)?;
+    m.add_function(wrap_pyfunction!(num_threads, m)?)?;
+    m.add_function(wrap_pyfunction!(build_info, m)?)
+}

@@ -1,0 +1,388 @@
+//! The rows of a dataset, as Python sees them.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+use actshard_core::bytes::{FileTable, Io, RowFile, RowsIn};
+use actshard_core::dtype::{Cast, DType};
+use actshard_core::layout::strided::Strided;
+use actshard_core::layout::table::{Table, TableBuilder};
+use actshard_core::layout::{Address, Layout};
+use actshard_core::par::gather::{Ints, Pick, gather};
+use actshard_core::{Error, Kind};
+use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyInt;
+
+use crate::{buffer, detach, errors};
+
+/// Addresses of rows, read from an index batch by batch.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct Addresses {
+    builder: Mutex<Option<TableBuilder>>,
+}
+
+impl Addresses {
+    fn with<T>(&self, py: Python<'_>, work: impl FnOnce(&mut TableBuilder) -> actshard_core::Result<T> + Send) -> PyResult<T>
+    where
+        T: Send,
+    {
+        detach::detached(py, |_| {
+            let mut slot = self.builder.lock().unwrap_or_else(PoisonError::into_inner);
+            match slot.as_mut() {
+                Some(builder) => work(builder),
+                None => Err(used()),
+            }
+        })
+    }
+}
+
+fn used() -> Error {
+    Error::new(Kind::Argument, "these addresses were given to a dataset already")
+}
+
+#[pymethods]
+impl Addresses {
+    #[new]
+    fn new(shards: u32) -> Addresses {
+        Addresses { builder: Mutex::new(Some(TableBuilder::new(shards))) }
+    }
+
+    fn push_last(&self, py: Python<'_>, shards: PyReadonlyArray1<'_, i64>, rows: PyReadonlyArray1<'_, i64>) -> PyResult<()> {
+        let (shards, rows) = (shards.as_slice()?, rows.as_slice()?);
+        self.with(py, |b| b.push_last(shards, rows))
+    }
+
+    fn push_tokens(
+        &self,
+        py: Python<'_>,
+        id_ends: PyReadonlyArray1<'_, i64>,
+        ids: PyReadonlyArray1<'_, i64>,
+        row_ends: PyReadonlyArray1<'_, i64>,
+        rows: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<()> {
+        let (id_ends, ids, row_ends, rows) = (id_ends.as_slice()?, ids.as_slice()?, row_ends.as_slice()?, rows.as_slice()?);
+        self.with(py, |b| b.push_tokens(id_ends, ids, row_ends, rows))
+    }
+}
+
+/// Which layout a dataset has. An enum and not a trait object: the gather is compiled for each.
+enum Where {
+    Strided(Strided),
+    Table(Table),
+}
+
+/// The rows of a dataset: its files, where rows lie in them, and their type.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct Rows {
+    files: FileTable,
+    layout: Where,
+    descr: Py<PyArrayDescr>,
+}
+
+macro_rules! with_layout {
+    ($self:expr, $layout:ident => $body:expr) => {
+        match &$self.layout {
+            Where::Strided($layout) => $body,
+            Where::Table($layout) => $body,
+        }
+    };
+}
+
+/// An index argument.
+enum Index<'py> {
+    One(i64),
+    Each(PyReadonlyArray1<'py, i64>),
+    All,
+}
+
+impl Index<'_> {
+    fn ints(&self) -> PyResult<Ints<'_>> {
+        Ok(match self {
+            Index::One(x) => Ints::One(*x),
+            Index::Each(xs) => Ints::Each(xs.as_slice()?),
+            Index::All => Ints::Count,
+        })
+    }
+
+    /// What needs no help from Python: an int, or a contiguous one-dimensional int64 array.
+    fn quick<'py>(value: &Bound<'py, PyAny>) -> Option<Index<'py>> {
+        if value.is_exact_instance_of::<PyInt>() {
+            return value.extract().ok().map(Index::One);
+        }
+        let array = value.cast::<PyArray1<i64>>().ok()?;
+        if !array.is_c_contiguous() {
+            return None;
+        }
+        array.try_readonly().ok().map(Index::Each)
+    }
+
+    fn len(&self) -> Option<usize> {
+        match self {
+            Index::Each(xs) => Some(xs.len()),
+            Index::One(_) | Index::All => None,
+        }
+    }
+}
+
+/// A function of `actshard._arguments`, which knows the slow ways to say the same.
+fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    MODULE.get_or_try_init(py, || py.import("actshard._arguments").map(Bound::unbind))?.bind(py).getattr(name)
+}
+
+fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
+    DType::from_name(name).ok_or_else(|| errors::raise(py, &Error::new(Kind::Unsupported, format!("unknown element type '{name}'"))))
+}
+
+fn io_of(py: Python<'_>, name: &str) -> PyResult<Io> {
+    Io::from_name(name).ok_or_else(|| errors::raise(py, &Error::new(Kind::Argument, format!("io must be 'mmap', 'pread' or 'auto', not '{name}'"))))
+}
+
+#[pymethods]
+impl Rows {
+    /// Rows at computed places: file f holds `rows_per_file[f]` rows of `width` elements from its first byte on.
+    #[staticmethod]
+    #[pyo3(signature = (files, *, num_examples, examples_per_file, num_groups, num_tokens, width, dtype, descr, io))]
+    #[allow(clippy::too_many_arguments)]
+    fn strided(
+        py: Python<'_>,
+        files: Vec<(PathBuf, u64)>,
+        num_examples: u64,
+        examples_per_file: u64,
+        num_groups: u64,
+        num_tokens: u64,
+        width: u64,
+        dtype: &str,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        let files = files.into_iter().map(|(path, rows)| RowFile { path, rows: RowsIn::Raw(rows) }).collect();
+        let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens).map_err(|e| errors::raise(py, &e))?;
+        Rows::new(py, files, Where::Strided(layout), width, dtype, descr, io)
+    }
+
+    /// Rows at listed places: `files[g * shards + s]` holds group g's shard s as the 2-D tensor of that key.
+    #[staticmethod]
+    #[pyo3(signature = (files, addresses, *, num_groups, width, dtype, descr, io))]
+    #[allow(clippy::too_many_arguments)]
+    fn table(
+        py: Python<'_>,
+        files: Vec<(PathBuf, String)>,
+        addresses: &Addresses,
+        num_groups: usize,
+        width: u64,
+        dtype: &str,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        let files = files.into_iter().map(|(path, key)| RowFile { path, rows: RowsIn::Tensor(key) }).collect();
+        let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let table = builder.ok_or_else(used).and_then(|b| b.finish(num_groups)).map_err(|e| errors::raise(py, &e))?;
+        Rows::new(py, files, Where::Table(table), width, dtype, descr, io)
+    }
+
+    /// How rows are read: "mmap" or "pread".
+    #[getter]
+    fn io(&self) -> &'static str {
+        match self.files.io() {
+            Io::Mmap => "mmap",
+            Io::Pread => "pread",
+        }
+    }
+
+    /// Tokens stored per example, int64; for a strided layout every example has as many.
+    fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let counts = detach::detached(py, |_| {
+            Ok(with_layout!(self, l => (0..l.examples()).map(|e| l.tokens(e) as i64).collect::<Vec<i64>>()))
+        })?;
+        Ok(PyArray1::from_vec(py, counts))
+    }
+
+    /// Bytes that the address table holds in memory.
+    fn table_bytes(&self) -> usize {
+        match &self.layout {
+            Where::Strided(_) => 0,
+            Where::Table(table) => table.bytes(),
+        }
+    }
+
+    /// One row per (example, token); `tokens=None` means each example's last.
+    #[pyo3(signature = (group, examples, tokens, out, dtype))]
+    fn gather<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+        examples: &Bound<'py, PyAny>,
+        tokens: Option<&Bound<'py, PyAny>>,
+        out: Option<&Bound<'py, PyAny>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let mut dims: Vec<usize> = Vec::new();
+        let (e, t) = match tokens {
+            None if examples.is_none() => {
+                dims.push(with_layout!(self, l => l.examples()) as usize);
+                (Index::All, None)
+            }
+            None => {
+                let e = match Index::quick(examples) {
+                    Some(Index::One(x)) => {
+                        dims.push(1);
+                        Index::One(x)
+                    }
+                    Some(e) => {
+                        dims.extend(e.len());
+                        e
+                    }
+                    None => {
+                        let (e, shape): (PyReadonlyArray1<'_, i64>, Vec<usize>) =
+                            helper(py, "index")?.call1((examples, "examples"))?.extract()?;
+                        dims = shape;
+                        Index::Each(e)
+                    }
+                };
+                (e, None)
+            }
+            Some(tokens) => match (Index::quick(examples), Index::quick(tokens)) {
+                (Some(e), Some(t)) if e.len().is_none() || t.len().is_none() || e.len() == t.len() => {
+                    dims.push(e.len().or(t.len()).unwrap_or(1));
+                    (e, Some(t))
+                }
+                _ => {
+                    let (e, t, shape): (PyReadonlyArray1<'_, i64>, PyReadonlyArray1<'_, i64>, Vec<usize>) =
+                        helper(py, "broadcast")?.call1((examples, tokens))?.extract()?;
+                    dims = shape;
+                    (Index::Each(e), Some(Index::Each(t)))
+                }
+            },
+        };
+        let items = dims.iter().product();
+        dims.push(self.files.width());
+        let pick = match &t {
+            None => Pick::Last { examples: e.ints()? },
+            Some(t) => Pick::Tokens { examples: e.ints()?, tokens: t.ints()? },
+        };
+        self.fill(py, group, pick, items, &dims, out, dtype)
+    }
+
+    /// Every token of each example, example after example.
+    #[pyo3(signature = (group, examples, out, dtype))]
+    fn gather_whole<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+        examples: PyReadonlyArray1<'py, i64>,
+        out: Option<&Bound<'py, PyAny>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let ids = examples.as_slice()?;
+        let rows = with_layout!(self, l => ids.iter().try_fold(0usize, |n, &e| {
+            let e = u64::try_from(e).ok().filter(|e| *e < l.examples());
+            let e = e.ok_or_else(|| Error::new(Kind::OutOfRange, format!("the dataset has {} examples", l.examples())))?;
+            usize::try_from(l.tokens(e)).ok().and_then(|t| n.checked_add(t)).ok_or_else(|| Error::new(Kind::Argument, "too many rows"))
+        }))
+        .map_err(|e| errors::raise(py, &e))?;
+        let pick = Pick::Whole { examples: Ints::Each(ids) };
+        self.fill(py, group, pick, ids.len(), &[rows, self.files.width()], out, dtype)
+    }
+
+    /// An example's rows in place, read-only, or None where they do not lie together in one mapped file.
+    fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
+        if self.files.io() == Io::Pread {
+            return Ok(None);
+        }
+        let found = detach::detached(py, |_| {
+            let mut whole: Option<(Address, u64)> = None;
+            let mut apart = false;
+            with_layout!(self, l => l.runs(group, example, &mut |run| match &mut whole {
+                None => whole = Some((run.at, run.rows)),
+                Some((at, rows)) if at.file == run.at.file && at.row + *rows == run.at.row => *rows += run.rows,
+                Some(_) => apart = true,
+            }))?;
+            match whole {
+                Some((at, rows)) if !apart => self.files.view(at.file as usize, at.row, rows).map(|v| v.map(|v| (v, rows))),
+                _ => Ok(None),
+            }
+        })?;
+        let Some((view, rows)) = found else { return Ok(None) };
+        let dims = [rows as usize, self.files.width()];
+        buffer::over_map(py, view, self.descr.bind(py), &dims).map(Some)
+    }
+}
+
+impl Rows {
+    fn new(
+        py: Python<'_>,
+        files: Vec<RowFile>,
+        layout: Where,
+        width: u64,
+        dtype: &str,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
+        let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
+        if dtype.size() != Some(descr.itemsize()) {
+            return Err(errors::raise(py, &Error::new(Kind::Internal, format!("{} given the wrong numpy type", dtype.name()))));
+        }
+        Ok(Rows { files, layout, descr: descr.unbind() })
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn fill<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+        pick: Pick<'_>,
+        items: usize,
+        dims: &[usize],
+        out: Option<&Bound<'py, PyAny>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let stored = self.descr.bind(py);
+        let (descr, to) = match dtype {
+            Some(asked) if !asked.is_none() && !asked.is(stored) => {
+                let (descr, name): (Bound<'py, PyArrayDescr>, String) = helper(py, "dtype")?.call1((asked,))?.extract()?;
+                (descr, dtype_of(py, &name)?)
+            }
+            _ => (stored.clone(), self.files.dtype()),
+        };
+        let cast = Cast::between(self.files.dtype(), to).map_err(|e| errors::raise(py, &e))?;
+        let size: usize = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).ok_or_else(|| {
+            errors::raise(py, &Error::new(Kind::Argument, "more bytes than this machine can address"))
+        })?;
+        let (array, result) = match out {
+            None => {
+                let array = buffer::empty(py, &descr, dims)?;
+                (array.clone(), array.into_any())
+            }
+            Some(out) => (self.writable(py, out, &descr, dims, size)?, out.clone()),
+        };
+        let Some(bytes) = buffer::bytes_mut(&array) else {
+            return Err(errors::raise(py, &Error::new(Kind::Internal, "an output that cannot be written")));
+        };
+        detach::detached(py, |watch| {
+            with_layout!(self, l => gather(&self.files, l, group, pick, items, cast, bytes, watch))
+        })?;
+        Ok(result)
+    }
+
+    /// The caller's buffer as an array whose bytes are exactly the output.
+    fn writable<'py>(
+        &self,
+        py: Python<'py>,
+        out: &Bound<'py, PyAny>,
+        descr: &Bound<'py, PyArrayDescr>,
+        dims: &[usize],
+        size: usize,
+    ) -> PyResult<Bound<'py, PyUntypedArray>> {
+        if let Ok(array) = out.cast::<PyUntypedArray>() {
+            let same_type = array.dtype().is(descr) || array.dtype().is_equiv_to(descr);
+            if same_type && buffer::is_plain_and_writable(array) && array.len() * descr.itemsize() == size {
+                return Ok(array.clone());
+            }
+        }
+        Ok(helper(py, "writable")?.call1((out, descr, dims.to_vec()))?.extract()?)
+    }
+}
