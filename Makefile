@@ -1,0 +1,69 @@
+# Every target does its own set-up: Python 3.11 or newer, Rust and a C compiler are all that a fresh machine needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CARGO_PROFILE ?= dev
+
+NATIVE_SOURCES := $(shell find rust/core rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
+
+.PHONY: demo test check test-peers bench fuzz-smoke fmt clean help
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.release ## build, then fit a probe per layer on the bundled dataset
+	$(BIN)/actshard demo
+
+test: $(VENV)/.dev $(VENV)/.test ## the Rust and Python suites; no torch
+	cargo test --workspace --quiet
+	$(MAKE) --no-print-directory fuzz-smoke
+	$(BIN)/python -m pytest -m "not peers"
+
+check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, stubs
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --quiet -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	PYTHONWARNINGS=ignore $(BIN)/stubtest actshard._native --mypy-config-file pyproject.toml
+
+test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
+	$(BIN)/python -m pytest -m peers
+
+bench: $(VENV)/.release $(VENV)/.test ## peers and ours in one run; BENCH_ARGS=--help tells the options
+	$(BIN)/python -m benches $(BENCH_ARGS)
+
+fuzz-smoke: ## builds the fuzz targets on stable Rust and runs each for a few thousand inputs
+	./rust/fuzz/smoke.sh
+
+fmt: $(VENV)/.check ## formats everything
+	cargo fmt --all
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) target rust/fuzz/target
+
+$(VENV)/.base:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade uv maturin
+	touch $@
+
+# One environment, two builds of the extension: whichever was asked for last is installed.
+$(VENV)/.dev: $(VENV)/.base $(NATIVE_SOURCES)
+	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --profile $(CARGO_PROFILE)
+	rm -f $(VENV)/.release && touch $@
+
+$(VENV)/.release: $(VENV)/.base $(NATIVE_SOURCES)
+	VIRTUAL_ENV=$(VENV) $(BIN)/maturin develop --uv --quiet --locked --release
+	rm -f $(VENV)/.dev && touch $@
+
+$(VENV)/.test: $(VENV)/.base pyproject.toml
+	$(UV) --group test && touch $@
+
+$(VENV)/.check: $(VENV)/.base pyproject.toml
+	$(UV) --group check && touch $@
+
+$(VENV)/.peers: $(VENV)/.base pyproject.toml
+	$(UV) --group peers && touch $@

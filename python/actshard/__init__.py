@@ -1,0 +1,64 @@
+"""actshard: open, look at and read activation datasets, whatever system wrote them.
+
+>>> store = actshard.open("path/to/dataset")            # saev shards or an lmprobe dataset; the format is detected
+>>> store.layers, store.d_model, store.dtype
+>>> store.gather(store.layers[0], [0, 1, 2], [0, 0, -1])  # (3, d_model), one row per (example, token)
+"""
+
+from __future__ import annotations
+
+from actshard._native import build_info
+from actshard.errors import (
+    ActshardError,
+    ActshardWarning,
+    ArgumentError,
+    ClosedError,
+    DtypeError,
+    FileAccessError,
+    FormatError,
+    HeaderError,
+    InternalError,
+    InterruptedReadError,
+    LayerError,
+    MissingFileError,
+    NotAFileError,
+    NotStoredError,
+    OutOfRangeError,
+    TruncatedFileError,
+    UnknownFormatError,
+    UnsupportedError,
+)
+from actshard.opening import open  # noqa: A004 -- the module's own verb, as in gzip.open
+from actshard.store import Store
+
+__version__ = build_info()["version"]
+
+__all__ = [
+    "ActshardError",
+    "ActshardWarning",
+    "ArgumentError",
+    "ClosedError",
+    "DtypeError",
+    "FileAccessError",
+    "FormatError",
+    "HeaderError",
+    "InternalError",
+    "InterruptedReadError",
+    "LayerError",
+    "MissingFileError",
+    "NotAFileError",
+    "NotStoredError",
+    "OutOfRangeError",
+    "Store",
+    "TruncatedFileError",
+    "UnknownFormatError",
+    "UnsupportedError",
+    "__version__",
+    "build_info",
+    "open",
+]
+
+if build_info()["profile"] == "debug":
+    import warnings
+
+    warnings.warn("this is a debug build of actshard: correct, and many times slower", RuntimeWarning, stacklevel=2)

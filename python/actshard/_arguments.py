@@ -1,0 +1,120 @@
+"""What users may pass for indices, dtypes and outputs, made into what the native half takes.
+
+The native half recognises the plain cases by itself (an int, an int64 array, a numpy output of the right type) and
+calls these functions, by name, for all others.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from actshard import _native
+from actshard.errors import ArgumentError, DtypeError, OutOfRangeError
+
+NUMPY_BY_NAME: dict[str, np.dtype[Any]] = {}
+"""numpy (or ml_dtypes) type of each safetensors name that has one."""
+
+_NAME_BY_NUMPY: dict[np.dtype[Any], str] = {}
+
+
+def _fill_tables() -> None:
+    import ml_dtypes
+
+    for name, numpy_name, _ in _native.dtypes():
+        if numpy_name is None:
+            continue
+        made = getattr(ml_dtypes, numpy_name, None) or getattr(np, numpy_name, None)
+        dtype = np.dtype(made if made is not None else numpy_name)
+        NUMPY_BY_NAME[name] = dtype
+        _NAME_BY_NUMPY[dtype] = name
+
+
+_fill_tables()
+
+
+def dtype(asked: DTypeLike) -> tuple[np.dtype[Any], str]:
+    """The numpy type asked for, and its safetensors name."""
+    # torch dtypes print as "torch.float32"; users hand them over without thinking, and the meaning is plain.
+    if type(asked).__module__ == "torch" and str(asked).startswith("torch."):
+        asked = str(asked).removeprefix("torch.")
+    try:
+        found = np.dtype(asked)
+    except TypeError as error:
+        raise DtypeError(f"dtype={asked!r} is no numpy type") from error
+    name = _NAME_BY_NUMPY.get(found)
+    if name is None or not found.isnative:
+        raise DtypeError(f"rows cannot be given as {found}: ask for float16, bfloat16, float32 or float64")
+    return found, name
+
+
+def _integers(values: Any, what: str) -> NDArray[np.int64]:
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise ArgumentError(f"{what}: expected an integer or an array of integers, found {type(values).__name__}") from error
+    if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
+        array = array.astype(np.int64)  # np.asarray([]) is float64
+    if array.dtype == np.bool_:
+        raise ArgumentError(f"{what}: expected integers, found booleans; np.flatnonzero(mask) turns a mask into integers")
+    if array.dtype.kind not in "iu":
+        raise ArgumentError(f"{what}: expected an integer or an array of integers, found {array.dtype} {array.shape}")
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise OutOfRangeError(f"{what}: {array.max()} is out of range")
+    return array.astype(np.int64, copy=False)
+
+
+def index(values: Any, what: str) -> tuple[NDArray[np.int64], list[int]]:
+    """Integers as one flat int64 array, and the shape they had; a single integer has the shape (1,)."""
+    array = _integers(values, what)
+    return np.ascontiguousarray(array).reshape(-1), list(array.shape) or [1]
+
+
+def broadcast(examples: Any, tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+    """Examples and tokens broadcast together, flat, and the shape they make."""
+    e, t = _integers(examples, "examples"), _integers(tokens, "tokens")
+    try:
+        e, t = np.broadcast_arrays(e, t)
+    except ValueError as error:
+        raise ArgumentError(f"examples {e.shape} and tokens {t.shape} cannot be broadcast together") from error
+    shape = list(e.shape) or [1]
+    return np.ascontiguousarray(e).reshape(-1), np.ascontiguousarray(t).reshape(-1), shape
+
+
+def writable(out: Any, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
+    """The caller's buffer as a C-contiguous writable numpy array that holds exactly the output."""
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    array = _share(out)
+    expected = f"out: expected a writable C-contiguous buffer of {size} bytes for {tuple(shape)} {dtype}"
+    if not array.flags.c_contiguous:
+        raise ArgumentError(f"{expected}, found one with strides {array.strides}")
+    if not array.flags.writeable:
+        raise ArgumentError(f"{expected}, found a read-only one")
+    if array.nbytes != size:
+        raise ArgumentError(f"{expected}, found {array.nbytes} bytes, {array.shape} {array.dtype}")
+    # Raw bytes take any type; an array of numbers has said which numbers it wants.
+    if array.dtype != dtype and array.dtype != np.uint8:
+        raise DtypeError(f"out: expected {dtype}, found {array.dtype}; dtype= converts while copying")
+    return array
+
+
+def _share(out: Any) -> NDArray[Any]:
+    """A numpy array over the same memory; never a copy."""
+    if isinstance(out, np.ndarray):
+        return out
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(out, torch.Tensor):
+        if out.device.type != "cpu":
+            raise ArgumentError(f"out: expected memory of the CPU, found a tensor on {out.device}; a pinned one copies fast")
+        if not out.is_contiguous():
+            raise ArgumentError("out: expected a contiguous tensor")
+        name = str(out.dtype).removeprefix("torch.")
+        flat: NDArray[Any] = out.detach().view(-1).view(torch.uint8).numpy()
+        return flat.view(np.dtype(name)) if name != "uint8" else flat
+    try:
+        return np.asarray(memoryview(out))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"out: expected a writable buffer, found {type(out).__name__}") from error

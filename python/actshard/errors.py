@@ -1,0 +1,217 @@
+"""Every exception that actshard raises.
+
+All of them are :class:`ActshardError`, and each is also the builtin that a caller would have expected, so that
+``except FileNotFoundError`` keeps working. ``kind`` is a stable code; codes are added, never renamed. ``str(error)`` is
+one line: the file, the byte, what was expected and what was found.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+class ActshardWarning(UserWarning):
+    """Something about a dataset that its reader should know, and that does not keep it from being read."""
+
+
+class ActshardError(Exception):
+    """The root of all of actshard's exceptions.
+
+    Attributes:
+        kind: a stable code for the kind of failure.
+        detail: what was expected and what was found, without the path.
+        path: the file or folder it is about, or None.
+        offset: the byte offset in that file, or None.
+        reason: the named rule that was broken, where a parser has named rules, or None.
+    """
+
+    kind: ClassVar[str] = "error"
+
+    def __init__(
+        self,
+        detail: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        offset: int | None = None,
+        reason: str | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.path = None if path is None else Path(path)
+        self.offset = offset
+        self.reason = reason
+
+    def __str__(self) -> str:
+        where = "" if self.path is None else f"{self.path}: "
+        byte = "" if self.offset is None else f"byte {self.offset}: "
+        return f"{where}{byte}{self.detail}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions cross process borders in DataLoader workers; the default recipe loses keyword arguments.
+        return (_rebuild, (type(self), self.detail, self.path, self.offset, self.reason, self.__dict__))
+
+
+def _rebuild(
+    cls: type[ActshardError],
+    detail: str,
+    path: Path | None,
+    offset: int | None,
+    reason: str | None,
+    state: dict[str, Any],
+) -> ActshardError:
+    error = cls(detail, path=path, offset=offset, reason=reason)
+    error.__dict__.update(state)
+    return error
+
+
+class MissingFileError(ActshardError, FileNotFoundError):
+    """A file or folder that should be there is not."""
+
+    kind = "not_found"
+
+
+class FileAccessError(ActshardError, PermissionError):
+    """The system refused to open, map or read a file."""
+
+    kind = "access"
+
+
+class NotAFileError(ActshardError, IsADirectoryError):
+    """A folder or a special file stands where a regular file should."""
+
+    kind = "not_a_file"
+
+
+class FormatError(ActshardError, ValueError):
+    """A file contradicts its format, or two files of a dataset contradict each other."""
+
+    kind = "format"
+
+
+class TruncatedFileError(FormatError, EOFError):
+    """A file is shorter than what it must hold, or became shorter after it was opened."""
+
+    kind = "truncated"
+
+
+class HeaderError(FormatError):
+    """A safetensors header was refused; ``reason`` names the rule it breaks."""
+
+    kind = "header"
+
+
+class UnknownFormatError(FormatError):
+    """No format, or more than one, recognises a path.
+
+    Attributes:
+        candidates: ``(path, format)`` of datasets found below the path.
+    """
+
+    kind = "unknown_format"
+    candidates: tuple[tuple[Path, str], ...] = ()
+
+
+class UnsupportedError(ActshardError, NotImplementedError):
+    """Well formed, but of a version or element type that this release does not read."""
+
+    kind = "unsupported"
+
+
+class OutOfRangeError(ActshardError, IndexError):
+    """An example or token outside the dataset."""
+
+    kind = "out_of_range"
+
+
+class LayerError(ActshardError, KeyError):
+    """A layer that is not among the dataset's; the message lists those that are."""
+
+    kind = "layer"
+
+
+class NotStoredError(ActshardError, LookupError):
+    """The dataset holds no such thing: no logits, no router tensors, no such column."""
+
+    kind = "not_stored"
+
+
+class DtypeError(ActshardError, TypeError):
+    """An element type or conversion that cannot be given."""
+
+    kind = "dtype"
+
+
+class ArgumentError(ActshardError, ValueError):
+    """An argument that makes no sense."""
+
+    kind = "argument"
+
+
+class ClosedError(ActshardError, ValueError):
+    """The store was closed."""
+
+    kind = "closed"
+
+
+class InterruptedReadError(ActshardError, InterruptedError):
+    """A read was called off."""
+
+    kind = "interrupted"
+
+
+class InternalError(ActshardError, RuntimeError):
+    """A fault of actshard itself; please report it."""
+
+    kind = "internal"
+
+
+_NATIVE: dict[str, type[ActshardError]] = {
+    cls.kind: cls
+    for cls in (
+        MissingFileError,
+        FileAccessError,
+        NotAFileError,
+        TruncatedFileError,
+        FormatError,
+        HeaderError,
+        UnsupportedError,
+        OutOfRangeError,
+        DtypeError,
+        ArgumentError,
+        InterruptedReadError,
+        InternalError,
+    )
+}
+
+
+def from_native(
+    kind: str,
+    detail: str,
+    path: str | None,
+    offset: int | None,
+    reason: str | None,
+    errno: int | None,
+) -> ActshardError:
+    """The exception for an error of the native half, which calls this."""
+    error = _NATIVE[kind](detail, path=path, offset=offset, reason=reason)
+    if isinstance(error, OSError):
+        error.errno = errno
+        error.filename = path
+    return error
+
+
+def from_os(error: OSError, path: str | os.PathLike[str], doing: str) -> ActshardError:
+    """The exception for what the system said about ``path``; ``doing`` is a verb."""
+    made: ActshardError
+    if isinstance(error, FileNotFoundError):
+        made = MissingFileError("expected a file, found nothing", path=path)
+    elif isinstance(error, IsADirectoryError | NotADirectoryError):
+        made = NotAFileError("expected a regular file, found a folder", path=path)
+    else:
+        made = FileAccessError(f"cannot {doing}: {error.strerror or error}", path=path)
+    if isinstance(made, OSError):
+        made.errno = error.errno
+        made.filename = os.fspath(path)
+    return made

@@ -1,0 +1,68 @@
+"""What a format hands to the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard._native import Rows
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Whether a path looks like a format, and why: both sides are shown to a user whose path nobody recognises."""
+
+    matches: bool
+    looked_for: str
+    found: str
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Top-k logits: two sets of rows, addressed alike by (0, example)."""
+
+    values: Rows
+    indices: Rows
+
+
+@dataclass(frozen=True)
+class Router:
+    """Router logits of mixture-of-experts layers: rows addressed by (position in ``layers``, example)."""
+
+    layers: tuple[int, ...]
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A dataset's metadata, read and checked, and its rows, not read yet."""
+
+    format: str
+    path: Path
+    metadata: dict[str, Any]
+    layers: tuple[int, ...]
+    d_model: int
+    dtype: np.dtype[Any]
+    token_counts: NDArray[np.int64]
+    rows: Rows | None
+    """Addressed by (position in ``layers``, example, token); None for a dataset without hidden states."""
+    column_names: tuple[str, ...]
+    """Columns of the table that cost nothing out of proportion to read."""
+    columns: Callable[[Sequence[str]], pa.Table]
+    """Reads columns by name; also those that ``column_names`` leaves out."""
+    files: Callable[[], list[Path]]
+    """Every file that should hold rows, for listing; may be long and may name files that are not there."""
+    model: str | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    labels: Callable[[], NDArray[np.uint8] | None] = lambda: None
+    logits: Callable[[], Logits | None] = lambda: None
+    router: Callable[[], Router | None] = lambda: None

@@ -1,0 +1,138 @@
+"""JSON files not to be trusted, and their fields with types checked."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from actshard.errors import FormatError, MissingFileError, NotAFileError, from_os
+
+MAX_BYTES = 256 << 20
+"""No metadata file of any format comes near this."""
+
+MAX_INT = 1 << 62
+"""Larger sizes are nonsense and would overflow on their way to the native half."""
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file; every way to be wrong is an actshard exception that names the file."""
+    try:
+        if not path.is_file():
+            if path.exists():
+                raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
+            raise MissingFileError("expected a file, found nothing", path=path)
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise FormatError(f"expected a metadata file, found {size} bytes (at most {MAX_BYTES} are read)", path=path)
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError("expected UTF-8 text", path=path, offset=error.start) from error
+    except OSError as error:
+        if isinstance(error, MissingFileError | NotAFileError):
+            raise
+        raise from_os(error, path, "read") from error
+    return parse_json(text, path)
+
+
+def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
+    """Parses JSON text found in ``path``."""
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise FormatError(f"field '{twice}': appears twice", path=path)
+        return made
+
+    def no_constant(word: str) -> Any:
+        raise FormatError(f"expected JSON, found the constant {word}", path=path)
+
+    try:
+        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"expected JSON: {error.msg}", path=path, offset=len(text[: error.pos].encode())) from error
+    except RecursionError as error:
+        raise FormatError("expected JSON, found one nested too deep", path=path) from error
+    except FormatError:
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise FormatError(f"expected JSON: {error}", path=path) from error
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class Fields:
+    """A JSON object whose fields are asked for by name and type.
+
+    A field may have had several names over the versions of a format: the first one present counts.
+    """
+
+    def __init__(self, value: Any, path: Path, where: str = "") -> None:
+        if not isinstance(value, dict):
+            place = f"field '{where}': " if where else ""
+            raise FormatError(f"{place}expected an object, found {_show(value)}", path=path)
+        self.value: dict[str, Any] = value
+        self.path = path
+        self.where = where
+
+    def error(self, name: str, expected: str) -> FormatError:
+        """The error for a field that is not what it should be."""
+        dotted = f"{self.where}.{name}" if self.where else name
+        found = _show(self.value[name]) if name in self.value else "nothing"
+        return FormatError(f"field '{dotted}': expected {expected}, found {found}", path=self.path)
+
+    def name(self, *names: str) -> str:
+        """The first of these names that is present; the last, which errors will name, if none is."""
+        return next((n for n in names if n in self.value), names[-1])
+
+    def has(self, *names: str) -> bool:
+        """Whether one of these names is present and not null."""
+        return self.value.get(self.name(*names)) is not None
+
+    def integer(self, *names: str, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``."""
+        name = self.name(*names)
+        value = self.value.get(name)
+        if type(value) is not int or not minimum <= value < MAX_INT:
+            raise self.error(name, f"an integer of at least {minimum}")
+        return value
+
+    def text(self, *names: str) -> str:
+        """A string."""
+        name = self.name(*names)
+        value = self.value.get(name)
+        if not isinstance(value, str):
+            raise self.error(name, "a string")
+        return value
+
+    def boolean(self, *names: str) -> bool:
+        """True or false."""
+        name = self.name(*names)
+        value = self.value.get(name)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def integers(self, *names: str) -> tuple[int, ...]:
+        """A non-empty list of distinct integers."""
+        name = self.name(*names)
+        value = self.value.get(name)
+        if not isinstance(value, list) or not value or any(type(x) is not int or abs(x) >= MAX_INT for x in value):
+            raise self.error(name, "a non-empty list of integers")
+        if len(set(value)) != len(value):
+            raise self.error(name, "distinct integers")
+        return tuple(value)
+
+    def items(self, *names: str) -> list[Fields]:
+        """A list of objects."""
+        name = self.name(*names)
+        value = self.value.get(name)
+        if not isinstance(value, list):
+            raise self.error(name, "a list of objects")
+        return [Fields(x, self.path, f"{self.where}.{name}[{i}]".lstrip(".")) for i, x in enumerate(value)]

@@ -1,0 +1,327 @@
+"""saev's raw shards: every version of the protocol found in the wild.
+
+.. code-block:: text
+
+    metadata.json      the extraction's configuration: sizes, layers, model
+    shards.json        [{"name": "acts000000.bin", "n_examples": 3}, ...]; absent in the first months
+    acts000000.bin     C-ordered (examples_per_shard, layers, tokens, d_model) native float32, no header
+    labels.bin         optional: (n_examples, content tokens) uint8
+
+Sources: the protocol text (2.0), and what OSU-NLP-Group/saev wrote from October 2024 to March 2026. The text's names lived
+for five days; each field is taken by whichever of its names is present, never by the version string. The text lets the
+last shard be short, the code pads it with zeros, and adds a whole shard of zeros when the examples come out even: all are
+read, and the zeros are never reached because a file is only ever asked for the rows that shards.json gives it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._native import Rows
+from actshard.errors import (
+    ActshardError,
+    FormatError,
+    MissingFileError,
+    NotAFileError,
+    NotStoredError,
+    TruncatedFileError,
+    UnsupportedError,
+    from_os,
+)
+from actshard.formats._contents import Contents, Evidence
+from actshard.formats._json import Fields, read_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# Every name a field has had, today's first; see the table of eras in docs/formats/saev.md.
+N_EXAMPLES = ("n_examples", "n_ex", "n_imgs")
+CONTENT_TOKENS = ("content_tokens_per_example", "n_content_tokens_per_example", "patches_per_ex", "n_patches_per_img")
+D_MODEL = ("d_model", "d_vit")
+BUDGET = ("max_tokens_per_shard", "patches_per_shard", "max_patches_per_shard", "n_patches_per_shard")
+FAMILY = ("family", "vit_family", "model_family", "model_org")
+CHECKPOINT = ("ckpt", "vit_ckpt", "model_ckpt", "model")
+
+LAST_KNOWN = (2, 1)
+ITEMSIZE = 4
+
+
+def detect(path: Path) -> Evidence:
+    """A folder with a metadata.json that gives a row width and a token count in saev's words."""
+    looked_for = "a folder with a metadata.json that has layers, d_model and content_tokens_per_example (or their older names)"
+    metadata = path / "metadata.json"
+    if not path.is_dir():
+        return Evidence(False, looked_for, "a file")
+    if not metadata.exists():
+        return Evidence(False, looked_for, "no metadata.json")
+    value = read_json(metadata)
+    if not isinstance(value, dict):
+        return Evidence(False, looked_for, "a metadata.json that is no object")
+    asked = {"layers": ("layers", "n_layers"), "d_model": D_MODEL, "content_tokens_per_example": CONTENT_TOKENS}
+    missing = [name for name, names in asked.items() if not any(n in value for n in names)]
+    if missing:
+        return Evidence(False, looked_for, f"a metadata.json without {' and '.join(missing)}")
+    return Evidence(True, looked_for, "a metadata.json with saev's fields")
+
+
+def open(path: Path, io: str) -> Contents:
+    """Reads metadata.json and shards.json and checks every shard's size."""
+    fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
+    warnings: list[str] = []
+
+    protocol = _protocol(fields, warnings)
+    if fields.has("dtype") and fields.text("dtype") != "float32":
+        raise UnsupportedError(f"field 'dtype': saev defines only \"float32\", found {fields.value['dtype']!r}", path=fields.path)
+    layers = _layers(fields, warnings)
+    n = fields.integer(*N_EXAMPLES)
+    content = fields.integer(*CONTENT_TOKENS)
+    # Before `layers` became a list every model had a CLS token and nothing said so.
+    cls = fields.boolean("cls_token") if "cls_token" in fields.value or "layers" in fields.value else True
+    tokens = content + cls
+    d_model = fields.integer(*D_MODEL)
+    budget = fields.integer(*BUDGET)
+    per_example = tokens * len(layers)
+    eps = budget // per_example
+    if eps == 0:
+        raise fields.error(fields.name(*BUDGET), f"at least tokens x layers = {tokens} x {len(layers)} = {per_example}")
+    example_bytes = per_example * d_model * ITEMSIZE
+    if example_bytes * max(eps, n) >= 1 << 62:
+        raise FormatError(
+            f"{n} examples x {len(layers)} layers x {tokens} tokens x {d_model} is no size that a disk can have", path=fields.path
+        )
+
+    shards = _shards(path, n, eps, protocol, warnings)
+    _check_shards(shards, eps, example_bytes, warnings)
+    _check_hash(path, fields.value, warnings)
+    labels = path / "labels.bin"
+    if labels.exists() and labels.is_file() and labels.stat().st_size != n * content:
+        warnings.append(f"labels.bin: expected {n} x {content} = {n * content} bytes, found {labels.stat().st_size}")
+
+    rows = Rows.strided(
+        [(shard, count * per_example) for shard, count in shards if count],
+        num_examples=n,
+        examples_per_file=eps,
+        num_groups=len(layers),
+        num_tokens=tokens,
+        width=d_model,
+        dtype="F32",
+        descr=np.dtype(np.float32),
+        io=io,
+    )
+    model = "/".join(fields.text(*names) for names in (FAMILY, CHECKPOINT) if fields.has(*names))
+    provenance = {
+        key: fields.value[key] for key in ("protocol", "dataset", "pixel_agg", "data") if fields.value.get(key) is not None
+    }
+    return Contents(
+        format="saev",
+        path=path,
+        metadata=fields.value,
+        layers=layers,
+        d_model=d_model,
+        dtype=np.dtype(np.float32),
+        token_counts=np.broadcast_to(np.int64(tokens), (n,)),
+        rows=rows,
+        column_names=("example_idx",),
+        columns=lambda names: _columns(path, n, names),
+        files=lambda: [shard for shard, _ in shards],
+        model=model or None,
+        provenance=provenance,
+        warnings=tuple(warnings),
+        labels=lambda: _labels(labels, n, content, io),
+    )
+
+
+def _protocol(fields: Fields, warnings: list[str]) -> str | None:
+    if "protocol" not in fields.value:
+        return None  # before 2025-06-19
+    protocol = fields.text("protocol")
+    numbers = re.fullmatch(r"(\d{1,6})\.(\d{1,6})(?:\.\d{1,6})?", protocol)
+    if numbers is None:
+        raise fields.error("protocol", 'a version such as "2.1"')
+    version = (int(numbers[1]), int(numbers[2]))
+    if version[0] > LAST_KNOWN[0]:
+        warnings.append(
+            f"protocol {protocol} is a MAJOR version newer than actshard knows (2.1): shapes or types may mean something else, "
+            "check values before you trust them"
+        )
+    elif version > LAST_KNOWN:
+        warnings.append(f"protocol {protocol} is newer than actshard knows (2.1); it should only add fields")
+    return protocol
+
+
+def _layers(fields: Fields, warnings: list[str]) -> tuple[int, ...]:
+    if "layers" not in fields.value and "n_layers" in fields.value:
+        # October to November 2024: the last n layers were recorded, and readers counted from the end.
+        count = fields.integer("n_layers")
+        if count > 100_000:
+            raise fields.error("n_layers", "a number of layers")
+        return tuple(range(-count, 0))
+    layers = fields.integers("layers")
+    if list(layers) != sorted(layers):
+        warnings.append(
+            f"layers {list(layers)} are not in ascending order: saev's recorder fills slots in the order the model runs, "
+            "so the names of these layers may be swapped"
+        )
+    return layers
+
+
+def _shards(path: Path, n: int, eps: int, protocol: str | None, warnings: list[str]) -> list[tuple[Path, int]]:
+    """The shard files in order, and how many examples each holds."""
+    listing = path / "shards.json"
+    expected = -(-n // eps)
+    if not listing.exists():
+        if protocol is None:  # shards.json came on 2025-06-18, a day before the protocol field
+            return [(path / _name(i), min(eps, n - i * eps)) for i in range(expected)]
+        found = sorted(p.name for p in path.glob("acts*.bin"))
+        raise MissingFileError(
+            f"expected a list of shards, found nothing beside {len(found)} acts files {found[:5]}: "
+            "the dump is unfinished or lost a file; regenerate it",
+            path=listing,
+        )
+    value = read_json(listing)
+    if not isinstance(value, list):
+        raise FormatError("expected a list of shards", path=listing)
+    shards: list[tuple[Path, int]] = []
+    total = 0
+    for i, entry in enumerate(value):
+        fields = Fields(entry, listing, f"[{i}]")
+        count = fields.integer(*N_EXAMPLES, minimum=0)
+        wanted = min(eps, n - total)
+        if count != wanted:
+            raise fields.error(fields.name(*N_EXAMPLES), f"{wanted} ({n} examples, {eps} per shard)")
+        shards.append((path / _listed_name(fields, path, i, warnings), count))
+        total += count
+    if total != n:
+        raise FormatError(
+            f"expected {n} examples in {expected} shards, found {total} in {len(shards)}: the dump was interrupted; finish it",
+            path=listing,
+        )
+    return shards
+
+
+def _name(index: int) -> str:
+    return f"acts{index:06}.bin"
+
+
+def _listed_name(fields: Fields, path: Path, index: int, warnings: list[str]) -> str:
+    name = fields.text("name")
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise fields.error("name", "the name of a file in this folder")
+    usual = _name(index)
+    if name == usual:
+        return name
+    # saev's loaders build the name from the shard's number and look at this one only to see whether the file exists.
+    chosen = usual if (path / usual).exists() else name
+    warnings.append(f"shards.json names shard {index} {name!r}, saev reads {usual!r}; reading {chosen!r}")
+    return chosen
+
+
+def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: int, warnings: list[str]) -> None:
+    """Every listed file is a regular file of a size that its examples allow."""
+    problems: list[ActshardError] = []
+    last = max(i for i, (_, count) in enumerate(shards) if count)
+    for i, (shard, count) in enumerate(shards):
+        if count == 0:
+            # saev leaves an extra shard of zeros when the examples come out even; nobody reads it.
+            if not shard.exists():
+                warnings.append(f"{shard.name}, which holds no examples, is missing")
+            continue
+        need, full = count * example_bytes, eps * example_bytes
+        try:
+            found = os.stat(shard)  # noqa: PTH116 -- one call, not two
+        except OSError as error:
+            problems.append(from_os(error, shard, "look at"))
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            what = "a folder" if stat.S_ISDIR(found.st_mode) else "a special file"
+            problems.append(NotAFileError(f"expected a regular file, found {what}", path=shard))
+        elif found.st_size == 0:
+            problems.append(TruncatedFileError(f"expected {need} bytes, found an empty file", path=shard, offset=0))
+        elif found.st_size < need:
+            problems.append(
+                TruncatedFileError(
+                    f"expected {'at least ' if i == last else ''}{need} bytes ({count} examples of {example_bytes}), "
+                    f"found {found.st_size}",
+                    path=shard,
+                    offset=found.st_size,
+                )
+            )
+        elif found.st_size > full:
+            problems.append(
+                FormatError(
+                    f"expected at most {full} bytes ({eps} examples of {example_bytes}), found {found.st_size}: "
+                    "the metadata describe other shards",
+                    path=shard,
+                    offset=full,
+                )
+            )
+    if problems:
+        first = problems[0]
+        if len(problems) > 1:
+            others = [p.path.name for p in problems[1:] if p.path is not None]
+            shown = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+            first.detail += f" (and {len(others)} more bad shards: {shown})"
+        raise first
+
+
+def _check_hash(path: Path, metadata: dict[str, Any], warnings: list[str]) -> None:
+    """The folder's name is a digest of its metadata, by one of the recipes that were in use."""
+    if path.name not in hashes(metadata):
+        warnings.append(
+            f"the folder's name is not the hash of its metadata ({hashes(metadata)[0]}): it was renamed, or the metadata changed"
+        )
+
+
+def hashes(metadata: dict[str, Any]) -> tuple[str, ...]:
+    """Names that saev has given the folder of such a dataset, today's first."""
+
+    def digest(text: str) -> str:
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    declared = digest(json.dumps(metadata, separators=(",", ":"), ensure_ascii=False))
+    return (
+        declared[:8],  # since 2025-10-14
+        declared,  # 2025-10-10 to 14: orjson, declaration order
+        digest(json.dumps(metadata, sort_keys=True, separators=(",", ":"))),  # since 2025-06-18: the published text
+        digest(json.dumps(metadata, sort_keys=True)),  # before
+    )
+
+
+def _labels(path: Path, n: int, content: int, io: str) -> NDArray[np.uint8] | None:
+    if not path.exists():
+        return None
+    try:
+        if not path.is_file():
+            raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
+        size = path.stat().st_size
+        if size != n * content:
+            kind = TruncatedFileError if size < n * content else FormatError
+            raise kind(f"expected {n} x {content} = {n * content} bytes, found {size}", path=path, offset=min(size, n * content))
+        if io == "mmap":
+            return np.asarray(np.memmap(path, np.uint8, "r", shape=(n, content)))
+        read = np.fromfile(path, np.uint8).reshape(n, content)
+    except OSError as error:
+        if isinstance(error, ActshardError):
+            raise
+        raise from_os(error, path, "read") from error
+    read.flags.writeable = False
+    return read
+
+
+def _columns(path: Path, n: int, names: Sequence[str]) -> pa.Table:
+    import pyarrow as pa
+
+    unknown = [name for name in names if name != "example_idx"]
+    if unknown:
+        raise NotStoredError(f"holds no column {unknown[0]!r}; a saev dataset's only column is example_idx", path=path)
+    return pa.table({name: np.arange(n, dtype=np.int64) for name in names})

@@ -1,0 +1,139 @@
+"""``actshard.open``: from a path to a store, whatever system wrote it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from actshard import _native, formats
+from actshard.errors import (
+    ActshardError,
+    ActshardWarning,
+    ArgumentError,
+    MissingFileError,
+    UnknownFormatError,
+    from_os,
+)
+from actshard.formats._contents import Contents, Evidence
+from actshard.store import Store
+
+_DEPTH = 4
+"""How far below a path datasets are looked for when the path itself is none: saev nests three deep."""
+_LOOK_AT_MOST = 2_000
+"""Folders looked into at most, so that a mistyped "/" answers at once."""
+
+
+def open(path: str | os.PathLike[str], format: str | None = None, io: str = "auto") -> Store:
+    """Opens a dataset.
+
+    Args:
+        path: the dataset's folder, or a file that stands for it (an lmprobe index). ``~`` is expanded.
+        format: ``"saev"``, ``"lmprobe"``, ...; None detects it.
+        io: ``"mmap"`` maps files: fastest, and gives views. ``"pread"`` never maps: for file systems where faults are slow,
+            and where files may be truncated while they are read. ``"auto"`` is ``"pread"`` on network file systems and
+            ``"mmap"`` elsewhere.
+
+    Returns:
+        An open :class:`~actshard.Store`. What its reader should know about the dataset is in ``store.warnings`` and is
+        also warned of as :class:`~actshard.ActshardWarning`.
+
+    Raises:
+        MissingFileError: the path, or a file that the dataset needs, is not there.
+        UnknownFormatError: no format recognises the path, or several do; the message says what was looked for, what was
+            found, and which datasets lie below the path.
+        FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is broken, too new, or cannot be read.
+    """
+    store = open_quietly(path, format, io)
+    for warning in store.warnings:
+        warnings.warn(f"{store.path}: {warning}", ActshardWarning, stacklevel=2)
+    return store
+
+
+def open_quietly(path: str | os.PathLike[str], format: str | None, io: str) -> Store:
+    """Opens without warnings: workers reopen what their parent has been warned of."""
+    if io not in ("auto", "mmap", "pread"):
+        raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
+    root = _resolve(path)
+    name = format if format is not None else detect(root)
+    if name not in formats.names():
+        raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
+    mode = io if io != "auto" else ("pread" if _native.is_network(root) else "mmap")
+    contents: Contents = formats.load(name).open(root, mode)
+    return Store(contents, io=io, mode=mode)
+
+
+def _resolve(path: str | os.PathLike[str]) -> Path:
+    try:
+        root = Path(path).expanduser()
+    except TypeError as error:
+        raise ArgumentError(f"path: expected a path, found {type(path).__name__}") from error
+    try:
+        root.stat()
+    except FileNotFoundError as error:
+        raise MissingFileError("expected a dataset, found nothing", path=root) from error
+    except OSError as error:
+        raise from_os(error, root, "look at") from error
+    except ValueError as error:  # a NUL in the path
+        raise ArgumentError(f"path: {error}") from error
+    return Path(os.path.abspath(root))  # noqa: PTH100 -- Path.resolve would follow links, and hide the name given
+
+
+def detect(root: Path) -> str:
+    """The format of a dataset; UnknownFormatError if it is none or several."""
+    evidence = {name: _evidence(name, root) for name in formats.names()}
+    matches = [name for name, e in evidence.items() if e.matches]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UnknownFormatError(
+            f"looks like {' and like '.join(matches)}; say which with format=: "
+            + "; ".join(f"{name}: {evidence[name].found}" for name in matches),
+            path=root,
+        )
+    candidates = tuple(_datasets_below(root))
+    if candidates:
+        listed = ", ".join(f"{path.relative_to(root)} ({name})" for path, name in candidates[:20])
+        more = f" and {len(candidates) - 20} more" if len(candidates) > 20 else ""
+        what = "a dataset" if len(candidates) == 1 else f"{len(candidates)} datasets"
+        unknown = UnknownFormatError(f"is no dataset itself but holds {what}, open one: {listed}{more}", path=root)
+        unknown.candidates = tuple((path, name) for path, name in candidates)
+        raise unknown
+    raise UnknownFormatError(
+        "is no dataset that actshard knows; "
+        + "; ".join(f"{name}: looked for {e.looked_for}, found {e.found}" for name, e in evidence.items()),
+        path=root,
+    )
+
+
+def _evidence(name: str, root: Path) -> Evidence:
+    try:
+        evidence: Evidence = formats.load(name).detect(root)
+    except (ActshardError, OSError) as error:
+        return Evidence(False, f"a {name} dataset", str(error))
+    return evidence
+
+
+def _datasets_below(root: Path) -> Iterator[tuple[Path, str]]:
+    looked = 0
+    level = [root]
+    for _ in range(_DEPTH):
+        below: list[Path] = []
+        for folder in level:
+            try:
+                with os.scandir(folder) as entries:
+                    children = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
+            except OSError:
+                continue
+            for child in children:
+                looked += 1
+                if looked > _LOOK_AT_MOST:
+                    return
+                path = folder / child
+                matches = [name for name in formats.names() if _evidence(name, path).matches]
+                if matches:
+                    yield path, "/".join(matches)
+                else:
+                    below.append(path)
+        level = below

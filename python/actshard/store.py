@@ -1,0 +1,353 @@
+"""A dataset on disk, opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from actshard import _arguments
+from actshard.errors import ArgumentError, ClosedError, LayerError, NotStoredError, OutOfRangeError
+from actshard.formats._contents import Contents, Logits, Router
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard._native import Rows
+
+_SLAB_BYTES = 32 << 20
+"""Sequences read together share blocks of about this size: large enough for huge pages, small enough to keep."""
+
+
+class Store:
+    """A dataset of activations: rows of ``d_model`` elements, addressed by (example, layer, token).
+
+    Made by :func:`actshard.open`. A store can be used from many threads at once, survives ``fork``, and pickles as its path
+    and options. Reading releases the GIL.
+
+    Attributes:
+        format: ``"saev"`` or ``"lmprobe"``.
+        path: what was opened.
+        layers: layer *names*, in stored order. Negative numbers are names too.
+        d_model: elements per row; 0 for a dataset without hidden states.
+        dtype: the numpy type of a row as stored; bfloat16 is ``ml_dtypes.bfloat16``.
+        num_examples: number of examples; also ``len(store)``.
+        token_counts: ``(num_examples,)`` int64, read-only: tokens stored per example. 1 where only one vector per example is
+            stored, 0 where none is.
+        metadata: the dataset's metadata, as the format holds it.
+        warnings: what a reader should know about this dataset.
+        io: how rows are read: ``"mmap"`` or ``"pread"``.
+    """
+
+    def __init__(self, contents: Contents, *, io: str, mode: str) -> None:
+        self._contents = contents
+        self._asked_io = io
+        self._groups = {layer: i for i, layer in enumerate(contents.layers)}
+        self._rows: Rows | _Without = contents.rows if contents.rows is not None else _Without(contents)
+        self._table: pa.Table | None = None
+        self._extras: dict[str, Any] = {}
+        self._dtype = contents.dtype
+        self.format = contents.format
+        self.path: Path = contents.path
+        self.layers = contents.layers
+        self.d_model = contents.d_model
+        self.token_counts = contents.token_counts
+        self.num_examples = len(contents.token_counts)
+        self.metadata = contents.metadata
+        self.warnings = contents.warnings
+        self.io = mode
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The numpy type of a row as stored, whatever the metadata claim."""
+        return self._dtype
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __repr__(self) -> str:
+        return (
+            f"<actshard.Store {self.format} {str(self.path)!r}: {self.num_examples} examples, "
+            f"layers {_short(self.layers)}, d_model {self.d_model}, {self.dtype}>"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_reopen, (self.path, self.format, self._asked_io))
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives maps and file descriptors back at once. Views handed out before stay valid; further reads raise ClosedError."""
+        closed = _Closed(self.path)
+        self._rows = closed
+        self._extras = {"logits": closed, "router": closed}
+
+    def _group(self, layer: int) -> int:
+        try:
+            return self._groups[layer]
+        except (KeyError, TypeError):
+            pass
+        raise LayerError(f"layer {layer!r} is not stored; the layers are {_short(self.layers, 200)}", path=self.path)
+
+    def gather(
+        self,
+        layer: int,
+        examples: ArrayLike,
+        tokens: ArrayLike,
+        *,
+        out: Any = None,
+        dtype: DTypeLike | None = None,
+    ) -> NDArray[Any]:
+        """Reads any rows of one layer.
+
+        Args:
+            layer: a name from :attr:`layers`.
+            examples: integers, 0 to ``num_examples - 1``.
+            tokens: integers; negative counts from the example's end. For saev, stored positions: 0 is CLS where there is one.
+                Broadcast together with ``examples``.
+            out: a writable C-contiguous buffer of exactly the right size (a numpy array, a CPU torch tensor, any buffer); it is
+                filled and returned. Reused memory is about three times as fast as fresh memory.
+            dtype: convert while copying, in the same pass: float16, bfloat16, float32 or float64. None keeps the stored type.
+
+        Returns:
+            ``(n, d_model)`` for n indices (1 for two plain integers), a copy that the caller owns; indices of more dimensions
+            give their broadcast shape + ``(d_model,)``.
+
+        Raises:
+            LayerError, OutOfRangeError: no such layer, example or token.
+            ArgumentError, DtypeError: indices that are no integers, an ``out`` that does not fit, a type that cannot be given.
+            MissingFileError, TruncatedFileError, FormatError: a file is missing, was truncated after opening, or holds fewer rows
+                than the index says.
+        """
+        return self._rows.gather(self._group(layer), examples, tokens, out, dtype)
+
+    def last_tokens(
+        self,
+        layer: int,
+        examples: ArrayLike | None = None,
+        *,
+        out: Any = None,
+        dtype: DTypeLike | None = None,
+    ) -> NDArray[Any]:
+        """Reads the last token's row of each example (lmprobe: the row that ``shard_index``/``row_offset`` name).
+
+        Args:
+            layer: a name from :attr:`layers`.
+            examples: integers; None means all, in order.
+            out: as in :meth:`gather`.
+            dtype: as in :meth:`gather`.
+
+        Returns:
+            ``(n, d_model)``, a copy.
+
+        Raises:
+            As :meth:`gather`.
+        """
+        return self._rows.gather(self._group(layer), examples, None, out, dtype)
+
+    def sequence(self, example: int, layer: int) -> NDArray[Any]:
+        """All stored tokens of one example.
+
+        Returns:
+            ``(T, d_model)`` of the stored type. A read-only view wherever the rows lie together in one mapped file: no byte is
+            copied until it is looked at, and the view keeps the file mapped after the store is gone. A copy otherwise.
+
+        Raises:
+            As :meth:`gather`.
+        """
+        group = self._group(layer)
+        one = self._example(example)
+        view = self._rows.view(group, one)
+        if view is not None:
+            return view
+        copy: NDArray[Any] = self._rows.gather_whole(group, np.array([one], np.int64), None, None)
+        return copy
+
+    def sequences(self, examples: ArrayLike, layer: int, *, dtype: DTypeLike | None = None) -> list[NDArray[Any]]:
+        """All stored tokens of many examples, read in parallel.
+
+        Returns:
+            A list of ``(T_i, d_model)`` arrays, copies. Neighbours in the list share blocks of memory of about 32 MiB; copy an
+            array to keep it for long without its neighbours.
+
+        Raises:
+            As :meth:`gather`.
+        """
+        group = self._group(layer)
+        wanted, shape = _arguments.index(examples, "examples")
+        if len(shape) != 1:
+            raise ArgumentError(f"examples: expected one dimension, found {len(shape)}")
+        if wanted.size == 0:
+            return []
+        if wanted.min() < 0 or wanted.max() >= self.num_examples:
+            bad = wanted[(wanted < 0) | (wanted >= self.num_examples)][0]
+            raise OutOfRangeError(f"example {bad} is out of range: the dataset has {self.num_examples} examples", path=self.path)
+        itemsize = self.dtype.itemsize if dtype is None else _arguments.dtype(dtype)[0].itemsize
+        ends = np.cumsum(self.token_counts[wanted])
+        slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
+        starts = [0, *(np.flatnonzero(np.diff(slab)) + 1).tolist(), wanted.size]
+        found: list[NDArray[Any]] = []
+        for first, last in zip(starts, starts[1:], strict=False):
+            block = self._rows.gather_whole(group, wanted[first:last], None, dtype)
+            before = int(ends[first - 1]) if first else 0
+            stops = (ends[first:last] - before).tolist()
+            found.extend(block[a:b] for a, b in zip([0, *stops], stops, strict=False))
+        return found
+
+    def _example(self, example: int) -> int:
+        flat, shape = _arguments.index(example, "example")
+        if shape != [1]:
+            raise ArgumentError(f"example: expected one integer, found {shape}; sequences() takes many")
+        return int(flat[0])
+
+    @property
+    def table(self) -> pa.Table:
+        """What the format holds about each example: a pyarrow table of ``num_examples`` rows, columns named as in the format.
+
+        Read when first asked for, then kept. lmprobe's per-token address lists are left out (they can be gigabytes, and are
+        in the store's layout already): :meth:`read_columns` gives them. Holds texts, labels and ids for lmprobe; saev stores
+        nothing about an example but its number, ``example_idx``.
+        """
+        if self._table is None:
+            self._table = self.read_columns(self._contents.column_names)
+        return self._table
+
+    def read_columns(self, names: Sequence[str]) -> pa.Table:
+        """Reads some columns only, by their names in the format; not kept.
+
+        Raises:
+            NotStoredError: no such column.
+        """
+        return self._contents.columns(list(names))
+
+    @property
+    def labels(self) -> NDArray[np.uint8] | None:
+        """saev's patch labels, ``(num_examples, patches)`` uint8, read-only, without a column for CLS; None if there are none.
+
+        lmprobe keeps one label per example: ``store.table["label"]``.
+        """
+        if "labels" not in self._extras:
+            self._extras["labels"] = self._contents.labels()
+        found: NDArray[np.uint8] | None = self._extras["labels"]
+        return found
+
+    def logits(self, examples: ArrayLike | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Top-k logits at each example's last token.
+
+        Args:
+            examples: integers; None means all, in order.
+
+        Returns:
+            values ``(n, k)`` and token indices ``(n, k)``, of the stored types, copies.
+
+        Raises:
+            NotStoredError: the dataset holds no logits.
+        """
+        logits = self._extra("logits", self._contents.logits, "logits")
+        if isinstance(logits, _Closed):
+            logits.gather()
+        assert isinstance(logits, Logits)
+        return logits.values.gather(0, examples, None, None, None), logits.indices.gather(0, examples, None, None, None)
+
+    def router(self, layer: int, examples: ArrayLike | None = None) -> NDArray[Any]:
+        """Router logits of a mixture-of-experts layer.
+
+        Args:
+            layer: one of the router's layers; a wrong one raises an error that lists them.
+            examples: integers; None means all, in order.
+
+        Returns:
+            ``(n, experts)``, of the stored type, a copy.
+
+        Raises:
+            NotStoredError: the dataset holds no router tensors.
+            LayerError: not for this layer.
+        """
+        router = self._extra("router", self._contents.router, "router tensors")
+        if isinstance(router, _Closed):
+            router.gather()
+        assert isinstance(router, Router)
+        if layer not in router.layers:
+            raise LayerError(f"router of layer {layer!r} is not stored; those of {_short(router.layers)} are", path=self.path)
+        rows: NDArray[Any] = router.rows.gather(router.layers.index(layer), examples, None, None, None)
+        return rows
+
+    def _extra(self, name: str, make: Any, what: str) -> Any:
+        if name not in self._extras:
+            self._extras[name] = make()
+        if self._extras[name] is None:
+            raise NotStoredError(f"holds no {what}", path=self.path)
+        return self._extras[name]
+
+    def info(self) -> dict[str, Any]:
+        """What ``actshard info`` shows, as plain Python values."""
+        present = missing = total = 0
+        for file in self._contents.files():
+            try:
+                total += os.stat(file).st_size  # noqa: PTH116 -- many files; a Path method costs twice as much
+                present += 1
+            except OSError:
+                missing += 1
+        counts = self.token_counts
+        return {
+            "format": self.format,
+            "path": str(self.path),
+            "model": self._contents.model,
+            "examples": self.num_examples,
+            "tokens": int(counts.sum()),
+            "tokens_per_example": [int(counts.min()), int(counts.max())] if len(counts) else [0, 0],
+            "layers": list(self.layers),
+            "d_model": self.d_model,
+            "dtype": str(self.dtype),
+            "shards": present,
+            "missing_shards": missing,
+            "bytes": total,
+            "io": self.io,
+            "columns": list(self._contents.column_names),
+            "provenance": self._contents.provenance,
+            "warnings": list(self.warnings),
+        }
+
+
+class _Without:
+    """Stands in for the rows of a dataset that has no hidden states; no layer gets this far."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._path = contents.path
+
+    def gather(self, *_: Any) -> NoReturn:
+        raise NotStoredError("holds no hidden states", path=self._path)
+
+    view = gather_whole = gather
+
+
+class _Closed(_Without):
+    """Stands in for the rows of a closed store."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def gather(self, *_: Any) -> NoReturn:
+        raise ClosedError("the store was closed", path=self._path)
+
+    view = gather_whole = gather
+
+
+def _reopen(path: Path, format: str, io: str) -> Store:
+    from actshard.opening import open_quietly
+
+    return open_quietly(path, format, io)
+
+
+def _short(layers: Sequence[int], at_most: int = 12) -> str:
+    shown = ", ".join(map(str, layers[:at_most]))
+    return f"[{shown}, ... {len(layers)} in all]" if len(layers) > at_most else f"[{shown}]"

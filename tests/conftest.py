@@ -1,0 +1,88 @@
+"""What tests share: the golden datasets and ways to break copies of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+
+GOLDEN = Path(__file__).parent / "golden"
+SAEV = sorted(p.parent for p in (GOLDEN / "saev").glob("*/expected.npz"))
+LMPROBE = sorted(p.parent for p in (GOLDEN / "lmprobe").glob("*/expected.npz"))
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+def saev_dump(variant: Path) -> Path:
+    """The dump's folder, which lies as deep as its writer put it."""
+    return next(variant.rglob("metadata.json")).parent
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Floats as the integers that store them: equality is then equality of bits."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+@pytest.fixture(params=["mmap", "pread"])
+def io(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def saev_copy(tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a golden saev dump whose metadata or shards.json are changed by a function."""
+
+    def make(
+        variant: str = "v21_cls_labels_multishard",
+        metadata: Callable[[dict[str, Any]], Any] | None = None,
+        shards: Callable[[list[dict[str, Any]]], Any] | None = None,
+    ) -> Path:
+        source = saev_dump(GOLDEN / "saev" / variant)
+        copy = tmp_path / source.name
+        shutil.copytree(source, copy)
+        for name, change in (("metadata.json", metadata), ("shards.json", shards)):
+            if change is not None:
+                value = json.loads((copy / name).read_text())
+                changed = change(value)
+                (copy / name).write_text(json.dumps(value if changed is None else changed))
+        return copy
+
+    return make
+
+
+def rewrite_index(dataset: Path, change: Callable[[Any, dict[str, Any]], Any]) -> None:
+    """Rewrites an lmprobe index; `change` gets the table and the lmprobe metadata and returns the new table."""
+    import pyarrow.parquet as pq
+
+    (part,) = (dataset / "index").glob("*.parquet")
+    table = pq.read_table(part)
+    meta = {k[8:].decode(): json.loads(v) for k, v in table.schema.metadata.items() if k.startswith(b"lmprobe:")}
+    table = change(table, meta)
+    encoded = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in meta.items()}
+    pq.write_table(table.replace_schema_metadata(encoded), part)
+
+
+@pytest.fixture
+def lmprobe_copy(tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a golden lmprobe dataset whose index is changed by a function."""
+
+    def make(variant: str = "fullseq_f32", change: Callable[[Any, dict[str, Any]], Any] | None = None) -> Path:
+        copy = tmp_path / variant
+        shutil.copytree(GOLDEN / "lmprobe" / variant, copy)
+        if change is not None:
+            rewrite_index(copy, change)
+        return copy
+
+    return make
+
+
+@pytest.fixture
+def open_all() -> Callable[[Path], list[actshard.Store]]:
+    """The same dataset in both io modes."""
+    return lambda path: [actshard.open(path, io=io) for io in ("mmap", "pread")]
