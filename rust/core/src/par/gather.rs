@@ -3,7 +3,8 @@
 //! The rows asked for are cut into parts, each a contiguous range of the *output*, so that every part owns its memory
 //! and nothing needs to be proven about aliasing. A part
 //!
-//! 1. asks the layout for its rows' addresses and sorts them by file and row: disks and page tables like order;
+//! 1. asks the layout for its rows' addresses and sorts them by file and row, megabyte by megabyte of output: disks and
+//!    page tables like order, caches like writes that stay together;
 //! 2. joins neighbours that stay neighbours into one copy;
 //! 3. checks, file by file, that the rows exist and that the file still has the length it had when it was opened;
 //! 4. moves them. From a mapping, a scout runs ahead of the copy, samples whether pages are cached, and hints the cold
@@ -12,14 +13,14 @@
 //!
 //! Memory: 40 bytes per row of the parts in flight, at most [`PART_ROWS`] rows per thread.
 
-use std::collections::VecDeque;
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::collections::hash_map::Entry as MapEntry;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::bytes::mmap::Map;
 use crate::bytes::pread::{self, Cached};
-use crate::bytes::{FileTable, OpenFile};
+use crate::bytes::{FileTable, Io, OpenFile};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::layout::{Address, Layout};
@@ -31,6 +32,9 @@ const INLINE_BYTES: usize = 512 << 10;
 const PART_ROWS: usize = 16_384;
 /// Output per part at most, unless one example is larger: bounds how long Ctrl-C waits for a part.
 const PART_BYTES: usize = 32 << 20;
+/// Rows are sorted within this much output: reads get their order, writes stay in the second-level cache, and many small
+/// sorts cost less than one large one.
+const SORT_BYTES: usize = 1 << 20;
 /// A long run is moved in pieces of this size.
 const PIECE: usize = 256 << 10;
 /// Pieces per step of the scout, and how many of them it asks about.
@@ -144,7 +148,9 @@ impl Entry {
 struct Piece {
     src: u64,
     dst: usize,
-    len: usize,
+    len: u32,
+    /// Position among the files of the part.
+    file: u32,
 }
 
 /// Fills `out` with the `items` rows (or, for [`Pick::Whole`], examples) picked. `out` holds exactly those rows, in the
@@ -170,6 +176,9 @@ pub fn gather<L: Layout + ?Sized>(
         Pick::Last { examples } | Pick::Whole { examples } => examples.check_len(items, "examples")?,
     }
     let job = Job { files, layout, group, pick, cast };
+    if items == 1 && !matches!(pick, Pick::Whole { .. }) {
+        return job.one_row(out);
+    }
     let row_bytes = files.width() * cast.to_size;
     let part_rows = part_rows(out.len(), row_bytes);
 
@@ -224,27 +233,60 @@ fn part_rows(out_bytes: usize, row_bytes: usize) -> usize {
 }
 
 impl<L: Layout + ?Sized> Job<'_, L> {
+    /// A single row, without the machinery: users do call this a million times in a loop.
+    fn one_row(&self, out: &mut [u8]) -> Result<()> {
+        let at = match self.pick {
+            Pick::Tokens { examples, tokens } => self.layout.locate(self.group, examples.get(0), tokens.get(0))?,
+            Pick::Last { examples } | Pick::Whole { examples } => self.layout.last(self.group, examples.get(0))?,
+        };
+        let row = self.files.row_bytes();
+        if out.len() != row / self.cast.from_size * self.cast.to_size {
+            return Err(Error::new(Kind::Argument, "the output is not one row"));
+        }
+        let open = self.files.get(at.file as usize)?;
+        if at.row >= open.rows() {
+            return Err(self.outside(&Entry::new(at, 0, 1)?, &open, 0));
+        }
+        open.check_length()?;
+        let src = open.offset(at.row);
+        match open.map() {
+            Some(map) => {
+                // One page faults as fast as it can be hinted; more are worth asking for together.
+                if row > 4096 && pread::is_cached(open.file(), src + row as u64 - 1) == Cached::No {
+                    map.will_need(src as usize, row);
+                }
+                self.cast.apply(&map.bytes()[src as usize..src as usize + row], out);
+                Ok(())
+            }
+            None => {
+                let piece = Piece { src, dst: 0, len: row as u32, file: 0 };
+                if row > PIECE { self.run_part(0, 1, out, &Stop::default()) } else { self.copy_read(&[open], &[piece], out, &Stop::default()) }
+            }
+        }
+    }
+
     fn run_part(&self, first: usize, end: usize, out: &mut [u8], stop: &Stop) -> Result<()> {
         let mut entries = self.locate(first, end)?;
         if !entries.is_sorted_by_key(|e| e.key) {
-            entries.sort_unstable_by_key(|e| e.key);
+            let mut rest = &mut entries[..];
+            let block_rows = (SORT_BYTES / (self.files.width() * self.cast.to_size)).max(1);
+            while !rest.is_empty() {
+                // Entries are in output order still, whole examples may bring several rows each.
+                let limit = rest[0].dst as usize + block_rows;
+                let (block, others) = rest.split_at_mut(rest.partition_point(|e| (e.dst as usize) < limit).max(1));
+                block.sort_unstable_by_key(|e| e.key);
+                rest = others;
+            }
         }
         join_neighbours(&mut entries);
-        let mut pieces = Vec::new();
-        for run in entries.chunk_by(|a, b| a.file() == b.file()) {
-            if stop.is_set() {
-                return Ok(());
-            }
-            let open = self.files.get(run[0].file())?;
-            self.check_rows(run, &open, first)?;
-            open.check_length()?;
-            self.cut(run, &open, &mut pieces);
-            match open.map() {
-                Some(map) => self.copy_mapped(&open, map, &pieces, out, stop),
-                None => self.copy_read(&open, &pieces, out, stop)?,
-            }
+        let (files, pieces) = self.cut(&entries, first)?;
+        if stop.is_set() {
+            return Ok(());
         }
-        Ok(())
+        match self.files.io() {
+            Io::Mmap => self.copy_mapped(&files, &pieces, out, stop),
+            Io::Pread => self.copy_read(&files, &pieces, out, stop),
+        }
     }
 
     fn locate(&self, first: usize, end: usize) -> Result<Vec<Entry>> {
@@ -282,81 +324,104 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         Ok(entries)
     }
 
-    /// The rows that an index names must be rows that the file holds.
-    fn check_rows(&self, run: &[Entry], open: &OpenFile, first: usize) -> Result<()> {
-        let outside = |e: &Entry| e.row() + u64::from(e.rows) > open.rows();
-        // Sorted by row, but runs may differ in length: look at all of them.
-        let Some(bad) = run.iter().find(|e| outside(e)) else { return Ok(()) };
-        let whose = match self.pick {
-            Pick::Whole { .. } => String::new(),
-            _ => format!(" for example {}", self.pick.example(first + bad.dst as usize)),
-        };
-        let (row, rows) = (bad.row() + u64::from(bad.rows) - 1, open.rows());
-        Err(Error::new(Kind::Format, format!("the index names row {row}{whose}, but the file holds {rows} rows")).at(open.path()))
-    }
-
-    fn cut(&self, run: &[Entry], open: &OpenFile, pieces: &mut Vec<Piece>) {
-        pieces.clear();
+    /// Opens and checks the files that entries name, and cuts entries into pieces of bounded size.
+    fn cut(&self, entries: &[Entry], first: usize) -> Result<(Vec<Arc<OpenFile>>, Vec<Piece>)> {
+        let mut files: Vec<Arc<OpenFile>> = Vec::new();
+        let mut opened: HashMap<usize, usize> = HashMap::new();
+        let mut pieces = Vec::with_capacity(entries.len());
         let (from, to) = (self.cast.from_size, self.cast.to_size);
         let row = self.files.row_bytes();
-        for entry in run {
-            let (mut src, mut dst) = (open.offset(entry.row()), entry.dst as usize * (row / from * to));
-            let mut left = entry.rows as usize * row;
-            while left > 0 {
-                // PIECE is a multiple of every element size, so that pieces hold whole elements.
-                let len = left.min(PIECE);
-                pieces.push(Piece { src, dst, len });
-                src += len as u64;
-                dst += len / from * to;
-                left -= len;
+        for run in entries.chunk_by(|a, b| a.file() == b.file()) {
+            let file = match opened.entry(run[0].file()) {
+                MapEntry::Occupied(known) => *known.get(),
+                MapEntry::Vacant(new) => {
+                    let open = self.files.get(run[0].file())?;
+                    open.check_length()?;
+                    files.push(open);
+                    *new.insert(files.len() - 1)
+                }
+            };
+            let open = &files[file];
+            for entry in run {
+                if entry.row() + u64::from(entry.rows) > open.rows() {
+                    return Err(self.outside(entry, open, first));
+                }
+                let (mut src, mut dst) = (open.offset(entry.row()), entry.dst as usize * (row / from * to));
+                let mut left = entry.rows as usize * row;
+                while left > 0 {
+                    // PIECE is a multiple of every element size, so that pieces hold whole elements.
+                    let len = left.min(PIECE);
+                    pieces.push(Piece { src, dst, len: len as u32, file: file as u32 });
+                    src += len as u64;
+                    dst += len / from * to;
+                    left -= len;
+                }
             }
         }
+        Ok((files, pieces))
     }
 
-    fn copy_mapped(&self, open: &OpenFile, map: &Map, pieces: &[Piece], out: &mut [u8], stop: &Stop) {
-        let bytes = map.bytes();
-        let mut scout = Scout::new(open, map, pieces);
+    /// The rows that an index names must be rows that the file holds.
+    fn outside(&self, entry: &Entry, open: &OpenFile, first: usize) -> Error {
+        let whose = match self.pick {
+            Pick::Whole { .. } => String::new(),
+            _ => format!(" for example {}", self.pick.example(first + entry.dst as usize)),
+        };
+        let (row, rows) = (entry.row() + u64::from(entry.rows) - 1, open.rows());
+        Error::new(Kind::Format, format!("the index names row {row}{whose}, but the file holds {rows} rows")).at(open.path())
+    }
+
+    /// Where a piece goes.
+    #[inline]
+    fn target<'o>(&self, piece: &Piece, out: &'o mut [u8]) -> &'o mut [u8] {
+        &mut out[piece.dst..piece.dst + piece.len as usize / self.cast.from_size * self.cast.to_size]
+    }
+
+    fn copy_mapped(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut [u8], stop: &Stop) -> Result<()> {
+        let maps: Vec<&Map> = files
+            .iter()
+            .map(|f| f.map().ok_or_else(|| Error::new(Kind::Internal, "a file that is not mapped").at(f.path())))
+            .collect::<Result<_>>()?;
+        let mut scout = Scout::new(files, &maps, pieces);
         for (at, block) in pieces.chunks(BLOCK).enumerate() {
             if stop.is_set() {
-                return;
+                return Ok(());
             }
             scout.run_ahead_of(at * BLOCK);
             let before = Instant::now();
             for (i, piece) in block.iter().enumerate() {
                 // Two rows ahead: one is too late for a page walk, more evicts what is about to be used.
                 if let Some(soon) = pieces.get(at * BLOCK + i + 2) {
-                    map.prefetch(soon.src as usize);
+                    maps[soon.file as usize].prefetch(soon.src as usize);
                 }
-                let src = &bytes[piece.src as usize..piece.src as usize + piece.len];
-                let dst = &mut out[piece.dst..piece.dst + piece.len / self.cast.from_size * self.cast.to_size];
-                self.cast.apply(src, dst);
+                let src = &maps[piece.file as usize].bytes()[piece.src as usize..piece.src as usize + piece.len as usize];
+                self.cast.apply(src, self.target(piece, out));
             }
             scout.block_took(before.elapsed(), block);
         }
+        Ok(())
     }
 
-    fn copy_read(&self, open: &OpenFile, pieces: &[Piece], out: &mut [u8], stop: &Stop) -> Result<()> {
-        let file = open.file();
+    fn copy_read(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut [u8], stop: &Stop) -> Result<()> {
         let mut scratch = vec![0u8; if self.cast.convert.is_some() { PIECE } else { 0 }];
         let mut into = |piece: &Piece, out: &mut [u8], wait: bool| -> Result<Cached> {
-            let dst = &mut out[piece.dst..piece.dst + piece.len / self.cast.from_size * self.cast.to_size];
-            let buf = if self.cast.convert.is_some() { &mut scratch[..piece.len] } else { &mut *dst };
+            let open = &files[piece.file as usize];
+            let dst = self.target(piece, out);
+            let buf = if self.cast.convert.is_some() { &mut scratch[..piece.len as usize] } else { &mut *dst };
             let read = if wait {
-                pread::read_exact_at(file, buf, piece.src).map(|()| Cached::Yes)
+                pread::read_exact_at(open.file(), buf, piece.src).map(|()| Cached::Yes)
             } else {
-                pread::read_if_cached(file, buf, piece.src)
+                pread::read_if_cached(open.file(), buf, piece.src)
             };
-            let read = read.map_err(|e| match Error::from_io(&e, open.path(), "read") {
-                short if short.kind == Kind::Truncated => {
-                    Error { detail: format!("expected {} more bytes, the file ends", piece.len), ..short }
+            let cached = read.map_err(|e| {
+                let mut error = Error::from_io(&e, open.path(), "read").byte(piece.src);
+                if error.kind == Kind::Truncated {
+                    error.detail = format!("expected {} more bytes, the file ends", piece.len);
                 }
-                other => other,
-            });
-            let cached = read.map_err(|e| e.byte(piece.src))?;
-            if cached == Cached::Yes {
-                if let Some(convert) = self.cast.convert {
-                    convert(&scratch[..piece.len], dst);
-                }
+                error
+            })?;
+            if let (Cached::Yes, Some(convert)) = (cached, self.cast.convert) {
+                convert(&scratch[..piece.len as usize], dst);
             }
             Ok(cached)
         };
@@ -375,12 +440,12 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                     Cached::Unknown => can_ask = false,
                 }
             }
-            pread::will_need(file, piece.src, piece.len as u64);
+            pread::will_need(files[piece.file as usize].file(), piece.src, u64::from(piece.len));
             coming.push_back(piece);
-            coming_bytes += piece.len;
+            coming_bytes += piece.len as usize;
             while coming.len() >= AHEAD || coming_bytes >= AHEAD_BYTES {
                 let Some(oldest) = coming.pop_front() else { break };
-                coming_bytes -= oldest.len;
+                coming_bytes -= oldest.len as usize;
                 into(oldest, out, true)?;
             }
         }
@@ -411,8 +476,8 @@ fn join_neighbours(entries: &mut Vec<Entry>) {
 
 /// Runs ahead of a copy from a mapping and sees to it that cold pages are on their way.
 struct Scout<'a> {
-    open: &'a OpenFile,
-    map: &'a Map,
+    files: &'a [Arc<OpenFile>],
+    maps: &'a [&'a Map],
     pieces: &'a [Piece],
     /// Pieces looked at so far, and their bytes that are not copied yet.
     seen: usize,
@@ -422,8 +487,8 @@ struct Scout<'a> {
 }
 
 impl<'a> Scout<'a> {
-    fn new(open: &'a OpenFile, map: &'a Map, pieces: &'a [Piece]) -> Scout<'a> {
-        Scout { open, map, pieces, seen: 0, ahead_bytes: 0, blind: false }
+    fn new(files: &'a [Arc<OpenFile>], maps: &'a [&'a Map], pieces: &'a [Piece]) -> Scout<'a> {
+        Scout { files, maps, pieces, seen: 0, ahead_bytes: 0, blind: false }
     }
 
     fn run_ahead_of(&mut self, copied: usize) {
@@ -434,35 +499,37 @@ impl<'a> Scout<'a> {
         while self.seen < self.pieces.len() && wanted(self) {
             let end = (self.seen + BLOCK).min(self.pieces.len());
             let block = &self.pieces[self.seen..end];
-            let large = block.iter().map(|p| p.len).sum::<usize>() / block.len() >= PIECE / 4;
+            let bytes = bytes_of(block);
             // Asking costs 0.3 us: nothing beside a large piece, so each is asked about; of small ones a sample.
+            let large = bytes / block.len() >= PIECE / 4;
             let cold = self.blind
-                || if large {
-                    false
-                } else {
-                    block.iter().step_by(block.len().div_ceil(SAMPLES)).any(|p| self.is_cold(p))
-                };
+                || (!large && block.iter().step_by(block.len().div_ceil(SAMPLES)).any(|p| self.is_cold(p)));
             for piece in block {
-                self.ahead_bytes += piece.len;
                 if cold || (large && self.is_cold(piece)) {
-                    self.map.will_need(piece.src as usize, piece.len);
+                    self.maps[piece.file as usize].will_need(piece.src as usize, piece.len as usize);
                 }
             }
+            self.ahead_bytes += bytes;
             self.seen = end;
         }
     }
 
     fn is_cold(&self, piece: &Piece) -> bool {
-        let last = piece.src + piece.len as u64 - 1;
-        pread::is_cached(self.open.file(), piece.src) == Cached::No
-            || (piece.len > 64 << 10 && pread::is_cached(self.open.file(), last) == Cached::No)
+        let file = self.files[piece.file as usize].file();
+        let last = piece.src + u64::from(piece.len) - 1;
+        pread::is_cached(file, piece.src) == Cached::No
+            || (piece.len > 64 << 10 && pread::is_cached(file, last) == Cached::No)
     }
 
     fn block_took(&mut self, took: Duration, block: &[Piece]) {
         // A hot block moves at gigabytes a second; a block of page faults that wait for a disk or a network does not
         // come near 8 us a piece and 4 ns a byte.
-        let bytes: usize = block.iter().map(|p| p.len).sum();
+        let bytes = bytes_of(block);
         self.ahead_bytes = self.ahead_bytes.saturating_sub(bytes);
         self.blind = took > Duration::from_nanos((8_000 * block.len() + 4 * bytes) as u64);
     }
+}
+
+fn bytes_of(pieces: &[Piece]) -> usize {
+    pieces.iter().map(|p| p.len as usize).sum()
 }

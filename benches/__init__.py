@@ -1,0 +1,1 @@
+"""Benchmarks: peers and actshard as engines in one run, outputs compared before anything is timed."""

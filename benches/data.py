@@ -1,0 +1,156 @@
+"""The datasets that the benches read, made once and kept in benches/data (or ``$ACTSHARD_BENCH_DATA``)."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.numpy import save_file
+
+ROOT = Path(os.environ.get("ACTSHARD_BENCH_DATA", Path(__file__).parent / "data"))
+
+SAEV = {"examples": 2_000, "layers": [2, 7, 11], "content": 196, "d_model": 768, "shards": 4}
+POOLED = {"prompts": 6_000, "dim": 4_096, "shards": 3}
+FULL = {"prompts": 500, "dim": 1_024, "low": 64, "high": 192, "rest_shards": 3}
+
+
+def saev() -> Path:
+    """2,000 examples x 3 layers x 197 tokens x 768 float32 in 4 shards: 3.6 GB."""
+    n, layers, t, d = SAEV["examples"], SAEV["layers"], SAEV["content"] + 1, SAEV["d_model"]
+    eps = n // SAEV["shards"]
+    folder = ROOT / "saev" / "shards" / "bench"
+    if (folder / "shards.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for shard in range(SAEV["shards"]):
+        with (folder / f"acts{shard:06}.bin").open("wb") as file:
+            for _ in range(eps):
+                file.write(rng.standard_normal((len(layers), t, d), np.float32).tobytes())
+    metadata = {
+        "family": "clip", "ckpt": "bench", "layers": layers, "content_tokens_per_example": t - 1, "cls_token": True,
+        "d_model": d, "n_examples": n, "max_tokens_per_shard": eps * len(layers) * t, "data": "", "dataset": "/none",
+        "pixel_agg": "majority", "dtype": "float32", "protocol": "2.1",
+    }  # fmt: skip
+    (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
+    listed = [{"name": f"acts{s:06}.bin", "n_examples": eps} for s in range(SAEV["shards"])]
+    (folder / "shards.json").write_text(json.dumps(listed))
+    return folder
+
+
+def _write_index(folder: Path, columns: dict[str, pa.Array], hidden: dict[str, object]) -> None:
+    meta = {
+        "format_version": "2.0",
+        "model": {"name": "bench/model", "revision": None},
+        "num_prompts": len(columns["text"]),
+        "prompt_ordering": "random",
+        "tensors": {"hidden_layers": hidden},
+        "provenance": {"lmprobe_version": "0.10.3", "created_at": "2026-01-01T00:00:00+00:00"},
+    }
+    encoded = {f"lmprobe:{k}": json.dumps(v) for k, v in meta.items()}
+    (folder / "index").mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns).replace_schema_metadata(encoded), folder / "index/train-00000-of-00001.parquet")
+
+
+def _hidden(dim: int, dtype: str, storage: str, shards: list[dict[str, int]]) -> dict[str, object]:
+    return {
+        "type": "hidden", "layers": [7], "dim": dim, "dtype": "float32", "layout": "per_layer",
+        "file_pattern": "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors",
+        "key_pattern": "hidden.layer_{layer}", "storage": storage, "shards": shards,
+    }  # fmt: skip
+
+
+def pooled(dtype: str = "float32") -> Path:
+    """lmprobe pooled: 6,000 prompts x 4,096 in 3 shards, one layer."""
+    folder = ROOT / f"lmprobe-pooled-{dtype}"
+    if (folder / "index").exists():
+        return folder
+    n, dim = POOLED["prompts"], POOLED["dim"]
+    per = n // POOLED["shards"]
+    (folder / "tensors").mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(1)
+    for s in range(POOLED["shards"]):
+        rows = rng.standard_normal((per, dim), np.float32).astype(dtype)
+        save_file({"hidden.layer_7": rows}, folder / f"tensors/hidden_layer007_shard{s:03}.safetensors")
+    i = np.arange(n)
+    columns = {
+        "text": pa.array([f"prompt number {x}" for x in i]),
+        "label": pa.array((i % 2).astype(np.int32)),
+        "num_tokens": pa.nulls(n, pa.int32()),
+        "shard_index": pa.array((i // per).astype(np.int32)),
+        "row_offset": pa.array((i % per).astype(np.int32)),
+    }
+    hidden = _hidden(dim, dtype, "pooled", [{"num_prompts": per}] * POOLED["shards"])
+    _write_index(folder, columns, {**hidden, "pooling": "last_token", "row_bytes": dim * 4})
+    return folder
+
+
+def full_sequence() -> Path:
+    """lmprobe full-sequence: 500 prompts of 64 to 192 tokens x 1,024 float32."""
+    folder = ROOT / "lmprobe-full"
+    if (folder / "index").exists():
+        return folder
+    n, dim, rest_shards = FULL["prompts"], FULL["dim"], FULL["rest_shards"]
+    (folder / "tensors").mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(2)
+    lengths = rng.integers(FULL["low"], FULL["high"] + 1, n)
+    path = "tensors/hidden_layer007_shard{:03}.safetensors"
+    save_file({"hidden.layer_7": rng.standard_normal((n, dim), np.float32)}, folder / path.format(0))
+    shards = [{"num_prompts": n, "num_tokens": n}]
+    ids: list[list[int]] = []
+    offsets: list[list[int]] = []
+    for s, prompts in enumerate(np.array_split(np.arange(n), rest_shards), start=1):
+        row = 0
+        for p in prompts:
+            rest = int(lengths[p]) - 1
+            ids.append([s] * rest + [0])
+            offsets.append([*range(row, row + rest), int(p)])
+            row += rest
+        save_file({"hidden.layer_7": rng.standard_normal((row, dim), np.float32)}, folder / path.format(s))
+        shards.append({"num_prompts": len(prompts), "num_tokens": row})
+    i = np.arange(n)
+    columns = {
+        "text": pa.array([f"prompt number {x}" for x in i]),
+        "label": pa.array((i % 2).astype(np.int32)),
+        "num_tokens": pa.array(lengths.astype(np.int32)),
+        "shard_index": pa.array(np.zeros(n, np.int32)),
+        "row_offset": pa.array(i.astype(np.int32)),
+        "token_offset": pa.array(i),
+        "token_shard_ids": pa.array(ids, pa.list_(pa.int64())),
+        "token_shard_offsets": pa.array(offsets, pa.list_(pa.int64())),
+    }
+    _write_index(folder, columns, {**_hidden(dim, "float32", "full_sequence", shards), "last_token_shards": 1})
+    return folder
+
+
+def large_index(prompts: int = 1_000_000, tokens: int = 100) -> Path:
+    """An lmprobe index of a million prompts with a hundred tokens each, and just enough tensor to open it."""
+    folder = ROOT / f"lmprobe-index-{prompts}x{tokens}"
+    if (folder / "index").exists():
+        return folder
+    (folder / "tensors").mkdir(parents=True, exist_ok=True)
+    for s in range(2):
+        save_file({"hidden.layer_7": np.zeros((1, 8), np.float32)}, folder / f"tensors/hidden_layer007_shard{s:03}.safetensors")
+    i = np.arange(prompts)
+    ends = pa.array(np.arange(prompts + 1, dtype=np.int32) * tokens)
+    ids = np.ones((prompts, tokens), np.int64)
+    ids[:, -1] = 0
+    offsets = (i[:, None] * (tokens - 1) + np.arange(tokens)).astype(np.int64)
+    offsets[:, -1] = i
+    columns = {
+        "text": pa.array([f"prompt number {x}" for x in i]),
+        "label": pa.array((i % 2).astype(np.int32)),
+        "num_tokens": pa.array(np.full(prompts, tokens, np.int32)),
+        "shard_index": pa.array(np.zeros(prompts, np.int32)),
+        "row_offset": pa.array(i.astype(np.int32)),
+        "token_offset": pa.array(i),
+        "token_shard_ids": pa.ListArray.from_arrays(ends, pa.array(ids.ravel())),
+        "token_shard_offsets": pa.ListArray.from_arrays(ends, pa.array(offsets.ravel())),
+    }
+    shards = [{"num_prompts": prompts, "num_tokens": prompts}, {"num_prompts": prompts, "num_tokens": prompts * (tokens - 1)}]
+    _write_index(folder, columns, {**_hidden(8, "float32", "full_sequence", shards), "last_token_shards": 1})
+    return folder
