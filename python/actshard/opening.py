@@ -19,8 +19,8 @@ from actshard.errors import (
 from actshard.formats._contents import Contents, Evidence
 from actshard.store import Store
 
-_DEPTH = 4
-"""How far below a path datasets are looked for when the path itself is none: saev nests three deep."""
+_DEPTH = 6
+"""How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
 _LOOK_AT_MOST = 2_000
 """Folders looked into at most, so that a mistyped "/" answers at once."""
 

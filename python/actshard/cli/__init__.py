@@ -1,0 +1,106 @@
+"""The command ``actshard``: the same verbs as the Python API, one module each."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import actshard
+from actshard.errors import ActshardError, UnknownFormatError
+
+app = typer.Typer(
+    name="actshard",
+    help="Open, look at and read activation datasets, whatever system wrote them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+PathArgument = Annotated[Path, typer.Argument(help="The dataset's folder, or a folder that holds datasets.", show_default=False)]
+FormatOption = Annotated[str | None, typer.Option("--format", help="saev, lmprobe, ...; detected if not given.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"actshard {actshard.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    # What a dataset's reader should know is part of what the commands print; Python's own warnings would say it twice.
+    warnings.simplefilter("ignore", actshard.ActshardWarning)
+
+
+@app.command("info")
+def info_command(path: PathArgument, format: FormatOption = None, json: JsonOption = False) -> None:
+    """Tell what a dataset is: model, sizes, layers, type, bytes, provenance, warnings."""
+    from actshard.cli import info as verb
+
+    store = actshard.open(path, format)
+    _print(json, store.info, lambda: verb.show(store))
+
+
+@app.command("head")
+def head_command(
+    path: PathArgument,
+    n: Annotated[int, typer.Option("-n", "--examples", min=1, max=1000, help="How many examples.")] = 5,
+    format: FormatOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Show a few examples: text, label, token count, and the norm of each layer's last token."""
+    from actshard.cli import head as verb
+
+    store = actshard.open(path, format)
+    _print(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
+
+
+@app.command("demo")
+def demo_command() -> None:
+    """Fit a linear probe per layer on the bundled dataset and show where tense becomes readable."""
+    from actshard.cli import demo as verb
+
+    verb.run()
+
+
+def _print(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> None:
+    if json:
+        typer.echo(json_module.dumps(data(), indent=2, ensure_ascii=False, default=str))
+    else:
+        pretty()
+
+
+def main() -> None:
+    """Runs the command; an actshard error is one line on stderr and exit status 1, never a traceback."""
+    try:
+        app()
+    except UnknownFormatError as error:
+        from rich.markup import escape
+
+        if not error.candidates:
+            _fail(str(error))
+        lines = [f"{error.path} is no dataset itself but holds {len(error.candidates)}; open one:"]
+        lines += [f"  {escape(str(path))}  ({name})" for path, name in error.candidates]
+        _fail("\n".join(lines))
+    except ActshardError as error:
+        _fail(str(error))
+    except BrokenPipeError:
+        # `actshard info ... | head`: the reader has seen enough. Python would complain once more while exiting.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"actshard: {message}", err=True)
+    raise SystemExit(1)

@@ -1,0 +1,29 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+
+def console() -> Console:
+    """Where commands print; plain and unwrapped when the output is no terminal."""
+    made = Console(highlight=False)
+    if not made.is_terminal:
+        made = Console(highlight=False, width=200)
+    return made
+
+
+def size(count: int) -> str:
+    """Bytes with a unit: 3.6 GB."""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def one_line(text: object, width: int) -> str:
+    """Text without line breaks, cut to a width."""
+    flat = " ".join(str(text).split())
+    return flat if len(flat) <= width else flat[: width - 1] + "…"

@@ -1,0 +1,66 @@
+"""``actshard head``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from actshard.cli._format import console, one_line
+from actshard.store import Store
+
+_LAYERS_AT_MOST = 8
+_SHOWN = ("text", "label")
+
+
+def rows(store: Store, n: int) -> list[dict[str, Any]]:
+    """The first examples: text, label, tokens, and each layer's norm at the last token."""
+    n = min(n, store.num_examples)
+    columns = [name for name in store.info()["columns"] if name in _SHOWN]
+    table = store.read_columns(columns).slice(0, n).to_pydict() if columns else {}
+    counts = store.token_counts[:n]
+    made: list[dict[str, Any]] = [
+        {"example": i, **{name: table[name][i] for name in columns}, "tokens": int(counts[i])} for i in range(n)
+    ]
+    stored = np.flatnonzero(counts)
+    for layer in store.layers:
+        last = store.last_tokens(layer, stored).astype(np.float64)
+        norms = dict(zip(stored.tolist(), np.linalg.norm(last, axis=1).tolist(), strict=True))
+        for i, row in enumerate(made):
+            row.setdefault("norms", {})[str(layer)] = norms.get(i)
+    if store.labels is not None:
+        for i, row in enumerate(made):
+            values, times = np.unique(store.labels[i], return_counts=True)
+            row["labels"] = {int(v): int(t) for v, t in zip(values, times, strict=True)}
+    return made
+
+
+def show(store: Store, n: int) -> None:
+    """Prints the first examples."""
+    found = rows(store, n)
+    out = console()
+    grid = Table(box=None, pad_edge=False)
+    grid.add_column("example", justify="right")
+    for name in [name for name in _SHOWN if found and name in found[0]]:
+        grid.add_column(name, overflow="fold", ratio=1 if name == "text" else None)
+    if found and "labels" in found[0]:
+        grid.add_column("patch labels")
+    grid.add_column("tokens", justify="right")
+    layers = list(store.layers)
+    shown = layers if len(layers) <= _LAYERS_AT_MOST else layers[: _LAYERS_AT_MOST // 2] + layers[-_LAYERS_AT_MOST // 2 :]
+    for layer in shown:
+        grid.add_column(f"|h| {layer}", justify="right")
+    for row in found:
+        cells = [str(row["example"])]
+        cells += [escape(one_line(row[name], 60)) if row[name] is not None else "-" for name in _SHOWN if name in row]
+        if "labels" in row:
+            cells.append(one_line(", ".join(f"{v} x{t}" for v, t in row["labels"].items()), 30))
+        cells.append(str(row["tokens"]))
+        cells += [f"{row['norms'][str(layer)]:.4g}" if row["norms"][str(layer)] is not None else "-" for layer in shown]
+        grid.add_row(*cells)
+    out.print(grid)
+    if len(shown) < len(layers):
+        out.print(f"[dim]{len(layers) - len(shown)} more layers; --json has them all[/]")
+    out.print(f"[dim]{len(found)} of {store.num_examples:,} examples; |h| is the norm of a layer's last token[/]")

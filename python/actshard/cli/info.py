@@ -1,0 +1,46 @@
+"""``actshard info``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from actshard.cli._format import console, one_line, size
+from actshard.store import Store
+
+
+def show(store: Store) -> None:
+    """Prints what a dataset is."""
+    about = store.info()
+    low, high = about["tokens_per_example"]
+    each = f"{low} each" if low == high else f"{low} to {high} each"
+    dtype = f"{about['dtype']} ({size(store.d_model * store.dtype.itemsize)} per row)"
+    shards = f"{about['shards']:,}"
+    if about["missing_shards"]:
+        shards += f" [yellow]({about['missing_shards']:,} more are not here)[/]"
+    lines: list[tuple[str, Any]] = [
+        ("format", about["format"]),
+        ("path", escape(about["path"])),
+        ("model", escape(str(about["model"])) if about["model"] else "[dim]not recorded[/]"),
+        ("examples", f"{about['examples']:,}"),
+        ("tokens", f"{about['tokens']:,} ({each})"),
+        ("layers", ", ".join(map(str, store.layers)) or "[dim]none: no hidden states[/]"),
+        ("d_model", f"{store.d_model:,}"),
+        ("dtype", dtype),
+        ("shards", shards),
+        ("bytes", size(about["bytes"])),
+        ("read by", about["io"]),
+        ("columns", escape(", ".join(about["columns"]))),
+    ]
+    lines += [(key, escape(one_line(value, 100))) for key, value in about["provenance"].items() if value is not None]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in lines:
+        grid.add_row(name, str(value))
+    out = console()
+    out.print(grid)
+    for warning in store.warnings:
+        out.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
