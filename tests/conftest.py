@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,27 @@ def saev_dump(variant: Path) -> Path:
 def bits(array: np.ndarray) -> np.ndarray:
     """Floats as the integers that store them: equality is then equality of bits."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+@contextmanager
+def refuses(
+    kind: type[actshard.ActshardError], path: Path | None, match: str | None = None
+) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """The block raises exactly this kind of error: about this path, in one line, and the same after pickling."""
+    with pytest.raises(kind, match=match) as caught:
+        yield caught
+    error = caught.value
+    assert type(error) is kind, repr(error)
+    assert error.path == path, repr(error)
+    message = str(error)
+    assert path is None or str(path) in message
+    assert len(message.splitlines()) == 1, message
+    assert len(error.detail) < 1000
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    for name in ("path", "offset", "reason", "detail", "errno", "filename"):
+        assert getattr(back, name, None) == getattr(error, name, None), name
+    assert str(back) == message
 
 
 @pytest.fixture(params=["mmap", "pread"])

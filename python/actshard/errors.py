@@ -11,6 +11,9 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+# Names in messages come from files: none may break the line or talk to the terminal.
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+
 
 class ActshardWarning(UserWarning):
     """Something about a dataset that its reader should know, and that does not keep it from being read."""
@@ -46,11 +49,14 @@ class ActshardError(Exception):
     def __str__(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
         byte = "" if self.offset is None else f"byte {self.offset}: "
-        return f"{where}{byte}{self.detail}"
+        return f"{where}{byte}{self.detail}".translate(_ESCAPES)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions cross process borders in DataLoader workers; the default recipe loses keyword arguments.
-        return (_rebuild, (type(self), self.detail, self.path, self.offset, self.reason, self.__dict__))
+        state = dict(self.__dict__)
+        if isinstance(self, OSError):
+            state |= {"errno": self.errno, "filename": self.filename}
+        return (_rebuild, (type(self), self.detail, self.path, self.offset, self.reason, state))
 
 
 def _rebuild(
@@ -62,7 +68,8 @@ def _rebuild(
     state: dict[str, Any],
 ) -> ActshardError:
     error = cls(detail, path=path, offset=offset, reason=reason)
-    error.__dict__.update(state)
+    for name, value in state.items():
+        setattr(error, name, value)
     return error
 
 

@@ -60,7 +60,14 @@ def open_quietly(path: str | os.PathLike[str], format: str | None, io: str) -> S
     if name not in formats.names():
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else ("pread" if _native.is_network(root) else "mmap")
-    contents: Contents = formats.load(name).open(root, mode)
+    try:
+        contents: Contents = formats.load(name).open(root, mode)
+    except ActshardError as error:
+        if error.path is None:  # from the core, which knows numbers and not whose they are
+            error.path = root
+        raise
+    except OSError as error:  # a folder that may not be looked into
+        raise from_os(error, error.filename or root, "look at") from error
     return Store(contents, io=io, mode=mode)
 
 

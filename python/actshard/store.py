@@ -313,6 +313,7 @@ class Store:
             "bytes": total,
             "io": self.io,
             "columns": list(self._contents.column_names),
+            "also": list(self._contents.extras),
             "provenance": self._contents.provenance,
             "warnings": list(self.warnings),
         }

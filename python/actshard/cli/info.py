@@ -32,6 +32,7 @@ def show(store: Store) -> None:
         ("shards", shards),
         ("bytes", size(about["bytes"])),
         ("read by", about["io"]),
+        *([("also", ", ".join(about["also"]))] if about["also"] else []),
         ("columns", escape(", ".join(about["columns"]))),
     ]
     lines += [(key, escape(one_line(value, 100))) for key, value in about["provenance"].items() if value is not None]

@@ -62,6 +62,8 @@ class Contents:
     """Every file that should hold rows, for listing; may be long and may name files that are not there."""
     model: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+    """What is stored beside hidden states, in words: patch labels, logits, router tensors."""
     warnings: tuple[str, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None
     logits: Callable[[], Logits | None] = lambda: None

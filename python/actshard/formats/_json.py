@@ -12,6 +12,9 @@ from actshard.errors import FormatError, MissingFileError, NotAFileError, from_o
 MAX_BYTES = 256 << 20
 """No metadata file of any format comes near this."""
 
+MAX_DEPTH = 100
+"""Nor nests like this; Python's own limit depends on who calls."""
+
 MAX_INT = 1 << 62
 """Larger sizes are nonsense and would overflow on their way to the native half."""
 
@@ -51,7 +54,7 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
         raise FormatError(f"expected JSON, found the constant {word}", path=path)
 
     try:
-        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+        value = json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
     except json.JSONDecodeError as error:
         raise FormatError(f"expected JSON: {error.msg}", path=path, offset=len(text[: error.pos].encode())) from error
     except RecursionError as error:
@@ -60,9 +63,16 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
         raise
     except ValueError as error:  # an integer of thousands of digits
         raise FormatError(f"expected JSON: {error}", path=path) from error
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [y for x in level if isinstance(x, dict | list) for y in (x.values() if isinstance(x, dict) else x)]
+    if level:
+        raise FormatError("expected JSON, found one nested too deep", path=path)
+    return value
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value as JSON, short enough for a message."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -76,7 +86,7 @@ class Fields:
     def __init__(self, value: Any, path: Path, where: str = "") -> None:
         if not isinstance(value, dict):
             place = f"field '{where}': " if where else ""
-            raise FormatError(f"{place}expected an object, found {_show(value)}", path=path)
+            raise FormatError(f"{place}expected an object, found {show(value)}", path=path)
         self.value: dict[str, Any] = value
         self.path = path
         self.where = where
@@ -84,12 +94,12 @@ class Fields:
     def error(self, name: str, expected: str) -> FormatError:
         """The error for a field that is not what it should be."""
         dotted = f"{self.where}.{name}" if self.where else name
-        found = _show(self.value[name]) if name in self.value else "nothing"
+        found = show(self.value[name]) if name in self.value else "nothing"
         return FormatError(f"field '{dotted}': expected {expected}, found {found}", path=self.path)
 
     def name(self, *names: str) -> str:
-        """The first of these names that is present; the last, which errors will name, if none is."""
-        return next((n for n in names if n in self.value), names[-1])
+        """The first of these names that is present; the first of all, which errors will name, if none is."""
+        return next((n for n in names if n in self.value), names[0])
 
     def has(self, *names: str) -> bool:
         """Whether one of these names is present and not null."""
@@ -107,7 +117,8 @@ class Fields:
         """A string."""
         name = self.name(*names)
         value = self.value.get(name)
-        if not isinstance(value, str):
+        # Half of a surrogate pair is JSON but no text: no file can have such a name.
+        if not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value):
             raise self.error(name, "a string")
         return value
 

@@ -15,6 +15,7 @@ null, a shard without rows has no file, and router tensors are not in the text a
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 import string
@@ -33,12 +34,13 @@ from actshard.errors import (
     ActshardError,
     FormatError,
     MissingFileError,
+    NotAFileError,
     NotStoredError,
     UnsupportedError,
     from_os,
 )
 from actshard.formats._contents import Contents, Evidence, Logits, Router
-from actshard.formats._json import Fields, parse_json
+from actshard.formats._json import Fields, parse_json, show
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,7 +53,7 @@ LOGITS_KEYS = (("logits_topk.values", "logits_topk.indices"), ("topk_values", "t
 ROUTER_KEY = "router.layer_{layer}"
 _PART = re.compile(r"(?P<split>.+)-(?P<index>\d{5})-of-(?P<total>\d{5})\.parquet")
 _BATCH_ROWS = 16_384
-_SHARDS_AT_MOST = 1 << 20
+_FILES_AT_MOST = 1 << 20
 
 
 def detect(path: Path) -> Evidence:
@@ -65,6 +67,8 @@ def detect(path: Path) -> Evidence:
     import pyarrow.parquet as pq
 
     try:
+        if not parts[0].is_file():  # pyarrow would wait for the writer of a named pipe
+            raise ValueError
         keys = pq.read_schema(parts[0]).metadata or {}
     except Exception:  # pyarrow raises many kinds; open() says what is wrong with it
         return Evidence(True, looked_for, f"{parts[0].name}, which cannot be read as parquet")
@@ -82,8 +86,12 @@ def open(path: Path, io: str) -> Contents:
 def _find_parts(path: Path) -> tuple[Path, list[Path]]:
     """The folder that patterns are relative to, and the index files in name order."""
     if path.is_file():
-        inside = path.parent.name == "index"
-        return (path.parent.parent if inside else path.parent), [path]
+        root = path.parent.parent if path.parent.name == "index" else path.parent
+        numbered = _PART.fullmatch(path.name)
+        if numbered is None:
+            return root, [path]
+        # One part stands for all of them.
+        return root, sorted(path.parent.glob(f"{glob.escape(numbered['split'])}-*-of-{numbered['total']}.parquet"))
     index = path / "index"
     return path, sorted(p for p in index.glob("*.parquet")) if index.is_dir() else []
 
@@ -105,7 +113,7 @@ class _Dataset:
             raise FormatError("the index has no rows", path=self.parts[0])
         claimed = self.metadata.get("num_prompts")
         if claimed is not None and claimed != self.num_rows:
-            self.warnings.append(f"num_prompts is {claimed!r}, but the index has {self.num_rows} rows")
+            self.warnings.append(f"num_prompts is {show(claimed)}, but the index has {self.num_rows} rows")
 
     # -- the index -------------------------------------------------------------------------------------------------
 
@@ -113,6 +121,8 @@ class _Dataset:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        if part.exists() and not part.is_file():
+            raise NotAFileError("expected a regular file, found a folder or a special file", path=part)
         try:
             return pq.ParquetFile(part)
         except OSError as error:
@@ -151,7 +161,7 @@ class _Dataset:
         stated = self.metadata.get("format_version", "1.0")
         numbers = re.fullmatch(r"(\d{1,6})(?:\.(\d{1,6}))?", str(stated))
         if numbers is None:
-            raise FormatError(f'field \'format_version\': expected a version such as "2.0", found {stated!r}', path=part)
+            raise FormatError(f'field \'format_version\': expected a version such as "2.0", found {show(stated)}', path=part)
         version = (int(numbers[1]), int(numbers[2] or 0))
         if version[0] > LAST_KNOWN[0]:
             raise UnsupportedError(f"format version {stated} is newer than actshard reads (2.x); upgrade actshard", path=part)
@@ -176,7 +186,11 @@ class _Dataset:
                 tables.append(pq.read_table(part, columns=list(names), partitioning=None))
             except (pa.ArrowException, OSError, ValueError) as error:
                 raise FormatError(f"cannot read columns {list(names)}: {_one_line(error)}", path=part) from error
-        return pa.concat_tables(tables).select(list(names)).replace_schema_metadata(None)
+        try:
+            whole = pa.concat_tables(tables, promote_options="default")
+        except pa.ArrowException as error:
+            raise FormatError(f"the index's parts do not fit together: {_one_line(error)}", path=self.path) from error
+        return whole.select(list(names)).replace_schema_metadata(None)
 
     def _batches(self, names: Sequence[str]) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
         """Columns batch by batch, with the part and the first row's number in it."""
@@ -201,6 +215,9 @@ class _Dataset:
         missing = [name for name in names if name not in self.names]
         if missing:
             raise FormatError(f"expected a column '{missing[0]}', found {list(self.names)}", path=self.parts[0])
+        twice = [name for name in names if self.names.count(name) > 1]
+        if twice:
+            raise FormatError(f"column '{twice[0]}' is there twice", path=self.parts[0])
         addresses = Addresses(shards)
         done = 0
         for part, row, batch in self._batches(names):
@@ -242,7 +259,7 @@ class _Dataset:
         for name in tensors:
             if name not in known:
                 kind = tensors[name].get("type") if isinstance(tensors[name], dict) else None
-                self.warnings.append(f"tensor type {name!r} ({kind!r}) is not one actshard reads; it is kept in metadata")
+                self.warnings.append(f"tensor type {show(name)} ({show(kind)}) is not one actshard reads; it is kept in metadata")
         if self.hidden is not None:
             rows, layers, d_model, dtype, counts = self._open_hidden(self.hidden)
         else:
@@ -270,10 +287,19 @@ class _Dataset:
             files=self.files,
             model=model if isinstance(model, str) else None,
             provenance=provenance,
+            extras=self._extras(),
             warnings=tuple(self.warnings),
             logits=self.logits,
             router=self.router,
         )
+
+    def _extras(self) -> tuple[str, ...]:
+        found = []
+        if self.logits_fields is not None:
+            found.append(f"top-{self.logits_fields.value.get('k', 'k')} logits")
+        if self.router_fields is not None:
+            found.append(f"router logits of layers {', '.join(map(str, self.router_fields.integers('layers')))}")
+        return tuple(found)
 
     @cached_property
     def hidden(self) -> Fields | None:
@@ -293,7 +319,7 @@ class _Dataset:
         layers = fields.integers("layers")
         storage = fields.text("storage") if fields.has("storage") else "pooled"
         if storage not in ("pooled", "full_sequence"):
-            raise UnsupportedError(f"field '{fields.where}.storage': {storage!r} is not read", path=fields.path)
+            raise UnsupportedError(f"field '{fields.where}.storage': {show(storage)} is not read", path=fields.path)
         full = storage == "full_sequence"
         if full and any(name not in self.names for name in TOKEN_LISTS):
             raise UnsupportedError(
@@ -303,11 +329,16 @@ class _Dataset:
             )
         pooling = fields.value.get("pooling")
         if not full and pooling not in (None, "last_token"):
-            self.warnings.append(f"pooling is {pooling!r}: the one vector per prompt is not the last token's")
+            self.warnings.append(f"pooling is {show(pooling)}: the one vector per prompt is not the last token's")
         if fields.value.get("layout", "per_layer") != "per_layer":
-            self.warnings.append(f"layout {fields.value['layout']!r} is unknown; files are found by their patterns")
+            self.warnings.append(f"layout {show(fields.value['layout'])} is unknown; files are found by their patterns")
 
         shards = self._shard_count(fields)
+        if len(layers) * shards > _FILES_AT_MOST:
+            raise FormatError(
+                f"field '{fields.where}': {len(layers)} layers x {shards} shards are more than {_FILES_AT_MOST} files",
+                path=fields.path,
+            )
         name_file = self._pattern(fields, "file_pattern", layers, shards)
         name_key = self._pattern(fields, "key_pattern", layers, 1)
         if len({(name_file(la, 0), name_key(la, 0)) for la in layers}) != len(layers):
@@ -328,30 +359,30 @@ class _Dataset:
             return None
         shards = self._shard_count(fields)
         paths = self._files_of(fields, shards)
-        keys = self._logits_keys(paths, fields)
+        there, keys = self._logits_keys(paths)
         # A dataset without hidden states may address its logits by the universal pair.
         columns = ("shard_index_logits", "row_offset_logits")
         if columns[0] not in self.names and self.hidden is None:
             columns = ("shard_index", "row_offset")
-        made = []
+        made, widths = [], []
         for key in keys:
             files = [(path, key) for path in paths]
             name, k = self._first_header(files, fields, "k")
+            widths.append(k)
             dtype = self._numpy(name, fields)
             addresses = self._addresses(shards, *columns, lists=False)
             made.append(Rows.table(list(files), addresses, num_groups=1, width=k, dtype=name, descr=dtype, io=self.io))
             if key == keys[0]:
                 self._logits_dtype = dtype
+        if widths[0] != widths[1]:
+            raise FormatError(f"has {widths[0]} values but {widths[1]} indices in a row", path=there)
         return Logits(*made)
 
-    def _logits_keys(self, paths: list[Path], fields: Fields) -> tuple[str, str]:
-        path = next((p for p in paths if p.exists()), None)
-        if path is None:
-            raise MissingFileError("expected a file, found nothing", path=paths[0])
-        present = {tensor[0] for tensor in _native.safetensors_header(path)[0]}
+    def _logits_keys(self, paths: list[Path]) -> tuple[Path, tuple[str, str]]:
+        path, present = _first_there(paths)
         for pair in LOGITS_KEYS:
-            if present.issuperset(pair):
-                return pair
+            if present.keys() >= set(pair):
+                return path, pair
         raise FormatError(f"expected tensors {LOGITS_KEYS[0]} or {LOGITS_KEYS[1]}, found {sorted(present)[:8]}", path=path)
 
     def router(self) -> Router | None:
@@ -396,8 +427,8 @@ class _Dataset:
 
     def _shard_count(self, fields: Fields) -> int:
         shards = fields.items("shards")
-        if not 0 < len(shards) < _SHARDS_AT_MOST:
-            raise fields.error("shards", f"1 to {_SHARDS_AT_MOST} shards")
+        if not 0 < len(shards) <= _FILES_AT_MOST:
+            raise fields.error("shards", f"1 to {_FILES_AT_MOST} shards")
         return len(shards)
 
     def _files_of(self, fields: Fields, shards: int) -> list[Path]:
@@ -416,7 +447,7 @@ class _Dataset:
         are followed. ``str.format`` itself would also follow attributes and honour a width of a billion.
         """
         pattern = default if default is not None and not fields.has(name) else fields.text(name)
-        expected = f"a pattern of {{layer}} and {{shard}} such as {{shard:03d}}, found {pattern!r}"
+        expected = f"a pattern of {{layer}} and {{shard}} such as {{shard:03d}}, found {show(pattern)}"
         try:
             parsed = list(string.Formatter().parse(pattern))
         except ValueError as error:
@@ -435,20 +466,17 @@ class _Dataset:
 
     def _inside(self, fields: Fields, name: str) -> Path:
         """A file name from the metadata, which must stay inside the dataset."""
-        if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
-            raise FormatError(f"field '{fields.where}': expected a file inside the dataset, found {name!r}", path=fields.path)
+        if not name or min(name) < " " or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
+            raise FormatError(f"field '{fields.where}': expected a file inside the dataset, found {show(name)}", path=fields.path)
         return self.root / name
 
     def _first_header(self, files: Sequence[tuple[Path, str]], fields: Fields, width_field: str) -> tuple[str, int]:
         """Element type and row width, from the first file that is there: datasets are downloaded in part."""
-        found = next(((path, key) for path, key in files if path.exists()), None)
-        if found is None:
-            raise MissingFileError(f"expected a file, found nothing (nor any other of {len(files)} tensor files)", path=files[0][0])
-        path, key = found
-        tensors = {tensor[0]: tensor for tensor in _native.safetensors_header(path)[0]}
+        path, tensors = _first_there([path for path, _ in files])
+        key = next(key for file, key in files if file == path)
         if key not in tensors:
             raise FormatError(f"expected a tensor named '{key}', found {sorted(tensors)[:8]}", path=path)
-        _, dtype, shape, _, _ = tensors[key]
+        dtype, shape = tensors[key]
         if len(shape) != 2 or shape[1] == 0:
             raise FormatError(f"tensor '{key}' has shape {shape}, expected (rows, {width_field})", path=path)
         # A logits row of a dataset with positions="all" is longer than k; the header is right.
@@ -481,11 +509,25 @@ def _ordered_parts(found: list[Path], root: Path) -> list[Path]:
     if len(sets) > 1:
         raise FormatError(f"expected one index, found several: {sorted(sets)}; open one of the files", path=root / "index")
     ((split, total),) = sets
+    if len(found) > int(total):
+        raise FormatError(f"expected {int(total)} parts, found {len(found)}: {[p.name for p in found][:8]}", path=root / "index")
     for i in range(int(total)):
         part = found[0].parent / f"{split}-{i:05}-of-{total}.parquet"
         if part not in found:
             raise MissingFileError(f"expected part {i} of {int(total)} of the index, found nothing", path=part)
     return found
+
+
+def _first_there(paths: Sequence[Path]) -> tuple[Path, dict[str, tuple[str, list[int]]]]:
+    """The first of these files that is there, and the type and shape of each tensor in it."""
+    for path in paths:
+        try:
+            tensors = _native.safetensors_header(path)[0]
+        except MissingFileError:
+            continue
+        return path, {name: (dtype, shape) for name, dtype, shape, _, _ in tensors}
+    others = f" (nor any other of {len(paths)} tensor files)" if len(paths) > 1 else ""
+    raise MissingFileError(f"expected a file, found nothing{others}", path=paths[0])
 
 
 def _json_or_text(value: bytes, part: Path) -> Any:
@@ -502,15 +544,19 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _int64(column: pa.Array, name: str, part: Path, row: int) -> NDArray[np.int64]:
-    """An integer column without nulls, as int64."""
+def _int64(
+    column: pa.Array, name: str, part: Path, row: int, ends: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """An integer column without nulls, as int64; ``ends`` are the rows' ends if it is what the rows' lists hold."""
     import pyarrow as pa
 
     if not pa.types.is_integer(column.type):
         raise FormatError(f"column '{name}': expected integers, found {column.type}", path=part)
     if column.null_count:
         first = int(np.flatnonzero(~column.is_valid().to_numpy(zero_copy_only=False))[0])
-        raise FormatError(f"column '{name}': row {row + first} is null", path=part)
+        if ends is not None:
+            first = int(np.searchsorted(ends, first, "right")) - 1
+        raise FormatError(f"column '{name}': row {row + first} {'is' if ends is None else 'holds a'} null", path=part)
     numbers = column.to_numpy(zero_copy_only=False)
     if numbers.dtype == np.uint64 and numbers.size and numbers.max() > np.iinfo(np.int64).max:
         raise FormatError(f"column '{name}': {numbers.max()} is out of range", path=part)
@@ -525,8 +571,8 @@ def _lists(column: pa.Array, name: str, part: Path, row: int) -> tuple[NDArray[n
         raise FormatError(f"column '{name}': expected lists of integers, found {column.type}", path=part)
     ends = column.offsets.to_numpy().astype(np.int64)
     first, last = int(ends[0]), int(ends[-1])
-    values = _int64(column.values.slice(first, last - first), name, part, row)
     ends -= first
+    values = _int64(column.values.slice(first, last - first), name, part, row, ends)
     if column.null_count:
         # Arrow does not promise that a null list's offsets are equal.
         valid = column.is_valid().to_numpy(zero_copy_only=False)

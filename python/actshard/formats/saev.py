@@ -39,7 +39,7 @@ from actshard.errors import (
     from_os,
 )
 from actshard.formats._contents import Contents, Evidence
-from actshard.formats._json import Fields, read_json
+from actshard.formats._json import Fields, read_json, show
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -81,7 +81,7 @@ def open(path: Path, io: str) -> Contents:
 
     protocol = _protocol(fields, warnings)
     if fields.has("dtype") and fields.text("dtype") != "float32":
-        raise UnsupportedError(f"field 'dtype': saev defines only \"float32\", found {fields.value['dtype']!r}", path=fields.path)
+        raise UnsupportedError(f"field 'dtype': saev defines only \"float32\", found {show(fields.value['dtype'])}", path=fields.path)
     layers = _layers(fields, warnings)
     n = fields.integer(*N_EXAMPLES)
     content = fields.integer(*CONTENT_TOKENS)
@@ -136,6 +136,7 @@ def open(path: Path, io: str) -> Contents:
         files=lambda: [shard for shard, _ in shards],
         model=model or None,
         provenance=provenance,
+        extras=("patch labels",) if labels.is_file() else (),
         warnings=tuple(warnings),
         labels=lambda: _labels(labels, n, content, io),
     )
@@ -181,6 +182,10 @@ def _shards(path: Path, n: int, eps: int, protocol: str | None, warnings: list[s
     expected = -(-n // eps)
     if not listing.exists():
         if protocol is None:  # shards.json came on 2025-06-18, a day before the protocol field
+            present = sum(1 for _ in path.glob("acts*.bin"))
+            if present < expected:
+                missing = next(shard for i in range(expected) if not (shard := path / _name(i)).exists())
+                raise MissingFileError(f"expected {expected} shards, found {present}", path=missing)
             return [(path / _name(i), min(eps, n - i * eps)) for i in range(expected)]
         found = sorted(p.name for p in path.glob("acts*.bin"))
         raise MissingFileError(
@@ -192,6 +197,7 @@ def _shards(path: Path, n: int, eps: int, protocol: str | None, warnings: list[s
     if not isinstance(value, list):
         raise FormatError("expected a list of shards", path=listing)
     shards: list[tuple[Path, int]] = []
+    names: set[Path] = set()
     total = 0
     for i, entry in enumerate(value):
         fields = Fields(entry, listing, f"[{i}]")
@@ -199,7 +205,11 @@ def _shards(path: Path, n: int, eps: int, protocol: str | None, warnings: list[s
         wanted = min(eps, n - total)
         if count != wanted:
             raise fields.error(fields.name(*N_EXAMPLES), f"{wanted} ({n} examples, {eps} per shard)")
-        shards.append((path / _listed_name(fields, path, i, warnings), count))
+        shard = path / _listed_name(fields, path, i, warnings)
+        if shard in names:
+            raise fields.error("name", "another file for each shard")
+        names.add(shard)
+        shards.append((shard, count))
         total += count
     if total != n:
         raise FormatError(
@@ -215,7 +225,7 @@ def _name(index: int) -> str:
 
 def _listed_name(fields: Fields, path: Path, index: int, warnings: list[str]) -> str:
     name = fields.text("name")
-    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise fields.error("name", "the name of a file in this folder")
     usual = _name(index)
     if name == usual:

@@ -1,0 +1,105 @@
+"""``make bench``: runs the workloads, prints the table, and writes a dated record.
+
+    python -m benches [--only random_hot,cast] [--repeats 11] [--no-record]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import actshard
+from benches import workloads
+from benches.measure import Row
+
+RECORD = Path(__file__).parent / "record"
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to know to compare."""
+    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "?")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    versions = {}
+    for name in ("numpy", "pyarrow", "safetensors", "lmprobe", "torch"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "actshard": actshard.build_info(),
+        "versions": versions,
+    }
+
+
+def cells(row: Row) -> list[str]:
+    """A row of the table, as text."""
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+    met = {True: "yes", False: "no", None: "-"}[row.met]
+    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x"
+    peer = f"{number(row.peer_value)} {row.unit}" if row.peer_value is not None else "-"
+    ours = f"{number(row.ours_value)} {row.unit}" if row.ours_value is not None else "-"
+    return [row.workload, row.state, row.peer, peer, ours, ratio, row.target, met, row.note]
+
+
+HEADERS = ["workload", "state", "peer", "peer's median", "actshard's median", "ratio", "target", "met", "note"]
+
+
+def main() -> None:
+    """Runs what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
+    parser.add_argument("--only", default=",".join(workloads.ALL), help=f"of {', '.join(workloads.ALL)}")
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--no-record", action="store_true")
+    asked = parser.parse_args()
+    if actshard.build_info()["profile"] != "release":
+        sys.exit("benches: this is a debug build of actshard; `make bench` builds a release")
+    rows: list[Row] = []
+    # Cold runs first: this process must not have the files mapped when the page cache is dropped.
+    names = sorted(asked.only.split(","), key=lambda name: name != "random_cold")
+    console = Console(width=None if sys.stdout.isatty() else 220)
+    for name in names:
+        console.print(f"[dim]{name} ...[/]")
+        rows += workloads.ALL[name](asked.repeats)
+        gc.collect()
+    table = Table(*HEADERS)
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    if asked.no_record:
+        return
+    RECORD.mkdir(exist_ok=True)
+    now = datetime.datetime.now(datetime.UTC)
+    base = RECORD / f"{now:%Y-%m-%d-%H%M}"
+    about = machine()
+    record = {"when": now.isoformat(timespec="seconds"), "machine": about, "rows": [dataclasses.asdict(r) for r in rows]}
+    base.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    lines = [f"{about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['system']}, Python {about['python']}, "]
+    lines[0] += ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
+    lines += ["", "| " + " | ".join(HEADERS) + " |", "|" + "---|" * len(HEADERS)]
+    lines += ["| " + " | ".join(x.strip() for x in cells(row)) + " |" for row in rows]
+    base.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    console.print(f"written to {base.with_suffix('.md').name} and .json in benches/record")
+
+
+if __name__ == "__main__":
+    main()

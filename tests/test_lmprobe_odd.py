@@ -1,0 +1,1044 @@
+"""What lmprobe datasets hold in practice and should not: each oddity reads right, or is refused in one clear line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pickle
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import actshard
+from actshard.errors import HeaderError
+from conftest import GOLDEN, bits, refuses, rewrite_index
+
+Copy = Callable[..., Path]
+Meta = dict[str, Any]
+PART = "index/train-00000-of-00001.parquet"
+LISTS = ("token_shard_ids", "token_shard_offsets")
+
+
+def golden(variant: str) -> Any:
+    return np.load(GOLDEN / "lmprobe" / variant / "expected.npz")
+
+
+def check(store: actshard.Store, variant: str, layers: tuple[int, ...] | None = None) -> None:
+    """Every row of these layers equals the golden one."""
+    want = golden(variant)
+    n = store.num_examples
+
+    def stored(name: str) -> np.ndarray:
+        return want[f"{name}_bits"].view(store.dtype) if f"{name}_bits" in want else want[name]
+
+    for layer in layers or store.layers:
+        last = stored(f"layer_{layer}")
+        full = f"layer_{layer}_tokens" in want
+        tokens = stored(f"layer_{layer}_tokens") if full else last
+        lengths = want["lengths"] if full else np.ones(n, int)
+        assert store.token_counts.tolist() == lengths.tolist()
+        assert np.array_equal(bits(store.last_tokens(layer)), bits(last))
+        assert np.array_equal(bits(np.concatenate(store.sequences(range(n), layer))), bits(tokens))
+        e, t = np.repeat(np.arange(n), lengths), np.concatenate([np.arange(x) for x in lengths])
+        assert np.array_equal(bits(store.gather(layer, e, t)), bits(tokens))
+        start = np.cumsum(lengths) - lengths
+        for x in (0, n // 2, n - 1):
+            assert np.array_equal(bits(store.sequence(x, layer)), bits(tokens[start[x] : start[x] + lengths[x]]))
+
+
+def put(table: pa.Table, name: str, values: Any, type: Any = None) -> pa.Table:
+    """The table with a column replaced or added."""
+    array = values if isinstance(values, pa.ChunkedArray | pa.Array) else pa.array(values, type)
+    at = table.column_names.index(name) if name in table.column_names else None
+    return table.append_column(name, array) if at is None else table.set_column(at, name, array)
+
+
+def changed(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
+    """The table with one value of a column replaced."""
+    values = table[name].to_pylist()
+    values[row] = value
+    return put(table, name, values, table.schema.field(name).type)
+
+
+def hidden(**fields: Any) -> Callable[[pa.Table, Meta], pa.Table]:
+    """A change of the hidden descriptor; None removes a field."""
+
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        descriptor = meta["tensors"]["hidden_layers"]
+        descriptor.update(fields)
+        for name in [k for k, v in fields.items() if v is None]:
+            del descriptor[name]
+        return table
+
+    return change
+
+
+def shard(path: Path, layer: int, index: int) -> Path:
+    return path / f"tensors/hidden_layer{layer:03d}_shard{index:03d}.safetensors"
+
+
+# -- element types and keys ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("claim", ["float64", "bfloat16", "nonsense", 7, None])
+@pytest.mark.parametrize("variant", ["pooled_f16", "pooled_bf16", "fullseq_bf16", "fullseq_f32"])
+def test_dtype_is_the_header_s_whatever_the_descriptor_says(
+    lmprobe_copy: Copy, io: str, variant: str, claim: Any
+) -> None:
+    path = lmprobe_copy(variant, hidden(dtype=claim, row_bytes=1))
+    store = actshard.open(path, io=io)
+    assert str(store.dtype) == {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}[variant.split("_")[1]]
+    check(store, variant)
+
+
+def rename_logits(path: Path, values: str, indices: str, *, more: bool = False) -> None:
+    for file in sorted((path / "tensors").glob("logits_topk_*.safetensors")):
+        old = load_file(file)
+        made = {values: old["logits_topk.values"], indices: old["logits_topk.indices"]}
+        if more:
+            made |= {"topk_values": np.zeros((1, 1), np.float32), "topk_indices": np.zeros((1, 1), np.int32)}
+        save_file(made, file)
+
+
+@pytest.mark.parametrize("variant", ["pooled_logits", "fullseq_logits_router", "logits_only"])
+@pytest.mark.parametrize(
+    ("keys", "more"),
+    [(("topk_values", "topk_indices"), False), (("logits_topk.values", "logits_topk.indices"), True)],
+)
+def test_logits_read_under_the_text_s_keys_and_the_code_s(
+    lmprobe_copy: Copy, io: str, variant: str, keys: tuple[str, str], more: bool
+) -> None:
+    path = lmprobe_copy(variant)
+    rename_logits(path, *keys, more=more)
+    values, indices = actshard.open(path, io=io).logits()
+    assert np.array_equal(bits(values), bits(golden(variant)["logits_values"]))
+    assert np.array_equal(indices, golden(variant)["logits_indices"])
+    assert indices.dtype == np.int32
+
+
+def test_logits_under_other_keys_are_an_error_that_lists_them(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_logits")
+    rename_logits(path, "topk_values", "logits_topk.indices")
+    store = actshard.open(path)
+    check(store, "pooled_logits")
+    with refuses(actshard.FormatError, path / "tensors/logits_topk_000.safetensors", "found .*'topk_values'"):
+        store.logits()
+
+
+def test_logits_values_and_indices_of_different_widths_are_an_error(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_logits")
+    for file in (path / "tensors").glob("logits_topk_*.safetensors"):
+        old = load_file(file)
+        save_file({**old, "logits_topk.indices": np.ascontiguousarray(old["logits_topk.indices"][:, :-1])}, file)
+    with refuses(actshard.FormatError, path / "tensors/logits_topk_000.safetensors", "7 values .* 6 indices"):
+        actshard.open(path).logits()
+
+
+def test_logits_without_their_columns_are_an_error(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_logits", lambda t, _: t.drop_columns(["shard_index_logits"]))
+    store = actshard.open(path)
+    check(store, "pooled_logits")
+    with refuses(actshard.FormatError, path / PART, "expected a column 'shard_index_logits'"):
+        store.logits()
+
+
+@pytest.mark.parametrize("keep_pair", [True, False])
+def test_logits_only_has_no_layers_but_logits(lmprobe_copy: Copy, io: str, keep_pair: bool) -> None:
+    names = [] if keep_pair else ["shard_index_logits", "row_offset_logits"]
+    store = actshard.open(lmprobe_copy("logits_only", lambda t, _: t.drop_columns(names)), io=io)
+    assert (store.layers, store.d_model, store.num_examples) == ((), 0, 15)
+    assert store.token_counts.tolist() == [0] * 15
+    values, indices = store.logits([3, 0, 14])
+    assert np.array_equal(values, golden("logits_only")["logits_values"][[3, 0, 14]])
+    assert np.array_equal(indices, golden("logits_only")["logits_indices"][[3, 0, 14]])
+    for read in (lambda: store.gather(0, 0, 0), lambda: store.last_tokens(0), lambda: store.sequence(0, 0)):
+        with refuses(actshard.LayerError, store.path, "layer 0 is not stored"):
+            read()
+    assert store.table.num_rows == 15
+
+
+def test_logits_and_router_may_name_their_files_one_by_one(lmprobe_copy: Copy, io: str) -> None:
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        for name in ("logits_topk", "router_logits"):
+            del meta["tensors"][name]["file_pattern"]
+            for i, entry in enumerate(meta["tensors"][name]["shards"]):
+                entry["file"] = f"tensors/{name[:6]} {i}.st"
+        return table
+
+    path = lmprobe_copy("fullseq_logits_router", change)
+    for i in range(2):
+        (path / f"tensors/logits_topk_{i:03}.safetensors").rename(path / f"tensors/logits {i}.st")
+    for i, file in enumerate(sorted((path / "tensors").glob("router_logits_*"))):
+        file.rename(path / f"tensors/router {i}.st")
+    store = actshard.open(path, io=io)
+    want = golden("fullseq_logits_router")
+    assert np.array_equal(store.logits()[0], want["logits_values"])
+    for key in (k for k in want if k.startswith("router_layer_")):
+        assert np.array_equal(store.router(int(key[13:])), want[key])
+    assert store.info()["missing_shards"] == 0
+
+
+def test_router_of_another_layer_is_an_error_that_names_the_list(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("fullseq_logits_router")
+    store = actshard.open(path)
+    layers = sorted(int(k[13:]) for k in golden("fullseq_logits_router") if k.startswith("router_layer_"))
+    with refuses(actshard.LayerError, path, re.escape(", ".join(map(str, layers)))):
+        store.router(99)
+
+
+def test_router_shards_that_do_not_add_up_are_an_error(lmprobe_copy: Copy) -> None:
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        meta["tensors"]["router_logits"]["shards"][0]["num_prompts"] -= 1
+        return table
+
+    path = lmprobe_copy("fullseq_logits_router", change)
+    store = actshard.open(path)
+    check(store, "fullseq_logits_router")
+    with refuses(actshard.FormatError, path / PART, "expected 22 prompts in all, found 21"):
+        store.router(2)
+
+
+# -- shards without files, files in other places ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [2, 5, 10])
+def test_shard_without_tokens_has_no_file(lmprobe_copy: Copy, io: str, at: int) -> None:
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        meta["tensors"]["hidden_layers"]["shards"].insert(at, {"num_prompts": 2, "num_tokens": 0})
+        ids = [[s + (s >= at) for s in row] for row in table["token_shard_ids"].to_pylist()]
+        return put(table, "token_shard_ids", ids)
+
+    path = lmprobe_copy("fullseq_f32", change)
+    for layer in (0, 3, 7):
+        for i in range(9, at - 1, -1):
+            shard(path, layer, i).rename(shard(path, layer, i + 1))
+    store = actshard.open(path, io=io)
+    check(store, "fullseq_f32")
+    assert (store.info()["shards"], store.info()["missing_shards"]) == (30, 0)
+
+
+def move(path: Path, files: str, keys: str) -> None:
+    """Renames all hidden shards and their tensors."""
+    for file in sorted((path / "tensors").glob("hidden_*")):
+        layer, index = map(int, re.findall(r"\d+", file.name))
+        (tensor,) = load_file(file).values()
+        target = path / files.format(layer=layer, shard=index)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        save_file({keys.format(layer=layer, shard=index): tensor}, target)
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("files", "keys"),
+    [
+        ("deep/er/{layer}/s-{shard:05d}.st", "acts"),
+        ("{shard}.{layer:2d}", "x{layer:04}"),
+        ("tensors/{{layer}}{layer}_{shard}", "{{0}}"),
+        ("tensors/übung {layer} {shard}", "schlüssel {layer}"),
+        ("tensors/..{layer}..{shard}", "{layer}{layer}"),
+    ],
+)
+def test_patterns_are_followed(lmprobe_copy: Copy, io: str, files: str, keys: str) -> None:
+    for variant in ("fullseq_f32", "pooled_f32"):
+        path = lmprobe_copy(variant, hidden(file_pattern=files, key_pattern=keys))
+        move(path, files, keys)
+        check(actshard.open(path, io=io), variant)
+
+
+HOSTILE = [
+    "{layer.__class__}{shard}",
+    "{layer[0]}{shard}",
+    "{layer}{shard:0999999999d}",
+    "{layer}{shard:999}",
+    "{0}{shard}",
+    "{}{shard}",
+    "{x}{shard}",
+    "{layer!r}{shard}",
+    "{layer:{shard}}{shard}",
+    "{layer:>9}{shard}",
+    "{layer:x}{shard}",
+    "{layer}{shard",
+    "{layer}{shard}}",
+    7,
+    ["{layer}{shard}"],
+    "{layer}{shard}\ud800",
+]
+SHARD_ONLY = "tensors/{shard}.safetensors"  # good for tensors that keep all their layers in one file
+CLIMBING = [
+    "../x{layer}{shard}",
+    "tensors/../../x{layer}{shard}",
+    "/etc/{layer}{shard}",
+    "\\x{layer}{shard}",
+    "tensors\\..\\..\\x{layer}{shard}",
+    "{layer}{shard}\0",
+    "tensors/{layer}{shard}/..",
+    "tensors/{layer}.safetensors",
+    SHARD_ONLY,
+    "",
+    "tensors/{layer}\n{shard}",
+]
+
+
+@pytest.mark.parametrize("name", ["file_pattern", "key_pattern"])
+@pytest.mark.parametrize("pattern", HOSTILE, ids=ascii)
+def test_pattern_that_is_not_layer_and_shard_is_refused(lmprobe_copy: Copy, name: str, pattern: Any) -> None:
+    path = lmprobe_copy("fullseq_f32", hidden(**{name: pattern}))
+    with refuses(actshard.FormatError, path / PART, rf"field 'tensors\.hidden_layers\.{name}': expected"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("pattern", CLIMBING, ids=ascii)
+def test_file_pattern_that_climbs_out_or_names_one_file_is_refused(lmprobe_copy: Copy, pattern: str) -> None:
+    change = hidden(file_pattern=pattern, key_pattern="k")
+    path = lmprobe_copy("fullseq_f32", change)
+    with refuses(actshard.FormatError, path / PART, r"field 'tensors\.hidden_layers"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("pattern", [p for p in [*HOSTILE, *CLIMBING] if p != SHARD_ONLY], ids=ascii)
+@pytest.mark.parametrize("name", ["logits_topk", "router_logits"])
+def test_patterns_of_logits_and_router_are_checked_too(lmprobe_copy: Copy, name: str, pattern: Any) -> None:
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        entries = meta["tensors"][name]["shards"]
+        meta["tensors"][name]["shards"] = [*entries, {"num_prompts": 0, "file": "tensors/x"}]
+        meta["tensors"][name]["file_pattern"] = pattern
+        return table
+
+    path = lmprobe_copy("fullseq_logits_router", change)
+    store = actshard.open(path)
+    with refuses(actshard.FormatError, path / PART, rf"field 'tensors\.{name}"):
+        store.logits() if name == "logits_topk" else store.router(2)
+
+
+def test_file_name_too_long_for_the_system_is_an_error(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("fullseq_f32", hidden(file_pattern="x" * 300 + "{layer}{shard}"))
+    with refuses(actshard.FileAccessError, path / ("x" * 300 + "00"), "too long"):
+        actshard.open(path)
+
+
+def test_opening_by_the_index_file_is_opening_the_dataset(lmprobe_copy: Copy, tmp_path: Path, io: str) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    store = actshard.open(path / PART, io=io)
+    assert store.path == path / PART
+    check(store, "fullseq_f32")
+    check(pickle.loads(pickle.dumps(store)), "fullseq_f32")
+    beside = (path / PART).rename(path / "beside.parquet")
+    check(actshard.open(beside, io=io), "fullseq_f32")
+    with refuses(actshard.UnknownFormatError, path, r"no index/\*\.parquet"):
+        actshard.open(path)
+    with refuses(actshard.MissingFileError, path / "index", "found no parquet file"):
+        actshard.open(path, format="lmprobe")
+
+
+def test_missing_tensor_file_is_named_and_the_rest_still_reads(lmprobe_copy: Copy, io: str) -> None:
+    path = lmprobe_copy("pooled_f32")
+    shard(path, 1, 1).unlink()
+    store = actshard.open(path, io=io)
+    check(store, "pooled_f32", (0, 2))
+    others = [e for e in range(28) if not 11 <= e < 22]
+    assert np.array_equal(store.last_tokens(1, others), golden("pooled_f32")["layer_1"][others])
+    reads: list[Callable[[], Any]] = [
+        lambda: store.last_tokens(1),
+        lambda: store.gather(1, [0, 11], 0),
+        lambda: store.sequence(11, 1),
+        lambda: store.sequences([0, 11], 1),
+    ]
+    for read in reads:
+        with refuses(actshard.MissingFileError, shard(path, 1, 1), "found nothing") as caught:
+            read()
+        assert isinstance(caught.value, FileNotFoundError)
+    assert (store.info()["shards"], store.info()["missing_shards"]) == (8, 1)
+
+
+def test_first_tensor_file_may_be_missing_but_not_all(lmprobe_copy: Copy, io: str) -> None:
+    path = lmprobe_copy("pooled_f32")
+    for i in range(3):
+        shard(path, 0, i).unlink()
+    check(actshard.open(path, io=io), "pooled_f32", (1, 2))
+    shutil.rmtree(path / "tensors")
+    with refuses(actshard.MissingFileError, shard(path, 0, 0), "nor any other of 9 tensor files"):
+        actshard.open(path, io=io)
+
+
+# -- columns ---------------------------------------------------------------------------------------------------------
+
+
+def test_null_or_absent_num_tokens_changes_nothing(lmprobe_copy: Copy, io: str) -> None:
+    for variant in ("pooled_f32", "pooled_f16"):
+        store = actshard.open(GOLDEN / "lmprobe" / variant, io=io)
+        assert store.table["num_tokens"].null_count == store.num_examples
+        check(store, variant)
+    for change in (
+        lambda t, _: put(t, "num_tokens", [None] * 26, pa.int32()),
+        lambda t, _: t.drop_columns(["num_tokens", "token_offset", "label", "text"]),
+    ):
+        path = lmprobe_copy("fullseq_f32", change)
+        check(actshard.open(path, io=io), "fullseq_f32")
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("variant", "type"),
+    [("pooled_f32", pa.int32()), ("pooled_f16", pa.string()), ("pooled_bf16", pa.int32()), ("fullseq_f32", pa.int32())],
+)
+def test_labels_are_integers_strings_or_null_as_stored(variant: str, type: pa.DataType) -> None:
+    store = actshard.open(GOLDEN / "lmprobe" / variant)
+    want = json.loads((GOLDEN / "lmprobe" / variant / "expected_index.json").read_text())["columns"]["label"]
+    assert store.table.schema.field("label").type == type
+    assert store.table["label"].to_pylist() == want
+    assert store.labels is None
+
+
+def test_token_perplexity_is_one_shorter_and_may_be_text(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    table = actshard.open(path).table
+    assert [len(x) for x in table["token_perplexity"].to_pylist()] == [
+        len(x) - 1 for x in table["token_ids"].to_pylist()
+    ]
+    texts = [[str(x) for x in row] for row in table["token_perplexity"].to_pylist()]
+    rewrite_index(path, lambda t, _: put(t, "token_perplexity", texts, pa.list_(pa.string())))
+    store = actshard.open(path)
+    assert store.table["token_perplexity"].to_pylist() == texts
+    check(store, "fullseq_f32")
+
+
+def test_publisher_columns_of_any_type_are_in_the_table(lmprobe_copy: Copy) -> None:
+    n = 28
+    columns = {
+        "meta": pa.array([{"source": "a", "n": i} for i in range(n)]),
+        "meta.source": pa.array(["dotted"] * n),
+        "raw": pa.array([b"\x00\xff"] * n),
+        "when": pa.array([datetime.datetime(2026, 1, 1)] * n),
+        "kind": pa.array(["x", "y"] * (n // 2)).dictionary_encode(),
+        "vector": pa.array([[1.0, 2.0]] * n, pa.list_(pa.float32(), 2)),
+        "nothing": pa.nulls(n),
+        "": pa.array(range(n)),
+        "with space/ünicode": pa.array([True, None] * (n // 2)),
+    }
+
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        for name, array in columns.items():
+            table = table.append_column(name, array)
+        return table
+
+    store = actshard.open(lmprobe_copy("pooled_f32", change))
+    assert store.warnings == ()
+    for name, array in columns.items():
+        assert store.table[name].to_pylist() == array.to_pylist(), name
+        assert store.read_columns([name]).column_names == [name]
+    assert store.table.schema.metadata is None
+    check(store, "pooled_f32")
+
+
+def test_column_order_does_not_matter(lmprobe_copy: Copy, io: str) -> None:
+    path = lmprobe_copy("fullseq_logits_router", lambda t, _: t.select(t.column_names[::-1]))
+    store = actshard.open(path, io=io)
+    check(store, "fullseq_logits_router")
+    assert np.array_equal(store.logits()[0], golden("fullseq_logits_router")["logits_values"])
+
+
+def test_address_lists_are_left_out_of_the_table_but_can_be_read() -> None:
+    path = GOLDEN / "lmprobe/fullseq_f32"
+    store = actshard.open(path)
+    assert not set(LISTS) & set(store.table.column_names)
+    assert set(store.table.column_names) | set(LISTS) == set(pq.read_schema(path / PART).names)
+    got = store.read_columns([LISTS[1], "text", LISTS[0]])
+    assert got.column_names == [LISTS[1], "text", LISTS[0]]
+    assert [len(x) for x in got[LISTS[0]].to_pylist()] == store.token_counts.tolist()
+    with refuses(actshard.NotStoredError, path, "no column 'nope'; the columns are text, label") as caught:
+        store.read_columns(["text", "nope"])
+    assert isinstance(caught.value, LookupError)
+
+
+@pytest.mark.parametrize("name", ["shard_index", "row_offset"])
+@pytest.mark.parametrize("type", [pa.float64(), pa.string(), pa.bool_(), pa.list_(pa.int64())], ids=str)
+def test_address_that_is_no_integer_is_refused(lmprobe_copy: Copy, name: str, type: pa.DataType) -> None:
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        column = table[name].combine_chunks()
+        lists = pa.types.is_list(type)
+        return put(table, name, pa.array([[x] for x in column.to_pylist()], type) if lists else column.cast(type))
+
+    path = lmprobe_copy("pooled_f32", change)
+    with refuses(actshard.FormatError, path / PART, rf"column '{name}': expected integers, found {str(type)[:4]}"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("type", [pa.int8(), pa.int64(), pa.uint8(), pa.uint64()], ids=str)
+def test_address_may_be_of_any_integer_type(lmprobe_copy: Copy, io: str, type: pa.DataType) -> None:
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        for name in ("shard_index", "row_offset"):
+            table = put(table, name, table[name].cast(type))
+        for name, made in zip(LISTS, (pa.large_list(type), pa.list_(type)), strict=True):
+            table = put(table, name, table[name].to_pylist(), made)
+        return table
+
+    check(actshard.open(lmprobe_copy("fullseq_f32", change), io=io), "fullseq_f32")
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize(
+    ("type", "words"),
+    [
+        (pa.list_(pa.float64()), "expected integers, found double"),
+        (pa.list_(pa.string()), "expected integers, found string"),
+        (pa.int64(), "expected lists of integers, found int64"),
+        (pa.string(), "expected lists of integers, found string"),
+        (pa.list_(pa.list_(pa.int64())), "expected integers, found list"),
+    ],
+    ids=str,
+)
+def test_address_lists_of_another_type_are_refused(
+    lmprobe_copy: Copy, name: str, type: pa.DataType, words: str
+) -> None:
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        rows = table[name].to_pylist()
+        if not pa.types.is_list(type):
+            return put(table, name, [str(r[0]) if type == pa.string() else r[0] for r in rows], type)
+        wrap: Callable[[int], Any] = {"double": float, "string": str}.get(str(type.value_type), lambda x: [x])
+        return put(table, name, [[wrap(x) for x in r] for r in rows], type)
+
+    path = lmprobe_copy("fullseq_f32", change)
+    with refuses(actshard.FormatError, path / PART, f"column '{name}': {words}"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("name", ["shard_index", "row_offset"])
+def test_null_address_is_refused_and_its_row_named(lmprobe_copy: Copy, name: str) -> None:
+    path = lmprobe_copy("fullseq_f32", lambda t, _: changed(t, name, 17, None))
+    with refuses(actshard.FormatError, path / PART, f"column '{name}': row 17 is null"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_null_inside_an_address_list_is_refused_and_its_row_named(lmprobe_copy: Copy, name: str) -> None:
+    path = lmprobe_copy("fullseq_f32", lambda t, _: changed(t, name, 17, [*t[name][17].as_py()[:-1], None]))
+    with refuses(actshard.FormatError, path / PART, f"column '{name}': .*row 17"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("value", [-1, 10, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("name", ["shard_index", "token_shard_ids"])
+def test_shard_number_outside_the_descriptor_is_refused_at_open(lmprobe_copy: Copy, name: str, value: int) -> None:
+    path = lmprobe_copy(
+        "fullseq_f32",
+        lambda t, _: changed(t, name, 4, [value, *t[name][4].as_py()[1:]] if name in LISTS else value),
+    )
+    with refuses(actshard.FormatError, path / PART, f"example 4: expected a shard number from 0 to 9, found {value}"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("value", [-1, 2**40, 2**62, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("name", ["row_offset", "token_shard_offsets"])
+def test_row_number_no_file_can_have_is_refused_at_open(lmprobe_copy: Copy, name: str, value: int) -> None:
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        table = put(table, "row_offset", table["row_offset"].cast(pa.int64()))
+        return changed(table, name, 4, [value, *table[name][4].as_py()[1:]] if name in LISTS else value)
+
+    path = lmprobe_copy("fullseq_f32", change)
+    with refuses(actshard.FormatError, path / PART, rf"example 4: expected a row from 0 to 2\^40, found {value}"):
+        actshard.open(path)
+
+
+def test_unsigned_address_past_int64_is_refused(lmprobe_copy: Copy) -> None:
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        return changed(put(table, "row_offset", table["row_offset"].cast(pa.uint64())), "row_offset", 3, 2**63)
+
+    path = lmprobe_copy("pooled_f32", change)
+    with refuses(actshard.FormatError, path / PART, f"column 'row_offset': {2**63} is out of range"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("row", [11, 10_000, 2**31 - 1])
+def test_row_past_the_file_is_an_error_of_the_read_that_names_the_file(lmprobe_copy: Copy, io: str, row: int) -> None:
+    path = lmprobe_copy("pooled_f32", lambda t, _: changed(t, "row_offset", 4, row))
+    store = actshard.open(path, io=io)
+    others = [e for e in range(28) if e != 4]
+    assert np.array_equal(store.last_tokens(0, others), golden("pooled_f32")["layer_0"][others])
+    reads: list[Callable[[], Any]] = [
+        lambda: store.last_tokens(0),
+        lambda: store.gather(0, 4, 0),
+        lambda: store.gather(0, np.arange(28), -1),
+        lambda: store.sequence(4, 0),
+        lambda: store.sequences([3, 4], 0),
+    ]
+    for read in reads:
+        with refuses(actshard.FormatError, shard(path, 0, 0), rf"row.* {row}.*holds 11 rows"):
+            read()
+
+
+def test_token_row_past_the_file_is_an_error_of_the_read_that_names_the_file(lmprobe_copy: Copy, io: str) -> None:
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        lists = table["token_shard_offsets"].to_pylist()
+        long = next(e for e, x in enumerate(lists) if len(x) > 3)
+        return changed(table, "token_shard_offsets", long, [*(x + 1000 for x in lists[long][:-1]), lists[long][-1]])
+
+    path = lmprobe_copy("fullseq_f32", change)
+    store = actshard.open(path, io=io)
+    table = store.read_columns(LISTS)
+    bad = next(e for e, x in enumerate(table[LISTS[1]].to_pylist()) if max(x) >= 1000)
+    file = shard(path, 3, table[LISTS[0]][bad].as_py()[0])
+    for read in (lambda: store.sequence(bad, 3), lambda: store.sequences([bad], 3), lambda: store.gather(3, bad, 0)):
+        with refuses(actshard.FormatError, file, r"holds \d+ rows"):
+            read()
+    assert np.array_equal(store.last_tokens(3), golden("fullseq_f32")["layer_3"])
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("value", ["shorter", [], None])
+def test_address_lists_of_different_lengths_are_refused(lmprobe_copy: Copy, name: str, value: Any) -> None:
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        return changed(table, name, 6, table[name][6].as_py()[:-1] if value == "shorter" else value)
+
+    path = lmprobe_copy("fullseq_f32", change)
+    with refuses(actshard.FormatError, path / PART, r"example 6: \d+ token shard numbers but \d+ token rows"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("value", [None, []])
+def test_example_without_address_lists_has_no_tokens(lmprobe_copy: Copy, io: str, value: Any) -> None:
+    path = lmprobe_copy("fullseq_f32", lambda t, _: changed(changed(t, LISTS[0], 6, value), LISTS[1], 6, value))
+    store = actshard.open(path, io=io)
+    want = golden("fullseq_f32")
+    lengths = want["lengths"].copy()
+    ends = np.cumsum(lengths)
+    lengths[6] = 0
+    assert store.token_counts.tolist() == lengths.tolist()
+    assert store.sequence(6, 3).shape == (0, 32)
+    got = store.sequences([5, 6, 7], 3)
+    assert [len(x) for x in got] == lengths[5:8].tolist()
+    assert np.array_equal(got[2], want["layer_3_tokens"][ends[6] : ends[7]])
+    for token in (0, -1):
+        with refuses(actshard.OutOfRangeError, None, "example 6"):
+            store.gather(3, 6, token)
+    assert np.array_equal(store.last_tokens(3), want["layer_3"])
+
+
+def test_tokens_stored_in_any_order_read_the_same(lmprobe_copy: Copy, io: str) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    rng = np.random.default_rng(3)
+    to_new: dict[int, np.ndarray] = {}
+    for file in sorted((path / "tensors").glob("hidden_*")):
+        index = int(re.findall(r"\d+", file.name)[1])
+        ((key, tensor),) = load_file(file).items()
+        new = to_new.setdefault(index, rng.permutation(len(tensor)))
+        moved = np.empty_like(tensor)
+        moved[new] = tensor
+        save_file({key: moved}, file)
+
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        pairs = zip(*(table[name].to_pylist() for name in LISTS), strict=True)
+        rows = [[int(to_new[s][r]) for s, r in zip(ids, offsets, strict=True)] for ids, offsets in pairs]
+        lasts = zip(table["shard_index"].to_pylist(), table["row_offset"].to_pylist(), strict=True)
+        table = put(table, "row_offset", [int(to_new[s][r]) for s, r in lasts], pa.int32())
+        return put(table, LISTS[1], rows)
+
+    rewrite_index(path, change)
+    check(actshard.open(path, io=io), "fullseq_f32")
+
+
+def test_column_named_twice_is_refused(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_f32", lambda t, _: t.append_column("shard_index", t["shard_index"]))
+    with refuses(actshard.FormatError, path / PART, "column 'shard_index' .*twice"):
+        actshard.open(path)
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------
+
+
+def test_width_other_than_the_descriptor_s_is_refused_at_open(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_f32", hidden(dim=33))
+    with refuses(actshard.FormatError, shard(path, 0, 0), r"has shape \[11, 32\], expected \(rows, 33\)"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("dim", [0, -1, "32", 32.0, True, 2**70])
+def test_width_that_is_no_integer_is_refused(lmprobe_copy: Copy, dim: Any) -> None:
+    path = lmprobe_copy("pooled_f32", hidden(dim=dim))
+    with refuses(actshard.FormatError, path / PART, r"field 'tensors\.hidden_layers\.dim'"):
+        actshard.open(path)
+
+
+def test_width_may_be_left_to_the_header(lmprobe_copy: Copy) -> None:
+    check(actshard.open(lmprobe_copy("pooled_f32", hidden(dim=None))), "pooled_f32")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda key, x: {key: x[:, :-1].copy()}, r"has shape \[11, 31\], expected \(rows, 32\)"),
+        (lambda key, x: {key: x.reshape(-1)}, r"has shape \[352\], expected \(rows, (dim|32)\)"),
+        (lambda key, x: {key: x[None]}, r"has shape \[1, 11, 32\]"),
+        (lambda key, x: {key: x[:, :0].copy()}, r"has shape \[11, 0\]"),
+        (lambda key, x: {"other": x}, r"expected a tensor named 'hidden\.layer_0', found \[.other.\]"),
+        (lambda key, x: {}, r"expected a tensor named 'hidden\.layer_0', found \[\]"),
+    ],
+)
+def test_tensor_of_another_shape_or_name_is_an_error_that_names_the_file(
+    lmprobe_copy: Copy, io: str, which: int, change: Callable[[str, np.ndarray], Any], words: str
+) -> None:
+    path = lmprobe_copy("pooled_f32")
+    file = shard(path, 0, which)
+    ((key, tensor),) = load_file(file).items()
+    save_file(change(key, tensor), file)
+    if which == 0:
+        with refuses(actshard.FormatError, file, words):
+            actshard.open(path, io=io)
+        return
+    store = actshard.open(path, io=io)
+    check(store, "pooled_f32", (1, 2))
+    assert np.array_equal(store.last_tokens(0, range(11)), golden("pooled_f32")["layer_0"][:11])
+    with refuses(actshard.FormatError, file, words):
+        store.last_tokens(0)
+    with refuses(actshard.FormatError, file, words):
+        store.sequence(12, 0)
+
+
+def test_one_dataset_has_one_element_type(lmprobe_copy: Copy, io: str) -> None:
+    path = lmprobe_copy("pooled_f32")
+    ((key, tensor),) = load_file(shard(path, 0, 1)).items()
+    save_file({key: tensor.astype(np.float16)}, shard(path, 0, 1))
+    store = actshard.open(path, io=io)
+    with refuses(actshard.FormatError, shard(path, 0, 1), "is F16, but the dataset's first file has F32"):
+        store.last_tokens(0)
+
+
+@pytest.mark.parametrize("size", [0, 3, 8, 40, 79, 80, 500, -1])
+def test_truncated_tensor_file_is_an_error_that_names_it(lmprobe_copy: Copy, io: str, size: int) -> None:
+    path = lmprobe_copy("pooled_f32")
+    for which in (1, 0):
+        file = shard(path, 0, which)
+        file.write_bytes(file.read_bytes()[:size])
+        with refuses(HeaderError, file) as caught:
+            actshard.open(path, io=io).last_tokens(0, range(28))
+        assert caught.value.reason
+
+
+def test_folder_in_place_of_a_tensor_file_is_an_error(lmprobe_copy: Copy, io: str) -> None:
+    path = lmprobe_copy("pooled_f32")
+    for which in (1, 0):
+        shard(path, 0, which).unlink()
+        shard(path, 0, which).mkdir()
+        with refuses(actshard.NotAFileError, shard(path, 0, which), "found a folder"):
+            actshard.open(path, io=io).last_tokens(0, range(28))
+
+
+# -- descriptors and versions ----------------------------------------------------------------------------------------
+
+
+def strip(path: Path) -> None:
+    part = path / PART
+    pq.write_table(pq.read_table(part).replace_schema_metadata(None), part)
+
+
+def test_index_of_format_1_is_refused_with_what_converts_it(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_f32")
+    strip(path)
+    with refuses(actshard.UnsupportedError, path / PART, "format 1.x is not read; lmprobe.upgrade_dataset_format"):
+        actshard.open(path, format="lmprobe")
+    with refuses(actshard.UnknownFormatError, path, "without lmprobe keys"):
+        actshard.open(path)
+    (path / "lmprobe_info.json").write_text("{}")
+    with refuses(actshard.UnsupportedError, path / PART, r"format 1\.x is not read") as caught:
+        actshard.open(path)
+    assert isinstance(caught.value, NotImplementedError)
+
+
+def version(value: Any) -> Callable[[pa.Table, Meta], pa.Table]:
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        meta.pop("format_version")
+        if value is not None:
+            meta["format_version"] = value
+        return table
+
+    return change
+
+
+@pytest.mark.parametrize("value", ["2.0", "2", 2, 2.0])
+def test_version_2_reads_however_it_is_spelled(lmprobe_copy: Copy, value: Any) -> None:
+    store = actshard.open(lmprobe_copy("pooled_f32", version(value)))
+    check(store, "pooled_f32")
+
+
+@pytest.mark.parametrize("value", ["2.1", "2.99", 2.5])
+def test_newer_minor_version_is_a_warning(lmprobe_copy: Copy, value: Any) -> None:
+    with pytest.warns(actshard.ActshardWarning, match=f"format version {value} is newer than actshard knows") as caught:
+        store = actshard.open(lmprobe_copy("pooled_f32", version(value)))
+    assert len(caught) == 1
+    check(store, "pooled_f32")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("3.0", r"version 3\.0 is newer .* upgrade actshard"),
+        ("17", "version 17 is newer"),
+        ("1.9", r"version 1\.9 is not read, 2\.x is; lmprobe\.upgrade_dataset_format"),
+        (1, "version 1 is not read"),
+        (None, "not read"),
+    ],
+)
+def test_other_major_versions_are_refused(lmprobe_copy: Copy, value: Any, words: str) -> None:
+    path = lmprobe_copy("pooled_f32", version(value))
+    with refuses(actshard.UnsupportedError, path / PART, words):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("value", ["", "two", "2.x", "-2.0", True, [], {"major": 2}, "2" * 5000, "2.0\n"])
+def test_version_that_is_none_is_refused(lmprobe_copy: Copy, value: Any) -> None:
+    path = lmprobe_copy("pooled_f32", version(value))
+    with refuses(actshard.FormatError, path / PART, "field 'format_version': expected a version"):
+        actshard.open(path)
+
+
+def test_full_sequence_without_address_lists_is_refused(lmprobe_copy: Copy) -> None:
+    for name in LISTS:
+        path = lmprobe_copy("fullseq_f32", lambda t, _, name=name: t.drop_columns([name]))
+        with refuses(actshard.UnsupportedError, path / PART, "without token_shard_ids.*lmprobe.migrate_dataset"):
+            actshard.open(path)
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first_token", 3])
+def test_pooling_other_than_last_token_is_a_warning(lmprobe_copy: Copy, pooling: Any) -> None:
+    path = lmprobe_copy("pooled_f32", hidden(pooling=pooling))
+    with pytest.warns(actshard.ActshardWarning, match=f"pooling is {json.dumps(pooling)}.*not the last") as caught:
+        store = actshard.open(path)
+    assert len(caught) == 1
+    check(store, "pooled_f32")
+
+
+@pytest.mark.parametrize("descriptor", [{"type": "attention", "k": [1]}, {}, None, 7], ids=repr)
+def test_unknown_tensor_type_is_kept_and_named_in_a_warning(lmprobe_copy: Copy, descriptor: Any) -> None:
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        meta["tensors"]["attention_maps"] = descriptor
+        return table
+
+    with pytest.warns(actshard.ActshardWarning, match='"attention_maps"') as caught:
+        store = actshard.open(lmprobe_copy("pooled_f32", change))
+    assert len(caught) == 1
+    assert store.metadata["tensors"]["attention_maps"] == descriptor
+    check(store, "pooled_f32")
+
+
+def test_number_of_prompts_other_than_claimed_is_a_warning(lmprobe_copy: Copy) -> None:
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        meta["num_prompts"] = 29
+        return table
+
+    with pytest.warns(actshard.ActshardWarning, match="num_prompts is 29, but the index has 28 rows"):
+        store = actshard.open(lmprobe_copy("pooled_f32", change))
+    check(store, "pooled_f32")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        ({"layers": None}, actshard.FormatError, r"hidden_layers\.layers': expected a non-empty list of integers"),
+        ({"layers": []}, actshard.FormatError, "non-empty list of integers"),
+        ({"layers": [0, "1"]}, actshard.FormatError, "non-empty list of integers"),
+        ({"layers": [0, 1, 1]}, actshard.FormatError, "distinct integers"),
+        ({"shards": None}, actshard.FormatError, r"hidden_layers\.shards': expected a list of objects"),
+        ({"shards": []}, actshard.FormatError, r"hidden_layers\.shards': expected 1 to"),
+        ({"shards": 3}, actshard.FormatError, "a list of objects"),
+        ({"shards": [3]}, actshard.FormatError, r"hidden_layers\.shards\[0\]': expected an object, found 3"),
+        ({"storage": "ragged"}, actshard.UnsupportedError, r"hidden_layers\.storage': .ragged. is not read"),
+        ({"storage": 3}, actshard.FormatError, r"hidden_layers\.storage': expected a string"),
+        ({"file_pattern": None}, actshard.FormatError, r"hidden_layers\.file_pattern': expected a string"),
+        ({"key_pattern": None}, actshard.FormatError, r"hidden_layers\.key_pattern': expected a string"),
+        ({"layers": list(range(3000)), "shards": [{}] * 1000}, actshard.FormatError, "3000 layers x 1000 shards"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_descriptor_of_the_wrong_shape_is_refused(
+    lmprobe_copy: Copy, fields: Meta, kind: type[actshard.ActshardError], words: str
+) -> None:
+    path = lmprobe_copy("pooled_f32", hidden(**fields))
+    with refuses(kind, path / PART, words):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize("tensors", [None, [], "x", 3])
+def test_tensors_must_be_an_object(lmprobe_copy: Copy, tensors: Any) -> None:
+    def change(table: pa.Table, meta: Meta) -> pa.Table:
+        meta["tensors"] = tensors
+        return table
+
+    path = lmprobe_copy("pooled_f32", change)
+    with refuses(actshard.FormatError, path / PART, "field 'tensors': expected an object"):
+        actshard.open(path)
+
+
+# -- the index's files -----------------------------------------------------------------------------------------------
+
+
+def split(path: Path, at: int, names: tuple[str, ...] = ("train-00000-of-00002", "train-00001-of-00002")) -> list[Path]:
+    """Splits the index into two files."""
+    table = pq.read_table(path / PART)
+    (path / PART).unlink()
+    parts = [path / f"index/{name}.parquet" for name in names]
+    pq.write_table(table.slice(0, at), parts[0])
+    pq.write_table(table.slice(at), parts[1])
+    return parts
+
+
+@pytest.mark.parametrize("at", [0, 1, 13, 25, 26])
+def test_index_in_several_parts_is_one_dataset(lmprobe_copy: Copy, io: str, at: int) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    whole = actshard.open(path).table
+    parts = split(path, at)
+    for opened in (path, *parts):
+        store = actshard.open(opened, io=io)
+        check(store, "fullseq_f32")
+        assert store.table.equals(whole)
+
+
+def test_missing_part_of_the_index_is_named(lmprobe_copy: Copy) -> None:
+    for lost in (0, 1):
+        path = lmprobe_copy("fullseq_f32")
+        parts = split(path, 13)
+        parts[lost].unlink()
+        for opened in (path, parts[1 - lost]):
+            with refuses(actshard.MissingFileError, parts[lost], f"expected part {lost} of 2 of the index"):
+                actshard.open(opened)
+        shutil.rmtree(path)
+
+
+def test_more_parts_than_they_say_are_refused(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    parts = split(path, 13)
+    shutil.copy(parts[1], path / "index/train-00002-of-00002.parquet")
+    with refuses(actshard.FormatError, path / "index", "expected 2 parts, found 3"):
+        actshard.open(path)
+
+
+def test_several_indices_are_refused_until_one_is_named(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_f32")
+    shutil.copy(path / PART, path / "index/test-00000-of-00001.parquet")
+    with refuses(actshard.FormatError, path / "index", "several.*open one of the files"):
+        actshard.open(path)
+    check(actshard.open(path / PART), "pooled_f32")
+    (path / "index/test-00000-of-00001.parquet").rename(path / "index/extra.parquet")
+    with refuses(actshard.FormatError, path / "index", "found .*extra.parquet"):
+        actshard.open(path)
+
+
+def test_single_index_may_have_any_name(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_f32")
+    (path / PART).rename(path / "index/data [1] ü.parquet")
+    check(actshard.open(path), "pooled_f32")
+
+
+@pytest.mark.parametrize("what", ["tensors", "columns"])
+def test_parts_that_describe_different_things_are_refused(lmprobe_copy: Copy, what: str) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    parts = split(path, 13)
+    table = pq.read_table(parts[1])
+    if what == "columns":
+        table = table.drop_columns(["text"])
+    else:
+        meta = table.schema.metadata
+        table = table.replace_schema_metadata(
+            {**meta, b"lmprobe:tensors": meta[b"lmprobe:tensors"].replace(b"7", b"8")}
+        )
+    pq.write_table(table, parts[1])
+    with refuses(
+        actshard.FormatError, parts[1], "describes other tensors or columns than train-00000-of-00002.parquet"
+    ):
+        actshard.open(path)
+
+
+def test_parts_whose_columns_have_different_types_are_an_error_of_the_table(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    parts = split(path, 13)
+    table = pq.read_table(parts[1])
+    pq.write_table(put(table, "label", table["label"].cast(pa.string())), parts[1])
+    store = actshard.open(path)
+    check(store, "fullseq_f32")
+    with refuses(actshard.FormatError, path, "label"):
+        _ = store.table
+    assert store.read_columns(["text"]).num_rows == 26
+
+
+def test_index_without_rows_is_refused(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("fullseq_f32", lambda t, _: t.slice(0, 0))
+    with refuses(actshard.FormatError, path / PART, "no rows"):
+        actshard.open(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b"",
+        lambda b: b"PAR1",
+        lambda b: b"PAR1PAR1PAR1",
+        lambda b: b"hello\nworld\n" * 100,
+        lambda b: b[: len(b) // 2],
+        lambda b: b[:-1],
+        lambda b: b[1:],
+        lambda b: b[:-8] + struct.pack("<I", 2**31 - 1) + b"PAR1",
+        lambda b: b[:-8] + struct.pack("<I", 0) + b"PAR1",
+    ],
+)
+def test_index_that_is_no_parquet_is_refused(lmprobe_copy: Copy, change: Callable[[bytes], bytes]) -> None:
+    path = lmprobe_copy("pooled_f32")
+    (path / PART).write_bytes(change((path / PART).read_bytes()))
+    for opened in (path, path / PART):
+        with refuses(actshard.FormatError, path / PART, "expected a parquet file|cannot read columns"):
+            actshard.open(opened)
+
+
+def test_index_with_damaged_pages_is_refused(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    data = (path / PART).read_bytes()
+    footer = len(data) - 8 - struct.unpack("<I", data[-8:-4])[0]
+    (path / PART).write_bytes(data[:4] + b"\xff" * (footer - 4) + data[footer:])
+    with refuses(actshard.FormatError, path / PART, r"cannot read columns \['shard_index', 'row_offset'"):
+        actshard.open(path)
+
+
+def test_damaged_bytes_anywhere_in_the_index_read_or_are_refused(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("fullseq_f32")
+    data = (path / PART).read_bytes()
+    rng = np.random.default_rng(5)
+    refused = 0
+    for at in rng.integers(0, len(data), 200):
+        damaged = bytearray(data)
+        damaged[at] ^= 1 << rng.integers(8)
+        (path / PART).write_bytes(damaged)
+        try:
+            store = actshard.opening.open_quietly(path, "lmprobe", "mmap")
+            assert store.table.num_rows == store.num_examples
+            store.last_tokens(store.layers[0])
+        except actshard.ActshardError as error:
+            assert len(str(error).splitlines()) == 1  # noqa: PT017 -- which bytes matter is pyarrow's business
+            refused += 1
+    assert refused > 10
+
+
+def test_folder_or_pipe_in_place_of_the_index_file_is_an_error(lmprobe_copy: Copy) -> None:
+    for make in (Path.mkdir, os.mkfifo):
+        path = lmprobe_copy("pooled_f32")
+        (path / PART).unlink()
+        make(path / PART)
+        with refuses(actshard.NotAFileError, path / PART, "found a folder or a special file"):
+            actshard.open(path)
+        shutil.rmtree(path)
+
+
+def test_index_that_is_a_broken_link_is_missing(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_f32")
+    (path / PART).unlink()
+    (path / PART).symlink_to("nowhere")
+    with refuses(actshard.MissingFileError, path / PART):
+        actshard.open(path)
