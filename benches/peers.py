@@ -61,7 +61,10 @@ def lmprobe_on(folder: Path, cache: Path) -> Iterator[Any]:
     """lmprobe reading `folder` as if it had been downloaded: only the Hub's download function is replaced."""
     os.environ["LMPROBE_CACHE_DIR"] = str(cache)
     import huggingface_hub
+    import lmprobe.cache
     import lmprobe.sharing
+
+    lmprobe.cache.set_cache_backend(str(cache))
 
     before = huggingface_hub.hf_hub_download
     huggingface_hub.hf_hub_download = lambda repo_id, filename, **_: str(folder / filename)

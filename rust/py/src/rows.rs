@@ -7,7 +7,7 @@ use actshard_core::bytes::{FileTable, Io, RowFile, RowsIn};
 use actshard_core::dtype::{Cast, DType};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::{Table, TableBuilder};
-use actshard_core::layout::{Address, Layout};
+use actshard_core::layout::{Address, Layout, check_example};
 use actshard_core::par::gather::{Ints, Pick, gather};
 use actshard_core::{Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
@@ -278,8 +278,7 @@ impl Rows {
     ) -> PyResult<Bound<'py, PyAny>> {
         let ids = examples.as_slice()?;
         let rows = with_layout!(self, l => ids.iter().try_fold(0usize, |n, &e| {
-            let e = u64::try_from(e).ok().filter(|e| *e < l.examples());
-            let e = e.ok_or_else(|| Error::new(Kind::OutOfRange, format!("the dataset has {} examples", l.examples())))?;
+            let e = check_example(e, l.examples())?;
             usize::try_from(l.tokens(e)).ok().and_then(|t| n.checked_add(t)).ok_or_else(|| Error::new(Kind::Argument, "too many rows"))
         }))
         .map_err(|e| errors::raise(py, &e))?;

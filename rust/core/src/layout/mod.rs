@@ -43,8 +43,9 @@ pub trait Layout: Send + Sync {
     fn runs(&self, group: usize, example: i64, each: &mut dyn FnMut(Run)) -> Result<()>;
 }
 
+/// An example's number, if the dataset has it.
 #[inline]
-pub(crate) fn check_example(example: i64, examples: u64) -> Result<u64> {
+pub fn check_example(example: i64, examples: u64) -> Result<u64> {
     match u64::try_from(example) {
         Ok(e) if e < examples => Ok(e),
         _ => Err(Error::new(
