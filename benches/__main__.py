@@ -1,6 +1,6 @@
 """``make bench``: runs the workloads, prints the table, and writes a dated record.
 
-    python -m benches [--only random_hot,cast] [--repeats 11] [--no-record]
+python -m benches [--only random_hot,cast] [--repeats 11] [--no-record]
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ RECORD = Path(__file__).parent / "record"
 
 def machine() -> dict[str, Any]:
     """What a reader needs to know to compare."""
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "?")
+    cpu = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
+        "?",
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {}
     for name in ("numpy", "pyarrow", "safetensors", "lmprobe", "torch"):
@@ -91,9 +94,15 @@ def main() -> None:
     now = datetime.datetime.now(datetime.UTC)
     base = RECORD / f"{now:%Y-%m-%d-%H%M}"
     about = machine()
-    record = {"when": now.isoformat(timespec="seconds"), "machine": about, "rows": [dataclasses.asdict(r) for r in rows]}
+    record = {
+        "when": now.isoformat(timespec="seconds"),
+        "machine": about,
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
     base.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    lines = [f"{about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['system']}, Python {about['python']}, "]
+    lines = [
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_gb']} GB, {about['system']}, Python {about['python']}, "
+    ]
     lines[0] += ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
     lines += ["", "| " + " | ".join(HEADERS) + " |", "|" + "---|" * len(HEADERS)]
     lines += ["| " + " | ".join(x.strip() for x in cells(row)) + " |" for row in rows]

@@ -1,6 +1,6 @@
 """One gather of 16,384 random rows in a fresh process: nothing is mapped, faulted in or warmed but what the state says.
 
-    python -m benches.child ours|numpy cold|first-touch SEED mmap|pread
+python -m benches.child ours|numpy cold|first-touch SEED mmap|pread
 """
 
 from __future__ import annotations

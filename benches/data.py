@@ -134,7 +134,10 @@ def large_index(prompts: int = 1_000_000, tokens: int = 100) -> Path:
         return folder
     (folder / "tensors").mkdir(parents=True, exist_ok=True)
     for s in range(2):
-        save_file({"hidden.layer_7": np.zeros((1, 8), np.float32)}, folder / f"tensors/hidden_layer007_shard{s:03}.safetensors")
+        save_file(
+            {"hidden.layer_7": np.zeros((1, 8), np.float32)},
+            folder / f"tensors/hidden_layer007_shard{s:03}.safetensors",
+        )
     i = np.arange(prompts)
     ends = pa.array(np.arange(prompts + 1, dtype=np.int32) * tokens)
     ids = np.ones((prompts, tokens), np.int64)
@@ -151,6 +154,9 @@ def large_index(prompts: int = 1_000_000, tokens: int = 100) -> Path:
         "token_shard_ids": pa.ListArray.from_arrays(ends, pa.array(ids.ravel())),
         "token_shard_offsets": pa.ListArray.from_arrays(ends, pa.array(offsets.ravel())),
     }
-    shards = [{"num_prompts": prompts, "num_tokens": prompts}, {"num_prompts": prompts, "num_tokens": prompts * (tokens - 1)}]
+    shards = [
+        {"num_prompts": prompts, "num_tokens": prompts},
+        {"num_prompts": prompts, "num_tokens": prompts * (tokens - 1)},
+    ]
     _write_index(folder, columns, {**_hidden(8, "float32", "full_sequence", shards), "last_token_shards": 1})
     return folder

@@ -33,7 +33,9 @@ def _same(ours: Any, theirs: Any, what: str) -> None:
         raise AssertionError(f"{what}: outputs differ; nothing is timed before they are equal")
 
 
-def _row(workload: str, state: str, peer: str, times: dict[str, list[float]], ours: str, target: float, **more: Any) -> Row:
+def _row(
+    workload: str, state: str, peer: str, times: dict[str, list[float]], ours: str, target: float, **more: Any
+) -> Row:
     p, o = median(times[peer]), median(times[ours])
     ratio = p / o
     unit, scale = more.pop("unit", ("ms", 1e3))
@@ -73,7 +75,7 @@ def random_hot(repeats: int) -> Iterator[Row]:
             Engine("actshard pread", lambda e, k: pread.gather(layer, e, k), indices),
             Engine("actshard pread out=", lambda e, k: pread.gather(layer, e, k, out=out), indices),
             Engine("np.copyto", lambda: np.copyto(out, source)),
-            Engine("ndarray.copy", lambda: source.copy()),
+            Engine("ndarray.copy", source.copy),
         ],
         repeats,
         warmup=3,
@@ -123,7 +125,9 @@ def random_cold(repeats: int) -> Iterator[Row]:
                 ratio = None if iops is None else rate / iops
                 met = None if ratio is None or name == "pread" else ratio >= 0.8
                 target = ">= 0.8x" if name == "mmap" else ""
-                note = "fio is not installed" if iops is None else "4 KiB random reads a second at depth 64; ours in rows"
+                note = (
+                    "fio is not installed" if iops is None else "4 KiB random reads a second at depth 64; ours in rows"
+                )
                 yield Row(f"  against fio, io={name}", state, "fio", iops, rate, "/s", ratio, target, met, note)
 
 
@@ -183,7 +187,9 @@ def last_tokens(repeats: int) -> Iterator[Row]:
     _same(store.last_tokens(7, e), peer.rows((e // per).tolist(), (e % per).tolist()), "last tokens")
     times = interleave(
         [
-            Engine("safetensors get_slice per row", lambda e: peer.rows((e // per).tolist(), (e % per).tolist()), indices),
+            Engine(
+                "safetensors get_slice per row", lambda e: peer.rows((e // per).tolist(), (e % per).tolist()), indices
+            ),
             Engine("actshard", lambda e: store.last_tokens(7, e), indices),
         ],
         repeats,
@@ -192,7 +198,9 @@ def last_tokens(repeats: int) -> Iterator[Row]:
     try:
         import lmprobe  # noqa: F401
     except ImportError:
-        yield Row("a whole pooled layer", "hot", "lmprobe", None, None, "ms", None, ">= 50x", None, "lmprobe is not installed")
+        yield Row(
+            "a whole pooled layer", "hot", "lmprobe", None, None, "ms", None, ">= 50x", None, "lmprobe is not installed"
+        )
         return
     with tempfile.TemporaryDirectory() as cache, lmprobe_on(folder, Path(cache)) as sharing:
         want = store.last_tokens(7)
@@ -262,7 +270,9 @@ def all_tokens(repeats: int) -> Iterator[Row]:
         for got, expected in zip(found, want, strict=True):
             _same(got.reshape(expected.shape), expected, "lmprobe materialised")
         times.update(interleave([Engine("lmprobe, materialised", materialised)], 3, warmup=0))
-    yield _row(what, "hot", "lmprobe, materialised", times, "actshard", 20, note="after lmprobe unpacked a file per prompt")
+    yield _row(
+        what, "hot", "lmprobe, materialised", times, "actshard", 20, note="after lmprobe unpacked a file per prompt"
+    )
 
 
 def cast(repeats: int) -> Iterator[Row]:
@@ -302,8 +312,14 @@ def memory(repeats: int) -> Iterator[Row]:
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         used = float(done.stdout.split()[-1])
-        name = "memory beside the output of a gather" if what == "gather" else "lasting memory of 1,000,000 prompts x 100 tokens"
-        yield Row(name, "", "", None, used, "MB", None, f"<= {target:g} MB", used <= target, "anonymous memory (RssAnon)")
+        name = (
+            "memory beside the output of a gather"
+            if what == "gather"
+            else "lasting memory of 1,000,000 prompts x 100 tokens"
+        )
+        yield Row(
+            name, "", "", None, used, "MB", None, f"<= {target:g} MB", used <= target, "anonymous memory (RssAnon)"
+        )
 
 
 def _anonymous() -> float:
@@ -362,7 +378,10 @@ def open_index(repeats: int) -> Iterator[Row]:
     if len(store) != 1_000_000 or int(store.token_counts.sum()) != 100_000_000:
         raise AssertionError("the index was read wrong")
     times = interleave(
-        [Engine("pyarrow.read_table", lambda: pq.read_table(part, columns=columns)), Engine("actshard.open", lambda: _open(folder))],
+        [
+            Engine("pyarrow.read_table", lambda: pq.read_table(part, columns=columns)),
+            Engine("actshard.open", lambda: _open(folder)),
+        ],
         max(3, repeats // 3),
     )
     row = _row("open 1,000,000 prompts x 100 tokens", "hot", "pyarrow.read_table", times, "actshard.open", 0.5)

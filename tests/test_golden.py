@@ -10,9 +10,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import GOLDEN, LMPROBE, SAEV, SHARED, bits, saev_dump
 
 import actshard
+from conftest import GOLDEN, LMPROBE, SAEV, SHARED, bits, saev_dump
 
 
 def open_expecting_rename(path: Path, io: str) -> actshard.Store:

@@ -28,7 +28,7 @@ from actshard.errors import (
     UnknownFormatError,
     UnsupportedError,
 )
-from actshard.opening import open  # noqa: A004 -- the module's own verb, as in gzip.open
+from actshard.opening import open
 from actshard.store import Store
 
 __version__ = build_info()["version"]

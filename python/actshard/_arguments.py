@@ -55,11 +55,15 @@ def _integers(values: Any, what: str) -> NDArray[np.int64]:
     try:
         array = np.asarray(values)
     except (ValueError, TypeError) as error:
-        raise ArgumentError(f"{what}: expected an integer or an array of integers, found {type(values).__name__}") from error
+        raise ArgumentError(
+            f"{what}: expected an integer or an array of integers, found {type(values).__name__}"
+        ) from error
     if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
         array = array.astype(np.int64)  # np.asarray([]) is float64
     if array.dtype == np.bool_:
-        raise ArgumentError(f"{what}: expected integers, found booleans; np.flatnonzero(mask) turns a mask into integers")
+        raise ArgumentError(
+            f"{what}: expected integers, found booleans; np.flatnonzero(mask) turns a mask into integers"
+        )
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{what}: expected an integer or an array of integers, found {array.dtype} {array.shape}")
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
@@ -96,7 +100,7 @@ def writable(out: Any, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
     if array.nbytes != size:
         raise ArgumentError(f"{expected}, found {array.nbytes} bytes, {array.shape} {array.dtype}")
     # Raw bytes take any type; an array of numbers has said which numbers it wants.
-    if array.dtype != dtype and array.dtype != np.uint8:
+    if array.dtype not in (dtype, np.dtype(np.uint8)):
         raise DtypeError(f"out: expected {dtype}, found {array.dtype}; dtype= converts while copying")
     return array
 
@@ -108,7 +112,9 @@ def _share(out: Any) -> NDArray[Any]:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(out, torch.Tensor):
         if out.device.type != "cpu":
-            raise ArgumentError(f"out: expected memory of the CPU, found a tensor on {out.device}; a pinned one copies fast")
+            raise ArgumentError(
+                f"out: expected memory of the CPU, found a tensor on {out.device}; a pinned one copies fast"
+            )
         if not out.is_contiguous():
             raise ArgumentError("out: expected a contiguous tensor")
         name = str(out.dtype).removeprefix("torch.")

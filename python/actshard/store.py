@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,7 +83,9 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -128,7 +131,8 @@ class Store:
             MissingFileError, TruncatedFileError, FormatError: a file is missing, was truncated after opening, or holds fewer rows
                 than the index says.
         """
-        return self._rows.gather(self._group(layer), examples, tokens, out, dtype)
+        rows: NDArray[Any] = self._rows.gather(self._group(layer), examples, tokens, out, dtype)
+        return rows
 
     def last_tokens(
         self,
@@ -152,7 +156,8 @@ class Store:
         Raises:
             As :meth:`gather`.
         """
-        return self._rows.gather(self._group(layer), examples, None, out, dtype)
+        rows: NDArray[Any] = self._rows.gather(self._group(layer), examples, None, out, dtype)
+        return rows
 
     def sequence(self, example: int, layer: int) -> NDArray[Any]:
         """All stored tokens of one example.
@@ -190,13 +195,15 @@ class Store:
             return []
         if wanted.min() < 0 or wanted.max() >= self.num_examples:
             bad = wanted[(wanted < 0) | (wanted >= self.num_examples)][0]
-            raise OutOfRangeError(f"example {bad} is out of range: the dataset has {self.num_examples} examples", path=self.path)
+            raise OutOfRangeError(
+                f"example {bad} is out of range: the dataset has {self.num_examples} examples", path=self.path
+            )
         itemsize = self.dtype.itemsize if dtype is None else _arguments.dtype(dtype)[0].itemsize
         ends = np.cumsum(self.token_counts[wanted])
         slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
         starts = [0, *(np.flatnonzero(np.diff(slab)) + 1).tolist(), wanted.size]
         found: list[NDArray[Any]] = []
-        for first, last in zip(starts, starts[1:], strict=False):
+        for first, last in itertools.pairwise(starts):
             block = self._rows.gather_whole(group, wanted[first:last], None, dtype)
             before = int(ends[first - 1]) if first else 0
             stops = (ends[first:last] - before).tolist()
@@ -277,7 +284,9 @@ class Store:
             router.gather()
         assert isinstance(router, Router)
         if layer not in router.layers:
-            raise LayerError(f"router of layer {layer!r} is not stored; those of {_short(router.layers)} are", path=self.path)
+            raise LayerError(
+                f"router of layer {layer!r} is not stored; those of {_short(router.layers)} are", path=self.path
+            )
         rows: NDArray[Any] = router.rows.gather(router.layers.index(layer), examples, None, None, None)
         return rows
 

@@ -24,7 +24,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-PathArgument = Annotated[Path, typer.Argument(help="The dataset's folder, or a folder that holds datasets.", show_default=False)]
+PathArgument = Annotated[
+    Path, typer.Argument(help="The dataset's folder, or a folder that holds datasets.", show_default=False)
+]
 FormatOption = Annotated[str | None, typer.Option("--format", help="saev, lmprobe, ...; detected if not given.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -37,7 +39,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     # What a dataset's reader should know is part of what the commands print; Python's own warnings would say it twice.
     warnings.simplefilter("ignore", actshard.ActshardWarning)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +36,9 @@ def probe_accuracy(store: actshard.Store, layer: int) -> float:
     return float((guess == past[~train]).mean())
 
 
-def _ridge(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+def _ridge(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """Ridge regression in its dual form: there are fewer sentences than dimensions."""
-    alpha: NDArray[np.float64] = np.linalg.solve(x @ x.T + RIDGE * np.eye(len(x)), y)
+    alpha: NDArray[Any] = np.linalg.solve(x @ x.T + RIDGE * np.eye(len(x)), y)
     return x.T @ alpha
 
 
@@ -47,13 +48,20 @@ def run() -> None:
     began = time.perf_counter()
     store = actshard.open(DATASET)
     about = store.info()
-    out.print(f"[bold]{about['model']}[/]: {about['examples']} sentences, layers {store.layers[0]} to {store.layers[-1]}, ", end="")
-    out.print(f"d_model {store.d_model}, {store.dtype}, {about['shards']} {store.format} shards, {size(about['bytes'])}")
+    out.print(
+        f"[bold]{about['model']}[/]: {about['examples']} sentences, layers {store.layers[0]} to {store.layers[-1]}, ",
+        end="",
+    )
+    out.print(
+        f"d_model {store.d_model}, {store.dtype}, {about['shards']} {store.format} shards, {size(about['bytes'])}"
+    )
     texts = store.table.slice(0, 200)
     for label, name in ((0, "present"), (1, "past")):
         first = texts["label"].to_pylist().index(label)
         out.print(f"  [dim]{name:>8}[/]  {texts['text'][first].as_py()}")
-    out.print("\nIs the verb's tense readable from a layer's last token? Trained on half of the verbs, tested on the others:\n")
+    out.print(
+        "\nIs the verb's tense readable from a layer's last token? Trained on half of the verbs, tested on the others:\n"
+    )
     for layer in store.layers:
         accuracy = probe_accuracy(store, layer)
         bar = "█" * round(accuracy * _BAR)

@@ -49,7 +49,9 @@ def show(store: Store, n: int) -> None:
         grid.add_column("patch labels")
     grid.add_column("tokens", justify="right")
     layers = list(store.layers)
-    shown = layers if len(layers) <= _LAYERS_AT_MOST else layers[: _LAYERS_AT_MOST // 2] + layers[-_LAYERS_AT_MOST // 2 :]
+    shown = (
+        layers if len(layers) <= _LAYERS_AT_MOST else layers[: _LAYERS_AT_MOST // 2] + layers[-_LAYERS_AT_MOST // 2 :]
+    )
     for layer in shown:
         grid.add_column(f"|h| {layer}", justify="right")
     for row in found:

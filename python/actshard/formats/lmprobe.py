@@ -74,7 +74,9 @@ def detect(path: Path) -> Evidence:
         return Evidence(True, looked_for, f"{parts[0].name}, which cannot be read as parquet")
     if not any(key.startswith(PREFIX) for key in keys):
         older = (path / "lmprobe_info.json").exists()
-        return Evidence(older, looked_for, f"{parts[0].name} without lmprobe keys" + (" beside lmprobe_info.json" if older else ""))
+        return Evidence(
+            older, looked_for, f"{parts[0].name} without lmprobe keys" + (" beside lmprobe_info.json" if older else "")
+        )
     return Evidence(True, looked_for, f"{parts[0].name} with lmprobe keys")
 
 
@@ -146,7 +148,8 @@ class _Dataset:
                     found[key[len(PREFIX) :].decode("utf-8", "replace")] = _json_or_text(value, part)
             if not found:
                 raise UnsupportedError(
-                    'expected "lmprobe:" schema metadata, found none: format 1.x is not read; lmprobe.upgrade_dataset_format converts it',
+                    'expected "lmprobe:" schema metadata, found none: format 1.x is not read; '
+                    "lmprobe.upgrade_dataset_format converts it",
                     path=part,
                 )
             if first is None:
@@ -161,16 +164,22 @@ class _Dataset:
         stated = self.metadata.get("format_version", "1.0")
         numbers = re.fullmatch(r"(\d{1,6})(?:\.(\d{1,6}))?", str(stated))
         if numbers is None:
-            raise FormatError(f'field \'format_version\': expected a version such as "2.0", found {show(stated)}', path=part)
+            raise FormatError(
+                f"field 'format_version': expected a version such as \"2.0\", found {show(stated)}", path=part
+            )
         version = (int(numbers[1]), int(numbers[2] or 0))
         if version[0] > LAST_KNOWN[0]:
-            raise UnsupportedError(f"format version {stated} is newer than actshard reads (2.x); upgrade actshard", path=part)
+            raise UnsupportedError(
+                f"format version {stated} is newer than actshard reads (2.x); upgrade actshard", path=part
+            )
         if version[0] < LAST_KNOWN[0]:
             raise UnsupportedError(
                 f"format version {stated} is not read, 2.x is; lmprobe.upgrade_dataset_format converts it", path=part
             )
         if version > LAST_KNOWN:
-            self.warnings.append(f"format version {stated} is newer than actshard knows (2.0); it should only add fields")
+            self.warnings.append(
+                f"format version {stated} is newer than actshard knows (2.0); it should only add fields"
+            )
 
     def columns(self, names: Sequence[str]) -> pa.Table:
         """Reads columns by name, all parts one after another."""
@@ -179,7 +188,9 @@ class _Dataset:
 
         unknown = [name for name in names if name not in self.names]
         if unknown:
-            raise NotStoredError(f"holds no column {unknown[0]!r}; the columns are {', '.join(self.names)}", path=self.path)
+            raise NotStoredError(
+                f"holds no column {unknown[0]!r}; the columns are {', '.join(self.names)}", path=self.path
+            )
         tables = []
         for part in self.parts:
             try:
@@ -225,7 +236,9 @@ class _Dataset:
             try:
                 addresses.push_last(*flat)
                 if lists:
-                    addresses.push_tokens(*(a for name in TOKEN_LISTS for a in _lists(batch.column(name), name, part, row)))
+                    addresses.push_tokens(
+                        *(a for name in TOKEN_LISTS for a in _lists(batch.column(name), name, part, row))
+                    )
             except FormatError as error:
                 if error.path is None:
                     columns = f"{shard_column}/{row_column}" + ("/" + "/".join(TOKEN_LISTS) if lists else "")
@@ -255,11 +268,17 @@ class _Dataset:
 
     def contents(self) -> Contents:
         tensors = Fields(self.metadata.get("tensors"), self.parts[0], "tensors").value
-        known = [d.where.removeprefix("tensors.") for d in (self.hidden, self.logits_fields, self.router_fields) if d is not None]
+        known = [
+            d.where.removeprefix("tensors.")
+            for d in (self.hidden, self.logits_fields, self.router_fields)
+            if d is not None
+        ]
         for name in tensors:
             if name not in known:
                 kind = tensors[name].get("type") if isinstance(tensors[name], dict) else None
-                self.warnings.append(f"tensor type {show(name)} ({show(kind)}) is not one actshard reads; it is kept in metadata")
+                self.warnings.append(
+                    f"tensor type {show(name)} ({show(kind)}) is not one actshard reads; it is kept in metadata"
+                )
         if self.hidden is not None:
             rows, layers, d_model, dtype, counts = self._open_hidden(self.hidden)
         else:
@@ -313,9 +332,7 @@ class _Dataset:
     def router_fields(self) -> Fields | None:
         return self._descriptors("router", "router_logits")
 
-    def _open_hidden(
-        self, fields: Fields
-    ) -> tuple[Rows, tuple[int, ...], int, np.dtype[Any], NDArray[np.int64]]:
+    def _open_hidden(self, fields: Fields) -> tuple[Rows, tuple[int, ...], int, np.dtype[Any], NDArray[np.int64]]:
         layers = fields.integers("layers")
         storage = fields.text("storage") if fields.has("storage") else "pooled"
         if storage not in ("pooled", "full_sequence"):
@@ -383,7 +400,9 @@ class _Dataset:
         for pair in LOGITS_KEYS:
             if present.keys() >= set(pair):
                 return path, pair
-        raise FormatError(f"expected tensors {LOGITS_KEYS[0]} or {LOGITS_KEYS[1]}, found {sorted(present)[:8]}", path=path)
+        raise FormatError(
+            f"expected tensors {LOGITS_KEYS[0]} or {LOGITS_KEYS[1]}, found {sorted(present)[:8]}", path=path
+        )
 
     def router(self) -> Router | None:
         """Router logits: rows follow the index's order through shards of their own; no column addresses them."""
@@ -394,7 +413,8 @@ class _Dataset:
         counts = [shard.integer("num_prompts", minimum=0) for shard in fields.items("shards")]
         if sum(counts) != self.num_rows:
             raise FormatError(
-                f"field '{fields.where}.shards': expected {self.num_rows} prompts in all, found {sum(counts)}", path=fields.path
+                f"field '{fields.where}.shards': expected {self.num_rows} prompts in all, found {sum(counts)}",
+                path=fields.path,
             )
         paths = self._files_of(fields, len(counts))
         key = self._pattern(fields, "key_pattern", layers, 1, default=ROUTER_KEY)
@@ -402,7 +422,9 @@ class _Dataset:
         name, experts = self._first_header(files, fields, "num_experts")
         addresses = Addresses(len(counts))
         shard = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-        addresses.push_last(shard, np.arange(self.num_rows, dtype=np.int64) - np.repeat(np.cumsum([0, *counts[:-1]]), counts))
+        addresses.push_last(
+            shard, np.arange(self.num_rows, dtype=np.int64) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+        )
         dtype = self._numpy(name, fields)
         rows = Rows.table(
             list(files), addresses, num_groups=len(layers), width=experts, dtype=name, descr=dtype, io=self.io
@@ -453,7 +475,9 @@ class _Dataset:
         except ValueError as error:
             raise FormatError(f"field '{fields.where}.{name}': expected {expected}", path=fields.path) from error
         for _, key, spec, conversion in parsed:
-            if key is not None and (key not in ("layer", "shard") or conversion or not re.fullmatch(r"(0?\d{1,2})?d?", spec or "")):
+            if key is not None and (
+                key not in ("layer", "shard") or conversion or not re.fullmatch(r"(0?\d{1,2})?d?", spec or "")
+            ):
                 raise FormatError(f"field '{fields.where}.{name}': expected {expected}", path=fields.path)
         if shards > 1 and not any(key == "shard" for _, key, _, _ in parsed):
             raise FormatError(f"field '{fields.where}.{name}': names one file for {shards} shards", path=fields.path)
@@ -467,7 +491,9 @@ class _Dataset:
     def _inside(self, fields: Fields, name: str) -> Path:
         """A file name from the metadata, which must stay inside the dataset."""
         if not name or min(name) < " " or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
-            raise FormatError(f"field '{fields.where}': expected a file inside the dataset, found {show(name)}", path=fields.path)
+            raise FormatError(
+                f"field '{fields.where}': expected a file inside the dataset, found {show(name)}", path=fields.path
+            )
         return self.root / name
 
     def _first_header(self, files: Sequence[tuple[Path, str]], fields: Fields, width_field: str) -> tuple[str, int]:
@@ -507,10 +533,14 @@ def _ordered_parts(found: list[Path], root: Path) -> list[Path]:
         )
     sets = {(m["split"], m["total"]) for m in numbered if m is not None}
     if len(sets) > 1:
-        raise FormatError(f"expected one index, found several: {sorted(sets)}; open one of the files", path=root / "index")
+        raise FormatError(
+            f"expected one index, found several: {sorted(sets)}; open one of the files", path=root / "index"
+        )
     ((split, total),) = sets
     if len(found) > int(total):
-        raise FormatError(f"expected {int(total)} parts, found {len(found)}: {[p.name for p in found][:8]}", path=root / "index")
+        raise FormatError(
+            f"expected {int(total)} parts, found {len(found)}: {[p.name for p in found][:8]}", path=root / "index"
+        )
     for i in range(int(total)):
         part = found[0].parent / f"{split}-{i:05}-of-{total}.parquet"
         if part not in found:

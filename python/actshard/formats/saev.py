@@ -58,7 +58,9 @@ ITEMSIZE = 4
 
 def detect(path: Path) -> Evidence:
     """A folder with a metadata.json that gives a row width and a token count in saev's words."""
-    looked_for = "a folder with a metadata.json that has layers, d_model and content_tokens_per_example (or their older names)"
+    looked_for = (
+        "a folder with a metadata.json that has layers, d_model and content_tokens_per_example (or their older names)"
+    )
     metadata = path / "metadata.json"
     if not path.is_dir():
         return Evidence(False, looked_for, "a file")
@@ -81,7 +83,9 @@ def open(path: Path, io: str) -> Contents:
 
     protocol = _protocol(fields, warnings)
     if fields.has("dtype") and fields.text("dtype") != "float32":
-        raise UnsupportedError(f"field 'dtype': saev defines only \"float32\", found {show(fields.value['dtype'])}", path=fields.path)
+        raise UnsupportedError(
+            f"field 'dtype': saev defines only \"float32\", found {show(fields.value['dtype'])}", path=fields.path
+        )
     layers = _layers(fields, warnings)
     n = fields.integer(*N_EXAMPLES)
     content = fields.integer(*CONTENT_TOKENS)
@@ -97,7 +101,8 @@ def open(path: Path, io: str) -> Contents:
     example_bytes = per_example * d_model * ITEMSIZE
     if example_bytes * max(eps, n) >= 1 << 62:
         raise FormatError(
-            f"{n} examples x {len(layers)} layers x {tokens} tokens x {d_model} is no size that a disk can have", path=fields.path
+            f"{n} examples x {len(layers)} layers x {tokens} tokens x {d_model} is no size that a disk can have",
+            path=fields.path,
         )
 
     shards = _shards(path, n, eps, protocol, warnings)
@@ -120,7 +125,9 @@ def open(path: Path, io: str) -> Contents:
     )
     model = "/".join(fields.text(*names) for names in (FAMILY, CHECKPOINT) if fields.has(*names))
     provenance = {
-        key: fields.value[key] for key in ("protocol", "dataset", "pixel_agg", "data") if fields.value.get(key) is not None
+        key: fields.value[key]
+        for key in ("protocol", "dataset", "pixel_agg", "data")
+        if fields.value.get(key) is not None
     }
     return Contents(
         format="saev",
@@ -316,7 +323,11 @@ def _labels(path: Path, n: int, content: int, io: str) -> NDArray[np.uint8] | No
         size = path.stat().st_size
         if size != n * content:
             kind = TruncatedFileError if size < n * content else FormatError
-            raise kind(f"expected {n} x {content} = {n * content} bytes, found {size}", path=path, offset=min(size, n * content))
+            raise kind(
+                f"expected {n} x {content} = {n * content} bytes, found {size}",
+                path=path,
+                offset=min(size, n * content),
+            )
         if io == "mmap":
             return np.asarray(np.memmap(path, np.uint8, "r", shape=(n, content)))
         read = np.fromfile(path, np.uint8).reshape(n, content)

@@ -58,7 +58,7 @@ dtypes! {
 impl DType {
     /// Bytes per element, or `None` for the sub-byte types, which have no address of their own.
     pub fn size(self) -> Option<usize> {
-        (self.bits() % 8 == 0).then_some((self.bits() / 8) as usize)
+        self.bits().is_multiple_of(8).then_some((self.bits() / 8) as usize)
     }
 }
 

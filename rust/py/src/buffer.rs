@@ -102,7 +102,7 @@ pub fn is_plain_and_writable(array: &Bound<'_, PyUntypedArray>) -> bool {
 ///
 /// The borrow is the caller's promise to numpy's users that nobody else writes there meanwhile; numpy has no way to
 /// enforce it, and a race gives mixed numbers.
-pub fn bytes_mut<'a>(array: &'a Bound<'_, PyUntypedArray>) -> Option<&'a mut [u8]> {
+pub fn bytes_mut<'a>(array: &'a mut Bound<'_, PyUntypedArray>) -> Option<&'a mut [u8]> {
     if !is_plain_and_writable(array) {
         return None;
     }

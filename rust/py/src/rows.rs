@@ -8,9 +8,12 @@ use actshard_core::dtype::{Cast, DType};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::{Table, TableBuilder};
 use actshard_core::layout::{Address, Layout, check_example};
-use actshard_core::par::gather::{Ints, Pick, gather};
+use actshard_core::par::gather::{Ints, Pick, Source, gather};
 use actshard_core::{Error, Kind};
-use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{
+    PyArray1, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
+    PyUntypedArrayMethods,
+};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyInt;
@@ -24,7 +27,11 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    fn with<T>(&self, py: Python<'_>, work: impl FnOnce(&mut TableBuilder) -> actshard_core::Result<T> + Send) -> PyResult<T>
+    fn with<T>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut TableBuilder) -> actshard_core::Result<T> + Send,
+    ) -> PyResult<T>
     where
         T: Send,
     {
@@ -49,7 +56,12 @@ impl Addresses {
         Addresses { builder: Mutex::new(Some(TableBuilder::new(shards))) }
     }
 
-    fn push_last(&self, py: Python<'_>, shards: PyReadonlyArray1<'_, i64>, rows: PyReadonlyArray1<'_, i64>) -> PyResult<()> {
+    fn push_last(
+        &self,
+        py: Python<'_>,
+        shards: PyReadonlyArray1<'_, i64>,
+        rows: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<()> {
         let (shards, rows) = (shards.as_slice()?, rows.as_slice()?);
         self.with(py, |b| b.push_last(shards, rows))
     }
@@ -62,7 +74,8 @@ impl Addresses {
         row_ends: PyReadonlyArray1<'_, i64>,
         rows: PyReadonlyArray1<'_, i64>,
     ) -> PyResult<()> {
-        let (id_ends, ids, row_ends, rows) = (id_ends.as_slice()?, ids.as_slice()?, row_ends.as_slice()?, rows.as_slice()?);
+        let (id_ends, ids, row_ends, rows) =
+            (id_ends.as_slice()?, ids.as_slice()?, row_ends.as_slice()?, rows.as_slice()?);
         self.with(py, |b| b.push_tokens(id_ends, ids, row_ends, rows))
     }
 }
@@ -133,11 +146,14 @@ fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
 }
 
 fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
-    DType::from_name(name).ok_or_else(|| errors::raise(py, &Error::new(Kind::Unsupported, format!("unknown element type '{name}'"))))
+    DType::from_name(name)
+        .ok_or_else(|| errors::raise(py, &Error::new(Kind::Unsupported, format!("unknown element type '{name}'"))))
 }
 
 fn io_of(py: Python<'_>, name: &str) -> PyResult<Io> {
-    Io::from_name(name).ok_or_else(|| errors::raise(py, &Error::new(Kind::Argument, format!("io must be 'mmap', 'pread' or 'auto', not '{name}'"))))
+    Io::from_name(name).ok_or_else(|| {
+        errors::raise(py, &Error::new(Kind::Argument, format!("io must be 'mmap', 'pread' or 'auto', not '{name}'")))
+    })
 }
 
 #[pymethods]
@@ -159,7 +175,8 @@ impl Rows {
         io: &str,
     ) -> PyResult<Rows> {
         let files = files.into_iter().map(|(path, rows)| RowFile { path, rows: RowsIn::Raw(rows) }).collect();
-        let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens).map_err(|e| errors::raise(py, &e))?;
+        let layout =
+            Strided::new(num_examples, examples_per_file, num_groups, num_tokens).map_err(|e| errors::raise(py, &e))?;
         Rows::new(py, files, Where::Strided(layout), width, dtype, descr, io)
     }
 
@@ -300,7 +317,9 @@ impl Rows {
                 Some(_) => apart = true,
             }))?;
             match whole {
-                Some((at, rows)) if !apart => self.files.view(at.file as usize, at.row, rows).map(|v| v.map(|v| (v, rows))),
+                Some((at, rows)) if !apart => {
+                    self.files.view(at.file as usize, at.row, rows).map(|v| v.map(|v| (v, rows)))
+                }
                 _ => Ok(None),
             }
         })?;
@@ -323,7 +342,10 @@ impl Rows {
         let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
         let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
         if dtype.size() != Some(descr.itemsize()) {
-            return Err(errors::raise(py, &Error::new(Kind::Internal, format!("{} given the wrong numpy type", dtype.name()))));
+            return Err(errors::raise(
+                py,
+                &Error::new(Kind::Internal, format!("{} given the wrong numpy type", dtype.name())),
+            ));
         }
         Ok(Rows { files, layout, descr: descr.unbind() })
     }
@@ -342,7 +364,8 @@ impl Rows {
         let stored = self.descr.bind(py);
         let (descr, to) = match dtype {
             Some(asked) if !asked.is_none() && !asked.is(stored) => {
-                let (descr, name): (Bound<'py, PyArrayDescr>, String) = helper(py, "dtype")?.call1((asked,))?.extract()?;
+                let (descr, name): (Bound<'py, PyArrayDescr>, String) =
+                    helper(py, "dtype")?.call1((asked,))?.extract()?;
                 (descr, dtype_of(py, &name)?)
             }
             _ => (stored.clone(), self.files.dtype()),
@@ -351,19 +374,20 @@ impl Rows {
         let size: usize = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).ok_or_else(|| {
             errors::raise(py, &Error::new(Kind::Argument, "more bytes than this machine can address"))
         })?;
-        let (array, result) = match out {
+        let (mut array, result) = match out {
             None => {
                 let array = buffer::empty(py, &descr, dims)?;
                 (array.clone(), array.into_any())
             }
             Some(out) => (self.writable(py, out, &descr, dims, size)?, out.clone()),
         };
-        let Some(bytes) = buffer::bytes_mut(&array) else {
+        let Some(bytes) = buffer::bytes_mut(&mut array) else {
             return Err(errors::raise(py, &Error::new(Kind::Internal, "an output that cannot be written")));
         };
-        detach::detached(py, |watch| {
-            with_layout!(self, l => gather(&self.files, l, group, pick, items, cast, bytes, watch))
-        })?;
+        detach::detached(
+            py,
+            |watch| with_layout!(self, l => gather(&Source { files: &self.files, layout: l, group }, pick, items, cast, bytes, watch)),
+        )?;
         Ok(result)
     }
 

@@ -87,7 +87,10 @@ impl OpenFile {
         if now < self.len {
             return Err(Error::new(
                 Kind::Truncated,
-                format!("was truncated after it was opened: expected {} bytes, found {now}; reopen the dataset", self.len),
+                format!(
+                    "was truncated after it was opened: expected {} bytes, found {now}; reopen the dataset",
+                    self.len
+                ),
             )
             .at(&self.path)
             .byte(now));
@@ -150,7 +153,9 @@ impl FileTable {
                     .ok()
                     .and_then(|w| w.checked_mul(size))
                     .filter(|bytes| (1..=1 << 32).contains(bytes))
-                    .ok_or_else(|| Error::new(Kind::Format, format!("a row of {width} x {} is not 1 byte to 4 GiB", dtype.name())))
+                    .ok_or_else(|| {
+                        Error::new(Kind::Format, format!("a row of {width} x {} is not 1 byte to 4 GiB", dtype.name()))
+                    })
             })?;
         let slots = files.iter().map(|_| RwLock::new(None)).collect();
         Ok(FileTable { files, slots, width: width as usize, dtype, row_bytes, io })
@@ -191,17 +196,17 @@ impl FileTable {
         let (Some(slot), Some(file)) = (self.slots.get(index), self.files.get(index)) else {
             return Err(Error::new(Kind::Internal, format!("file {index} of {}", self.files.len())));
         };
-        if let Ok(guard) = slot.try_read() {
-            if let Some(open) = guard.as_ref() {
-                return Ok(Arc::clone(open));
-            }
+        if let Ok(guard) = slot.try_read()
+            && let Some(open) = guard.as_ref()
+        {
+            return Ok(Arc::clone(open));
         }
         let open = Arc::new(self.open(file)?);
-        if open.kept {
-            if let Ok(mut guard) = slot.try_write() {
-                // Another thread may have been first; either file will do.
-                return Ok(Arc::clone(guard.get_or_insert(open)));
-            }
+        if open.kept
+            && let Ok(mut guard) = slot.try_write()
+        {
+            // Another thread may have been first; either file will do.
+            return Ok(Arc::clone(guard.get_or_insert(open)));
         }
         Ok(open)
     }
@@ -212,8 +217,11 @@ impl FileTable {
         let file = self.get(index)?;
         if row.checked_add(rows).is_none_or(|end| end > file.rows) {
             let held = file.rows;
-            return Err(Error::new(Kind::Format, format!("the index names rows {row} to {row} + {rows}, but the file holds {held} rows"))
-                .at(&file.path));
+            return Err(Error::new(
+                Kind::Format,
+                format!("the index names rows {row} to {row} + {rows}, but the file holds {held} rows"),
+            )
+            .at(&file.path));
         }
         file.check_length()?;
         let (begin, end) = (file.offset(row) as usize, file.offset(row + rows) as usize);
@@ -233,7 +241,9 @@ impl FileTable {
         };
         let end = rows.checked_mul(self.row_bytes as u64).and_then(|b| b.checked_add(start));
         let Some(end) = end.filter(|_| rows < 1 << 40) else {
-            return Err(Error::new(Kind::Format, format!("{rows} rows of {} bytes is too large", self.row_bytes)).at(path));
+            return Err(
+                Error::new(Kind::Format, format!("{rows} rows of {} bytes is too large", self.row_bytes)).at(path)
+            );
         };
         if len < end {
             return Err(Error::new(

@@ -50,7 +50,10 @@ pub fn check_example(example: i64, examples: u64) -> Result<u64> {
         Ok(e) if e < examples => Ok(e),
         _ => Err(Error::new(
             Kind::OutOfRange,
-            format!("example {example} is out of range: the dataset has {examples} examples, 0 to {}", examples.saturating_sub(1)),
+            format!(
+                "example {example} is out of range: the dataset has {examples} examples, 0 to {}",
+                examples.saturating_sub(1)
+            ),
         )),
     }
 }

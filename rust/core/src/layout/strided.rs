@@ -35,7 +35,10 @@ impl Strided {
             ));
         }
         if examples.div_ceil(examples_per_file) >= 1 << 24 {
-            return Err(Error::new(Kind::Format, format!("{examples} examples, {examples_per_file} per file: too many files")));
+            return Err(Error::new(
+                Kind::Format,
+                format!("{examples} examples, {examples_per_file} per file: too many files"),
+            ));
         }
         Ok(Strided { examples, examples_per_file, groups, tokens })
     }
@@ -88,7 +91,14 @@ mod tests {
 
     #[test]
     fn impossible_sizes_are_refused() {
-        for (e, per, g, t) in [(5, 0, 1, 1), (5, 1, 0, 1), (5, 1, 1, 0), (5, u64::MAX, 2, 2), (5, 1 << 20, 1 << 10, 1 << 10), (u64::MAX, 1, 1, 1)] {
+        for (e, per, g, t) in [
+            (5, 0, 1, 1),
+            (5, 1, 0, 1),
+            (5, 1, 1, 0),
+            (5, u64::MAX, 2, 2),
+            (5, 1 << 20, 1 << 10, 1 << 10),
+            (u64::MAX, 1, 1, 1),
+        ] {
             assert_eq!(Strided::new(e, per, g, t).unwrap_err().kind, Kind::Format);
         }
     }

@@ -76,7 +76,10 @@ impl TableBuilder {
                 ));
             }
             let Ok(count) = u32::try_from(ids.len()) else {
-                return Err(Error::new(Kind::Format, format!("example {example}: {} tokens, more than 2^32 - 1", ids.len())));
+                return Err(Error::new(
+                    Kind::Format,
+                    format!("example {example}: {} tokens, more than 2^32 - 1", ids.len()),
+                ));
             };
             self.fold(example, ids, rows)?;
             self.tokens.push(count);
@@ -109,9 +112,14 @@ impl TableBuilder {
             (Some(s), Some(r)) => Ok((s, r)),
             (None, _) => Err(Error::new(
                 Kind::Format,
-                format!("example {example}: expected a shard number from 0 to {}, found {shard}", i64::from(self.shards) - 1),
+                format!(
+                    "example {example}: expected a shard number from 0 to {}, found {shard}",
+                    i64::from(self.shards) - 1
+                ),
             )),
-            _ => Err(Error::new(Kind::Format, format!("example {example}: expected a row from 0 to 2^40, found {row}"))),
+            _ => {
+                Err(Error::new(Kind::Format, format!("example {example}: expected a row from 0 to 2^40, found {row}")))
+            }
         }
     }
 
@@ -119,7 +127,10 @@ impl TableBuilder {
     pub fn finish(mut self, groups: usize) -> Result<Table> {
         let examples = self.last_row.len();
         if !self.first_run.is_empty() && self.tokens.len() != examples {
-            return Err(Error::new(Kind::Format, format!("{examples} examples, but token lists for {}", self.tokens.len())));
+            return Err(Error::new(
+                Kind::Format,
+                format!("{examples} examples, but token lists for {}", self.tokens.len()),
+            ));
         }
         if (groups as u64).saturating_mul(u64::from(self.shards)) >= 1 << 24 {
             return Err(Error::new(Kind::Format, format!("{groups} layers x {} shards: too many files", self.shards)));
@@ -149,7 +160,11 @@ impl Table {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         let t = &self.inner;
-        t.last_shard.len() * 4 + t.last_row.len() * 8 + t.first_run.len() * 8 + t.runs.len() * size_of::<TokenRun>() + t.tokens.len() * 4
+        t.last_shard.len() * 4
+            + t.last_row.len() * 8
+            + t.first_run.len() * 8
+            + t.runs.len() * size_of::<TokenRun>()
+            + t.tokens.len() * 4
     }
 
     fn runs_of(&self, example: usize) -> &[TokenRun] {

@@ -105,6 +105,17 @@ impl Pick<'_> {
     }
 }
 
+/// Where rows come from.
+#[derive(Debug)]
+pub struct Source<'a, L: ?Sized> {
+    /// The files.
+    pub files: &'a FileTable,
+    /// Where in them rows lie.
+    pub layout: &'a L,
+    /// The group they are taken from.
+    pub group: usize,
+}
+
 /// Everything a part needs to know.
 struct Job<'a, L: ?Sized> {
     files: &'a FileTable,
@@ -113,6 +124,9 @@ struct Job<'a, L: ?Sized> {
     pick: Pick<'a>,
     cast: Cast,
 }
+
+/// Items of a part, from first to one past the last, and the output they fill; taken by whoever does the part.
+type Part<'a> = Mutex<Option<(usize, usize, &'a mut [u8])>>;
 
 /// Rows to copy: `rows` of them from `key` (file and row, in sorting order) to row `dst` of the part.
 #[derive(Clone, Copy)]
@@ -159,9 +173,7 @@ struct Piece {
 /// Errors: an index out of range, a file that is missing, too short or changed, a row outside its file. `out` is then
 /// partly written.
 pub fn gather<L: Layout + ?Sized>(
-    files: &FileTable,
-    layout: &L,
-    group: usize,
+    source: &Source<'_, L>,
     pick: Pick<'_>,
     items: usize,
     cast: Cast,
@@ -175,6 +187,7 @@ pub fn gather<L: Layout + ?Sized>(
         }
         Pick::Last { examples } | Pick::Whole { examples } => examples.check_len(items, "examples")?,
     }
+    let &Source { files, layout, group } = source;
     let job = Job { files, layout, group, pick, cast };
     if items == 1 && !matches!(pick, Pick::Whole { .. }) {
         return job.one_row(out);
@@ -183,7 +196,7 @@ pub fn gather<L: Layout + ?Sized>(
     let part_rows = part_rows(out.len(), row_bytes);
 
     // Parts in output order: how many items each takes, and its own piece of the output.
-    let mut parts: Vec<Mutex<Option<(usize, usize, &mut [u8])>>> = Vec::new();
+    let mut parts: Vec<Part<'_>> = Vec::new();
     let mut rest = out;
     let mut item = 0;
     while item < items {
@@ -260,7 +273,11 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             }
             None => {
                 let piece = Piece { src, dst: 0, len: row as u32, file: 0 };
-                if row > PIECE { self.run_part(0, 1, out, &Stop::default()) } else { self.copy_read(&[open], &[piece], out, &Stop::default()) }
+                if row > PIECE {
+                    self.run_part(0, 1, out, &Stop::default())
+                } else {
+                    self.copy_read(&[open], &[piece], out, &Stop::default())
+                }
             }
         }
     }
@@ -368,7 +385,8 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             _ => format!(" for example {}", self.pick.example(first + entry.dst as usize)),
         };
         let (row, rows) = (entry.row() + u64::from(entry.rows) - 1, open.rows());
-        Error::new(Kind::Format, format!("the index names row {row}{whose}, but the file holds {rows} rows")).at(open.path())
+        Error::new(Kind::Format, format!("the index names row {row}{whose}, but the file holds {rows} rows"))
+            .at(open.path())
     }
 
     /// Where a piece goes.
@@ -394,7 +412,8 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 if let Some(soon) = pieces.get(at * BLOCK + i + 2) {
                     maps[soon.file as usize].prefetch(soon.src as usize);
                 }
-                let src = &maps[piece.file as usize].bytes()[piece.src as usize..piece.src as usize + piece.len as usize];
+                let src =
+                    &maps[piece.file as usize].bytes()[piece.src as usize..piece.src as usize + piece.len as usize];
                 self.cast.apply(src, self.target(piece, out));
             }
             scout.block_took(before.elapsed(), block);
@@ -493,17 +512,16 @@ impl<'a> Scout<'a> {
 
     fn run_ahead_of(&mut self, copied: usize) {
         // At least the block about to be copied, whatever its size.
-        let wanted = |scout: &Self| {
-            scout.seen <= copied || (scout.seen < copied + AHEAD && scout.ahead_bytes < AHEAD_BYTES)
-        };
+        let wanted =
+            |scout: &Self| scout.seen <= copied || (scout.seen < copied + AHEAD && scout.ahead_bytes < AHEAD_BYTES);
         while self.seen < self.pieces.len() && wanted(self) {
             let end = (self.seen + BLOCK).min(self.pieces.len());
             let block = &self.pieces[self.seen..end];
             let bytes = bytes_of(block);
             // Asking costs 0.3 us: nothing beside a large piece, so each is asked about; of small ones a sample.
             let large = bytes / block.len() >= PIECE / 4;
-            let cold = self.blind
-                || (!large && block.iter().step_by(block.len().div_ceil(SAMPLES)).any(|p| self.is_cold(p)));
+            let cold =
+                self.blind || (!large && block.iter().step_by(block.len().div_ceil(SAMPLES)).any(|p| self.is_cold(p)));
             for piece in block {
                 if cold || (large && self.is_cold(piece)) {
                     self.maps[piece.file as usize].will_need(piece.src as usize, piece.len as usize);

@@ -38,10 +38,10 @@ fn current() -> Option<Arc<ThreadPool>> {
     // Building the pool holds the lock for about a millisecond, once; a neighbour waits that long, not forever.
     for _ in 0..200 {
         if let Ok(mut slot) = POOL.try_lock() {
-            if let Some((owner, pool)) = slot.as_ref() {
-                if *owner == pid {
-                    return Some(Arc::clone(pool));
-                }
+            if let Some((owner, pool)) = slot.as_ref()
+                && *owner == pid
+            {
+                return Some(Arc::clone(pool));
             }
             // The parent's threads do not exist here; dropping its pool would signal them through locks that one of
             // them may have held.
@@ -159,13 +159,22 @@ mod tests {
     #[test]
     fn every_part_runs_once() {
         let seen: Vec<AtomicUsize> = (0..1000).map(|_| AtomicUsize::new(0)).collect();
-        run(1000, &|i, _| { seen[i].fetch_add(1, Ordering::Relaxed); Ok(()) }, &mut || false).unwrap();
+        run(
+            1000,
+            &|i, _| {
+                seen[i].fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            },
+            &mut || false,
+        )
+        .unwrap();
         assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1));
     }
 
     #[test]
     fn the_lowest_error_is_told() {
-        let error = run(64, &|i, _| if i >= 5 { Err(Error::new(Kind::Format, format!("{i}"))) } else { Ok(()) }, &mut || false);
+        let error =
+            run(64, &|i, _| if i >= 5 { Err(Error::new(Kind::Format, format!("{i}"))) } else { Ok(()) }, &mut || false);
         // Later parts may or may not have started, part 5 always has by the time any later one failed.
         assert_eq!(error.unwrap_err().detail, "5");
     }
@@ -179,7 +188,10 @@ mod tests {
             Ok(())
         };
         let mut looks = 0;
-        let error = run(4, &wait, &mut || { looks += 1; looks == 2 });
+        let error = run(4, &wait, &mut || {
+            looks += 1;
+            looks == 2
+        });
         if num_threads() > 1 {
             assert_eq!(error.unwrap_err().kind, Kind::Interrupted);
         }

@@ -183,14 +183,22 @@ pub fn parse_bytes(bytes: &[u8]) -> Result<Header> {
 /// The header's size, if the file can hold it.
 fn header_len(prefix: [u8; 8], len: u64) -> Result<usize> {
     if len < 8 {
-        return Err(refuse(Reason::TooShort, format!("expected a safetensors file of at least 8 bytes, found {len}")).byte(0));
+        return Err(
+            refuse(Reason::TooShort, format!("expected a safetensors file of at least 8 bytes, found {len}")).byte(0)
+        );
     }
     let n = u64::from_le_bytes(prefix);
     if n > MAX_HEADER {
-        return Err(refuse(Reason::HeaderTooLarge, format!("header of {n} bytes; at most {MAX_HEADER} are allowed")).byte(0));
+        return Err(
+            refuse(Reason::HeaderTooLarge, format!("header of {n} bytes; at most {MAX_HEADER} are allowed")).byte(0)
+        );
     }
     if n > len - 8 {
-        return Err(refuse(Reason::HeaderPastEnd, format!("header of {n} bytes, but the file has {} after byte 8", len - 8)).byte(0));
+        return Err(refuse(
+            Reason::HeaderPastEnd,
+            format!("header of {n} bytes, but the file has {} after byte 8", len - 8),
+        )
+        .byte(0));
     }
     usize::try_from(n).map_err(|_| refuse(Reason::HeaderTooLarge, format!("header of {n} bytes")).byte(0))
 }
@@ -226,8 +234,11 @@ fn parse(json: &[u8], len: u64) -> Result<Header> {
         start = t.end;
     }
     if start != data {
-        return Err(refuse(Reason::TrailingBytes, format!("the tensors end at byte {}, the file at {len}", data_start + start))
-            .byte(data_start + start));
+        return Err(refuse(
+            Reason::TrailingBytes,
+            format!("the tensors end at byte {}, the file at {len}", data_start + start),
+        )
+        .byte(data_start + start));
     }
     Ok(Header { tensors, metadata, data_start })
 }
@@ -236,27 +247,49 @@ fn parse(json: &[u8], len: u64) -> Result<Header> {
 fn check(t: &Tensor, start: u64, data: u64) -> Result<()> {
     let name = &t.name;
     if t.end < t.begin {
-        return Err(refuse(Reason::OffsetsReversed, format!("tensor '{name}': data_offsets [{}, {}] run backwards", t.begin, t.end)));
+        return Err(refuse(
+            Reason::OffsetsReversed,
+            format!("tensor '{name}': data_offsets [{}, {}] run backwards", t.begin, t.end),
+        ));
     }
     if t.begin != start {
-        let (reason, what) = if t.begin > start { (Reason::Gap, "leaves a gap after") } else { (Reason::Overlap, "overlaps") };
-        return Err(refuse(reason, format!("tensor '{name}' begins at data byte {}, which {what} the tensor that ends at {start}", t.begin)));
+        let (reason, what) =
+            if t.begin > start { (Reason::Gap, "leaves a gap after") } else { (Reason::Overlap, "overlaps") };
+        return Err(refuse(
+            reason,
+            format!("tensor '{name}' begins at data byte {}, which {what} the tensor that ends at {start}", t.begin),
+        ));
     }
     let count = t.shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d));
     let Some(bits) = count.and_then(|n| n.checked_mul(t.dtype.bits())) else {
-        return Err(refuse(Reason::Overflow, format!("tensor '{name}': shape {:?} of {} overflows", t.shape, t.dtype.name())));
+        return Err(refuse(
+            Reason::Overflow,
+            format!("tensor '{name}': shape {:?} of {} overflows", t.shape, t.dtype.name()),
+        ));
     };
     if bits % 8 != 0 {
-        return Err(refuse(Reason::SubByte, format!("tensor '{name}': {:?} of {} does not end on a byte", t.shape, t.dtype.name())));
+        return Err(refuse(
+            Reason::SubByte,
+            format!("tensor '{name}': {:?} of {} does not end on a byte", t.shape, t.dtype.name()),
+        ));
     }
     if t.end - t.begin != bits / 8 {
         return Err(refuse(
             Reason::WrongSize,
-            format!("tensor '{name}': {:?} of {} needs {} bytes, data_offsets give {}", t.shape, t.dtype.name(), bits / 8, t.end - t.begin),
+            format!(
+                "tensor '{name}': {:?} of {} needs {} bytes, data_offsets give {}",
+                t.shape,
+                t.dtype.name(),
+                bits / 8,
+                t.end - t.begin
+            ),
         ));
     }
     if t.end > data {
-        return Err(refuse(Reason::PastEnd, format!("tensor '{name}' ends at data byte {}, the file has {data}", t.end)));
+        return Err(refuse(
+            Reason::PastEnd,
+            format!("tensor '{name}' ends at data byte {}, the file has {data}", t.end),
+        ));
     }
     Ok(())
 }
@@ -519,8 +552,16 @@ mod tests {
             (r#"{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}"#, 1, "bad_tensor"),
             (r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}}"#, 1, "bad_json"),
             (r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,18446744073709551616]}}"#, 1, "bad_tensor"),
-            (r#"{"a":{"dtype":"U8","shape":[9223372036854775808,9223372036854775808,0],"data_offsets":[0,0]}}"#, 0, "overflow"),
-            (r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}"#, 3, "gap"),
+            (
+                r#"{"a":{"dtype":"U8","shape":[9223372036854775808,9223372036854775808,0],"data_offsets":[0,0]}}"#,
+                0,
+                "overflow",
+            ),
+            (
+                r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}"#,
+                3,
+                "gap",
+            ),
             (r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "duplicate_key"),
         ] {
             assert_eq!(reason(&file(json, data)), want, "{json}");
