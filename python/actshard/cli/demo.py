@@ -39,7 +39,8 @@ def probe_accuracy(store: actshard.Store, layer: int) -> float:
 def _ridge(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
     """Ridge regression in its dual form: there are fewer sentences than dimensions."""
     alpha: NDArray[Any] = np.linalg.solve(x @ x.T + RIDGE * np.eye(len(x)), y)
-    return x.T @ alpha
+    weights: NDArray[Any] = x.T @ alpha
+    return weights
 
 
 def run() -> None:
