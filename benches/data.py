@@ -45,7 +45,8 @@ def saev() -> Path:
 def _write_index(folder: Path, columns: dict[str, pa.Array], hidden: dict[str, object]) -> None:
     meta = {
         "format_version": "2.0",
-        "model": {"name": "bench/model", "revision": None},
+        # lmprobe keeps caches by model and text within a process: no two datasets may share both.
+        "model": {"name": f"bench/{folder.name}", "revision": None},
         "num_prompts": len(columns["text"]),
         "prompt_ordering": "random",
         "tensors": {"hidden_layers": hidden},
