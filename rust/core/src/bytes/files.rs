@@ -121,6 +121,12 @@ fn budget() -> usize {
     })
 }
 
+/// Files that one thread of `threads` may hold open at once without keeping them: all threads together stay within half of
+/// what the budget leaves.
+pub(crate) fn files_at_once(threads: usize) -> usize {
+    (budget() / 2 / threads.max(1)).clamp(2, 1024)
+}
+
 fn keep_one() -> bool {
     KEPT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < budget()).then_some(n + 1)).is_ok()
 }

@@ -5,8 +5,8 @@ mod files;
 pub mod mmap;
 pub mod pread;
 
-pub(crate) use files::open_regular;
 pub use files::{FileTable, OpenFile, RowFile, RowsIn, View};
+pub(crate) use files::{files_at_once, open_regular};
 
 /// How rows are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

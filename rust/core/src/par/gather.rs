@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use crate::bytes::mmap::Map;
 use crate::bytes::pread::{self, Cached};
-use crate::bytes::{FileTable, Io, OpenFile};
+use crate::bytes::{FileTable, Io, OpenFile, files_at_once};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::layout::{Address, Layout};
@@ -296,14 +296,19 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             }
         }
         join_neighbours(&mut entries);
-        let (files, pieces) = self.cut(&entries, first)?;
-        if stop.is_set() {
-            return Ok(());
+        let mut rest = &entries[..];
+        while !rest.is_empty() {
+            let (files, pieces, done) = self.cut(rest, first)?;
+            rest = &rest[done..];
+            if stop.is_set() {
+                return Ok(());
+            }
+            match self.files.io() {
+                Io::Mmap => self.copy_mapped(&files, &pieces, out, stop)?,
+                Io::Pread => self.copy_read(&files, &pieces, out, stop)?,
+            }
         }
-        match self.files.io() {
-            Io::Mmap => self.copy_mapped(&files, &pieces, out, stop),
-            Io::Pread => self.copy_read(&files, &pieces, out, stop),
-        }
+        Ok(())
     }
 
     fn locate(&self, first: usize, end: usize) -> Result<Vec<Entry>> {
@@ -341,8 +346,11 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         Ok(entries)
     }
 
-    /// Opens and checks the files that entries name, and cuts entries into pieces of bounded size.
-    fn cut(&self, entries: &[Entry], first: usize) -> Result<(Vec<Arc<OpenFile>>, Vec<Piece>)> {
+    /// Opens and checks the files that entries name, and cuts entries into pieces of bounded size. Stops where more files
+    /// would be open than this thread may hold; tells how many entries were cut.
+    fn cut(&self, entries: &[Entry], first: usize) -> Result<(Vec<Arc<OpenFile>>, Vec<Piece>, usize)> {
+        let files_at_once = files_at_once(pool::num_threads());
+        let mut done = 0;
         let mut files: Vec<Arc<OpenFile>> = Vec::new();
         let mut opened: HashMap<usize, usize> = HashMap::new();
         let mut pieces = Vec::with_capacity(entries.len());
@@ -351,6 +359,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         for run in entries.chunk_by(|a, b| a.file() == b.file()) {
             let file = match opened.entry(run[0].file()) {
                 MapEntry::Occupied(known) => *known.get(),
+                MapEntry::Vacant(_) if files.len() >= files_at_once => break,
                 MapEntry::Vacant(new) => {
                     let open = self.files.get(run[0].file())?;
                     open.check_length()?;
@@ -358,6 +367,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                     *new.insert(files.len() - 1)
                 }
             };
+            done += run.len();
             let open = &files[file];
             for entry in run {
                 if entry.row() + u64::from(entry.rows) > open.rows() {
@@ -375,7 +385,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 }
             }
         }
-        Ok((files, pieces))
+        Ok((files, pieces, done))
     }
 
     /// The rows that an index names must be rows that the file holds.

@@ -6,7 +6,7 @@
 //! the calling thread instead of hanging.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -23,6 +23,12 @@ static POOL: Mutex<Option<(u32, Arc<ThreadPool>)>> = Mutex::new(None);
 
 /// Threads used for large reads: `ACTSHARD_NUM_THREADS`, or the processors this process may use.
 pub fn num_threads() -> usize {
+    // Asked once: counting processors reads control group files, which costs more than a small gather.
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    *COUNT.get_or_init(count_threads)
+}
+
+fn count_threads() -> usize {
     std::env::var("ACTSHARD_NUM_THREADS")
         .ok()
         .and_then(|n| n.parse().ok())
