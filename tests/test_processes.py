@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import GOLDEN, bits, saev_dump
 
 import actshard
+from conftest import GOLDEN, bits, saev_dump
 
 N, L, T, D = 40, 2, 9, 256
 SMALL = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
@@ -99,7 +99,12 @@ def test_pread_gives_copies(dataset: Path) -> None:
 def test_closed_store_refuses_to_read(dataset: Path) -> None:
     with actshard.open(dataset) as store:
         pass
-    for read in (lambda: store.gather(3, 0, 0), lambda: store.sequence(0, 3), lambda: store.sequences([0], 3), store.logits):
+    for read in (
+        lambda: store.gather(3, 0, 0),
+        lambda: store.sequence(0, 3),
+        lambda: store.sequences([0], 3),
+        store.logits,
+    ):
         with pytest.raises(actshard.ClosedError):
             read()
 
@@ -229,7 +234,7 @@ def test_ten_thousand_opens_leak_no_descriptor_and_no_map(io: str) -> None:
     def held() -> tuple[int, int]:
         gc.collect()
         maps = sum("acts" in line for line in Path("/proc/self/maps").read_text().splitlines())
-        return len(os.listdir("/proc/self/fd")), maps
+        return len(list(Path("/proc/self/fd").iterdir())), maps
 
     before = held()
     for i in range(10_000):
@@ -254,7 +259,14 @@ print("all")
 """
     folder = tmp_path / "d"
     folder.mkdir()
-    metadata = {"layers": [0], "patches_per_ex": 1, "cls_token": False, "d_model": 2, "n_ex": 200, "patches_per_shard": 1}
+    metadata = {
+        "layers": [0],
+        "patches_per_ex": 1,
+        "cls_token": False,
+        "d_model": 2,
+        "n_ex": 200,
+        "patches_per_shard": 1,
+    }
     (folder / "metadata.json").write_text(json.dumps(metadata))
     (folder / "shards.json").write_text(json.dumps([{"name": f"acts{i:06}.bin", "n_ex": 1} for i in range(200)]))
     for i in range(200):
