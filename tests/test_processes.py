@@ -185,7 +185,8 @@ def test_eight_threads_at_once(dataset: Path, io: str) -> None:
 
 
 def test_one_thread_gives_the_same(dataset: Path) -> None:
-    code = "import sys, actshard; s = actshard.open(sys.argv[1]); print(hash(s.gather(3, list(range(40)) * 9, [1] * 360).tobytes()))"
+    code = "import sys, actshard; s = actshard.open(sys.argv[1]); "
+    code += "print(hash(s.gather(3, list(range(40)) * 9, [1] * 360).tobytes()))"
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     outputs = {
         subprocess.run(

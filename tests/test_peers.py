@@ -1,0 +1,112 @@
+"""Beside the original libraries: torch and lmprobe 0.10.3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from conftest import GOLDEN, saev_dump
+
+pytestmark = pytest.mark.peers
+SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+class Rows:
+    """The dataset people write: one row per index."""
+
+    def __init__(self, store: actshard.Store) -> None:
+        self.store = store
+        self.tokens = int(store.token_counts[0])
+
+    def __len__(self) -> int:
+        return len(self.store) * self.tokens
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.store.gather(5, i // self.tokens, i % self.tokens)[0]
+
+
+def test_out_fills_torch_tensors(torch: Any) -> None:
+    store = actshard.open(SAEV)
+    want = store.gather(5, [1, 2], 3)
+    out = torch.zeros((2, store.d_model))
+    assert store.gather(5, [1, 2], 3, out=out) is out
+    assert np.array_equal(out.numpy(), want)
+    half = torch.zeros((2, store.d_model), dtype=torch.bfloat16)
+    store.gather(5, [1, 2], 3, out=half, dtype=torch.bfloat16)
+    assert torch.equal(half, torch.from_numpy(want).bfloat16())
+    with pytest.raises(actshard.ArgumentError, match="contiguous"):
+        store.gather(5, [1, 2], 3, out=torch.zeros((store.d_model, 2)).T)
+    with pytest.raises(actshard.DtypeError):
+        store.gather(5, [1, 2], 3, out=torch.zeros((2, store.d_model), dtype=torch.int32))
+
+
+def test_bfloat16_rows_equal_torchs_view(torch: Any) -> None:
+    store = actshard.open(GOLDEN / "lmprobe/pooled_bf16")
+    out = torch.zeros((store.num_examples, store.d_model), dtype=torch.bfloat16)
+    store.last_tokens(6, out=out)
+    assert np.array_equal(out.view(torch.uint16).numpy(), store.last_tokens(6).view(np.uint16))
+
+
+def test_arrays_share_memory_with_tensors(torch: Any) -> None:
+    rows = actshard.open(SAEV).gather(5, [1, 2], 3)
+    assert torch.from_numpy(rows).data_ptr() == rows.ctypes.data
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_dataloader_workers_read_every_row(torch: Any, method: str, workers: int) -> None:
+    store = actshard.open(SAEV)
+    want = np.concatenate(store.sequences(range(len(store)), 5))
+    loader = torch.utils.data.DataLoader(
+        Rows(store), batch_size=7, num_workers=workers, multiprocessing_context=method if workers else None
+    )
+    assert np.array_equal(torch.cat(list(loader)).numpy(), want)
+
+
+@pytest.fixture
+def lmprobe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], Any]:
+    """lmprobe reading a folder as if it had been downloaded."""
+    monkeypatch.setenv("LMPROBE_CACHE_DIR", str(tmp_path))
+    pytest.importorskip("lmprobe")
+    import huggingface_hub
+    import lmprobe.cache
+    import lmprobe.sharing
+
+    lmprobe.cache.set_cache_backend(str(tmp_path))
+
+    def on(folder: Path) -> Any:
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo_id, name, **_: str(folder / name))
+        return lmprobe.sharing
+
+    return on
+
+
+@pytest.mark.parametrize("variant", ["pooled_f32", "pooled_f16", "pooled_bf16", "pooled_logits"])
+def test_a_whole_layer_equals_lmprobes(lmprobe: Callable[[Path], Any], variant: str) -> None:
+    store = actshard.open(GOLDEN / "lmprobe" / variant)
+    theirs, _ = lmprobe(store.path).load_activation_dataset(f"golden/{variant}")
+    for layer in store.layers:
+        assert np.array_equal(
+            store.last_tokens(layer, dtype="float32"), theirs[f"hidden.layer_{layer}"].float().numpy()
+        )
+    if variant == "pooled_logits":
+        values, indices = store.logits()
+        assert np.array_equal(values, theirs["logits_topk.values"].numpy())
+        assert np.array_equal(indices, theirs["logits_topk.indices"].numpy())
+
+
+def test_last_tokens_equal_lmprobes_load_activations(lmprobe: Callable[[Path], Any]) -> None:
+    store = actshard.open(GOLDEN / "lmprobe/pooled_f32")
+    theirs = lmprobe(store.path).load_activations("golden/pooled_f32", show_progress=False)
+    for layer in store.layers:
+        assert np.array_equal(store.last_tokens(layer), theirs[layer])
