@@ -4,7 +4,18 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__: list[str]
+__all__ = [
+    "Addresses",
+    "Rows",
+    "build_info",
+    "dtypes",
+    "error_kinds",
+    "header_reasons",
+    "is_network",
+    "num_threads",
+    "parse_safetensors",
+    "safetensors_header",
+]
 
 _Header = tuple[list[tuple[str, str, list[int], int, int]], list[tuple[str, str]], int]
 

@@ -118,7 +118,7 @@ class Store:
             tokens: integers; negative counts from the example's end. For saev, stored positions: 0 is CLS where there is one.
                 Broadcast together with ``examples``.
             out: a writable C-contiguous buffer of exactly the right size (a numpy array, a CPU torch tensor, any buffer); it is
-                filled and returned. Reused memory is about three times as fast as fresh memory.
+                filled and returned. Large outputs that were dropped are recycled anyway; ``out`` makes it certain.
             dtype: convert while copying, in the same pass: float16, bfloat16, float32 or float64. None keeps the stored type.
 
         Returns:

@@ -6,13 +6,16 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
+use std::sync::Mutex;
 
 use actshard_core::bytes::View;
+use memmap2::MmapMut;
 use numpy::npyffi::{
     self, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, PyArray_Descr,
     PyArrayObject, npy_intp,
 };
 use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 
 /// Keeps mapped bytes alive for the arrays that look at them.
@@ -21,12 +24,67 @@ pub struct MappedRows {
     view: View,
 }
 
+/// Outputs from this size on are recycled; below it the allocator reuses memory by itself.
+const RECYCLE_FROM: usize = 8 << 20;
+/// What is kept of freed outputs, at most: one block of at most this size.
+const KEEP_AT_MOST: usize = 128 << 20;
+
+/// The last large output that was freed. Fresh memory costs more than filling it (the kernel clears every page, and a
+/// virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages back. Only ever
+/// tried, never waited for, so that a fork at a bad moment costs an allocation and nothing else.
+static FREED: Mutex<Option<MmapMut>> = Mutex::new(None);
+
+/// Memory of a large output, which the array keeps alive as its base.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct OutputMemory {
+    map: Option<MmapMut>,
+}
+
+impl Drop for OutputMemory {
+    fn drop(&mut self) {
+        if let (Some(map), Ok(mut freed)) = (self.map.take(), FREED.try_lock())
+            && map.len() <= KEEP_AT_MOST
+        {
+            *freed = Some(map);
+        }
+    }
+}
+
+/// A block of at least `size` bytes: the one freed last, if it fits without waste, or a new one. What does not fit is given
+/// back first, so that no more is ever held than is in use and one block.
+fn output_memory(size: usize) -> std::io::Result<MmapMut> {
+    let freed = FREED.try_lock().ok().and_then(|mut slot| slot.take());
+    if let Some(map) = freed.filter(|map| (size..=size.saturating_mul(2)).contains(&map.len())) {
+        return Ok(map);
+    }
+    let map = MmapMut::map_anon(size)?;
+    // Fewer, larger pages to clear; a system that refuses clears small ones.
+    #[cfg(target_os = "linux")]
+    let _ = map.advise(memmap2::Advice::HugePage);
+    Ok(map)
+}
+
 /// A new C-contiguous array, not initialised.
 pub fn empty<'py>(
     py: Python<'py>,
     descr: &Bound<'py, PyArrayDescr>,
     dims: &[usize],
 ) -> PyResult<Bound<'py, PyUntypedArray>> {
+    let size = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).unwrap_or(0);
+    if size >= RECYCLE_FROM {
+        let mut map = output_memory(size).map_err(|_| {
+            PyMemoryError::new_err(format!("unable to allocate {size} bytes for an output of shape {dims:?}"))
+        })?;
+        let data = map.as_mut_ptr();
+        let owner = Bound::new(py, OutputMemory { map: Some(map) })?;
+        let flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
+        // SAFETY: `data` points to at least `size` bytes of a private anonymous mapping that nobody else refers to,
+        // page-aligned and writable. They live as long as `owner`, which becomes the array's base below.
+        let array = unsafe { from_descr(py, descr, dims, data.cast(), flags)? };
+        // SAFETY: as in `over_map`.
+        let failed = unsafe { PY_ARRAY_API.PyArray_SetBaseObject(py, array.as_array_ptr(), owner.into_ptr()) } != 0;
+        return if failed { Err(PyErr::fetch(py)) } else { Ok(array) };
+    }
     // SAFETY: no data pointer is given, so numpy allocates.
     unsafe { from_descr(py, descr, dims, ptr::null_mut(), 0) }
 }
