@@ -18,8 +18,10 @@ for source in fuzz_targets/*.rs; do
     mkdir -p "$work/$target" "seeds/$target"
     if ! "target/$host/release/$target" -runs="${FUZZ_RUNS:-300000}" -max_total_time="${FUZZ_SECONDS:-20}" -max_len=4096 \
         -rss_limit_mb=1024 -artifact_prefix="$work/" "$work/$target" "seeds/$target" >"$work/log" 2>&1; then
+        # The input that failed is in there, and libFuzzer prints only small ones.
+        trap - EXIT
         cat "$work/log"
-        echo "fuzz $target: FAILED"
+        echo "fuzz $target: FAILED, input in $work"
         exit 1
     fi
     echo "fuzz $target: $(grep -E 'Done [0-9]+ runs' "$work/log" || tail -1 "$work/log")"

@@ -1,6 +1,6 @@
 //! How the core says no: one type, one line, and always the file and the byte or field it is about.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -137,6 +137,25 @@ impl fmt::Display for Error {
         if let Some(offset) = self.offset {
             write!(f, "byte {offset}: ")?;
         }
-        f.write_str(&self.detail)
+        // Names and keys come from files: a line break or a terminal escape in one must not forge a line of a log.
+        for c in self.detail.chars() {
+            if c.is_control() {
+                write!(f, "{}", c.escape_default())?;
+            } else {
+                f.write_char(c)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_files_say_cannot_break_the_line() {
+        let error = Error::new(Kind::Header, "unknown dtype 'F\r\n\u{1b}[2J'").byte(9);
+        assert_eq!(error.to_string(), "byte 9: unknown dtype 'F\\r\\n\\u{1b}[2J'");
     }
 }
