@@ -1,0 +1,139 @@
+//! The gather against a naive reader of the same files: both io modes, every way to pick, every size of request.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+use std::fs;
+use std::path::Path;
+
+use actshard_core::bytes::{FileTable, Io, RowFile, RowsIn};
+use actshard_core::dtype::Cast;
+use actshard_core::layout::strided::Strided;
+use actshard_core::par::gather::{Ints, Pick, Source, gather};
+use actshard_core::{DType, Kind, Result};
+use proptest::prelude::*;
+
+const PER_FILE: u64 = 3;
+const GROUPS: u64 = 2;
+const TOKENS: u64 = 5;
+
+/// Files of float32 rows whose every element tells its row and place.
+fn dataset(folder: &Path, examples: u64, width: u64, io: Io) -> (FileTable, Strided) {
+    let mut files = vec![];
+    for (f, first) in (0..examples).step_by(PER_FILE as usize).enumerate() {
+        let rows = PER_FILE.min(examples - first) * GROUPS * TOKENS;
+        let values = (0..rows * width).flat_map(|i| ((f * 1_000_000) as f32 + i as f32).to_le_bytes());
+        let path = folder.join(format!("{f}.bin"));
+        fs::write(&path, values.collect::<Vec<u8>>()).unwrap();
+        files.push(RowFile { path, rows: RowsIn::Raw(rows) });
+    }
+    let table = FileTable::new(files, width, DType::F32, io).unwrap();
+    (table, Strided::new(examples, PER_FILE, GROUPS, TOKENS).unwrap())
+}
+
+fn expected(width: u64, group: u64, example: i64, token: i64) -> Vec<f32> {
+    let (f, e) = (example as u64 / PER_FILE, example as u64 % PER_FILE);
+    let token = if token < 0 { TOKENS as i64 + token } else { token } as u64;
+    let row = (e * GROUPS + group) * TOKENS + token;
+    (0..width).map(|d| (f * 1_000_000) as f32 + (row * width + d) as f32).collect()
+}
+
+fn run(files: &FileTable, layout: &Strided, group: usize, pick: Pick<'_>, items: usize, out: &mut [u8]) -> Result<()> {
+    let cast = Cast::between(DType::F32, DType::F32)?;
+    gather(&Source { files, layout, group }, pick, items, cast, out, &mut || false)
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect()
+}
+
+fn io() -> impl Strategy<Value = Io> {
+    prop_oneof![Just(Io::Mmap), Just(Io::Pread)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn rows_equal_the_oracle(
+        io in io(),
+        examples in 1u64..12,
+        width in 1u64..70,
+        group in 0u64..GROUPS,
+        picks in prop::collection::vec((0i64..1000, -(TOKENS as i64)..TOKENS as i64), 0..200),
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let (files, layout) = dataset(folder.path(), examples, width, io);
+        let e: Vec<i64> = picks.iter().map(|p| p.0 % examples as i64).collect();
+        let t: Vec<i64> = picks.iter().map(|p| p.1).collect();
+        let mut out = vec![0xaa; picks.len() * width as usize * 4];
+        let pick = Pick::Tokens { examples: Ints::Each(&e), tokens: Ints::Each(&t) };
+        run(&files, &layout, group as usize, pick, e.len(), &mut out).unwrap();
+        let want: Vec<f32> = e.iter().zip(&t).flat_map(|(e, t)| expected(width, group, *e, *t)).collect();
+        prop_assert_eq!(floats(&out), want);
+
+        run(&files, &layout, group as usize, Pick::Last { examples: Ints::Each(&e) }, e.len(), &mut out).unwrap();
+        let want: Vec<f32> = e.iter().flat_map(|e| expected(width, group, *e, -1)).collect();
+        prop_assert_eq!(floats(&out), want);
+
+        let mut whole = vec![0xaa; out.len() * TOKENS as usize];
+        run(&files, &layout, group as usize, Pick::Whole { examples: Ints::Each(&e) }, e.len(), &mut whole).unwrap();
+        let want: Vec<f32> =
+            e.iter().flat_map(|e| (0..TOKENS as i64).flat_map(|t| expected(width, group, *e, t))).collect();
+        prop_assert_eq!(floats(&whole), want);
+    }
+}
+
+/// Large enough for many parts on the pool, with rows longer than a piece is not: and rows that are.
+#[test]
+fn large_requests_equal_the_oracle() {
+    for (io, width, n) in
+        [(Io::Mmap, 256, 6_000), (Io::Pread, 256, 6_000), (Io::Mmap, 70_000, 12), (Io::Pread, 70_000, 12)]
+    {
+        let folder = tempfile::tempdir().unwrap();
+        let (files, layout) = dataset(folder.path(), 7, width, io);
+        let e: Vec<i64> = (0..n).map(|i| (i * 5 + i / 7) % 7).collect();
+        let t: Vec<i64> = (0..n).map(|i| (i * 3) % TOKENS as i64).collect();
+        let mut out = vec![0xaa; n as usize * width as usize * 4];
+        let pick = Pick::Tokens { examples: Ints::Each(&e), tokens: Ints::Each(&t) };
+        run(&files, &layout, 1, pick, e.len(), &mut out).unwrap();
+        for (i, row) in out.chunks_exact(width as usize * 4).enumerate() {
+            assert!(floats(row) == expected(width, 1, e[i], t[i]), "row {i}");
+        }
+    }
+}
+
+#[test]
+fn an_output_of_the_wrong_size_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (files, layout) = dataset(folder.path(), 4, 8, Io::Mmap);
+    for size in [0, 31, 33, 64] {
+        let pick = Pick::Last { examples: Ints::One(0) };
+        let error = run(&files, &layout, 0, pick, 1, &mut vec![0; size]).unwrap_err();
+        assert_eq!(error.kind, Kind::Argument);
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_after_it_was_opened_is_an_error() {
+    for io in [Io::Mmap, Io::Pread] {
+        let folder = tempfile::tempdir().unwrap();
+        let (files, layout) = dataset(folder.path(), 4, 8, io);
+        let mut out = vec![0; 4 * 32];
+        let pick = Pick::Last { examples: Ints::Count };
+        run(&files, &layout, 0, pick, 4, &mut out).unwrap();
+        fs::OpenOptions::new().write(true).open(folder.path().join("1.bin")).unwrap().set_len(16).unwrap();
+        let error = run(&files, &layout, 0, pick, 4, &mut out).unwrap_err();
+        assert_eq!(error.kind, Kind::Truncated);
+        assert!(error.to_string().contains("1.bin"), "{error}");
+    }
+}
+
+#[test]
+fn folders_and_missing_files_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let (files, layout) = dataset(folder.path(), 4, 8, Io::Mmap);
+    fs::remove_file(folder.path().join("1.bin")).unwrap();
+    let pick = Pick::Last { examples: Ints::Count };
+    assert_eq!(run(&files, &layout, 0, pick, 4, &mut vec![0; 128]).unwrap_err().kind, Kind::NotFound);
+    fs::create_dir(folder.path().join("1.bin")).unwrap();
+    assert_eq!(run(&files, &layout, 0, pick, 4, &mut vec![0; 128]).unwrap_err().kind, Kind::NotAFile);
+}
