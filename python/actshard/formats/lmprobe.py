@@ -317,7 +317,8 @@ class _Dataset:
         if self.logits_fields is not None:
             found.append(f"top-{self.logits_fields.value.get('k', 'k')} logits")
         if self.router_fields is not None:
-            found.append(f"router logits of layers {', '.join(map(str, self.router_fields.integers('layers')))}")
+            # As written: what is wrong with them is told when they are asked for, and keeps nothing else from being read.
+            found.append(f"router logits of layers {show(self.router_fields.value.get('layers'))}")
         return tuple(found)
 
     @cached_property

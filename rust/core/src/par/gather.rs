@@ -31,7 +31,7 @@ const INLINE_BYTES: usize = 512 << 10;
 /// Rows per part at most; bounds the scratch memory.
 const PART_ROWS: usize = 16_384;
 /// Output per part at most, unless one example is larger: bounds how long Ctrl-C waits for a part.
-const PART_BYTES: usize = 32 << 20;
+const PART_BYTES: usize = 8 << 20;
 /// Rows are sorted within this much output: reads get their order, writes stay in the second-level cache, and many small
 /// sorts cost less than one large one.
 const SORT_BYTES: usize = 1 << 20;
