@@ -202,7 +202,8 @@ def test_one_thread_gives_the_same(dataset: Path) -> None:
 
 
 INTERRUPT = """
-import sys, numpy as np, actshard
+import signal, sys, numpy as np, actshard
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background starts with SIGINT ignored
 store = actshard.open(sys.argv[1])
 rng = np.random.default_rng(0)
 e, t = rng.integers(0, 40, 3_000_000), rng.integers(0, 9, 3_000_000)

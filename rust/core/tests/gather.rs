@@ -133,7 +133,7 @@ fn folders_and_missing_files_are_named() {
     let (files, layout) = dataset(folder.path(), 4, 8, Io::Mmap);
     fs::remove_file(folder.path().join("1.bin")).unwrap();
     let pick = Pick::Last { examples: Ints::Count };
-    assert_eq!(run(&files, &layout, 0, pick, 4, &mut vec![0; 128]).unwrap_err().kind, Kind::NotFound);
+    assert_eq!(run(&files, &layout, 0, pick, 4, &mut [0; 128]).unwrap_err().kind, Kind::NotFound);
     fs::create_dir(folder.path().join("1.bin")).unwrap();
-    assert_eq!(run(&files, &layout, 0, pick, 4, &mut vec![0; 128]).unwrap_err().kind, Kind::NotAFile);
+    assert_eq!(run(&files, &layout, 0, pick, 4, &mut [0; 128]).unwrap_err().kind, Kind::NotAFile);
 }
