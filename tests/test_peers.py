@@ -50,6 +50,37 @@ def test_out_fills_torch_tensors(torch: Any) -> None:
         store.gather(5, [1, 2], 3, out=torch.zeros((2, store.d_model), dtype=torch.int32))
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_torch_types_are_types(torch: Any, name: str) -> None:
+    store = actshard.open(SAEV)
+    dtype = getattr(torch, name)
+    want = torch.from_numpy(store.gather(5, [1, 2], 3)).to(dtype)
+    got = store.gather(5, [1, 2], 3, dtype=dtype)
+    assert got.dtype.name == name
+    for shape in ((2, store.d_model), (2 * store.d_model,)):
+        out = torch.full((4, *shape), 9, dtype=dtype)
+        part = out[1]  # a tensor that begins inside another's memory
+        assert store.gather(5, [1, 2], 3, out=part, dtype=dtype) is part
+        assert torch.equal(part.reshape(want.shape), want)
+        assert part.view(-1).view(torch.uint8).numpy().tobytes() == got.tobytes()
+        assert (out[[0, 2, 3]] == 9).all()
+    for wrong in (torch.int32, torch.bool, torch.complex64):
+        with pytest.raises(actshard.DtypeError):
+            store.gather(5, [1, 2], 3, dtype=wrong)
+
+
+def test_tensors_that_are_no_memory_of_the_cpu_are_refused(torch: Any) -> None:
+    store = actshard.open(SAEV)
+    for out in (
+        torch.zeros((2, store.d_model), device="meta"),
+        torch.zeros((2, store.d_model)).to_sparse(),
+        torch.zeros(store.d_model).expand(2, -1),
+        torch.zeros((3, store.d_model)),
+    ):
+        with pytest.raises(actshard.ArgumentError):
+            store.gather(5, [1, 2], 3, out=out)
+
+
 def test_bfloat16_rows_equal_torchs_view(torch: Any) -> None:
     store = actshard.open(GOLDEN / "lmprobe/pooled_bf16")
     out = torch.zeros((store.num_examples, store.d_model), dtype=torch.bfloat16)
