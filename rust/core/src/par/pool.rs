@@ -7,7 +7,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -55,7 +55,7 @@ fn current() -> Option<Arc<ThreadPool>> {
                 std::mem::forget(parents);
             }
             let pool = ThreadPoolBuilder::new()
-                .num_threads(num_threads() - 1) // the caller is the other one
+                .num_threads(num_threads())
                 .thread_name(|i| format!("actshard-{i}"))
                 .build()
                 .ok()
@@ -102,8 +102,8 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
 
     let next = AtomicUsize::new(0);
     let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    let helpers = pool.current_num_threads().min(parts - 1);
-    let running = Mutex::new(helpers);
+    let workers = pool.current_num_threads().min(parts);
+    let running = Mutex::new(workers);
     let finished = Condvar::new();
     /// Counts a worker out, also when it unwinds.
     struct Leave<'a>(&'a Mutex<usize>, &'a Condvar);
@@ -114,53 +114,38 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
         }
     }
 
-    let take_parts = |between: &mut dyn FnMut()| {
-        while !stop.is_set() {
-            let part = next.fetch_add(1, Ordering::Relaxed);
-            if part >= parts {
-                break;
-            }
-            if let Err(error) = work(part, &stop) {
-                let mut first = failed.lock().unwrap_or_else(PoisonError::into_inner);
-                if first.as_ref().is_none_or(|(p, _)| part < *p) {
-                    *first = Some((part, error));
-                }
-                stop.set();
-            }
-            between();
-        }
-    };
-
+    // The caller waits and does not work: measured, it worked on one processor with the thread it had just woken while
+    // the other one idled, for as long as a whole gather takes (10.7 ms in place of 5.6).
     let mut interrupted = false;
-    let mut look = || {
-        if !interrupted && watch() {
-            interrupted = true;
-            stop.set();
-        }
-    };
     pool.in_place_scope(|scope| {
-        for _ in 0..helpers {
+        for _ in 0..workers {
             scope.spawn(|_| {
                 let _leave = Leave(&running, &finished);
-                take_parts(&mut || ());
+                while !stop.is_set() {
+                    let part = next.fetch_add(1, Ordering::Relaxed);
+                    if part >= parts {
+                        break;
+                    }
+                    if let Err(error) = work(part, &stop) {
+                        let mut first = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        if first.as_ref().is_none_or(|(p, _)| part < *p) {
+                            *first = Some((part, error));
+                        }
+                        stop.set();
+                    }
+                }
             });
         }
-        // The caller works too: where it would only wait, waking two threads one after the other costs more than a
-        // megabyte's copy, most of all on a virtual machine whose processors halt when idle.
-        let mut looked = Instant::now();
-        take_parts(&mut || {
-            if looked.elapsed() >= LOOK {
-                looked = Instant::now();
-                look();
-            }
-        });
         let mut left = running.lock().unwrap_or_else(PoisonError::into_inner);
         while *left > 0 {
             let (guard, timeout) = finished.wait_timeout(left, LOOK).unwrap_or_else(PoisonError::into_inner);
             left = guard;
-            if timeout.timed_out() {
+            if timeout.timed_out() && !interrupted {
                 drop(left);
-                look();
+                if watch() {
+                    interrupted = true;
+                    stop.set();
+                }
                 left = running.lock().unwrap_or_else(PoisonError::into_inner);
             }
         }
