@@ -69,13 +69,29 @@ def test_any_integers_are_indices(examples: object) -> None:
     assert np.array_equal(STORE.sequences(examples, 5)[0], ACTS[3, 1])
 
 
+def test_a_misaligned_array_is_an_index() -> None:
+    e = np.frombuffer(b"\0" + np.array([7, 0]).tobytes(), np.uint8)[1:].view(np.int64)
+    assert np.array_equal(STORE.gather(5, e, 2), ACTS[[7, 0], 1, 2])
+    assert np.array_equal(STORE.last_tokens(5, e), ACTS[[7, 0], 1, -1])
+    assert np.array_equal(STORE.sequences(e, 5)[0], ACTS[7, 1])
+
+
 @pytest.mark.parametrize("bad", [[True, False], [0.0, 1.0], "01", None, ["a"], [[0], [1, 2]], object()], ids=repr)
 def test_indices_that_are_no_integers_are_refused(bad: object) -> None:
     with pytest.raises(actshard.ArgumentError, match="expected"):
         STORE.gather(5, bad, 0)
 
 
+def test_out_over_the_indices_is_refused() -> None:
+    buffer = np.zeros(4 * D, np.float32)
+    e = buffer[:8].view(np.int64)
+    with pytest.raises(actshard.ArgumentError, match="shares memory"):
+        STORE.gather(5, e, 0, out=buffer)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(actshard.ArgumentError, match="16 dimensions"):
+        STORE.gather(5, np.zeros((1,) * 32, int), 0)
     with pytest.raises(actshard.ArgumentError, match="broadcast"):
         STORE.gather(5, [0, 1, 2], [0, 1])
 

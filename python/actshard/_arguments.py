@@ -64,11 +64,13 @@ def _integers(values: Any, what: str) -> NDArray[np.int64]:
         raise ArgumentError(
             f"{what}: expected integers, found booleans; np.flatnonzero(mask) turns a mask into integers"
         )
+    if array.ndim > 16:
+        raise ArgumentError(f"{what}: expected at most 16 dimensions, found {array.ndim}")
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{what}: expected an integer or an array of integers, found {array.dtype} {array.shape}")
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and array.max() > np.iinfo(np.int64).max:
         raise OutOfRangeError(f"{what}: {array.max()} is out of range")
-    return array.astype(np.int64, copy=False)
+    return np.require(array, np.int64, ["C", "A"])
 
 
 def index(values: Any, what: str) -> tuple[NDArray[np.int64], list[int]]:
@@ -119,7 +121,10 @@ def _share(out: Any) -> NDArray[Any]:
             raise ArgumentError("out: expected a contiguous tensor")
         name = str(out.dtype).removeprefix("torch.")
         flat: NDArray[Any] = out.detach().view(-1).view(torch.uint8).numpy()
-        return flat.view(np.dtype(name)) if name != "uint8" else flat
+        try:
+            return flat.view(np.dtype(name)) if name != "uint8" else flat
+        except TypeError as error:
+            raise DtypeError(f"out: a tensor of {name} has no numpy type") from error
     try:
         return np.asarray(memoryview(out))
     except (TypeError, ValueError) as error:

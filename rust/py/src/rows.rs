@@ -128,7 +128,8 @@ impl Index<'_> {
         if !array.is_c_contiguous() {
             return None;
         }
-        array.try_readonly().ok().map(Index::Each)
+        // A misaligned array has no slice; Python's side copies it.
+        array.try_readonly().ok().filter(|xs| xs.as_slice().is_ok()).map(Index::Each)
     }
 
     fn len(&self) -> Option<usize> {
@@ -143,6 +144,22 @@ impl Index<'_> {
 fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     MODULE.get_or_try_init(py, || py.import("actshard._arguments").map(Bound::unbind))?.bind(py).getattr(name)
+}
+
+/// Whether the output lies over an index array: Rust may not read what it is writing.
+fn overlaps(pick: &Pick<'_>, out: &[u8]) -> bool {
+    let (examples, tokens) = match pick {
+        Pick::Tokens { examples, tokens } => (examples, Some(tokens)),
+        Pick::Last { examples } | Pick::Whole { examples } => (examples, None),
+    };
+    let out = out.as_ptr_range();
+    [Some(examples), tokens].into_iter().flatten().any(|ints| match ints {
+        Ints::Each(xs) => {
+            let xs = xs.as_ptr_range();
+            xs.start.cast::<u8>() < out.end && out.start < xs.end.cast::<u8>()
+        }
+        Ints::One(_) | Ints::Count => false,
+    })
 }
 
 fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
@@ -384,6 +401,10 @@ impl Rows {
         let Some(bytes) = buffer::bytes_mut(&mut array) else {
             return Err(errors::raise(py, &Error::new(Kind::Internal, "an output that cannot be written")));
         };
+        if overlaps(&pick, bytes) {
+            let detail = "out: shares memory with the indices, which would be overwritten while they are read";
+            return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
+        }
         detach::detached(
             py,
             |watch| with_layout!(self, l => gather(&Source { files: &self.files, layout: l, group }, pick, items, cast, bytes, watch)),
