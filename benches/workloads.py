@@ -197,7 +197,7 @@ def last_tokens(repeats: int) -> Iterator[Row]:
     )
     yield _row("1,000 last-token rows (16 KiB)", "hot", "safetensors get_slice per row", times, "actshard", 5)
     try:
-        import lmprobe  # noqa: F401
+        import lmprobe  # noqa: F401 -- only whether it is there
     except ImportError:
         yield Row(
             "a whole pooled layer", "hot", "lmprobe", None, None, "ms", None, ">= 50x", None, "lmprobe is not installed"
@@ -246,7 +246,7 @@ def all_tokens(repeats: int) -> Iterator[Row]:
     what = f"all {len(ids):,} tokens of {n} prompts (4 KiB)"
     yield _row(what, "hot", "numpy", times, "actshard", 2, note="numpy: each shard read once, then a gather")
     try:
-        import lmprobe  # noqa: F401
+        import lmprobe  # noqa: F401 -- only whether it is there
     except ImportError:
         return
     # What it takes lmprobe to give all tokens of a dataset: unpack it into a file per prompt, then read those.
@@ -341,7 +341,7 @@ def _memory_child(what: str) -> None:
     import time
 
     if what == "index":
-        import pyarrow.parquet  # noqa: F401
+        import pyarrow.parquet  # noqa: F401 -- its own memory is not the index's
 
         _open(data.pooled())
         gc.collect()

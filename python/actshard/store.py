@@ -89,7 +89,7 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Gives maps and file descriptors back at once. Views handed out before stay valid; further reads raise ClosedError."""
+        """Gives maps and file descriptors back at once. Views stay valid; reading rows raises ClosedError."""
         closed = _Closed(self.path)
         self._rows = closed
         self._extras = {"logits": closed, "router": closed}
