@@ -74,6 +74,10 @@ pub struct Cast {
     pub to_size: usize,
     /// `None`: the same bytes.
     pub convert: Option<CastFn>,
+    /// Bytes per number to be put in the other order first; 1 where they lie right.
+    swap: usize,
+    /// What `swap` is when it is asked for.
+    number: usize,
 }
 
 impl Cast {
@@ -111,17 +115,54 @@ impl Cast {
                 ));
             }
         };
-        Ok(Cast { from_size, to_size, convert })
+        let number = if from == DType::C64 { 4 } else { from_size };
+        Ok(Cast { from_size, to_size, convert, swap: 1, number })
     }
 
     /// Copies or converts whole elements; `src` and `dst` hold the same number of them.
     #[inline]
     pub fn apply(&self, src: &[u8], dst: &mut [u8]) {
         debug_assert_eq!(src.len() / self.from_size, dst.len() / self.to_size);
+        if self.swap > 1 {
+            return self.apply_swapped(src, dst);
+        }
         match self.convert {
             None => dst.copy_from_slice(src),
             Some(convert) => convert(src, dst),
         }
+    }
+}
+
+impl Cast {
+    /// The same cast for elements that lie in the other byte order.
+    #[inline]
+    #[must_use]
+    pub fn swapped_if(mut self, swapped: bool) -> Cast {
+        self.swap = if swapped { self.number } else { 1 };
+        self
+    }
+
+    fn apply_swapped(&self, src: &[u8], dst: &mut [u8]) {
+        // A multiple of every element size.
+        const BLOCK: usize = 4096;
+        let mut block = [0u8; BLOCK];
+        let straight = self.swapped_if(false);
+        for (src, dst) in src.chunks(BLOCK).zip(dst.chunks_mut(BLOCK / self.from_size * self.to_size)) {
+            let block = &mut block[..src.len()];
+            block.copy_from_slice(src);
+            match self.swap {
+                2 => swap_each::<2>(block),
+                4 => swap_each::<4>(block),
+                _ => swap_each::<8>(block),
+            }
+            straight.apply(block, dst);
+        }
+    }
+}
+
+fn swap_each<const N: usize>(bytes: &mut [u8]) {
+    for number in bytes.as_chunks_mut::<N>().0 {
+        number.reverse();
     }
 }
 

@@ -3,9 +3,11 @@
 //! The rooms, in the order data flows through them:
 //!
 //! - [`layout`] maps (group, example, token) to an [`layout::Address`]: a file and a row in it. A *group* is whatever a
-//!   format stores apart: a layer, usually. [`layout::strided`] computes addresses, [`layout::table`] looks them up.
-//! - [`bytes`] is where rows lie: a [`bytes::FileTable`] opens files on demand, mapped ([`bytes::mmap`], the only mapping
-//!   `unsafe`) or read in place ([`bytes::pread`]), and proves that a file still holds the rows it held when opened.
+//!   format stores apart: a layer, usually. [`layout::strided`] and [`layout::chunked`] compute addresses,
+//!   [`layout::table`] looks them up.
+//! - [`bytes`] is where rows lie: [`bytes::Files`] opens numbered files on demand, mapped ([`bytes::mmap`], the only mapping
+//!   `unsafe`), read in place ([`bytes::pread`]) or decoded ([`bytes::decoded`]), and proves that a file still holds the
+//!   rows it held when opened. [`bytes::FileTable`] lists files, [`bytes::chunks`] computes their names.
 //! - [`par`] moves rows: [`par::gather`] sorts addresses, hints cold ones to the kernel, and copies or casts
 //!   ([`dtype`]) on threads of our own ([`par::pool`]) straight into the caller's memory.
 //! - [`parse`] reads files not to be trusted. [`error`] is how anything here says no.

@@ -3,17 +3,18 @@
 //! A *group* is what a format stores side by side for every example: a layer, usually. Names of layers are the
 //! caller's; here they are positions.
 
+pub mod chunked;
 pub mod strided;
 pub mod table;
 
 use crate::error::{Error, Kind, Result};
 
-/// A row: which file of the [`FileTable`](crate::bytes::FileTable), and which row of it.
+/// A row: which of the dataset's [`Files`](crate::bytes::Files), and which address in it: the row's number, usually.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Address {
-    /// Index into the file table.
-    pub file: u32,
-    /// Row in that file.
+    /// The file's number.
+    pub file: u64,
+    /// Address in that file; [`Place`](crate::bytes::Place) says which byte it is.
     pub row: u64,
 }
 
@@ -33,8 +34,8 @@ pub trait Layout: Send + Sync {
     fn groups(&self) -> usize;
     /// Number of examples.
     fn examples(&self) -> u64;
-    /// Tokens stored for an example; `example` is in range.
-    fn tokens(&self, example: u64) -> u64;
+    /// Tokens stored for an example in a group; both are in range.
+    fn tokens(&self, group: usize, example: u64) -> u64;
     /// The row of one token.
     fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address>;
     /// The row of an example's last token.

@@ -46,7 +46,7 @@ impl Strided {
     #[inline]
     fn address(&self, group: usize, example: u64, token: u64) -> Address {
         let (file, inside) = (example / self.examples_per_file, example % self.examples_per_file);
-        Address { file: file as u32, row: (inside * self.groups + group as u64) * self.tokens + token }
+        Address { file, row: (inside * self.groups + group as u64) * self.tokens + token }
     }
 }
 
@@ -59,7 +59,7 @@ impl Layout for Strided {
         self.examples
     }
 
-    fn tokens(&self, _example: u64) -> u64 {
+    fn tokens(&self, _group: usize, _example: u64) -> u64 {
         self.tokens
     }
 

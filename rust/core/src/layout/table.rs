@@ -172,9 +172,9 @@ impl Table {
         &self.inner.runs[first[example] as usize..first[example + 1] as usize]
     }
 
-    fn file(&self, group: usize, shard: u32) -> u32 {
+    fn file(&self, group: usize, shard: u32) -> u64 {
         // `finish` proved groups * shards < 2^24.
-        (group as u32) * self.inner.shards + shard
+        group as u64 * u64::from(self.inner.shards) + u64::from(shard)
     }
 }
 
@@ -187,7 +187,7 @@ impl Layout for Table {
         self.inner.last_row.len() as u64
     }
 
-    fn tokens(&self, example: u64) -> u64 {
+    fn tokens(&self, _group: usize, example: u64) -> u64 {
         if self.has_tokens() { u64::from(self.inner.tokens[example as usize]) } else { 1 }
     }
 
@@ -200,7 +200,7 @@ impl Layout for Table {
         }
         check_group(group, self.groups)?;
         let example = check_example(example, self.examples())?;
-        let token = check_token(token, self.tokens(example), example)?;
+        let token = check_token(token, self.tokens(group, example), example)?;
         let runs = self.runs_of(example as usize);
         // The first run starts at token 0, so at least one run starts at or before any token.
         let run = runs[runs.partition_point(|r| u64::from(r.token) <= token) - 1];
@@ -223,7 +223,7 @@ impl Layout for Table {
         check_group(group, self.groups)?;
         let e = check_example(example, self.examples())?;
         let runs = self.runs_of(e as usize);
-        let ends = runs.iter().skip(1).map(|r| u64::from(r.token)).chain([self.tokens(e)]);
+        let ends = runs.iter().skip(1).map(|r| u64::from(r.token)).chain([self.tokens(group, e)]);
         for (run, end) in runs.iter().zip(ends) {
             let at = Address { file: self.file(group, run.shard), row: run.row };
             each(Run { at, rows: end - u64::from(run.token) });
@@ -270,14 +270,14 @@ mod tests {
             let table = builder.finish(3).unwrap();
             prop_assert_eq!(table.examples(), lists.len() as u64);
             for (e, list) in lists.iter().enumerate() {
-                prop_assert_eq!(table.tokens(e as u64), list.len() as u64);
+                prop_assert_eq!(table.tokens(0, e as u64), list.len() as u64);
                 let mut walked = vec![];
                 table.runs(2, e as i64, &mut |run| {
-                    walked.extend((0..run.rows).map(|i| (i64::from(run.at.file) - 8, (run.at.row + i) as i64)));
+                    walked.extend((0..run.rows).map(|i| (run.at.file as i64 - 8, (run.at.row + i) as i64)));
                 }).unwrap();
                 prop_assert_eq!(&walked, list);
                 for (t, &(shard, row)) in list.iter().enumerate() {
-                    let want = Address { file: 8 + shard as u32, row: row as u64 };
+                    let want = Address { file: 8 + shard as u64, row: row as u64 };
                     prop_assert_eq!(table.locate(2, e as i64, t as i64).unwrap(), want);
                     prop_assert_eq!(table.locate(2, e as i64, t as i64 - list.len() as i64).unwrap(), want);
                 }

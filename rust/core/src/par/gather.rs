@@ -7,20 +7,21 @@
 //!    page tables like order, caches like writes that stay together;
 //! 2. joins neighbours that stay neighbours into one copy;
 //! 3. checks, file by file, that the rows exist and that the file still has the length it had when it was opened;
-//! 4. moves them. From a mapping, a scout runs ahead of the copy, samples whether pages are cached, and hints the cold
-//!    ones to the kernel, so that a cold gather keeps the disk's queue full from one thread while a hot one pays next
-//!    to nothing. Without a mapping, what is cached is read at once, the rest is hinted and read when it has arrived.
+//! 4. moves them. From memory or a mapping, a scout runs ahead of the copy, samples whether pages are cached, and hints the
+//!    cold ones to the kernel, so that a cold gather keeps the disk's queue full from one thread while a hot one pays next
+//!    to nothing. Without a mapping, what is cached is read at once, the rest is hinted and read when it has arrived. A
+//!    file that is not there, where the format allows that, is its fill value.
 //!
 //! Memory: 40 bytes per row of the parts in flight, at most [`PART_ROWS`] rows per thread.
 
 use std::collections::hash_map::Entry as MapEntry;
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::bytes::mmap::Map;
 use crate::bytes::pread::{self, Cached};
-use crate::bytes::{FileTable, Io, OpenFile, files_at_once};
+use crate::bytes::{Body, Files, OpenFile, files_at_once, outside};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::layout::{Address, Layout};
@@ -106,55 +107,41 @@ impl Pick<'_> {
 }
 
 /// Where rows come from.
-#[derive(Debug)]
 pub struct Source<'a, L: ?Sized> {
     /// The files.
-    pub files: &'a FileTable,
+    pub files: &'a dyn Files,
     /// Where in them rows lie.
     pub layout: &'a L,
-    /// The group they are taken from.
-    pub group: usize,
+    /// The group that each item is taken from.
+    pub groups: Ints<'a>,
+    /// Rows in other files are left alone; who must not have all files open at once gathers in several goes.
+    pub only: Range<u64>,
 }
 
 /// Everything a part needs to know.
 struct Job<'a, L: ?Sized> {
-    files: &'a FileTable,
+    files: &'a dyn Files,
     layout: &'a L,
-    group: usize,
+    groups: Ints<'a>,
+    only: Range<u64>,
     pick: Pick<'a>,
     cast: Cast,
+    row_bytes: usize,
+    /// Bits of an entry's key that hold the address.
+    address_bits: u32,
+    /// Whether a run of rows may be cut between files.
+    decodes: bool,
 }
 
 /// Items of a part, from first to one past the last, and the output they fill; taken by whoever does the part.
 type Part<'a> = Mutex<Option<(usize, usize, &'a mut [u8])>>;
 
-/// Rows to copy: `rows` of them from `key` (file and row, in sorting order) to row `dst` of the part.
+/// Rows to copy: `rows` of them from `key` (file and address, in sorting order) to row `dst` of the part.
 #[derive(Clone, Copy)]
 struct Entry {
     key: u64,
     dst: u32,
     rows: u32,
-}
-
-impl Entry {
-    #[inline]
-    fn new(at: Address, dst: usize, rows: u64) -> Result<Entry> {
-        let too_large = |_| Error::new(Kind::Unsupported, "more than 2^32 rows in one example");
-        Ok(Entry {
-            // `FileTable` holds fewer than 2^24 files, layouts give rows below 2^40.
-            key: u64::from(at.file) << 40 | at.row,
-            dst: u32::try_from(dst).map_err(too_large)?,
-            rows: u32::try_from(rows).map_err(too_large)?,
-        })
-    }
-
-    fn file(&self) -> usize {
-        (self.key >> 40) as usize
-    }
-
-    fn row(&self) -> u64 {
-        self.key & ((1 << 40) - 1)
-    }
 }
 
 /// Bytes to copy from a file to a place in the part.
@@ -165,6 +152,16 @@ struct Piece {
     len: u32,
     /// Position among the files of the part.
     file: u32,
+}
+
+/// Entries made into pieces, by how their bytes are had.
+struct Cut {
+    files: Vec<Arc<OpenFile>>,
+    seen: Vec<Piece>,
+    read: Vec<Piece>,
+    filled: Vec<Piece>,
+    /// Entries that are in here.
+    done: usize,
 }
 
 /// Fills `out` with the `items` rows (or, for [`Pick::Whole`], examples) picked. `out` holds exactly those rows, in the
@@ -187,13 +184,16 @@ pub fn gather<L: Layout + ?Sized>(
         }
         Pick::Last { examples } | Pick::Whole { examples } => examples.check_len(items, "examples")?,
     }
-    let &Source { files, layout, group } = source;
-    let job = Job { files, layout, group, pick, cast };
-    if items == 1 && !matches!(pick, Pick::Whole { .. }) {
+    let &Source { files, layout, groups, ref only } = source;
+    groups.check_len(items, "groups")?;
+    let row_bytes = files.row().bytes;
+    let (address_bits, decodes) = (files.address_bits(), files.decodes());
+    let job = Job { files, layout, groups, only: only.clone(), pick, cast, row_bytes, address_bits, decodes };
+    if items == 1 && !matches!(pick, Pick::Whole { .. }) && job.only.end == u64::MAX {
         return job.one_row(out);
     }
-    let row_bytes = files.width() * cast.to_size;
-    let part_rows = part_rows(out.len(), row_bytes);
+    let out_row = row_bytes / cast.from_size * cast.to_size;
+    let part_rows = part_rows(out.len(), out_row);
 
     // Parts in output order: how many items each takes, and its own piece of the output.
     let mut parts: Vec<Part<'_>> = Vec::new();
@@ -205,7 +205,7 @@ pub fn gather<L: Layout + ?Sized>(
         if let Pick::Whole { .. } = pick {
             while item < items && rows < part_rows {
                 let example = crate::layout::check_example(pick.example(item), layout.examples())?;
-                let tokens = usize::try_from(layout.tokens(example)).unwrap_or(usize::MAX);
+                let tokens = usize::try_from(layout.tokens(job.group(item)?, example)).unwrap_or(usize::MAX);
                 rows = rows.saturating_add(tokens);
                 item += 1;
             }
@@ -213,7 +213,7 @@ pub fn gather<L: Layout + ?Sized>(
             rows = part_rows.min(items - item);
             item += rows;
         }
-        let bytes = rows.checked_mul(row_bytes).filter(|b| *b <= rest.len());
+        let bytes = rows.checked_mul(out_row).filter(|b| *b <= rest.len());
         let Some(bytes) = bytes else {
             return Err(Error::new(Kind::Argument, "the output is smaller than the rows asked for"));
         };
@@ -246,38 +246,54 @@ fn part_rows(out_bytes: usize, row_bytes: usize) -> usize {
 }
 
 impl<L: Layout + ?Sized> Job<'_, L> {
+    fn group(&self, item: usize) -> Result<usize> {
+        let group = self.groups.get(item);
+        usize::try_from(group)
+            .ok()
+            .filter(|g| *g < self.layout.groups())
+            .ok_or_else(|| Error::new(Kind::Internal, format!("group {group} of {}", self.layout.groups())))
+    }
+
     /// A single row, without the machinery: users do call this a million times in a loop.
     fn one_row(&self, out: &mut [u8]) -> Result<()> {
+        let group = self.group(0)?;
         let at = match self.pick {
-            Pick::Tokens { examples, tokens } => self.layout.locate(self.group, examples.get(0), tokens.get(0))?,
-            Pick::Last { examples } | Pick::Whole { examples } => self.layout.last(self.group, examples.get(0))?,
+            Pick::Tokens { examples, tokens } => self.layout.locate(group, examples.get(0), tokens.get(0))?,
+            Pick::Last { examples } | Pick::Whole { examples } => self.layout.last(group, examples.get(0))?,
         };
-        let row = self.files.row_bytes();
+        let row = self.row_bytes;
         if out.len() != row / self.cast.from_size * self.cast.to_size {
             return Err(Error::new(Kind::Argument, "the output is not one row"));
         }
-        let open = self.files.get(at.file as usize)?;
-        if at.row >= open.rows() {
-            return Err(self.outside(&Entry::new(at, 0, 1)?, &open, 0));
+        if self.files.split(at.file) > 1 {
+            return self.run_part(0, 1, out, &Stop::default());
         }
+        let open = self.files.get(at.file)?;
+        let place = open.place();
+        let Some(src) = place.offset(at.row, 1) else {
+            return Err(self.outside(&open, at.row, 1, Some(0)));
+        };
         open.check_length()?;
-        let src = open.offset(at.row);
-        match open.map() {
-            Some(map) => {
+        match open.bytes() {
+            Some(bytes) => {
                 // One page faults as fast as it can be hinted; more are worth asking for together.
-                if row > 4096 && pread::is_cached(open.file(), src + row as u64 - 1) == Cached::No {
+                if let (Some(map), Some(file)) = (open.map(), open.file())
+                    && row > 4096
+                    && pread::is_cached(file, src + row as u64 - 1) == Cached::No
+                {
                     map.will_need(src as usize, row);
                 }
-                self.cast.apply(&map.bytes()[src as usize..src as usize + row], out);
+                self.cast.swapped_if(place.swapped).apply(&bytes[src as usize..src as usize + row], out);
                 Ok(())
             }
+            None if matches!(open.body(), Body::Fill) => {
+                self.fill(out);
+                Ok(())
+            }
+            None if row > PIECE => self.run_part(0, 1, out, &Stop::default()),
             None => {
                 let piece = Piece { src, dst: 0, len: row as u32, file: 0 };
-                if row > PIECE {
-                    self.run_part(0, 1, out, &Stop::default())
-                } else {
-                    self.copy_read(&[open], &[piece], out, &Stop::default())
-                }
+                self.copy_read(&[open], &[piece], out, &Stop::default())
             }
         }
     }
@@ -286,54 +302,74 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         let mut entries = self.locate(first, end)?;
         if !entries.is_sorted_by_key(|e| e.key) {
             let mut rest = &mut entries[..];
-            let block_rows = (SORT_BYTES / (self.files.width() * self.cast.to_size)).max(1);
+            // What has to be decoded is visited once per part, whatever the order costs in cache misses.
+            let sort_bytes = if self.decodes { usize::MAX } else { SORT_BYTES };
+            let block_rows = (sort_bytes / (self.row_bytes / self.cast.from_size * self.cast.to_size)).max(1);
             while !rest.is_empty() {
                 // Entries are in output order still, whole examples may bring several rows each.
-                let limit = rest[0].dst as usize + block_rows;
+                let limit = (rest[0].dst as usize).saturating_add(block_rows);
                 let (block, others) = rest.split_at_mut(rest.partition_point(|e| (e.dst as usize) < limit).max(1));
                 block.sort_unstable_by_key(|e| e.key);
                 rest = others;
             }
         }
-        join_neighbours(&mut entries);
         let mut rest = &entries[..];
         while !rest.is_empty() {
-            let (files, pieces, done) = self.cut(rest, first)?;
+            let Cut { files, seen, read, filled, done } = self.cut(rest, first)?;
             rest = &rest[done..];
             if stop.is_set() {
                 return Ok(());
             }
-            match self.files.io() {
-                Io::Mmap => self.copy_mapped(&files, &pieces, out, stop)?,
-                Io::Pread => self.copy_read(&files, &pieces, out, stop)?,
+            for piece in &filled {
+                self.fill(&mut out[piece.dst..][..piece.len as usize / self.cast.from_size * self.cast.to_size]);
+            }
+            if !seen.is_empty() {
+                self.copy_seen(&files, &seen, out, stop)?;
+            }
+            if !read.is_empty() {
+                self.copy_read(&files, &read, out, stop)?;
             }
         }
         Ok(())
     }
 
+    /// Writes the fill value, converted like any other.
+    fn fill(&self, out: &mut [u8]) {
+        let mut element = [0u8; 16];
+        let element = &mut element[..self.cast.to_size];
+        self.cast.apply(self.files.fill(), element);
+        if element.iter().all(|b| *b == 0) {
+            out.fill(0);
+        } else {
+            for to in out.chunks_exact_mut(element.len()) {
+                to.copy_from_slice(element);
+            }
+        }
+    }
+
+    /// Rows of the part's items, in output order; neighbours in a file and in the output as one entry.
     fn locate(&self, first: usize, end: usize) -> Result<Vec<Entry>> {
         let mut entries = Vec::with_capacity(end - first);
         match self.pick {
             Pick::Tokens { examples, tokens } => {
                 for i in first..end {
-                    let at = self.layout.locate(self.group, examples.get(i), tokens.get(i))?;
-                    entries.push(Entry::new(at, i - first, 1)?);
+                    let at = self.layout.locate(self.group(i)?, examples.get(i), tokens.get(i))?;
+                    self.enter(&mut entries, at, i - first, 1)?;
                 }
             }
             Pick::Last { examples } => {
                 for i in first..end {
-                    let at = self.layout.last(self.group, examples.get(i))?;
-                    entries.push(Entry::new(at, i - first, 1)?);
+                    let at = self.layout.last(self.group(i)?, examples.get(i))?;
+                    self.enter(&mut entries, at, i - first, 1)?;
                 }
             }
             Pick::Whole { examples } => {
                 let mut dst = 0usize;
                 let mut failed = None;
                 for i in first..end {
-                    self.layout.runs(self.group, examples.get(i), &mut |run| {
-                        match Entry::new(run.at, dst, run.rows) {
-                            Ok(entry) => entries.push(entry),
-                            Err(error) => failed = Some(error),
+                    self.layout.runs(self.group(i)?, examples.get(i), &mut |run| {
+                        if let Err(error) = self.enter(&mut entries, run.at, dst, run.rows) {
+                            failed = Some(error);
                         }
                         dst += run.rows as usize;
                     })?;
@@ -346,57 +382,99 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         Ok(entries)
     }
 
-    /// Opens and checks the files that entries name, and cuts entries into pieces of bounded size. Stops where more files
-    /// would be open than this thread may hold; tells how many entries were cut.
-    fn cut(&self, entries: &[Entry], first: usize) -> Result<(Vec<Arc<OpenFile>>, Vec<Piece>, usize)> {
-        let files_at_once = files_at_once(pool::num_threads());
-        let mut done = 0;
-        let mut files: Vec<Arc<OpenFile>> = Vec::new();
-        let mut opened: HashMap<usize, usize> = HashMap::new();
-        let mut pieces = Vec::with_capacity(entries.len());
+    #[inline]
+    fn enter(&self, entries: &mut Vec<Entry>, at: Address, dst: usize, rows: u64) -> Result<()> {
+        if !self.only.contains(&at.file) {
+            return Ok(());
+        }
+        let too_large = |_| Error::new(Kind::Unsupported, "more than 2^32 rows in one example");
+        let (dst, rows) = (u32::try_from(dst).map_err(too_large)?, u32::try_from(rows).map_err(too_large)?);
+        // The files promise that both fit.
+        for file in at.file..at.file + self.files.split(at.file) {
+            entries.push(Entry { key: file << self.address_bits | at.row, dst, rows });
+        }
+        Ok(())
+    }
+
+    fn file_of(&self, entry: &Entry) -> u64 {
+        entry.key >> self.address_bits
+    }
+
+    /// Opens and checks the files that entries name, joins rows that follow each other both in the file and in the output,
+    /// and cuts the result into pieces of bounded size. Stops where more files would be open than this thread may hold;
+    /// tells how many entries were cut.
+    fn cut(&self, entries: &[Entry], first: usize) -> Result<Cut> {
+        let files_at_once = if self.decodes { 1 } else { files_at_once(pool::num_threads()) };
+        let mut opened: HashMap<u64, usize> = HashMap::new();
+        let mut cut =
+            Cut { files: vec![], seen: Vec::with_capacity(entries.len()), read: vec![], filled: vec![], done: 0 };
         let (from, to) = (self.cast.from_size, self.cast.to_size);
-        let row = self.files.row_bytes();
-        for run in entries.chunk_by(|a, b| a.file() == b.file()) {
-            let file = match opened.entry(run[0].file()) {
+        let out_row = self.row_bytes / from * to;
+        for run in entries.chunk_by(|a, b| self.file_of(a) == self.file_of(b)) {
+            let number = self.file_of(&run[0]);
+            let file = match opened.entry(number) {
                 MapEntry::Occupied(known) => *known.get(),
-                MapEntry::Vacant(_) if files.len() >= files_at_once => break,
+                MapEntry::Vacant(_) if cut.files.len() >= files_at_once => break,
                 MapEntry::Vacant(new) => {
-                    let open = self.files.get(run[0].file())?;
+                    let open = self.files.get(number)?;
                     open.check_length()?;
-                    files.push(open);
-                    *new.insert(files.len() - 1)
+                    cut.files.push(open);
+                    *new.insert(cut.files.len() - 1)
                 }
             };
-            done += run.len();
-            let open = &files[file];
-            for entry in run {
-                if entry.row() + u64::from(entry.rows) > open.rows() {
-                    return Err(self.outside(entry, open, first));
+            cut.done += run.len();
+            let open = &cut.files[file];
+            let place = open.place();
+            let pieces = match open.body() {
+                Body::Mapped(..) | Body::Memory(_) => &mut cut.seen,
+                Body::Read(_) => &mut cut.read,
+                Body::Fill => &mut cut.filled,
+            };
+            let whole_rows = place.is_dense() && place.used == self.row_bytes;
+            let stride = place.step / place.unit;
+            let mut rest = run;
+            while let Some((head, tail)) = rest.split_first() {
+                // Join.
+                let mut rows = u64::from(head.rows);
+                let mut used = 0;
+                for next in tail {
+                    if next.key != head.key + rows * stride || u64::from(next.dst) != u64::from(head.dst) + rows {
+                        break;
+                    }
+                    rows += u64::from(next.rows);
+                    used += 1;
                 }
-                let (mut src, mut dst) = (open.offset(entry.row()), entry.dst as usize * (row / from * to));
-                let mut left = entry.rows as usize * row;
-                while left > 0 {
-                    // PIECE is a multiple of every element size, so that pieces hold whole elements.
-                    let len = left.min(PIECE);
-                    pieces.push(Piece { src, dst, len: len as u32, file: file as u32 });
-                    src += len as u64;
-                    dst += len / from * to;
-                    left -= len;
+                rest = &tail[used..];
+                let address = head.key & ((1 << self.address_bits) - 1);
+                let Some(src) = place.offset(address, rows) else {
+                    let whose = (!matches!(self.pick, Pick::Whole { .. })).then_some(first + head.dst as usize);
+                    return Err(self.outside(open, address, rows, whose));
+                };
+                // Cut. A run of whole rows is one range of bytes, parts of rows are taken row by row.
+                let dst = head.dst as usize * out_row + place.column * to;
+                let (times, bytes) =
+                    if whole_rows { (1, rows as usize * self.row_bytes) } else { (rows as usize, place.used) };
+                for row in 0..times {
+                    let (mut src, mut dst) = (src + row as u64 * place.step, dst + row * out_row);
+                    let mut left = bytes;
+                    while left > 0 {
+                        // PIECE is a multiple of every element size, so that pieces hold whole elements.
+                        let len = left.min(PIECE);
+                        pieces.push(Piece { src, dst, len: len as u32, file: file as u32 });
+                        src += len as u64;
+                        dst += len / from * to;
+                        left -= len;
+                    }
                 }
             }
         }
-        Ok((files, pieces, done))
+        Ok(cut)
     }
 
     /// The rows that an index names must be rows that the file holds.
-    fn outside(&self, entry: &Entry, open: &OpenFile, first: usize) -> Error {
-        let whose = match self.pick {
-            Pick::Whole { .. } => String::new(),
-            _ => format!(" for example {}", self.pick.example(first + entry.dst as usize)),
-        };
-        let (row, rows) = (entry.row() + u64::from(entry.rows) - 1, open.rows());
-        Error::new(Kind::Format, format!("the index names row {row}{whose}, but the file holds {rows} rows"))
-            .at(open.path())
+    fn outside(&self, open: &OpenFile, address: u64, rows: u64, item: Option<usize>) -> Error {
+        let whose = item.map_or(String::new(), |i| format!(" for example {}", self.pick.example(i)));
+        outside(open, address, rows, &whose)
     }
 
     /// Where a piece goes.
@@ -405,12 +483,11 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         &mut out[piece.dst..piece.dst + piece.len as usize / self.cast.from_size * self.cast.to_size]
     }
 
-    fn copy_mapped(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut [u8], stop: &Stop) -> Result<()> {
-        let maps: Vec<&Map> = files
-            .iter()
-            .map(|f| f.map().ok_or_else(|| Error::new(Kind::Internal, "a file that is not mapped").at(f.path())))
-            .collect::<Result<_>>()?;
-        let mut scout = Scout::new(files, &maps, pieces);
+    /// Copies what can be looked at: mapped files and memory.
+    fn copy_seen(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut [u8], stop: &Stop) -> Result<()> {
+        let bytes: Vec<&[u8]> = files.iter().map(|f| f.bytes().unwrap_or_default()).collect();
+        let casts: Vec<Cast> = files.iter().map(|f| self.cast.swapped_if(f.place().swapped)).collect();
+        let mut scout = Scout::new(files, pieces);
         for (at, block) in pieces.chunks(BLOCK).enumerate() {
             if stop.is_set() {
                 return Ok(());
@@ -420,27 +497,34 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             for (i, piece) in block.iter().enumerate() {
                 // Two rows ahead: one is too late for a page walk, more evicts what is about to be used.
                 if let Some(soon) = pieces.get(at * BLOCK + i + 2) {
-                    maps[soon.file as usize].prefetch(soon.src as usize);
+                    if let Some(map) = files[soon.file as usize].map() {
+                        map.prefetch(soon.src as usize);
+                    }
                 }
-                let src =
-                    &maps[piece.file as usize].bytes()[piece.src as usize..piece.src as usize + piece.len as usize];
-                self.cast.apply(src, self.target(piece, out));
+                let file = piece.file as usize;
+                let src = &bytes[file][piece.src as usize..piece.src as usize + piece.len as usize];
+                casts[file].apply(src, self.target(piece, out));
             }
             scout.block_took(before.elapsed(), block);
         }
         Ok(())
     }
 
+    /// Copies what has to be read.
     fn copy_read(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut [u8], stop: &Stop) -> Result<()> {
-        let mut scratch = vec![0u8; if self.cast.convert.is_some() { PIECE } else { 0 }];
+        let as_is = self.cast.convert.is_none() && !files.iter().any(|f| f.place().swapped);
+        let mut scratch = vec![0u8; if as_is { 0 } else { PIECE }];
         let mut into = |piece: &Piece, out: &mut [u8], wait: bool| -> Result<Cached> {
             let open = &files[piece.file as usize];
+            let Some(file) = open.file() else {
+                return Err(Error::new(Kind::Internal, "a file that is not open").at(open.path()));
+            };
             let dst = self.target(piece, out);
-            let buf = if self.cast.convert.is_some() { &mut scratch[..piece.len as usize] } else { &mut *dst };
+            let buf = if as_is { &mut *dst } else { &mut scratch[..piece.len as usize] };
             let read = if wait {
-                pread::read_exact_at(open.file(), buf, piece.src).map(|()| Cached::Yes)
+                pread::read_exact_at(file, buf, piece.src).map(|()| Cached::Yes)
             } else {
-                pread::read_if_cached(open.file(), buf, piece.src)
+                pread::read_if_cached(file, buf, piece.src)
             };
             let cached = read.map_err(|e| {
                 let mut error = Error::from_io(&e, open.path(), "read").byte(piece.src);
@@ -449,8 +533,8 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 }
                 error
             })?;
-            if let (Cached::Yes, Some(convert)) = (cached, self.cast.convert) {
-                convert(&scratch[..piece.len as usize], dst);
+            if cached == Cached::Yes && !as_is {
+                self.cast.swapped_if(open.place().swapped).apply(&scratch[..piece.len as usize], dst);
             }
             Ok(cached)
         };
@@ -469,7 +553,9 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                     Cached::Unknown => can_ask = false,
                 }
             }
-            pread::will_need(files[piece.file as usize].file(), piece.src, u64::from(piece.len));
+            if let Some(file) = files[piece.file as usize].file() {
+                pread::will_need(file, piece.src, u64::from(piece.len));
+            }
             coming.push_back(piece);
             coming_bytes += piece.len as usize;
             while coming.len() >= AHEAD || coming_bytes >= AHEAD_BYTES {
@@ -488,25 +574,9 @@ impl<L: Layout + ?Sized> Job<'_, L> {
     }
 }
 
-/// Joins rows that follow each other both in the file and in the output.
-fn join_neighbours(entries: &mut Vec<Entry>) {
-    entries.dedup_by(|next, kept| {
-        let rows = kept.rows.checked_add(next.rows);
-        let follows = kept.key + u64::from(kept.rows) == next.key && kept.dst.checked_add(kept.rows) == Some(next.dst);
-        match rows {
-            Some(rows) if follows => {
-                kept.rows = rows;
-                true
-            }
-            _ => false,
-        }
-    });
-}
-
 /// Runs ahead of a copy from a mapping and sees to it that cold pages are on their way.
 struct Scout<'a> {
     files: &'a [Arc<OpenFile>],
-    maps: &'a [&'a Map],
     pieces: &'a [Piece],
     /// Pieces looked at so far, and their bytes that are not copied yet.
     seen: usize,
@@ -516,8 +586,8 @@ struct Scout<'a> {
 }
 
 impl<'a> Scout<'a> {
-    fn new(files: &'a [Arc<OpenFile>], maps: &'a [&'a Map], pieces: &'a [Piece]) -> Scout<'a> {
-        Scout { files, maps, pieces, seen: 0, ahead_bytes: 0, blind: false }
+    fn new(files: &'a [Arc<OpenFile>], pieces: &'a [Piece]) -> Scout<'a> {
+        Scout { files, pieces, seen: 0, ahead_bytes: 0, blind: false }
     }
 
     fn run_ahead_of(&mut self, copied: usize) {
@@ -533,8 +603,10 @@ impl<'a> Scout<'a> {
             let cold =
                 self.blind || (!large && block.iter().step_by(block.len().div_ceil(SAMPLES)).any(|p| self.is_cold(p)));
             for piece in block {
-                if cold || (large && self.is_cold(piece)) {
-                    self.maps[piece.file as usize].will_need(piece.src as usize, piece.len as usize);
+                if (cold || (large && self.is_cold(piece)))
+                    && let Some(map) = self.files[piece.file as usize].map()
+                {
+                    map.will_need(piece.src as usize, piece.len as usize);
                 }
             }
             self.ahead_bytes += bytes;
@@ -543,7 +615,7 @@ impl<'a> Scout<'a> {
     }
 
     fn is_cold(&self, piece: &Piece) -> bool {
-        let file = self.files[piece.file as usize].file();
+        let Some(file) = self.files[piece.file as usize].file() else { return false };
         let last = piece.src + u64::from(piece.len) - 1;
         pread::is_cached(file, piece.src) == Cached::No
             || (piece.len > 64 << 10 && pread::is_cached(file, last) == Cached::No)

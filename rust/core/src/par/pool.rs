@@ -68,6 +68,15 @@ fn current() -> Option<Arc<ThreadPool>> {
     None
 }
 
+/// Runs `work` on one of our threads and waits: for libraries that use "the current" rayon pool, which must be ours. Where
+/// none can be had, on this thread.
+pub fn inside<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    match current() {
+        Some(pool) => pool.install(work),
+        None => work(),
+    }
+}
+
 /// What a part of the work sees of the rest: whether to go on.
 #[derive(Debug, Default)]
 pub struct Stop(AtomicBool);

@@ -1,0 +1,299 @@
+//! Many small files with computed names: the chunks of 4-D arrays `(examples, groups, tokens, width)`.
+//!
+//! A store of a million chunks costs no more to open than one of ten: nothing is listed, a chunk's number gives its name.
+//! Plain chunks (C order, no compression) are files like any other, read in place and only where rows were asked for;
+//! a chunk that is not there holds the fill value. All others are decoded whole, by [`codecs`](super::codecs), and kept
+//! under a memory budget.
+//!
+//! Chunks are read and not mapped: mapping and unmapping a megabyte costs more than copying it. Only
+//! [`ChunkFiles::view`] maps, because a view is what was asked for.
+//!
+//! Sources of the layout: Zarr v2 ("Storage specification 2.0", Chunks) and v3 (regular grid). A v2 edge chunk is stored
+//! whole, and so is a v3 one.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::codecs::CodedArray;
+use super::decoded::Cache;
+use super::{Body, Files, Io, OpenFile, Place, Row, Slots, View, open_regular, pread};
+use crate::bytes::mmap::Map;
+use crate::dtype::DType;
+use crate::error::{Error, Kind, Result};
+
+/// How a chunk's number becomes its file's name.
+#[derive(Clone, Debug)]
+pub struct Naming {
+    /// The array's folder.
+    pub folder: PathBuf,
+    /// The array's own metadata file. As long as it is there, a chunk that is not there is the fill value.
+    pub metadata: PathBuf,
+    /// What stands before the first index: `""`, `"c/"` or `"c."`.
+    pub prefix: String,
+    /// What stands between indices: `"."` or `"/"`.
+    pub separator: String,
+}
+
+/// How a chunk's bytes are had.
+#[derive(Debug)]
+pub enum Content {
+    /// The file is the chunk, in C order.
+    Plain {
+        /// In the other byte order.
+        swapped: bool,
+    },
+    /// The file has to be decoded.
+    Coded(CodedArray),
+}
+
+/// One array, not opened yet.
+#[derive(Debug)]
+pub struct ChunkArray {
+    /// Where its chunks are.
+    pub naming: Naming,
+    /// Examples, groups, tokens, elements.
+    pub shape: [u64; 4],
+    /// The shape of every chunk.
+    pub chunk: [u64; 4],
+    /// How a chunk's bytes are had.
+    pub content: Content,
+}
+
+/// Where an array's chunks stand among the numbers of all.
+#[derive(Clone, Copy, Debug)]
+pub struct Grid {
+    first: u64,
+    chunk: [u64; 4],
+    counts: [u64; 4],
+}
+
+impl Grid {
+    fn new(first: u64, shape: [u64; 4], chunk: [u64; 4]) -> Option<Grid> {
+        if chunk.contains(&0) {
+            return None;
+        }
+        let mut counts = [0; 4];
+        for ((count, n), c) in counts.iter_mut().zip(shape).zip(chunk) {
+            *count = n.div_ceil(c);
+        }
+        Some(Grid { first, chunk, counts })
+    }
+
+    /// Number of chunks.
+    fn len(&self) -> Option<u64> {
+        self.counts.iter().try_fold(1u64, |n, c| n.checked_mul(*c))
+    }
+
+    /// The first chunk of a row (those after it hold the rest of a split row), and the row's number inside.
+    #[inline]
+    pub fn locate(&self, example: u64, group: u64, token: u64) -> (u64, u64) {
+        let [cn, cl, ct, _] = self.chunk;
+        let [_, gl, gt, gh] = self.counts;
+        let file = (((example / cn) * gl + group / cl) * gt + token / ct) * gh;
+        let row = ((example % cn) * cl + group % cl) * ct + token % ct;
+        (self.first + file, row)
+    }
+
+    /// Tokens per chunk.
+    pub fn tokens_per_chunk(&self) -> u64 {
+        self.chunk[2]
+    }
+
+    fn indices(&self, file: u64) -> [u64; 4] {
+        let [_, gl, gt, gh] = self.counts;
+        let n = file - self.first;
+        [n / gh / gt / gl, n / gh / gt % gl, n / gh % gt, n % gh]
+    }
+}
+
+/// The chunk files of a dataset's arrays.
+#[derive(Debug)]
+pub struct ChunkFiles {
+    arrays: Vec<(Grid, ChunkArray)>,
+    row: Row,
+    fill: Vec<u8>,
+    address_bits: u32,
+    io: Io,
+    slots: Slots,
+    decoded: Cache,
+    decodes: bool,
+}
+
+impl ChunkFiles {
+    /// Arrays of rows of `width` elements of one type; `fill` is one element. Opens nothing.
+    pub fn new(
+        arrays: Vec<ChunkArray>,
+        width: u64,
+        dtype: DType,
+        fill: Vec<u8>,
+        decoded_memory: u64,
+        io: Io,
+    ) -> Result<ChunkFiles> {
+        let row = Row::new(width, dtype)?;
+        if dtype.size() != Some(fill.len()) {
+            return Err(Error::new(Kind::Internal, "a fill value that is no element"));
+        }
+        let mut first = 0u64;
+        let mut most_rows = 1u64;
+        let mut placed = Vec::with_capacity(arrays.len());
+        for array in arrays {
+            let refuse = |what: String| Error::new(Kind::Format, what).at(&array.naming.metadata);
+            let grid = Grid::new(first, array.shape, array.chunk)
+                .ok_or_else(|| refuse(format!("chunks of shape {:?} hold nothing", array.chunk)))?;
+            let elements = array.chunk.iter().try_fold(row.bytes as u64 / width, |n, c| n.checked_mul(*c));
+            let end = grid.len().and_then(|n| first.checked_add(n));
+            let (Some(_), Some(end)) = (elements.filter(|b| *b < 1 << 48), end.filter(|n| *n < 1 << 48)) else {
+                return Err(refuse(format!(
+                    "shape {:?} in chunks of {:?} is no array that a disk can hold",
+                    array.shape, array.chunk
+                )));
+            };
+            if array.shape[3] != width {
+                return Err(refuse(format!("rows of {} elements among rows of {width}", array.shape[3])));
+            }
+            first = end;
+            most_rows = most_rows.max(array.chunk[0] * array.chunk[1] * array.chunk[2]);
+            placed.push((grid, array));
+        }
+        let address_bits = 64 - most_rows.leading_zeros();
+        if 64 - first.leading_zeros() + address_bits > 64 {
+            return Err(Error::new(Kind::Format, format!("{first} chunks of up to {most_rows} rows are too many")));
+        }
+        let decodes = placed.iter().any(|(_, a)| matches!(a.content, Content::Coded(_)));
+        let slots = Slots::new(first);
+        Ok(ChunkFiles {
+            arrays: placed,
+            row,
+            fill,
+            address_bits,
+            io,
+            slots,
+            decoded: Cache::new(decoded_memory),
+            decodes,
+        })
+    }
+
+    /// Where the arrays' chunks stand, in the order of the arrays.
+    pub fn grids(&self) -> Vec<Grid> {
+        self.arrays.iter().map(|(grid, _)| *grid).collect()
+    }
+
+    fn array(&self, file: u64) -> &(Grid, ChunkArray) {
+        &self.arrays[self.arrays.partition_point(|(grid, _)| grid.first <= file).saturating_sub(1)]
+    }
+
+    /// Rows of one chunk, in place; `None` where they cannot be had so.
+    pub fn view(&self, file: u64, address: u64, rows: u64) -> Result<Option<View>> {
+        if self.io == Io::Pread || self.split(file) > 1 {
+            return Ok(None);
+        }
+        let open = self.get(file)?;
+        let Body::Read(descriptor) = open.body() else { return Ok(None) };
+        let (path, place) = (open.path(), *open.place());
+        let bytes = usize::try_from(place.end)
+            .map_err(|_| Error::new(Kind::Access, "does not fit this machine's address space").at(path))?;
+        open.check_length()?;
+        // A descriptor of its own: the view outlives the slot that keeps the other.
+        let again = descriptor.try_clone().map_err(|e| Error::from_io(&e, path, "open"))?;
+        let map = Map::open(&again, bytes).map_err(|e| Error::from_io(&e, path, "map"))?;
+        let mapped = OpenFile::new(path.to_path_buf(), Body::Mapped(again, map), place.end, place);
+        View::of(Arc::new(mapped), address, rows, self.row.bytes)
+    }
+
+    fn open(&self, number: u64) -> Result<OpenFile> {
+        let (grid, array) = self.array(number);
+        let indices = grid.indices(number);
+        let path = array.naming.path(indices);
+        let size = self.row.bytes / self.row.width;
+        let [cn, cl, ct, ch] = grid.chunk;
+        let column = indices[3] * ch;
+        let used = ch.min(self.row.width as u64 - column) as usize * size;
+        let step = ch * size as u64;
+        let end = cn * cl * ct * step;
+        let swapped = matches!(array.content, Content::Plain { swapped: true });
+        let place = Place { start: 0, end, unit: step, step, used, column: column as usize, swapped };
+        match &array.content {
+            Content::Plain { .. } => match open_regular(&path) {
+                Ok((file, len)) if len == end => {
+                    pread::expect_random(&file);
+                    Ok(OpenFile::new(path, Body::Read(file), len, place))
+                }
+                Ok((_, len)) => {
+                    let kind = if len < end { Kind::Truncated } else { Kind::Format };
+                    let [a, b, c, d] = grid.chunk;
+                    Err(Error::new(
+                        kind,
+                        format!("expected {end} bytes, a whole chunk of {a} x {b} x {c} x {d}, found {len}"),
+                    )
+                    .at(&path)
+                    .byte(len.min(end)))
+                }
+                Err(error) if error.kind == Kind::NotFound => {
+                    array.naming.check_array_is_there()?;
+                    Ok(OpenFile::new(path, Body::Fill, 0, place))
+                }
+                Err(error) => Err(error),
+            },
+            Content::Coded(coded) => {
+                let bytes = match self.decoded.get(number) {
+                    Some(bytes) => bytes,
+                    None => {
+                        let Some(bytes) = coded.chunk(&indices, end, &path)? else {
+                            array.naming.check_array_is_there()?;
+                            return Ok(OpenFile::new(path, Body::Fill, 0, place));
+                        };
+                        let bytes = Arc::new(bytes);
+                        self.decoded.put(number, &bytes);
+                        bytes
+                    }
+                };
+                Ok(OpenFile::new(path, Body::Memory(bytes), end, place))
+            }
+        }
+    }
+}
+
+impl Naming {
+    fn path(&self, indices: [u64; 4]) -> PathBuf {
+        let [a, b, c, d] = indices;
+        let (prefix, s) = (&self.prefix, &self.separator);
+        self.folder.join(format!("{prefix}{a}{s}{b}{s}{c}{s}{d}"))
+    }
+
+    /// A chunk that is not there is the fill value; an array that is not there (a disk unmounted, a folder moved) is not.
+    fn check_array_is_there(&self) -> Result<()> {
+        let path: &Path = &self.metadata;
+        std::fs::metadata(path).map(|_| ()).map_err(|e| Error::from_io(&e, path, "look at"))
+    }
+}
+
+impl Files for ChunkFiles {
+    fn row(&self) -> Row {
+        self.row
+    }
+
+    fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
+        self.slots.get(file, || self.open(file))
+    }
+
+    fn address_bits(&self) -> u32 {
+        self.address_bits
+    }
+
+    #[inline]
+    fn split(&self, file: u64) -> u64 {
+        // One array is by far the usual case, and this is asked for every row.
+        match &self.arrays[..] {
+            [(grid, _)] => grid.counts[3],
+            _ => self.array(file).0.counts[3],
+        }
+    }
+
+    fn fill(&self) -> &[u8] {
+        &self.fill
+    }
+
+    fn decodes(&self) -> bool {
+        self.decodes
+    }
+}

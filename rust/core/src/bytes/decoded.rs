@@ -1,0 +1,146 @@
+//! What had to be decoded, kept while a memory budget lasts.
+//!
+//! Least recently used goes first. What is thrown out lives on while somebody still reads it, so the budget bounds what is
+//! *kept*; who decodes many things at once bounds what is in flight. The lock is tried and never waited for long: a child
+//! forked while another thread held it decodes again instead of hanging.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+/// Decoded blocks by number.
+#[derive(Debug)]
+pub struct Cache {
+    budget: u64,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    blocks: HashMap<u64, (Arc<Vec<u8>>, u64)>,
+    /// The same numbers by when they were used last.
+    by_age: BTreeMap<u64, u64>,
+    now: u64,
+    used: u64,
+}
+
+impl Cache {
+    /// Keeps at most `budget` bytes.
+    pub fn new(budget: u64) -> Cache {
+        Cache { budget, state: Mutex::default() }
+    }
+
+    /// Bytes that may be kept.
+    pub fn budget(&self) -> u64 {
+        self.budget
+    }
+
+    /// A block, if it is kept.
+    pub fn get(&self, number: u64) -> Option<Arc<Vec<u8>>> {
+        let mut guard = try_briefly(&self.state)?;
+        let State { blocks, by_age, now, .. } = &mut *guard;
+        let (block, used_at) = blocks.get_mut(&number)?;
+        by_age.remove(used_at);
+        *now += 1;
+        *used_at = *now;
+        by_age.insert(*now, number);
+        Some(Arc::clone(block))
+    }
+
+    /// Keeps a block, if it fits at all, in place of those that were not used for longest.
+    pub fn put(&self, number: u64, block: &Arc<Vec<u8>>) {
+        let bytes = block.len() as u64;
+        let Some(mut guard) = try_briefly(&self.state) else { return };
+        if bytes > self.budget || guard.blocks.contains_key(&number) {
+            return;
+        }
+        guard.shrink(self.budget - bytes);
+        guard.now += 1;
+        let now = guard.now;
+        guard.used += bytes;
+        guard.by_age.insert(now, number);
+        guard.blocks.insert(number, (Arc::clone(block), now));
+    }
+
+    /// Throws out until `bytes` more would fit, as far as there is something to throw out.
+    pub fn make_room(&self, bytes: u64) {
+        if let Some(mut guard) = try_briefly(&self.state) {
+            guard.shrink(self.budget.saturating_sub(bytes));
+        }
+    }
+
+    /// Bytes kept now.
+    pub fn used(&self) -> u64 {
+        try_briefly(&self.state).map_or(0, |guard| guard.used)
+    }
+}
+
+impl State {
+    fn shrink(&mut self, to: u64) {
+        while self.used > to
+            && let Some((_, number)) = self.by_age.pop_first()
+        {
+            if let Some((block, _)) = self.blocks.remove(&number) {
+                self.used -= block.len() as u64;
+            }
+        }
+    }
+}
+
+/// The lock, if it can be had within a few milliseconds; nobody holds one of ours for longer, but a fork may have made
+/// the holder disappear.
+pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    for attempt in 0..100 {
+        match mutex.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(std::sync::TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) if attempt < 20 => std::hint::spin_loop(),
+            Err(std::sync::TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(50)),
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn what_is_larger_than_the_budget_is_not_kept() {
+        let cache = Cache::new(10);
+        cache.put(1, &Arc::new(vec![0; 11]));
+        assert!(cache.get(1).is_none());
+        assert_eq!(cache.used(), 0);
+    }
+
+    proptest! {
+        /// Against a list in order of use.
+        #[test]
+        fn the_least_recently_used_goes_first(budget in 1u64..40, steps in prop::collection::vec((0u64..8, any::<bool>()), 0..200)) {
+            let cache = Cache::new(budget);
+            let mut oracle: Vec<(u64, u64)> = vec![];
+            for (number, put) in steps {
+                let size = number * 3;
+                let at = oracle.iter().position(|(n, _)| *n == number);
+                if put {
+                    cache.put(number, &Arc::new(vec![0; size as usize]));
+                    if at.is_none() && size <= budget {
+                        while oracle.iter().map(|(_, s)| s).sum::<u64>() + size > budget {
+                            oracle.remove(0);
+                        }
+                        oracle.push((number, size));
+                    }
+                } else {
+                    prop_assert_eq!(cache.get(number).is_some(), at.is_some());
+                    if let Some(at) = at {
+                        let entry = oracle.remove(at);
+                        oracle.push(entry);
+                    }
+                }
+                prop_assert_eq!(cache.used(), oracle.iter().map(|(_, s)| s).sum::<u64>());
+            }
+        }
+    }
+}

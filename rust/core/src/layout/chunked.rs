@@ -1,0 +1,140 @@
+//! Addresses in chunked 4-D arrays `(examples, groups, tokens, width)`: Zarr activation stores.
+//!
+//! A dataset is one or more *members* (the stores of a run), example after example; a member is one or two *parts*, arrays
+//! whose tokens follow each other (HalluLens keeps a prompt's and a response's apart). How many tokens of a part exist is
+//! told per example, or is the array's whole length.
+
+use super::{Address, Layout, Run, check_example, check_group, check_token};
+use crate::bytes::chunks::Grid;
+use crate::error::{Error, Kind, Result};
+
+/// Tokens of one part.
+#[derive(Debug)]
+pub enum Lengths {
+    /// As many for every example.
+    Same(u64),
+    /// Per example.
+    Each(Vec<u32>),
+}
+
+impl Lengths {
+    #[inline]
+    fn get(&self, example: u64) -> u64 {
+        match self {
+            Lengths::Same(n) => *n,
+            Lengths::Each(n) => u64::from(n[example as usize]),
+        }
+    }
+}
+
+/// A member's arrays.
+#[derive(Debug)]
+pub struct Member {
+    /// Examples it holds.
+    pub examples: u64,
+    /// Its arrays, in token order.
+    pub parts: Vec<Grid>,
+}
+
+/// The layout.
+#[derive(Debug)]
+pub struct Chunked {
+    groups: usize,
+    examples: u64,
+    /// Each with the number of its first example.
+    members: Vec<(u64, Member)>,
+    /// One per part; every member has as many parts.
+    lengths: Vec<Lengths>,
+}
+
+impl Chunked {
+    /// Every member must have as many parts as there are lengths, every list of lengths an entry per example; that no length
+    /// is above its array's is the caller's to see to, and costs only fill values if it is not.
+    pub fn new(groups: usize, members: Vec<Member>, lengths: Vec<Lengths>) -> Result<Chunked> {
+        let mut examples = 0u64;
+        let mut placed = Vec::with_capacity(members.len());
+        for member in members {
+            let first = examples;
+            if member.parts.len() != lengths.len() {
+                return Err(Error::new(Kind::Internal, "a member with another number of parts"));
+            }
+            examples = examples
+                .checked_add(member.examples)
+                .filter(|n| *n < 1 << 48)
+                .ok_or_else(|| Error::new(Kind::Format, "more than 2^48 examples"))?;
+            placed.push((first, member));
+        }
+        for each in &lengths {
+            if matches!(each, Lengths::Each(n) if n.len() as u64 != examples) {
+                return Err(Error::new(Kind::Internal, "lengths of another number of examples"));
+            }
+        }
+        Ok(Chunked { groups, examples, members: placed, lengths })
+    }
+
+    /// The member that holds an example, and the example's number in it.
+    #[inline]
+    fn member(&self, example: u64) -> (&Member, u64) {
+        let at = if self.members.len() == 1 {
+            0
+        } else {
+            // Members without examples share their first number with the next: the last of those is the one.
+            self.members.partition_point(|(first, _)| *first <= example) - 1
+        };
+        let (first, member) = &self.members[at];
+        (member, example - first)
+    }
+}
+
+impl Layout for Chunked {
+    fn groups(&self) -> usize {
+        self.groups
+    }
+
+    fn examples(&self) -> u64 {
+        self.examples
+    }
+
+    fn tokens(&self, _group: usize, example: u64) -> u64 {
+        self.lengths.iter().map(|l| l.get(example)).sum()
+    }
+
+    #[inline]
+    fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address> {
+        check_group(group, self.groups)?;
+        let example = check_example(example, self.examples)?;
+        let mut token = check_token(token, self.tokens(group, example), example)?;
+        let (member, local) = self.member(example);
+        for (grid, lengths) in member.parts.iter().zip(&self.lengths) {
+            let here = lengths.get(example);
+            if token < here {
+                let (file, row) = grid.locate(local, group as u64, token);
+                return Ok(Address { file, row });
+            }
+            token -= here;
+        }
+        Err(Error::new(Kind::Internal, "a token in no part"))
+    }
+
+    #[inline]
+    fn last(&self, group: usize, example: i64) -> Result<Address> {
+        self.locate(group, example, -1)
+    }
+
+    fn runs(&self, group: usize, example: i64, each: &mut dyn FnMut(Run)) -> Result<()> {
+        check_group(group, self.groups)?;
+        let example = check_example(example, self.examples)?;
+        let (member, local) = self.member(example);
+        for (grid, lengths) in member.parts.iter().zip(&self.lengths) {
+            let (tokens, per_chunk) = (lengths.get(example), grid.tokens_per_chunk());
+            let mut token = 0;
+            while token < tokens {
+                let (file, row) = grid.locate(local, group as u64, token);
+                let rows = per_chunk.min(tokens - token);
+                each(Run { at: Address { file, row }, rows });
+                token += rows;
+            }
+        }
+        Ok(())
+    }
+}
