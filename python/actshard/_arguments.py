@@ -6,14 +6,16 @@ calls these functions, by name, for all others.
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard import _native
-from actshard.errors import ArgumentError, DtypeError, OutOfRangeError
+from actshard.errors import ArgumentError, DtypeError, OutOfRangeError, UnsupportedError
 
 NUMPY_BY_NAME: dict[str, np.dtype[Any]] = {}
 """numpy (or ml_dtypes) type of each safetensors name that has one."""
@@ -49,6 +51,34 @@ def dtype(asked: DTypeLike) -> tuple[np.dtype[Any], str]:
     if name is None or not found.isnative:
         raise DtypeError(f"rows cannot be given as {found}: ask for float16, bfloat16, float32 or float64")
     return found, name
+
+
+def name_of(stored: np.dtype[Any], path: Path | None = None) -> str:
+    """The safetensors name of a stored type."""
+    name = _NAME_BY_NUMPY.get(stored)
+    if name is None:
+        raise UnsupportedError(f"elements of {stored} are not read", path=path)
+    return name
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for suffix, base in (("B", 1000), ("iB", 1024), ("", 1024))
+}
+
+
+def size(value: int | str, what: str) -> int:
+    """A number of bytes, given as one or in words: ``"512MiB"``, ``"4GB"``."""
+    words = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    if words is not None:
+        unit = next((n for name, n in _UNITS.items() if name.lower() == words[2].lower()), None)
+        found = None if unit is None else int(float(words[1]) * unit)
+    else:
+        found = int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
+    if found is None or not 0 <= found < 1 << 62:
+        raise ArgumentError(f'{what}: expected a number of bytes or a size such as "512MiB", found {value!r}')
+    return found
 
 
 def _integers(values: Any, what: str) -> NDArray[np.int64]:

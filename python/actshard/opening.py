@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from actshard import _native, formats
+from actshard import _arguments, _native, formats
 from actshard.errors import (
     ActshardError,
     ActshardWarning,
@@ -16,7 +16,7 @@ from actshard.errors import (
     UnknownFormatError,
     from_os,
 )
-from actshard.formats._contents import Contents, Evidence
+from actshard.formats._contents import Contents, Evidence, Options
 from actshard.store import Store
 
 _DEPTH = 6
@@ -25,7 +25,14 @@ _LOOK_AT_MOST = 2_000
 """Folders looked into at most, so that a mistyped "/" answers at once."""
 
 
-def open(path: str | os.PathLike[str], format: str | None = None, io: str = "auto") -> Store:
+def open(
+    path: str | os.PathLike[str],
+    format: str | None = None,
+    io: str = "auto",
+    *,
+    decoded_memory: int | str = "1GiB",
+    checksums: bool = True,
+) -> Store:
     """Opens a dataset.
 
     Args:
@@ -34,6 +41,10 @@ def open(path: str | os.PathLike[str], format: str | None = None, io: str = "aut
         io: ``"mmap"`` maps files: fastest, and gives views. ``"pread"`` never maps: for file systems where faults are slow,
             and where files may be truncated while they are read. ``"auto"`` is ``"pread"`` on network file systems and
             ``"mmap"`` elsewhere.
+        decoded_memory: how much may be kept of what had to be decoded (compressed Zarr chunks, ``.pkl.gz`` shards), in bytes or
+            as ``"4GiB"``. One shard is decoded whole even if it is larger.
+        checksums: whether files are held against the checksums that the dataset lists (pickle shards), each when it is first
+            read.
 
     Returns:
         An open :class:`~actshard.Store`. What its reader should know about the dataset is in ``store.warnings`` and is
@@ -45,13 +56,15 @@ def open(path: str | os.PathLike[str], format: str | None = None, io: str = "aut
             found, and which datasets lie below the path.
         FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is broken, too new, or cannot be read.
     """
-    store = open_quietly(path, format, io)
+    store = open_quietly(path, format, io, decoded_memory, checksums)
     for warning in store.warnings:
         warnings.warn(f"{store.path}: {warning}", ActshardWarning, stacklevel=2)
     return store
 
 
-def open_quietly(path: str | os.PathLike[str], format: str | None, io: str) -> Store:
+def open_quietly(
+    path: str | os.PathLike[str], format: str | None, io: str, decoded_memory: int | str, checksums: bool
+) -> Store:
     """Opens without warnings: workers reopen what their parent has been warned of."""
     if io not in ("auto", "mmap", "pread"):
         raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
@@ -60,15 +73,16 @@ def open_quietly(path: str | os.PathLike[str], format: str | None, io: str) -> S
     if name not in formats.names():
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else ("pread" if _native.is_network(root) else "mmap")
+    options = Options(mode, _arguments.size(decoded_memory, "decoded_memory"), bool(checksums))
     try:
-        contents: Contents = formats.load(name).open(root, mode)
+        contents: Contents = formats.load(name).open(root, options)
     except ActshardError as error:
         if error.path is None:  # from the core, which knows numbers and not whose they are
             error.path = root
         raise
     except OSError as error:  # a folder that may not be looked into
         raise from_os(error, error.filename or root, "look at") from error
-    return Store(contents, io=io, mode=mode)
+    return Store(contents, io=mode, asked=(io, decoded_memory, checksums))
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:

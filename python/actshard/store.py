@@ -32,22 +32,20 @@ class Store:
     and options. Reading releases the GIL.
 
     Attributes:
-        format: ``"saev"`` or ``"lmprobe"``.
+        format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
         path: what was opened.
         layers: layer *names*, in stored order. Negative numbers are names too.
         d_model: elements per row; 0 for a dataset without hidden states.
         dtype: the numpy type of a row as stored; bfloat16 is ``ml_dtypes.bfloat16``.
         num_examples: number of examples; also ``len(store)``.
-        token_counts: ``(num_examples,)`` int64, read-only: tokens stored per example. 1 where only one vector per example is
-            stored, 0 where none is.
         metadata: the dataset's metadata, as the format holds it.
         warnings: what a reader should know about this dataset.
         io: how rows are read: ``"mmap"`` or ``"pread"``.
     """
 
-    def __init__(self, contents: Contents, *, io: str, mode: str) -> None:
+    def __init__(self, contents: Contents, *, io: str, asked: tuple[str, int | str, bool]) -> None:
         self._contents = contents
-        self._asked_io = io
+        self._asked = asked
         self._groups = {layer: i for i, layer in enumerate(contents.layers)}
         self._rows: Rows | _Without = contents.rows if contents.rows is not None else _Without(contents)
         self._table: pa.Table | None = None
@@ -57,16 +55,44 @@ class Store:
         self.path: Path = contents.path
         self.layers = contents.layers
         self.d_model = contents.d_model
-        self.token_counts = contents.token_counts
-        self.num_examples = len(contents.token_counts)
+        self._token_counts: NDArray[np.int64] | None = None
+        self.num_examples = contents.num_examples
         self.metadata = contents.metadata
         self.warnings = contents.warnings
-        self.io = mode
+        self.io = io
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The numpy type of a row as stored, whatever the metadata claim."""
         return self._dtype
+
+    @property
+    def token_counts(self) -> NDArray[np.int64]:
+        """``(num_examples,)`` int64, read-only: tokens stored per example.
+
+        1 where only one vector per example is stored, 0 where none is. Counted when first asked for, then kept: pickle shards
+        say how long their samples are nowhere but inside, so that every shard is looked into once.
+        """
+        if self._token_counts is None:
+            counts = self._contents.token_counts()
+            counts.flags.writeable = False
+            self._token_counts = counts
+        return self._token_counts
+
+    def tokens_of(self, examples: ArrayLike) -> NDArray[np.int64]:
+        """Tokens stored for some examples: ``token_counts[examples]`` without counting the others.
+
+        Raises:
+            OutOfRangeError: no such example.
+        """
+        wanted, shape = _arguments.index(examples, "examples")
+        if self._token_counts is None and self.layers:
+            return self._rows.tokens_of(0, wanted).reshape(shape)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
+            raise OutOfRangeError(
+                f"an example is out of range: the dataset has {self.num_examples} examples", path=self.path
+            )
+        return self.token_counts[wanted].reshape(shape)
 
     def __len__(self) -> int:
         return self.num_examples
@@ -78,7 +104,7 @@ class Store:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_reopen, (self.path, self.format, self._asked_io))
+        return (_reopen, (self.path, self.format, *self._asked))
 
     def __enter__(self) -> Store:
         return self
@@ -159,26 +185,44 @@ class Store:
         rows: NDArray[Any] = self._rows.gather(self._group(layer), examples, None, out, dtype)
         return rows
 
-    def sequence(self, example: int, layer: int) -> NDArray[Any]:
+    def sequence(
+        self, example: int, layer: int, *, out: Any = None, dtype: DTypeLike | None = None
+    ) -> NDArray[Any]:
         """All stored tokens of one example.
 
+        Args:
+            example: an integer, 0 to ``num_examples - 1``.
+            layer: a name from :attr:`layers`.
+            out: as in :meth:`gather`.
+            dtype: as in :meth:`gather`.
+
         Returns:
-            ``(T, d_model)`` of the stored type. A read-only view wherever the rows lie together in one mapped file: no byte is
-            copied until it is looked at, and the view keeps the file mapped after the store is gone. A copy otherwise.
+            ``(T, d_model)``. A read-only view wherever the rows lie together in one mapped file, and neither ``out`` nor another
+            ``dtype`` was asked for: no byte is copied until it is looked at, and the view keeps the file mapped after the store
+            is gone. A copy otherwise.
 
         Raises:
             As :meth:`gather`.
         """
         group = self._group(layer)
         one = self._example(example)
-        view = self._rows.view(group, one)
-        if view is not None:
-            return view
-        copy: NDArray[Any] = self._rows.gather_whole(group, np.array([one], np.int64), None, None)
+        if out is None and dtype is None:
+            view = self._rows.view(group, one)
+            if view is not None:
+                return view
+        copy: NDArray[Any] = self._rows.gather_whole(group, np.array([one], np.int64), out, dtype)
         return copy
 
-    def sequences(self, examples: ArrayLike, layer: int, *, dtype: DTypeLike | None = None) -> list[NDArray[Any]]:
+    def sequences(
+        self, examples: ArrayLike, layer: int | Sequence[int], *, dtype: DTypeLike | None = None
+    ) -> list[NDArray[Any]]:
         """All stored tokens of many examples, read in parallel.
+
+        Args:
+            examples: integers, 0 to ``num_examples - 1``.
+            layer: a name from :attr:`layers`, or one for each example: ``sequences([4, 4, 9], [0, 7, 7])`` reads two layers of
+                example 4 and one of example 9.
+            dtype: as in :meth:`gather`.
 
         Returns:
             A list of ``(T_i, d_model)`` arrays, copies. Neighbours in the list share blocks of memory of about 32 MiB; copy an
@@ -187,8 +231,8 @@ class Store:
         Raises:
             As :meth:`gather`.
         """
-        group = self._group(layer)
         wanted, shape = _arguments.index(examples, "examples")
+        group = self._groups_of(layer, wanted.size)
         if len(shape) != 1:
             raise ArgumentError(f"examples: expected one dimension, found {len(shape)}")
         if wanted.size == 0:
@@ -199,16 +243,25 @@ class Store:
                 f"example {bad} is out of range: the dataset has {self.num_examples} examples", path=self.path
             )
         itemsize = self.dtype.itemsize if dtype is None else _arguments.dtype(dtype)[0].itemsize
-        ends = np.cumsum(self.token_counts[wanted])
+        ends = np.cumsum(self._rows.tokens_of(group, wanted))
         slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
         starts = [0, *(np.flatnonzero(np.diff(slab)) + 1).tolist(), wanted.size]
         found: list[NDArray[Any]] = []
         for first, last in itertools.pairwise(starts):
-            block = self._rows.gather_whole(group, wanted[first:last], None, dtype)
+            groups = group[first:last] if isinstance(group, np.ndarray) else group
+            block = self._rows.gather_whole(groups, wanted[first:last], None, dtype)
             before = int(ends[first - 1]) if first else 0
             stops = (ends[first:last] - before).tolist()
             found.extend(block[a:b] for a, b in zip([0, *stops], stops, strict=False))
         return found
+
+    def _groups_of(self, layer: int | Sequence[int], n: int) -> int | NDArray[np.int64]:
+        if isinstance(layer, int | np.integer) or not np.iterable(layer):
+            return self._group(int(layer) if isinstance(layer, np.integer) else layer)
+        groups = np.array([self._group(int(x) if isinstance(x, np.integer) else x) for x in layer], np.int64)
+        if groups.size != n:
+            raise ArgumentError(f"layer: expected one layer, or one for each of {n} examples, found {groups.size}")
+        return groups
 
     def _example(self, example: int) -> int:
         flat, shape = _arguments.index(example, "example")
@@ -306,14 +359,18 @@ class Store:
                 present += 1
             except OSError:
                 missing += 1
-        counts = self.token_counts
+        counts = self.token_counts if self._contents.counts_are_cheap or self._token_counts is not None else None
         return {
             "format": self.format,
             "path": str(self.path),
             "model": self._contents.model,
             "examples": self.num_examples,
-            "tokens": int(counts.sum()),
-            "tokens_per_example": [int(counts.min()), int(counts.max())] if len(counts) else [0, 0],
+            "tokens": None if counts is None else int(counts.sum()),
+            "tokens_per_example": None
+            if counts is None
+            else [int(counts.min()), int(counts.max())]
+            if len(counts)
+            else [0, 0],
             "layers": list(self.layers),
             "d_model": self.d_model,
             "dtype": str(self.dtype),
@@ -337,7 +394,7 @@ class _Without:
     def gather(self, *_: Any) -> NoReturn:
         raise NotStoredError("holds no hidden states", path=self._path)
 
-    view = gather_whole = gather
+    view = gather_whole = tokens_of = gather
 
 
 class _Closed(_Without):
@@ -349,13 +406,13 @@ class _Closed(_Without):
     def gather(self, *_: Any) -> NoReturn:
         raise ClosedError("the store was closed", path=self._path)
 
-    view = gather_whole = gather
+    view = gather_whole = tokens_of = gather
 
 
-def _reopen(path: Path, format: str, io: str) -> Store:
+def _reopen(path: Path, format: str, io: str, decoded_memory: int | str, checksums: bool) -> Store:
     from actshard.opening import open_quietly
 
-    return open_quietly(path, format, io)
+    return open_quietly(path, format, io, decoded_memory, checksums)
 
 
 def _short(layers: Sequence[int], at_most: int = 12) -> str:

@@ -20,7 +20,7 @@ def rows(store: Store, n: int) -> list[dict[str, Any]]:
     n = min(n, store.num_examples)
     columns = [name for name in store.info()["columns"] if name in _SHOWN]
     table = store.read_columns(columns).slice(0, n).to_pydict() if columns else {}
-    counts = store.token_counts[:n]
+    counts = store.tokens_of(range(min(n, len(store))))
     made: list[dict[str, Any]] = [
         {"example": i, **{name: table[name][i] for name in columns}, "tokens": int(counts[i])} for i in range(n)
     ]

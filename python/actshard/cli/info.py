@@ -14,8 +14,11 @@ from actshard.store import Store
 def show(store: Store) -> None:
     """Prints what a dataset is."""
     about = store.info()
-    low, high = about["tokens_per_example"]
-    each = f"{low} each" if low == high else f"{low} to {high} each"
+    if about["tokens"] is None:
+        tokens = "[dim]not counted: every shard would have to be decoded[/]"
+    else:
+        low, high = about["tokens_per_example"]
+        tokens = f"{about['tokens']:,} ({low} each)" if low == high else f"{about['tokens']:,} ({low} to {high} each)"
     dtype = f"{about['dtype']} ({size(store.d_model * store.dtype.itemsize)} per row)"
     shards = f"{about['shards']:,}"
     if about["missing_shards"]:
@@ -25,7 +28,7 @@ def show(store: Store) -> None:
         ("path", escape(about["path"])),
         ("model", escape(str(about["model"])) if about["model"] else "[dim]not recorded[/]"),
         ("examples", f"{about['examples']:,}"),
-        ("tokens", f"{about['tokens']:,} ({each})"),
+        ("tokens", tokens),
         ("layers", ", ".join(map(str, store.layers)) or "[dim]none: no hidden states[/]"),
         ("d_model", f"{store.d_model:,}"),
         ("dtype", dtype),

@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Options:
+    """How a dataset is read: what its user asked for, resolved."""
+
+    io: str
+    """``"mmap"`` or ``"pread"``."""
+    decoded_memory: int = 1 << 30
+    """Bytes that may be kept of what had to be decoded."""
+    checksums: bool = True
+    """Whether files are held against the checksums that the dataset lists."""
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Whether a path looks like a format, and why: both sides are shown to a user whose path nobody recognises."""
 
@@ -51,7 +63,9 @@ class Contents:
     layers: tuple[int, ...]
     d_model: int
     dtype: np.dtype[Any]
-    token_counts: NDArray[np.int64]
+    num_examples: int
+    token_counts: Callable[[], NDArray[np.int64]]
+    """Tokens stored per example; asked once, when first needed."""
     rows: Rows | None
     """Addressed by (position in ``layers``, example, token); None for a dataset without hidden states."""
     column_names: tuple[str, ...]
@@ -65,6 +79,8 @@ class Contents:
     extras: tuple[str, ...] = ()
     """What is stored beside hidden states, in words: patch labels, logits, router tensors."""
     warnings: tuple[str, ...] = ()
+    counts_are_cheap: bool = True
+    """Whether ``token_counts`` can be had without reading the whole dataset."""
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None
     logits: Callable[[], Logits | None] = lambda: None
     router: Callable[[], Router | None] = lambda: None

@@ -39,7 +39,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats._contents import Contents, Evidence, Logits, Router
+from actshard.formats._contents import Contents, Evidence, Logits, Options, Router
 from actshard.formats._json import Fields, parse_json, show
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ def detect(path: Path) -> Evidence:
     return Evidence(True, looked_for, f"{parts[0].name} with lmprobe keys")
 
 
-def open(path: Path, io: str) -> Contents:
+def open(path: Path, options: Options) -> Contents:
     """Reads the index's schema metadata and addressing columns, and one safetensors header."""
-    return _Dataset(path, io).contents()
+    return _Dataset(path, options.io).contents()
 
 
 def _find_parts(path: Path) -> tuple[Path, list[Path]]:
@@ -299,7 +299,8 @@ class _Dataset:
             layers=layers,
             d_model=d_model,
             dtype=dtype,
-            token_counts=counts,
+            num_examples=len(counts),
+            token_counts=lambda: counts,
             rows=rows,
             column_names=tuple(name for name in self.names if name not in TOKEN_LISTS),
             columns=self.columns,

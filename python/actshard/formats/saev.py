@@ -38,7 +38,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats._contents import Contents, Evidence
+from actshard.formats._contents import Contents, Evidence, Options
 from actshard.formats._json import Fields, read_json, show
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def detect(path: Path) -> Evidence:
     return Evidence(True, looked_for, "a metadata.json with saev's fields")
 
 
-def open(path: Path, io: str) -> Contents:
+def open(path: Path, options: Options) -> Contents:
     """Reads metadata.json and shards.json and checks every shard's size."""
     fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
     warnings: list[str] = []
@@ -121,7 +121,7 @@ def open(path: Path, io: str) -> Contents:
         width=d_model,
         dtype="F32",
         descr=np.dtype(np.float32),
-        io=io,
+        io=options.io,
     )
     model = "/".join(fields.text(*names) for names in (FAMILY, CHECKPOINT) if fields.has(*names))
     provenance = {
@@ -136,7 +136,8 @@ def open(path: Path, io: str) -> Contents:
         layers=layers,
         d_model=d_model,
         dtype=np.dtype(np.float32),
-        token_counts=np.broadcast_to(np.int64(tokens), (n,)),
+        num_examples=n,
+        token_counts=lambda: np.broadcast_to(np.int64(tokens), (n,)),
         rows=rows,
         column_names=("example_idx",),
         columns=lambda names: _columns(path, n, names),
@@ -145,7 +146,7 @@ def open(path: Path, io: str) -> Contents:
         provenance=provenance,
         extras=("patch labels",) if labels.is_file() else (),
         warnings=tuple(warnings),
-        labels=lambda: _labels(labels, n, content, io),
+        labels=lambda: _labels(labels, n, content, options.io),
     )
 
 

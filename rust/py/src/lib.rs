@@ -13,12 +13,12 @@ mod rows;
 use std::path::PathBuf;
 
 use actshard_core::Kind;
-use actshard_core::bytes::pread;
+use actshard_core::bytes::{codecs, pread};
 use actshard_core::dtype::DType;
 use actshard_core::par::pool;
 use actshard_core::parse::safetensors;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict, PyList};
 
 /// `[(name, dtype, shape, begin, end)]` sorted by offset, the `__metadata__` pairs, and the offset of the data.
 type HeaderTuple = (Vec<(String, &'static str, Vec<u64>, u64, u64)>, Vec<(String, String)>, u64);
@@ -38,6 +38,15 @@ fn safetensors_header(py: Python<'_>, path: PathBuf) -> PyResult<HeaderTuple> {
 #[pyfunction]
 fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
     detach::detached(py, |_| safetensors::parse_bytes(data).map(header_tuple))
+}
+
+/// A whole small array of a Zarr store: the bytes of its elements, or a list of strings' bytes.
+#[pyfunction]
+fn read_zarr(py: Python<'_>, store: PathBuf, node: String, most: u64) -> PyResult<Bound<'_, PyAny>> {
+    Ok(match detach::detached(py, |_| codecs::read_whole(&store, &node, most))? {
+        codecs::Whole::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
+        codecs::Whole::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
+    })
 }
 
 /// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.
@@ -88,6 +97,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<rows::Addresses>()?;
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
+    m.add_function(wrap_pyfunction!(read_zarr, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(error_kinds, m)?)?;
     m.add_function(wrap_pyfunction!(header_reasons, m)?)?;

@@ -3,8 +3,11 @@
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use actshard_core::bytes::{FileTable, Io, RowFile, RowsIn};
+use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
+use actshard_core::bytes::codecs::CodedArray;
+use actshard_core::bytes::{FileTable, Files, Io, RowFile, RowsIn, View};
 use actshard_core::dtype::{Cast, DType};
+use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::{Table, TableBuilder};
 use actshard_core::layout::{Address, Layout, check_example};
@@ -80,28 +83,35 @@ impl Addresses {
     }
 }
 
-/// Which layout a dataset has. An enum and not a trait object: the gather is compiled for each.
+/// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
 enum Where {
-    Strided(Strided),
-    Table(Table),
+    Strided(FileTable, Strided),
+    Table(FileTable, Table),
+    Chunked(ChunkFiles, Chunked),
 }
 
 /// The rows of a dataset: its files, where rows lie in them, and their type.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Rows {
-    files: FileTable,
-    layout: Where,
+    rows: Where,
+    io: Io,
     descr: Py<PyArrayDescr>,
 }
 
 macro_rules! with_layout {
     ($self:expr, $layout:ident => $body:expr) => {
-        match &$self.layout {
-            Where::Strided($layout) => $body,
-            Where::Table($layout) => $body,
+        match &$self.rows {
+            Where::Strided(_, $layout) => $body,
+            Where::Table(_, $layout) => $body,
+            Where::Chunked(_, $layout) => $body,
         }
     };
 }
+
+/// An array of chunks, as [`Rows::chunked`] is told of it: folder, metadata file, prefix and separator of names, shape,
+/// chunk shape, the fill element, whether bytes are swapped, and for what zarrs decodes: store, node, whether chunks are inside shards.
+type ChunkArrayTuple =
+    (PathBuf, PathBuf, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<(PathBuf, String, bool)>);
 
 /// An index argument.
 enum Index<'py> {
@@ -138,6 +148,23 @@ impl Index<'_> {
             Index::One(_) | Index::All => None,
         }
     }
+}
+
+/// One group for all, or one for each of `n` examples.
+fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyResult<Index<'py>> {
+    Index::quick(groups)
+        .filter(|g| g.len().is_none_or(|len| len == n))
+        .ok_or_else(|| errors::raise(py, &Error::new(Kind::Internal, "groups that are not one per example")))
+}
+
+fn count_tokens(layout: &impl Layout, groups: &Index<'_>, examples: &[i64]) -> actshard_core::Result<Vec<i64>> {
+    let groups = groups.ints().map_err(|_| Error::new(Kind::Internal, "groups that are no integers"))?;
+    let each = examples.iter().enumerate().map(|(i, &e)| {
+        let group = usize::try_from(groups.get(i)).ok().filter(|g| *g < layout.groups());
+        let group = group.ok_or_else(|| Error::new(Kind::Internal, "a group that is not there"))?;
+        Ok(layout.tokens(group, check_example(e, layout.examples())?) as i64)
+    });
+    each.collect()
 }
 
 /// A function of `actshard._arguments`, which knows the slow ways to say the same.
@@ -194,7 +221,9 @@ impl Rows {
         let files = files.into_iter().map(|(path, rows)| RowFile { path, rows: RowsIn::Raw(rows) }).collect();
         let layout =
             Strided::new(num_examples, examples_per_file, num_groups, num_tokens).map_err(|e| errors::raise(py, &e))?;
-        Rows::new(py, files, Where::Strided(layout), width, dtype, descr, io)
+        let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
+        let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
+        Rows::new(py, Where::Strided(files, layout), io, descr)
     }
 
     /// Rows at listed places: `files[g * shards + s]` holds group g's shard s as the 2-D tensor of that key.
@@ -214,13 +243,71 @@ impl Rows {
         let files = files.into_iter().map(|(path, key)| RowFile { path, rows: RowsIn::Tensor(key) }).collect();
         let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
         let table = builder.ok_or_else(used).and_then(|b| b.finish(num_groups)).map_err(|e| errors::raise(py, &e))?;
-        Rows::new(py, files, Where::Table(table), width, dtype, descr, io)
+        let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
+        let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
+        Rows::new(py, Where::Table(files, table), io, descr)
+    }
+
+    /// Rows of chunked arrays: `members` are (examples, arrays by number, in token order), `lengths` one per array of a
+    /// member: how many of its tokens exist, for all examples or for each.
+    #[staticmethod]
+    #[pyo3(signature = (arrays, members, lengths, *, num_groups, width, dtype, decoded_memory, descr, io))]
+    #[allow(clippy::too_many_arguments)]
+    fn chunked(
+        py: Python<'_>,
+        arrays: Vec<ChunkArrayTuple>,
+        members: Vec<(u64, Vec<usize>)>,
+        lengths: Vec<Bound<'_, PyAny>>,
+        num_groups: usize,
+        width: u64,
+        dtype: &str,
+        decoded_memory: u64,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
+        let arrays = arrays
+            .into_iter()
+            .map(|(folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded)| ChunkArray {
+                naming: Naming { folder, metadata, prefix, separator },
+                shape,
+                chunk,
+                fill,
+                content: match coded {
+                    None => Content::Plain { swapped },
+                    Some((store, node, inner)) => Content::Coded(CodedArray::new(store, node, inner)),
+                },
+            })
+            .collect();
+        let files = ChunkFiles::new(arrays, width, dtype, decoded_memory, io)
+            .map_err(|e| errors::raise(py, &e))?;
+        let grids = files.grids();
+        let unknown = || errors::raise(py, &Error::new(Kind::Internal, "a member of unknown arrays"));
+        let members = members
+            .into_iter()
+            .map(|(examples, parts)| {
+                let parts = parts.into_iter().map(|p| grids.get(p).copied().ok_or_else(unknown)).collect::<PyResult<_>>()?;
+                Ok(Member { examples, parts })
+            })
+            .collect::<PyResult<_>>()?;
+        let lengths = lengths
+            .iter()
+            .map(|each| match each.extract::<u64>() {
+                Ok(same) => Ok(Lengths::Same(same)),
+                Err(_) => {
+                    let each: PyReadonlyArray1<'_, u32> = each.extract()?;
+                    Ok(Lengths::Each(each.as_slice()?.to_vec()))
+                }
+            })
+            .collect::<PyResult<_>>()?;
+        let layout = Chunked::new(num_groups, members, lengths).map_err(|e| errors::raise(py, &e))?;
+        Rows::new(py, Where::Chunked(files, layout), io, descr)
     }
 
     /// How rows are read: "mmap" or "pread".
     #[getter]
     fn io(&self) -> &'static str {
-        match self.files.io() {
+        match self.io {
             Io::Mmap => "mmap",
             Io::Pread => "pread",
         }
@@ -229,16 +316,28 @@ impl Rows {
     /// Tokens stored per example, int64; for a strided layout every example has as many.
     fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let counts = detach::detached(py, |_| {
-            Ok(with_layout!(self, l => (0..l.examples()).map(|e| l.tokens(e) as i64).collect::<Vec<i64>>()))
+            Ok(with_layout!(self, l => (0..l.examples()).map(|e| l.tokens(0, e) as i64).collect::<Vec<i64>>()))
         })?;
+        Ok(PyArray1::from_vec(py, counts))
+    }
+
+    /// Tokens stored for each of these examples, in one group or one group each.
+    fn tokens_of<'py>(
+        &self,
+        py: Python<'py>,
+        groups: &Bound<'py, PyAny>,
+        examples: PyReadonlyArray1<'py, i64>,
+    ) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        let (groups, ids) = (groups_of(py, groups, examples.as_slice()?.len())?, examples.as_slice()?);
+        let counts = with_layout!(self, l => count_tokens(l, &groups, ids)).map_err(|e| errors::raise(py, &e))?;
         Ok(PyArray1::from_vec(py, counts))
     }
 
     /// Bytes that the address table holds in memory.
     fn table_bytes(&self) -> usize {
-        match &self.layout {
-            Where::Strided(_) => 0,
-            Where::Table(table) => table.bytes(),
+        match &self.rows {
+            Where::Table(_, table) => table.bytes(),
+            Where::Strided(..) | Where::Chunked(..) => 0,
         }
     }
 
@@ -292,37 +391,37 @@ impl Rows {
             },
         };
         let items = dims.iter().product();
-        dims.push(self.files.width());
+        dims.push(self.files().row().width);
         let pick = match &t {
             None => Pick::Last { examples: e.ints()? },
             Some(t) => Pick::Tokens { examples: e.ints()?, tokens: t.ints()? },
         };
-        self.fill(py, group, pick, items, &dims, out, dtype)
+        self.fill(py, Ints::One(group as i64), pick, items, &dims, out, dtype)
     }
 
-    /// Every token of each example, example after example.
-    #[pyo3(signature = (group, examples, out, dtype))]
+    /// Every token of each example, example after example, from one group or from one per example.
+    #[pyo3(signature = (groups, examples, out, dtype))]
     fn gather_whole<'py>(
         &self,
         py: Python<'py>,
-        group: usize,
+        groups: &Bound<'py, PyAny>,
         examples: PyReadonlyArray1<'py, i64>,
         out: Option<&Bound<'py, PyAny>>,
         dtype: Option<&Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let ids = examples.as_slice()?;
-        let rows = with_layout!(self, l => ids.iter().try_fold(0usize, |n, &e| {
-            let e = check_example(e, l.examples())?;
-            usize::try_from(l.tokens(e)).ok().and_then(|t| n.checked_add(t)).ok_or_else(|| Error::new(Kind::Argument, "too many rows"))
-        }))
-        .map_err(|e| errors::raise(py, &e))?;
+        let groups = groups_of(py, groups, ids.len())?;
+        let counts = with_layout!(self, l => count_tokens(l, &groups, ids)).map_err(|e| errors::raise(py, &e))?;
+        let rows = counts.iter().try_fold(0usize, |n, &t| n.checked_add(usize::try_from(t).ok()?)).ok_or_else(|| {
+            errors::raise(py, &Error::new(Kind::Argument, "more rows than this machine can address"))
+        })?;
         let pick = Pick::Whole { examples: Ints::Each(ids) };
-        self.fill(py, group, pick, ids.len(), &[rows, self.files.width()], out, dtype)
+        self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.files().row().width], out, dtype)
     }
 
     /// An example's rows in place, read-only, or None where they do not lie together in one mapped file.
     fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
-        if self.files.io() == Io::Pread {
+        if self.io == Io::Pread {
             return Ok(None);
         }
         let found = detach::detached(py, |_| {
@@ -335,43 +434,48 @@ impl Rows {
             }))?;
             match whole {
                 Some((at, rows)) if !apart => {
-                    self.files.view(at.file as usize, at.row, rows).map(|v| v.map(|v| (v, rows)))
+                    let view = match &self.rows {
+                        Where::Strided(files, _) | Where::Table(files, _) => {
+                            View::of(files.get(at.file)?, at.row, rows, files.row().bytes)
+                        }
+                        Where::Chunked(files, _) => files.view(at.file, at.row, rows),
+                    };
+                    view.map(|v| v.map(|v| (v, rows)))
                 }
                 _ => Ok(None),
             }
         })?;
         let Some((view, rows)) = found else { return Ok(None) };
-        let dims = [rows as usize, self.files.width()];
+        let dims = [rows as usize, self.files().row().width];
         buffer::over_map(py, view, self.descr.bind(py), &dims).map(Some)
     }
 }
 
 impl Rows {
-    fn new(
-        py: Python<'_>,
-        files: Vec<RowFile>,
-        layout: Where,
-        width: u64,
-        dtype: &str,
-        descr: Bound<'_, PyArrayDescr>,
-        io: &str,
-    ) -> PyResult<Rows> {
-        let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
-        let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
+    fn new(py: Python<'_>, rows: Where, io: Io, descr: Bound<'_, PyArrayDescr>) -> PyResult<Rows> {
+        let made = Rows { rows, io, descr: descr.clone().unbind() };
+        let dtype = made.files().row().dtype;
         if dtype.size() != Some(descr.itemsize()) {
             return Err(errors::raise(
                 py,
                 &Error::new(Kind::Internal, format!("{} given the wrong numpy type", dtype.name())),
             ));
         }
-        Ok(Rows { files, layout, descr: descr.unbind() })
+        Ok(made)
+    }
+
+    fn files(&self) -> &dyn Files {
+        match &self.rows {
+            Where::Strided(files, _) | Where::Table(files, _) => files,
+            Where::Chunked(files, _) => files,
+        }
     }
 
     #[allow(clippy::too_many_arguments)]
     fn fill<'py>(
         &self,
         py: Python<'py>,
-        group: usize,
+        groups: Ints<'_>,
         pick: Pick<'_>,
         items: usize,
         dims: &[usize],
@@ -385,9 +489,9 @@ impl Rows {
                     helper(py, "dtype")?.call1((asked,))?.extract()?;
                 (descr, dtype_of(py, &name)?)
             }
-            _ => (stored.clone(), self.files.dtype()),
+            _ => (stored.clone(), self.files().row().dtype),
         };
-        let cast = Cast::between(self.files.dtype(), to).map_err(|e| errors::raise(py, &e))?;
+        let cast = Cast::between(self.files().row().dtype, to).map_err(|e| errors::raise(py, &e))?;
         let size: usize = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).ok_or_else(|| {
             errors::raise(py, &Error::new(Kind::Argument, "more bytes than this machine can address"))
         })?;
@@ -407,7 +511,10 @@ impl Rows {
         }
         detach::detached(
             py,
-            |watch| with_layout!(self, l => gather(&Source { files: &self.files, layout: l, group }, pick, items, cast, bytes, watch)),
+            |watch| {
+                let (files, only) = (self.files(), 0..u64::MAX);
+                with_layout!(self, l => gather(&Source { files, layout: l, groups, only }, pick, items, cast, bytes, watch))
+            },
         )?;
         Ok(result)
     }

@@ -55,6 +55,8 @@ pub struct ChunkArray {
     pub shape: [u64; 4],
     /// The shape of every chunk.
     pub chunk: [u64; 4],
+    /// One element: what a chunk holds that is not there.
+    pub fill: Vec<u8>,
     /// How a chunk's bytes are had.
     pub content: Content,
 }
@@ -111,7 +113,6 @@ impl Grid {
 pub struct ChunkFiles {
     arrays: Vec<(Grid, ChunkArray)>,
     row: Row,
-    fill: Vec<u8>,
     address_bits: u32,
     io: Io,
     slots: Slots,
@@ -120,19 +121,9 @@ pub struct ChunkFiles {
 }
 
 impl ChunkFiles {
-    /// Arrays of rows of `width` elements of one type; `fill` is one element. Opens nothing.
-    pub fn new(
-        arrays: Vec<ChunkArray>,
-        width: u64,
-        dtype: DType,
-        fill: Vec<u8>,
-        decoded_memory: u64,
-        io: Io,
-    ) -> Result<ChunkFiles> {
+    /// Arrays of rows of `width` elements of one type. Opens nothing.
+    pub fn new(arrays: Vec<ChunkArray>, width: u64, dtype: DType, decoded_memory: u64, io: Io) -> Result<ChunkFiles> {
         let row = Row::new(width, dtype)?;
-        if dtype.size() != Some(fill.len()) {
-            return Err(Error::new(Kind::Internal, "a fill value that is no element"));
-        }
         let mut first = 0u64;
         let mut most_rows = 1u64;
         let mut placed = Vec::with_capacity(arrays.len());
@@ -148,6 +139,9 @@ impl ChunkFiles {
                     array.shape, array.chunk
                 )));
             };
+            if dtype.size() != Some(array.fill.len()) {
+                return Err(refuse("a fill value that is no element".to_string()));
+            }
             if array.shape[3] != width {
                 return Err(refuse(format!("rows of {} elements among rows of {width}", array.shape[3])));
             }
@@ -164,7 +158,6 @@ impl ChunkFiles {
         Ok(ChunkFiles {
             arrays: placed,
             row,
-            fill,
             address_bits,
             io,
             slots,
@@ -230,7 +223,7 @@ impl ChunkFiles {
                 }
                 Err(error) if error.kind == Kind::NotFound => {
                     array.naming.check_array_is_there()?;
-                    Ok(OpenFile::new(path, Body::Fill, 0, place))
+                    Ok(OpenFile::new(path, Body::Fill(array.fill.clone()), 0, place))
                 }
                 Err(error) => Err(error),
             },
@@ -240,7 +233,7 @@ impl ChunkFiles {
                     None => {
                         let Some(bytes) = coded.chunk(&indices, end, &path)? else {
                             array.naming.check_array_is_there()?;
-                            return Ok(OpenFile::new(path, Body::Fill, 0, place));
+                            return Ok(OpenFile::new(path, Body::Fill(array.fill.clone()), 0, place));
                         };
                         let bytes = Arc::new(bytes);
                         self.decoded.put(number, &bytes);
@@ -287,10 +280,6 @@ impl Files for ChunkFiles {
             [(grid, _)] => grid.counts[3],
             _ => self.array(file).0.counts[3],
         }
-    }
-
-    fn fill(&self) -> &[u8] {
-        &self.fill
     }
 
     fn decodes(&self) -> bool {

@@ -85,11 +85,6 @@ pub trait Files: Send + Sync {
         1
     }
 
-    /// One stored element: what rows of a [`Body::Fill`] file hold.
-    fn fill(&self) -> &[u8] {
-        &[]
-    }
-
     /// Whether opening a file decodes it, so that going back and forth between files is to be avoided.
     fn decodes(&self) -> bool {
         false

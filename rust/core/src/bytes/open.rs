@@ -69,8 +69,8 @@ pub enum Body {
     Read(File),
     /// Decoded into memory.
     Memory(Arc<Vec<u8>>),
-    /// There is no such file, and the format says what that means: every element is the fill value.
-    Fill,
+    /// There is no such file, and the format says what that means: every element is this one.
+    Fill(Vec<u8>),
 }
 
 /// A file that is open, and where its rows lie.
@@ -90,7 +90,7 @@ impl OpenFile {
     pub fn new(path: PathBuf, body: Body, len: u64, place: Place) -> OpenFile {
         let kept = match body {
             Body::Mapped(..) | Body::Read(_) => keep_one(),
-            Body::Memory(_) | Body::Fill => false,
+            Body::Memory(_) | Body::Fill(_) => false,
         };
         OpenFile { path, body, len, place, kept }
     }
@@ -123,7 +123,7 @@ impl OpenFile {
         match &self.body {
             Body::Mapped(_, map) => Some(map.bytes()),
             Body::Memory(bytes) => Some(bytes),
-            Body::Read(_) | Body::Fill => None,
+            Body::Read(_) | Body::Fill(_) => None,
         }
     }
 
@@ -141,7 +141,7 @@ impl OpenFile {
     pub fn file(&self) -> Option<&File> {
         match &self.body {
             Body::Mapped(file, _) | Body::Read(file) => Some(file),
-            Body::Memory(_) | Body::Fill => None,
+            Body::Memory(_) | Body::Fill(_) => None,
         }
     }
 

@@ -57,8 +57,9 @@ pub enum Ints<'a> {
 }
 
 impl Ints<'_> {
+    /// The number at a place.
     #[inline]
-    fn get(&self, i: usize) -> i64 {
+    pub fn get(&self, i: usize) -> i64 {
         match self {
             Ints::One(x) => *x,
             Ints::Each(xs) => xs[i],
@@ -286,10 +287,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 self.cast.swapped_if(place.swapped).apply(&bytes[src as usize..src as usize + row], out);
                 Ok(())
             }
-            None if matches!(open.body(), Body::Fill) => {
-                self.fill(out);
-                Ok(())
-            }
+            None if self.fill(&open, out) => Ok(()),
             None if row > PIECE => self.run_part(0, 1, out, &Stop::default()),
             None => {
                 let piece = Piece { src, dst: 0, len: row as u32, file: 0 };
@@ -321,7 +319,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 return Ok(());
             }
             for piece in &filled {
-                self.fill(&mut out[piece.dst..][..piece.len as usize / self.cast.from_size * self.cast.to_size]);
+                self.fill(&files[piece.file as usize], self.target(piece, out));
             }
             if !seen.is_empty() {
                 self.copy_seen(&files, &seen, out, stop)?;
@@ -333,11 +331,12 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         Ok(())
     }
 
-    /// Writes the fill value, converted like any other.
-    fn fill(&self, out: &mut [u8]) {
+    /// Writes the fill value of a file that is not there, converted like any other; false if the file is there.
+    fn fill(&self, open: &OpenFile, out: &mut [u8]) -> bool {
+        let Body::Fill(value) = open.body() else { return false };
         let mut element = [0u8; 16];
         let element = &mut element[..self.cast.to_size];
-        self.cast.apply(self.files.fill(), element);
+        self.cast.apply(value, element);
         if element.iter().all(|b| *b == 0) {
             out.fill(0);
         } else {
@@ -345,6 +344,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 to.copy_from_slice(element);
             }
         }
+        true
     }
 
     /// Rows of the part's items, in output order; neighbours in a file and in the output as one entry.
@@ -428,7 +428,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             let pieces = match open.body() {
                 Body::Mapped(..) | Body::Memory(_) => &mut cut.seen,
                 Body::Read(_) => &mut cut.read,
-                Body::Fill => &mut cut.filled,
+                Body::Fill(_) => &mut cut.filled,
             };
             let whole_rows = place.is_dense() && place.used == self.row_bytes;
             let stride = place.step / place.unit;

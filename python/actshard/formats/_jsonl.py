@@ -1,0 +1,54 @@
+"""JSON lines not to be trusted: one object per line, named by file and line where it is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from actshard.errors import ActshardError, FormatError, MissingFileError, from_os
+
+MAX_LINE = 64 << 20
+"""No prompt is this long; a file without line breaks is not read into memory to find out."""
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a file with their line numbers, from 1. Empty lines are skipped; NaN and Infinity are numbers, as Python
+    writes them.
+
+    Raises:
+        MissingFileError, FileAccessError: it cannot be read.
+        FormatError: a line is no JSON object; the message names it.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE + 1):
+                number += 1
+                if len(line) > MAX_LINE:
+                    raise FormatError(f"line {number}: expected at most {MAX_LINE} bytes", path=path)
+                if line.strip():
+                    yield number, _parse(line, number, path, file.tell() - len(line))
+    except FileNotFoundError as error:
+        raise MissingFileError("expected a file, found nothing", path=path) from error
+    except OSError as error:
+        if isinstance(error, ActshardError):
+            raise
+        raise from_os(error, path, "read") from error
+
+
+def _parse(line: bytes, number: int, path: Path, offset: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        at = offset + len(error.doc[: error.pos].encode("utf-8", "surrogatepass"))
+        whole = "" if line.endswith(b"\n") else " (the file ends in this line: its writer was interrupted?)"
+        raise FormatError(f"line {number}: expected a JSON object: {error.msg}{whole}", path=path, offset=at) from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"line {number}: expected UTF-8 text", path=path, offset=offset + error.start) from error
+    except (RecursionError, ValueError) as error:
+        raise FormatError(f"line {number}: expected a JSON object: {str(error)[:200]}", path=path, offset=offset) from error
+    if not isinstance(value, dict):
+        raise FormatError(f"line {number}: expected a JSON object, found {str(value)[:60]}", path=path, offset=offset)
+    return value

@@ -1,0 +1,335 @@
+"""Zarr arrays: their metadata, of both versions, and reading the small ones whole.
+
+Sources: the Zarr storage specification 2.0 and the Zarr core specification 3.0 with its regular grid, its default and v2 chunk
+keys, and the ``bytes`` and ``sharding_indexed`` codecs. Values are checked as those of any file not to be trusted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _native
+from actshard._arguments import NUMPY_BY_NAME
+from actshard.errors import FormatError, MissingFileError, TruncatedFileError, UnsupportedError, from_os
+from actshard.formats._json import Fields, read_json, show
+
+MOST_ELEMENTS = 1 << 30
+"""Elements that a small array may have: per-sample numbers, never activations."""
+
+_V3_TYPES = {
+    "bool": "BOOL",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    **{f"{sign}int{bits}": f"{'U' if sign else 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+
+
+@dataclass(frozen=True)
+class ArrayMeta:
+    """What an array's metadata say."""
+
+    store: Path
+    node: str
+    """Its path in the store, such as ``arrays/activations``."""
+    metadata: Path
+    shape: tuple[int, ...]
+    chunks: tuple[int, ...]
+    """The shape of what is read at once: a chunk, or a chunk inside a shard."""
+    dtype: np.dtype[Any] | None
+    """In native order; None for strings of any length."""
+    swapped: bool
+    fill: Any
+    prefix: str
+    separator: str
+    how: str
+    """"" if a chunk's file is the chunk, in C order; else what has to be undone, in words."""
+    inner: bool
+    """Chunks are those inside shards."""
+
+    @property
+    def folder(self) -> Path:
+        """Where chunk files are."""
+        return self.store / self.node
+
+    def fill_bytes(self) -> bytes:
+        """The fill value as one element in native order."""
+        assert self.dtype is not None
+        return np.array([self.fill], self.dtype).tobytes()
+
+    def error(self, what: str) -> FormatError:
+        """About this array's metadata."""
+        return FormatError(what, path=self.metadata)
+
+
+class ZarrStore:
+    """A Zarr store in a folder: its attributes, and the arrays in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.version = 3 if (path / "zarr.json").exists() else 2
+        self.attributes: dict[str, Any] = {}
+        self.warnings: list[str] = []
+        self._consolidated: dict[str, Any] = {}
+        self._consolidated_in = path / (".zmetadata" if self.version == 2 else "zarr.json")
+        if self.version == 3:
+            root = _object(path / "zarr.json")
+            self.attributes = _mapping(root, "attributes", path / "zarr.json")
+            consolidated = root.get("consolidated_metadata")
+            if isinstance(consolidated, dict):
+                self._consolidated = _mapping(consolidated, "metadata", path / "zarr.json")
+        else:
+            if (path / ".zmetadata").exists():
+                self._consolidated = _mapping(_object(path / ".zmetadata"), "metadata", path / ".zmetadata")
+            if (path / ".zattrs").exists():
+                self.attributes = _object(path / ".zattrs")
+            elif isinstance(self._consolidated.get(".zattrs"), dict):
+                self.attributes = self._consolidated[".zattrs"]
+
+    def array(self, node: str) -> ArrayMeta | None:
+        """An array's metadata; None if there is no such array."""
+        name = ".zarray" if self.version == 2 else "zarr.json"
+        own = self.path / node / name
+        key = f"{node}/{name}" if self.version == 2 else node
+        listed = self._consolidated.get(key)
+        if own.exists():
+            value = _object(own)
+            if listed is not None and not _same(listed, value):
+                self.warnings.append(f"{node}: consolidated metadata differ from the array's own, which are used")
+        elif listed is not None:
+            own, value = self._consolidated_in, listed
+        else:
+            return None
+        if self.version == 3 and isinstance(value, dict) and value.get("node_type") == "group":
+            return None
+        fields = Fields(value, own, "" if own.name != ".zmetadata" else key)
+        return _v2(self.path, node, fields) if self.version == 2 else _v3(self.path, node, fields)
+
+    def names(self, group: str) -> list[str]:
+        """Names of the arrays in a group, from its folder: arrays, not chunks, so that the list is short."""
+        found = {key.removeprefix(f"{group}/").split("/")[0] for key in self._consolidated if key.startswith(f"{group}/")}
+        try:
+            with os.scandir(self.path / group) as entries:
+                found |= {entry.name for entry in entries if entry.is_dir()}
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise from_os(error, self.path / group, "look into") from error
+        return sorted(name for name in found if name.isprintable() and not name.startswith("."))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return Fields(read_json(path), path).value
+
+
+def _mapping(value: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+    found = value.get(name, {})
+    if not isinstance(found, dict):
+        raise FormatError(f"field '{name}': expected an object, found {show(found)}", path=path)
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Alike but for attributes, which zarr keeps inside the metadata of version 3."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        a, b = ({k: v for k, v in x.items() if k not in ("attributes", "consolidated_metadata")} for x in (a, b))
+    return bool(a == b)
+
+
+def _lengths(fields: Fields, name: str, minimum: int, dims: int | None = None) -> tuple[int, ...]:
+    value = fields.value.get(name)
+    limit = 1 << 48
+    if not isinstance(value, list) or any(type(x) is not int or not minimum <= x < limit for x in value):
+        raise fields.error(name, f"a list of integers of at least {minimum}")
+    if dims is not None and len(value) != dims:
+        raise fields.error(name, f"{dims} integers, one per dimension of the shape")
+    if len(value) > 8:
+        raise fields.error(name, "at most 8 dimensions")
+    return tuple(value)
+
+
+def _v2(store: Path, node: str, fields: Fields) -> ArrayMeta:
+    if fields.value.get("zarr_format", 2) != 2:
+        raise fields.error("zarr_format", "2")
+    shape = _lengths(fields, "shape", 0)
+    chunks = _lengths(fields, "chunks", 1, len(shape))
+    dtype, swapped = _v2_type(fields)
+    order = fields.value.get("order", "C")
+    if order not in ("C", "F"):
+        raise fields.error("order", '"C" or "F"')
+    separator = fields.value.get("dimension_separator", ".")
+    if separator not in (".", "/"):
+        raise fields.error("dimension_separator", '"." or "/"')
+    how = []
+    compressor, filters = fields.value.get("compressor"), fields.value.get("filters") or []
+    for name, codecs in (("compressor", [compressor] if compressor is not None else []), ("filters", filters)):
+        if not isinstance(codecs, list) or any(not isinstance(c, dict) or not isinstance(c.get("id"), str) for c in codecs):
+            raise fields.error(name, "codecs with an id")
+        how += [str(c["id"])[:40] for c in codecs]
+    if order == "F":
+        how.append("F order")
+    return ArrayMeta(
+        store, node, fields.path, shape, chunks, dtype, swapped, _fill(fields, dtype), "", separator, ", ".join(how), False
+    )
+
+
+def _v2_type(fields: Fields) -> tuple[np.dtype[Any] | None, bool]:
+    code = fields.value.get("dtype")
+    if code == "|O":
+        return None, False
+    if code == "bfloat16":
+        return NUMPY_BY_NAME["BF16"], False
+    if isinstance(code, list):
+        raise UnsupportedError(f"field 'dtype': structured elements are not read, found {show(code)}", path=fields.path)
+    if not isinstance(code, str) or not re.fullmatch(r"[<>|=][biufcSU]\d{1,6}", code):
+        raise fields.error("dtype", 'an element type such as "<f2"')
+    try:
+        found = np.dtype(code)
+    except TypeError as error:
+        raise fields.error("dtype", 'an element type such as "<f2"') from error
+    return found.newbyteorder("="), not found.isnative
+
+
+def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
+    if fields.value.get("zarr_format") != 3:
+        raise fields.error("zarr_format", "3")
+    shape = _lengths(fields, "shape", 0)
+    grid = Fields(fields.value.get("chunk_grid"), fields.path, "chunk_grid")
+    if grid.value.get("name") != "regular":
+        raise UnsupportedError(
+            f"field 'chunk_grid.name': only regular grids are read, found {show(grid.value.get('name'))}", path=fields.path
+        )
+    regular = Fields(grid.value.get("configuration"), fields.path, "chunk_grid.configuration")
+    chunks = _lengths(regular, "chunk_shape", 1, len(shape))
+
+    keys = Fields(fields.value.get("chunk_key_encoding", {"name": "default"}), fields.path, "chunk_key_encoding")
+    encoding = keys.value.get("name", "default")
+    configuration = keys.value.get("configuration") or {}
+    separator = configuration.get("separator", "/" if encoding == "default" else ".") if isinstance(configuration, dict) else None
+    if encoding not in ("default", "v2") or separator not in (".", "/"):
+        raise fields.error("chunk_key_encoding", 'the encoding "default" or "v2"')
+
+    data_type = fields.value.get("data_type")
+    if data_type in ("string", "bytes", "variable_length_bytes", "variable_length_utf8"):
+        dtype: np.dtype[Any] | None = None
+    elif isinstance(data_type, str) and data_type in _V3_TYPES:
+        dtype = NUMPY_BY_NAME[_V3_TYPES[data_type]]
+    else:
+        raise UnsupportedError(f"field 'data_type': not read: {show(data_type)}", path=fields.path)
+
+    codecs = [Fields(c, fields.path, f"codecs[{i}]") for i, c in enumerate(_list(fields, "codecs"))]
+    names = [str(c.value.get("name"))[:40] for c in codecs]
+    swapped = inner = False
+    if names == ["bytes"]:
+        configuration = codecs[0].value.get("configuration") or {}
+        endian = configuration.get("endian", "little") if isinstance(configuration, dict) else None
+        if endian not in ("little", "big"):
+            raise codecs[0].error("configuration", 'the endian "little" or "big"')
+        how, swapped = "", endian == "big"
+    elif names == ["sharding_indexed"]:
+        shard = Fields(codecs[0].value.get("configuration"), fields.path, "codecs[0].configuration")
+        outer, chunks = chunks, _lengths(shard, "chunk_shape", 1, len(shape))
+        if any(a % b for a, b in zip(outer, chunks, strict=True)):
+            raise shard.error("chunk_shape", f"a divisor of the shard's shape {list(outer)}")
+        how, inner = "sharding", True
+    else:
+        how = ", ".join(name for name in names if name != "bytes")
+    prefix = f"c{separator}" if encoding == "default" else ""
+    return ArrayMeta(
+        store, node, fields.path, shape, chunks, dtype, swapped, _fill(fields, dtype), prefix, separator, how, inner
+    )
+
+
+def _list(fields: Fields, name: str) -> list[Any]:
+    value = fields.value.get(name)
+    if not isinstance(value, list) or not value:
+        raise fields.error(name, "a non-empty list")
+    return value
+
+
+def _fill(fields: Fields, dtype: np.dtype[Any] | None) -> Any:
+    """The fill value as numpy takes it. No value at all is read as zero, as zarr-python does."""
+    value = fields.value.get("fill_value")
+    if dtype is None or dtype.kind in "SU":
+        return ""
+    if value is None:
+        return 0
+    if isinstance(value, str):
+        words = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+        if value in words and dtype.kind not in "biu":
+            return words[value]
+        digits = re.fullmatch(r"0x([0-9a-fA-F]{1,16})", value)  # version 3: the bits themselves
+        if digits is not None and len(digits[1]) == 2 * dtype.itemsize:
+            return np.frombuffer(bytes.fromhex(digits[1])[::-1], dtype)[0]
+        raise fields.error("fill_value", f"a value of {dtype}")
+    if dtype.kind == "b" and isinstance(value, bool):
+        return value
+    if dtype.kind in "iu" and type(value) in (int, float) and value == int(value):
+        info = np.iinfo(dtype)
+        if info.min <= value <= info.max:
+            return int(value)
+    if dtype.kind not in "biu" and type(value) in (int, float) and abs(value) < 1e300:
+        return value
+    raise fields.error("fill_value", f"a value of {dtype}")
+
+
+def read_whole(meta: ArrayMeta) -> NDArray[Any] | list[str]:
+    """A small array: numbers as numpy, strings as a list."""
+    elements = math.prod(meta.shape)
+    if elements > MOST_ELEMENTS:
+        raise meta.error(f"field 'shape': expected a small array, found {list(meta.shape)}")
+    if not meta.how and meta.dtype is not None:
+        found = _read_plain(meta, meta.dtype)
+    else:
+        raw = _native.read_zarr(meta.store, f"/{meta.node}", MOST_ELEMENTS)
+        if isinstance(raw, list):
+            return [_text(item) for item in raw]
+        if meta.dtype is None or len(raw) != elements * meta.dtype.itemsize:
+            raise meta.error(f"expected {elements} elements, decoded {len(raw)} bytes")
+        found = np.frombuffer(raw, meta.dtype).reshape(meta.shape)
+    if found.dtype.kind in "SU":
+        return [_text(item) for item in found.ravel().tolist()]
+    return found
+
+
+def _text(item: str | bytes) -> str:
+    return item if isinstance(item, str) else item.rstrip(b"\0").decode("utf-8", "backslashreplace")
+
+
+def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any]) -> NDArray[Any]:
+    stored = dtype.newbyteorder("S") if meta.swapped else dtype
+    counts = [-(-n // c) for n, c in zip(meta.shape, meta.chunks, strict=True)]
+    size = math.prod(meta.chunks) * dtype.itemsize
+    made = np.full(meta.shape, meta.fill, dtype)
+    for at in itertools.product(*map(range, counts)):
+        path = meta.folder / (meta.prefix + meta.separator.join(map(str, at)) if at else (meta.prefix.rstrip("./") or "0"))
+        try:
+            if (found := path.stat().st_size) != size:
+                kind = TruncatedFileError if found < size else FormatError
+                raise kind(f"expected {size} bytes, a whole chunk, found {found}", path=path, offset=min(found, size))
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            if not meta.metadata.exists():
+                raise MissingFileError("expected an array, found nothing", path=meta.metadata) from None
+            continue
+        except OSError as error:
+            if isinstance(error, TruncatedFileError | FormatError):
+                raise
+            raise from_os(error, path, "read") from error
+        if len(raw) != size:
+            raise TruncatedFileError(f"expected {size} bytes, found {len(raw)}", path=path, offset=len(raw))
+        chunk = np.frombuffer(raw, stored).reshape(meta.chunks)
+        inside = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, meta.chunks, meta.shape, strict=True))
+        made[inside] = chunk[tuple(slice(0, s.stop - s.start) for s in inside)]
+    return made

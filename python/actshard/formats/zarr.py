@@ -1,0 +1,527 @@
+"""Zarr activation stores: one 4-D array of padded samples, or two; one store, or a run of many.
+
+    activations.zarr/
+      .zattrs .zmetadata                 attributes; consolidated metadata, optional; Zarr version 3 has zarr.json
+      arrays/activations/                (N, L, T_max, H), chunks (1, 1, T_chunk, H) or any other
+      arrays/seq_len/                    (N,): rows past it do not exist
+      arrays/prompt_len/ ...             any other per-sample arrays
+      text/prompts.jsonl ...             texts, one JSON object per line, joined by "i"
+      meta/config.json                   what the attributes say, or more
+
+    activations.zarr/                    as HalluLens' logger writes it
+      arrays/prompt_activations/         (N, L, P_max, H)      arrays/prompt_len/    (N,)
+      arrays/response_activations/       (N, L, R_max, H)      arrays/response_len/  (N,)
+      meta/index.jsonl                   the truth about which rows are samples
+
+    run_20260122_101112/
+      manifest.json                      optional: the shards in order, and how many samples each has
+      shards/shard-0000.zarr/ ...        stores like the first or the second
+
+Sources: the published text "Zarr Activation Logger Spec (No LMDB)" and HalluLens' zarr_activations_logger.py. The text leaves
+the manifest open; ``{"n_samples", "shards": [{"path", "n_samples", "start"}]}`` is what actshard proposes, reads and writes.
+
+Plain chunks are read where they lie, only those touched and of them only the rows wanted. Compressed ones, F order and
+sharding go through the zarrs crate: right, and slower, of which the user is told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._arguments import name_of
+from actshard._native import Rows
+from actshard.errors import FormatError, MissingFileError, NotStoredError, UnsupportedError
+from actshard.formats._contents import Contents, Evidence, Options
+from actshard.formats._json import Fields, read_json, show
+from actshard.formats._jsonl import read_lines
+from actshard.formats._zarr_arrays import ArrayMeta, ZarrStore, read_whole
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+ACTIVATIONS = "arrays/activations"
+PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
+MAX_SAMPLES = 1 << 31
+"""More would be a dataset that nobody has, and a list of lengths that nobody's memory holds."""
+
+
+def detect(path: Path) -> Evidence:
+    """A Zarr group with activations, or a folder whose manifest or ``shards/`` name such groups."""
+    looked_for = (
+        "a Zarr group with arrays/activations (or HalluLens' arrays/prompt_activations), or a run: manifest.json and shards/*.zarr"
+    )
+    if not path.is_dir():
+        return Evidence(False, looked_for, "a file")
+    if _is_group(path):
+        found = [node for node in (ACTIVATIONS, PROMPT, RESPONSE) if _is_array(path / node)]
+        if found or (path / ".zmetadata").exists():
+            return Evidence(True, looked_for, f"a Zarr group with {found[0] if found else 'consolidated metadata'}")
+        return Evidence(False, looked_for, "a Zarr group without these arrays")
+    if _is_array(path):
+        return Evidence(False, looked_for, "a single Zarr array; open the store it is in")
+    if (path / "manifest.json").is_file():
+        value = read_json(path / "manifest.json")
+        shards = value.get("shards") if isinstance(value, dict) else None
+        if isinstance(shards, list) and all(isinstance(s, dict) and "path" in s for s in shards):
+            return Evidence(True, looked_for, "a manifest.json with shards")
+        return Evidence(False, looked_for, "a manifest.json without a list of shards with paths")
+    stores = _stores_in(path / "shards")
+    if stores:
+        return Evidence(True, looked_for, f"{len(stores)} Zarr groups in shards/")
+    return Evidence(False, looked_for, "neither")
+
+
+def _is_group(path: Path) -> bool:
+    if (path / "zarr.json").is_file():
+        return not _is_array(path)
+    return any((path / name).is_file() for name in (".zgroup", ".zmetadata")) or (
+        (path / ".zattrs").is_file() and (path / "arrays").is_dir()
+    )
+
+
+def _is_array(path: Path) -> bool:
+    if (path / ".zarray").is_file():
+        return True
+    if not (path / "zarr.json").is_file():
+        return False
+    value = read_json(path / "zarr.json")
+    return isinstance(value, dict) and value.get("node_type") == "array"
+
+
+def _stores_in(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*.zarr") if p.is_dir()) if folder.is_dir() else []
+
+
+def open(path: Path, options: Options) -> Contents:
+    """Reads metadata and lengths; never looks into a folder of chunks."""
+    if _is_group(path):
+        members = [_Member(path)]
+        metadata: dict[str, Any] = members[0].metadata
+        manifest = False
+    else:
+        members, metadata, manifest = _run(path)
+    first = members[0]
+    for member in members[1:]:
+        first.check_alike(member)
+    warnings = [w for m in members for w in m.warnings]
+    if len(members) > 1:
+        warnings = [f"{m.path.name}: {w}" for m in members for w in m.warnings]
+    coded = sorted({a.how for m in members for a in m.arrays if a.how})
+    if coded:
+        warnings.append(
+            f"chunks have to be decoded whole ({'; '.join(coded)}): right, but many times slower than plain chunks; "
+            "conversion to an uncompressed store makes reading fast"
+        )
+
+    arrays = [a for m in members for a in m.arrays]
+    assert first.arrays[0].dtype is not None
+    dtype = first.arrays[0].dtype
+    numbers = iter(range(len(arrays)))
+    lengths = [
+        m0 if all(isinstance(part, int) and part == m0 for part in parts) else _joined(parts, members)
+        for parts in zip(*(m.lengths for m in members), strict=True)
+        for m0 in (parts[0],)
+    ]
+    rows = Rows.chunked(
+        [
+            (
+                a.folder,
+                a.metadata,
+                a.prefix,
+                a.separator,
+                list(a.shape),
+                list(a.chunks),
+                a.fill_bytes(),
+                a.swapped,
+                (a.store, f"/{a.node}", a.inner) if a.how else None,
+            )
+            for a in arrays
+        ],
+        [(m.n, [next(numbers) for _ in m.arrays]) for m in members],
+        lengths,
+        num_groups=first.num_layers,
+        width=first.width,
+        dtype=name_of(dtype),
+        decoded_memory=options.decoded_memory,
+        descr=dtype,
+        io=options.io,
+    )
+    n = sum(m.n for m in members)
+
+    def counts() -> NDArray[np.int64]:
+        if all(isinstance(part, int) for part in lengths):
+            return np.broadcast_to(np.int64(sum(part for part in lengths if isinstance(part, int))), (n,)).copy()
+        return rows.token_counts()
+
+    model = next((str(metadata[k]) for k in ("model_id", "model_name", "model") if metadata.get(k)), None)
+    if manifest and model is None:
+        model = next((str(first.metadata[k]) for k in ("model_id", "model_name", "model") if first.metadata.get(k)), None)
+    known = ("schema_version", "dataset_name", "created_at", "git_commit")
+    provenance: dict[str, Any] = {k: metadata[k] for k in known if metadata.get(k) is not None}
+    provenance["zarr_format"] = first.version
+    provenance["chunks"] = list(first.arrays[0].chunks)
+    if len(members) > 1 or manifest:
+        provenance["stores"] = len(members)
+    texts = sorted({p.name for m in members for p in m.texts})
+    return Contents(
+        format="zarr",
+        path=path,
+        metadata=metadata,
+        layers=tuple(range(first.num_layers)),
+        d_model=first.width,
+        dtype=dtype,
+        num_examples=n,
+        token_counts=counts,
+        rows=rows,
+        column_names=_column_names(members),
+        columns=lambda names: _columns(path, members, names),
+        files=lambda: [],
+        model=model,
+        provenance=provenance,
+        extras=tuple(texts),
+        warnings=tuple(warnings),
+    )
+
+
+def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[_Member]) -> NDArray[np.uint32]:
+    """One length per sample of all members."""
+    return np.concatenate(
+        [np.full(m.n, part, np.uint32) if isinstance(part, int) else part for part, m in zip(parts, members, strict=True)]
+    )
+
+
+def _run(path: Path) -> tuple[list[_Member], dict[str, Any], bool]:
+    """The stores of a run in order, and its manifest if it has one."""
+    listing = path / "manifest.json"
+    if not listing.exists():
+        stores = _stores_in(path / "shards")
+        if not stores:
+            raise MissingFileError("expected a Zarr group, or a run with shards/*.zarr, found neither", path=path)
+        members = [_Member(store) for store in stores]
+        return members, {"shards": [str(s.relative_to(path)) for s in stores], **members[0].metadata}, False
+    manifest = Fields(read_json(listing), listing)
+    members = []
+    start = 0
+    for fields in manifest.items("shards"):
+        name = fields.text("path")
+        relative = Path(name)
+        if relative.is_absolute() or ".." in relative.parts or not name.isprintable() or not relative.parts:
+            raise fields.error("path", "a path inside the run's folder")
+        store = path / relative
+        if store in (m.path for m in members):
+            raise fields.error("path", "another store for each shard")
+        if not store.is_dir():
+            raise MissingFileError(f"expected a Zarr store, which {listing.name} lists, found nothing", path=store)
+        member = _Member(store)
+        if fields.has("n_samples"):
+            n = fields.integer("n_samples", minimum=0)
+            if n > member.n:
+                raise fields.error("n_samples", f"at most {member.n}, which {name} has")
+            member.keep(n)
+        if fields.has("start") and fields.integer("start", minimum=0) != start:
+            raise fields.error("start", f"{start}, the number of samples before")
+        start += member.n
+        members.append(member)
+    if not members:
+        raise manifest.error("shards", "at least one shard")
+    if manifest.has("n_samples") and manifest.integer("n_samples", minimum=0) != start:
+        raise manifest.error("n_samples", f"{start}, the sum over the shards")
+    return members, manifest.value, True
+
+
+@dataclass
+class _Member:
+    """A store, alone or of a run."""
+
+    path: Path
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.store = ZarrStore(self.path)
+        self.version = self.store.version
+        one, prompt, response = (self.store.array(node) for node in (ACTIVATIONS, PROMPT, RESPONSE))
+        if one is not None:
+            self.arrays = [one]
+        elif prompt is not None or response is not None:
+            self.arrays = [a for a in (prompt, response) if a is not None]
+        else:
+            raise FormatError(
+                f"expected an array {ACTIVATIONS} (or {PROMPT}), found {self.store.names('arrays')[:8]} in arrays/", path=self.path
+            )
+        for array in self.arrays:
+            if len(array.shape) != 4:
+                raise array.error(f"field 'shape': expected (samples, layers, tokens, hidden), found {list(array.shape)}")
+            if array.dtype is None or array.dtype.kind in "SU":
+                raise UnsupportedError("activations that are strings", path=array.metadata)
+            name_of(array.dtype, path=array.metadata)
+            if array.shape[1] == 0 or array.shape[3] == 0 or array.shape[0] >= MAX_SAMPLES or array.shape[2] >= 1 << 32:
+                raise array.error(f"field 'shape': {list(array.shape)} is no dataset")
+        shapes = {(a.shape[0], a.shape[1], a.shape[3], a.dtype) for a in self.arrays}
+        if len(shapes) > 1:
+            raise self.arrays[1].error(
+                f"field 'shape': expected samples, layers, hidden size and type of {self.arrays[0].node}, found "
+                f"{list(self.arrays[1].shape)} {self.arrays[1].dtype} beside {list(self.arrays[0].shape)} {self.arrays[0].dtype}"
+            )
+        self.rows, self.num_layers, _, self.width = self.arrays[0].shape
+        self.n = self.rows
+        self.hallulens = one is None
+        self._read_attributes()
+        self._index()
+        self.lengths = [self._lengths(a) for a in self.arrays]
+        self.warnings += self.store.warnings
+
+    def _read_attributes(self) -> None:
+        config = self.path / "meta" / "config.json"
+        self.metadata: dict[str, Any] = {}
+        if config.is_file():
+            self.metadata |= Fields(read_json(config), config).value
+        self.metadata |= self.store.attributes
+        claims = {"num_layers": self.num_layers, "hidden_size": self.width}
+        if not self.hallulens:
+            claims["T_max"] = self.arrays[0].shape[2]
+        for name, found in claims.items():
+            said = self.metadata.get(name)
+            if said is not None and said != found:
+                self.warnings.append(f"attribute '{name}' says {show(said)}, the array has {found}")
+
+    def _index(self) -> None:
+        """HalluLens: which rows are samples. Rows may be allocated ahead, and a key that is logged again leaves its old row."""
+        self.lines: list[tuple[int, dict[str, Any]]] | None = None
+        path = self.path / "meta" / "index.jsonl"
+        if not self.hallulens or not path.is_file():
+            return
+        by_key: dict[Any, tuple[int, dict[str, Any]]] = {}
+        for number, line in read_lines(path):
+            fields = Fields(line, path, f"line {number}")
+            key = line.get("key", number)
+            by_key[key if isinstance(key, str | int) else number] = (number, line)
+            if line.get("sample_index") is not None:
+                row = fields.integer("sample_index", minimum=0)
+                if row >= self.rows:
+                    raise fields.error("sample_index", f"a row of the arrays, 0 to {self.rows - 1}")
+        self.lines = list(by_key.values())
+        of_row: dict[int, int] = {}
+        for number, line in self.lines:
+            if (row := line.get("sample_index")) is not None:
+                if row in of_row:
+                    raise FormatError(
+                        f"lines {of_row[row]} and {number}: both say that they are sample_index {row}", path=path
+                    )
+                of_row[row] = number
+        text_only = len(self.lines) - len(of_row)
+        self.n = max(of_row, default=-1) + 1
+        self.is_sample = np.zeros(self.n, bool)
+        self.is_sample[list(of_row)] = True
+        if left := self.n - len(of_row):
+            self.warnings.append(f"{left} rows are named by no line of meta/index.jsonl (logged again, or never): they have 0 tokens")
+        if text_only:
+            self.metadata = {**self.metadata, "text_only_lines": text_only}
+
+    def keep(self, n: int) -> None:
+        """Only the first n samples count: the manifest says so."""
+        if n < self.n:
+            self.warnings.append(f"holds {self.n} samples, of which the manifest counts {n}")
+        self.n = n
+        self.lengths = [part if isinstance(part, int) else part[:n] for part in self.lengths]
+
+    def _lengths(self, array: ArrayMeta) -> int | NDArray[np.uint32]:
+        name = {ACTIVATIONS: "seq_len", PROMPT: "prompt_len", RESPONSE: "response_len"}[array.node]
+        longest = array.shape[2]
+        meta = self.store.array(f"arrays/{name}")
+        if meta is None:
+            self.warnings.append(f"has no arrays/{name}: every sample is taken to have all {longest} tokens of {array.node}")
+            return longest
+        if meta.shape != (self.rows,):
+            raise meta.error(f"field 'shape': expected [{self.rows}], one length per sample, found {list(meta.shape)}")
+        if meta.dtype is None or meta.dtype.kind not in "iu":
+            raise meta.error(f"field 'dtype': expected integers, found {meta.dtype or 'strings'}")
+        values = np.asarray(read_whole(meta))[: self.n]
+        if values.size and values.min() < 0:
+            at = int(np.flatnonzero(values < 0)[0])
+            raise FormatError(f"expected lengths of 0 to {longest}, found {values[at]} for sample {at}", path=meta.folder)
+        if (long := values > longest).any():
+            self.warnings.append(
+                f"{name} says {values[long].max()} tokens where {array.node} has room for {longest}: {int(long.sum())} samples were "
+                "cut when they were written"
+            )
+            values = np.minimum(values, longest)
+        values = values.astype(np.uint32)
+        if self.lines is not None:
+            values[~self.is_sample] = 0
+        return values
+
+    def check_alike(self, other: _Member) -> None:
+        """Stores of a run hold the same layers, of the same width and type, in as many arrays."""
+        mine, its = self.arrays[0], other.arrays[0]
+        for what, a, b in (
+            ("layers", self.num_layers, other.num_layers),
+            ("hidden size", self.width, other.width),
+            ("element type", mine.dtype, its.dtype),
+            ("arrays", [a.node for a in self.arrays], [a.node for a in other.arrays]),
+        ):
+            if a != b:
+                raise its.error(f"expected the {what} of {self.path.name}, {a}, found {b}")
+
+    @cached_property
+    def texts(self) -> list[Path]:
+        """JSONL files beside the arrays."""
+        folder = self.path / "text"
+        found = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+        index = self.path / "meta" / "sample_index.jsonl"
+        return [*found, index] if index.is_file() else found
+
+    @cached_property
+    def small(self) -> dict[str, ArrayMeta]:
+        """Arrays with one entry per sample, by name."""
+        found = {}
+        for name in self.store.names("arrays"):
+            if f"arrays/{name}" in (ACTIVATIONS, PROMPT, RESPONSE):
+                continue
+            meta = self.store.array(f"arrays/{name}")
+            if meta is not None and meta.shape[:1] == (self.rows,) and len(meta.shape) <= 3:
+                found[name] = meta
+        return found
+
+    def text_names(self) -> dict[str, Path]:
+        """Fields of the first line of each JSONL file, by name; lines to come may have others."""
+        found: dict[str, Path] = {}
+        if self.lines is not None:
+            for _, line in self.lines:
+                found |= dict.fromkeys(line, self.path / "meta" / "index.jsonl")
+        for path in self.texts:
+            first = next(read_lines(path), None)
+            if first is not None and isinstance(first[1], dict):
+                found = dict.fromkeys(first[1], path) | found
+        return {name: path for name, path in found.items() if name != "i"}
+
+    def columns(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
+        """Columns by name, each a pyarrow array or a list of ``n`` values."""
+        made: dict[str, Any] = {}
+        for name, meta in self.small.items():
+            if wanted(name):
+                made[name] = _column(read_whole(meta), self.n)
+        if self.lines is not None:
+            rows = [(row, number, line) for number, line in self.lines if (row := line.get("sample_index")) is not None]
+            _join(made, rows, self.n, wanted, self.path / "meta" / "index.jsonl", complete=False)
+        for path in self.texts:
+            _join(made, _by_i(path, self.rows), self.n, wanted, path, complete=True, warnings=self.warnings)
+        return made
+
+
+def _by_i(path: Path, n: int) -> list[tuple[int, int, dict[str, Any]]]:
+    """Lines of a text file as (sample, line number, line)."""
+    rows: list[tuple[int, int, dict[str, Any]]] = []
+    seen: dict[int, int] = {}
+    for number, line in read_lines(path):
+        fields = Fields(line, path, f"line {number}")
+        i = fields.integer("i", minimum=0) if "i" in line else number - 1
+        if i >= n:
+            raise FormatError(f"line {number}: field 'i': expected a sample, 0 to {n - 1}, found {i}", path=path)
+        if i in seen:
+            raise FormatError(f"lines {seen[i]} and {number}: both are of sample {i}", path=path)
+        seen[i] = number
+        rows.append((i, number, line))
+    return rows
+
+
+def _join(
+    made: dict[str, Any],
+    rows: Sequence[tuple[int, int, dict[str, Any]]],
+    n: int,
+    wanted: Callable[[str], bool],
+    path: Path,
+    *,
+    complete: bool,
+    warnings: list[str] | None = None,
+) -> None:
+    """Adds the fields of lines as columns; what an array holds already is kept."""
+    arrays = set(made)
+    for i, _, line in rows:
+        if i >= n:
+            continue
+        for name, value in line.items():
+            if name != "i" and name not in arrays and wanted(name):
+                made.setdefault(name, [None] * n)[i] = value
+    if complete and len(rows) < n and warnings is not None:
+        there = {i for i, _, _ in rows}
+        lacking = [i for i in range(n) if i not in there]
+        shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
+        said = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line among its {len(rows)}: {shown}"
+        if said not in warnings:
+            warnings.append(said)
+
+
+def _column(values: NDArray[Any] | list[str], n: int) -> Any:
+    """Numbers or strings per sample; several per sample as lists."""
+    import pyarrow as pa
+
+    if isinstance(values, list):
+        return pa.array(values[:n], pa.string())
+    values = values[:n]
+    if values.dtype.kind == "c" or values.dtype.name == "bfloat16":
+        values = values.astype(np.complex64).view(np.float32) if values.dtype.kind == "c" else values.astype(np.float32)
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for length in values.shape[:0:-1]:
+        if length == 0:
+            return pa.nulls(n)
+        flat = pa.FixedSizeListArray.from_arrays(flat, length)
+    return flat
+
+
+def _column_names(members: Sequence[_Member]) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for member in members:
+        names |= dict.fromkeys(member.small) | dict.fromkeys(member.text_names())
+    return tuple(names)
+
+
+def _columns(path: Path, members: Sequence[_Member], names: Sequence[str]) -> pa.Table:
+    import pyarrow as pa
+
+    asked = set(names)
+    # A field that only later lines have is not among the names known beforehand; asking for all means all.
+    every = asked >= set(_column_names(members))
+    parts = [m.columns(lambda name: every or name in asked) for m in members]
+    order = [*names, *dict.fromkeys(name for part in parts for name in part if name not in asked)]
+    unknown = [name for name in names if not any(name in part for part in parts)]
+    known = {name for m in members for name in (*m.small, *m.text_names())}
+    if unknown and unknown[0] not in known:
+        raise NotStoredError(f"holds no column {unknown[0]!r}; columns are {', '.join(sorted(known))}", path=path)
+    made = {}
+    for name in order:
+        chunks = [_arrow(part.get(name), m.n) for part, m in zip(parts, members, strict=True)]
+        types = {str(c.type) for c in chunks if c.type != pa.null()}
+        if len(types) > 1:
+            chunks = [_arrow([_as_json(v) for v in c.to_pylist()], m.n) for c, m in zip(chunks, members, strict=True)]
+        kind = next((c.type for c in chunks if c.type != pa.null()), pa.null())
+        made[name] = pa.chunked_array([c.cast(kind) if c.type != kind else c for c in chunks], kind)
+    return pa.table(made)
+
+
+def _arrow(values: Any, n: int) -> pa.Array:
+    """A column as pyarrow; values that no one arrow type holds are given as JSON text."""
+    import pyarrow as pa
+
+    if values is None:
+        return pa.nulls(n)
+    if isinstance(values, pa.Array):
+        return values
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeError):
+        return pa.array([_as_json(v) for v in values], pa.string())
+
+
+def _as_json(value: Any) -> str | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.encode("utf-8", "backslashreplace").decode()
