@@ -1,6 +1,6 @@
 """actshard: open, look at and read activation datasets, whatever system wrote them.
 
->>> store = actshard.open("path/to/dataset")            # saev shards or an lmprobe dataset; the format is detected
+>>> store = actshard.open("path/to/dataset")            # saev, lmprobe, zarr, pickle: the format is detected
 >>> store.layers, store.d_model, store.dtype
 >>> store.gather(store.layers[0], [0, 1, 2], [0, 0, -1])  # (3, d_model), one row per (example, token)
 """
@@ -26,6 +26,7 @@ from actshard.errors import (
     OutOfRangeError,
     TruncatedFileError,
     UnknownFormatError,
+    UnsafePickleError,
     UnsupportedError,
 )
 from actshard.opening import open
@@ -52,6 +53,7 @@ __all__ = [
     "Store",
     "TruncatedFileError",
     "UnknownFormatError",
+    "UnsafePickleError",
     "UnsupportedError",
     "__version__",
     "build_info",

@@ -53,6 +53,24 @@ def dtype(asked: DTypeLike) -> tuple[np.dtype[Any], str]:
     return found, name
 
 
+def stored(name: str) -> np.dtype[Any]:
+    """The numpy type of a safetensors name."""
+    return NUMPY_BY_NAME[name]
+
+
+def pickled_array(data: bytearray, name: str, swapped: bool, shape: list[int], fortran: bool) -> NDArray[Any]:
+    """A numpy array of a pickle, over ``data``."""
+    dtype = NUMPY_BY_NAME[name]
+    order: Any = "F" if fortran else "C"
+    return np.ndarray(shape, dtype.newbyteorder("S") if swapped else dtype, data, order=order)
+
+
+def pickled_scalar(data: bytes, name: str, swapped: bool) -> Any:
+    """A numpy scalar of a pickle."""
+    dtype = NUMPY_BY_NAME[name]
+    return np.frombuffer(data, dtype.newbyteorder("S") if swapped else dtype)[0]
+
+
 def name_of(stored: np.dtype[Any], path: Path | None = None) -> str:
     """The safetensors name of a stored type."""
     name = _NAME_BY_NUMPY.get(stored)

@@ -109,6 +109,12 @@ class HeaderError(FormatError):
     kind = "header"
 
 
+class UnsafePickleError(FormatError):
+    """A pickle that would import, call or build something other than plain data. Nothing of it was done."""
+
+    kind = "unsafe_pickle"
+
+
 class UnknownFormatError(FormatError):
     """No format, or more than one, recognises a path.
 
@@ -189,6 +195,8 @@ _NATIVE: dict[str, type[ActshardError]] = {
         ArgumentError,
         InterruptedReadError,
         InternalError,
+        UnsafePickleError,
+        NotStoredError,
     )
 }
 

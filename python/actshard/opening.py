@@ -63,7 +63,11 @@ def open(
 
 
 def open_quietly(
-    path: str | os.PathLike[str], format: str | None, io: str, decoded_memory: int | str, checksums: bool
+    path: str | os.PathLike[str],
+    format: str | None,
+    io: str,
+    decoded_memory: int | str = "1GiB",
+    checksums: bool = True,
 ) -> Store:
     """Opens without warnings: workers reopen what their parent has been warned of."""
     if io not in ("auto", "mmap", "pread"):

@@ -32,11 +32,15 @@ pub enum Kind {
     Interrupted,
     /// A fault of actshard itself.
     Internal,
+    /// A pickle that would import, call or build something other than plain data; nothing of it was done.
+    UnsafePickle,
+    /// Well formed, but the dataset does not hold what was asked for.
+    NotStored,
 }
 
 impl Kind {
     /// Every kind, in declaration order.
-    pub const ALL: [Kind; 12] = [
+    pub const ALL: [Kind; 14] = [
         Kind::NotFound,
         Kind::Access,
         Kind::NotAFile,
@@ -49,6 +53,8 @@ impl Kind {
         Kind::Argument,
         Kind::Interrupted,
         Kind::Internal,
+        Kind::UnsafePickle,
+        Kind::NotStored,
     ];
 
     /// The stable code.
@@ -66,6 +72,8 @@ impl Kind {
             Kind::Argument => "argument",
             Kind::Interrupted => "interrupted",
             Kind::Internal => "internal",
+            Kind::UnsafePickle => "unsafe_pickle",
+            Kind::NotStored => "not_stored",
         }
     }
 }

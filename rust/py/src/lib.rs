@@ -3,11 +3,13 @@
 //! - `rows`: [`rows::Rows`], the rows of a dataset, and [`rows::Addresses`], the table they can be looked up in
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `detach`: the one gate through which the GIL is released
+//! - `pickle`: values of a pickle as Python objects
 //! - `errors`: the core's errors as the exceptions of `actshard.errors`
 
 mod buffer;
 mod detach;
 mod errors;
+mod pickle;
 mod rows;
 
 use std::path::PathBuf;
@@ -98,6 +100,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;
+    m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(error_kinds, m)?)?;
     m.add_function(wrap_pyfunction!(header_reasons, m)?)?;

@@ -5,7 +5,8 @@ use std::sync::{Mutex, PoisonError};
 
 use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
 use actshard_core::bytes::codecs::CodedArray;
-use actshard_core::bytes::{FileTable, Files, Io, RowFile, RowsIn, View};
+use actshard_core::bytes::shards::{ShardSpec, Shards};
+use actshard_core::bytes::{FileTable, Files, Io, Row, RowFile, RowsIn, View};
 use actshard_core::dtype::{Cast, DType};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::strided::Strided;
@@ -21,7 +22,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyInt;
 
-use crate::{buffer, detach, errors};
+use crate::{buffer, detach, errors, pickle};
 
 /// Addresses of rows, read from an index batch by batch.
 #[pyclass(frozen, module = "actshard._native")]
@@ -88,6 +89,7 @@ enum Where {
     Strided(FileTable, Strided),
     Table(FileTable, Table),
     Chunked(ChunkFiles, Chunked),
+    Shards(Box<Shards>),
 }
 
 /// The rows of a dataset: its files, where rows lie in them, and their type.
@@ -98,15 +100,26 @@ pub struct Rows {
     descr: Py<PyArrayDescr>,
 }
 
+/// The files and the layout that know these examples: those the dataset has, or made for the occasion by shards that have to
+/// be looked into.
 macro_rules! with_layout {
-    ($self:expr, $layout:ident => $body:expr) => {
+    ($self:expr, $examples:expr, $watch:expr, $files:ident, $layout:ident => $body:expr) => {
         match &$self.rows {
-            Where::Strided(_, $layout) => $body,
-            Where::Table(_, $layout) => $body,
-            Where::Chunked(_, $layout) => $body,
+            Where::Strided($files, $layout) => $body,
+            Where::Table($files, $layout) => $body,
+            Where::Chunked($files, $layout) => $body,
+            Where::Shards(shards) => {
+                let prepared = &shards.prepare(Some($examples), $watch)?;
+                let ($files, $layout) = (prepared, prepared);
+                $body
+            }
         }
     };
 }
+
+/// A shard, as [`Rows::shards`] is told of it: path, compressed, size and SHA-256 if they are to be checked, samples, smallest
+/// and largest number, layers, bytes it may inflate to.
+type ShardTuple = (PathBuf, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
 
 /// An array of chunks, as [`Rows::chunked`] is told of it: folder, metadata file, prefix and separator of names, shape,
 /// chunk shape, the fill element, whether bytes are swapped, and for what zarrs decodes: store, node, whether chunks are inside shards.
@@ -150,6 +163,26 @@ impl Index<'_> {
     }
 }
 
+/// An example's rows in place, if they lie together: the view and how many.
+fn one_view(
+    layout: &impl Layout,
+    group: usize,
+    example: i64,
+    view: impl FnOnce(Address, u64) -> actshard_core::Result<Option<View>>,
+) -> actshard_core::Result<Option<(View, u64)>> {
+    let mut whole: Option<(Address, u64)> = None;
+    let mut apart = false;
+    layout.runs(group, example, &mut |run| match &mut whole {
+        None => whole = Some((run.at, run.rows)),
+        Some((at, rows)) if at.file == run.at.file && at.row + *rows == run.at.row => *rows += run.rows,
+        Some(_) => apart = true,
+    })?;
+    match whole {
+        Some((at, rows)) if !apart => Ok(view(at, rows)?.map(|v| (v, rows))),
+        _ => Ok(None),
+    }
+}
+
 /// One group for all, or one for each of `n` examples.
 fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyResult<Index<'py>> {
     Index::quick(groups)
@@ -157,8 +190,7 @@ fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyRe
         .ok_or_else(|| errors::raise(py, &Error::new(Kind::Internal, "groups that are not one per example")))
 }
 
-fn count_tokens(layout: &impl Layout, groups: &Index<'_>, examples: &[i64]) -> actshard_core::Result<Vec<i64>> {
-    let groups = groups.ints().map_err(|_| Error::new(Kind::Internal, "groups that are no integers"))?;
+fn count_tokens(layout: &impl Layout, groups: Ints<'_>, examples: &[i64]) -> actshard_core::Result<Vec<i64>> {
     let each = examples.iter().enumerate().map(|(i, &e)| {
         let group = usize::try_from(groups.get(i)).ok().filter(|g| *g < layout.groups());
         let group = group.ok_or_else(|| Error::new(Kind::Internal, "a group that is not there"))?;
@@ -168,7 +200,7 @@ fn count_tokens(layout: &impl Layout, groups: &Index<'_>, examples: &[i64]) -> a
 }
 
 /// A function of `actshard._arguments`, which knows the slow ways to say the same.
-fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+pub(crate) fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     MODULE.get_or_try_init(py, || py.import("actshard._arguments").map(Bound::unbind))?.bind(py).getattr(name)
 }
@@ -304,6 +336,76 @@ impl Rows {
         Rows::new(py, Where::Chunked(files, layout), io, descr)
     }
 
+    /// Rows of pickle shards; the first is looked into, it alone says what a row is.
+    #[staticmethod]
+    #[pyo3(signature = (shards, *, layers, decoded_memory, io))]
+    fn shards(
+        py: Python<'_>,
+        shards: Vec<ShardTuple>,
+        layers: Vec<i64>,
+        decoded_memory: u64,
+        io: &str,
+    ) -> PyResult<Rows> {
+        let io = io_of(py, io)?;
+        let specs = shards
+            .into_iter()
+            .map(|(path, compressed, size, sha256, samples, ids, layers, limit)| ShardSpec {
+                path,
+                compressed,
+                size,
+                sha256,
+                samples,
+                ids,
+                layers,
+                limit,
+            })
+            .collect();
+        let shards = detach::detached(py, |watch| Shards::open(specs, layers, decoded_memory, io, watch))?;
+        let descr = helper(py, "stored")?.call1((shards.row().dtype.name(),))?.extract()?;
+        Rows::new(py, Where::Shards(Box::new(shards)), io, descr)
+    }
+
+    /// The numpy type of a row.
+    #[getter]
+    fn descr<'py>(&self, py: Python<'py>) -> Bound<'py, PyArrayDescr> {
+        self.descr.bind(py).clone()
+    }
+
+    /// Elements per row.
+    #[getter]
+    fn width(&self) -> usize {
+        self.row().width
+    }
+
+    /// Shards inflated so far, for tests.
+    #[getter]
+    fn inflated(&self) -> u64 {
+        match &self.rows {
+            Where::Shards(shards) => shards.inflated(),
+            _ => 0,
+        }
+    }
+
+    /// `sample_idx` of every sample of a pickle shard, in the order of its examples.
+    fn samples(&self, py: Python<'_>, shard: usize) -> PyResult<Vec<i64>> {
+        let shards = self.as_shards(py)?;
+        let first = shards.first_of(shard).map_err(|e| errors::raise(py, &e))?;
+        detach::detached(py, |watch| {
+            let prepared = shards.prepare(Some(&mut std::iter::once(first)), watch)?;
+            Ok(prepared.samples().collect())
+        })
+    }
+
+    /// For every sample of a pickle shard: `(sample_idx, text_preview, shape, layers, metadata)`.
+    fn records<'py>(&self, py: Python<'py>, shard: usize) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let shards = self.as_shards(py)?;
+        let values = detach::detached(py, |_| shards.values(shard))?;
+        pickle::records(py, &values).map_err(|e| match e {
+            pickle::Failed::Python(raised) => raised,
+            pickle::Failed::Core(e) => errors::raise(py, &e.at(&shards.specs()[shard].path)),
+        })
+    }
+
     /// How rows are read: "mmap" or "pread".
     #[getter]
     fn io(&self) -> &'static str {
@@ -315,8 +417,17 @@ impl Rows {
 
     /// Tokens stored per example, int64; for a strided layout every example has as many.
     fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let counts = detach::detached(py, |_| {
-            Ok(with_layout!(self, l => (0..l.examples()).map(|e| l.tokens(0, e) as i64).collect::<Vec<i64>>()))
+        let counts = detach::detached(py, |watch| {
+            let all = |l: &dyn Layout| (0..l.examples()).map(|e| l.tokens(0, e) as i64).collect::<Vec<i64>>();
+            Ok(match &self.rows {
+                Where::Strided(_, l) => all(l),
+                Where::Table(_, l) => all(l),
+                Where::Chunked(_, l) => all(l),
+                Where::Shards(shards) => {
+                    let prepared = shards.prepare(None, watch)?;
+                    (0..prepared.examples()).map(|e| prepared.tokens_anywhere(e) as i64).collect()
+                }
+            })
         })?;
         Ok(PyArray1::from_vec(py, counts))
     }
@@ -329,15 +440,14 @@ impl Rows {
         examples: PyReadonlyArray1<'py, i64>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
         let (groups, ids) = (groups_of(py, groups, examples.as_slice()?.len())?, examples.as_slice()?);
-        let counts = with_layout!(self, l => count_tokens(l, &groups, ids)).map_err(|e| errors::raise(py, &e))?;
-        Ok(PyArray1::from_vec(py, counts))
+        Ok(PyArray1::from_vec(py, self.count(py, groups.ints()?, ids)?))
     }
 
     /// Bytes that the address table holds in memory.
     fn table_bytes(&self) -> usize {
         match &self.rows {
             Where::Table(_, table) => table.bytes(),
-            Where::Strided(..) | Where::Chunked(..) => 0,
+            Where::Strided(..) | Where::Chunked(..) | Where::Shards(_) => 0,
         }
     }
 
@@ -355,7 +465,7 @@ impl Rows {
         let mut dims: Vec<usize> = Vec::new();
         let (e, t) = match tokens {
             None if examples.is_none() => {
-                dims.push(with_layout!(self, l => l.examples()) as usize);
+                dims.push(self.examples() as usize);
                 (Index::All, None)
             }
             None => {
@@ -391,7 +501,7 @@ impl Rows {
             },
         };
         let items = dims.iter().product();
-        dims.push(self.files().row().width);
+        dims.push(self.row().width);
         let pick = match &t {
             None => Pick::Last { examples: e.ints()? },
             Some(t) => Pick::Tokens { examples: e.ints()?, tokens: t.ints()? },
@@ -411,12 +521,12 @@ impl Rows {
     ) -> PyResult<Bound<'py, PyAny>> {
         let ids = examples.as_slice()?;
         let groups = groups_of(py, groups, ids.len())?;
-        let counts = with_layout!(self, l => count_tokens(l, &groups, ids)).map_err(|e| errors::raise(py, &e))?;
+        let counts = self.count(py, groups.ints()?, ids)?;
         let rows = counts.iter().try_fold(0usize, |n, &t| n.checked_add(usize::try_from(t).ok()?)).ok_or_else(|| {
             errors::raise(py, &Error::new(Kind::Argument, "more rows than this machine can address"))
         })?;
         let pick = Pick::Whole { examples: Ints::Each(ids) };
-        self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.files().row().width], out, dtype)
+        self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.row().width], out, dtype)
     }
 
     /// An example's rows in place, read-only, or None where they do not lie together in one mapped file.
@@ -424,29 +534,24 @@ impl Rows {
         if self.io == Io::Pread {
             return Ok(None);
         }
-        let found = detach::detached(py, |_| {
-            let mut whole: Option<(Address, u64)> = None;
-            let mut apart = false;
-            with_layout!(self, l => l.runs(group, example, &mut |run| match &mut whole {
-                None => whole = Some((run.at, run.rows)),
-                Some((at, rows)) if at.file == run.at.file && at.row + *rows == run.at.row => *rows += run.rows,
-                Some(_) => apart = true,
-            }))?;
-            match whole {
-                Some((at, rows)) if !apart => {
-                    let view = match &self.rows {
-                        Where::Strided(files, _) | Where::Table(files, _) => {
-                            View::of(files.get(at.file)?, at.row, rows, files.row().bytes)
-                        }
-                        Where::Chunked(files, _) => files.view(at.file, at.row, rows),
-                    };
-                    view.map(|v| v.map(|v| (v, rows)))
+        let found = detach::detached(py, |watch| {
+            let in_table = |files: &FileTable, at: Address, rows: u64| {
+                View::of(files.get(at.file)?, at.row, rows, files.row().bytes)
+            };
+            Ok(match &self.rows {
+                Where::Strided(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows))?,
+                Where::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows))?,
+                Where::Chunked(files, layout) => {
+                    one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows))?
                 }
-                _ => Ok(None),
-            }
+                Where::Shards(shards) => {
+                    let prepared = shards.prepare(Some(&mut std::iter::once(example)), watch)?;
+                    one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))?
+                }
+            })
         })?;
         let Some((view, rows)) = found else { return Ok(None) };
-        let dims = [rows as usize, self.files().row().width];
+        let dims = [rows as usize, self.row().width];
         buffer::over_map(py, view, self.descr.bind(py), &dims).map(Some)
     }
 }
@@ -454,7 +559,7 @@ impl Rows {
 impl Rows {
     fn new(py: Python<'_>, rows: Where, io: Io, descr: Bound<'_, PyArrayDescr>) -> PyResult<Rows> {
         let made = Rows { rows, io, descr: descr.clone().unbind() };
-        let dtype = made.files().row().dtype;
+        let dtype = made.row().dtype;
         if dtype.size() != Some(descr.itemsize()) {
             return Err(errors::raise(
                 py,
@@ -464,11 +569,34 @@ impl Rows {
         Ok(made)
     }
 
-    fn files(&self) -> &dyn Files {
+    fn row(&self) -> Row {
         match &self.rows {
-            Where::Strided(files, _) | Where::Table(files, _) => files,
-            Where::Chunked(files, _) => files,
+            Where::Strided(files, _) | Where::Table(files, _) => files.row(),
+            Where::Chunked(files, _) => files.row(),
+            Where::Shards(shards) => shards.row(),
         }
+    }
+
+    fn examples(&self) -> u64 {
+        match &self.rows {
+            Where::Strided(_, layout) => layout.examples(),
+            Where::Table(_, layout) => layout.examples(),
+            Where::Chunked(_, layout) => layout.examples(),
+            Where::Shards(shards) => shards.examples(),
+        }
+    }
+
+    fn as_shards(&self, py: Python<'_>) -> PyResult<&Shards> {
+        match &self.rows {
+            Where::Shards(shards) => Ok(shards),
+            _ => Err(errors::raise(py, &Error::new(Kind::Internal, "rows that are not of pickle shards"))),
+        }
+    }
+
+    fn count(&self, py: Python<'_>, groups: Ints<'_>, examples: &[i64]) -> PyResult<Vec<i64>> {
+        detach::detached(py, |watch| {
+            with_layout!(self, &mut examples.iter().copied(), watch, _files, l => count_tokens(l, groups, examples))
+        })
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -489,9 +617,9 @@ impl Rows {
                     helper(py, "dtype")?.call1((asked,))?.extract()?;
                 (descr, dtype_of(py, &name)?)
             }
-            _ => (stored.clone(), self.files().row().dtype),
+            _ => (stored.clone(), self.row().dtype),
         };
-        let cast = Cast::between(self.files().row().dtype, to).map_err(|e| errors::raise(py, &e))?;
+        let cast = Cast::between(self.row().dtype, to).map_err(|e| errors::raise(py, &e))?;
         let size: usize = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).ok_or_else(|| {
             errors::raise(py, &Error::new(Kind::Argument, "more bytes than this machine can address"))
         })?;
@@ -512,8 +640,36 @@ impl Rows {
         detach::detached(
             py,
             |watch| {
-                let (files, only) = (self.files(), 0..u64::MAX);
-                with_layout!(self, l => gather(&Source { files, layout: l, groups, only }, pick, items, cast, bytes, watch))
+                let only = 0..u64::MAX;
+                match &self.rows {
+                    Where::Strided(files, layout) => {
+                        gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
+                    }
+                    Where::Table(files, layout) => {
+                        gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
+                    }
+                    Where::Chunked(files, layout) => {
+                        gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
+                    }
+                    Where::Shards(shards) => {
+                        let examples = &mut (0..items).map(|i| pick.example(i));
+                        let mut prepared = shards.prepare(Some(examples), &mut *watch)?;
+                        let mut waves = prepared.waves();
+                        if waves.len() < 2 {
+                            for wave in &waves {
+                                prepared.hold(wave, &mut *watch)?;
+                            }
+                            let source = Source { files: &prepared, layout: &prepared, groups, only };
+                            return gather(&source, pick, items, cast, bytes, watch);
+                        }
+                        for only in waves.drain(..) {
+                            prepared.hold(&only, &mut *watch)?;
+                            let source = Source { files: &prepared, layout: &prepared, groups, only };
+                            gather(&source, pick, items, cast, bytes, &mut *watch)?;
+                        }
+                        Ok(())
+                    }
+                }
             },
         )?;
         Ok(result)

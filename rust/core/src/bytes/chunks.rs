@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::codecs::CodedArray;
-use super::decoded::Cache;
+use super::decoded::{Block, Cache};
 use super::{Body, Files, Io, OpenFile, Place, Row, Slots, View, open_regular, pread};
 use crate::bytes::mmap::Map;
 use crate::dtype::DType;
@@ -235,7 +235,7 @@ impl ChunkFiles {
                             array.naming.check_array_is_there()?;
                             return Ok(OpenFile::new(path, Body::Fill(array.fill.clone()), 0, place));
                         };
-                        let bytes = Arc::new(bytes);
+                        let bytes = Arc::new(Block::from(bytes));
                         self.decoded.put(number, &bytes);
                         bytes
                     }

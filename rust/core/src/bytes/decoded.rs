@@ -5,8 +5,71 @@
 //! forked while another thread held it decodes again instead of hanging.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
+
+use memmap2::MmapMut;
+
+/// Decoded bytes. Large ones lie in pages of their own, huge ones where the system gives them: filling fresh small pages costs
+/// as much as decoding into them.
+#[derive(Debug)]
+pub struct Block {
+    memory: Memory,
+    len: usize,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Heap(Vec<u8>),
+    Pages(MmapMut),
+}
+
+impl Block {
+    const PAGES_FROM: usize = 1 << 20;
+
+    /// Zeros, to be filled.
+    pub fn zeroed(len: usize) -> std::io::Result<Block> {
+        if len < Block::PAGES_FROM {
+            return Ok(Block { memory: Memory::Heap(vec![0; len]), len });
+        }
+        let map = MmapMut::map_anon(len)?;
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        Ok(Block { memory: Memory::Pages(map), len })
+    }
+
+    /// To write in.
+    pub fn as_mut(&mut self) -> &mut [u8] {
+        match &mut self.memory {
+            Memory::Heap(bytes) => &mut bytes[..self.len],
+            Memory::Pages(map) => &mut map[..self.len],
+        }
+    }
+
+    /// Forgets what lies after `len` bytes.
+    pub fn truncate(&mut self, len: usize) {
+        self.len = self.len.min(len);
+    }
+}
+
+impl Deref for Block {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match &self.memory {
+            Memory::Heap(bytes) => &bytes[..self.len],
+            Memory::Pages(map) => &map[..self.len],
+        }
+    }
+}
+
+impl From<Vec<u8>> for Block {
+    fn from(bytes: Vec<u8>) -> Block {
+        let len = bytes.len();
+        Block { memory: Memory::Heap(bytes), len }
+    }
+}
 
 /// Decoded blocks by number.
 #[derive(Debug)]
@@ -17,7 +80,7 @@ pub struct Cache {
 
 #[derive(Debug, Default)]
 struct State {
-    blocks: HashMap<u64, (Arc<Vec<u8>>, u64)>,
+    blocks: HashMap<u64, (Arc<Block>, u64)>,
     /// The same numbers by when they were used last.
     by_age: BTreeMap<u64, u64>,
     now: u64,
@@ -36,7 +99,7 @@ impl Cache {
     }
 
     /// A block, if it is kept.
-    pub fn get(&self, number: u64) -> Option<Arc<Vec<u8>>> {
+    pub fn get(&self, number: u64) -> Option<Arc<Block>> {
         let mut guard = try_briefly(&self.state)?;
         let State { blocks, by_age, now, .. } = &mut *guard;
         let (block, used_at) = blocks.get_mut(&number)?;
@@ -47,14 +110,15 @@ impl Cache {
         Some(Arc::clone(block))
     }
 
-    /// Keeps a block, if it fits at all, in place of those that were not used for longest.
-    pub fn put(&self, number: u64, block: &Arc<Vec<u8>>) {
+    /// Keeps a block in place of those that were not used for longest; one larger than the budget in place of all, until
+    /// the next: who reads from it goes on reading from it.
+    pub fn put(&self, number: u64, block: &Arc<Block>) {
         let bytes = block.len() as u64;
         let Some(mut guard) = try_briefly(&self.state) else { return };
-        if bytes > self.budget || guard.blocks.contains_key(&number) {
+        if guard.blocks.contains_key(&number) {
             return;
         }
-        guard.shrink(self.budget - bytes);
+        guard.shrink(self.budget.saturating_sub(bytes));
         guard.now += 1;
         let now = guard.now;
         guard.used += bytes;
@@ -108,11 +172,14 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_is_larger_than_the_budget_is_not_kept() {
+    fn what_is_larger_than_the_budget_is_kept_alone() {
         let cache = Cache::new(10);
-        cache.put(1, &Arc::new(vec![0; 11]));
-        assert!(cache.get(1).is_none());
-        assert_eq!(cache.used(), 0);
+        cache.put(1, &Arc::new(Block::from(vec![0; 9])));
+        cache.put(2, &Arc::new(Block::from(vec![0; 11])));
+        assert!(cache.get(1).is_none() && cache.get(2).is_some());
+        cache.put(3, &Arc::new(Block::from(vec![0; 1])));
+        assert!(cache.get(2).is_none());
+        assert_eq!(cache.used(), 1);
     }
 
     proptest! {
@@ -125,9 +192,9 @@ mod tests {
                 let size = number * 3;
                 let at = oracle.iter().position(|(n, _)| *n == number);
                 if put {
-                    cache.put(number, &Arc::new(vec![0; size as usize]));
-                    if at.is_none() && size <= budget {
-                        while oracle.iter().map(|(_, s)| s).sum::<u64>() + size > budget {
+                    cache.put(number, &Arc::new(Block::from(vec![0; size as usize])));
+                    if at.is_none() {
+                        while !oracle.is_empty() && oracle.iter().map(|(_, s)| s).sum::<u64>() + size > budget {
                             oracle.remove(0);
                         }
                         oracle.push((number, size));

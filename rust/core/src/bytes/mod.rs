@@ -6,9 +6,11 @@ pub mod chunks;
 pub mod codecs;
 pub mod decoded;
 mod files;
+pub mod inflate;
 pub mod mmap;
 mod open;
 pub mod pread;
+pub mod shards;
 
 use std::sync::{Arc, RwLock};
 

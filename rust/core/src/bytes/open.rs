@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use super::decoded::Block;
 use super::mmap::Map;
 use super::pread;
 use crate::error::{Error, Kind, Result};
@@ -68,7 +69,7 @@ pub enum Body {
     /// Read in place, call by call.
     Read(File),
     /// Decoded into memory.
-    Memory(Arc<Vec<u8>>),
+    Memory(Arc<Block>),
     /// There is no such file, and the format says what that means: every element is this one.
     Fill(Vec<u8>),
 }

@@ -100,7 +100,8 @@ pub enum Pick<'a> {
 }
 
 impl Pick<'_> {
-    fn example(&self, item: usize) -> i64 {
+    /// The example of an item.
+    pub fn example(&self, item: usize) -> i64 {
         match self {
             Pick::Tokens { examples, .. } | Pick::Last { examples } | Pick::Whole { examples } => examples.get(item),
         }

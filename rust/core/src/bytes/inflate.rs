@@ -1,0 +1,190 @@
+//! Gzip files, inflated whole into memory whose size is bounded beforehand.
+//!
+//! libdeflate inflates: measured on a 105 MB shard of random float32 it gives 468 MB/s, zlib-rs 311 (benches/README.md). It
+//! works on whole buffers, so a stretch at the front is inflated with zlib-rs first and looked at: what is no pickle is
+//! refused for the price of 64 KiB, whatever it claims to inflate to.
+//!
+//! Source: RFC 1952. A file is one member or several; each has a checksum and a length of its own, and libdeflate compares
+//! both.
+#![allow(unsafe_code)]
+
+use std::ffi::c_void;
+use std::io::Read;
+use std::ptr::NonNull;
+
+use libdeflate_sys as sys;
+
+use super::decoded::Block;
+use crate::error::{Error, Kind, Result};
+
+/// Deflate cannot do better (RFC 1951: 258 bytes from 2 bits).
+const BEST_RATIO: u64 = 1032;
+
+/// The first `most` inflated bytes, or fewer if that is all there is before the end or an error.
+pub fn front(gz: &[u8], most: usize) -> Vec<u8> {
+    let mut made = Vec::with_capacity(most);
+    // What is broken later is told later, by who inflates all of it.
+    let _ = flate2::read::MultiGzDecoder::new(gz).take(most as u64).read_to_end(&mut made);
+    made
+}
+
+/// Whether these are the first bytes of a gzip member.
+pub fn is_gzip(bytes: &[u8]) -> bool {
+    bytes.starts_with(&[0x1f, 0x8b])
+}
+
+/// What a gzip file says it inflates to; a guess, and for files of several members of the last only.
+pub fn guess(gz: &[u8]) -> u64 {
+    let last: Option<[u8; 4]> = gz.last_chunk().copied();
+    let said = u64::from(last.map_or(0, u32::from_le_bytes));
+    said.min((gz.len() as u64).saturating_mul(BEST_RATIO))
+}
+
+/// Inflates all members; `limit` bytes at most.
+pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
+    let too_large = || {
+        Error::new(
+            Kind::Format,
+            format!("inflates to more than the {limit} bytes that the dataset's metadata allow; not read"),
+        )
+    };
+    if !is_gzip(gz) {
+        return Err(Error::new(Kind::Format, format!("expected a gzip file, found one that begins with {:02x?}", &gz[..gz.len().min(2)])).byte(0));
+    }
+    let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
+    let no_memory = |e| Error::new(Kind::Access, format!("cannot allocate memory to inflate into: {e}"));
+    let guessed = guess(gz);
+    if guessed > limit {
+        return Err(too_large());
+    }
+    let mut out = Block::zeroed(guessed.max(1) as usize).map_err(no_memory)?;
+    let mut inflater = Inflater::new()?;
+    let (mut read, mut made) = (0usize, 0usize);
+    while read < gz.len() {
+        // Zeros may follow the last member (RFC 1952 says nothing, Python reads over them).
+        if read > 0 && gz[read..].iter().all(|b| *b == 0) {
+            break;
+        }
+        if !is_gzip(&gz[read..]) {
+            return Err(Error::new(Kind::Format, "expected another gzip member or the end of the file").byte(read as u64));
+        }
+        match inflater.member(&gz[read..], &mut out.as_mut()[made..]) {
+            Outcome::Done { read: r, made: m } => {
+                read += r;
+                made += m;
+            }
+            Outcome::Full => {
+                // Several members, or more than 4 GiB: twice the room, and this member again.
+                let next = (out.len() as u64 * 2).max(made as u64 + 65_536).min(most);
+                if next <= out.len() as u64 {
+                    return Err(too_large());
+                }
+                let mut larger = Block::zeroed(next as usize).map_err(no_memory)?;
+                larger.as_mut()[..made].copy_from_slice(&out[..made]);
+                out = larger;
+            }
+            Outcome::Bad => {
+                return Err(Error::new(
+                    Kind::Format,
+                    "the gzip data are damaged or end too early: inflating fails, or the checksum (CRC-32) or length does not match",
+                )
+                .byte(read as u64));
+            }
+        }
+    }
+    out.truncate(made);
+    Ok(out)
+}
+
+enum Outcome {
+    Done { read: usize, made: usize },
+    Full,
+    Bad,
+}
+
+/// libdeflate's decompressor.
+struct Inflater(NonNull<sys::libdeflate_decompressor>);
+
+impl Inflater {
+    fn new() -> Result<Inflater> {
+        // SAFETY: no preconditions; returns null when out of memory.
+        let made = unsafe { sys::libdeflate_alloc_decompressor() };
+        NonNull::new(made).map(Inflater).ok_or_else(|| Error::new(Kind::Access, "cannot allocate a decompressor"))
+    }
+
+    fn member(&mut self, gz: &[u8], out: &mut [u8]) -> Outcome {
+        let (mut read, mut made) = (0usize, 0usize);
+        // SAFETY: the decompressor is live; the pointers are to slices of the lengths given, the output one exclusively
+        // ours; the counts are written through pointers to live locals.
+        let result = unsafe {
+            sys::libdeflate_gzip_decompress_ex(
+                self.0.as_ptr(),
+                gz.as_ptr().cast::<c_void>(),
+                gz.len(),
+                out.as_mut_ptr().cast::<c_void>(),
+                out.len(),
+                &raw mut read,
+                &raw mut made,
+            )
+        };
+        match result {
+            sys::libdeflate_result_LIBDEFLATE_SUCCESS if read > 0 => Outcome::Done { read, made },
+            sys::libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE => Outcome::Full,
+            _ => Outcome::Bad,
+        }
+    }
+}
+
+impl Drop for Inflater {
+    fn drop(&mut self) {
+        // SAFETY: made by libdeflate_alloc_decompressor and freed once.
+        unsafe { sys::libdeflate_free_decompressor(self.0.as_ptr()) }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::io::Write;
+
+    fn gzip(bytes: &[u8]) -> Vec<u8> {
+        let mut encoder = flate2::GzBuilder::new().filename("x").write(vec![], flate2::Compression::fast());
+        encoder.write_all(bytes).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn members_come_back_joined(parts in prop::collection::vec(prop::collection::vec(0u8..4, 0..5000), 1..5), zeros in 0usize..3) {
+            let mut gz: Vec<u8> = parts.iter().flat_map(|p| gzip(p)).collect();
+            gz.resize(gz.len() + zeros, 0);
+            let whole: Vec<u8> = parts.concat();
+            prop_assert_eq!(&inflate(&gz, 1 << 20).unwrap()[..], &whole[..]);
+            prop_assert_eq!(&front(&gz, 100)[..], &whole[..whole.len().min(100)]);
+            if whole.len() > 1 {
+                prop_assert!(inflate(&gz, whole.len() as u64 - 1).is_err());
+            }
+        }
+
+        #[test]
+        fn damage_is_refused_or_harmless(bytes in prop::collection::vec(any::<u8>(), 1..300), at in any::<prop::sample::Index>(), flip in 1u8..=255, cut in any::<prop::sample::Index>()) {
+            let gz = gzip(&bytes);
+            let mut damaged = gz.clone();
+            *at.get_mut(&mut damaged[..]) ^= flip;
+            if let Ok(found) = inflate(&damaged, 1 << 20) {
+                // Only the header has bits that mean nothing for the data.
+                prop_assert_eq!(&found[..], &bytes[..]);
+            }
+            prop_assert!(inflate(&gz[..cut.index(gz.len())], 1 << 20).is_err());
+        }
+    }
+
+    #[test]
+    fn a_bomb_is_refused_before_anything_is_allocated() {
+        let gz = gzip(&vec![0; 20 << 20]);
+        let error = inflate(&gz, 1 << 20).unwrap_err();
+        assert!(error.detail.contains("1048576"), "{error}");
+    }
+}

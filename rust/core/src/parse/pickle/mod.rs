@@ -1,0 +1,202 @@
+//! Pickles that hold plain data and numpy arrays, read without running anything.
+//!
+//! [`machine`] is a machine for the opcodes that data needs; every opcode or global beyond those is refused by name and
+//! offset, so that nothing is ever imported or called. Its values live in one arena and refer to each other by number:
+//! nothing is recursive, neither parsing nor freeing. Array bytes are not copied but named by where they lie.
+//! [`shard`] reads from the values what a shard of activations may hold.
+//!
+//! Sources: CPython's `pickletools.py` (every opcode, with its argument) and `pickle.py`; numpy's `array_reduce_ex`,
+//! `_reconstruct`, `_frombuffer` and `scalar`.
+
+pub mod machine;
+pub mod shard;
+
+use std::ops::Range;
+
+use crate::dtype::{Cast, DType};
+use crate::error::Result;
+
+/// A value's number in its tree.
+pub type Id = u32;
+
+/// Bytes of a value: in the input, or decoded and owned by the tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Blob {
+    own: bool,
+    start: u64,
+    len: u64,
+}
+
+impl Blob {
+    fn new(own: bool, range: Range<usize>) -> Blob {
+        Blob { own, start: range.start as u64, len: range.len() as u64 }
+    }
+
+    /// Where in the input the bytes lie, if they do.
+    pub fn in_input(&self) -> Option<Range<usize>> {
+        (!self.own).then(|| self.range())
+    }
+
+    /// Number of bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    fn range(&self) -> Range<usize> {
+        self.start as usize..(self.start + self.len) as usize
+    }
+}
+
+/// An element type, and whether the bytes are in the other order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Element {
+    /// The type.
+    pub dtype: DType,
+    /// In the other byte order.
+    pub swapped: bool,
+}
+
+/// A numpy array. `data` is proven to hold exactly the elements of `shape`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Array {
+    /// What an element is.
+    pub element: Element,
+    /// Elements along each axis.
+    pub shape: Vec<u64>,
+    /// Whether the first axis varies fastest.
+    pub fortran: bool,
+    /// Its bytes.
+    pub data: Blob,
+}
+
+impl Array {
+    /// Where the array's bytes lie in the input as they would in memory: C order, this machine's byte order. A Fortran array
+    /// counts if both orders are the same bytes.
+    pub fn in_place(&self) -> Option<Range<usize>> {
+        let one_axis = self.shape.iter().filter(|n| **n > 1).count() <= 1;
+        let right = !self.element.swapped && (!self.fortran || one_axis || self.data.is_empty());
+        if right { self.data.in_input() } else { None }
+    }
+}
+
+/// What a pickle can hold here.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Node {
+    /// `None`.
+    None,
+    /// A bool.
+    Bool(bool),
+    /// An int of 64 bits.
+    Int(i64),
+    /// A larger int: little-endian two's complement.
+    Big(Blob),
+    /// A float.
+    Float(f64),
+    /// A str: UTF-8, in which Python lets halves of surrogate pairs stand.
+    Str(Blob),
+    /// Bytes.
+    Bytes(Blob),
+    /// A bytearray.
+    ByteArray(Blob),
+    /// A list.
+    List(Vec<Id>),
+    /// A tuple.
+    Tuple(Vec<Id>),
+    /// A dict in the order of insertion; a key may stand twice, the last value counts.
+    Dict(Vec<(Id, Id)>),
+    /// A numpy dtype.
+    Element(Element),
+    /// A numpy array.
+    Array(Box<Array>),
+    /// A numpy scalar.
+    Scalar(Element, Blob),
+    /// An array whose contents were not given (a pickle of numpy always does), or one of the names on the list by itself.
+    /// Refused wherever it is found.
+    Unfinished,
+}
+
+/// The values of a pickle.
+#[derive(Debug)]
+pub struct Tree {
+    nodes: Vec<Node>,
+    own: Vec<u8>,
+    root: Id,
+}
+
+impl Tree {
+    /// The value that the pickle is of.
+    pub fn root(&self) -> Id {
+        self.root
+    }
+
+    /// A value.
+    pub fn node(&self, id: Id) -> &Node {
+        self.nodes.get(id as usize).unwrap_or(&Node::Unfinished)
+    }
+
+    /// A value's bytes; `input` is what was parsed.
+    pub fn bytes<'a>(&'a self, input: &'a [u8], blob: &Blob) -> &'a [u8] {
+        (if blob.own { &self.own[..] } else { input }).get(blob.range()).unwrap_or_default()
+    }
+
+    /// The value of a key; the last, if it stands twice.
+    pub fn get(&self, input: &[u8], dict: &[(Id, Id)], key: &str) -> Option<Id> {
+        let is = |id: Id| matches!(self.node(id), Node::Str(blob) if self.bytes(input, blob) == key.as_bytes());
+        dict.iter().rev().find(|(k, _)| is(*k)).map(|(_, v)| *v)
+    }
+
+    /// An integer, Python's or numpy's.
+    pub fn integer(&self, input: &[u8], id: Id) -> Option<i64> {
+        match self.node(id) {
+            Node::Int(n) => Some(*n),
+            Node::Scalar(element, blob) => scalar_integer(*element, self.bytes(input, blob)),
+            _ => None,
+        }
+    }
+
+    /// Appends an array's elements to `out` in C order and this machine's byte order.
+    pub fn materialise(&self, input: &[u8], array: &Array, out: &mut Vec<u8>) -> Result<()> {
+        let bytes = self.bytes(input, &array.data);
+        let first = out.len();
+        let dtype = array.element.dtype;
+        out.resize(first + bytes.len(), 0);
+        let cast = Cast::between(dtype, dtype)?.swapped_if(array.element.swapped);
+        let made = &mut out[first..];
+        match array.shape[..] {
+            [rows, columns] if array.fortran && rows > 1 && columns > 1 => {
+                let (rows, columns, size) = (rows as usize, columns as usize, cast.from_size);
+                // Row by row: writes are dense, and a column's cache line serves the rows to come.
+                for r in 0..rows {
+                    for c in 0..columns {
+                        let from = (c * rows + r) * size;
+                        let to = (r * columns + c) * size;
+                        cast.apply(&bytes[from..from + size], &mut made[to..to + size]);
+                    }
+                }
+            }
+            _ => cast.apply(bytes, made),
+        }
+        Ok(())
+    }
+}
+
+/// A numpy integer's value.
+fn scalar_integer(element: Element, bytes: &[u8]) -> Option<i64> {
+    let signed = matches!(element.dtype, DType::I8 | DType::I16 | DType::I32 | DType::I64);
+    if !signed && !matches!(element.dtype, DType::U8 | DType::U16 | DType::U32 | DType::U64) {
+        return None;
+    }
+    let mut little = bytes.to_vec();
+    if element.swapped {
+        little.reverse();
+    }
+    let fill = if signed && little.last().is_some_and(|b| b & 0x80 != 0) { 0xff } else { 0 };
+    let mut wide = [fill; 16];
+    wide.get_mut(..little.len())?.copy_from_slice(&little);
+    i64::try_from(i128::from_le_bytes(wide)).ok()
+}
