@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from actshard import _arguments, _native, formats
@@ -26,7 +26,7 @@ _LOOK_AT_MOST = 2_000
 
 
 def open(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     format: str | None = None,
     io: str = "auto",
     *,
@@ -36,7 +36,9 @@ def open(
     """Opens a dataset.
 
     Args:
-        path: the dataset's folder, or a file that stands for it (an lmprobe index). ``~`` is expanded.
+        path: the dataset's folder, or a file that stands for it (an lmprobe index). ``~`` is expanded. A list of folders opens
+            the pickle shards of several machines as one dataset, in that order; so does the folder that holds them, in the
+            order of their names.
         format: ``"saev"``, ``"lmprobe"``, ...; None detects it.
         io: ``"mmap"`` maps files: fastest, and gives views. ``"pread"`` never maps: for file systems where faults are slow,
             and where files may be truncated while they are read. ``"auto"`` is ``"pread"`` on network file systems and
@@ -63,7 +65,7 @@ def open(
 
 
 def open_quietly(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     format: str | None,
     io: str,
     decoded_memory: int | str = "1GiB",
@@ -72,21 +74,39 @@ def open_quietly(
     """Opens without warnings: workers reopen what their parent has been warned of."""
     if io not in ("auto", "mmap", "pread"):
         raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
-    root = _resolve(path)
-    name = format if format is not None else detect(root)
+    together = [_resolve(p) for p in path] if isinstance(path, list | tuple) else None
+    if together is not None:
+        root = _common(together)
+        name = format if format is not None else detect(together[0])
+    else:
+        root = _resolve(path)  # type: ignore[arg-type]
+        name = format if format is not None else detect(root)
     if name not in formats.names():
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else ("pread" if _native.is_network(root) else "mmap")
     options = Options(mode, _arguments.size(decoded_memory, "decoded_memory"), bool(checksums))
     try:
-        contents: Contents = formats.load(name).open(root, options)
+        module = formats.load(name)
+        if together is not None and not hasattr(module, "open_many"):
+            raise ArgumentError(f"path: a list of folders is for pickle shards, not for {name}; open one path")
+        contents: Contents = (
+            module.open(root, options) if together is None else module.open_many(root, together, options)
+        )
     except ActshardError as error:
         if error.path is None:  # from the core, which knows numbers and not whose they are
             error.path = root
         raise
     except OSError as error:  # a folder that may not be looked into
         raise from_os(error, error.filename or root, "look at") from error
-    return Store(contents, io=mode, asked=(io, decoded_memory, checksums))
+    return Store(contents, io=mode, asked=(together or root, name, io, decoded_memory, checksums))
+
+
+def _common(paths: Sequence[Path]) -> Path:
+    if not paths:
+        raise ArgumentError("path: expected at least one folder, found an empty list")
+    if len(set(paths)) < len(paths):
+        raise ArgumentError("path: a folder is in the list twice")
+    return Path(os.path.commonpath(paths))
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:

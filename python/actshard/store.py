@@ -43,7 +43,7 @@ class Store:
         io: how rows are read: ``"mmap"`` or ``"pread"``.
     """
 
-    def __init__(self, contents: Contents, *, io: str, asked: tuple[str, int | str, bool]) -> None:
+    def __init__(self, contents: Contents, *, io: str, asked: tuple[Any, ...]) -> None:
         self._contents = contents
         self._asked = asked
         self._groups = {layer: i for i, layer in enumerate(contents.layers)}
@@ -104,7 +104,7 @@ class Store:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_reopen, (self.path, self.format, *self._asked))
+        return (_reopen, self._asked)
 
     def __enter__(self) -> Store:
         return self
@@ -185,9 +185,7 @@ class Store:
         rows: NDArray[Any] = self._rows.gather(self._group(layer), examples, None, out, dtype)
         return rows
 
-    def sequence(
-        self, example: int, layer: int, *, out: Any = None, dtype: DTypeLike | None = None
-    ) -> NDArray[Any]:
+    def sequence(self, example: int, layer: int, *, out: Any = None, dtype: DTypeLike | None = None) -> NDArray[Any]:
         """All stored tokens of one example.
 
         Args:
@@ -409,10 +407,10 @@ class _Closed(_Without):
     view = gather_whole = tokens_of = gather
 
 
-def _reopen(path: Path, format: str, io: str, decoded_memory: int | str, checksums: bool) -> Store:
+def _reopen(*asked: Any) -> Store:
     from actshard.opening import open_quietly
 
-    return open_quietly(path, format, io, decoded_memory, checksums)
+    return open_quietly(*asked)
 
 
 def _short(layers: Sequence[int], at_most: int = 12) -> str:

@@ -48,7 +48,9 @@ def _parse(line: bytes, number: int, path: Path, offset: int) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise FormatError(f"line {number}: expected UTF-8 text", path=path, offset=offset + error.start) from error
     except (RecursionError, ValueError) as error:
-        raise FormatError(f"line {number}: expected a JSON object: {str(error)[:200]}", path=path, offset=offset) from error
+        raise FormatError(
+            f"line {number}: expected a JSON object: {str(error)[:200]}", path=path, offset=offset
+        ) from error
     if not isinstance(value, dict):
         raise FormatError(f"line {number}: expected a JSON object, found {str(value)[:60]}", path=path, offset=offset)
     return value

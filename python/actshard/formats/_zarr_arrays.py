@@ -118,7 +118,9 @@ class ZarrStore:
 
     def names(self, group: str) -> list[str]:
         """Names of the arrays in a group, from its folder: arrays, not chunks, so that the list is short."""
-        found = {key.removeprefix(f"{group}/").split("/")[0] for key in self._consolidated if key.startswith(f"{group}/")}
+        found = {
+            key.removeprefix(f"{group}/").split("/")[0] for key in self._consolidated if key.startswith(f"{group}/")
+        }
         try:
             with os.scandir(self.path / group) as entries:
                 found |= {entry.name for entry in entries if entry.is_dir()}
@@ -174,13 +176,26 @@ def _v2(store: Path, node: str, fields: Fields) -> ArrayMeta:
     how = []
     compressor, filters = fields.value.get("compressor"), fields.value.get("filters") or []
     for name, codecs in (("compressor", [compressor] if compressor is not None else []), ("filters", filters)):
-        if not isinstance(codecs, list) or any(not isinstance(c, dict) or not isinstance(c.get("id"), str) for c in codecs):
+        if not isinstance(codecs, list) or any(
+            not isinstance(c, dict) or not isinstance(c.get("id"), str) for c in codecs
+        ):
             raise fields.error(name, "codecs with an id")
         how += [str(c["id"])[:40] for c in codecs]
     if order == "F":
         how.append("F order")
     return ArrayMeta(
-        store, node, fields.path, shape, chunks, dtype, swapped, _fill(fields, dtype), "", separator, ", ".join(how), False
+        store,
+        node,
+        fields.path,
+        shape,
+        chunks,
+        dtype,
+        swapped,
+        _fill(fields, dtype),
+        "",
+        separator,
+        ", ".join(how),
+        False,
     )
 
 
@@ -208,7 +223,8 @@ def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
     grid = Fields(fields.value.get("chunk_grid"), fields.path, "chunk_grid")
     if grid.value.get("name") != "regular":
         raise UnsupportedError(
-            f"field 'chunk_grid.name': only regular grids are read, found {show(grid.value.get('name'))}", path=fields.path
+            f"field 'chunk_grid.name': only regular grids are read, found {show(grid.value.get('name'))}",
+            path=fields.path,
         )
     regular = Fields(grid.value.get("configuration"), fields.path, "chunk_grid.configuration")
     chunks = _lengths(regular, "chunk_shape", 1, len(shape))
@@ -216,7 +232,11 @@ def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
     keys = Fields(fields.value.get("chunk_key_encoding", {"name": "default"}), fields.path, "chunk_key_encoding")
     encoding = keys.value.get("name", "default")
     configuration = keys.value.get("configuration") or {}
-    separator = configuration.get("separator", "/" if encoding == "default" else ".") if isinstance(configuration, dict) else None
+    separator = (
+        configuration.get("separator", "/" if encoding == "default" else ".")
+        if isinstance(configuration, dict)
+        else None
+    )
     if encoding not in ("default", "v2") or separator not in (".", "/"):
         raise fields.error("chunk_key_encoding", 'the encoding "default" or "v2"')
 
@@ -313,7 +333,9 @@ def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any]) -> NDArray[Any]:
     size = math.prod(meta.chunks) * dtype.itemsize
     made = np.full(meta.shape, meta.fill, dtype)
     for at in itertools.product(*map(range, counts)):
-        path = meta.folder / (meta.prefix + meta.separator.join(map(str, at)) if at else (meta.prefix.rstrip("./") or "0"))
+        path = meta.folder / (
+            meta.prefix + meta.separator.join(map(str, at)) if at else (meta.prefix.rstrip("./") or "0")
+        )
         try:
             if (found := path.stat().st_size) != size:
                 kind = TruncatedFileError if found < size else FormatError

@@ -26,7 +26,6 @@ sharding go through the zarrs crate: right, and slower, of which the user is tol
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +38,7 @@ from numpy.typing import NDArray
 from actshard._arguments import name_of
 from actshard._native import Rows
 from actshard.errors import FormatError, MissingFileError, NotStoredError, UnsupportedError
+from actshard.formats._columns import table_of
 from actshard.formats._contents import Contents, Evidence, Options
 from actshard.formats._json import Fields, read_json, show
 from actshard.formats._jsonl import read_lines
@@ -55,9 +55,7 @@ MAX_SAMPLES = 1 << 31
 
 def detect(path: Path) -> Evidence:
     """A Zarr group with activations, or a folder whose manifest or ``shards/`` name such groups."""
-    looked_for = (
-        "a Zarr group with arrays/activations (or HalluLens' arrays/prompt_activations), or a run: manifest.json and shards/*.zarr"
-    )
+    looked_for = "a Zarr group with arrays/activations (or HalluLens' arrays/prompt_activations), or a run: manifest.json and shards/*.zarr"
     if not path.is_dir():
         return Evidence(False, looked_for, "a file")
     if _is_group(path):
@@ -163,7 +161,9 @@ def open(path: Path, options: Options) -> Contents:
 
     model = next((str(metadata[k]) for k in ("model_id", "model_name", "model") if metadata.get(k)), None)
     if manifest and model is None:
-        model = next((str(first.metadata[k]) for k in ("model_id", "model_name", "model") if first.metadata.get(k)), None)
+        model = next(
+            (str(first.metadata[k]) for k in ("model_id", "model_name", "model") if first.metadata.get(k)), None
+        )
     known = ("schema_version", "dataset_name", "created_at", "git_commit")
     provenance: dict[str, Any] = {k: metadata[k] for k in known if metadata.get(k) is not None}
     provenance["zarr_format"] = first.version
@@ -194,7 +194,10 @@ def open(path: Path, options: Options) -> Contents:
 def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[_Member]) -> NDArray[np.uint32]:
     """One length per sample of all members."""
     return np.concatenate(
-        [np.full(m.n, part, np.uint32) if isinstance(part, int) else part for part, m in zip(parts, members, strict=True)]
+        [
+            np.full(m.n, part, np.uint32) if isinstance(part, int) else part
+            for part, m in zip(parts, members, strict=True)
+        ]
     )
 
 
@@ -254,11 +257,14 @@ class _Member:
             self.arrays = [a for a in (prompt, response) if a is not None]
         else:
             raise FormatError(
-                f"expected an array {ACTIVATIONS} (or {PROMPT}), found {self.store.names('arrays')[:8]} in arrays/", path=self.path
+                f"expected an array {ACTIVATIONS} (or {PROMPT}), found {self.store.names('arrays')[:8]} in arrays/",
+                path=self.path,
             )
         for array in self.arrays:
             if len(array.shape) != 4:
-                raise array.error(f"field 'shape': expected (samples, layers, tokens, hidden), found {list(array.shape)}")
+                raise array.error(
+                    f"field 'shape': expected (samples, layers, tokens, hidden), found {list(array.shape)}"
+                )
             if array.dtype is None or array.dtype.kind in "SU":
                 raise UnsupportedError("activations that are strings", path=array.metadata)
             name_of(array.dtype, path=array.metadata)
@@ -321,7 +327,9 @@ class _Member:
         self.is_sample = np.zeros(self.n, bool)
         self.is_sample[list(of_row)] = True
         if left := self.n - len(of_row):
-            self.warnings.append(f"{left} rows are named by no line of meta/index.jsonl (logged again, or never): they have 0 tokens")
+            self.warnings.append(
+                f"{left} rows are named by no line of meta/index.jsonl (logged again, or never): they have 0 tokens"
+            )
         if text_only:
             self.metadata = {**self.metadata, "text_only_lines": text_only}
 
@@ -337,7 +345,9 @@ class _Member:
         longest = array.shape[2]
         meta = self.store.array(f"arrays/{name}")
         if meta is None:
-            self.warnings.append(f"has no arrays/{name}: every sample is taken to have all {longest} tokens of {array.node}")
+            self.warnings.append(
+                f"has no arrays/{name}: every sample is taken to have all {longest} tokens of {array.node}"
+            )
             return longest
         if meta.shape != (self.rows,):
             raise meta.error(f"field 'shape': expected [{self.rows}], one length per sample, found {list(meta.shape)}")
@@ -346,7 +356,9 @@ class _Member:
         values = np.asarray(read_whole(meta))[: self.n]
         if values.size and values.min() < 0:
             at = int(np.flatnonzero(values < 0)[0])
-            raise FormatError(f"expected lengths of 0 to {longest}, found {values[at]} for sample {at}", path=meta.folder)
+            raise FormatError(
+                f"expected lengths of 0 to {longest}, found {values[at]} for sample {at}", path=meta.folder
+            )
         if (long := values > longest).any():
             self.warnings.append(
                 f"{name} says {values[long].max()} tokens where {array.node} has room for {longest}: {int(long.sum())} samples were "
@@ -490,38 +502,8 @@ def _columns(path: Path, members: Sequence[_Member], names: Sequence[str]) -> pa
     # A field that only later lines have is not among the names known beforehand; asking for all means all.
     every = asked >= set(_column_names(members))
     parts = [m.columns(lambda name: every or name in asked) for m in members]
-    order = [*names, *dict.fromkeys(name for part in parts for name in part if name not in asked)]
     unknown = [name for name in names if not any(name in part for part in parts)]
     known = {name for m in members for name in (*m.small, *m.text_names())}
     if unknown and unknown[0] not in known:
         raise NotStoredError(f"holds no column {unknown[0]!r}; columns are {', '.join(sorted(known))}", path=path)
-    made = {}
-    for name in order:
-        chunks = [_arrow(part.get(name), m.n) for part, m in zip(parts, members, strict=True)]
-        types = {str(c.type) for c in chunks if c.type != pa.null()}
-        if len(types) > 1:
-            chunks = [_arrow([_as_json(v) for v in c.to_pylist()], m.n) for c, m in zip(chunks, members, strict=True)]
-        kind = next((c.type for c in chunks if c.type != pa.null()), pa.null())
-        made[name] = pa.chunked_array([c.cast(kind) if c.type != kind else c for c in chunks], kind)
-    return pa.table(made)
-
-
-def _arrow(values: Any, n: int) -> pa.Array:
-    """A column as pyarrow; values that no one arrow type holds are given as JSON text."""
-    import pyarrow as pa
-
-    if values is None:
-        return pa.nulls(n)
-    if isinstance(values, pa.Array):
-        return values
-    try:
-        return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeError):
-        return pa.array([_as_json(v) for v in values], pa.string())
-
-
-def _as_json(value: Any) -> str | None:
-    if value is None:
-        return None
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text.encode("utf-8", "backslashreplace").decode()
+    return table_of(names, [(part, m.n) for part, m in zip(parts, members, strict=True)])

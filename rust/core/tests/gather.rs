@@ -38,7 +38,14 @@ fn expected(width: u64, group: u64, example: i64, token: i64) -> Vec<f32> {
 
 fn run(files: &FileTable, layout: &Strided, group: usize, pick: Pick<'_>, items: usize, out: &mut [u8]) -> Result<()> {
     let cast = Cast::between(DType::F32, DType::F32)?;
-    gather(&Source { files, layout, groups: Ints::One(group as i64), only: 0..u64::MAX }, pick, items, cast, out, &mut || false)
+    gather(
+        &Source { files, layout, groups: Ints::One(group as i64), only: 0..u64::MAX },
+        pick,
+        items,
+        cast,
+        out,
+        &mut || false,
+    )
 }
 
 fn floats(bytes: &[u8]) -> Vec<f32> {

@@ -98,8 +98,13 @@ impl<'py> Maker<'_, 'py> {
             Node::Array(array) => {
                 let data = PyByteArray::new(py, tree.bytes(input, &array.data));
                 let name = array.element.dtype.name();
-                helper(py, "pickled_array")?
-                    .call1((data, name, array.element.swapped, array.shape.clone(), array.fortran))?
+                helper(py, "pickled_array")?.call1((
+                    data,
+                    name,
+                    array.element.swapped,
+                    array.shape.clone(),
+                    array.fortran,
+                ))?
             }
             Node::Scalar(element, blob) => {
                 let data = PyBytes::new(py, tree.bytes(input, blob));
@@ -139,8 +144,7 @@ pub fn records<'py>(py: Python<'py>, values: &Values) -> Result<Vec<Bound<'py, P
     let mut of: HashMap<i64, (Id, Vec<u64>, Vec<i64>)> = HashMap::new();
     for layer in &layers {
         for item in &layer.items {
-            let (_, _, held) =
-                of.entry(item.sample).or_insert_with(|| (item.at, item.array.shape.clone(), vec![]));
+            let (_, _, held) = of.entry(item.sample).or_insert_with(|| (item.at, item.array.shape.clone(), vec![]));
             held.push(layer.layer);
         }
     }

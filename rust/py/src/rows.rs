@@ -311,14 +311,14 @@ impl Rows {
                 },
             })
             .collect();
-        let files = ChunkFiles::new(arrays, width, dtype, decoded_memory, io)
-            .map_err(|e| errors::raise(py, &e))?;
+        let files = ChunkFiles::new(arrays, width, dtype, decoded_memory, io).map_err(|e| errors::raise(py, &e))?;
         let grids = files.grids();
         let unknown = || errors::raise(py, &Error::new(Kind::Internal, "a member of unknown arrays"));
         let members = members
             .into_iter()
             .map(|(examples, parts)| {
-                let parts = parts.into_iter().map(|p| grids.get(p).copied().ok_or_else(unknown)).collect::<PyResult<_>>()?;
+                let parts =
+                    parts.into_iter().map(|p| grids.get(p).copied().ok_or_else(unknown)).collect::<PyResult<_>>()?;
                 Ok(Member { examples, parts })
             })
             .collect::<PyResult<_>>()?;
@@ -522,9 +522,10 @@ impl Rows {
         let ids = examples.as_slice()?;
         let groups = groups_of(py, groups, ids.len())?;
         let counts = self.count(py, groups.ints()?, ids)?;
-        let rows = counts.iter().try_fold(0usize, |n, &t| n.checked_add(usize::try_from(t).ok()?)).ok_or_else(|| {
-            errors::raise(py, &Error::new(Kind::Argument, "more rows than this machine can address"))
-        })?;
+        let rows = counts
+            .iter()
+            .try_fold(0usize, |n, &t| n.checked_add(usize::try_from(t).ok()?))
+            .ok_or_else(|| errors::raise(py, &Error::new(Kind::Argument, "more rows than this machine can address")))?;
         let pick = Pick::Whole { examples: Ints::Each(ids) };
         self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.row().width], out, dtype)
     }
@@ -539,7 +540,9 @@ impl Rows {
                 View::of(files.get(at.file)?, at.row, rows, files.row().bytes)
             };
             Ok(match &self.rows {
-                Where::Strided(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows))?,
+                Where::Strided(files, layout) => {
+                    one_view(layout, group, example, |at, rows| in_table(files, at, rows))?
+                }
                 Where::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows))?,
                 Where::Chunked(files, layout) => {
                     one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows))?
@@ -594,9 +597,10 @@ impl Rows {
     }
 
     fn count(&self, py: Python<'_>, groups: Ints<'_>, examples: &[i64]) -> PyResult<Vec<i64>> {
-        detach::detached(py, |watch| {
-            with_layout!(self, &mut examples.iter().copied(), watch, _files, l => count_tokens(l, groups, examples))
-        })
+        detach::detached(
+            py,
+            |watch| with_layout!(self, &mut examples.iter().copied(), watch, _files, l => count_tokens(l, groups, examples)),
+        )
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -637,41 +641,38 @@ impl Rows {
             let detail = "out: shares memory with the indices, which would be overwritten while they are read";
             return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
         }
-        detach::detached(
-            py,
-            |watch| {
-                let only = 0..u64::MAX;
-                match &self.rows {
-                    Where::Strided(files, layout) => {
-                        gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
-                    }
-                    Where::Table(files, layout) => {
-                        gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
-                    }
-                    Where::Chunked(files, layout) => {
-                        gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
-                    }
-                    Where::Shards(shards) => {
-                        let examples = &mut (0..items).map(|i| pick.example(i));
-                        let mut prepared = shards.prepare(Some(examples), &mut *watch)?;
-                        let mut waves = prepared.waves();
-                        if waves.len() < 2 {
-                            for wave in &waves {
-                                prepared.hold(wave, &mut *watch)?;
-                            }
-                            let source = Source { files: &prepared, layout: &prepared, groups, only };
-                            return gather(&source, pick, items, cast, bytes, watch);
-                        }
-                        for only in waves.drain(..) {
-                            prepared.hold(&only, &mut *watch)?;
-                            let source = Source { files: &prepared, layout: &prepared, groups, only };
-                            gather(&source, pick, items, cast, bytes, &mut *watch)?;
-                        }
-                        Ok(())
-                    }
+        detach::detached(py, |watch| {
+            let only = 0..u64::MAX;
+            match &self.rows {
+                Where::Strided(files, layout) => {
+                    gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
                 }
-            },
-        )?;
+                Where::Table(files, layout) => {
+                    gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
+                }
+                Where::Chunked(files, layout) => {
+                    gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
+                }
+                Where::Shards(shards) => {
+                    let examples = &mut (0..items).map(|i| pick.example(i));
+                    let mut prepared = shards.prepare(Some(examples), &mut *watch)?;
+                    let mut waves = prepared.waves();
+                    if waves.len() < 2 {
+                        for wave in &waves {
+                            prepared.hold(wave, &mut *watch)?;
+                        }
+                        let source = Source { files: &prepared, layout: &prepared, groups, only };
+                        return gather(&source, pick, items, cast, bytes, watch);
+                    }
+                    for only in waves.drain(..) {
+                        prepared.hold(&only, &mut *watch)?;
+                        let source = Source { files: &prepared, layout: &prepared, groups, only };
+                        gather(&source, pick, items, cast, bytes, &mut *watch)?;
+                    }
+                    Ok(())
+                }
+            }
+        })?;
         Ok(result)
     }
 

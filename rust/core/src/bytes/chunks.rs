@@ -155,15 +155,7 @@ impl ChunkFiles {
         }
         let decodes = placed.iter().any(|(_, a)| matches!(a.content, Content::Coded(_)));
         let slots = Slots::new(first);
-        Ok(ChunkFiles {
-            arrays: placed,
-            row,
-            address_bits,
-            io,
-            slots,
-            decoded: Cache::new(decoded_memory),
-            decodes,
-        })
+        Ok(ChunkFiles { arrays: placed, row, address_bits, io, slots, decoded: Cache::new(decoded_memory), decodes })
     }
 
     /// Where the arrays' chunks stand, in the order of the arrays.

@@ -80,11 +80,14 @@ impl CodedArray {
                 array.retrieve_chunk_if_exists_opt(indices, &options)
             }
             .map_err(|e| cannot_decode(path, &e))?;
-            bytes.map(|b| b.into_fixed().map(std::borrow::Cow::into_owned).map_err(|e| cannot_decode(path, &e))).transpose()
+            bytes
+                .map(|b| b.into_fixed().map(std::borrow::Cow::into_owned).map_err(|e| cannot_decode(path, &e)))
+                .transpose()
         })?;
         match found {
             Some(bytes) if bytes.len() as u64 != len => {
-                Err(Error::new(Kind::Format, format!("expected a chunk of {len} bytes, decoded {}", bytes.len())).at(path))
+                Err(Error::new(Kind::Format, format!("expected a chunk of {len} bytes, decoded {}", bytes.len()))
+                    .at(path))
             }
             other => Ok(other),
         }
@@ -106,10 +109,7 @@ pub fn read_whole(store: &Path, node: &str, most: u64) -> Result<Whole> {
         let bytes: ArrayBytes<'static> =
             array.retrieve_array_subset_opt(&array.subset_all(), &options).map_err(|e| cannot_decode(&path, &e))?;
         if matches!(bytes, ArrayBytes::Fixed(_)) {
-            return bytes
-                .into_fixed()
-                .map(|b| Whole::Fixed(b.into_owned()))
-                .map_err(|e| cannot_decode(&path, &e));
+            return bytes.into_fixed().map(|b| Whole::Fixed(b.into_owned())).map_err(|e| cannot_decode(&path, &e));
         }
         let (bytes, offsets) = bytes.into_variable().map_err(|e| cannot_decode(&path, &e))?.into_parts();
         Ok(Whole::Variable(offsets.windows(2).map(|w| bytes[w[0]..w[1]].to_vec()).collect()))
@@ -118,8 +118,10 @@ pub fn read_whole(store: &Path, node: &str, most: u64) -> Result<Whole> {
 
 fn open(store: &Path, node: &str) -> Result<Array<FilesystemStore>> {
     let files = FilesystemStore::new(store).map_err(|e| cannot_decode(store, &e))?;
-    Array::open(Arc::new(files), node)
-        .map_err(|e| Error::new(Kind::Unsupported, format!("zarrs cannot open this array: {e}")).at(&store.join(node.trim_start_matches('/'))))
+    Array::open(Arc::new(files), node).map_err(|e| {
+        Error::new(Kind::Unsupported, format!("zarrs cannot open this array: {e}"))
+            .at(&store.join(node.trim_start_matches('/')))
+    })
 }
 
 fn cannot_decode(path: &Path, error: &dyn std::fmt::Display) -> Error {

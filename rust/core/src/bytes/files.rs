@@ -84,7 +84,9 @@ impl FileTable {
         };
         let place = Place::packed(start, rows, self.row.bytes).filter(|_| rows < 1 << 40);
         let Some(place) = place else {
-            return Err(Error::new(Kind::Format, format!("{rows} rows of {} bytes is too large", self.row.bytes)).at(path));
+            return Err(
+                Error::new(Kind::Format, format!("{rows} rows of {} bytes is too large", self.row.bytes)).at(path)
+            );
         };
         if len < place.end {
             return Err(Error::new(

@@ -49,7 +49,11 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
         )
     };
     if !is_gzip(gz) {
-        return Err(Error::new(Kind::Format, format!("expected a gzip file, found one that begins with {:02x?}", &gz[..gz.len().min(2)])).byte(0));
+        return Err(Error::new(
+            Kind::Format,
+            format!("expected a gzip file, found one that begins with {:02x?}", &gz[..gz.len().min(2)]),
+        )
+        .byte(0));
     }
     let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
     let no_memory = |e| Error::new(Kind::Access, format!("cannot allocate memory to inflate into: {e}"));
@@ -66,7 +70,9 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
             break;
         }
         if !is_gzip(&gz[read..]) {
-            return Err(Error::new(Kind::Format, "expected another gzip member or the end of the file").byte(read as u64));
+            return Err(
+                Error::new(Kind::Format, "expected another gzip member or the end of the file").byte(read as u64)
+            );
         }
         match inflater.member(&gz[read..], &mut out.as_mut()[made..]) {
             Outcome::Done { read: r, made: m } => {

@@ -266,7 +266,10 @@ impl Shards {
         slots
             .into_iter()
             .map(|slot| {
-                slot.into_inner().ok().flatten().ok_or_else(|| Error::new(Kind::Internal, "a shard that was not loaded"))
+                slot.into_inner()
+                    .ok()
+                    .flatten()
+                    .ok_or_else(|| Error::new(Kind::Internal, "a shard that was not loaded"))
             })
             .collect()
     }
@@ -318,8 +321,11 @@ impl Shards {
             && size != len
         {
             let kind = if len < size { Kind::Truncated } else { Kind::Format };
-            return Err(Error::new(kind, format!("expected {size} bytes ('size_bytes' in metadata.json), found {len}"))
-                .byte(len.min(size)));
+            return Err(Error::new(
+                kind,
+                format!("expected {size} bytes ('size_bytes' in metadata.json), found {len}"),
+            )
+            .byte(len.min(size)));
         }
         if len == 0 {
             return Err(Error::new(Kind::Truncated, "expected a pickle, found an empty file").byte(0));
@@ -359,16 +365,24 @@ impl Shards {
             self.verified[s].store(true, Ordering::Relaxed);
             Ok(())
         };
-        // metadata.json may be wrong about it; the bytes are not.
-        let compressed = spec.compressed && inflate::is_gzip(stored.bytes());
-        if !compressed {
+        if spec.compressed != inflate::is_gzip(stored.bytes()) {
+            verify()?;
+            let (said, found) =
+                if spec.compressed { ("true", "one without gzip's first bytes") } else { ("false", "a gzip file") };
+            return Err(Error::new(
+                Kind::Format,
+                format!(
+                    "metadata.json says \"compressed\": {said}, the file is {found}; one of them has to be put right"
+                ),
+            )
+            .byte(0));
+        }
+        if !spec.compressed {
             verify()?;
             let input = stored.bytes();
             let tree = machine::parse(input)?;
-            let (index, aside) = self.index(s, &tree, input, spec.compressed)?;
-            // A file that should have been compressed is read like one that was: into memory.
-            let main = if index.decoded > 0 { Some(Arc::new(Block::from(input.to_vec()))) } else { None };
-            return Ok(Loaded { index: Arc::new(index), main, aside });
+            let (index, aside) = self.index(s, &tree, input, false)?;
+            return Ok(Loaded { index: Arc::new(index), main: None, aside });
         }
         // Before anything is inflated: a stretch that is enough to see that this is no pickle.
         let front = inflate::front(stored.bytes(), 64 << 10);
@@ -425,7 +439,10 @@ impl Shards {
                 };
                 let dtype = item.array.element.dtype;
                 if *row.get_or_insert((width, dtype)) != (width, dtype) {
-                    return refuse(format!("sample_idx {}: an array of another width or type than those before", item.sample));
+                    return refuse(format!(
+                        "sample_idx {}: an array of another width or type than those before",
+                        item.sample
+                    ));
                 }
                 let tokens = u32::try_from(tokens)
                     .map_err(|_| Error::new(Kind::Unsupported, format!("{tokens} tokens in one sample")))?;
@@ -478,7 +495,7 @@ impl Shards {
                 Some(main) => Bytes::Shared(main),
                 None => {
                     let stored = self.stored(s)?;
-                    if spec.compressed && inflate::is_gzip(stored.bytes()) {
+                    if spec.compressed {
                         Bytes::Shared(Arc::new(inflate::inflate(stored.bytes(), spec.limit)?))
                     } else {
                         Bytes::Stored(stored)
@@ -712,7 +729,9 @@ impl Files for Prepared<'_> {
             if len < indexed {
                 return Err(Error::new(
                     Kind::Truncated,
-                    format!("was truncated after it was indexed: expected {indexed} bytes, found {len}; reopen the dataset"),
+                    format!(
+                        "was truncated after it was indexed: expected {indexed} bytes, found {len}; reopen the dataset"
+                    ),
                 )
                 .at(&spec.path)
                 .byte(len));

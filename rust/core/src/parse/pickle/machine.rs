@@ -128,7 +128,10 @@ impl Machine<'_> {
         let Some(end) = end else {
             return Err(self.error(
                 Kind::Truncated,
-                format!("the pickle ends in the middle: expected {n} more bytes, found {}", self.input.len() - self.pos),
+                format!(
+                    "the pickle ends in the middle: expected {n} more bytes, found {}",
+                    self.input.len() - self.pos
+                ),
             ));
         };
         let range = self.pos..end;
@@ -230,7 +233,9 @@ impl Machine<'_> {
                 0x80 => {
                     let [version] = self.bytes()?;
                     if version > 5 {
-                        return Err(self.error(Kind::Unsupported, format!("expected pickle protocol 0 to 5, found {version}")));
+                        return Err(
+                            self.error(Kind::Unsupported, format!("expected pickle protocol 0 to 5, found {version}"))
+                        );
                     }
                 }
                 0x95 => {
@@ -451,7 +456,10 @@ impl Machine<'_> {
             0x91 => "FROZENSET",
             _ => return self.malformed(format!("expected a pickle opcode, found the byte 0x{op:02x}")),
         };
-        self.error(Kind::UnsafePickle, format!("the opcode {name} builds objects; only plain data and numpy arrays are read"))
+        self.error(
+            Kind::UnsafePickle,
+            format!("the opcode {name} builds objects; only plain data and numpy arrays are read"),
+        )
     }
 
     fn global(&mut self, module: Blob, name: Blob) -> Result<()> {
@@ -518,7 +526,8 @@ impl Machine<'_> {
                 self.encode_latin1(text)
             }
             (Global::Scalar, &[element, bytes]) => {
-                let (Some(Node::Element(element)), Some(Node::Bytes(blob))) = (self.node(element), self.node(bytes)) else {
+                let (Some(Node::Element(element)), Some(Node::Bytes(blob))) = (self.node(element), self.node(bytes))
+                else {
                     return Err(self.malformed("expected scalar(dtype, bytes)"));
                 };
                 let (element, blob) = (*element, *blob);
@@ -657,7 +666,8 @@ impl Machine<'_> {
     }
 
     fn get(&mut self, number: u32) -> Result<()> {
-        let id = self.memo.get(&number).copied().ok_or_else(|| self.malformed(format!("memo {number} was never set")))?;
+        let id =
+            self.memo.get(&number).copied().ok_or_else(|| self.malformed(format!("memo {number} was never set")))?;
         self.push_id(id)
     }
 

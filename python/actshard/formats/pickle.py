@@ -1,0 +1,337 @@
+"""Pickle shards: numbered pickles of lists of samples, layer by layer, usually gzip'ed; one folder per machine.
+
+    metadata.json                  the extraction, and the shards: files, samples, layers, sample numbers, checksums
+    shard_0001.pkl.gz or .pkl      {"layer_15": [{"sample_idx", "activation", "shape", "text_preview", "metadata"}, ...], ...}
+
+Source: the published text "Activation Shard Format Specification". What it leaves open is settled by what is written:
+``checksum`` is the SHA-256 of the file as it lies on disk, ``sample_id_range`` includes both ends, ``compressed`` is per
+shard, and so is the list of layers.
+
+**Nothing is ever unpickled.** The native half has a machine for plain data and numpy arrays and refuses everything else by
+name and offset. How many tokens a sample has is written nowhere but inside its shard, so shards are looked into when
+something of them is first wanted, and opening a dataset looks into one.
+
+Examples are samples in the order of the shards, and of a shard in the order in which its layers first name them; their
+numbers are ``store.table["sample_idx"]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actshard._native import Rows
+from actshard.errors import ActshardError, FormatError, NotStoredError
+from actshard.formats._columns import plain, table_of
+from actshard.formats._contents import Contents, Evidence, Options
+from actshard.formats._json import Fields, read_json, show
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LOOKED_FOR = (
+    "a folder with a metadata.json that has extraction_config and shards with filenames, or one such folder per machine"
+)
+OWN_COLUMNS = ("sample_idx", "text_preview", "shape", "layers")
+CHEAP_BYTES = 256 << 20
+"""Compressed bytes that may be inflated to answer how many tokens there are."""
+SLACK_PER_SAMPLE = 64 << 10
+"""What a sample may take in a shard beside its activations: a preview of 200 characters and a few fields of metadata."""
+
+
+def detect(path: Path) -> Evidence:
+    """A metadata.json of pickle shards, here or in the folders of several machines of one extraction."""
+    if not path.is_dir():
+        return Evidence(False, LOOKED_FOR, "a file")
+    if (path / "metadata.json").exists():
+        if _is_one(path):
+            return Evidence(True, LOOKED_FOR, "a metadata.json of pickle shards")
+        return Evidence(False, LOOKED_FOR, "a metadata.json of something else")
+    machines = _machines_in(path)
+    if len(machines) < 2:
+        return Evidence(False, LOOKED_FOR, "no metadata.json")
+    configs = [read_json(m / "metadata.json").get("extraction_config") for m in machines]
+    if any(config != configs[0] for config in configs):
+        return Evidence(False, LOOKED_FOR, f"{len(machines)} folders of pickle shards of different extractions")
+    return Evidence(True, LOOKED_FOR, f"{len(machines)} folders of pickle shards of one extraction")
+
+
+def _is_one(path: Path) -> bool:
+    value = read_json(path / "metadata.json")
+    shards = value.get("shards") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(shards, list):
+        return False
+    named = any(isinstance(s, dict) and "filename" in s for s in shards)
+    return named or (not shards and "extraction_config" in value)
+
+
+def _machines_in(path: Path) -> list[Path]:
+    """Folders of pickle shards right below, in the order of their numbers; none if another dataset lies among them."""
+    try:
+        below = [p for p in path.iterdir() if p.is_dir() and (p / "metadata.json").is_file()]
+        if not below or len(below) > 100_000 or not all(_is_one(p) for p in below):
+            return []
+    except (OSError, ActshardError):
+        return []
+    return sorted(below, key=_natural)
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    """machine_2 before machine_10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,15})", path.name)]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    path: Path
+    compressed: bool
+    size: int | None
+    sha256: bytes | None
+    samples: int
+    ids: tuple[int, int]
+    layers: tuple[int, ...]
+    limit: int
+
+    @property
+    def dense(self) -> bool:
+        """Every number of its range is one of its samples."""
+        return self.ids[1] - self.ids[0] + 1 == self.samples
+
+
+def open(path: Path, options: Options) -> Contents:
+    """Reads metadata.json, of every machine if there are several, and looks into one shard."""
+    if (path / "metadata.json").exists():
+        return open_many(path, [path], options)
+    machines = _machines_in(path)
+    if not machines:
+        read_json(path / "metadata.json")  # says what is missing
+    return open_many(path, machines, options)
+
+
+def open_many(path: Path, machines: Sequence[Path], options: Options) -> Contents:
+    """Folders of several machines as one dataset, in this order."""
+    warnings: list[str] = []
+    metadata = [Fields(read_json(m / "metadata.json"), m / "metadata.json") for m in machines]
+    shards: list[_Shard] = []
+    order: dict[int, None] = {}
+    for folder, fields in zip(machines, metadata, strict=True):
+        own: list[str] = []
+        listed = _shards(folder, fields, options, own)
+        _check_statistics(fields, listed, own)
+        warnings += [f"{folder.name}: {w}" for w in own] if len(machines) > 1 else own
+        shards += listed
+        config = fields.value.get("extraction_config")
+        extracted = config.get("layers_extracted") if isinstance(config, dict) else None
+        if isinstance(extracted, list):
+            order |= dict.fromkeys(x for x in extracted if type(x) is int)
+    held = dict.fromkeys(layer for shard in shards for layer in shard.layers)
+    layers = tuple(layer for layer in order if layer in held) + tuple(layer for layer in held if layer not in order)
+    if not shards or not layers:
+        raise FormatError("expected at least one shard with a layer, found none", path=metadata[0].path)
+
+    rows = Rows.shards(
+        [(s.path, s.compressed, s.size, s.sha256, s.samples, s.ids, list(s.layers), s.limit) for s in shards],
+        layers=list(layers),
+        decoded_memory=options.decoded_memory,
+        io=options.io,
+    )
+    _check_unique(shards, rows)
+    lacking = sum(1 for s in shards if len(s.layers) < len(layers))
+    if lacking:
+        warnings.append(
+            f"{lacking} of {len(shards)} shards lack layers: their examples have only those that their shard lists"
+        )
+    first = metadata[0].value
+    config = first["extraction_config"] if isinstance(first.get("extraction_config"), dict) else {}
+    compressed = [s for s in shards if s.compressed]
+    known = ("dataset_name", "dataset_config", "dataset_split", "max_seq_length")
+    provenance = {key: config[key] for key in known if config.get(key) is not None}
+    provenance |= {key: first[key] for key in ("version", "created_at") if first.get(key) is not None}
+    if len(machines) > 1:
+        provenance["machines"] = len(machines)
+    if compressed:
+        provenance["compressed_shards"] = len(compressed)
+    names = [*OWN_COLUMNS, *_fields_of(rows, next(i for i, s in enumerate(shards) if s.samples))]
+    return Contents(
+        format="pickle",
+        path=path,
+        metadata=first
+        if len(machines) == 1
+        else {"machines": {m.name: f.value for m, f in zip(machines, metadata, strict=True)}},
+        layers=layers,
+        d_model=rows.width,
+        dtype=rows.descr,
+        num_examples=sum(s.samples for s in shards),
+        token_counts=rows.token_counts,
+        rows=rows,
+        column_names=tuple(names),
+        columns=lambda wanted: _columns(path, rows, shards, wanted),
+        files=lambda: [s.path for s in shards],
+        model=str(config["model_name"]) if config.get("model_name") else None,
+        provenance=provenance,
+        warnings=tuple(warnings),
+        counts_are_cheap=sum(s.size or CHEAP_BYTES for s in compressed) <= CHEAP_BYTES,
+    )
+
+
+def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[str]) -> list[_Shard]:
+    """The shards that a metadata.json lists."""
+    version = metadata.value.get("version")
+    if not isinstance(version, str) or not re.match(r"\d+(\.\d+)*$", version):
+        warnings.append(f"field 'version': expected a version such as \"1.0\", found {show(version)}")
+    elif int(version.split(".")[0][:9]) > 1:
+        warnings.append(f"version {version} is newer than actshard knows (1.0): fields may mean something else")
+    made: list[_Shard] = []
+    names: set[str] = set()
+    unchecked = 0
+    for fields in metadata.items("shards"):
+        name = fields.text("filename")
+        if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+            raise fields.error("filename", "the name of a file in this folder")
+        if name in names:
+            raise fields.error("filename", "another file for each shard")
+        names.add(name)
+        samples = fields.integer("num_samples", minimum=0)
+        layers = fields.integers("layers")
+        if any(not 0 <= layer < 1 << 30 for layer in layers):
+            raise fields.error("layers", "layers from 0 up")
+        compressed = fields.boolean("compressed") if fields.has("compressed") else name.endswith(".gz")
+        checksum = _checksum(fields) if options.checksums else None
+        unchecked += options.checksums and checksum is None
+        made.append(
+            _Shard(
+                folder / name,
+                compressed,
+                fields.integer("size_bytes", minimum=0) if options.checksums and fields.has("size_bytes") else None,
+                checksum,
+                samples,
+                _ids(fields, samples),
+                layers,
+                _limit(metadata, samples * len(layers), options),
+            )
+        )
+    if unchecked:
+        warnings.append(f"{unchecked} of {len(made)} shards have no checksum that could be verified")
+    return made
+
+
+def _checksum(fields: Fields) -> bytes | None:
+    if not fields.has("checksum"):
+        return None
+    text = fields.text("checksum")
+    found = re.fullmatch(r"sha256:([0-9a-fA-F]{64})", text)
+    if found is not None:
+        return bytes.fromhex(found[1])
+    if re.match(r"[a-z0-9]+:", text) and not text.startswith("sha256:"):
+        return None  # of another kind
+    raise fields.error("checksum", '"sha256:" and 64 hexadecimal digits (checksums=False reads without)')
+
+
+def _ids(fields: Fields, samples: int) -> tuple[int, int]:
+    """The smallest and largest sample_idx of a shard."""
+    if not fields.has("sample_id_range"):
+        return 0, (1 << 62) - 1
+    value = fields.value["sample_id_range"]
+    limit = 1 << 62
+    if not isinstance(value, list) or len(value) != 2 or any(type(x) is not int or not -1 <= x < limit for x in value):
+        raise fields.error("sample_id_range", "the first and the last sample_idx")
+    first, last = value
+    if last - first + 1 < samples:
+        raise fields.error(
+            "sample_id_range", f"a range of at least num_samples = {samples} numbers, both ends included"
+        )
+    return first, last
+
+
+def _limit(metadata: Fields, items: int, options: Options) -> int:
+    """Bytes that a shard may inflate to: what its metadata declare, or where they declare too little, a plain bound."""
+    config = metadata.value.get("extraction_config")
+    parameters = config.get("model_params") if isinstance(config, dict) else None
+    hidden = parameters.get("hidden_size") if isinstance(parameters, dict) else None
+    longest = config.get("max_seq_length") if isinstance(config, dict) else None
+    if type(hidden) is int and type(longest) is int and 0 < hidden < 1 << 24 and 0 < longest < 1 << 32:
+        declared = items * (hidden * longest * 8 + SLACK_PER_SAMPLE) + (1 << 20)
+        return min(declared, 1 << 40)
+    return max(options.decoded_memory, 64 << 20)
+
+
+def _check_statistics(metadata: Fields, shards: Sequence[_Shard], warnings: list[str]) -> None:
+    statistics = metadata.value.get("statistics")
+    if not isinstance(statistics, dict):
+        return
+    for name, found in (("total_shards", len(shards)), ("total_samples", sum(s.samples for s in shards))):
+        said = statistics.get(name)
+        if said is not None and said != found:
+            warnings.append(f"statistics.{name} says {show(said)}, the shards listed are {found}")
+
+
+def _check_unique(shards: Sequence[_Shard], rows: Rows) -> None:
+    """No sample_idx stands in two shards. What the ranges alone cannot tell is looked up inside."""
+    placed = sorted((s.ids[0], i) for i, s in enumerate(shards) if s.samples)
+    reach: tuple[int, int] | None = None
+    for first, i in placed:
+        if reach is not None and first <= reach[0]:
+            # Only neighbours in this order can be told apart from ranges; inside them, each against all that reach so far.
+            for j in (j for _, j in placed if j != i and shards[j].ids[0] <= first <= shards[j].ids[1]):
+                _refuse_twice(shards, rows, i, j)
+        if reach is None or shards[i].ids[1] > reach[0]:
+            reach = (shards[i].ids[1], i)
+
+
+def _refuse_twice(shards: Sequence[_Shard], rows: Rows, i: int, j: int) -> None:
+    a, b = shards[i], shards[j]
+    low, high = max(a.ids[0], b.ids[0]), min(a.ids[1], b.ids[1])
+    if a.dense and b.dense:
+        twice = [low] if low <= high else []
+        how_many = high - low + 1
+    else:
+        twice = sorted(set(rows.samples(i)) & set(rows.samples(j)))
+        how_many = len(twice)
+    if twice:
+        one, other = sorted((a.path, b.path))
+        raise FormatError(
+            f"sample_idx {twice[0]} is in {other} too ({how_many} numbers are in both): numbers must be unique over all "
+            "shards and machines",
+            path=one,
+        )
+
+
+def _fields_of(rows: Rows, shard: int) -> list[str]:
+    """Names of the metadata columns, as the first shard with samples has them."""
+    return list(dict.fromkeys(name for part in (_metadata(r[4]) for r in rows.records(shard)) for name in part))
+
+
+def _metadata(value: Any) -> dict[str, Any]:
+    """A sample's metadata as columns; a name that is a column already is told apart."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        return {"metadata": plain(value)}
+    named = ((k if isinstance(k, str) else str(k), v) for k, v in value.items())
+    return {(f"metadata.{k}" if k in OWN_COLUMNS else k): plain(v) for k, v in named}
+
+
+def _columns(path: Path, rows: Rows, shards: Sequence[_Shard], names: Sequence[str]) -> pa.Table:
+    asked = set(names)
+    parts: list[tuple[dict[str, list[Any]], int]] = []
+    found = set(OWN_COLUMNS)
+    every = asked >= found
+    for i, shard in enumerate(shards):
+        records = rows.records(i) if shard.samples else []
+        columns: dict[str, list[Any]] = {}
+        for name, values in zip(OWN_COLUMNS, zip(*(r[:4] for r in records), strict=True), strict=False):
+            if name in asked:
+                columns[name] = list(values)
+        for at, metadata in enumerate(_metadata(r[4]) for r in records):
+            for name, value in metadata.items():
+                found.add(name)
+                if every or name in asked:
+                    columns.setdefault(name, [None] * len(records))[at] = value
+        parts.append((columns, len(records)))
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise NotStoredError(f"holds no column {unknown[0]!r}; columns are {', '.join(sorted(found))}", path=path)
+    return table_of(names, parts)
