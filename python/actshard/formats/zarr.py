@@ -496,7 +496,6 @@ def _column_names(members: Sequence[_Member]) -> tuple[str, ...]:
 
 
 def _columns(path: Path, members: Sequence[_Member], names: Sequence[str]) -> pa.Table:
-    import pyarrow as pa
 
     asked = set(names)
     # A field that only later lines have is not among the names known beforehand; asking for all means all.

@@ -25,14 +25,18 @@ pub struct MappedRows {
 }
 
 /// Outputs from this size on are recycled; below it the allocator reuses memory by itself.
-const RECYCLE_FROM: usize = 8 << 20;
-/// What is kept of freed outputs, at most: one block of at most this size.
+const RECYCLE_FROM: usize = 1 << 20;
+/// What is kept of freed outputs, at most, together.
 const KEEP_AT_MOST: usize = 128 << 20;
+/// And how many blocks: a loop that binds the next batch before it drops the last needs two.
+const KEEP_BLOCKS: usize = 4;
+/// Blocks come in multiples of this: a huge page, so that outputs of about the same size fit each other's.
+const GRAIN: usize = 2 << 20;
 
-/// The last large output that was freed. Fresh memory costs more than filling it (the kernel clears every page, and a
-/// virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages back. Only ever
-/// tried, never waited for, so that a fork at a bad moment costs an allocation and nothing else.
-static FREED: Mutex<Option<MmapMut>> = Mutex::new(None);
+/// Large outputs that were freed last, the latest at the end. Fresh memory costs more than filling it (the kernel clears
+/// every page, and a virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages
+/// back. Only ever tried, never waited for, so that a fork at a bad moment costs an allocation and nothing else.
+static FREED: Mutex<Vec<MmapMut>> = Mutex::new(vec![]);
 
 /// Memory of a large output, which the array keeps alive as its base.
 #[pyclass(frozen, module = "actshard._native")]
@@ -45,19 +49,27 @@ impl Drop for OutputMemory {
         if let (Some(map), Ok(mut freed)) = (self.map.take(), FREED.try_lock())
             && map.len() <= KEEP_AT_MOST
         {
-            *freed = Some(map);
+            freed.push(map);
+            while freed.len() > KEEP_BLOCKS || freed.iter().map(|m| m.len()).sum::<usize>() > KEEP_AT_MOST {
+                freed.remove(0);
+            }
         }
     }
 }
 
-/// A block of at least `size` bytes: the one freed last, if it fits without waste, or a new one. What does not fit is given
-/// back first, so that no more is ever held than is in use and one block.
+/// A block of at least `size` bytes: the one freed last that fits without much waste, or a new one. If none fits, the oldest
+/// is given back first, so that a program that changes its sizes does not keep memory it has no use for.
 fn output_memory(size: usize) -> std::io::Result<MmapMut> {
-    let freed = FREED.try_lock().ok().and_then(|mut slot| slot.take());
-    if let Some(map) = freed.filter(|map| (size..=size.saturating_mul(2)).contains(&map.len())) {
-        return Ok(map);
+    if let Ok(mut freed) = FREED.try_lock() {
+        let most = size.saturating_mul(2).max(4 * GRAIN);
+        if let Some(at) = freed.iter().rposition(|map| (size..=most).contains(&map.len())) {
+            return Ok(freed.remove(at));
+        }
+        if !freed.is_empty() {
+            freed.remove(0);
+        }
     }
-    let map = MmapMut::map_anon(size)?;
+    let map = MmapMut::map_anon(size.checked_next_multiple_of(GRAIN).unwrap_or(size))?;
     // Fewer, larger pages to clear; a system that refuses clears small ones.
     #[cfg(target_os = "linux")]
     let _ = map.advise(memmap2::Advice::HugePage);

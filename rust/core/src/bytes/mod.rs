@@ -82,6 +82,11 @@ pub trait Files: Send + Sync {
         40
     }
 
+    /// Addresses from one row to the next of its run, in this file: what [`Place`] says, before it is open.
+    fn stride(&self, _file: u64) -> u64 {
+        1
+    }
+
     /// Consecutive files that the rows of this one are split over, this being the first.
     fn split(&self, _file: u64) -> u64 {
         1

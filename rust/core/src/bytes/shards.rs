@@ -714,6 +714,10 @@ impl Files for Prepared<'_> {
         self.shards.row
     }
 
+    fn stride(&self, _file: u64) -> u64 {
+        self.shards.row.bytes as u64
+    }
+
     fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
         if let Some(held) = self.pinned.get(&file) {
             return Ok(Arc::clone(held));

@@ -135,8 +135,18 @@ struct Job<'a, L: ?Sized> {
     decodes: bool,
 }
 
-/// Items of a part, from first to one past the last, and the output they fill; taken by whoever does the part.
-type Part<'a> = Mutex<Option<(usize, usize, &'a mut [u8])>>;
+/// What a part fills, and the output it owns; taken by whoever does the part.
+type Part<'a> = Mutex<Option<(Span, &'a mut [u8])>>;
+
+/// The items of a part, from `first` to one before `end`. Where items are whole examples, a long one can begin in one part
+/// and end in another: `skip` rows of the first are not this part's, nor any after `rows`.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    first: usize,
+    end: usize,
+    skip: u64,
+    rows: u64,
+}
 
 /// Rows to copy: `rows` of them from `key` (file and address, in sorting order) to row `dst` of the part.
 #[derive(Clone, Copy)]
@@ -201,26 +211,36 @@ pub fn gather<L: Layout + ?Sized>(
     let mut parts: Vec<Part<'_>> = Vec::new();
     let mut rest = out;
     let mut item = 0;
+    // Rows of `item` that are in parts already.
+    let mut skip = 0u64;
     while item < items {
-        let first = item;
-        let mut rows = 0usize;
+        let mut span = Span { first: item, end: item, skip, rows: 0 };
         if let Pick::Whole { .. } = pick {
-            while item < items && rows < part_rows {
+            while item < items && span.rows < part_rows as u64 {
                 let example = crate::layout::check_example(pick.example(item), layout.examples())?;
-                let tokens = usize::try_from(layout.tokens(job.group(item)?, example)).unwrap_or(usize::MAX);
-                rows = rows.saturating_add(tokens);
-                item += 1;
+                let left = layout.tokens(job.group(item)?, example).saturating_sub(skip);
+                let taken = left.min(part_rows as u64 - span.rows);
+                span.rows += taken;
+                span.end = item + 1;
+                if taken < left {
+                    skip += taken;
+                } else {
+                    skip = 0;
+                    item += 1;
+                }
             }
         } else {
-            rows = part_rows.min(items - item);
-            item += rows;
+            item += part_rows.min(items - item);
+            span.rows = (item - span.first) as u64;
+            span.end = item;
         }
+        let rows = usize::try_from(span.rows).unwrap_or(usize::MAX);
         let bytes = rows.checked_mul(out_row).filter(|b| *b <= rest.len());
         let Some(bytes) = bytes else {
             return Err(Error::new(Kind::Argument, "the output is smaller than the rows asked for"));
         };
         let (mine, others) = rest.split_at_mut(bytes);
-        parts.push(Mutex::new(Some((first, item, mine))));
+        parts.push(Mutex::new(Some((span, mine))));
         rest = others;
     }
     if !rest.is_empty() {
@@ -230,7 +250,7 @@ pub fn gather<L: Layout + ?Sized>(
     let work = |part: usize, stop: &Stop| -> Result<()> {
         let taken = parts[part].lock().unwrap_or_else(PoisonError::into_inner).take();
         match taken {
-            Some((first, end, out)) => job.run_part(first, end, out, stop),
+            Some((span, out)) => job.run_part(span, out, stop),
             None => Err(Error::new(Kind::Internal, "a part was handed out twice")),
         }
     };
@@ -268,7 +288,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             return Err(Error::new(Kind::Argument, "the output is not one row"));
         }
         if self.files.split(at.file) > 1 {
-            return self.run_part(0, 1, out, &Stop::default());
+            return self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, out, &Stop::default());
         }
         let open = self.files.get(at.file)?;
         let place = open.place();
@@ -289,7 +309,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 Ok(())
             }
             None if self.fill(&open, out) => Ok(()),
-            None if row > PIECE => self.run_part(0, 1, out, &Stop::default()),
+            None if row > PIECE => self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, out, &Stop::default()),
             None => {
                 let piece = Piece { src, dst: 0, len: row as u32, file: 0 };
                 self.copy_read(&[open], &[piece], out, &Stop::default())
@@ -297,8 +317,9 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         }
     }
 
-    fn run_part(&self, first: usize, end: usize, out: &mut [u8], stop: &Stop) -> Result<()> {
-        let mut entries = self.locate(first, end)?;
+    fn run_part(&self, span: Span, out: &mut [u8], stop: &Stop) -> Result<()> {
+        let first = span.first;
+        let mut entries = self.locate(span)?;
         if !entries.is_sorted_by_key(|e| e.key) {
             let mut rest = &mut entries[..];
             // What has to be decoded is visited once per part, whatever the order costs in cache misses.
@@ -349,7 +370,8 @@ impl<L: Layout + ?Sized> Job<'_, L> {
     }
 
     /// Rows of the part's items, in output order; neighbours in a file and in the output as one entry.
-    fn locate(&self, first: usize, end: usize) -> Result<Vec<Entry>> {
+    fn locate(&self, span: Span) -> Result<Vec<Entry>> {
+        let Span { first, end, .. } = span;
         let mut entries = Vec::with_capacity(end - first);
         match self.pick {
             Pick::Tokens { examples, tokens } => {
@@ -365,14 +387,22 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 }
             }
             Pick::Whole { examples } => {
-                let mut dst = 0usize;
+                let mut dst = 0u64;
+                let mut skip = span.skip;
                 let mut failed = None;
                 for i in first..end {
                     self.layout.runs(self.group(i)?, examples.get(i), &mut |run| {
-                        if let Err(error) = self.enter(&mut entries, run.at, dst, run.rows) {
+                        let passed = skip.min(run.rows);
+                        let rows = (run.rows - passed).min(span.rows - dst);
+                        skip -= passed;
+                        if rows == 0 {
+                            return;
+                        }
+                        let at = Address { file: run.at.file, row: run.at.row + passed * self.files.stride(run.at.file) };
+                        if let Err(error) = self.enter(&mut entries, at, dst as usize, rows) {
                             failed = Some(error);
                         }
-                        dst += run.rows as usize;
+                        dst += rows;
                     })?;
                 }
                 if let Some(error) = failed {
