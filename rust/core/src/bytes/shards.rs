@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use sha2::{Digest, Sha256};
 
@@ -150,8 +150,7 @@ impl Shards {
             if watch() {
                 return Err(Error::new(Kind::Interrupted, "interrupted"));
             }
-            // On our own thread, where hashing and inflating can share the processors.
-            let index = pool::inside(|| shards.load(s))?.index;
+            let index = shards.load(s)?.index;
             if let Some((width, dtype)) = index.row() {
                 shards.row = Row::new(width, dtype).map_err(|e| e.at(&shards.specs[s].path))?;
                 return Ok(shards);
@@ -250,7 +249,7 @@ impl Shards {
 
     fn load_all(&self, which: &[usize], watch: Watch<'_>) -> Result<Vec<Loaded>> {
         self.decoded.make_room(which.iter().map(|s| self.decoded_guess(*s)).sum());
-        let slots: Vec<std::sync::Mutex<Option<Loaded>>> = which.iter().map(|_| std::sync::Mutex::default()).collect();
+        let slots: Vec<Mutex<Option<Loaded>>> = which.iter().map(|_| Mutex::default()).collect();
         let work = |i: usize, _: &Stop| -> Result<()> {
             let loaded = self.load(which[i])?;
             if let Ok(mut slot) = slots[i].lock() {
@@ -258,11 +257,7 @@ impl Shards {
             }
             Ok(())
         };
-        if which.len() == 1 {
-            pool::inside(|| work(0, &Stop::default()))?;
-        } else {
-            pool::run(which.len(), &work, watch)?;
-        }
+        pool::run(which.len(), &work, watch)?;
         slots
             .into_iter()
             .map(|slot| {
@@ -393,10 +388,21 @@ impl Shards {
             verify()?;
             return Err(error);
         }
-        let (verified, inflated) = rayon::join(verify, || inflate::inflate(stored.bytes(), spec.limit));
-        verified?;
+        // Side by side where another thread is free. A wrong checksum explains damage, not the other way round: it is the
+        // first part, and of two errors that of the first is told.
+        let made: Mutex<Option<Block>> = Mutex::default();
+        let work = |part: usize, _: &Stop| match part {
+            0 => verify(),
+            _ => {
+                let block = inflate::inflate(stored.bytes(), spec.limit)?;
+                *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(block);
+                Ok(())
+            }
+        };
+        pool::run(2, &work, &mut || false)?;
         self.inflated.fetch_add(1, Ordering::Relaxed);
-        let main = Arc::new(inflated?);
+        let main = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let main = Arc::new(main.ok_or_else(|| Error::new(Kind::Internal, "nothing was inflated"))?);
         drop(stored);
         let tree = machine::parse(&main)?;
         let (index, aside) = self.index(s, &tree, &main, true)?;
@@ -505,7 +511,7 @@ impl Shards {
             let tree = machine::parse(bytes.get())?;
             Ok(Values { tree, bytes, index: loaded.index })
         };
-        pool::inside(|| read().map_err(|e: Error| if e.path.is_none() { e.at(&spec.path) } else { e }))
+        read().map_err(|e: Error| if e.path.is_none() { e.at(&spec.path) } else { e })
     }
 }
 

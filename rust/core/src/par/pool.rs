@@ -5,6 +5,7 @@
 //! that holds it is only ever tried, never waited for: if a fork caught another thread inside it, the child works on
 //! the calling thread instead of hanging.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -109,11 +110,18 @@ impl Stop {
     }
 }
 
-/// Runs `work(0)`, `work(1)`, ... `work(parts - 1)`, each once, on the pool, and waits for them. The error of the lowest
-/// failing part is returned, so that what a user reads does not depend on timing.
+thread_local! {
+    /// This thread is doing a part: what it starts in there is done by itself, for the others may all be in the same place
+    /// and wait for each other.
+    static BUSY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `work(0)`, `work(1)`, ... `work(parts - 1)`, each once, on this thread and the pool's, and waits for them. The error
+/// of the lowest failing part is returned, so that what a user reads does not depend on timing. Inside a part, on this thread
+/// alone.
 pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
     let stop = Stop::default();
-    let pool = if parts > 1 && num_threads() > 1 { current() } else { None };
+    let pool = if parts > 1 && num_threads() > 1 && !BUSY.get() { current() } else { None };
     let Some(pool) = pool else {
         for part in 0..parts {
             // A single part is a small request: looking at the watch would cost more than the work.
@@ -139,13 +147,30 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
         }
     }
 
+    /// Marks this thread, also while it unwinds.
+    struct Busy;
+    impl Busy {
+        fn begin() -> Busy {
+            BUSY.set(true);
+            Busy
+        }
+    }
+    impl Drop for Busy {
+        fn drop(&mut self) {
+            BUSY.set(false);
+        }
+    }
+
     // Takes the next part and does it; false when there is none left.
     let do_one = || {
         let part = if stop.is_set() { parts } else { next.fetch_add(1, Ordering::Relaxed) };
         if part >= parts {
             return false;
         }
-        if let Err(error) = work(part, &stop) {
+        let busy = Busy::begin();
+        let done = work(part, &stop);
+        drop(busy);
+        if let Err(error) = done {
             let mut first = failed.lock().unwrap_or_else(PoisonError::into_inner);
             if first.as_ref().is_none_or(|(p, _)| part < *p) {
                 *first = Some((part, error));
@@ -283,6 +308,17 @@ mod tests {
             run(64, &|i, _| if i >= 5 { Err(Error::new(Kind::Format, format!("{i}"))) } else { Ok(()) }, &mut || false);
         // Later parts may or may not have started, part 5 always has by the time any later one failed.
         assert_eq!(error.unwrap_err().detail, "5");
+    }
+
+    #[test]
+    fn parts_may_start_parts() {
+        let seen = AtomicUsize::new(0);
+        let inner = |_: usize, _: &Stop| {
+            seen.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        };
+        run(16, &|_, _| run(16, &inner, &mut || false), &mut || false).unwrap();
+        assert_eq!(seen.load(Ordering::Relaxed), 256);
     }
 
     #[test]
