@@ -31,13 +31,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from warnings import warn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard._arguments import name_of
 from actshard._native import Rows
-from actshard.errors import FormatError, MissingFileError, NotStoredError, UnsupportedError
+from actshard.errors import ActshardWarning, FormatError, MissingFileError, NotStoredError, UnsupportedError
 from actshard.formats._columns import table_of
 from actshard.formats._contents import Contents, Evidence, Options
 from actshard.formats._json import Fields, read_json, show
@@ -55,7 +56,10 @@ MAX_SAMPLES = 1 << 31
 
 def detect(path: Path) -> Evidence:
     """A Zarr group with activations, or a folder whose manifest or ``shards/`` name such groups."""
-    looked_for = "a Zarr group with arrays/activations (or HalluLens' arrays/prompt_activations), or a run: manifest.json and shards/*.zarr"
+    looked_for = (
+        "a Zarr group with arrays/activations (or HalluLens' arrays/prompt_activations), "
+        "or a run: manifest.json and shards/*.zarr"
+    )
     if not path.is_dir():
         return Evidence(False, looked_for, "a file")
     if _is_group(path):
@@ -361,8 +365,8 @@ class _Member:
             )
         if (long := values > longest).any():
             self.warnings.append(
-                f"{name} says {values[long].max()} tokens where {array.node} has room for {longest}: {int(long.sum())} samples were "
-                "cut when they were written"
+                f"{name} says {values[long].max()} tokens where {array.node} has room for {longest}: "
+                f"{int(long.sum())} samples were cut when they were written"
             )
             values = np.minimum(values, longest)
         values = values.astype(np.uint32)
@@ -424,7 +428,7 @@ class _Member:
             rows = [(row, number, line) for number, line in self.lines if (row := line.get("sample_index")) is not None]
             _join(made, rows, self.n, wanted, self.path / "meta" / "index.jsonl", complete=False)
         for path in self.texts:
-            _join(made, _by_i(path, self.rows), self.n, wanted, path, complete=True, warnings=self.warnings)
+            _join(made, _by_i(path, self.rows), self.n, wanted, path, complete=True)
         return made
 
 
@@ -452,7 +456,6 @@ def _join(
     path: Path,
     *,
     complete: bool,
-    warnings: list[str] | None = None,
 ) -> None:
     """Adds the fields of lines as columns; what an array holds already is kept."""
     arrays = set(made)
@@ -462,13 +465,12 @@ def _join(
         for name, value in line.items():
             if name != "i" and name not in arrays and wanted(name):
                 made.setdefault(name, [None] * n)[i] = value
-    if complete and len(rows) < n and warnings is not None:
+    if complete and len(rows) < n:
         there = {i for i, _, _ in rows}
         lacking = [i for i in range(n) if i not in there]
         shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
         said = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line among its {len(rows)}: {shown}"
-        if said not in warnings:
-            warnings.append(said)
+        warn(said, ActshardWarning, stacklevel=6)
 
 
 def _column(values: NDArray[Any] | list[str], n: int) -> Any:

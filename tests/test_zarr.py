@@ -1,0 +1,425 @@
+"""Zarr stores: every legal chunking equals the array it was cut from, only what is wanted is read, and what is broken is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import actshard
+from conftest import GOLDEN, bits, refuses
+from zarr_files import change, write_array, write_store
+
+ZARR = sorted(p.parent for p in (GOLDEN / "zarr").glob("*/expected.npz"))
+
+
+def opened(path: Path, io: str = "mmap", **options: Any) -> actshard.Store:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return actshard.open(path, io=io, **options)
+
+
+def store_of(variant: Path) -> Path:
+    return variant if variant.name.startswith("run_") else next(variant.glob("*.zarr"))
+
+
+def check(store: actshard.Store, want: Any, lengths: np.ndarray) -> None:
+    """Every way to read gives want(example, layer)."""
+    n = len(store)
+    assert store.token_counts.tolist() == lengths.tolist()
+    assert not store.token_counts.flags.writeable
+    e = np.repeat(np.arange(n), lengths)
+    t = np.concatenate([np.arange(x) for x in lengths]) if n else e
+    shuffled = np.random.default_rng(0).permutation(len(e))
+    for layer in store.layers:
+        whole = [want(i, layer) for i in range(n)]
+        rows = np.concatenate(whole)
+        assert rows.dtype == store.dtype
+        for i in range(n):
+            got = store.sequence(i, layer)
+            assert got.shape == whole[i].shape
+            assert np.array_equal(bits(got), bits(whole[i])), (i, layer)
+        assert np.array_equal(bits(store.gather(layer, e[shuffled], t[shuffled])), bits(rows[shuffled]))
+        back = t[shuffled] - lengths[e[shuffled]]
+        assert np.array_equal(bits(store.gather(layer, e[shuffled], back)), bits(rows[shuffled]))
+        assert np.array_equal(store.gather(layer, e, t, dtype="float64"), rows.astype(np.float64), equal_nan=True)
+        some = np.flatnonzero(lengths)
+        if some.size:
+            last = np.stack([whole[i][-1] for i in some])
+            assert np.array_equal(bits(store.last_tokens(layer, some)), bits(last))
+        assert all(
+            np.array_equal(bits(a), bits(b)) for a, b in zip(store.sequences(range(n), layer), whole, strict=True)
+        )
+    picks = np.random.default_rng(1).integers(0, (n, len(store.layers)), (30, 2)) if n else np.empty((0, 2), int)
+    for (i, layer), got in zip(picks, store.sequences(picks[:, 0], picks[:, 1].tolist()), strict=True):
+        assert np.array_equal(bits(got), bits(want(i, layer)))
+
+
+@pytest.mark.parametrize("variant", ZARR, ids=lambda p: p.name)
+def test_golden_stores_equal_expected(variant: Path, io: str) -> None:
+    z = np.load(variant / "expected.npz")
+    store = opened(store_of(variant), io)
+    assert store.format == "zarr"
+    if "acts" in z:
+        lengths = z["seq_len"]
+        check(store, lambda i, layer: z["acts"][i, layer, : lengths[i]], lengths)
+        names = set(z) - {"acts", "shard_of", "local_index"}
+    else:
+        p, r = z["prompt_len"], z["response_len"]
+        acts = z["prompt_activations"], z["response_activations"]
+        check(store, lambda i, k: np.concatenate([acts[0][i, k, : p[i]], acts[1][i, k, : r[i]]]), p + r)
+        names = set(z) - {"prompt_activations", "response_activations"}
+    table = store.table
+    assert table.num_rows == len(store)
+    for name in names:
+        want = [x.decode() for x in z[name]] if z[name].dtype.kind == "S" else z[name].tolist()
+        assert json.dumps(table[name].to_pylist()) == json.dumps(want), name  # as text: NaN equals NaN
+
+
+def test_texts_are_joined_by_sample() -> None:
+    table = opened(GOLDEN / "zarr/single_consolidated/activations.zarr").table
+    assert table["prompt"][1].as_py() == "Question 1: naïve “quoted”\nsecond line"
+    assert table["response"].to_pylist() == [f"Answer {i} ✓" for i in range(5)]
+    assert table["score"].to_pylist() == [0.0, 0.125, 0.25, 0.375, 0.5]
+    assert table["tags"][4].as_py() == ["a", None]
+    run = opened(GOLDEN / "zarr/run_20260122_101112").table
+    assert run["prompt"][3].as_py().startswith("Question 3")
+    logger = opened(GOLDEN / "zarr/hallulens_logger_v2/activations.zarr")
+    assert logger.table["prompt"].to_pylist() == [f"prompt {i} ü" for i in range(4)]
+    assert logger.table["key"][0].as_py() == "key-0-"
+    assert logger.table["input_length"][3].as_py() == 10
+    assert logger.read_columns(["response"]).column_names == ["response"]
+    with pytest.raises(actshard.NotStoredError, match="no column 'nope'"):
+        logger.read_columns(["nope"])
+
+
+FORMS = st.tuples(*(st.integers(1, n) for n in (4, 3, 7, 9)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=FORMS,
+    chunks=st.tuples(*(st.integers(1, n) for n in (5, 4, 9, 12))),
+    dtype=st.sampled_from(["<f2", ">f2", "<f4", ">f4", "<f8", ">f8"]),
+    order=st.sampled_from("CF"),
+    separator=st.sampled_from([".", "/", None]),
+    fill=st.sampled_from([0, 1.5, None, "NaN", "-Infinity"]),
+    holes=st.integers(0, 3),
+    io=st.sampled_from(["mmap", "pread"]),
+    data=st.data(),
+)
+def test_any_chunking_equals_the_array(
+    tmp_path_factory: pytest.TempPathFactory, shape: Any, chunks: Any, dtype: str, order: str, separator: Any, fill: Any,
+    holes: int, io: str, data: st.DataObject,
+) -> None:  # fmt: skip
+    values = np.arange(1, np.prod(shape) + 1, dtype=dtype).reshape(shape)
+    lengths = np.array(data.draw(st.lists(st.integers(0, shape[2]), min_size=shape[0], max_size=shape[0])), "<i4")
+    missing = lambda at: holes > 0 and (at[0] * 5 + at[1] * 3 + at[2] + at[3]) % (holes + 1) == 0  # noqa: E731
+    folder = tmp_path_factory.mktemp("z") / "a.zarr"
+    write_store(folder, values, lengths, chunks, order=order, separator=separator, fill=fill, skip=missing)
+    want = values.astype(np.dtype(dtype).newbyteorder("="))
+    for at in np.ndindex(*(-(-n // c) for n, c in zip(shape, chunks, strict=True))):
+        if missing(at):
+            value = {None: 0, "NaN": np.nan, "-Infinity": -np.inf}.get(fill, fill)
+            want[tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, chunks, strict=True))] = value
+    check(opened(folder, io), lambda i, layer: want[i, layer, : lengths[i]], lengths)
+    shutil.rmtree(folder.parent)
+
+
+def acts(n: int = 6, layers: int = 2, t: int = 8, h: int = 16) -> np.ndarray:
+    return np.random.default_rng(3).standard_normal((n, layers, t, h)).astype("<f2")
+
+
+def test_a_sequence_in_one_chunk_is_a_view_that_outlives_everything(tmp_path: Path) -> None:
+    values = acts()
+    path = write_store(tmp_path / "a.zarr", values, np.array([8, 5, 0, 1, 8, 3], "<i4"), (1, 1, 8, 16))
+    store = opened(path)
+    view = store.sequence(1, 1)
+    assert view.base is not None and not view.flags.writeable
+    store.close()
+    del store
+    shutil.rmtree(path)
+    assert np.array_equal(view, values[1, 1, :5])
+    with pytest.raises(ValueError, match="read-only"):
+        view[0, 0] = 1
+
+
+def test_views_are_copies_where_rows_do_not_lie_together(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "a.zarr", acts(), np.full(6, 8, "<i4"), (1, 1, 3, 16))
+    assert opened(path).sequence(0, 0).flags.writeable
+    whole = write_store(tmp_path / "b.zarr", acts(), np.full(6, 8, "<i4"), (1, 1, 8, 16))
+    assert opened(whole, "pread").sequence(0, 0).flags.writeable
+    assert opened(whole).sequence(0, 0, dtype="float32").flags.writeable
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace shows which bytes are read; it is not installed")
+def test_only_the_rows_wanted_of_the_chunks_touched_are_read(tmp_path: Path, io: str) -> None:
+    path = write_store(tmp_path / "a.zarr", acts(4, 3, 64, 512), np.full(4, 50, "<i4"), (1, 1, 16, 512))
+    code = (
+        "import warnings, actshard; warnings.simplefilter('ignore'); import numpy as np\n"
+        f"s = actshard.open({str(path)!r}, io={io!r}); open('/dev/null').read()\n"
+        "s.gather(1, [2, 2, 0], [0, 17, 49]); np.asarray(s.sequence(3, 2)[20:22])"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(actshard.__file__).parents[1])}
+    done = subprocess.run(
+        ["strace", "-f", "-y", "-e", "trace=openat,pread64,preadv,preadv2,read", sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, env=env,
+    )  # fmt: skip
+    read: dict[str, int] = {}
+    for line in done.stderr.splitlines():
+        if "activations/" in line and "= " in line and ("pread" in line or "read(" in line):
+            name = line.split("activations/")[1].split(">")[0]
+            if name == ".zarray":
+                continue
+            count = line.rsplit("= ", 1)[1].split()[0]
+            read[name] = read.get(name, 0) + (int(count) if count.isdigit() else 0)
+    row = 512 * 2
+    assert read == {
+        "2.1.0.0": row,
+        "2.1.1.0": row,
+        "0.1.3.0": row,
+        **{f"3.2.{c}.0": 16 * row for c in range(3)},
+        "3.2.3.0": 2 * row,
+    }
+
+
+def test_opening_a_store_of_a_million_chunks_lists_nothing(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "a.zarr", acts(2, 1, 2, 4), np.full(2, 2, "<i4"), (1, 1, 1, 4))
+    change(path / "arrays/activations/.zarray", lambda m: m | {"shape": [5000, 20, 10, 4]})
+    write_array(path / "arrays/seq_len", np.full(5000, 10, "<i4"), (5000,))
+    (path / "arrays/activations").chmod(0o311)  # may be looked things up in, not listed
+    opened(path)
+    best = min(_seconds(lambda: opened(path)) for _ in range(5))
+    assert best < 0.2  # a bound of the issue, and forty times what it takes
+    assert len(opened(path)) == 5000
+
+
+def _seconds(work: Any) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def test_thousands_of_chunks_do_not_exhaust_descriptors(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    values = acts(40, 4, 8, 4)
+    path = write_store(tmp_path / "a.zarr", values, np.full(40, 8, "<i4"), (1, 1, 1, 4))
+    code = (
+        "import resource, warnings; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); warnings.simplefilter('ignore')\n"
+        f"import actshard; s = actshard.open({str(path)!r})\n"
+        "x = [s.sequences(range(40), layer) for layer in s.layers]; v = [s.sequence(i, 0) for i in range(40)]; print(len(x))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "4\n", done.stderr
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+
+
+def test_lengths_that_are_not_there_or_too_long_are_said(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "a.zarr", acts(), None, (1, 1, 8, 16))
+    with pytest.warns(actshard.ActshardWarning, match="no arrays/seq_len: every sample is taken to have all 8 tokens"):
+        store = actshard.open(path)
+    assert store.token_counts.tolist() == [8] * 6
+    write_array(path / "arrays/seq_len", np.array([8, 9, 3, 100, 0, 1], "<i8"), (4,))
+    with pytest.warns(actshard.ActshardWarning, match="says 100 tokens where .* has room for 8: 2 samples"):
+        store = actshard.open(path)
+    assert store.token_counts.tolist() == [8, 8, 3, 8, 0, 1]
+    write_array(path / "arrays/seq_len", np.array([8, 9, -1, 100, 0, 1], "<i8"), (6,))
+    with refuses(actshard.FormatError, path / "arrays/seq_len", "found -1 for sample 2"):
+        opened(path)
+
+
+def test_a_chunk_of_the_wrong_size_is_named(tmp_path: Path, io: str) -> None:
+    path = write_store(tmp_path / "a.zarr", acts(), np.full(6, 8, "<i4"), (1, 1, 4, 16))
+    store = opened(path, io)
+    chunk = path / "arrays/activations/2.1.1.0"
+    chunk.write_bytes(chunk.read_bytes()[:100])
+    with refuses(actshard.TruncatedFileError, chunk, "expected 128 bytes, a whole chunk of 1 x 1 x 4 x 16, found 100"):
+        store.sequences([2], 1)
+    chunk.write_bytes(bytes(129))
+    with refuses(actshard.FormatError, chunk, "found 129"):
+        store.gather(1, 2, 7)
+    assert np.array_equal(store.gather(1, [2], [3])[0], acts()[2, 1, 3])
+    shutil.rmtree(path)
+    with refuses(actshard.MissingFileError, path / "arrays/activations/.zarray"):
+        store.gather(0, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "said"),
+    [
+        ("shape", [6, 2, 8], actshard.FormatError, "one per dimension"),
+        ("shape", [6, 2, -8, 16], actshard.FormatError, "at least 0"),
+        ("shape", [6, 0, 8, 16], actshard.FormatError, "is no dataset"),
+        ("shape", [1 << 40, 2, 8, 16], actshard.FormatError, "is no dataset"),
+        ("shape", [6, 2, 1 << 40, 16], actshard.FormatError, "is no dataset"),
+        ("chunks", [1, 1, 0, 16], actshard.FormatError, "at least 1"),
+        ("chunks", [1, 1, 1 << 47, 1 << 47], actshard.FormatError, "no array that a disk can hold"),
+        ("chunks", "auto", actshard.FormatError, "list of integers"),
+        ("dtype", "<V7", actshard.FormatError, "element type"),
+        ("dtype", "|O", actshard.UnsupportedError, "strings"),
+        ("dtype", [["a", "<f2"]], actshard.UnsupportedError, "structured"),
+        ("dtype", "<f3", actshard.FormatError, "element type"),
+        ("order", "K", actshard.FormatError, '"C" or "F"'),
+        ("fill_value", "one", actshard.FormatError, "a value of float16"),
+        ("fill_value", {}, actshard.FormatError, "a value of float16"),
+        ("dimension_separator", "-", actshard.FormatError, "or"),
+        ("zarr_format", 3, actshard.FormatError, "2"),
+        ("compressor", "zstd", actshard.FormatError, "codecs with an id"),
+    ],
+)
+def test_broken_metadata_are_refused(tmp_path: Path, field: str, value: Any, kind: Any, said: str) -> None:
+    path = write_store(tmp_path / "a.zarr", acts(), np.full(6, 8, "<i4"), (1, 1, 4, 16))
+    change(path / "arrays/activations/.zarray", lambda m: m | {field: value})
+    with refuses(kind, path / "arrays/activations/.zarray", said):
+        opened(path)
+
+
+def test_codecs_that_nobody_knows_and_damaged_chunks_are_errors(tmp_path: Path) -> None:
+    copy = tmp_path / "a.zarr"
+    shutil.copytree(GOLDEN / "zarr/zstd/activations.zarr", copy)
+    chunk = copy / "arrays/activations/0.0.0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-20])  # zstd without a checksum notices a cut and little else
+    with refuses(actshard.FormatError, chunk, "zarrs"):
+        opened(copy).sequences([0], 0)
+    change(copy / "arrays/activations/.zarray", lambda m: m | {"compressor": {"id": "nope"}})
+    with pytest.raises(actshard.UnsupportedError, match="zarrs cannot open this array"):
+        opened(copy).sequences([0], 0)
+
+
+def test_decoded_chunks_are_kept_within_their_budget(io: str) -> None:
+    path = GOLDEN / "zarr/zstd/activations.zarr"
+    want = opened(path, io).gather(1, [0, 1, 2, 0], [0, 0, 0, 1])
+    assert np.array_equal(opened(path, io, decoded_memory=0).gather(1, [0, 1, 2, 0], [0, 0, 0, 1]), want)
+    with pytest.raises(actshard.ArgumentError, match="decoded_memory"):
+        opened(path, io, decoded_memory="many")
+
+
+def test_runs_without_a_manifest_are_taken_in_the_order_of_names(tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(GOLDEN / "zarr/run_20260122_101112", copy)
+    (copy / "manifest.json").unlink()
+    z = np.load(copy / "expected.npz")
+    check(opened(copy), lambda i, layer: z["acts"][i, layer, : z["seq_len"][i]], z["seq_len"])
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda m: m["shards"][0].update(path="../x.zarr"), "inside the run's folder"),
+        (lambda m: m["shards"][0].update(path="/x.zarr"), "inside the run's folder"),
+        (lambda m: m["shards"][1].update(path="shards/shard-0000.zarr"), "another store for each shard"),
+        (lambda m: m["shards"][1].update(start=4), "expected 3, the number of samples before, found 4"),
+        (lambda m: m["shards"][1].update(n_samples=3), "at most 2"),
+        (lambda m: m.update(n_samples=10), "expected 9, the sum"),
+        (lambda m: m.update(shards=[]), "at least one shard"),
+    ],
+)
+def test_a_manifest_that_contradicts_its_shards_is_refused(tmp_path: Path, function: Any, said: str) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(GOLDEN / "zarr/run_20260122_101112", copy)
+    change(copy / "manifest.json", function)
+    with refuses(actshard.FormatError, copy / "manifest.json", said):
+        opened(copy)
+
+
+def test_stores_of_a_run_must_be_alike(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_store(run / "shards/a.zarr", acts(), np.full(6, 8, "<i4"), (1, 1, 4, 16))
+    write_store(run / "shards/b.zarr", acts(h=8), np.full(6, 8, "<i4"), (1, 1, 4, 8))
+    with refuses(
+        actshard.FormatError, run / "shards/b.zarr/arrays/activations/.zarray", "the hidden size of a.zarr, 16, found 8"
+    ):
+        opened(run)
+    shutil.rmtree(run / "shards/b.zarr")
+    longer = acts(3, 2, 11)
+    write_store(run / "shards/b.zarr", longer, np.array([11, 2, 7], "<i4"), (2, 2, 5, 7), fill="NaN")
+    check(
+        opened(run),
+        lambda i, k: acts()[i, k] if i < 6 else longer[i - 6, k, : [11, 2, 7][i - 6]],
+        np.array([8] * 6 + [11, 2, 7]),
+    )
+
+
+def test_hallulens_rows_that_no_line_names_have_no_tokens(tmp_path: Path) -> None:
+    copy = tmp_path / "a.zarr"
+    shutil.copytree(GOLDEN / "zarr/hallulens_logger_v2/activations.zarr", copy)
+    index = copy / "meta/index.jsonl"
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    # Sample 1 is logged again as row 2: its old row is nobody's; row 3 was allocated and never written.
+    again = {**lines[2], "key": lines[1]["key"], "prompt": "again"}
+    index.write_text("".join(json.dumps(x) + "\n" for x in (lines[0], lines[1], again)))
+    with pytest.warns(actshard.ActshardWarning, match="1 rows are named by no line"):
+        store = actshard.open(copy)
+    assert store.token_counts.tolist() == [8, 0, 2]
+    assert store.table["prompt"].to_pylist() == ["prompt 0 ü", None, "again"]
+    index.write_text(json.dumps({**lines[0], "sample_index": 4}))
+    with refuses(actshard.FormatError, index, "line 1.sample_index"):
+        opened(copy)
+    index.write_text("".join(json.dumps({**x, "sample_index": 0}) + "\n" for x in lines[:2]))
+    with refuses(actshard.FormatError, index, "lines 1 and 2: both say that they are sample_index 0"):
+        opened(copy)
+    index.unlink()
+    assert opened(copy).num_examples == 4
+
+
+def test_broken_lines_of_text_are_named_and_missing_ones_said(tmp_path: Path) -> None:
+    copy = tmp_path / "a.zarr"
+    shutil.copytree(GOLDEN / "zarr/single_consolidated/activations.zarr", copy)
+    prompts = copy / "text/prompts.jsonl"
+    lines = prompts.read_text().splitlines()
+    prompts.write_text("\n".join([lines[0], lines[3]]) + "\n")
+    store = opened(copy)
+    with pytest.warns(
+        actshard.ActshardWarning, match=r"text/prompts.jsonl: 3 samples have no line among its 2: 1, 2, 4"
+    ):
+        table = store.table
+    assert [x is None for x in table["prompt"].to_pylist()] == [False, True, True, False, True]
+    for text, said in (
+        (lines[0] + "\n" + lines[1][:30], "line 2: expected a JSON object: .*interrupted"),
+        (lines[0] + "\n[1]\n", r"line 2: expected a JSON object, found \[1\]"),
+        (lines[0] + "\n" + lines[0] + "\n", "lines 1 and 2: both are of sample 0"),
+        ('{"i": 5}\n', "line 1: field 'i': expected a sample, 0 to 4, found 5"),
+    ):
+        prompts.write_text(text)
+        with refuses(actshard.FormatError, prompts, said):
+            _ = opened(copy).table
+        assert opened(copy).gather(0, 0, 0).shape == (1, 16)  # rows do not need texts
+
+
+def test_metadata_and_consolidated_metadata_that_differ_are_said(tmp_path: Path) -> None:
+    copy = tmp_path / "a.zarr"
+    shutil.copytree(GOLDEN / "zarr/single_consolidated/activations.zarr", copy)
+    change(copy / ".zmetadata", lambda m: m["metadata"]["arrays/activations/.zarray"].update(shape=[4, 3, 12, 16]))
+    change(copy / ".zattrs", lambda m: m.update(hidden_size=17))
+    store = opened(copy)
+    assert any("consolidated metadata differ" in w for w in store.warnings)
+    assert any("'hidden_size' says 17, the array has 16" in w for w in store.warnings)
+    assert len(store) == 5
+    # A store with nothing but its consolidated metadata is read by those.
+    for path in copy.rglob(".zarray"):
+        path.unlink()
+    change(copy / ".zmetadata", lambda m: m["metadata"]["arrays/activations/.zarray"].update(shape=[5, 3, 12, 16]))
+    assert opened(copy).token_counts.tolist() == store.token_counts.tolist()
+
+
+def test_other_zarr_groups_are_not_taken_for_stores(tmp_path: Path) -> None:
+    (tmp_path / ".zgroup").write_text('{"zarr_format": 2}')
+    write_array(tmp_path / "weights", np.zeros((3, 4), "<f4"), (3, 4))
+    with pytest.raises(actshard.UnknownFormatError, match="a Zarr group without these arrays"):
+        actshard.open(tmp_path)
+    with pytest.raises(actshard.UnknownFormatError, match="a single Zarr array; open the store it is in"):
+        actshard.open(GOLDEN / "zarr/single_minimal/activations.zarr/arrays/activations")
+    with refuses(actshard.FormatError, tmp_path, "found .'weights'.|expected an array"):
+        actshard.open(tmp_path, format="zarr")
