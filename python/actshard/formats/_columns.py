@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,13 +36,18 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]
 
 
 def _arrow(values: Any, n: int) -> pa.Array:
-    """A column as pyarrow; values that no one arrow type holds are given as JSON text."""
+    """A column as pyarrow: integers beyond 64 bits as decimals, values that no one type holds as JSON text."""
     import pyarrow as pa
 
     if values is None:
         return pa.nulls(n)
     if isinstance(values, pa.Array):
         return values
+    if any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in values):
+        try:
+            return pa.array([None if v is None else decimal.Decimal(v) for v in values], pa.decimal128(38, 0))
+        except (pa.ArrowInvalid, TypeError, ValueError, decimal.InvalidOperation):
+            return pa.array([_as_json(v) for v in values], pa.string())
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeError):

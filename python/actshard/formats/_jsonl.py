@@ -14,8 +14,9 @@ MAX_LINE = 64 << 20
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their line numbers, from 1. Empty lines are skipped; NaN and Infinity are numbers, as Python
-    writes them.
+    """The objects of a file with their line numbers, from 1.
+
+    Empty lines are skipped; NaN and Infinity are numbers, as Python writes them.
 
     Raises:
         MissingFileError, FileAccessError: it cannot be read.

@@ -313,14 +313,13 @@ class _Member:
             fields = Fields(line, path, f"line {number}")
             key = line.get("key", number)
             by_key[key if isinstance(key, str | int) else number] = (number, line)
-            if line.get("sample_index") is not None:
-                row = fields.integer("sample_index", minimum=0)
-                if row >= self.rows:
-                    raise fields.error("sample_index", f"a row of the arrays, 0 to {self.rows - 1}")
+            if line.get("sample_index") is not None and fields.integer("sample_index", minimum=0) >= self.rows:
+                raise fields.error("sample_index", f"a row of the arrays, 0 to {self.rows - 1}")
         self.lines = list(by_key.values())
         of_row: dict[int, int] = {}
         for number, line in self.lines:
-            if (row := line.get("sample_index")) is not None:
+            row = line.get("sample_index")
+            if row is not None:
                 if row in of_row:
                     raise FormatError(
                         f"lines {of_row[row]} and {number}: both say that they are sample_index {row}", path=path

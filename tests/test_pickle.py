@@ -1,0 +1,512 @@
+"""Pickle shards: golden data bit for bit, every hostile case refused, nothing run, nothing inflated per row."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io as stdio
+import json
+import multiprocessing
+import os
+import pickle
+import pickletools
+import shutil
+import subprocess
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import actshard
+from actshard import _native
+from conftest import GOLDEN, bits, refuses
+
+PICKLE = sorted(p.parent for p in (GOLDEN / "pickle").glob("*/expected.npz"))
+HOSTILE = json.loads((GOLDEN / "pickle/hostile/cases.json").read_text())
+
+
+def opened(path: Any, io: str = "mmap", **options: Any) -> actshard.Store:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return actshard.open(path, io=io, **options)
+
+
+def item(sample: int, array: np.ndarray, **more: Any) -> dict[str, Any]:
+    return {"sample_idx": sample, "activation": array, "shape": array.shape, "text_preview": f"text {sample}", **more}
+
+
+def write(
+    folder: Path, shards: list[dict[str, list[dict[str, Any]]]], *, gz: bool = True, protocol: int = 4, machine: int = 0
+) -> Path:
+    """A folder of shards as the published text has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = []
+    for i, layers in enumerate(shards, 1):
+        data = pickle.dumps(layers, protocol=protocol)
+        stored = gzip.compress(data, 1) if gz else data
+        name = f"shard_{i:04}.pkl{'.gz' if gz else ''}"
+        (folder / name).write_bytes(stored)
+        ids = [x["sample_idx"] for items in layers.values() for x in items]
+        listed.append({
+            "shard_id": i, "filename": name, "size_bytes": len(stored), "num_samples": len(set(ids)),
+            "layers": [int(k[6:]) for k in layers], "sample_id_range": [min(ids), max(ids)], "compressed": gz,
+            "checksum": "sha256:" + hashlib.sha256(stored).hexdigest(),
+        })  # fmt: skip
+    layers_extracted = sorted({x for s in listed for x in s["layers"]})
+    metadata = {
+        "version": "1.0",
+        "created_at": "2026-01-01T00:00:00Z",
+        "extraction_config": {"model_name": "test/model", "layers_extracted": layers_extracted},
+        "distributed_config": {"machine_id": machine},
+        "shards": listed,
+        "statistics": {"total_shards": len(listed), "total_samples": sum(s["num_samples"] for s in listed)},
+    }
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    return folder
+
+
+def change(folder: Path, function: Any) -> None:
+    value = json.loads((folder / "metadata.json").read_text())
+    function(value)
+    (folder / "metadata.json").write_text(json.dumps(value))
+
+
+def values(sample: int, layer: int, tokens: int | None = None, d: int = 8) -> np.ndarray:
+    return np.random.default_rng([sample, layer]).standard_normal(
+        (sample % 5 if tokens is None else tokens, d), np.float32
+    )
+
+
+def dataset(folder: Path, shards: int = 4, per: int = 6, **options: Any) -> Path:
+    made = [
+        {f"layer_{k}": [item(s, values(s, k)) for s in range(i * per, i * per + per)] for k in (3, 9)}
+        for i in range(shards)
+    ]
+    return write(folder, made, **options)
+
+
+@pytest.mark.parametrize("variant", PICKLE, ids=lambda p: p.name)
+def test_golden_shards_equal_expected(variant: Path, io: str) -> None:
+    arrays = np.load(variant / "expected.npz")
+    items = json.loads((variant / "expected.json").read_text())
+    items = items if isinstance(items, list) else items["items"]
+    store = opened(variant, io)
+    table = store.table
+    assert store.format == "pickle"
+    assert store.layers == tuple(sorted({x["layer"] for x in items}))
+    ids = table["sample_idx"].to_pylist()
+    assert sorted(ids) == sorted({x["sample_idx"] for x in items})
+    for x in items:
+        want, i, layer = arrays[x["key"]], ids.index(x["sample_idx"]), x["layer"]
+        assert str(store.dtype) == x["dtype"]
+        for got in (store.sequence(i, layer), store.sequences([i], layer)[0], store.gather(layer, i, range(len(want)))):
+            assert got.shape == want.shape
+            assert np.array_equal(bits(got), bits(want))
+        if len(want):
+            assert np.array_equal(bits(store.last_tokens(layer, [i])[0]), bits(want[-1]))
+        assert table["text_preview"][i].as_py() == x["text_preview"]
+        assert table["shape"][i].as_py() == list(want.shape)
+        assert store.token_counts[i] == len(want)
+        assert layer in table["layers"][i].as_py()
+        for name, value in (x["metadata"] or {}).items():
+            assert table[name][i].as_py() == value, name
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_shards_do_what_cases_say(case: str, io: str) -> None:
+    folder = GOLDEN / "pickle/hostile" / HOSTILE[case]["dir"]
+    try:
+        store = opened(folder, io)
+        for layer in store.layers:
+            store.sequences(range(len(store)), layer)
+        _ = store.table
+    except actshard.ActshardError as error:
+        assert "refuse" in HOSTILE[case]["expect"], error
+        assert len(str(error).splitlines()) == 1
+        assert error.path is not None and error.path.is_relative_to(folder)
+    else:
+        assert HOSTILE[case]["expect"] in ("ok-or-refuse", "refuse-or-empty"), "was read"
+
+
+def test_hostile_shards_take_no_memory_and_no_time() -> None:
+    """All of them in one fresh process: 64 MB more than the process takes by itself, a second each."""
+    code = (
+        "import json, resource, sys, time, warnings; warnings.simplefilter('ignore'); import actshard, pyarrow\n"
+        f"root = {str(GOLDEN / 'pickle')!r}; cases = json.load(open(root + '/hostile/cases.json'))\n"
+        "actshard.open(root + '/numpy2_proto5').table\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "before = peak(); worst = 0\n"
+        "for c in cases.values():\n"
+        "    began = time.perf_counter()\n"
+        "    try: actshard.open(root + '/hostile/' + c['dir']).table\n"
+        "    except actshard.ActshardError: pass\n"
+        "    worst = max(worst, time.perf_counter() - began)\n"
+        "print(json.dumps([peak() - before, worst]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    more, worst = json.loads(done.stdout)
+    assert more < 64e6
+    assert worst < 1  # the issue's own limit; milliseconds in truth
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("global_os_getcwd", "names the global os.getcwd"),
+        ("stack_global_pathlib", "names the global pathlib.PurePosixPath"),
+        ("dotted_name_under_numpy", "names the global numpy._core.records.os.getcwd"),
+        ("inst_opcode", "opcode INST"),
+        ("persistent_id", "opcode BINPERSID"),
+        ("ndarray_called_directly", "calls numpy.ndarray"),
+    ],
+)
+def test_code_is_named_and_not_run(case: str, said: str) -> None:
+    folder = GOLDEN / "pickle/hostile" / case
+    with refuses(actshard.UnsafePickleError, folder / "shard_0001.pkl.gz", said) as caught:
+        opened(folder)
+    assert caught.value.offset is not None
+    assert isinstance(caught.value, actshard.FormatError)
+
+
+def test_checksums_can_be_left_out() -> None:
+    folder = GOLDEN / "pickle/hostile/wrong_checksum"
+    with refuses(actshard.FormatError, folder / "shard_0001.pkl.gz", "checksums=False reads it"):
+        opened(folder)
+    assert opened(folder, checksums=False).num_examples > 0
+
+
+# --- the machine, beside the real thing -------------------------------------------------------------------------------
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(), st.binary(),
+    st.sampled_from([np.float32(1.5), np.int64(-3), np.bool_(True), np.float16(0.1), np.uint8(255)]),
+)  # fmt: skip
+PLAIN = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.tuples(inner, inner), st.dictionaries(st.text(), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@st.composite
+def arrays(draw: Any) -> np.ndarray:
+    shape = tuple(draw(st.lists(st.integers(0, 5), min_size=1, max_size=3)))
+    dtype = draw(st.sampled_from(["<f2", "<f4", "<f8", ">f4", "<i4", "|b1", "|u1"]))
+    made = np.arange(int(np.prod(shape)), dtype=dtype).reshape(shape)
+    kind = draw(st.sampled_from(["c", "fortran", "transposed", "strided", "reversed", "read-only"]))
+    if kind == "fortran":
+        return np.asfortranarray(made)
+    if kind == "transposed":
+        return made.T
+    if kind == "strided":
+        return np.repeat(made, 2, axis=0)[::2]
+    if kind == "reversed":
+        return made[::-1]
+    if kind == "read-only":
+        made.flags.writeable = False
+    return made
+
+
+def same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray | np.generic):
+        # numpy turns some big-endian arrays around while it reads them; which byte order they then have is its own affair.
+        native = [x.astype(x.dtype.newbyteorder("=")) for x in (a, b)]
+        return native[0].dtype == native[1].dtype and a.shape == b.shape and native[0].tobytes() == native[1].tobytes()
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    return bool(a == b)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    value=st.one_of(PLAIN, st.lists(st.one_of(PLAIN, arrays()), max_size=4)), protocol=st.integers(0, 5), data=st.data()
+)
+def test_what_the_stock_pickler_writes_is_read_as_the_stock_unpickler_reads_it(
+    value: Any, protocol: int, data: st.DataObject
+) -> None:
+    shared = [value, value]  # what is one object stays one
+    pickler = data.draw(st.sampled_from(["c", "python", "optimized"]))
+    file = stdio.BytesIO()
+    (pickle._Pickler if pickler == "python" else pickle.Pickler)(file, protocol).dump(shared)  # type: ignore[attr-defined]
+    raw = pickletools.optimize(file.getvalue()) if pickler == "optimized" else file.getvalue()
+    got = _native.load_pickle(raw)
+    assert same(got, pickle.loads(raw))
+    if isinstance(value, list | dict):
+        assert got[0] is got[1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), protocol=st.integers(0, 5))
+def test_damaged_pickles_are_read_or_refused(data: st.DataObject, protocol: int) -> None:
+    raw = bytearray(pickle.dumps({"layer_0": [item(1, values(1, 0, 2), metadata={"a": [1, 2.5, None]})]}, protocol))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        _native.load_pickle(bytes(raw))
+    except actshard.ActshardError as error:
+        assert len(str(error).splitlines()) == 1  # noqa: PT017
+
+
+def test_values_that_contain_themselves_or_nest_too_deep_are_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(actshard.FormatError, match="contains itself"):
+        _native.load_pickle(pickle.dumps(loop))
+    with pytest.raises(actshard.UnsupportedError, match="nested more than 64 deep"):
+        _native.load_pickle(b"\x80\x04" + b"]" * 70 + b"a" * 69 + b".")
+
+
+# --- datasets -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gz", [True, False])
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_any_rows_from_any_shards(tmp_path: Path, gz: bool, protocol: int, io: str) -> None:
+    store = opened(dataset(tmp_path / "d", gz=gz, protocol=protocol), io)
+    assert (store.layers, store.num_examples, store.d_model, store.dtype) == ((3, 9), 24, 8, np.float32)
+    counts = np.arange(24) % 5
+    assert store.tokens_of([23, 0, 4]).tolist() == [3, 0, 4]
+    assert store.token_counts.tolist() == counts.tolist()
+    rng = np.random.default_rng(1)
+    for layer in store.layers:
+        e = rng.choice(np.repeat(np.arange(24), counts), 500)
+        t = np.array([rng.integers(0, counts[x]) for x in e])
+        want = np.stack([values(x, layer)[k] for x, k in zip(e, t, strict=True)])
+        assert np.array_equal(store.gather(layer, e, t), want)
+        assert np.array_equal(store.gather(layer, e, t - counts[e], dtype="float64"), want.astype(np.float64))
+        for x, got in enumerate(store.sequences(range(24), layer)):
+            assert np.array_equal(got, values(x, layer))
+    with pytest.raises(actshard.OutOfRangeError, match="example 24 is out of range"):
+        store.gather(3, 24, 0)
+    with pytest.raises(actshard.OutOfRangeError, match="example 6 has 1 stored tokens"):
+        store.gather(3, 6, 1)
+
+
+def test_plain_shards_give_views_that_outlive_the_store(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "d", gz=False)
+    store = opened(folder)
+    view = store.sequence(9, 3)
+    assert not view.flags.writeable and view.base is not None
+    store.close()
+    shutil.rmtree(folder)
+    assert np.array_equal(view, values(9, 3))
+    assert opened(dataset(tmp_path / "p", gz=False), "pread").sequence(9, 3).flags.writeable
+    assert opened(dataset(tmp_path / "g")).sequence(9, 3).flags.writeable
+
+
+def test_random_rows_over_many_shards_do_not_inflate_per_row(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "d", shards=8)
+    rng = np.random.default_rng(0)
+    e = rng.choice(np.flatnonzero(np.arange(48) % 5), 2_000)
+    want = np.stack([values(x, 9)[-1] for x in e])
+    kept = opened(folder)
+    for _ in range(3):
+        assert np.array_equal(kept.gather(9, e, -1), want)
+    assert kept._rows.inflated == 8  # each once, and then they are kept
+    one_at_a_time = opened(folder, decoded_memory="3kB")
+    assert np.array_equal(one_at_a_time.gather(9, e, -1), want)
+    # Looked into once, and at most once more for their rows: the budget holds one of them.
+    assert one_at_a_time._rows.inflated <= 17
+    assert np.array_equal(opened(folder, decoded_memory=0).gather(9, e, -1), want)
+
+
+def test_a_folder_is_read_within_the_decoded_budget(tmp_path: Path) -> None:
+    d, per, shards = 1024, 24, 10
+    made = [
+        {"layer_0": [item(i * per + k, np.full((128, d), i * per + k, np.float32)) for k in range(per)]}
+        for i in range(shards)
+    ]
+    folder = write(tmp_path / "d", made)  # 12.6 MB each
+    code = (
+        "import resource, warnings; warnings.simplefilter('ignore'); import actshard, numpy as np, pyarrow\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3\n"
+        "out = np.ones((3000, 1024), np.float32); before = peak()\n"
+        f"s = actshard.open({str(folder)!r}, decoded_memory='32MB')\n"
+        "e = np.random.default_rng(0).integers(0, len(s), 3000)\n"
+        "s.gather(0, e, -1, out=out); assert (out[:, 0] == e).all()\n"
+        "print(peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 32 + 64
+
+
+def test_samples_without_a_layer_are_named(io: str) -> None:
+    folder = GOLDEN / "pickle/ragged_layers_machine3"
+    with pytest.warns(actshard.ActshardWarning, match="1 of 2 shards lack layers"):
+        store = actshard.open(folder, io=io)
+    assert store.table["layers"].to_pylist() == [[15, 16]] * 2 + [[16]] * 3
+    assert store.gather(16, [0, 4], [-1, -1]).shape == (2, 8)
+    with refuses(
+        actshard.NotStoredError,
+        folder / "shard_0002.pkl.gz",
+        r"example 3 \(sample_idx 3003\) has no layer 15; it has \[16\]",
+    ):
+        store.gather(15, [0, 3], [0, 0])
+
+
+def test_several_machines_open_as_one_store(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for machine in (10, 2):
+        shards = [
+            {"layer_1": [item(machine * 100 + k, values(machine * 100 + k, 1, 2)) for k in range(i, i + 3)]}
+            for i in (0, 3)
+        ]
+        write(root / f"machine_{machine}", shards, machine=machine)
+    wanted = [200, 201, 202, 203, 204, 205, 1000, 1001, 1002, 1003, 1004, 1005]
+    together = opened(root)
+    assert together.path == root
+    assert together.table["sample_idx"].to_pylist() == wanted
+    assert np.array_equal(together.gather(1, [0, 11], 1), np.stack([values(s, 1, 2)[1] for s in (200, 1005)]))
+    assert set(together.metadata["machines"]) == {"machine_2", "machine_10"}
+    listed = opened([root / "machine_10", str(root / "machine_2")])
+    assert listed.table["sample_idx"].to_pylist() == wanted[6:] + wanted[:6]
+    again = pickle.loads(pickle.dumps(listed))
+    assert np.array_equal(again.gather(1, 3, 0), listed.gather(1, 3, 0))
+    with pytest.raises(actshard.ArgumentError, match="twice"):
+        opened([root / "machine_2", root / "machine_2"])
+    with pytest.raises(actshard.ArgumentError, match="is for pickle shards"):
+        opened([GOLDEN / "lmprobe/pooled_f16"])
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_sample_in_two_shards_is_an_error_that_names_both(tmp_path: Path, sparse: bool) -> None:
+    root = tmp_path / "run"
+    step = 2 if sparse else 1
+    for machine in (0, 1):
+        write(root / f"m{machine}", [{"layer_1": [item(machine * 4 + k * step, values(k, 1, 2)) for k in range(5)]}])
+    with refuses(actshard.FormatError, root / "m0/shard_0001.pkl.gz", "sample_idx 4 is in .*m1/shard_0001.pkl.gz too"):
+        opened(root)
+    # Ranges that only overlap are no fault.
+    write(root / "m1", [{"layer_1": [item(5 + k * 10, values(k, 1, 2)) for k in range(5)]}])
+    if sparse:
+        assert opened(root).num_examples == 10
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda m: m["shards"][0].update(filename="a/b.pkl"), "the name of a file in this folder"),
+        (lambda m: m["shards"][1].update(filename="shard_0001.pkl.gz"), "another file for each shard"),
+        (lambda m: m["shards"][0].update(num_samples=-1), "at least 0"),
+        (lambda m: m["shards"][0].update(layers=[]), "a non-empty list of integers"),
+        (lambda m: m["shards"][0].update(layers=[-1]), "layers from 0 up"),
+        (lambda m: m["shards"][0].update(sample_id_range=[0, 4]), "both ends included"),
+        (lambda m: m["shards"][0].update(sample_id_range=[0]), "the first and the last"),
+        (lambda m: m["shards"][0].update(compressed="yes"), "true or false"),
+        (lambda m: m["shards"][0].update(checksum="sha256:abcd1234..."), "64 hexadecimal digits"),
+        (lambda m: m.update(shards=[]), "at least one shard"),
+    ],
+)
+def test_metadata_that_make_no_sense_are_refused(tmp_path: Path, function: Any, said: str) -> None:
+    folder = dataset(tmp_path / "d")
+    change(folder, function)
+    with refuses(actshard.FormatError, folder / "metadata.json", said):
+        opened(folder, format="pickle")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda m: m["shards"][0].update(num_samples=5), "holds 6 samples, metadata.json says 5"),
+        (lambda m: m["shards"][0].update(sample_id_range=[1, 9]), "holds sample_idx 0, metadata.json gives it 1 to 9"),
+        (lambda m: m["shards"][0].update(layers=[3]), r"holds layer 9, metadata.json lists \[3\]"),
+        (lambda m: m["shards"][0].update(compressed=False), "the file is a gzip file"),
+        (lambda m: m["shards"][0].update(size_bytes=3), "expected 3 bytes"),
+        (lambda m: m["extraction_config"].update(model_params={"hidden_size": 1}, max_seq_length=1), None),
+    ],
+)
+def test_shards_that_contradict_their_metadata_are_refused(tmp_path: Path, function: Any, said: str | None) -> None:
+    folder = dataset(tmp_path / "d")
+    change(folder, function)
+    if said is None:
+        return opened(folder).close()  # declared too small, but no bomb: there is room for small things
+    with refuses(actshard.FormatError, folder / "shard_0001.pkl.gz", said):
+        opened(folder)
+
+
+def test_a_bomb_is_refused_by_what_the_metadata_declare(tmp_path: Path) -> None:
+    folder = write(tmp_path / "d", [{"layer_0": [item(0, np.zeros((3000, 1000), np.float32))]}])
+    assert opened(folder).num_examples == 1
+    change(folder, lambda m: m["extraction_config"].update(model_params={"hidden_size": 10}, max_seq_length=10))
+    with refuses(actshard.FormatError, folder / "shard_0001.pkl.gz", "inflates to more than the"):
+        opened(folder)
+
+
+def test_shards_that_change_or_go_after_opening_are_errors(tmp_path: Path, io: str) -> None:
+    folder = dataset(tmp_path / "d", gz=False)
+    store = opened(folder, io)
+    assert store.token_counts.sum() == 46
+    last = folder / "shard_0004.pkl"
+    os.truncate(last, 200)
+    with refuses(actshard.TruncatedFileError, last, "truncated after it was indexed"):
+        store.gather(3, 23, 0)
+    (folder / "shard_0002.pkl").unlink()
+    with refuses(actshard.MissingFileError, folder / "shard_0002.pkl"):
+        store.gather(3, 9, 0)
+    assert np.array_equal(store.gather(3, 4, 3)[0], values(4, 3)[3])
+
+
+def test_shards_of_another_width_or_type_are_refused(tmp_path: Path) -> None:
+    for bad in (values(3, 0, 2, d=9), values(3, 0, 2).astype(np.float16)):
+        folder = write(tmp_path / str(bad.dtype), [{"layer_0": [item(1, values(1, 0))]}, {"layer_0": [item(3, bad)]}])
+        with refuses(actshard.FormatError, folder / "shard_0002.pkl.gz", "one dataset, one row"):
+            opened(folder).gather(0, 1, 0)
+
+
+def test_metadata_of_any_kind_become_columns(tmp_path: Path) -> None:
+    items = [
+        item(0, values(1, 0), metadata={"n": 1, "shape": "x", "tags": ("a", None), "mixed": 1, "big": 2**80}),
+        item(1, values(1, 0), metadata=None),
+        item(2, values(1, 0), metadata={"n": np.int64(3), "mixed": "s", "vector": np.arange(2)}),
+    ]
+    table = opened(write(tmp_path / "d", [{"layer_0": items}])).table
+    assert table["n"].to_pylist() == [1, None, 3]
+    assert table["metadata.shape"].to_pylist() == ["x", None, None]
+    assert table["tags"].to_pylist() == [["a", None], None, None]
+    assert table["mixed"].to_pylist() == ["1", None, "s"]
+    assert table["big"].to_pylist() == [2**80, None, None]  # decimals
+    assert table["vector"].to_pylist() == [None, None, [0, 1]]
+
+
+def _child(store: actshard.Store, queue: Any) -> None:
+    queue.put(store.gather(9, [23, 1], [0, 0]).tobytes())
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_stores_work_in_workers_and_threads(tmp_path: Path, start: str) -> None:
+    store = opened(dataset(tmp_path / "d"))
+    want = store.gather(9, [23, 1], [0, 0]).tobytes()
+    with ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(lambda _: store.gather(9, [23, 1], [0, 0]).tobytes(), range(64))) == {want}
+        context = multiprocessing.get_context(start)
+        queue = context.Queue()
+        workers = [context.Process(target=_child, args=(store, queue)) for _ in range(3)]
+        for worker in workers:
+            worker.start()
+        assert {queue.get(timeout=60) for _ in workers} == {want}
+        for worker in workers:
+            worker.join(60)
+            assert worker.exitcode == 0
+
+
+def test_info_does_not_inflate_a_large_folder_to_count_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from actshard.formats import pickle as module
+
+    folder = dataset(tmp_path / "d")
+    assert opened(folder).info()["tokens"] == 46
+    monkeypatch.setattr(module, "CHEAP_BYTES", 10)
+    store = opened(folder)
+    assert store.info()["tokens"] is None
+    assert store._rows.inflated == 1
