@@ -147,7 +147,8 @@ def test_a_sequence_in_one_chunk_is_a_view_that_outlives_everything(tmp_path: Pa
     path = write_store(tmp_path / "a.zarr", values, np.array([8, 5, 0, 1, 8, 3], "<i4"), (1, 1, 8, 16))
     store = opened(path)
     view = store.sequence(1, 1)
-    assert view.base is not None and not view.flags.writeable
+    assert view.base is not None
+    assert not view.flags.writeable
     store.close()
     del store
     shutil.rmtree(path)
