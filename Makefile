@@ -31,7 +31,7 @@ check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, st
 test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
 	$(BIN)/python -m pytest -m peers
 
-bench: $(VENV)/.release $(VENV)/.test ## peers and ours in one run; BENCH_ARGS=--help tells the options
+bench: $(VENV)/.release $(VENV)/.test $(VENV)/.bench ## peers and ours in one run; BENCH_ARGS=--help tells the options
 	$(BIN)/python -m benches $(BENCH_ARGS)
 
 fuzz-smoke: ## builds the fuzz targets on stable Rust and runs each for a few thousand inputs
@@ -64,6 +64,9 @@ $(VENV)/.test: $(VENV)/.base pyproject.toml
 
 $(VENV)/.check: $(VENV)/.base pyproject.toml
 	$(UV) --group check && touch $@
+
+$(VENV)/.bench: $(VENV)/.base pyproject.toml
+	$(UV) --group bench && touch $@
 
 $(VENV)/.peers: $(VENV)/.base pyproject.toml
 	$(UV) --group peers && touch $@

@@ -158,7 +158,7 @@ pub fn records<'py>(py: Python<'py>, values: &Values) -> Result<Vec<Bound<'py, P
             None => Ok(py.None().into_bound(py)),
         };
         let (text, metadata) = (field("text_preview")?, field("metadata")?);
-        made.push((*sample, text, shape, held, metadata).into_pyobject(py).map_err(PyErr::from)?.into_any());
+        made.push((*sample, text, shape, held, metadata).into_pyobject(py)?.into_any());
     }
     Ok(made)
 }

@@ -40,7 +40,7 @@ impl Block {
     }
 
     /// To write in.
-    pub fn as_mut(&mut self) -> &mut [u8] {
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.memory {
             Memory::Heap(bytes) => &mut bytes[..self.len],
             Memory::Pages(map) => &mut map[..self.len],

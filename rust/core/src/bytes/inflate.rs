@@ -74,7 +74,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
                 Error::new(Kind::Format, "expected another gzip member or the end of the file").byte(read as u64)
             );
         }
-        match inflater.member(&gz[read..], &mut out.as_mut()[made..]) {
+        match inflater.member(&gz[read..], &mut out.bytes_mut()[made..]) {
             Outcome::Done { read: r, made: m } => {
                 read += r;
                 made += m;
@@ -86,7 +86,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
                     return Err(too_large());
                 }
                 let mut larger = Block::zeroed(next as usize).map_err(no_memory)?;
-                larger.as_mut()[..made].copy_from_slice(&out[..made]);
+                larger.bytes_mut()[..made].copy_from_slice(&out[..made]);
                 out = larger;
             }
             Outcome::Bad => {

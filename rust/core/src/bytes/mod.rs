@@ -102,8 +102,11 @@ pub trait Files: Send + Sync {
 /// one locked by a thread that does not exist in a forked child costs that child an extra `open` and nothing else.
 #[derive(Debug)]
 struct Slots {
-    slots: Box<[RwLock<Option<(u64, Arc<OpenFile>)>>]>,
+    slots: Box<[Slot]>,
 }
+
+/// A file's number and the file.
+type Slot = RwLock<Option<(u64, Arc<OpenFile>)>>;
 
 impl Slots {
     fn new(files: u64) -> Slots {

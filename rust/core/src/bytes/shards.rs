@@ -225,7 +225,7 @@ impl Shards {
     /// How many of these shards may be decoded at once.
     fn at_once(&self, which: &[usize]) -> usize {
         let largest = which.iter().map(|s| self.decoded_guess(*s)).max().unwrap_or(0);
-        let fit = if largest == 0 { usize::MAX } else { (self.decoded.budget() / largest) as usize };
+        let fit = self.decoded.budget().checked_div(largest).map_or(usize::MAX, |n| n as usize);
         // More than the threads, so that none waits for the slowest of each go.
         fit.clamp(1, pool::num_threads() * 4)
     }
@@ -335,7 +335,7 @@ impl Shards {
             return Ok(Stored::Map(map));
         }
         let mut block = Block::zeroed(bytes).map_err(|e| Error::from_io(&e, &spec.path, "read"))?;
-        pread::read_exact_at(&file, block.as_mut(), 0).map_err(|e| Error::from_io(&e, &spec.path, "read"))?;
+        pread::read_exact_at(&file, block.bytes_mut(), 0).map_err(|e| Error::from_io(&e, &spec.path, "read"))?;
         Ok(Stored::Block(block))
     }
 

@@ -398,7 +398,8 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                         if rows == 0 {
                             return;
                         }
-                        let at = Address { file: run.at.file, row: run.at.row + passed * self.files.stride(run.at.file) };
+                        let at =
+                            Address { file: run.at.file, row: run.at.row + passed * self.files.stride(run.at.file) };
                         if let Err(error) = self.enter(&mut entries, at, dst as usize, rows) {
                             failed = Some(error);
                         }
@@ -527,10 +528,9 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             let before = Instant::now();
             for (i, piece) in block.iter().enumerate() {
                 // Two rows ahead: one is too late for a page walk, more evicts what is about to be used.
-                if let Some(soon) = pieces.get(at * BLOCK + i + 2) {
-                    if let Some(map) = files[soon.file as usize].map() {
-                        map.prefetch(soon.src as usize);
-                    }
+                let soon = pieces.get(at * BLOCK + i + 2);
+                if let Some((map, soon)) = soon.and_then(|p| Some((files[p.file as usize].map()?, p))) {
+                    map.prefetch(soon.src as usize);
                 }
                 let file = piece.file as usize;
                 let src = &bytes[file][piece.src as usize..piece.src as usize + piece.len as usize];

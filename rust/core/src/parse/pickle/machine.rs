@@ -675,7 +675,7 @@ impl Machine<'_> {
         if !items.len().is_multiple_of(2) {
             return Err(self.malformed("a dict with a key and no value"));
         }
-        self.spend(items.len() * size_of::<Id>())?;
+        self.spend(size_of_val(items))?;
         // Keys are compared and hashed by whoever reads this: only such as cost nothing to compare.
         let plain = |id: Id| {
             matches!(

@@ -1,0 +1,131 @@
+//! Any bytes: the pickle machine refuses them in one line, or what it accepts is consistent: every array's bytes are as many as its shape
+//! says, and putting it right gives that many again. What a small pickler writes from the same bytes is read back equal.
+#![no_main]
+
+use actshard_core::parse::pickle::shard::layers;
+use actshard_core::parse::pickle::{Node, Tree, machine};
+use libfuzzer_sys::fuzz_target;
+
+/// Plain values made from bytes, written as protocol 4 would, and what they should be read as.
+fn write(bytes: &mut impl Iterator<Item = u8>, depth: usize, out: &mut Vec<u8>, said: &mut String) -> Option<()> {
+    match bytes.next()? % if depth < 4 { 8 } else { 5 } {
+        0 => {
+            out.push(b'N');
+            said.push('N');
+        }
+        1 => {
+            let b = bytes.next()?;
+            out.extend([b'K', b]);
+            said.push_str(&format!("i{b}"));
+        }
+        2 => {
+            let n = i32::from_le_bytes([bytes.next()?, bytes.next()?, bytes.next()?, bytes.next()?]);
+            out.push(b'J');
+            out.extend(n.to_le_bytes());
+            said.push_str(&format!("i{n}"));
+        }
+        3 => {
+            let text: String = (0..bytes.next()? % 8).filter_map(|_| bytes.next()).map(char::from).collect();
+            out.extend([0x8c, text.len() as u8]);
+            out.extend(text.as_bytes());
+            said.push_str(&format!("s{text}"));
+        }
+        4 => {
+            let data: Vec<u8> = (0..bytes.next()? % 8).filter_map(|_| bytes.next()).collect();
+            out.extend([b'C', data.len() as u8]);
+            out.extend(&data);
+            said.push_str(&format!("b{data:?}"));
+        }
+        5 => {
+            out.extend(b"](");
+            said.push('[');
+            for _ in 0..bytes.next()? % 4 {
+                write(bytes, depth + 1, out, said)?;
+            }
+            out.push(b'e');
+            said.push(']');
+        }
+        6 => {
+            out.push(b'(');
+            said.push('(');
+            for _ in 0..bytes.next()? % 4 {
+                write(bytes, depth + 1, out, said)?;
+            }
+            out.push(b't');
+            said.push(')');
+        }
+        _ => {
+            out.extend(b"}(");
+            said.push('{');
+            for i in 0..bytes.next()? % 4 {
+                out.extend([b'K', i]);
+                said.push_str(&format!("i{i}:"));
+                write(bytes, depth + 1, out, said)?;
+            }
+            out.push(b'u');
+            said.push('}');
+        }
+    }
+    Some(())
+}
+
+fn read(tree: &Tree, input: &[u8], id: u32, said: &mut String) {
+    match tree.node(id) {
+        Node::None => said.push('N'),
+        Node::Int(n) => said.push_str(&format!("i{n}")),
+        Node::Str(blob) => said.push_str(&format!("s{}", String::from_utf8_lossy(tree.bytes(input, blob)))),
+        Node::Bytes(blob) => said.push_str(&format!("b{:?}", tree.bytes(input, blob))),
+        Node::List(items) => {
+            said.push('[');
+            items.iter().for_each(|id| read(tree, input, *id, said));
+            said.push(']');
+        }
+        Node::Tuple(items) => {
+            said.push('(');
+            items.iter().for_each(|id| read(tree, input, *id, said));
+            said.push(')');
+        }
+        Node::Dict(pairs) => {
+            said.push('{');
+            for (key, value) in pairs {
+                read(tree, input, *key, said);
+                said.push(':');
+                read(tree, input, *value, said);
+            }
+            said.push('}');
+        }
+        other => said.push_str(&format!("{other:?}")),
+    }
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    let (mut pickle, mut want) = (vec![0x80, 4], String::new());
+    if write(&mut bytes.iter().copied(), 0, &mut pickle, &mut want).is_some() {
+        pickle.push(b'.');
+        let tree = machine::parse(&pickle).expect("what a pickler writes");
+        let mut got = String::new();
+        read(&tree, &pickle, tree.root(), &mut got);
+        assert_eq!(got, want);
+    }
+
+    let tree = match machine::parse(bytes) {
+        Ok(tree) => tree,
+        Err(error) => {
+            assert!(error.offset.is_some_and(|at| at <= bytes.len() as u64), "{error:?}");
+            assert!(!error.to_string().contains(['\n', '\r']), "more than one line: {error:?}");
+            return;
+        }
+    };
+    let Ok(found) = layers(&tree, bytes) else { return };
+    for item in found.iter().flat_map(|layer| &layer.items) {
+        let size = item.array.element.dtype.size().expect("a float") as u64;
+        let expected = item.array.shape.iter().product::<u64>() * size;
+        assert_eq!(item.array.data.len(), expected);
+        let mut out = vec![];
+        tree.materialise(bytes, &item.array, &mut out).expect("an array that was checked");
+        assert_eq!(out.len() as u64, expected);
+        if let Some(range) = item.array.in_place() {
+            assert_eq!(bytes[range], out[..]);
+        }
+    }
+});
