@@ -106,10 +106,10 @@ fuzz_target!(|bytes: &[u8]| {
     let table = builder.finish(GROUP + 1).expect("as many last tokens as lists");
     assert_eq!(table.has_tokens(), pushed);
     assert_eq!(table.examples(), lists.len() as u64);
-    let plain = |file: u32, row: u64| (i64::from(file) - GROUP as i64 * SHARDS, row as i64);
+    let plain = |file: u64, row: u64| (file as i64 - GROUP as i64 * SHARDS, row as i64);
     for (e, list) in lists.iter().enumerate() {
         let (n, example) = (list.len() as i64, e as i64);
-        assert_eq!(table.tokens(e as u64), list.len() as u64);
+        assert_eq!(table.tokens(GROUP, e as u64), list.len() as u64);
         let mut walked: List = vec![];
         let each = &mut |run: Run| {
             assert!(run.rows > 0, "an empty run");
