@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {}
-    for name in ("numpy", "pyarrow", "safetensors", "lmprobe", "torch"):
+    for name in ("numpy", "pyarrow", "safetensors", "lmprobe", "torch", "zarr", "tensorstore", "isal"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +17,8 @@ from safetensors.numpy import save_file
 ROOT = Path(os.environ.get("ACTSHARD_BENCH_DATA", Path(__file__).parent / "data"))
 
 SAEV = {"examples": 2_000, "layers": [2, 7, 11], "content": 196, "d_model": 768, "shards": 4}
+ZARR = {"samples": 40, "layers": 11, "tokens": 512, "hidden": 4_096, "chunk": 128}
+PICKLES = {"tokens": 512, "hidden": 1_024, "samples": 25, "layers": 2}
 POOLED = {"prompts": 6_000, "dim": 4_096, "shards": 3}
 FULL = {"prompts": 500, "dim": 1_024, "low": 64, "high": 192, "rest_shards": 3}
 
@@ -160,4 +165,70 @@ def large_index(prompts: int = 1_000_000, tokens: int = 100) -> Path:
         {"num_prompts": prompts, "num_tokens": prompts * (tokens - 1)},
     ]
     _write_index(folder, columns, {**_hidden(8, "float32", "full_sequence", shards), "last_token_shards": 1})
+    return folder
+
+
+def zarr() -> Path:
+    """40 samples x 11 layers x up to 512 tokens x 4,096 float16 in chunks of 1 MiB: 1.4 GB."""
+    n, layers, t, h, chunk = ZARR["samples"], ZARR["layers"], ZARR["tokens"], ZARR["hidden"], ZARR["chunk"]
+    store = ROOT / "zarr" / "bench.zarr"
+    if (store / ".zattrs").exists():
+        return store
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(t // 4, t + 1, n).astype("<i4")
+    block = rng.standard_normal((chunk, h)).astype("<f2")
+    arrays: dict[str, tuple[list[int], list[int], str]] = {
+        "activations": ([n, layers, t, h], [1, 1, chunk, h], "<f2"),
+        "seq_len": ([n], [n], "<i4"),
+    }
+    for name, (shape, chunks, dtype) in arrays.items():
+        folder = store / "arrays" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {"zarr_format": 2, "shape": shape, "chunks": chunks, "dtype": dtype, "compressor": None, "filters": None,
+                 "fill_value": 0, "order": "C"}  # fmt: skip
+        (folder / ".zarray").write_text(json.dumps(about))
+    lengths.tofile(store / "arrays/seq_len/0")
+    for i in range(n):
+        for layer in range(layers):
+            for c in range(-(-int(lengths[i]) // chunk)):
+                (block + np.float16(i + layer / 16 + c)).astype("<f2").tofile(
+                    store / f"arrays/activations/{i}.{layer}.{c}.0"
+                )
+    for group in (store, store / "arrays"):
+        (group / ".zgroup").write_text(json.dumps({"zarr_format": 2}))
+    (store / ".zattrs").write_text(json.dumps({"schema_version": "1.0", "model_id": "bench"}))
+    return store
+
+
+def pickles(name: str) -> Path:
+    """Folders of 105 MB shards: gz1, gz1r (values rounded to 1/64), gz4, plain20."""
+    count = {"gz1": 1, "gz1r": 1, "gz4": 4, "plain20": 20}[name]
+    gz, per = name.startswith("gz"), PICKLES["samples"]
+    folder = ROOT / "pickle" / name
+    if (folder / "metadata.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    listed = []
+    for shard in range(count):
+        ids = range(shard * per, shard * per + per)
+        layers: dict[str, list[dict[str, object]]] = {f"layer_{k}": [] for k in range(PICKLES["layers"])}
+        for items in layers.values():
+            for i in ids:
+                values = rng.standard_normal((PICKLES["tokens"], PICKLES["hidden"]), np.float32)
+                values = (np.round(values * 64) / 64).astype(np.float32) if name == "gz1r" else values
+                items.append({"sample_idx": i, "activation": values, "shape": values.shape, "text_preview": "x" * 200,
+                              "metadata": {"token_count": len(values), "dataset_idx": i, "machine_id": 0}})  # fmt: skip
+        raw = pickle.dumps(layers, protocol=4)
+        stored = gzip.compress(raw, 1) if gz else raw
+        file = f"shard_{shard + 1:04}.pkl{'.gz' if gz else ''}"
+        (folder / file).write_bytes(stored)
+        listed.append({"shard_id": shard + 1, "filename": file, "size_bytes": len(stored), "num_samples": per,
+                       "layers": list(range(PICKLES["layers"])), "sample_id_range": [ids[0], ids[-1]], "compressed": gz,
+                       "checksum": "sha256:" + hashlib.sha256(stored).hexdigest()})  # fmt: skip
+    config = {"model_name": "bench", "model_params": {"hidden_size": PICKLES["hidden"]}, "max_seq_length": PICKLES["tokens"],
+              "layers_extracted": list(range(PICKLES["layers"]))}  # fmt: skip
+    metadata = {"version": "1.0", "created_at": "2026-01-01T00:00:00Z", "extraction_config": config, "shards": listed,
+                "statistics": {"total_shards": count, "total_samples": count * per}}  # fmt: skip
+    (folder / "metadata.json").write_text(json.dumps(metadata))
     return folder

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import actshard
-from benches import data
+from benches import data, pickles, zarrs
 from benches.measure import Engine, NotPermitted, Row, fio_iops, in_child, interleave, median
 from benches.peers import NumpyMemmap, SafetensorsRows, lmprobe_on, numpy_sequences
 
@@ -405,4 +405,10 @@ ALL = {
     "cast": cast,
     "open_index": open_index,
     "memory": memory,
+    "zarr_slices": zarrs.slices,
+    "zarr_sixteen": zarrs.sixteen,
+    "zarr_training": zarrs.training,
+    "pickle_inflate": pickles.inflate,
+    "pickle_items": pickles.items,
+    "pickle_memory": pickles.memory,
 }
