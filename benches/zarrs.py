@@ -118,9 +118,10 @@ def slices(repeats: int) -> Iterator[Row]:
         ("open + preadv", "actshard out=", "hot, reused output", 1.3),
     ):
         ratio = means[peer] / means[ours]
+        shown, peers = (_shown([t for turn in runs[engine] for t in turn]) for engine in (ours, peer))
         yield Row(
             "zarr: slices up to 4 MiB, mean", state, peer, means[peer] * 1e3, means[ours] * 1e3, "ms", ratio, f">= {target:g}x",
-            ratio >= target, note=f"{_shown([t for turn in runs[ours] for t in turn])}; peer {_shown([t for turn in runs[peer] for t in turn])}",
+            ratio >= target, note=f"{shown}; peer {peers}",
             spread={k: sorted(statistics.fmean(t) * 1e3 for t in runs[k]) for k in (peer, ours)},
         )  # fmt: skip
 
