@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 
 use sha2::{Digest, Sha256};
 
@@ -388,21 +388,9 @@ impl Shards {
             verify()?;
             return Err(error);
         }
-        // Side by side where another thread is free. A wrong checksum explains damage, not the other way round: it is the
-        // first part, and of two errors that of the first is told.
-        let made: Mutex<Option<Block>> = Mutex::default();
-        let work = |part: usize, _: &Stop| match part {
-            0 => verify(),
-            _ => {
-                let block = inflate::inflate(stored.bytes(), spec.limit)?;
-                *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(block);
-                Ok(())
-            }
-        };
-        pool::run(2, &work, &mut || false)?;
+        // A wrong checksum explains damage, not the other way round: of two errors that of the checksum is told.
+        let main = Arc::new(inflate::inflate_beside(stored.bytes(), spec.limit, &verify)?);
         self.inflated.fetch_add(1, Ordering::Relaxed);
-        let main = made.into_inner().unwrap_or_else(PoisonError::into_inner);
-        let main = Arc::new(main.ok_or_else(|| Error::new(Kind::Internal, "nothing was inflated"))?);
         drop(stored);
         let tree = machine::parse(&main)?;
         let (index, aside) = self.index(s, &tree, &main, true)?;

@@ -116,6 +116,11 @@ thread_local! {
     static BUSY: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Whether work started here would be shared with other threads.
+pub fn are_free() -> bool {
+    num_threads() > 1 && !BUSY.get()
+}
+
 /// Runs `work(0)`, `work(1)`, ... `work(parts - 1)`, each once, on this thread and the pool's, and waits for them. The error
 /// of the lowest failing part is returned, so that what a user reads does not depend on timing. Inside a part, on this thread
 /// alone.

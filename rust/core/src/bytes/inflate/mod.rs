@@ -4,18 +4,25 @@
 //! works on whole buffers, so a stretch at the front is inflated with zlib-rs first and looked at: what is no pickle is
 //! refused for the price of 64 KiB, whatever it claims to inflate to.
 //!
+//! A large file of one member is inflated by several threads where they are free ([`parallel`]).
+//!
 //! Source: RFC 1952. A file is one member or several; each has a checksum and a length of its own, and libdeflate compares
 //! both.
 #![allow(unsafe_code)]
 
+mod blocks;
+mod parallel;
+
 use std::ffi::c_void;
 use std::io::Read;
 use std::ptr::NonNull;
+use std::sync::{Mutex, PoisonError};
 
 use libdeflate_sys as sys;
 
 use super::decoded::Block;
 use crate::error::{Error, Kind, Result};
+use crate::par::pool::{self, Stop};
 
 /// Deflate cannot do better (RFC 1951: 258 bytes from 2 bits).
 const BEST_RATIO: u64 = 1032;
@@ -38,6 +45,33 @@ pub fn guess(gz: &[u8]) -> u64 {
     let last: Option<[u8; 4]> = gz.last_chunk().copied();
     let said = u64::from(last.map_or(0, u32::from_le_bytes));
     said.min((gz.len() as u64).saturating_mul(BEST_RATIO))
+}
+
+/// Inflates all members, `limit` bytes at most, and does `beside` at the same time where threads are free. If both fail, the
+/// error is that of `beside`.
+pub fn inflate_beside(gz: &[u8], limit: u64, beside: &(dyn Fn() -> Result<()> + Sync)) -> Result<Block> {
+    let size = guess(gz);
+    // Of a file of several members the guess is the last one's: mostly less than the file's own size, and otherwise found
+    // out at the end, by the checksum.
+    let whole = size >= gz.len() as u64 && size <= limit;
+    let plan = if whole && pool::are_free() { parallel::plan(gz) } else { None };
+    if let Some(plan) = plan {
+        return match parallel::inflate(gz, &plan, size, beside)? {
+            Some(block) => Ok(block),
+            None => inflate(gz, limit),
+        };
+    }
+    let made: Mutex<Option<Block>> = Mutex::default();
+    let work = |part: usize, _: &Stop| match part {
+        0 => beside(),
+        _ => {
+            *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(inflate(gz, limit)?);
+            Ok(())
+        }
+    };
+    pool::run(2, &work, &mut || false)?;
+    let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
+    made.ok_or_else(|| Error::new(Kind::Internal, "nothing was inflated"))
 }
 
 /// Inflates all members; `limit` bytes at most.
@@ -141,6 +175,30 @@ impl Inflater {
     }
 }
 
+impl Inflater {
+    /// Inflates deflate data without a header.
+    fn raw(&mut self, data: &[u8], out: &mut [u8]) -> Outcome {
+        let (mut read, mut made) = (0usize, 0usize);
+        // SAFETY: as in `member`.
+        let result = unsafe {
+            sys::libdeflate_deflate_decompress_ex(
+                self.0.as_ptr(),
+                data.as_ptr().cast::<c_void>(),
+                data.len(),
+                out.as_mut_ptr().cast::<c_void>(),
+                out.len(),
+                &raw mut read,
+                &raw mut made,
+            )
+        };
+        match result {
+            sys::libdeflate_result_LIBDEFLATE_SUCCESS if read > 0 => Outcome::Done { read, made },
+            sys::libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE => Outcome::Full,
+            _ => Outcome::Bad,
+        }
+    }
+}
+
 impl Drop for Inflater {
     fn drop(&mut self) {
         // SAFETY: made by libdeflate_alloc_decompressor and freed once.
@@ -184,6 +242,74 @@ mod tests {
                 prop_assert_eq!(&found[..], &bytes[..]);
             }
             prop_assert!(inflate(&gz[..cut.index(gz.len())], 1 << 20).is_err());
+        }
+    }
+
+    /// Random numbers of few or many different bytes, with repetitions near and far, by a plain generator: large enough for
+    /// many stretches.
+    fn material(seed: u64, size: usize, kinds: u64, repeats: bool) -> Vec<u8> {
+        let mut x = seed | 1;
+        let mut next = move || {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            x
+        };
+        let mut made: Vec<u8> = Vec::with_capacity(size + 300);
+        while made.len() < size {
+            if repeats && made.len() > 40_000 && next() % 500 == 0 {
+                let (back, n) = ((next() % 32_000) as usize + 1, (next() % 200) as usize);
+                let from = made.len() - back;
+                for i in from..from + n {
+                    made.push(made[i]);
+                }
+            } else {
+                made.push((next() >> 20 & 0xff) as u8 % kinds.max(1) as u8);
+            }
+        }
+        made
+    }
+
+    #[test]
+    fn many_threads_inflate_what_one_does() {
+        // Blocks of the fixed code (level 1 here) and stored ones have no header to be found by, and text of three letters
+        // never lets go of its window.
+        let cases = [
+            (120, false, 2, true),
+            (150, true, 6, true),
+            (60, true, 1, false),
+            (200, false, 0, false),
+            (3, true, 9, false),
+        ];
+        for (i, (kinds, repeats, level, possible)) in cases.into_iter().enumerate() {
+            let bytes = material(i as u64 + 7, 10 << 20, kinds, repeats);
+            let mut encoder = flate2::GzBuilder::new().comment("c").write(vec![], flate2::Compression::new(level));
+            encoder.write_all(&bytes).unwrap();
+            let gz = encoder.finish().unwrap();
+            let looked = std::sync::atomic::AtomicUsize::new(0);
+            let beside = || {
+                looked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                Ok(())
+            };
+            let plan = parallel::plan(&gz);
+            assert_eq!(plan.is_some(), possible, "case {i}");
+            if let Some(plan) = plan {
+                let many = parallel::inflate(&gz, &plan, bytes.len() as u64, &|| Ok(())).unwrap();
+                assert!(many.unwrap()[..] == bytes[..], "case {i}");
+            }
+            assert!(inflate_beside(&gz, 1 << 30, &beside).unwrap()[..] == bytes[..]);
+            assert_eq!(looked.into_inner(), 1);
+
+            let mut damaged = gz.clone();
+            let at = gz.len() / 2;
+            damaged[at] ^= 0x10;
+            assert!(inflate_beside(&damaged, 1 << 30, &|| Ok(())).is_err(), "case {i}");
+            assert!(inflate_beside(&gz[..gz.len() - 9], 1 << 30, &|| Ok(())).is_err(), "case {i}");
+            let twice = [&gz[..], &gz[..]].concat();
+            assert_eq!(inflate_beside(&twice, 1 << 30, &|| Ok(())).unwrap().len(), 2 * bytes.len());
+            assert!(inflate_beside(&gz, bytes.len() as u64 - 1, &|| Ok(())).is_err());
+            let failing = || Err(Error::new(Kind::Format, "beside"));
+            assert_eq!(inflate_beside(&gz, 1 << 30, &failing).unwrap_err().detail, "beside");
         }
     }
 

@@ -1,0 +1,268 @@
+//! Deflate blocks, read from any bit on: finding where one begins, and inflating a little without knowing what came before.
+//!
+//! Not fast and not meant to be: libdeflate inflates all but the first 32 KiB or so of each stretch ([`super::parallel`]).
+//! Source: RFC 1951. The idea of looking for dynamic block headers and of marking what is copied from an unknown window is
+//! that of pugz (Kerbiriou and Chikhi, "Parallel decompression of gzip-compressed files and random access to DNA
+//! sequences", 2019) and rapidgzip (Knespel and Brunst, 2023).
+
+/// Bytes that a match can reach back.
+pub const WINDOW: usize = 32 << 10;
+/// Values from here on are not bytes but places in the unknown window, from its oldest byte on.
+pub const MARK: u16 = 256;
+
+const MAX_BITS: usize = 15;
+const CODE_LENGTH_ORDER: [usize; 19] = [16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15];
+const LENGTH_BASE: [u16; 29] =
+    [3, 4, 5, 6, 7, 8, 9, 10, 11, 13, 15, 17, 19, 23, 27, 31, 35, 43, 51, 59, 67, 83, 99, 115, 131, 163, 195, 227, 258];
+const LENGTH_EXTRA: [u8; 29] = [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5, 5, 5, 5, 0];
+const DISTANCE_BASE: [u16; 30] = [
+    1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33, 49, 65, 97, 129, 193, 257, 385, 513, 769, 1025, 1537, 2049, 3073, 4097, 6145,
+    8193, 12289, 16385, 24577,
+];
+const DISTANCE_EXTRA: [u8; 30] =
+    [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13];
+
+/// Bits of a byte string, the lowest of each byte first.
+#[derive(Clone, Copy)]
+pub struct Bits<'a> {
+    bytes: &'a [u8],
+    /// The next bit.
+    pub at: u64,
+}
+
+impl<'a> Bits<'a> {
+    /// From a bit on.
+    pub fn new(bytes: &'a [u8], at: u64) -> Bits<'a> {
+        Bits { bytes, at }
+    }
+
+    /// The next bits, 56 at least; zeros past the end.
+    #[inline]
+    fn peek(&self) -> u64 {
+        let byte = (self.at / 8) as usize;
+        let word = match self.bytes.get(byte..byte + 8) {
+            Some(eight) => u64::from_le_bytes(eight.try_into().unwrap_or_default()),
+            None => {
+                let mut last = [0; 8];
+                let rest = self.bytes.get(byte..).unwrap_or_default();
+                last[..rest.len()].copy_from_slice(rest);
+                u64::from_le_bytes(last)
+            }
+        };
+        word >> (self.at % 8)
+    }
+
+    fn take(&mut self, n: u32) -> Option<u32> {
+        let value = self.peek() & ((1 << n) - 1);
+        self.skip(n)?;
+        Some(value as u32)
+    }
+
+    fn skip(&mut self, n: u32) -> Option<()> {
+        self.at += u64::from(n);
+        (self.at <= self.bytes.len() as u64 * 8).then_some(())
+    }
+}
+
+/// A prefix code: what the next bits mean, and how many of them.
+struct Code {
+    /// Indexed by the next `bits` bits: symbol and length; length 0 for bits that mean nothing.
+    table: Vec<(u16, u8)>,
+    bits: u32,
+}
+
+impl Code {
+    /// From the lengths of each symbol's code; `None` unless they fill the space of codes exactly, or, where `sparse` is
+    /// allowed, there is at most one (RFC 1951, 3.2.7: one distance code, or none).
+    fn new(lengths: &[u8], sparse: bool) -> Option<Code> {
+        let mut count = [0u32; MAX_BITS + 1];
+        for length in lengths {
+            count[usize::from(*length)] += 1;
+        }
+        count[0] = 0;
+        let used: u32 = count.iter().sum();
+        let filled: u32 = (1..=MAX_BITS).map(|n| count[n] << (MAX_BITS - n)).sum();
+        if filled != 1 << MAX_BITS && !(sparse && used <= 1 && filled <= 1 << (MAX_BITS - 1)) {
+            return None;
+        }
+        let bits = (1..=MAX_BITS).rev().find(|n| count[*n] > 0).unwrap_or(1) as u32;
+        let mut next = [0u32; MAX_BITS + 2];
+        for n in 1..=MAX_BITS {
+            next[n + 1] = (next[n] + count[n]) << 1;
+        }
+        let mut table = vec![(0, 0); 1 << bits];
+        for (symbol, length) in lengths.iter().enumerate().filter(|(_, n)| **n > 0) {
+            let n = u32::from(*length);
+            let code = next[usize::from(*length)];
+            next[usize::from(*length)] += 1;
+            let reversed = code.reverse_bits() >> (32 - n);
+            for entry in table.iter_mut().skip(reversed as usize).step_by(1 << n) {
+                *entry = (symbol as u16, *length);
+            }
+        }
+        Some(Code { table, bits })
+    }
+
+    #[inline]
+    fn read(&self, bits: &mut Bits<'_>) -> Option<u16> {
+        let (symbol, length) = self.table[(bits.peek() & ((1 << self.bits) - 1)) as usize];
+        if length == 0 {
+            return None;
+        }
+        bits.skip(u32::from(length))?;
+        Some(symbol)
+    }
+}
+
+/// Literals and lengths, and distances.
+struct Codes {
+    literals: Code,
+    distances: Code,
+}
+
+/// Whether the next bits can be the header of a dynamic block that is not the last, cheaply: one place in thousands can.
+#[inline]
+fn may_begin(bits: &Bits<'_>) -> bool {
+    let v = bits.peek();
+    if v & 7 != 4 || (v >> 3) & 31 > 29 || (v >> 8) & 31 > 29 {
+        return false;
+    }
+    // The code of code lengths must be complete: the sum of 2^-length is 1.
+    let n = ((v >> 13) & 15) as u32 + 4;
+    let mut lengths = Bits { bytes: bits.bytes, at: bits.at + 17 };
+    let (first, mut sum) = (n.min(18), 0u32);
+    let mut word = lengths.peek();
+    for _ in 0..first {
+        let length = (word & 7) as u32;
+        word >>= 3;
+        sum += if length > 0 { 128 >> length } else { 0 };
+    }
+    if n == 19 {
+        lengths.at += 54;
+        let length = (lengths.peek() & 7) as u32;
+        sum += if length > 0 { 128 >> length } else { 0 };
+    }
+    sum == 128
+}
+
+/// Reads the codes of a dynamic block; the three bits of its kind are read already.
+fn dynamic_codes(bits: &mut Bits<'_>) -> Option<Codes> {
+    let literals = bits.take(5)? as usize + 257;
+    let distances = bits.take(5)? as usize + 1;
+    let n = bits.take(4)? as usize + 4;
+    if literals > 286 || distances > 30 {
+        return None;
+    }
+    let mut lengths = [0u8; 19];
+    for place in &CODE_LENGTH_ORDER[..n] {
+        lengths[*place] = bits.take(3)? as u8;
+    }
+    let code = Code::new(&lengths, false)?;
+    let mut all: Vec<u8> = Vec::with_capacity(literals + distances);
+    while all.len() < literals + distances {
+        let (value, times) = match code.read(bits)? {
+            symbol @ 0..=15 => (symbol as u8, 1),
+            16 => (*all.last()?, bits.take(2)? + 3),
+            17 => (0, bits.take(3)? + 3),
+            _ => (0, bits.take(7)? + 11),
+        };
+        all.resize(all.len() + times as usize, value);
+    }
+    if all.len() > literals + distances || all[256] == 0 {
+        return None;
+    }
+    Some(Codes { literals: Code::new(&all[..literals], false)?, distances: Code::new(&all[literals..], true)? })
+}
+
+fn fixed_codes() -> Option<Codes> {
+    let mut lengths = [8u8; 288];
+    lengths[144..256].fill(9);
+    lengths[256..280].fill(7);
+    Some(Codes { literals: Code::new(&lengths, false)?, distances: Code::new(&[5; 32], false)? })
+}
+
+/// What was inflated without knowing what came before.
+#[derive(Debug)]
+pub struct Warm {
+    /// The bit at which it begins: a block's first.
+    pub begin: u64,
+    /// The bit at which it ends: a block's first, too.
+    pub end: u64,
+    /// Bytes, and marks for bytes of the unknown window. The last [`WINDOW`] are bytes.
+    pub values: Vec<u16>,
+}
+
+/// Looks for a block between two bits and inflates from there until the window is known; `None` where there is no such
+/// block, or the window does not become known within `most` values or so.
+pub fn warm_up(bytes: &[u8], from: u64, to: u64, most: usize) -> Option<Warm> {
+    let found = (from..to).find_map(|at| {
+        let bits = Bits::new(bytes, at);
+        if may_begin(&bits) { inflate_from(bits, most) } else { None }
+    });
+    found.flatten()
+}
+
+/// `None` where there is no block, `Some(None)` where there is one that is of no use.
+fn inflate_from(mut bits: Bits<'_>, most: usize) -> Option<Option<Warm>> {
+    let begin = bits.at;
+    let mut values: Vec<u16> = Vec::new();
+    // Where the last mark stands, plus one.
+    let mut marked = 0;
+    loop {
+        let last = bits.take(1)?;
+        match bits.take(2)? {
+            0 => {
+                bits.at = bits.at.next_multiple_of(8);
+                let (n, check) = (bits.take(16)?, bits.take(16)?);
+                if n ^ check != 0xffff {
+                    return None;
+                }
+                let first = (bits.at / 8) as usize;
+                values.extend(bits.bytes.get(first..first + n as usize)?.iter().map(|b| u16::from(*b)));
+                bits.at += u64::from(n) * 8;
+            }
+            1 => block(&mut bits, &fixed_codes()?, &mut values, &mut marked, most)?,
+            2 => {
+                let codes = dynamic_codes(&mut bits)?;
+                block(&mut bits, &codes, &mut values, &mut marked, most)?;
+            }
+            _ => return None,
+        }
+        // The last block of all is nobody's beginning; what is left then is not worth another thread.
+        if last == 1 || values.len() > most {
+            return Some(None);
+        }
+        if values.len() - marked >= WINDOW {
+            return Some(Some(Warm { begin, end: bits.at, values }));
+        }
+    }
+}
+
+fn block(bits: &mut Bits<'_>, codes: &Codes, values: &mut Vec<u16>, marked: &mut usize, most: usize) -> Option<()> {
+    loop {
+        match codes.literals.read(bits)? {
+            literal @ 0..=255 => values.push(literal),
+            256 => return Some(()),
+            symbol => {
+                let i = usize::from(symbol) - 257;
+                let length = LENGTH_BASE.get(i)? + bits.take(u32::from(LENGTH_EXTRA[i]))? as u16;
+                let i = usize::from(codes.distances.read(bits)?);
+                let distance = usize::from(*DISTANCE_BASE.get(i)?) + bits.take(u32::from(DISTANCE_EXTRA[i]))? as usize;
+                for _ in 0..length {
+                    let value = match values.len().checked_sub(distance) {
+                        Some(at) => values[at],
+                        // Before the beginning: in the unknown window, which ends where the values begin.
+                        None => MARK + (WINDOW - (distance - values.len())) as u16,
+                    };
+                    values.push(value);
+                    if value >= MARK {
+                        *marked = values.len();
+                    }
+                }
+            }
+        }
+        if values.len() > most {
+            return Some(());
+        }
+    }
+}

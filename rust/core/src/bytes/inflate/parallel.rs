@@ -1,0 +1,310 @@
+//! One gzip member, inflated by several threads.
+//!
+//! Deflate knows no index: a block may begin at any bit, and copies from the 32 KiB before it. So the file is cut into
+//! stretches, and for each
+//!
+//! 1. a block's beginning is looked for, and inflated from there with marks for what is copied from the unknown window,
+//!    until nothing of that window is left in reach ([`blocks`](super::blocks));
+//! 2. the rest, up to the next stretch's beginning, is inflated by libdeflate: the window goes before it as a stored block, the
+//!    bits are shifted to begin at a byte, and an empty last block ends it;
+//! 3. in the file's order, marks are replaced by what they stand for, and everything is copied to its place.
+//!
+//! A beginning that was none, by chance or by malice, gives nonsense: the checksum and length at the file's end are those of
+//! the whole, and where they or anything else do not fit, `None` is returned and one thread inflates the file as if nothing
+//! had been tried.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+
+use crc32fast::Hasher;
+
+use super::blocks::{MARK, WINDOW, Warm, warm_up};
+use super::{Inflater, Outcome};
+use crate::bytes::decoded::Block;
+use crate::error::Result;
+use crate::par::pool::{self, Stop};
+
+/// Compressed bytes per stretch: small beside a cache, large beside what looking for a block costs.
+const STRETCH: usize = 3 << 20;
+/// How far a block's beginning is looked for.
+const LOOK: usize = 256 << 10;
+/// Values inflated with marks, at most.
+const WARM: usize = 128 << 10;
+
+/// Files below this are not worth it.
+const WORTH: usize = 2 * STRETCH;
+
+/// A stretch of the file that libdeflate inflates.
+struct Stretch {
+    /// Its first and one past its last bit.
+    begin: u64,
+    end: u64,
+    last: bool,
+    /// What goes before it, not of the first.
+    warm: Option<Warm>,
+}
+
+/// What is done, in the file's order.
+struct Ordered<'a> {
+    next: usize,
+    rest: &'a mut [u8],
+    /// The last bytes written.
+    window: Vec<u8>,
+    written: u64,
+    crc: Hasher,
+    /// Done before its turn.
+    waiting: BTreeMap<usize, (Block, usize, Hasher)>,
+    failed: bool,
+}
+
+/// How a file will be inflated.
+pub struct Plan(Vec<Stretch>);
+
+/// Cuts a file of one member into stretches; `None` where it cannot be cut well, or is too small.
+pub fn plan(gz: &[u8]) -> Option<Plan> {
+    if gz.len() < WORTH {
+        return None;
+    }
+    let stretches = cut(&gz[..gz.len() - 8], body(gz)?);
+    (stretches.len() > 1).then_some(Plan(stretches))
+}
+
+/// Inflates one member to `size` bytes, doing `beside` at the same time; `None` if this has to be done by one thread after
+/// all, and then `beside` was done. Errors are only those of `beside`.
+pub fn inflate(
+    gz: &[u8],
+    Plan(stretches): &Plan,
+    size: u64,
+    beside: &(dyn Fn() -> Result<()> + Sync),
+) -> Result<Option<Block>> {
+    let Ok(mut out) = Block::zeroed(size as usize) else {
+        beside()?;
+        return Ok(None);
+    };
+    let ordered = Mutex::new(Ordered {
+        next: 0,
+        rest: out.bytes_mut(),
+        window: vec![],
+        written: 0,
+        crc: Hasher::new(),
+        waiting: BTreeMap::new(),
+        failed: false,
+    });
+    let spare: Mutex<Vec<Block>> = Mutex::default();
+    let usual = (STRETCH as u64 * size / gz.len() as u64 * 5 / 4) as usize + (1 << 16);
+    let work = |part: usize, _: &Stop| -> Result<()> {
+        let Some(i) = part.checked_sub(1) else { return beside() };
+        if lock(&ordered).failed {
+            return Ok(());
+        }
+        let recycled = lock(&spare).pop();
+        let made = stretch(gz, &stretches[i], recycled, usual, size as usize);
+        let mut ordered = lock(&ordered);
+        match made {
+            Some(made) => ordered.waiting.insert(i, made),
+            None => {
+                ordered.failed = true;
+                return Ok(());
+            }
+        };
+        while let Some((block, n, crc)) = {
+            let next = ordered.next;
+            ordered.waiting.remove(&next)
+        } {
+            let warm = stretches[ordered.next].warm.as_ref();
+            if ordered.put(warm, &block[block.len().min(n_skip(warm))..][..n], &crc).is_none() {
+                ordered.failed = true;
+                return Ok(());
+            }
+            ordered.next += 1;
+            lock(&spare).push(block);
+        }
+        Ok(())
+    };
+    pool::run(stretches.len() + 1, &work, &mut || false)?;
+    let done = ordered.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let trailer: [u8; 8] = gz.last_chunk().copied().unwrap_or_default();
+    let [a, b, c, d, ..] = trailer;
+    let whole = !done.failed
+        && done.next == stretches.len()
+        && done.rest.is_empty()
+        && done.crc.finalize() == u32::from_le_bytes([a, b, c, d]);
+    Ok(whole.then_some(out))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Bytes of a stretch's output that are only its window.
+fn n_skip(warm: Option<&Warm>) -> usize {
+    if warm.is_some() { WINDOW } else { 0 }
+}
+
+impl Ordered<'_> {
+    fn put(&mut self, warm: Option<&Warm>, bytes: &[u8], crc: &Hasher) -> Option<()> {
+        if let Some(warm) = warm {
+            let made: Vec<u8> = warm
+                .values
+                .iter()
+                .map(|v| if *v < MARK { Some(*v as u8) } else { self.window.get(usize::from(*v - MARK)).copied() })
+                .collect::<Option<_>>()?;
+            // A window that is not full yet was reached into by nobody: marks count from the oldest of 32 KiB.
+            if self.window.len() < WINDOW {
+                return None;
+            }
+            self.crc.update(&made);
+            self.write(&made)?;
+        }
+        self.crc.combine(crc);
+        self.write(bytes)
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Option<()> {
+        let rest = std::mem::take(&mut self.rest);
+        let (here, rest) = rest.split_at_mut_checked(bytes.len())?;
+        here.copy_from_slice(bytes);
+        self.rest = rest;
+        self.written += bytes.len() as u64;
+        if bytes.len() >= WINDOW {
+            self.window.clear();
+            self.window.extend_from_slice(&bytes[bytes.len() - WINDOW..]);
+        } else {
+            self.window.extend_from_slice(bytes);
+            let surplus = self.window.len().saturating_sub(WINDOW);
+            self.window.drain(..surplus);
+        }
+        Some(())
+    }
+}
+
+/// Where the deflate data of the first member begin (RFC 1952, 2.3).
+fn body(gz: &[u8]) -> Option<usize> {
+    let flags = *gz.get(3)?;
+    if gz.get(..3)? != [0x1f, 0x8b, 8] || flags & 0xe0 != 0 {
+        return None;
+    }
+    let mut at = 10;
+    if flags & 4 != 0 {
+        at += 2 + usize::from(u16::from_le_bytes([*gz.get(at)?, *gz.get(at + 1)?]));
+    }
+    for name in [8, 16] {
+        if flags & name != 0 {
+            at += gz.get(at..)?.iter().position(|b| *b == 0)? + 1;
+        }
+    }
+    at += if flags & 2 != 0 { 2 } else { 0 };
+    (at + 8 < gz.len()).then_some(at)
+}
+
+/// Cuts the body into stretches whose beginnings could be found; nothing where most could not.
+fn cut(body: &[u8], first: usize) -> Vec<Stretch> {
+    let count = (body.len() - first).div_ceil(STRETCH).max(1);
+    let each = (body.len() - first) / count;
+    let find = |i: usize| {
+        let from = first + i * each;
+        warm_up(body, from as u64 * 8, (from + LOOK).min(body.len()) as u64 * 8, WARM)
+    };
+    // Most files are of one kind throughout: of one that hides its blocks or never lets go of its window (text, stored
+    // or fixed blocks), one look tells.
+    let probe = count / 2;
+    let Some(middle) = (probe > 0).then(|| find(probe)).flatten() else { return vec![] };
+    let found: Vec<Mutex<Option<Warm>>> = (0..count).map(|_| Mutex::default()).collect();
+    *lock(&found[probe]) = Some(middle);
+    let look = |i: usize, _: &Stop| -> Result<()> {
+        if i != 0 && i != probe {
+            *lock(&found[i]) = find(i);
+        }
+        Ok(())
+    };
+    if pool::run(count, &look, &mut || false).is_err() || found.iter().filter(|f| lock(f).is_some()).count() < probe {
+        return vec![];
+    }
+    let mut stretches = vec![Stretch { begin: first as u64 * 8, end: 0, last: false, warm: None }];
+    for warm in found.into_iter().filter_map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner)) {
+        if let Some(before) = stretches.last_mut() {
+            before.end = warm.begin;
+        }
+        stretches.push(Stretch { begin: warm.end, end: 0, last: false, warm: Some(warm) });
+    }
+    if let Some(last) = stretches.last_mut() {
+        last.end = body.len() as u64 * 8;
+        last.last = true;
+    }
+    stretches
+}
+
+/// Inflates a stretch: the block that holds it after its window, how many bytes those are, and their checksum.
+fn stretch(
+    gz: &[u8],
+    stretch: &Stretch,
+    spare: Option<Block>,
+    usual: usize,
+    most: usize,
+) -> Option<(Block, usize, Hasher)> {
+    let bits = stretch.end.checked_sub(stretch.begin)?;
+    let mut input: Vec<u8> = Vec::with_capacity(WINDOW + bits as usize / 8 + 32);
+    let skip = n_skip(stretch.warm.as_ref());
+    if let Some(warm) = &stretch.warm {
+        // A stored block that is not the last: three zero bits, padding, its length, and the length's complement.
+        input.push(0);
+        input.extend_from_slice(&(WINDOW as u16).to_le_bytes());
+        input.extend_from_slice(&(!(WINDOW as u16)).to_le_bytes());
+        input.extend(warm.values[warm.values.len() - WINDOW..].iter().map(|v| *v as u8));
+    }
+    shift_copy(gz, stretch.begin, bits, &mut input);
+    if !stretch.last {
+        // An empty last block of the fixed code: bits 1, 1, 0, and seven zeros.
+        let used = bits % 8;
+        let end = 3u32 << used;
+        match input.last_mut() {
+            Some(byte) if used > 0 => {
+                *byte = (*byte & ((1 << used) - 1)) | end as u8;
+                input.extend_from_slice(&[(end >> 8) as u8, 0]);
+            }
+            _ => input.extend_from_slice(&[3, 0]),
+        }
+    }
+    let mut out = match spare {
+        Some(spare) if spare.len() >= usual => spare,
+        _ => Block::zeroed(usual + skip).ok()?,
+    };
+    let mut inflater = Inflater::new().ok()?;
+    loop {
+        match inflater.raw(&input, out.bytes_mut()) {
+            Outcome::Done { made, read } => {
+                let all = made >= skip && read + 2 >= input.len();
+                let mut crc = Hasher::new();
+                crc.update(out.get(skip..made)?);
+                return all.then_some((out, made - skip, crc));
+            }
+            Outcome::Full if out.len() < most.saturating_add(WINDOW) => {
+                out = Block::zeroed((out.len() * 2).min(most.saturating_add(WINDOW))).ok()?;
+            }
+            _ => return None,
+        }
+    }
+}
+
+/// Appends `bits` bits from bit `begin` on, the first of them as the lowest of a byte.
+fn shift_copy(bytes: &[u8], begin: u64, bits: u64, out: &mut Vec<u8>) {
+    let (first, shift) = ((begin / 8) as usize, begin % 8);
+    let n = bits.div_ceil(8) as usize;
+    if shift == 0 {
+        out.extend_from_slice(&bytes[first..(first + n).min(bytes.len())]);
+        return;
+    }
+    let mut at = first;
+    let end = first + n;
+    // Seven bytes of every eight that are loaded.
+    while at + 8 <= bytes.len() && at + 7 <= end {
+        let word = u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default());
+        out.extend_from_slice(&(word >> shift).to_le_bytes()[..7]);
+        at += 7;
+    }
+    for i in at..end {
+        let low = bytes.get(i).copied().unwrap_or(0);
+        let high = bytes.get(i + 1).copied().unwrap_or(0);
+        out.push(low >> shift | high << (8 - shift));
+    }
+}
