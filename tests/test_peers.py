@@ -11,6 +11,7 @@ import pytest
 
 import actshard
 from conftest import GOLDEN, saev_dump
+from zarr_files import change, write_store
 
 pytestmark = pytest.mark.peers
 SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
@@ -141,3 +142,74 @@ def test_last_tokens_equal_lmprobes_load_activations(lmprobe: Callable[[Path], A
     theirs = lmprobe(store.path).load_activations("golden/pooled_f32", show_progress=False)
     for layer in store.layers:
         assert np.array_equal(store.last_tokens(layer), theirs[layer])
+
+
+def _codecs(zarr: Any, version: int) -> list[dict[str, Any]]:
+    """What people pass to `create_array`, of every kind that actshard reads in another way."""
+    if version == 2:
+        import numcodecs
+
+        return [
+            {"compressors": None},
+            {"compressors": None, "order": "F"},
+            {"compressors": numcodecs.Blosc("zstd", 3, numcodecs.Blosc.BITSHUFFLE)},
+            {"compressors": numcodecs.Zstd(1)},
+            {"compressors": numcodecs.GZip(1)},
+            {"compressors": numcodecs.LZ4()},
+            {"compressors": numcodecs.LZMA(preset=1)},
+            {"compressors": numcodecs.Blosc("lz4"), "filters": [numcodecs.Shuffle(2)]},
+        ]
+    codecs = zarr.codecs
+    return [
+        {"compressors": None},
+        {"compressors": None, "serializer": codecs.BytesCodec(endian="big")},
+        {"compressors": codecs.ZstdCodec(level=1)},
+        {"compressors": [codecs.BloscCodec(cname="lz4", shuffle="bitshuffle"), codecs.Crc32cCodec()]},
+        {"compressors": codecs.GzipCodec(level=1), "shards": (2, 3, 32, 24)},
+        {"compressors": None, "shards": (1, 3, 16, 24)},
+        {"compressors": None, "filters": [codecs.TransposeCodec(order=(0, 1, 3, 2))]},
+    ]
+
+
+def test_a_codec_that_runs_code_is_never_handed_over(tmp_path: Path) -> None:
+    """numcodecs knows one called pickle."""
+    store = write_store(tmp_path / "s.zarr", np.ones((2, 1, 4, 3), "f4"), None, (1, 1, 4, 3))
+    for field, codecs in (("filters", [{"id": "pickle"}]), ("compressor", {"id": "pickle"})):
+        change(store / "arrays/activations/.zarray", lambda meta, f=field, c=codecs: meta | {f: c})
+        with pytest.raises(actshard.UnsupportedError, match="pickle"):
+            actshard.open(store)
+
+
+@pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", ">f4"])
+def test_stores_written_by_zarr_python_read_equal(tmp_path: Path, version: int, dtype: str) -> None:
+    """The layouts and codecs of zarr-python 3, holes and ragged ends included."""
+    zarr = pytest.importorskip("zarr")
+    if version == 3 and dtype == ">f4":
+        pytest.skip("zarr-python keeps byte order in the codec of version 3, which is another case here")
+    rng = np.random.default_rng(version)
+    values = rng.standard_normal((5, 3, 41, 24)).astype(dtype)
+    lengths = np.array([41, 1, 17, 40, 0], "i4")
+    for i, length in enumerate(lengths):
+        values[i, :, length:] = 0
+    values[2] = 0
+    for number, options in enumerate(_codecs(zarr, version)):
+        path = tmp_path / f"{number}.zarr"
+        root = zarr.open_group(str(path), mode="w", zarr_format=version)
+        chunks = (1, 1, 16, 24) if "shards" in options else [(1, 1, 16, 24), (2, 1, 41, 7)][number % 2]
+        made = root.create_array(
+            "arrays/activations", shape=values.shape, chunks=chunks, dtype=dtype, config={"write_empty_chunks": False},
+            **({"chunk_key_encoding": {"name": "v2", "separator": "/"}} if version == 2 and number % 3 else {}), **options,
+        )  # fmt: skip
+        made[:] = values
+        root.create_array("arrays/seq_len", shape=(5,), chunks=(5,), dtype="i4")[:] = lengths
+        for io in ("mmap", "pread"):
+            store = actshard.open(path, io=io)
+            assert store.token_counts.tolist() == lengths.tolist()
+            for layer in range(3):
+                for i, rows in enumerate(store.sequences(range(5), layer)):
+                    want = values[i, layer, : lengths[i]]
+                    assert rows.dtype == np.dtype(dtype).newbyteorder("=")
+                    assert np.array_equal(rows, want), (options, io, i, layer)
+            assert np.array_equal(store.gather(1, [0, 3, 0], [40, 39, 16]), values[[0, 3, 0], 1, [40, 39, 16]])

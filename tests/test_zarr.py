@@ -295,8 +295,8 @@ def test_codecs_that_nobody_knows_and_damaged_chunks_are_errors(tmp_path: Path) 
     with refuses(actshard.FormatError, chunk, "zarrs"):
         opened(copy).sequences([0], 0)
     change(copy / "arrays/activations/.zarray", lambda m: m | {"compressor": {"id": "nope"}})
-    with pytest.raises(actshard.UnsupportedError, match="zarrs cannot open this array"):
-        opened(copy).sequences([0], 0)
+    with pytest.raises(actshard.UnsupportedError, match="codec 'nope' is not read"):
+        opened(copy)
 
 
 def test_decoded_chunks_are_kept_within_their_budget(io: str) -> None:
@@ -424,3 +424,11 @@ def test_other_zarr_groups_are_not_taken_for_stores(tmp_path: Path) -> None:
         actshard.open(GOLDEN / "zarr/single_minimal/activations.zarr/arrays/activations")
     with refuses(actshard.FormatError, tmp_path, "found .'weights'.|expected an array"):
         actshard.open(tmp_path, format="zarr")
+
+
+def test_a_codec_of_the_zarr_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = write_store(tmp_path / "s.zarr", np.ones((2, 1, 4, 3), "f4"), None, (1, 1, 4, 3))
+    change(store / "arrays/activations/.zarray", lambda meta: meta | {"compressor": {"id": "lz4", "acceleration": 1}})
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    with pytest.raises(actshard.MissingExtraError, match=r"lz4.*pip install 'actshard\[zarr\]'"):
+        actshard.open(store)

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from os import PathLike
 from typing import Any, final
 
@@ -17,6 +18,7 @@ __all__ = [
     "parse_safetensors",
     "read_zarr",
     "safetensors_header",
+    "zarr_problem",
 ]
 
 _ChunkArray = tuple[
@@ -28,7 +30,7 @@ _ChunkArray = tuple[
     list[int],
     list[int] | bytes,
     bool,
-    tuple[str | PathLike[str], str, bool] | None,
+    tuple[str | PathLike[str], str, bool] | Callable[[list[int]], bytes] | None,
 ]
 _Shard = tuple[str | PathLike[str], bool, int | None, bytes | None, int, tuple[int, int], list[int], int]
 _Header = tuple[list[tuple[str, str, list[int], int, int]], list[tuple[str, str]], int]
@@ -36,6 +38,7 @@ _Header = tuple[list[tuple[str, str, list[int], int, int]], list[tuple[str, str]
 def safetensors_header(path: str | PathLike[str]) -> _Header: ...
 def parse_safetensors(data: bytes) -> _Header: ...
 def read_zarr(store: str | PathLike[str], node: str, most: int) -> bytes | list[bytes]: ...
+def zarr_problem(store: str | PathLike[str], node: str) -> str | None: ...
 def load_pickle(data: bytes) -> Any: ...
 def dtypes() -> list[tuple[str, str | None, int]]: ...
 def error_kinds() -> list[str]: ...

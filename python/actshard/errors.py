@@ -180,6 +180,17 @@ class InternalError(ActshardError, RuntimeError):
     kind = "internal"
 
 
+class MissingExtraError(ActshardError, ImportError):  # type: ignore[misc]
+    """Something needs a library that is not installed; the message names the extra that brings it."""
+
+    kind = "missing_extra"
+
+    @classmethod
+    def of(cls, what: str, extra: str, path: str | os.PathLike[str] | None = None) -> MissingExtraError:
+        """The error for ``what`` (a phrase), which the named extra makes possible."""
+        return cls(f"{what} needs a library that is not installed: pip install 'actshard[{extra}]'", path=path)
+
+
 _NATIVE: dict[str, type[ActshardError]] = {
     cls.kind: cls
     for cls in (

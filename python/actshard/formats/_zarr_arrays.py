@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME
 from actshard.errors import FormatError, MissingFileError, TruncatedFileError, UnsupportedError, from_os
 from actshard.formats._json import Fields, read_json, show
+from actshard.formats._zarr_package import PackageArray
 
 MOST_ELEMENTS = 1 << 30
 """Elements that a small array may have: per-sample numbers, never activations."""
@@ -57,11 +59,24 @@ class ArrayMeta:
     """"" if a chunk's file is the chunk, in C order; else what has to be undone, in words."""
     inner: bool
     """Chunks are those inside shards."""
+    codecs: tuple[str, ...]
+    """Names of all codecs, those inside shards included."""
 
     @property
     def folder(self) -> Path:
         """Where chunk files are."""
         return self.store / self.node
+
+    def decoded_by(self) -> tuple[Path, str, bool] | Callable[[list[int]], bytes] | None:
+        """Who decodes its chunks: nobody, the core's zarrs, or a function that asks the zarr package.
+
+        Raises:
+            MissingExtraError: it has to be the package, which is not installed.
+        """
+        if not self.how:
+            return None
+        why = _native.zarr_problem(self.store, f"/{self.node}")
+        return (self.store, f"/{self.node}", self.inner) if why is None else PackageArray(self, why).chunk
 
     def fill_bytes(self) -> bytes:
         """The fill value as one element in native order."""
@@ -173,16 +188,15 @@ def _v2(store: Path, node: str, fields: Fields) -> ArrayMeta:
     separator = fields.value.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise fields.error("dimension_separator", '"." or "/"')
-    how = []
+    ids: list[str] = []
     compressor, filters = fields.value.get("compressor"), fields.value.get("filters") or []
     for name, codecs in (("compressor", [compressor] if compressor is not None else []), ("filters", filters)):
         if not isinstance(codecs, list) or any(
             not isinstance(c, dict) or not isinstance(c.get("id"), str) for c in codecs
         ):
             raise fields.error(name, "codecs with an id")
-        how += [str(c["id"])[:40] for c in codecs]
-    if order == "F":
-        how.append("F order")
+        ids += [c["id"] for c in codecs]
+    how = [name[:40] for name in ids] + (["F order"] if order == "F" else [])
     return ArrayMeta(
         store,
         node,
@@ -196,6 +210,7 @@ def _v2(store: Path, node: str, fields: Fields) -> ArrayMeta:
         separator,
         ", ".join(how),
         False,
+        tuple(ids),
     )
 
 
@@ -267,8 +282,33 @@ def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
         how = ", ".join(name for name in names if name != "bytes")
     prefix = f"c{separator}" if encoding == "default" else ""
     return ArrayMeta(
-        store, node, fields.path, shape, chunks, dtype, swapped, _fill(fields, dtype), prefix, separator, how, inner
+        store,
+        node,
+        fields.path,
+        shape,
+        chunks,
+        dtype,
+        swapped,
+        _fill(fields, dtype),
+        prefix,
+        separator,
+        how,
+        inner,
+        tuple(_names(fields.value["codecs"])),
     )
+
+
+def _names(codecs: Any, depth: int = 0) -> Iterator[str]:
+    """Names of codecs, and of those inside sharding."""
+    for codec in codecs if isinstance(codecs, list) and depth < 8 else ():
+        if isinstance(codec, str):
+            yield codec
+        elif isinstance(codec, dict):
+            yield str(codec.get("name"))
+            configuration = codec.get("configuration")
+            if isinstance(configuration, dict):
+                yield from _names(configuration.get("codecs"), depth + 1)
+                yield from _names(configuration.get("index_codecs"), depth + 1)
 
 
 def _list(fields: Fields, name: str) -> list[Any]:
@@ -311,6 +351,8 @@ def read_whole(meta: ArrayMeta) -> NDArray[Any] | list[str]:
         raise meta.error(f"field 'shape': expected a small array, found {list(meta.shape)}")
     if not meta.how and meta.dtype is not None:
         found = _read_plain(meta, meta.dtype)
+    elif meta.dtype is not None and (why := _native.zarr_problem(meta.store, f"/{meta.node}")) is not None:
+        found = PackageArray(meta, why).whole()
     else:
         raw = _native.read_zarr(meta.store, f"/{meta.node}", MOST_ELEMENTS)
         if isinstance(raw, list):

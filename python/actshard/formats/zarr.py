@@ -21,7 +21,7 @@ Sources: the published text "Zarr Activation Logger Spec (No LMDB)" and HalluLen
 the manifest open; ``{"n_samples", "shards": [{"path", "n_samples", "start"}]}`` is what actshard proposes, reads and writes.
 
 Plain chunks are read where they lie, only those touched and of them only the rows wanted. Compressed ones, F order and
-sharding go through the zarrs crate: right, and slower, of which the user is told.
+sharding go through the zarrs crate, or, where it lacks a codec, the zarr package: right, and slower, of which the user is told.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def open(path: Path, options: Options) -> Contents:
                 list(a.chunks),
                 a.fill_bytes(),
                 a.swapped,
-                (a.store, f"/{a.node}", a.inner) if a.how else None,
+                a.decoded_by(),
             )
             for a in arrays
         ],

@@ -27,10 +27,10 @@ pub struct MappedRows {
 /// Outputs from this size on are recycled; below it the allocator reuses memory by itself.
 const RECYCLE_FROM: usize = 1 << 20;
 /// What is kept of freed outputs, at most, together.
-const KEEP_AT_MOST: usize = 128 << 20;
-/// And how many blocks: a loop that binds the next batch before it drops the last needs two.
-const KEEP_BLOCKS: usize = 4;
-/// Blocks come in multiples of this: a huge page, so that outputs of about the same size fit each other's.
+const KEEP_AT_MOST: usize = 256 << 20;
+/// And how many blocks: a loop that binds the next batch before it drops the last needs two, and several threads may loop.
+const KEEP_BLOCKS: usize = 8;
+/// Blocks come in multiples of a huge page.
 const GRAIN: usize = 2 << 20;
 
 /// Large outputs that were freed last, the latest at the end. Fresh memory costs more than filling it (the kernel clears
@@ -69,7 +69,9 @@ fn output_memory(size: usize) -> std::io::Result<MmapMut> {
             freed.remove(0);
         }
     }
-    let map = MmapMut::map_anon(size.checked_next_multiple_of(GRAIN).unwrap_or(size))?;
+    // Up to an eighth more, so that outputs of about the same size fit each other's; what is not touched costs nothing.
+    let grain = (size.checked_next_power_of_two().unwrap_or(GRAIN) / 16).max(GRAIN);
+    let map = MmapMut::map_anon(size.checked_next_multiple_of(grain).unwrap_or(size))?;
     // Fewer, larger pages to clear; a system that refuses clears small ones.
     #[cfg(target_os = "linux")]
     let _ = map.advise(memmap2::Advice::HugePage);

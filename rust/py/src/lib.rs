@@ -51,6 +51,12 @@ fn read_zarr(py: Python<'_>, store: PathBuf, node: String, most: u64) -> PyResul
     })
 }
 
+/// Why the core's codecs cannot read a Zarr array, or None.
+#[pyfunction]
+fn zarr_problem(py: Python<'_>, store: PathBuf, node: String) -> PyResult<Option<String>> {
+    detach::detached(py, |_| Ok(codecs::problem(&store, &node)))
+}
+
 /// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.
 #[pyfunction]
 fn dtypes() -> Vec<(&'static str, Option<&'static str>, u64)> {
@@ -100,6 +106,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;
+    m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(error_kinds, m)?)?;

@@ -1,10 +1,10 @@
 //! The rows of a dataset, as Python sees them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
-use actshard_core::bytes::codecs::CodedArray;
+use actshard_core::bytes::codecs::{self, CodedArray, Decode};
 use actshard_core::bytes::shards::{ShardSpec, Shards};
 use actshard_core::bytes::{FileTable, Files, Io, Row, RowFile, RowsIn, View};
 use actshard_core::dtype::{Cast, DType};
@@ -19,6 +19,7 @@ use numpy::{
     PyUntypedArrayMethods,
 };
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyInt;
 
@@ -122,9 +123,35 @@ macro_rules! with_layout {
 type ShardTuple = (PathBuf, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
 
 /// An array of chunks, as [`Rows::chunked`] is told of it: folder, metadata file, prefix and separator of names, shape,
-/// chunk shape, the fill element, whether bytes are swapped, and for what zarrs decodes: store, node, whether chunks are inside shards.
-type ChunkArrayTuple =
-    (PathBuf, PathBuf, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<(PathBuf, String, bool)>);
+/// chunk shape, the fill element, whether bytes are swapped, and how what has to be decoded is decoded.
+type ChunkArrayTuple = (PathBuf, PathBuf, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<DecodedBy>);
+
+/// Who decodes an array's chunks.
+#[derive(FromPyObject)]
+enum DecodedBy {
+    /// zarrs: store, node, whether chunks are inside shards.
+    Zarrs(PathBuf, String, bool),
+    /// A function of ours that asks another library: indices in, bytes out.
+    Python(Py<PyAny>),
+}
+
+/// Chunks that Python decodes.
+#[derive(Debug)]
+struct Callback(Py<PyAny>);
+
+impl Decode for Callback {
+    fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> actshard_core::Result<Option<Vec<u8>>> {
+        let made = Python::attach(|py| -> PyResult<PyBackedBytes> {
+            Ok(self.0.bind(py).call1((indices.to_vec(),))?.extract()?)
+        });
+        match made {
+            Ok(bytes) => codecs::of_length(bytes.to_vec(), len, path).map(Some),
+            Err(error) => {
+                Err(Error::new(Kind::Format, format!("the zarr package cannot decode this: {error}")).at(path))
+            }
+        }
+    }
+}
 
 /// An index argument.
 enum Index<'py> {
@@ -307,7 +334,10 @@ impl Rows {
                 fill,
                 content: match coded {
                     None => Content::Plain { swapped },
-                    Some((store, node, inner)) => Content::Coded(CodedArray::new(store, node, inner)),
+                    Some(DecodedBy::Zarrs(store, node, inner)) => {
+                        Content::Coded(Box::new(CodedArray::new(store, node, inner)))
+                    }
+                    Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(Callback(decode))),
                 },
             })
             .collect();

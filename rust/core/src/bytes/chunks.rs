@@ -14,7 +14,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::codecs::CodedArray;
+use super::codecs::Decode;
 use super::decoded::{Block, Cache};
 use super::{Body, Files, Io, OpenFile, Place, Row, Slots, View, open_regular, pread};
 use crate::bytes::mmap::Map;
@@ -43,7 +43,7 @@ pub enum Content {
         swapped: bool,
     },
     /// The file has to be decoded.
-    Coded(CodedArray),
+    Coded(Box<dyn Decode>),
 }
 
 /// One array, not opened yet.

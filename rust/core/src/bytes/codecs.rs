@@ -16,6 +16,13 @@ use super::decoded::try_briefly;
 use crate::error::{Error, Kind, Result};
 use crate::par::pool;
 
+/// Who decodes an array's chunks.
+pub trait Decode: std::fmt::Debug + Send + Sync {
+    /// A chunk's bytes in C order and native byte order, of which there must be `len`; `None` if there is no such chunk.
+    /// `path` is for the error.
+    fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> Result<Option<Vec<u8>>>;
+}
+
 /// An array that zarrs reads.
 #[derive(Debug)]
 pub struct CodedArray {
@@ -67,9 +74,10 @@ impl CodedArray {
         }
         Ok(live)
     }
+}
 
-    /// A chunk's bytes, of which there must be `len`; `None` if there is no such file. `path` is for the error.
-    pub fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> Result<Option<Vec<u8>>> {
+impl Decode for CodedArray {
+    fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> Result<Option<Vec<u8>>> {
         let found = guarded(path, || {
             let live = self.live()?;
             let (array, cache) = &*live.0;
@@ -84,14 +92,21 @@ impl CodedArray {
                 .map(|b| b.into_fixed().map(std::borrow::Cow::into_owned).map_err(|e| cannot_decode(path, &e)))
                 .transpose()
         })?;
-        match found {
-            Some(bytes) if bytes.len() as u64 != len => {
-                Err(Error::new(Kind::Format, format!("expected a chunk of {len} bytes, decoded {}", bytes.len()))
-                    .at(path))
-            }
-            other => Ok(other),
-        }
+        found.map(|bytes| of_length(bytes, len, path)).transpose()
     }
+}
+
+/// What was decoded, if it is as long as it must be.
+pub fn of_length(bytes: Vec<u8>, len: u64, path: &Path) -> Result<Vec<u8>> {
+    if bytes.len() as u64 == len {
+        return Ok(bytes);
+    }
+    Err(Error::new(Kind::Format, format!("expected a chunk of {len} bytes, decoded {}", bytes.len())).at(path))
+}
+
+/// Why zarrs cannot read an array, if it cannot.
+pub fn problem(store: &Path, node: &str) -> Option<String> {
+    guarded(store, || open(store, node)).err().map(|e| e.detail)
 }
 
 /// Reads a whole array of at most `most` elements: the small ones beside the activations.

@@ -194,7 +194,7 @@ mod tests {
                 if put {
                     cache.put(number, &Arc::new(Block::from(vec![0; size as usize])));
                     if at.is_none() {
-                        while !oracle.is_empty() && oracle.iter().map(|(_, s)| s).sum::<u64>() + size > budget {
+                        while oracle.iter().map(|(_, s)| s).sum::<u64>() > budget.saturating_sub(size) {
                             oracle.remove(0);
                         }
                         oracle.push((number, size));

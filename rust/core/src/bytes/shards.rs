@@ -257,7 +257,14 @@ impl Shards {
             }
             Ok(())
         };
-        pool::run(which.len(), &work, watch)?;
+        // Side by side; one that would be left over for one thread is read when the others are done, by all of them.
+        let cold: Vec<usize> = (0..which.len()).filter(|i| self.kept(which[*i]).is_none()).collect();
+        let alone = cold.last().copied().filter(|_| cold.len() % pool::num_threads() == 1);
+        let together: Vec<usize> = (0..which.len()).filter(|i| Some(*i) != alone).collect();
+        pool::run(together.len(), &|i, stop| work(together[i], stop), watch)?;
+        if let Some(i) = alone {
+            work(i, &Stop::default())?;
+        }
         slots
             .into_iter()
             .map(|slot| {
@@ -269,14 +276,18 @@ impl Shards {
             .collect()
     }
 
+    /// A shard's index and decoded bytes, where both are kept.
+    fn kept(&self, s: usize) -> Option<Loaded> {
+        let index = self.known(s)?;
+        let main = if index.decoded > 0 { Some(self.decoded.get(2 * s as u64)?) } else { None };
+        let aside = if index.aside > 0 { Some(self.decoded.get(2 * s as u64 + 1)?) } else { None };
+        Some(Loaded { index, main, aside })
+    }
+
     /// A shard's index and decoded bytes: kept ones, or read now.
     fn load(&self, s: usize) -> Result<Loaded> {
-        if let Some(index) = self.known(s) {
-            let main = if index.decoded > 0 { self.decoded.get(2 * s as u64) } else { None };
-            let aside = if index.aside > 0 { self.decoded.get(2 * s as u64 + 1) } else { None };
-            if (index.decoded == 0 || main.is_some()) && (index.aside == 0 || aside.is_some()) {
-                return Ok(Loaded { index, main, aside });
-            }
+        if let Some(loaded) = self.kept(s) {
+            return Ok(loaded);
         }
         let spec = &self.specs[s];
         let loaded = self.read(s).map_err(|e| if e.path.is_none() { e.at(&spec.path) } else { e })?;

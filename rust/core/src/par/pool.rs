@@ -20,6 +20,9 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Asked now and then on the calling thread; `true` means stop.
 pub type Watch<'a> = &'a mut dyn FnMut() -> bool;
 
+/// Callers at work now, of all threads of this process.
+static CALLERS: AtomicUsize = AtomicUsize::new(0);
+
 static POOL: Mutex<Option<(u32, Arc<Pool>)>> = Mutex::new(None);
 
 /// The threads beside the caller.
@@ -116,6 +119,15 @@ thread_local! {
     static BUSY: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Counts a caller out, also when it unwinds.
+struct Caller;
+
+impl Drop for Caller {
+    fn drop(&mut self) {
+        CALLERS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// Whether work started here would be shared with other threads.
 pub fn are_free() -> bool {
     num_threads() > 1 && !BUSY.get()
@@ -126,7 +138,11 @@ pub fn are_free() -> bool {
 /// alone.
 pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
     let stop = Stop::default();
-    let pool = if parts > 1 && num_threads() > 1 && !BUSY.get() { current() } else { None };
+    let others = CALLERS.fetch_add(1, Ordering::Relaxed);
+    let _caller = Caller;
+    // Each caller works itself: where there are as many as processors, waking more threads would only cost.
+    let workers = num_threads().saturating_sub(1 + others).min(parts.saturating_sub(1));
+    let pool = if workers > 0 && !BUSY.get() { current() } else { None };
     let Some(pool) = pool else {
         for part in 0..parts {
             // A single part is a small request: looking at the watch would cost more than the work.
@@ -140,7 +156,6 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
 
     let next = AtomicUsize::new(0);
     let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    let workers = pool.threads.current_num_threads().min(parts - 1);
     let running = Mutex::new(workers);
     let finished = Condvar::new();
     /// Counts a worker out, also when it unwinds.
