@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import actshard
@@ -240,7 +240,13 @@ def test_what_the_stock_pickler_writes_is_read_as_the_stock_unpickler_reads_it(
     shared = [value, value]  # what is one object stays one
     pickler = data.draw(st.sampled_from(["c", "python", "optimized"]))
     file = stdio.BytesIO()
-    (pickle._Pickler if pickler == "python" else pickle.Pickler)(file, protocol).dump(shared)  # type: ignore[attr-defined]
+    try:
+        (pickle._Pickler if pickler == "python" else pickle.Pickler)(file, protocol).dump(shared)  # type: ignore[attr-defined]
+    except (
+        AssertionError
+    ):  # the Python pickler of CPython 3.11 fails over two empty arrays: both are b"", which it memoizes twice
+        assume(pickler != "python")
+        raise
     raw = pickletools.optimize(file.getvalue()) if pickler == "optimized" else file.getvalue()
     got = _native.load_pickle(raw)
     assert same(got, pickle.loads(raw))
