@@ -12,13 +12,16 @@ from actshard.cli._format import console, one_line
 from actshard.store import Store
 
 _LAYERS_AT_MOST = 8
-_SHOWN = ("text", "label")
+_TEXTS = ("text", "text_preview", "prompt", "response")
+"""As the formats call what an example says."""
+_SHOWN = (*_TEXTS, "label", "hallu_label", "split", "sample_key")
 
 
 def rows(store: Store, n: int) -> list[dict[str, Any]]:
     """The first examples: text, label, tokens, and each layer's norm at the last token."""
     n = min(n, store.num_examples)
-    columns = [name for name in store.info()["columns"] if name in _SHOWN]
+    held = store.info()["columns"]
+    columns = [name for name in _SHOWN if name in held]
     table = store.read_columns(columns).slice(0, n).to_pydict() if columns else {}
     counts = store.tokens_of(range(min(n, len(store))))
     made: list[dict[str, Any]] = [
@@ -44,7 +47,7 @@ def show(store: Store, n: int) -> None:
     grid = Table(box=None, pad_edge=False)
     grid.add_column("example", justify="right")
     for name in [name for name in _SHOWN if found and name in found[0]]:
-        grid.add_column(name, overflow="fold", ratio=1 if name == "text" else None)
+        grid.add_column(name, overflow="fold", ratio=1 if name in _TEXTS else None)
     if found and "labels" in found[0]:
         grid.add_column("patch labels")
     grid.add_column("tokens", justify="right")
@@ -56,7 +59,11 @@ def show(store: Store, n: int) -> None:
         grid.add_column(f"|h| {layer}", justify="right")
     for row in found:
         cells = [str(row["example"])]
-        cells += [escape(one_line(row[name], 60)) if row[name] is not None else "-" for name in _SHOWN if name in row]
+        cells += [
+            escape(one_line(row[name], 60 if name in _TEXTS else 16)) if row[name] is not None else "-"
+            for name in _SHOWN
+            if name in row
+        ]
         if "labels" in row:
             cells.append(one_line(", ".join(f"{v} x{t}" for v, t in row["labels"].items()), 30))
         cells.append(str(row["tokens"]))
