@@ -31,7 +31,9 @@ from actshard.errors import (
     UnsupportedError,
 )
 from actshard.opening import open
+from actshard.stats import Stats
 from actshard.store import Store
+from actshard.stream import Batch, Stream
 
 __version__ = build_info()["version"]
 
@@ -39,6 +41,7 @@ __all__ = [
     "ActshardError",
     "ActshardWarning",
     "ArgumentError",
+    "Batch",
     "ClosedError",
     "DtypeError",
     "FileAccessError",
@@ -52,7 +55,9 @@ __all__ = [
     "NotAFileError",
     "NotStoredError",
     "OutOfRangeError",
+    "Stats",
     "Store",
+    "Stream",
     "TruncatedFileError",
     "UnknownFormatError",
     "UnsafePickleError",

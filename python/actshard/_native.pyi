@@ -7,8 +7,11 @@ from numpy.typing import NDArray
 
 __all__ = [
     "Addresses",
+    "Batches",
     "Rows",
+    "Stream",
     "build_info",
+    "count_selected",
     "dtypes",
     "error_kinds",
     "header_reasons",
@@ -33,12 +36,19 @@ _ChunkArray = tuple[
     tuple[str | PathLike[str], str, bool] | Callable[[list[int]], bytes] | None,
 ]
 _Shard = tuple[str | PathLike[str], bool, int | None, bytes | None, int, tuple[int, int], list[int], int]
+_Tokens = (
+    tuple[int, int]
+    | tuple[int, NDArray[np.int64]]
+    | tuple[int, NDArray[np.int64], NDArray[np.bool_]]
+    | tuple[NDArray[np.int64]]
+)
 _Header = tuple[list[tuple[str, str, list[int], int, int]], list[tuple[str, str]], int]
 
 def safetensors_header(path: str | PathLike[str]) -> _Header: ...
 def parse_safetensors(data: bytes) -> _Header: ...
 def read_zarr(store: str | PathLike[str], node: str, most: int) -> bytes | list[bytes]: ...
 def zarr_problem(store: str | PathLike[str], node: str) -> str | None: ...
+def count_selected(examples: int, tokens: _Tokens) -> int: ...
 def load_pickle(data: bytes) -> Any: ...
 def dtypes() -> list[tuple[str, str | None, int]]: ...
 def error_kinds() -> list[str]: ...
@@ -112,3 +122,42 @@ class Rows:
     def gather_whole(self, groups: Any, examples: NDArray[np.int64], out: Any, dtype: Any) -> Any: ...
     def tokens_of(self, groups: Any, examples: NDArray[np.int64]) -> NDArray[np.int64]: ...
     def view(self, group: int, example: int) -> NDArray[Any] | None: ...
+    def stats(self, group: int, tokens: _Tokens, progress: Callable[[int], object] | None = None) -> dict[str, Any]: ...
+
+@final
+class Stream:
+    def __new__(
+        cls,
+        rows: Rows,
+        tokens: _Tokens,
+        *,
+        groups: list[int],
+        stacked: bool,
+        interleaved: bool,
+        batch_size: int,
+        shuffle: str | None,
+        seed: int,
+        drop_last: bool,
+        rank: int,
+        world_size: int,
+        memory: int,
+        dtype: str,
+        descr: np.dtype[Any],
+        center: NDArray[np.float64] | None,
+        scale: NDArray[np.float64] | None,
+        norm: float | None,
+    ) -> Stream: ...
+    @property
+    def batches(self) -> int: ...
+    @property
+    def items(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+    def start(self, epoch: int, first: int, every: int, buffers: list[NDArray[Any]] | None) -> Batches: ...
+
+@final
+class Batches:
+    def next(
+        self,
+    ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None] | None: ...
+    def stop(self) -> None: ...

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from actshard import _arguments
+from actshard import _arguments, _native
+from actshard._selection import Mask, Tokens, select
 from actshard.errors import ArgumentError, ClosedError, LayerError, NotStoredError, OutOfRangeError
 from actshard.formats._contents import Contents, Logits, Router
+from actshard.stats import Stats
+from actshard.stream import Scale, Shuffle, Stream
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,6 +44,7 @@ class Store:
         metadata: the dataset's metadata, as the format holds it.
         warnings: what a reader should know about this dataset.
         io: how rows are read: ``"mmap"`` or ``"pread"``.
+        special_tokens: tokens at the front of every example that stand for none of its content: 1 for saev with CLS, else 0.
     """
 
     def __init__(self, contents: Contents, *, io: str, asked: tuple[Any, ...]) -> None:
@@ -60,6 +64,7 @@ class Store:
         self.metadata = contents.metadata
         self.warnings = contents.warnings
         self.io = io
+        self.special_tokens = contents.special_tokens
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -94,6 +99,10 @@ class Store:
             )
         return self.token_counts[wanted].reshape(shape)
 
+    def tokens_in(self, layer: int) -> NDArray[np.int64]:
+        """``(num_examples,)`` int64: tokens stored per example in one layer; 0 for an example that lacks it."""
+        return self._rows.tokens_of(self._group(layer), np.arange(self.num_examples))
+
     def __len__(self) -> int:
         return self.num_examples
 
@@ -119,6 +128,14 @@ class Store:
         closed = _Closed(self.path)
         self._rows = closed
         self._extras = {"logits": closed, "router": closed}
+
+    def group_of(self, layer: int) -> int:
+        """The position of a layer in :attr:`layers`.
+
+        Raises:
+            LayerError: no such layer.
+        """
+        return self._group(layer)
 
     def _group(self, layer: int) -> int:
         try:
@@ -252,6 +269,128 @@ class Store:
             stops = (ends[first:last] - before).tolist()
             found.extend(block[a:b] for a, b in zip([0, *stops], stops, strict=False))
         return found
+
+    def stream(
+        self,
+        layer: int | Sequence[int] | Literal["all"],
+        batch_size: int,
+        *,
+        shuffle: Shuffle = None,
+        seed: int = 0,
+        epoch: int = 0,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        interleave: bool = False,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dtype: DTypeLike | None = None,
+        center: ArrayLike | None = None,
+        scale: Scale = None,
+        memory: int | str = "1GiB",
+        reuse: bool = False,
+        buffers: Sequence[Any] | None = None,
+    ) -> Stream:
+        """Rows as batches, in an order: what a training loop reads.
+
+        Reading, shuffling and copying happen on threads of ours, at most one batch ahead of the loop. The same settings give the
+        same batches, whatever the number of threads, workers or machines.
+
+        Args:
+            layer: a name from :attr:`layers`, a list of names, or ``"all"``. Several layers share one order.
+            batch_size: rows per batch (an aligned row has all its layers). The last batch of an epoch may be shorter.
+            shuffle: ``None``: stored order, example after example. ``"window"`` (recommended): examples in a random order are read
+                whole into a pool of ``memory`` bytes, and its rows given out in a random order while the next pool is filled.
+                ``"exact"``: all rows in a random order; needs no memory, and a disk that is good at random reads.
+            seed: decides every random order, with the epoch.
+            epoch: each has another order; it counts up by itself.
+            tokens: ``"content"`` (all but special ones), ``"all"``, ``"last"`` or ``"special"`` (saev's CLS).
+            ignore_labels: rows with these patch labels are left out (saev).
+            keep: rows to read: a bool per example, a bool array per example (one flag per stored token, or per content token), a
+                2-D bool array, or a function of :attr:`table` that gives one of these.
+            interleave: for several layers: False gives ``(b, n_layers, d_model)``, a row with all its layers; True gives
+                ``(b, d_model)``, rows of one layer each, named in ``batch.layers``.
+            drop_last: leave out the rows that do not fill a batch.
+            rank: the share to read, of ``world_size``.
+            world_size: shares are disjoint, hold all rows together, and have equally many batches. Unless ``shuffle="window"``, the
+                first k batches of all ranks together hold the same rows for any ``world_size`` of which
+                ``batch_size * world_size`` is the same.
+            dtype: convert while copying, as in :meth:`gather`.
+            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from every row.
+            scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: multiplied after that. ``"unit-norm"`` and ``"sqrt-d"``
+                bring every row's L2 norm to 1 or to sqrt(d_model).
+            memory: of the pool, in bytes or as ``"512MiB"``. It is part of what decides the order of ``shuffle="window"``.
+            reuse: write batches into three arrays in turn: a batch is valid until the next one is asked for.
+            buffers: the same with yours: two arrays or tensors (pinned, perhaps) or more, of a whole batch's shape.
+
+        Returns:
+            A :class:`~actshard.Stream`. Its batches are copies that the caller owns, unless they are reused.
+
+        Raises:
+            LayerError, ArgumentError, DtypeError: no such layer; arguments that make no sense.
+            NotStoredError: no labels, no special tokens, or layers with different tokens.
+            What :meth:`gather` raises: while iterating, with file and offset.
+        """
+        return Stream(
+            self,
+            layer,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            epoch=epoch,
+            tokens=tokens,
+            ignore_labels=ignore_labels,
+            keep=keep,
+            interleave=interleave,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            dtype=dtype,
+            center=center,
+            scale=scale,
+            memory=memory,
+            reuse=reuse,
+            buffers=buffers,
+        )
+
+    def native_stream(self, selection: Any, options: dict[str, Any]) -> _native.Stream:
+        """For :class:`~actshard.Stream`: the native half of one."""
+        return _native.Stream(self._open_rows(), selection, **options)
+
+    def stats(
+        self,
+        layer: int,
+        *,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Stats:
+        """Mean, variance, extremes and what is no number, per column, in one parallel pass over a layer.
+
+        Sums are float64 over blocks of a fixed size: the result is the same, to the last bit, for any number of threads.
+
+        Args:
+            layer: a name from :attr:`layers`.
+            tokens: as in :meth:`stream`.
+            ignore_labels: as in :meth:`stream`.
+            keep: as in :meth:`stream`.
+            progress: called with (rows done, rows in all) now and then.
+
+        Raises:
+            As :meth:`stream`; DtypeError for rows that are not floating.
+        """
+        group = self._group(layer)
+        selection = select(self, [layer], tokens, ignore_labels, keep)
+        total = _native.count_selected(self.num_examples, selection)
+        tell = None if progress is None else lambda done: progress(done, total)
+        return Stats.of(self._open_rows().stats(group, selection, tell))
+
+    def _open_rows(self) -> Rows:
+        if isinstance(self._rows, _Without):
+            self._rows.gather()
+        return self._rows
 
     def _groups_of(self, layer: int | Sequence[int], n: int) -> int | NDArray[np.int64]:
         if isinstance(layer, int | np.integer) or not np.iterable(layer):

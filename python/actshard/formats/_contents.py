@@ -79,6 +79,8 @@ class Contents:
     extras: tuple[str, ...] = ()
     """What is stored beside hidden states, in words: patch labels, logits, router tensors."""
     warnings: tuple[str, ...] = ()
+    special_tokens: int = 0
+    """Tokens at the front of every example that stand for none of its content, such as saev's CLS."""
     counts_are_cheap: bool = True
     """Whether ``token_counts`` can be had without reading the whole dataset."""
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None

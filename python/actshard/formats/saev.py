@@ -145,6 +145,7 @@ def open(path: Path, options: Options) -> Contents:
         model=model or None,
         provenance=provenance,
         extras=("patch labels",) if labels.is_file() else (),
+        special_tokens=int(cls),
         warnings=tuple(warnings),
         labels=lambda: _labels(labels, n, content, options.io),
     )

@@ -10,6 +10,8 @@
 //!   rows it held when opened. [`bytes::FileTable`] lists files, [`bytes::chunks`] computes their names.
 //! - [`par`] moves rows: [`par::gather`] sorts addresses, hints cold ones to the kernel, and copies or casts
 //!   ([`dtype`]) on threads of our own ([`par::pool`]) straight into the caller's memory.
+//! - [`rows`] is one dataset's rows, whatever its layout: what a binding holds. [`stream`] reads them in an order, batch
+//!   after batch, on a thread ahead of whoever consumes them.
 //! - [`parse`] reads files not to be trusted. [`error`] is how anything here says no.
 //!
 //! This crate knows rows, files and byte ranges. It has no word for a prompt, a patch or a parquet file, and never
@@ -24,6 +26,8 @@ pub mod error;
 pub mod layout;
 pub mod par;
 pub mod parse;
+pub mod rows;
+pub mod stream;
 
 pub use dtype::DType;
 pub use error::{Error, Kind, Result};

@@ -7,7 +7,7 @@ use std::path::Path;
 use actshard_core::bytes::{FileTable, Io, RowFile, RowsIn};
 use actshard_core::dtype::Cast;
 use actshard_core::layout::strided::Strided;
-use actshard_core::par::gather::{Ints, Pick, Source, gather};
+use actshard_core::par::gather::{Ints, Out, Pick, Source, gather};
 use actshard_core::{DType, Kind, Result};
 use proptest::prelude::*;
 
@@ -43,7 +43,7 @@ fn run(files: &FileTable, layout: &Strided, group: usize, pick: Pick<'_>, items:
         pick,
         items,
         cast,
-        out,
+        Out::Dense(out),
         &mut || false,
     )
 }

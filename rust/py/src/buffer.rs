@@ -9,7 +9,7 @@ use std::ptr;
 use std::sync::Mutex;
 
 use actshard_core::bytes::View;
-use memmap2::MmapMut;
+use actshard_core::bytes::output::Output;
 use numpy::npyffi::{
     self, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, PyArray_Descr,
     PyArrayObject, npy_intp,
@@ -24,58 +24,14 @@ pub struct MappedRows {
     view: View,
 }
 
-/// Outputs from this size on are recycled; below it the allocator reuses memory by itself.
-const RECYCLE_FROM: usize = 1 << 20;
-/// What is kept of freed outputs, at most, together.
-const KEEP_AT_MOST: usize = 256 << 20;
-/// And how many blocks: a loop that binds the next batch before it drops the last needs two, and several threads may loop.
-const KEEP_BLOCKS: usize = 8;
-/// Blocks come in multiples of a huge page.
-const GRAIN: usize = 2 << 20;
+/// Numpy allocates outputs below this itself.
+const OURS_FROM: usize = 1 << 20;
 
-/// Large outputs that were freed last, the latest at the end. Fresh memory costs more than filling it (the kernel clears
-/// every page, and a virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages
-/// back. Only ever tried, never waited for, so that a fork at a bad moment costs an allocation and nothing else.
-static FREED: Mutex<Vec<MmapMut>> = Mutex::new(vec![]);
-
-/// Memory of a large output, which the array keeps alive as its base.
+/// Memory of an output, which the array keeps alive as its base.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct OutputMemory {
-    map: Option<MmapMut>,
-}
-
-impl Drop for OutputMemory {
-    fn drop(&mut self) {
-        if let (Some(map), Ok(mut freed)) = (self.map.take(), FREED.try_lock())
-            && map.len() <= KEEP_AT_MOST
-        {
-            freed.push(map);
-            while freed.len() > KEEP_BLOCKS || freed.iter().map(|m| m.len()).sum::<usize>() > KEEP_AT_MOST {
-                freed.remove(0);
-            }
-        }
-    }
-}
-
-/// A block of at least `size` bytes: the one freed last that fits without much waste, or a new one. If none fits, the oldest
-/// is given back first, so that a program that changes its sizes does not keep memory it has no use for.
-fn output_memory(size: usize) -> std::io::Result<MmapMut> {
-    if let Ok(mut freed) = FREED.try_lock() {
-        let most = size.saturating_mul(2).max(4 * GRAIN);
-        if let Some(at) = freed.iter().rposition(|map| (size..=most).contains(&map.len())) {
-            return Ok(freed.remove(at));
-        }
-        if !freed.is_empty() {
-            freed.remove(0);
-        }
-    }
-    // Up to an eighth more, so that outputs of about the same size fit each other's; what is not touched costs nothing.
-    let grain = (size.checked_next_power_of_two().unwrap_or(GRAIN) / 16).max(GRAIN);
-    let map = MmapMut::map_anon(size.checked_next_multiple_of(grain).unwrap_or(size))?;
-    // Fewer, larger pages to clear; a system that refuses clears small ones.
-    #[cfg(target_os = "linux")]
-    let _ = map.advise(memmap2::Advice::HugePage);
-    Ok(map)
+    // Only held; arrays point into it.
+    _memory: Mutex<Output>,
 }
 
 /// A new C-contiguous array, not initialised.
@@ -85,22 +41,66 @@ pub fn empty<'py>(
     dims: &[usize],
 ) -> PyResult<Bound<'py, PyUntypedArray>> {
     let size = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).unwrap_or(0);
-    if size >= RECYCLE_FROM {
-        let mut map = output_memory(size).map_err(|_| {
+    if size >= OURS_FROM {
+        let memory = Output::new(size).map_err(|_| {
             PyMemoryError::new_err(format!("unable to allocate {size} bytes for an output of shape {dims:?}"))
         })?;
-        let data = map.as_mut_ptr();
-        let owner = Bound::new(py, OutputMemory { map: Some(map) })?;
-        let flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
-        // SAFETY: `data` points to at least `size` bytes of a private anonymous mapping that nobody else refers to,
-        // page-aligned and writable. They live as long as `owner`, which becomes the array's base below.
-        let array = unsafe { from_descr(py, descr, dims, data.cast(), flags)? };
-        // SAFETY: as in `over_map`.
-        let failed = unsafe { PY_ARRAY_API.PyArray_SetBaseObject(py, array.as_array_ptr(), owner.into_ptr()) } != 0;
-        return if failed { Err(PyErr::fetch(py)) } else { Ok(array) };
+        return over_output(py, memory, descr, dims);
     }
     // SAFETY: no data pointer is given, so numpy allocates.
     unsafe { from_descr(py, descr, dims, ptr::null_mut(), 0) }
+}
+
+/// A C-contiguous array that owns a whole output; `dims` x the element size is its length, at most.
+pub fn over_output<'py>(
+    py: Python<'py>,
+    mut memory: Output,
+    descr: &Bound<'py, PyArrayDescr>,
+    dims: &[usize],
+) -> PyResult<Bound<'py, PyUntypedArray>> {
+    let size = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d));
+    let bytes = memory.as_mut();
+    if size.is_none_or(|n| n > bytes.len()) {
+        return Err(PyMemoryError::new_err("an array larger than its memory"));
+    }
+    let data = bytes.as_mut_ptr();
+    let owner = Bound::new(py, OutputMemory { _memory: Mutex::new(memory) })?;
+    let flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
+    // SAFETY: `data` points to at least `dims` x itemsize bytes (compared above) that nobody else refers to, aligned for any
+    // element and writable. Moving an Output does not move its bytes. They live as long as `owner`, which becomes the array's
+    // base below.
+    let array = unsafe { from_descr(py, descr, dims, data.cast(), flags)? };
+    // SAFETY: as in `over_map`.
+    let failed = unsafe { PY_ARRAY_API.PyArray_SetBaseObject(py, array.as_array_ptr(), owner.into_ptr()) } != 0;
+    if failed { Err(PyErr::fetch(py)) } else { Ok(array) }
+}
+
+/// The bytes of an array, for a thread to fill.
+pub struct Lent {
+    data: *mut u8,
+    len: usize,
+    /// Which of the arrays lent.
+    pub number: usize,
+    /// Keeps the bytes alive.
+    _array: Py<PyUntypedArray>,
+}
+
+// SAFETY: the pointer is to the data of an array that `_array` keeps alive, wherever this goes, and a Lent cannot be copied.
+unsafe impl Send for Lent {}
+
+impl AsMut<[u8]> for Lent {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: `data` points to `len` writable bytes of the array that `_array` keeps alive. That nobody else writes there
+        // meanwhile is the same promise as that of `bytes_mut`.
+        unsafe { std::slice::from_raw_parts_mut(self.data, self.len) }
+    }
+}
+
+/// An array whose bytes a thread may fill; `None` if it cannot be written as one block.
+pub fn lend(mut array: Bound<'_, PyUntypedArray>, number: usize) -> Option<Lent> {
+    let bytes = bytes_mut(&mut array)?;
+    let (data, len) = (bytes.as_mut_ptr(), bytes.len());
+    Some(Lent { data, len, number, _array: array.unbind() })
 }
 
 /// A read-only C-contiguous array over mapped bytes; `dims` x the element size is their number.

@@ -1,6 +1,7 @@
 //! The binding: turns Python arguments into the core's words and back. It converts and never computes.
 //!
 //! - `rows`: [`rows::Rows`], the rows of a dataset, and [`rows::Addresses`], the table they can be looked up in
+//! - `stream`: batches in an order, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `detach`: the one gate through which the GIL is released
 //! - `pickle`: values of a pickle as Python objects
@@ -11,6 +12,7 @@ mod detach;
 mod errors;
 mod pickle;
 mod rows;
+mod stream;
 
 use std::path::PathBuf;
 
@@ -103,10 +105,13 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<rows::Rows>()?;
     m.add_class::<rows::Addresses>()?;
+    m.add_class::<stream::Stream>()?;
+    m.add_class::<stream::Batches>()?;
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;
     m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;
+    m.add_function(wrap_pyfunction!(stream::count_selected, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(error_kinds, m)?)?;

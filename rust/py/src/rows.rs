@@ -1,18 +1,18 @@
 //! The rows of a dataset, as Python sees them.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
 use actshard_core::bytes::codecs::{self, CodedArray, Decode};
 use actshard_core::bytes::shards::{ShardSpec, Shards};
-use actshard_core::bytes::{FileTable, Files, Io, Row, RowFile, RowsIn, View};
+use actshard_core::bytes::{FileTable, Io, Row, RowFile, RowsIn};
 use actshard_core::dtype::{Cast, DType};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::strided::Strided;
-use actshard_core::layout::table::{Table, TableBuilder};
-use actshard_core::layout::{Address, Layout, check_example};
-use actshard_core::par::gather::{Ints, Pick, Source, gather};
+use actshard_core::layout::table::TableBuilder;
+use actshard_core::par::gather::{Ints, Out, Pick};
+use actshard_core::rows::Rows as Dataset;
 use actshard_core::{Error, Kind};
 use numpy::{
     PyArray1, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
@@ -21,9 +21,9 @@ use numpy::{
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyInt;
+use pyo3::types::{PyDict, PyInt};
 
-use crate::{buffer, detach, errors, pickle};
+use crate::{buffer, detach, errors, pickle, stream};
 
 /// Addresses of rows, read from an index batch by batch.
 #[pyclass(frozen, module = "actshard._native")]
@@ -85,37 +85,12 @@ impl Addresses {
     }
 }
 
-/// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
-enum Where {
-    Strided(FileTable, Strided),
-    Table(FileTable, Table),
-    Chunked(ChunkFiles, Chunked),
-    Shards(Box<Shards>),
-}
-
 /// The rows of a dataset: its files, where rows lie in them, and their type.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Rows {
-    rows: Where,
+    rows: Arc<Dataset>,
     io: Io,
     descr: Py<PyArrayDescr>,
-}
-
-/// The files and the layout that know these examples: those the dataset has, or made for the occasion by shards that have to
-/// be looked into.
-macro_rules! with_layout {
-    ($self:expr, $examples:expr, $watch:expr, $files:ident, $layout:ident => $body:expr) => {
-        match &$self.rows {
-            Where::Strided($files, $layout) => $body,
-            Where::Table($files, $layout) => $body,
-            Where::Chunked($files, $layout) => $body,
-            Where::Shards(shards) => {
-                let prepared = &shards.prepare(Some($examples), $watch)?;
-                let ($files, $layout) = (prepared, prepared);
-                $body
-            }
-        }
-    };
 }
 
 /// A shard, as [`Rows::shards`] is told of it: path, compressed, size and SHA-256 if they are to be checked, samples, smallest
@@ -190,40 +165,11 @@ impl Index<'_> {
     }
 }
 
-/// An example's rows in place, if they lie together: the view and how many.
-fn one_view(
-    layout: &impl Layout,
-    group: usize,
-    example: i64,
-    view: impl FnOnce(Address, u64) -> actshard_core::Result<Option<View>>,
-) -> actshard_core::Result<Option<(View, u64)>> {
-    let mut whole: Option<(Address, u64)> = None;
-    let mut apart = false;
-    layout.runs(group, example, &mut |run| match &mut whole {
-        None => whole = Some((run.at, run.rows)),
-        Some((at, rows)) if at.file == run.at.file && at.row + *rows == run.at.row => *rows += run.rows,
-        Some(_) => apart = true,
-    })?;
-    match whole {
-        Some((at, rows)) if !apart => Ok(view(at, rows)?.map(|v| (v, rows))),
-        _ => Ok(None),
-    }
-}
-
 /// One group for all, or one for each of `n` examples.
 fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyResult<Index<'py>> {
     Index::quick(groups)
         .filter(|g| g.len().is_none_or(|len| len == n))
         .ok_or_else(|| errors::raise(py, &Error::new(Kind::Internal, "groups that are not one per example")))
-}
-
-fn count_tokens(layout: &impl Layout, groups: Ints<'_>, examples: &[i64]) -> actshard_core::Result<Vec<i64>> {
-    let each = examples.iter().enumerate().map(|(i, &e)| {
-        let group = usize::try_from(groups.get(i)).ok().filter(|g| *g < layout.groups());
-        let group = group.ok_or_else(|| Error::new(Kind::Internal, "a group that is not there"))?;
-        Ok(layout.tokens(group, check_example(e, layout.examples())?) as i64)
-    });
-    each.collect()
 }
 
 /// A function of `actshard._arguments`, which knows the slow ways to say the same.
@@ -248,7 +194,7 @@ fn overlaps(pick: &Pick<'_>, out: &[u8]) -> bool {
     })
 }
 
-fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
+pub(crate) fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
     DType::from_name(name)
         .ok_or_else(|| errors::raise(py, &Error::new(Kind::Unsupported, format!("unknown element type '{name}'"))))
 }
@@ -282,7 +228,7 @@ impl Rows {
             Strided::new(num_examples, examples_per_file, num_groups, num_tokens).map_err(|e| errors::raise(py, &e))?;
         let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
         let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
-        Rows::new(py, Where::Strided(files, layout), io, descr)
+        Rows::new(py, Dataset::Strided(files, layout), io, descr)
     }
 
     /// Rows at listed places: `files[g * shards + s]` holds group g's shard s as the 2-D tensor of that key.
@@ -304,7 +250,7 @@ impl Rows {
         let table = builder.ok_or_else(used).and_then(|b| b.finish(num_groups)).map_err(|e| errors::raise(py, &e))?;
         let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
         let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
-        Rows::new(py, Where::Table(files, table), io, descr)
+        Rows::new(py, Dataset::Table(files, table), io, descr)
     }
 
     /// Rows of chunked arrays: `members` are (examples, arrays by number, in token order), `lengths` one per array of a
@@ -363,7 +309,7 @@ impl Rows {
             })
             .collect::<PyResult<_>>()?;
         let layout = Chunked::new(num_groups, members, lengths).map_err(|e| errors::raise(py, &e))?;
-        Rows::new(py, Where::Chunked(files, layout), io, descr)
+        Rows::new(py, Dataset::Chunked(files, layout), io, descr)
     }
 
     /// Rows of pickle shards; the first is looked into, it alone says what a row is.
@@ -392,7 +338,7 @@ impl Rows {
             .collect();
         let shards = detach::detached(py, |watch| Shards::open(specs, layers, decoded_memory, io, watch))?;
         let descr = helper(py, "stored")?.call1((shards.row().dtype.name(),))?.extract()?;
-        Rows::new(py, Where::Shards(Box::new(shards)), io, descr)
+        Rows::new(py, Dataset::Shards(Box::new(shards)), io, descr)
     }
 
     /// The numpy type of a row.
@@ -410,8 +356,8 @@ impl Rows {
     /// Shards inflated so far, for tests.
     #[getter]
     fn inflated(&self) -> u64 {
-        match &self.rows {
-            Where::Shards(shards) => shards.inflated(),
+        match &*self.rows {
+            Dataset::Shards(shards) => shards.inflated(),
             _ => 0,
         }
     }
@@ -447,19 +393,7 @@ impl Rows {
 
     /// Tokens stored per example, int64; for a strided layout every example has as many.
     fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let counts = detach::detached(py, |watch| {
-            let all = |l: &dyn Layout| (0..l.examples()).map(|e| l.tokens(0, e) as i64).collect::<Vec<i64>>();
-            Ok(match &self.rows {
-                Where::Strided(_, l) => all(l),
-                Where::Table(_, l) => all(l),
-                Where::Chunked(_, l) => all(l),
-                Where::Shards(shards) => {
-                    let prepared = shards.prepare(None, watch)?;
-                    (0..prepared.examples()).map(|e| prepared.tokens_anywhere(e) as i64).collect()
-                }
-            })
-        })?;
-        Ok(PyArray1::from_vec(py, counts))
+        Ok(PyArray1::from_vec(py, detach::detached(py, |watch| self.rows.token_counts(watch))?))
     }
 
     /// Tokens stored for each of these examples, in one group or one group each.
@@ -475,9 +409,9 @@ impl Rows {
 
     /// Bytes that the address table holds in memory.
     fn table_bytes(&self) -> usize {
-        match &self.rows {
-            Where::Table(_, table) => table.bytes(),
-            Where::Strided(..) | Where::Chunked(..) | Where::Shards(_) => 0,
+        match &*self.rows {
+            Dataset::Table(_, table) => table.bytes(),
+            Dataset::Strided(..) | Dataset::Chunked(..) | Dataset::Shards(_) => 0,
         }
     }
 
@@ -495,7 +429,7 @@ impl Rows {
         let mut dims: Vec<usize> = Vec::new();
         let (e, t) = match tokens {
             None if examples.is_none() => {
-                dims.push(self.examples() as usize);
+                dims.push(self.rows.examples() as usize);
                 (Index::All, None)
             }
             None => {
@@ -560,29 +494,21 @@ impl Rows {
         self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.row().width], out, dtype)
     }
 
+    /// Sums over rows of a group: a dict of arrays, one element per column.
+    #[pyo3(signature = (group, tokens, progress=None))]
+    fn stats<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+        tokens: stream::Tokens<'py>,
+        progress: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        stream::stats_of(py, self, group, tokens, progress)
+    }
+
     /// An example's rows in place, read-only, or None where they do not lie together in one mapped file.
     fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
-        if self.io == Io::Pread {
-            return Ok(None);
-        }
-        let found = detach::detached(py, |watch| {
-            let in_table = |files: &FileTable, at: Address, rows: u64| {
-                View::of(files.get(at.file)?, at.row, rows, files.row().bytes)
-            };
-            Ok(match &self.rows {
-                Where::Strided(files, layout) => {
-                    one_view(layout, group, example, |at, rows| in_table(files, at, rows))?
-                }
-                Where::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows))?,
-                Where::Chunked(files, layout) => {
-                    one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows))?
-                }
-                Where::Shards(shards) => {
-                    let prepared = shards.prepare(Some(&mut std::iter::once(example)), watch)?;
-                    one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))?
-                }
-            })
-        })?;
+        let found = detach::detached(py, |watch| self.rows.view(self.io, group, example, watch))?;
         let Some((view, rows)) = found else { return Ok(None) };
         let dims = [rows as usize, self.row().width];
         buffer::over_map(py, view, self.descr.bind(py), &dims).map(Some)
@@ -590,8 +516,8 @@ impl Rows {
 }
 
 impl Rows {
-    fn new(py: Python<'_>, rows: Where, io: Io, descr: Bound<'_, PyArrayDescr>) -> PyResult<Rows> {
-        let made = Rows { rows, io, descr: descr.clone().unbind() };
+    fn new(py: Python<'_>, rows: Dataset, io: Io, descr: Bound<'_, PyArrayDescr>) -> PyResult<Rows> {
+        let made = Rows { rows: Arc::new(rows), io, descr: descr.clone().unbind() };
         let dtype = made.row().dtype;
         if dtype.size() != Some(descr.itemsize()) {
             return Err(errors::raise(
@@ -602,35 +528,24 @@ impl Rows {
         Ok(made)
     }
 
-    fn row(&self) -> Row {
-        match &self.rows {
-            Where::Strided(files, _) | Where::Table(files, _) => files.row(),
-            Where::Chunked(files, _) => files.row(),
-            Where::Shards(shards) => shards.row(),
-        }
+    /// What a stream reads from on its own thread.
+    pub(crate) fn dataset(&self) -> Arc<Dataset> {
+        Arc::clone(&self.rows)
     }
 
-    fn examples(&self) -> u64 {
-        match &self.rows {
-            Where::Strided(_, layout) => layout.examples(),
-            Where::Table(_, layout) => layout.examples(),
-            Where::Chunked(_, layout) => layout.examples(),
-            Where::Shards(shards) => shards.examples(),
-        }
+    fn row(&self) -> Row {
+        self.rows.row()
     }
 
     fn as_shards(&self, py: Python<'_>) -> PyResult<&Shards> {
-        match &self.rows {
-            Where::Shards(shards) => Ok(shards),
+        match &*self.rows {
+            Dataset::Shards(shards) => Ok(shards),
             _ => Err(errors::raise(py, &Error::new(Kind::Internal, "rows that are not of pickle shards"))),
         }
     }
 
     fn count(&self, py: Python<'_>, groups: Ints<'_>, examples: &[i64]) -> PyResult<Vec<i64>> {
-        detach::detached(
-            py,
-            |watch| with_layout!(self, &mut examples.iter().copied(), watch, _files, l => count_tokens(l, groups, examples)),
-        )
+        detach::detached(py, |watch| self.rows.tokens_of(groups, examples, watch))
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -671,38 +586,7 @@ impl Rows {
             let detail = "out: shares memory with the indices, which would be overwritten while they are read";
             return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
         }
-        detach::detached(py, |watch| {
-            let only = 0..u64::MAX;
-            match &self.rows {
-                Where::Strided(files, layout) => {
-                    gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
-                }
-                Where::Table(files, layout) => {
-                    gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
-                }
-                Where::Chunked(files, layout) => {
-                    gather(&Source { files, layout, groups, only }, pick, items, cast, bytes, watch)
-                }
-                Where::Shards(shards) => {
-                    let examples = &mut (0..items).map(|i| pick.example(i));
-                    let mut prepared = shards.prepare(Some(examples), &mut *watch)?;
-                    let mut waves = prepared.waves();
-                    if waves.len() < 2 {
-                        for wave in &waves {
-                            prepared.hold(wave, &mut *watch)?;
-                        }
-                        let source = Source { files: &prepared, layout: &prepared, groups, only };
-                        return gather(&source, pick, items, cast, bytes, watch);
-                    }
-                    for only in waves.drain(..) {
-                        prepared.hold(&only, &mut *watch)?;
-                        let source = Source { files: &prepared, layout: &prepared, groups, only };
-                        gather(&source, pick, items, cast, bytes, &mut *watch)?;
-                    }
-                    Ok(())
-                }
-            }
-        })?;
+        detach::detached(py, |watch| self.rows.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
         Ok(result)
     }
 

@@ -101,6 +101,11 @@ impl Grid {
         self.chunk[2]
     }
 
+    /// Examples per chunk.
+    pub fn examples_per_chunk(&self) -> u64 {
+        self.chunk[0]
+    }
+
     fn indices(&self, file: u64) -> [u64; 4] {
         let [_, gl, gt, gh] = self.counts;
         let n = file - self.first;

@@ -48,22 +48,26 @@ impl Map {
         }
     }
 
-    /// Asks the processor for the first cache lines at `offset`: a random row's page walk and first misses then overlap
-    /// with the copy of the row before it (measured: 12.7 against 11.0 GB/s for 3 KiB rows on two cores).
+    /// [`prefetch`] from `offset` on.
     #[inline]
     pub fn prefetch(&self, offset: usize) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            const LINES: usize = 6;
-            if let Some(lines) = self.inner.get(offset..).and_then(|rest| rest.get(..LINES * 64)) {
-                for line in lines.chunks_exact(64) {
-                    // SAFETY: the pointer comes from a slice inside our live mapping; prefetching never faults.
-                    unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-                }
-            }
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = offset;
+        prefetch(self.inner.get(offset..).unwrap_or_default());
     }
+}
+
+/// Asks the processor for the first cache lines: a random row's page walk and first misses then overlap with the copy of the
+/// row before it (measured: 12.7 against 11.0 GB/s for 3 KiB rows on two cores).
+#[inline]
+pub fn prefetch(bytes: &[u8]) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        const LINES: usize = 6;
+        for line in bytes.chunks_exact(64).take(LINES) {
+            // SAFETY: the pointer comes from a live slice; prefetching never faults.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = bytes;
 }

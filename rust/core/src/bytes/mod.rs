@@ -9,6 +9,7 @@ mod files;
 pub mod inflate;
 pub mod mmap;
 mod open;
+pub mod output;
 pub mod pread;
 pub mod shards;
 

@@ -72,6 +72,20 @@ impl Chunked {
         Ok(Chunked { groups, examples, members: placed, lengths })
     }
 
+    /// Bounds of what lies in the same chunks: 0, and after each group of examples the number of the next.
+    pub fn bounds(&self) -> Vec<u64> {
+        let mut bounds = vec![0];
+        for (first, member) in &self.members {
+            let step = member.parts.iter().map(Grid::examples_per_chunk).max().unwrap_or(1).max(1);
+            let mut at = 0;
+            while at < member.examples {
+                at = (at + step).min(member.examples);
+                bounds.push(first + at);
+            }
+        }
+        bounds
+    }
+
     /// The member that holds an example, and the example's number in it.
     #[inline]
     fn member(&self, example: u64) -> (&Member, u64) {

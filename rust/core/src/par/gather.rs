@@ -120,6 +120,59 @@ pub struct Source<'a, L: ?Sized> {
     pub only: Range<u64>,
 }
 
+/// Where rows go.
+pub enum Out<'a> {
+    /// One after another.
+    Dense(&'a mut [u8]),
+    /// Each to a place of its own; all places are as long as a row of the output.
+    Places(Vec<&'a mut [u8]>),
+}
+
+impl<'a> Out<'a> {
+    /// The first `rows` of `row` bytes each, and the others; `None` if there are not as many.
+    fn split_at(self, rows: usize, row: usize) -> Option<(Out<'a>, Out<'a>)> {
+        match self {
+            Out::Dense(bytes) => {
+                let (mine, others) = bytes.split_at_mut_checked(rows.checked_mul(row)?)?;
+                Some((Out::Dense(mine), Out::Dense(others)))
+            }
+            Out::Places(mut places) => {
+                let others = if rows <= places.len() { places.split_off(rows) } else { return None };
+                let fit = places.iter().all(|p| p.len() == row);
+                fit.then_some((Out::Places(places), Out::Places(others)))
+            }
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Out::Dense(bytes) => bytes.len(),
+            Out::Places(places) => places.iter().map(|p| p.len()).sum(),
+        }
+    }
+
+    fn is_dense(&self) -> bool {
+        matches!(self, Out::Dense(_))
+    }
+
+    /// Bytes from `at` on, which lie in one row or in a dense output.
+    #[inline]
+    fn range(&mut self, at: usize, len: usize, row: usize) -> &mut [u8] {
+        match self {
+            Out::Dense(bytes) => &mut bytes[at..at + len],
+            Out::Places(places) => &mut places[at / row][at % row..at % row + len],
+        }
+    }
+
+    /// The same places, for a shorter time.
+    pub fn reborrow(&mut self) -> Out<'_> {
+        match self {
+            Out::Dense(bytes) => Out::Dense(bytes),
+            Out::Places(places) => Out::Places(places.iter_mut().map(|p| &mut **p).collect()),
+        }
+    }
+}
+
 /// Everything a part needs to know.
 struct Job<'a, L: ?Sized> {
     files: &'a dyn Files,
@@ -136,7 +189,7 @@ struct Job<'a, L: ?Sized> {
 }
 
 /// What a part fills, and the output it owns; taken by whoever does the part.
-type Part<'a> = Mutex<Option<(Span, &'a mut [u8])>>;
+type Part<'a> = Mutex<Option<(Span, Out<'a>)>>;
 
 /// The items of a part, from `first` to one before `end`. Where items are whole examples, a long one can begin in one part
 /// and end in another: `skip` rows of the first are not this part's, nor any after `rows`.
@@ -186,7 +239,7 @@ pub fn gather<L: Layout + ?Sized>(
     pick: Pick<'_>,
     items: usize,
     cast: Cast,
-    out: &mut [u8],
+    out: Out<'_>,
     watch: Watch<'_>,
 ) -> Result<()> {
     match pick {
@@ -205,7 +258,7 @@ pub fn gather<L: Layout + ?Sized>(
         return job.one_row(out);
     }
     let out_row = row_bytes / cast.from_size * cast.to_size;
-    let part_rows = part_rows(out.len(), out_row);
+    let part_rows = part_rows(out.bytes(), out_row);
 
     // Parts in output order: how many items each takes, and its own piece of the output.
     let mut parts: Vec<Part<'_>> = Vec::new();
@@ -235,22 +288,20 @@ pub fn gather<L: Layout + ?Sized>(
             span.end = item;
         }
         let rows = usize::try_from(span.rows).unwrap_or(usize::MAX);
-        let bytes = rows.checked_mul(out_row).filter(|b| *b <= rest.len());
-        let Some(bytes) = bytes else {
+        let Some((mine, others)) = rest.split_at(rows, out_row) else {
             return Err(Error::new(Kind::Argument, "the output is smaller than the rows asked for"));
         };
-        let (mine, others) = rest.split_at_mut(bytes);
         parts.push(Mutex::new(Some((span, mine))));
         rest = others;
     }
-    if !rest.is_empty() {
+    if rest.bytes() > 0 {
         return Err(Error::new(Kind::Argument, "the output is larger than the rows asked for"));
     }
 
     let work = |part: usize, stop: &Stop| -> Result<()> {
         let taken = parts[part].lock().unwrap_or_else(PoisonError::into_inner).take();
         match taken {
-            Some((span, out)) => job.run_part(span, out, stop),
+            Some((span, mut out)) => job.run_part(span, &mut out, stop),
             None => Err(Error::new(Kind::Internal, "a part was handed out twice")),
         }
     };
@@ -277,19 +328,20 @@ impl<L: Layout + ?Sized> Job<'_, L> {
     }
 
     /// A single row, without the machinery: users do call this a million times in a loop.
-    fn one_row(&self, out: &mut [u8]) -> Result<()> {
+    fn one_row(&self, mut whole: Out<'_>) -> Result<()> {
         let group = self.group(0)?;
         let at = match self.pick {
             Pick::Tokens { examples, tokens } => self.layout.locate(group, examples.get(0), tokens.get(0))?,
             Pick::Last { examples } | Pick::Whole { examples } => self.layout.last(group, examples.get(0))?,
         };
-        let row = self.row_bytes;
-        if out.len() != row / self.cast.from_size * self.cast.to_size {
+        let (row, out_row) = (self.row_bytes, self.out_row());
+        if whole.bytes() != out_row {
             return Err(Error::new(Kind::Argument, "the output is not one row"));
         }
         if self.files.split(at.file) > 1 {
-            return self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, out, &Stop::default());
+            return self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default());
         }
+        let out = whole.range(0, out_row, out_row);
         let open = self.files.get(at.file)?;
         let place = open.place();
         let Some(src) = place.offset(at.row, 1) else {
@@ -309,22 +361,28 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 Ok(())
             }
             None if self.fill(&open, out) => Ok(()),
-            None if row > PIECE => self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, out, &Stop::default()),
+            None if row > PIECE => {
+                self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default())
+            }
             None => {
                 let piece = Piece { src, dst: 0, len: row as u32, file: 0 };
-                self.copy_read(&[open], &[piece], out, &Stop::default())
+                self.copy_read(&[open], &[piece], &mut whole, &Stop::default())
             }
         }
     }
 
-    fn run_part(&self, span: Span, out: &mut [u8], stop: &Stop) -> Result<()> {
+    fn out_row(&self) -> usize {
+        self.row_bytes / self.cast.from_size * self.cast.to_size
+    }
+
+    fn run_part(&self, span: Span, out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let first = span.first;
         let mut entries = self.locate(span)?;
         if !entries.is_sorted_by_key(|e| e.key) {
             let mut rest = &mut entries[..];
             // What has to be decoded is visited once per part, whatever the order costs in cache misses.
             let sort_bytes = if self.decodes { usize::MAX } else { SORT_BYTES };
-            let block_rows = (sort_bytes / (self.row_bytes / self.cast.from_size * self.cast.to_size)).max(1);
+            let block_rows = (sort_bytes / self.out_row()).max(1);
             while !rest.is_empty() {
                 // Entries are in output order still, whole examples may bring several rows each.
                 let limit = (rest[0].dst as usize).saturating_add(block_rows);
@@ -335,7 +393,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         }
         let mut rest = &entries[..];
         while !rest.is_empty() {
-            let Cut { files, seen, read, filled, done } = self.cut(rest, first)?;
+            let Cut { files, seen, read, filled, done } = self.cut(rest, first, out.is_dense())?;
             rest = &rest[done..];
             if stop.is_set() {
                 return Ok(());
@@ -435,13 +493,13 @@ impl<L: Layout + ?Sized> Job<'_, L> {
     /// Opens and checks the files that entries name, joins rows that follow each other both in the file and in the output,
     /// and cuts the result into pieces of bounded size. Stops where more files would be open than this thread may hold;
     /// tells how many entries were cut.
-    fn cut(&self, entries: &[Entry], first: usize) -> Result<Cut> {
+    fn cut(&self, entries: &[Entry], first: usize, dense: bool) -> Result<Cut> {
         let files_at_once = if self.decodes { 1 } else { files_at_once(pool::num_threads()) };
         let mut opened: HashMap<u64, usize> = HashMap::new();
         let mut cut =
             Cut { files: vec![], seen: Vec::with_capacity(entries.len()), read: vec![], filled: vec![], done: 0 };
         let (from, to) = (self.cast.from_size, self.cast.to_size);
-        let out_row = self.row_bytes / from * to;
+        let out_row = self.out_row();
         for run in entries.chunk_by(|a, b| self.file_of(a) == self.file_of(b)) {
             let number = self.file_of(&run[0]);
             let file = match opened.entry(number) {
@@ -485,7 +543,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                 // Cut. A run of whole rows is one range of bytes, parts of rows are taken row by row.
                 let dst = head.dst as usize * out_row + place.column * to;
                 let (times, bytes) =
-                    if whole_rows { (1, rows as usize * self.row_bytes) } else { (rows as usize, place.used) };
+                    if whole_rows && dense { (1, rows as usize * self.row_bytes) } else { (rows as usize, place.used) };
                 for row in 0..times {
                     let (mut src, mut dst) = (src + row as u64 * place.step, dst + row * out_row);
                     let mut left = bytes;
@@ -511,12 +569,12 @@ impl<L: Layout + ?Sized> Job<'_, L> {
 
     /// Where a piece goes.
     #[inline]
-    fn target<'o>(&self, piece: &Piece, out: &'o mut [u8]) -> &'o mut [u8] {
-        &mut out[piece.dst..piece.dst + piece.len as usize / self.cast.from_size * self.cast.to_size]
+    fn target<'o>(&self, piece: &Piece, out: &'o mut Out<'_>) -> &'o mut [u8] {
+        out.range(piece.dst, piece.len as usize / self.cast.from_size * self.cast.to_size, self.out_row())
     }
 
     /// Copies what can be looked at: mapped files and memory.
-    fn copy_seen(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut [u8], stop: &Stop) -> Result<()> {
+    fn copy_seen(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let bytes: Vec<&[u8]> = files.iter().map(|f| f.bytes().unwrap_or_default()).collect();
         let casts: Vec<Cast> = files.iter().map(|f| self.cast.swapped_if(f.place().swapped)).collect();
         let mut scout = Scout::new(files, pieces);
@@ -542,10 +600,10 @@ impl<L: Layout + ?Sized> Job<'_, L> {
     }
 
     /// Copies what has to be read.
-    fn copy_read(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut [u8], stop: &Stop) -> Result<()> {
+    fn copy_read(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let as_is = self.cast.convert.is_none() && !files.iter().any(|f| f.place().swapped);
         let mut scratch = vec![0u8; if as_is { 0 } else { PIECE }];
-        let mut into = |piece: &Piece, out: &mut [u8], wait: bool| -> Result<Cached> {
+        let mut into = |piece: &Piece, out: &mut Out<'_>, wait: bool| -> Result<Cached> {
             let open = &files[piece.file as usize];
             let Some(file) = open.file() else {
                 return Err(Error::new(Kind::Internal, "a file that is not open").at(open.path()));

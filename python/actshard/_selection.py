@@ -1,0 +1,154 @@
+"""Which tokens of which examples a stream reads: what users say, made into what the native half takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import ArgumentError, NotStoredError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard.store import Store
+
+Tokens = Literal["content", "all", "last", "special"]
+Mask = Any
+"""A bool per example, a bool array per example, a 2-D bool array, or a function of ``store.table`` that gives one of these."""
+
+_Native = (
+    tuple[int, int]
+    | tuple[int, NDArray[np.int64]]
+    | tuple[int, NDArray[np.int64], NDArray[np.bool_]]
+    | tuple[NDArray[np.int64]]
+)
+
+
+def select(
+    store: Store, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int] = (), keep: Mask = None
+) -> _Native:
+    """The selection, as ``_native.Stream`` takes it.
+
+    Raises:
+        ArgumentError: words or masks that make no sense.
+        NotStoredError: labels or special tokens that the dataset does not have, or layers that hold different tokens.
+    """
+    if tokens not in ("content", "all", "last", "special"):
+        raise ArgumentError(f'tokens: expected "content", "all", "last" or "special", found {tokens!r}')
+    stored = _stored(store, layers)
+    special = store.special_tokens
+    if tokens == "special":
+        if special == 0:
+            raise NotStoredError(
+                'tokens="special": the dataset stores no special tokens, or does not say which', path=store.path
+            )
+        first, counts = 0, np.minimum(stored, special)
+    elif tokens == "content":
+        first, counts = special, np.maximum(stored - special, 0)
+    else:
+        first, counts = 0, stored
+    flags = [
+        f for f in (_unlabelled(store, tokens, ignore_labels, stored), _kept(store, keep, stored)) if f is not None
+    ]
+    if not flags:
+        if tokens == "last":
+            same = _same(stored)
+            return (stored - 1,) if same is None else (same - 1, 1) if same else (0, 0)
+        same = _same(counts)
+        return (first, counts) if same is None else (first, same)
+    wanted = flags[0] if len(flags) == 1 else flags[0] & flags[1]  # one flag for each stored token
+    ends = np.cumsum(stored)
+    if tokens == "last":
+        last = np.full(len(stored), -1, np.int64)
+        has = stored > 0
+        last[has] = np.where(wanted[ends[has] - 1], stored[has] - 1, -1)
+        return (last,)
+    if len(wanted) != counts.sum():
+        local = np.arange(len(wanted)) - np.repeat(ends - stored, stored)
+        wanted = wanted[(local >= first) & (local < first + np.repeat(counts, stored))]
+    return first, np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(wanted, np.bool_)
+
+
+def _stored(store: Store, layers: Sequence[int]) -> NDArray[np.int64]:
+    """Tokens per example, which must be as many in every layer."""
+    first, *others = (store.tokens_in(layer) for layer in (layers if store.format == "pickle" else layers[:1]))
+    for layer, other in zip(layers[1:], others, strict=False):
+        if len(differ := np.flatnonzero(first != other)):
+            i = int(differ[0])
+            raise NotStoredError(
+                f"example {i} has {first[i]} tokens in layer {layers[0]} and {other[i]} in layer {layer}: "
+                "these layers cannot be streamed together",
+                path=store.path,
+            )
+    return first
+
+
+def _same(counts: NDArray[np.int64]) -> int | None:
+    """How many each has, if all have as many."""
+    if not len(counts):
+        return 0
+    return int(counts[0]) if (counts == counts[0]).all() else None
+
+
+def _unlabelled(
+    store: Store, tokens: Tokens, ignore: Sequence[int], stored: NDArray[np.int64]
+) -> NDArray[np.bool_] | None:
+    """False for every stored token whose label is to be ignored; special tokens have none."""
+    ignore = list(ignore)
+    if not ignore:
+        return None
+    if any(isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= 255 for x in ignore):
+        raise ArgumentError(f"ignore_labels: expected integers from 0 to 255, found {ignore!r}")
+    if tokens == "special":
+        raise ArgumentError('ignore_labels: special tokens have no labels; tokens="content" does')
+    if store.labels is None:
+        raise NotStoredError("ignore_labels: the dataset holds no patch labels (labels.bin not found)", path=store.path)
+    table = np.ones(256, np.bool_)
+    table[ignore] = False
+    wanted = np.ones((store.num_examples, int(stored[0]) if len(stored) else 0), np.bool_)
+    wanted[:, store.special_tokens :] = table[store.labels]
+    return wanted.reshape(-1)
+
+
+def _kept(store: Store, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    """What a user keeps: one flag for each stored token."""
+    if keep is None:
+        return None
+    if callable(keep):
+        ask: Callable[[pa.Table], Any] = keep
+        keep = ask(store.table)
+        if keep is None:
+            raise ArgumentError("keep: the function gave None, expected flags")
+    if hasattr(keep, "fill_null"):  # an arrow array: what is unknown is not kept
+        keep = keep.fill_null(False).to_numpy(zero_copy_only=False)
+    elif hasattr(keep, "to_numpy"):
+        keep = keep.to_numpy()
+    n, special = len(stored), store.special_tokens
+    if isinstance(keep, np.ndarray) and keep.dtype != object:
+        if keep.dtype != np.bool_:
+            raise ArgumentError(f"keep: expected bool, found {keep.dtype}")
+        if keep.shape == (n,):
+            return np.repeat(keep, stored)
+        if keep.ndim != 2 or len(keep) != n:
+            raise ArgumentError(f"keep: expected ({n},) or ({n}, tokens), found {keep.shape}")
+    elif len(keep) != n:
+        raise ArgumentError(f"keep: expected one entry for each of {n} examples, found {len(keep)}")
+    elif n and all(isinstance(x, bool | np.bool_) for x in keep):
+        return np.repeat(np.asarray(keep, np.bool_), stored)
+    parts = []
+    for i, (flags, t) in enumerate(zip(keep, stored.tolist(), strict=True)):
+        part = np.asarray(flags)
+        if part.dtype != np.bool_ or part.ndim != 1:
+            raise ArgumentError(f"keep[{i}]: expected a bool array, found {part.dtype} {part.shape}")
+        if isinstance(keep, np.ndarray) and len(part) > t and _same(stored) is None:
+            part = part[:t]  # a padded rectangle
+        if len(part) == t - special and special:
+            part = np.concatenate([np.ones(special, np.bool_), part])
+        if len(part) != t:
+            also = f" (or {t - special} without special tokens)" if special else ""
+            raise ArgumentError(f"keep[{i}]: expected {t} flags{also}, one per stored token, found {len(part)}")
+        parts.append(part)
+    return np.concatenate(parts) if parts else np.zeros(0, np.bool_)

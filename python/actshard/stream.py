@@ -1,0 +1,381 @@
+"""Rows of a store as batches, in an order that can be trusted, read ahead by a thread."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from actshard import _arguments
+from actshard._selection import Mask, Tokens, select
+from actshard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from actshard.store import Store
+
+Shuffle = Literal["window", "exact"] | None
+Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None
+
+_RING = 3
+"""Arrays of a stream that reuses them: one with the user, one ready, one being filled."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Rows of a stream.
+
+    Attributes:
+        activations: ``(b, d_model)``; ``(b, n_layers, d_model)`` where several layers are streamed aligned.
+        examples: ``(b,)`` int64: the example of each row.
+        tokens: ``(b,)`` int64: its token, a position among those stored (for saev, 0 is CLS where there is one).
+        layers: int64 layer names: ``(b,)``, one per row, where layers are interleaved; else those along the second axis, or the
+            one layer there is.
+        labels: ``(b,)`` patch labels, uint8, where the dataset has some, or None. With ``tokens="all"`` int16, -1 for special
+            tokens, which have none.
+    """
+
+    activations: Any
+    examples: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    layers: NDArray[np.int64]
+    labels: NDArray[Any] | None
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+class Stream:
+    """Batches of a store's rows. Made by :meth:`Store.stream`, where every argument is explained.
+
+    ``for batch in stream`` reads one epoch; the next loop reads the next one, in another order. A loop that was left early
+    begins again with the first batch of its epoch, unless a state was loaded in between. Pickles as its store and its state.
+
+    Attributes:
+        epoch: the epoch that is being read, or comes next.
+        batch_size, drop_last, rank, world_size, seed, shuffle: as asked for.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layer: int | Sequence[int] | Literal["all"],
+        batch_size: int,
+        *,
+        shuffle: Shuffle = None,
+        seed: int = 0,
+        epoch: int = 0,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        interleave: bool = False,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dtype: DTypeLike | None = None,
+        center: ArrayLike | None = None,
+        scale: Scale = None,
+        memory: int | str = "1GiB",
+        reuse: bool = False,
+        buffers: Sequence[Any] | None = None,
+    ) -> None:
+        one = isinstance(layer, int | np.integer) and not isinstance(layer, bool)
+        if isinstance(layer, str) and layer != "all":
+            raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
+        names: list[Any] = [layer] if one else list(store.layers if isinstance(layer, str) else layer)  # type: ignore[arg-type]
+        if not names:
+            raise ArgumentError("layer: expected at least one layer")
+        self._layers: list[int] = [int(x) if isinstance(x, np.integer) else x for x in names]
+        groups = [store.group_of(x) for x in self._layers]
+        if interleave and one:
+            raise ArgumentError("interleave: there is only one layer")
+        self.store = store
+        self.batch_size = _whole(batch_size, "batch_size", 1)
+        self.rank, self.world_size = _whole(rank, "rank", 0), _whole(world_size, "world_size", 1)
+        self.seed, self.epoch = _whole(seed, "seed", 0), _whole(epoch, "epoch", 0)
+        self.shuffle, self.drop_last = shuffle, bool(drop_last)
+        self._tokens = tokens
+        asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
+        self.dtype = asked
+        norm = None
+        if isinstance(scale, str):
+            if scale not in ("unit-norm", "sqrt-d"):
+                raise ArgumentError(f'scale: expected a number, an array, "unit-norm" or "sqrt-d", found {scale!r}')
+            norm, scale = (1.0 if scale == "unit-norm" else store.d_model**0.5), None
+        self._options: dict[str, Any] = {
+            "groups": groups,
+            "stacked": not one,
+            "interleaved": bool(interleave),
+            "batch_size": self.batch_size,
+            "shuffle": shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "memory": _arguments.size(memory, "memory"),
+            "dtype": name,
+            "descr": asked,
+            "center": _vectors(center, "center", store.d_model, len(groups)),
+            "scale": _vectors(scale, "scale", store.d_model, len(groups)),
+            "norm": norm,
+        }
+        self._selection = select(store, self._layers, tokens, ignore_labels, keep)
+        self._native = store.native_stream(self._selection, self._options)
+        item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
+        if reuse and buffers is not None:
+            raise ArgumentError("buffers: not with reuse=True, which makes its own")
+        self._shape = (self.batch_size, *item)
+        self._reuse = bool(reuse)
+        self._buffers = None if buffers is None else list(buffers)
+        if self._buffers is not None and len(self._buffers) < 2:
+            raise ArgumentError(
+                f"buffers: expected at least 2, of {self._shape} {asked}: one is with you while the next is filled"
+            )
+        self._step = 0
+        self._resume: int | None = None
+        self._live: Any = lambda: None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch, of all ranks together; a row has all its layers unless they are interleaved."""
+        return int(self._native.items)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Names of the layers that are read."""
+        return tuple(self._layers)
+
+    def __len__(self) -> int:
+        """Batches of an epoch, of this rank; every rank has as many."""
+        return int(self._native.batches)
+
+    def __repr__(self) -> str:
+        return (
+            f"<actshard.Stream of {self.store.path}: {len(self)} batches of {self._shape} {self.dtype}, "
+            f"shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch that the next loop reads. The one of a state that was just loaded goes on where the state was."""
+        if _whole(epoch, "epoch", 0) != self.epoch:
+            self.epoch, self._step, self._resume = int(epoch), 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream is, as plain values (JSON holds them): a few hundred bytes, whatever was read.
+
+        The state is after the last batch that was handed out; it is the same on every rank. Loading it into a stream of the
+        same settings, in any process and with any number of threads or workers, gives exactly the batches that were left.
+        """
+        pending = self._resume if self._resume is not None else self._step
+        return {"version": 1, "epoch": self.epoch, "batch": pending, "settings": self._settings()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a state was taken; the next loop reads what was left of that epoch.
+
+        Raises:
+            ArgumentError: the state is of another dataset or other settings, which would give other batches.
+        """
+        if not isinstance(state, dict) or state.get("version") != 1 or not isinstance(state.get("settings"), dict):
+            raise ArgumentError("load_state_dict: expected what state_dict() gave")
+        mine = self._settings()
+        differ = [k for k in {**mine, **state["settings"]} if mine.get(k) != state["settings"].get(k)]
+        if differ:
+            what = ", ".join(f"{k}: {state['settings'].get(k)!r} then, {mine.get(k)!r} now" for k in sorted(differ))
+            raise ArgumentError(f"load_state_dict: the state is of another stream, whose batches differ ({what})")
+        epoch, batch = _whole(state["epoch"], "epoch", 0), _whole(state["batch"], "batch", 0)
+        if batch > len(self):
+            raise ArgumentError(f"load_state_dict: batch {batch} of {len(self)}")
+        self.close()
+        if batch == len(self) and batch:
+            epoch, batch = epoch + 1, 0
+        self.epoch, self._step, self._resume = epoch, batch, batch
+
+    def _settings(self) -> dict[str, Any]:
+        """All that decides which rows make up which batch."""
+        o = self._options
+        made: dict[str, Any] = {
+            "examples": self.store.num_examples,
+            "rows": self.num_rows,
+            "layers": self._layers,
+            "interleave": o["interleaved"],
+            "tokens": self._tokens,
+            "selection": self._fingerprint(),
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "world_size": self.world_size,
+        }
+        if self.shuffle == "window":
+            made["window"] = int(self._native.window)
+        return made
+
+    def _fingerprint(self) -> str:
+        made = self.__dict__.get("_print")
+        if made is None:
+            digest = hashlib.sha256()
+            for part in self._selection:
+                digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode() + b";")
+            made = self._print = digest.hexdigest()[:16]
+        return made
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+    def batches(self, first: int = 0, every: int = 1) -> Iterator[Batch]:
+        """Reads batches ``first``, ``first + every``, ... of what is left of the epoch: one worker's part of ``every`` workers'.
+
+        The batches themselves do not depend on ``every``. Iterating over the stream is ``batches(0, 1)``.
+        """
+        self.close()
+        start = self._resume or 0
+        self._resume = None
+        self._step = start
+        made = _Batches(self, start, first, every)
+        self._live = weakref.ref(made)
+        return made
+
+    def close(self) -> None:
+        """Stops reading ahead. The stream can be used again."""
+        live = self._live()
+        if live is not None:
+            live.close()
+
+    def _ring(self) -> list[NDArray[Any]] | None:
+        """What batches are written into, if that is to be reused."""
+        if self._buffers is not None:
+            return [
+                _arguments.writable(b, self.dtype, list(self._shape)).view(self.dtype).reshape(self._shape)
+                for b in self._buffers
+            ]
+        if self._reuse:
+            return [np.empty(self._shape, self.dtype) for _ in range(_RING)]
+        return None
+
+    def _labels_of(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any] | None:
+        labels = self.store.labels
+        special = self.store.special_tokens
+        if labels is None or self._tokens == "special":
+            return None
+        if self._tokens != "all" or not special:
+            return labels[examples, tokens - special]
+        found = labels[examples, np.maximum(tokens - special, 0)].astype(np.int16)
+        found[tokens < special] = -1
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        del state["_native"], state["_live"]
+        state["_resume"] = self._resume if self._resume is not None else self._step
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._live = lambda: None
+        self._native = self.store.native_stream(self._selection, self._options)
+
+
+class _Batches:
+    """Batches on their way to one loop."""
+
+    def __init__(self, stream: Stream, start: int, first: int, every: int) -> None:
+        self._stream = stream
+        self._next = start + _whole(first, "first", 0)
+        self._every = _whole(every, "every", 1)
+        self._epoch = stream.epoch
+        self._layers = np.array(stream.layers, np.int64)
+        self._done = False
+        self._ring = stream._ring()
+        self._begin()
+        _LIVE.add(self)
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._native: Any = self._stream._native.start(self._epoch, self._next, self._every, self._ring)
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._done:
+            raise StopIteration
+        if self._pid != os.getpid():
+            self._begin()  # a forked child has no thread of its parent's
+        found = self._native.next()
+        stream = self._stream
+        if found is None:
+            self.close()
+            if stream.epoch == self._epoch and stream._live() is self:
+                stream.epoch, stream._step = stream.epoch + 1, 0
+            raise StopIteration
+        activations, examples, tokens, groups = found
+        self._next += self._every
+        if stream._live() is self:
+            stream._step = min(self._next - self._every + 1, len(stream))
+        layers = self._layers if groups is None else self._layers[groups]
+        if stream._buffers is not None:
+            activations = self._yours(activations)
+        return Batch(activations, examples, tokens, layers, stream._labels_of(examples, tokens))
+
+    def _yours(self, activations: NDArray[Any]) -> Any:
+        """The caller's own object for the buffer that was filled."""
+        assert self._ring is not None
+        assert self._stream._buffers is not None
+        at = activations.__array_interface__["data"][0]
+        for array, theirs in zip(self._ring, self._stream._buffers, strict=True):
+            if array.__array_interface__["data"][0] == at and hasattr(theirs, "__getitem__"):
+                whole = len(activations) == len(array) or len(theirs) != len(array)
+                return theirs if whole else theirs[: len(activations)]
+        return activations
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._done = True
+        native, self._native = self._native, None
+        _LIVE.discard(self)
+        if native is not None and self._pid == os.getpid():
+            native.stop()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.close()
+
+
+_LIVE: weakref.WeakSet[_Batches] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    # Threads that fill memory of numpy's must not outlive it.
+    for batches in list(_LIVE):
+        batches.close()
+
+
+def _whole(value: Any, what: str, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value < 1 << 63:
+        raise ArgumentError(f"{what}: expected an integer from {least} on, found {value!r}")
+    return int(value)
+
+
+def _vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.float64] | None:
+    """A factor or offset per column, or per layer and column, flat."""
+    if value is None:
+        return None
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu().double().numpy()
+        array = np.asarray(value, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{what}: expected numbers, found {type(value).__name__}") from error
+    if array.ndim == 0:
+        array = np.broadcast_to(array, (d_model,))
+    if array.shape not in ((d_model,), (layers, d_model)):
+        raise ArgumentError(f"{what}: expected ({d_model},) or ({layers}, {d_model}), found {array.shape}")
+    return np.ascontiguousarray(array).reshape(-1)

@@ -1,0 +1,99 @@
+//! Memory that results are put into, and that is used again when its owner lets go of it.
+
+use std::sync::Mutex;
+
+use memmap2::MmapMut;
+
+/// Outputs from this size on are recycled; below it the allocator reuses memory by itself.
+const RECYCLE_FROM: usize = 1 << 20;
+/// What is kept of freed outputs, at most, together.
+const KEEP_AT_MOST: usize = 256 << 20;
+/// And how many blocks: a loop that binds the next batch before it drops the last needs two, and several threads may loop.
+const KEEP_BLOCKS: usize = 8;
+/// Blocks come in multiples of a huge page.
+const GRAIN: usize = 2 << 20;
+
+/// Large outputs that were freed last, the latest at the end. Fresh memory costs more than filling it (the kernel clears
+/// every page, and a virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages
+/// back. Only ever tried, never waited for, so that a fork at a bad moment costs an allocation and nothing else.
+static FREED: Mutex<Vec<MmapMut>> = Mutex::new(vec![]);
+
+/// A block of memory, aligned for any element, not cleared.
+#[derive(Debug)]
+pub struct Output {
+    memory: Memory,
+    len: usize,
+}
+
+#[derive(Debug)]
+enum Memory {
+    /// In eights, for their alignment.
+    Heap(Vec<u64>),
+    /// Given back when dropped.
+    Pages(Option<MmapMut>),
+}
+
+impl Output {
+    /// A block of `len` bytes: the one freed last that fits without much waste, or a new one. If none fits, the oldest is
+    /// given back first, so that a program that changes its sizes does not keep memory it has no use for.
+    pub fn new(len: usize) -> std::io::Result<Output> {
+        if len < RECYCLE_FROM {
+            return Ok(Output { memory: Memory::Heap(vec![0; len.div_ceil(8)]), len });
+        }
+        if let Ok(mut freed) = FREED.try_lock() {
+            let most = len.saturating_mul(2).max(4 * GRAIN);
+            if let Some(at) = freed.iter().rposition(|map| (len..=most).contains(&map.len())) {
+                return Ok(Output { memory: Memory::Pages(Some(freed.remove(at))), len });
+            }
+            if !freed.is_empty() {
+                freed.remove(0);
+            }
+        }
+        // Up to an eighth more, so that outputs of about the same size fit each other's; what is not touched costs nothing.
+        let grain = (len.checked_next_power_of_two().unwrap_or(GRAIN) / 16).max(GRAIN);
+        let map = MmapMut::map_anon(len.checked_next_multiple_of(grain).unwrap_or(len))?;
+        // Fewer, larger pages to clear; a system that refuses clears small ones.
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        Ok(Output { memory: Memory::Pages(Some(map)), len })
+    }
+}
+
+impl AsMut<[u8]> for Output {
+    fn as_mut(&mut self) -> &mut [u8] {
+        match &mut self.memory {
+            Memory::Heap(eights) => &mut bytemuck::cast_slice_mut(eights)[..self.len],
+            Memory::Pages(map) => map.as_deref_mut().and_then(|m| m.get_mut(..self.len)).unwrap_or_default(),
+        }
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        if let Memory::Pages(map) = &mut self.memory
+            && let (Some(map), Ok(mut freed)) = (map.take(), FREED.try_lock())
+            && map.len() <= KEEP_AT_MOST
+        {
+            freed.push(map);
+            while freed.len() > KEEP_BLOCKS || freed.iter().map(|m| m.len()).sum::<usize>() > KEEP_AT_MOST {
+                freed.remove(0);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outputs_are_as_long_as_asked_for_and_aligned() {
+        for len in [0, 1, 7, 4096, RECYCLE_FROM - 1, RECYCLE_FROM, 3 * GRAIN + 5] {
+            let mut output = Output::new(len).unwrap();
+            assert_eq!(output.as_mut().len(), len);
+            assert!(output.as_mut().as_ptr().addr().is_multiple_of(8));
+            output.as_mut().fill(7);
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! The rows of a dataset, wherever its layout puts them: what a binding opens once and asks ever after.
+
+use std::iter::once;
+
+use crate::bytes::chunks::ChunkFiles;
+use crate::bytes::shards::Shards;
+use crate::bytes::{FileTable, Files, Io, Row, View};
+use crate::dtype::Cast;
+use crate::error::{Error, Kind, Result};
+use crate::layout::chunked::Chunked;
+use crate::layout::strided::Strided;
+use crate::layout::table::Table;
+use crate::layout::{Address, Layout, check_example};
+use crate::par::gather::{Ints, Out, Pick, Source, gather};
+use crate::par::pool::Watch;
+
+/// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
+pub enum Rows {
+    /// Files of equal shape, addresses by arithmetic.
+    Strided(FileTable, Strided),
+    /// Listed files, addresses looked up.
+    Table(FileTable, Table),
+    /// Arrays cut into chunk files.
+    Chunked(ChunkFiles, Chunked),
+    /// Pickle shards, which have to be looked into before anything is known of them.
+    Shards(Box<Shards>),
+}
+
+/// What is best read together, because it is decoded together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Units {
+    /// Every example by itself.
+    Examples,
+    /// Examples between neighbouring bounds; the first is 0, the last the number of examples.
+    Between(Vec<u64>),
+}
+
+/// The files and the layout that know these examples: those the dataset has, or made for the occasion by shards that have to
+/// be looked into.
+macro_rules! with_layout {
+    ($self:expr, $examples:expr, $watch:expr, $layout:ident => $body:expr) => {
+        match $self {
+            Rows::Strided(_, $layout) => $body,
+            Rows::Table(_, $layout) => $body,
+            Rows::Chunked(_, $layout) => $body,
+            Rows::Shards(shards) => {
+                let $layout = &shards.prepare(Some($examples), $watch)?;
+                $body
+            }
+        }
+    };
+}
+
+impl Rows {
+    /// What a row is.
+    pub fn row(&self) -> Row {
+        match self {
+            Rows::Strided(files, _) | Rows::Table(files, _) => files.row(),
+            Rows::Chunked(files, _) => files.row(),
+            Rows::Shards(shards) => shards.row(),
+        }
+    }
+
+    /// Number of examples.
+    pub fn examples(&self) -> u64 {
+        match self {
+            Rows::Strided(_, layout) => layout.examples(),
+            Rows::Table(_, layout) => layout.examples(),
+            Rows::Chunked(_, layout) => layout.examples(),
+            Rows::Shards(shards) => shards.examples(),
+        }
+    }
+
+    /// Number of groups.
+    pub fn groups(&self) -> usize {
+        match self {
+            Rows::Strided(_, layout) => layout.groups(),
+            Rows::Table(_, layout) => layout.groups(),
+            Rows::Chunked(_, layout) => layout.groups(),
+            Rows::Shards(shards) => shards.groups(),
+        }
+    }
+
+    /// Whether reading decodes, so that going back and forth between files is to be avoided.
+    pub fn decodes(&self) -> bool {
+        match self {
+            Rows::Strided(..) | Rows::Table(..) => false,
+            Rows::Chunked(files, _) => files.decodes(),
+            Rows::Shards(shards) => shards.specs().iter().any(|s| s.compressed),
+        }
+    }
+
+    /// What is best read together.
+    pub fn units(&self) -> Result<Units> {
+        Ok(match self {
+            Rows::Shards(shards) if self.decodes() => {
+                let firsts = (0..shards.specs().len()).map(|s| shards.first_of(s).map(|f| f as u64));
+                Units::Between(firsts.chain(once(Ok(shards.examples()))).collect::<Result<_>>()?)
+            }
+            Rows::Chunked(_, layout) if self.decodes() => {
+                let bounds = layout.bounds();
+                if bounds.len() as u64 > layout.examples() { Units::Examples } else { Units::Between(bounds) }
+            }
+            _ => Units::Examples,
+        })
+    }
+
+    /// Tokens stored for each of these examples, in the group of each.
+    pub fn tokens_of(&self, groups: Ints<'_>, examples: &[i64], watch: Watch<'_>) -> Result<Vec<i64>> {
+        with_layout!(self, &mut examples.iter().copied(), watch, layout => {
+            let each = examples.iter().enumerate().map(|(i, &e)| {
+                let group = usize::try_from(groups.get(i)).ok().filter(|g| *g < layout.groups());
+                let group = group.ok_or_else(|| Error::new(Kind::Internal, "a group that is not there"))?;
+                Ok(layout.tokens(group, check_example(e, layout.examples())?) as i64)
+            });
+            each.collect()
+        })
+    }
+
+    /// Tokens stored per example.
+    pub fn token_counts(&self, watch: Watch<'_>) -> Result<Vec<i64>> {
+        let all = |l: &dyn Layout| (0..l.examples()).map(|e| l.tokens(0, e) as i64).collect();
+        Ok(match self {
+            Rows::Strided(_, layout) => all(layout),
+            Rows::Table(_, layout) => all(layout),
+            Rows::Chunked(_, layout) => all(layout),
+            Rows::Shards(shards) => {
+                let prepared = shards.prepare(None, watch)?;
+                (0..prepared.examples()).map(|e| prepared.tokens_anywhere(e) as i64).collect()
+            }
+        })
+    }
+
+    /// An example's rows in place and their number, where they lie together in one mapped file.
+    pub fn view(&self, io: Io, group: usize, example: i64, watch: Watch<'_>) -> Result<Option<(View, u64)>> {
+        if io == Io::Pread {
+            return Ok(None);
+        }
+        let in_table =
+            |files: &FileTable, at: Address, rows: u64| View::of(files.get(at.file)?, at.row, rows, files.row().bytes);
+        match self {
+            Rows::Strided(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
+            Rows::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
+            Rows::Chunked(files, layout) => {
+                one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows))
+            }
+            Rows::Shards(shards) => {
+                let prepared = shards.prepare(Some(&mut once(example)), watch)?;
+                one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))
+            }
+        }
+    }
+
+    /// [`gather`] from these rows.
+    pub fn gather(
+        &self,
+        groups: Ints<'_>,
+        pick: Pick<'_>,
+        items: usize,
+        cast: Cast,
+        mut out: Out<'_>,
+        watch: Watch<'_>,
+    ) -> Result<()> {
+        let only = 0..u64::MAX;
+        match self {
+            Rows::Strided(files, layout) => {
+                gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
+            }
+            Rows::Table(files, layout) => {
+                gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
+            }
+            Rows::Chunked(files, layout) => {
+                gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
+            }
+            Rows::Shards(shards) => {
+                let examples = &mut (0..items).map(|i| pick.example(i));
+                let mut prepared = shards.prepare(Some(examples), &mut *watch)?;
+                let mut waves = prepared.waves();
+                if waves.len() < 2 {
+                    for wave in &waves {
+                        prepared.hold(wave, &mut *watch)?;
+                    }
+                    let source = Source { files: &prepared, layout: &prepared, groups, only };
+                    return gather(&source, pick, items, cast, out, watch);
+                }
+                for only in waves.drain(..) {
+                    prepared.hold(&only, &mut *watch)?;
+                    let source = Source { files: &prepared, layout: &prepared, groups, only };
+                    gather(&source, pick, items, cast, out.reborrow(), &mut *watch)?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+fn one_view(
+    layout: &impl Layout,
+    group: usize,
+    example: i64,
+    view: impl FnOnce(Address, u64) -> Result<Option<View>>,
+) -> Result<Option<(View, u64)>> {
+    let mut whole: Option<(Address, u64)> = None;
+    let mut apart = false;
+    layout.runs(group, example, &mut |run| match &mut whole {
+        None => whole = Some((run.at, run.rows)),
+        Some((at, rows)) if at.file == run.at.file && at.row + *rows == run.at.row => *rows += run.rows,
+        Some(_) => apart = true,
+    })?;
+    match whole {
+        Some((at, rows)) if !apart => Ok(view(at, rows)?.map(|v| (v, rows))),
+        _ => Ok(None),
+    }
+}

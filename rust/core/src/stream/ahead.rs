@@ -1,0 +1,310 @@
+//! The thread that reads ahead: it makes batches until enough are ready, and waits for the consumer to take one.
+//!
+//! The consumer may stop at any time; the thread then ends within the time of one part of a gather. It never touches Python,
+//! so that an interpreter that goes away does not have to wait for it.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::plan::{Plan, Shuffle};
+use super::pool::{Known, Pool, convert_rows};
+use super::rescale::Convert;
+use crate::dtype::Cast;
+use crate::error::{Error, Kind, Result};
+use crate::par::gather::{Ints, Out, Pick};
+use crate::par::pool::Watch;
+use crate::rows::Rows;
+
+pub use super::pool::Wanted;
+
+/// How often who waits looks around.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What is read, and how: shared by all epochs.
+pub struct Stream {
+    /// From where.
+    pub rows: Arc<Rows>,
+    /// In which order.
+    pub plan: Plan,
+    /// As what.
+    pub convert: Convert,
+}
+
+/// A batch: the memory it lies in, of which the first rows are its own, and what they are.
+#[derive(Debug)]
+pub struct Batch<M> {
+    /// At least as large as the batch.
+    pub memory: M,
+    /// Items.
+    pub len: usize,
+    /// The example of each.
+    pub examples: Vec<i64>,
+    /// The token of each.
+    pub tokens: Vec<i64>,
+    /// The position among the groups read of each; empty where an item has rows of all.
+    pub groups: Vec<i64>,
+}
+
+/// Where batches are put.
+pub enum Supply<M> {
+    /// Into new memory of so many bytes each.
+    New(Box<dyn FnMut(usize) -> Result<M> + Send>),
+    /// Into these, again and again, as they are given back.
+    Recycled(Vec<M>),
+}
+
+struct Shared<M> {
+    state: Mutex<State<M>>,
+    changed: Condvar,
+    stop: AtomicBool,
+}
+
+struct State<M> {
+    ready: VecDeque<Batch<M>>,
+    /// Memory that waits to be filled.
+    spare: Vec<M>,
+    /// Nothing comes after what is ready, but perhaps an error.
+    finished: Option<Option<Error>>,
+}
+
+impl<M> Shared<M> {
+    fn lock(&self) -> MutexGuard<'_, State<M>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State<M>>) -> MutexGuard<'a, State<M>> {
+        self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// Batches that are being read.
+pub struct Ahead<M> {
+    shared: Arc<Shared<M>>,
+    thread: Option<JoinHandle<()>>,
+    pid: u32,
+}
+
+impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
+    /// Begins to read the batches wanted of an epoch, `ahead` at most beside the one that is being made.
+    pub fn start(stream: Arc<Stream>, epoch: u64, wanted: Wanted, supply: Supply<M>, ahead: usize) -> Result<Ahead<M>> {
+        let (make, spare) = match supply {
+            Supply::New(make) => (Some(make), vec![]),
+            Supply::Recycled(spare) => (None, spare),
+        };
+        let state = State { ready: VecDeque::new(), spare, finished: None };
+        let shared =
+            Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), stop: AtomicBool::new(false) });
+        let theirs = Arc::clone(&shared);
+        let work = move || {
+            let maker = Maker { stream: &stream, shared: &theirs, wanted, ahead: ahead.max(1) };
+            let ended = catch_unwind(AssertUnwindSafe(|| maker.run(epoch, make)));
+            let error = match ended {
+                Ok(Ok(())) => None,
+                Ok(Err(error)) => Some(error),
+                Err(_) => Some(Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it")),
+            };
+            theirs.lock().finished = Some(error);
+            theirs.changed.notify_all();
+        };
+        let thread = std::thread::Builder::new()
+            .name("actshard-ahead".to_owned())
+            .spawn(work)
+            .map_err(|e| Error::new(Kind::Access, format!("cannot start a thread: {e}")))?;
+        Ok(Ahead { shared, thread: Some(thread), pid: std::process::id() })
+    }
+
+    /// The next batch, when it is ready; `None` after the last. An error comes when all batches before it were taken, and
+    /// again whenever one is asked for after it.
+    pub fn next(&self, watch: Watch<'_>) -> Result<Option<Batch<M>>> {
+        if self.is_inherited() {
+            return Err(Error::new(Kind::Argument, "a stream's iterator was carried into a forked process"));
+        }
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(batch) = state.ready.pop_front() {
+                self.shared.changed.notify_all();
+                return Ok(Some(batch));
+            }
+            match &state.finished {
+                Some(Some(error)) => return Err(error.clone()),
+                Some(None) => return Ok(None),
+                None => state = self.shared.wait(state),
+            }
+            if state.ready.is_empty() && state.finished.is_none() {
+                drop(state);
+                if watch() {
+                    return Err(Error::new(Kind::Interrupted, "interrupted"));
+                }
+                state = self.shared.lock();
+            }
+        }
+    }
+
+    /// Memory that may be filled again.
+    pub fn give_back(&self, memory: M) {
+        if !self.is_inherited() {
+            self.shared.lock().spare.push(memory);
+            self.shared.changed.notify_all();
+        }
+    }
+
+    /// Ends the thread, and waits for it.
+    pub fn stop(&mut self) {
+        if self.is_inherited() {
+            return;
+        }
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.changed.notify_all();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl<M> Ahead<M> {
+    /// In a forked child: neither the thread nor whoever holds the lock exists here.
+    pub fn is_inherited(&self) -> bool {
+        self.pid != std::process::id()
+    }
+}
+
+impl<M> Drop for Ahead<M> {
+    fn drop(&mut self) {
+        let thread = self.thread.take();
+        if self.is_inherited() {
+            std::mem::forget(thread);
+            std::mem::forget(Arc::clone(&self.shared));
+            return;
+        }
+        self.shared.stop.store(true, Ordering::Relaxed);
+        self.shared.changed.notify_all();
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// The thread's side.
+struct Maker<'a, M> {
+    stream: &'a Stream,
+    shared: &'a Shared<M>,
+    wanted: Wanted,
+    ahead: usize,
+}
+
+type Make<M> = Option<Box<dyn FnMut(usize) -> Result<M> + Send>>;
+
+impl<M: AsMut<[u8]>> Maker<'_, M> {
+    fn run(&self, epoch: u64, mut make: Make<M>) -> Result<()> {
+        let Stream { rows, plan, convert } = self.stream;
+        let epoch = plan.epoch(epoch);
+        let settings = &plan.settings;
+        let windows = settings.shuffle == Shuffle::Window;
+        let mut pool = None;
+        let mut scratch: Vec<u8> = vec![];
+        let watch = &mut || self.shared.stopped();
+        let batches = (self.wanted.first..plan.batches()).step_by(self.wanted.every.max(1) as usize);
+        for batch in batches {
+            let len = epoch.batch_len(batch) as usize;
+            let bytes = len * plan.rows_per_item() * convert.to();
+            let Some(mut memory) = self.memory(&mut make, bytes)? else { return Ok(()) };
+            let out = memory.as_mut().get_mut(..bytes);
+            let out = out.ok_or_else(|| Error::new(Kind::Argument, "a buffer is smaller than a batch"))?;
+            let mut known = Known::default();
+            if windows {
+                if pool.is_none() {
+                    let Settings { groups, interleaved, batch, .. } = settings;
+                    pool = Some(Pool::new(rows, &epoch, groups, *interleaved, *batch, self.wanted)?);
+                }
+                if let Some(pool) = &mut pool {
+                    pool.give(batch, convert, out, &mut known, watch)?;
+                }
+            } else {
+                self.pick(epoch.items(batch), convert, out, &mut scratch, &mut known, watch)?;
+            }
+            let Known { examples, tokens, groups } = known;
+            if !self.hand_over(Batch { memory, len, examples, tokens, groups }) {
+                return Ok(());
+            }
+            if let Some(pool) = &mut pool {
+                pool.refill(watch)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads items straight from where they are stored.
+    fn pick(
+        &self,
+        items: impl Iterator<Item = super::plan::Item>,
+        convert: &Convert,
+        out: &mut [u8],
+        scratch: &mut Vec<u8>,
+        known: &mut Known,
+        watch: Watch<'_>,
+    ) -> Result<()> {
+        let Settings { groups: all, interleaved, .. } = &self.stream.plan.settings;
+        let (mut examples, mut tokens, mut groups) = (vec![], vec![], vec![]);
+        for item in items {
+            known.examples.push(item.example as i64);
+            known.tokens.push(item.token as i64);
+            if *interleaved {
+                known.groups.push(item.group as i64);
+            }
+            for group in if *interleaved { &all[item.group..=item.group] } else { &all[..] } {
+                examples.push(item.example as i64);
+                tokens.push(item.token as i64);
+                groups.push(*group as i64);
+            }
+        }
+        let rows = &self.stream.rows;
+        let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
+        let n = examples.len();
+        if let Some(cast) = convert.cast() {
+            return rows.gather(Ints::Each(&groups), pick, n, cast, Out::Dense(out), watch);
+        }
+        let dtype = rows.row().dtype;
+        scratch.resize(n * convert.from(), 0);
+        rows.gather(Ints::Each(&groups), pick, n, Cast::between(dtype, dtype)?, Out::Dense(scratch), &mut *watch)?;
+        let slots: Vec<u32> = (0..known.examples.len() as u32).collect();
+        let slot_bytes = convert.from() * self.stream.plan.rows_per_item();
+        let groups = interleaved.then_some(&known.groups[..]);
+        convert_rows(convert, scratch, slot_bytes, &slots, groups, out, watch)
+    }
+
+    /// Memory for a batch; `None` when stopped.
+    fn memory(&self, make: &mut Make<M>, bytes: usize) -> Result<Option<M>> {
+        let mut state = self.shared.lock();
+        loop {
+            if self.shared.stopped() {
+                return Ok(None);
+            }
+            match make {
+                // A batch that could not be handed over yet is not begun.
+                Some(make) if state.ready.len() < self.ahead => {
+                    drop(state);
+                    return make(bytes).map(Some);
+                }
+                None if !state.spare.is_empty() => return Ok(state.spare.pop()),
+                _ => state = self.shared.wait(state),
+            }
+        }
+    }
+
+    fn hand_over(&self, batch: Batch<M>) -> bool {
+        let mut state = self.shared.lock();
+        state.ready.push_back(batch);
+        self.shared.changed.notify_all();
+        !self.shared.stopped()
+    }
+}
+
+use super::plan::Settings;

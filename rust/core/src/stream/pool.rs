@@ -1,0 +1,297 @@
+//! The rows of a window, held while they are given out in another order.
+//!
+//! A pool is as many slots as a window has items. Whenever items are given out, those of the next window are read into the
+//! slots that became free, in the order in which they lie on disk; when the last item of a window is out, the next window is
+//! there. So memory is that of one window and reading never pauses.
+
+use std::sync::{Mutex, PoisonError};
+
+use super::plan::{Epoch, Item, Window};
+use super::rescale::{Convert, Scratch};
+use crate::bytes::decoded::Block;
+use crate::bytes::mmap::prefetch;
+use crate::dtype::Cast;
+use crate::error::{Error, Kind, Result};
+use crate::par::gather::{Ints, Out, Pick};
+use crate::par::pool::{self, Stop, Watch};
+use crate::rows::Rows;
+
+/// Items of so many bytes that a pool can hold: a slot takes a little beside its rows.
+pub fn items_in(memory: u64, item_bytes: u64) -> u64 {
+    memory / item_bytes.saturating_add((size_of::<Kept>() + 3 * size_of::<u32>()) as u64)
+}
+
+/// Read at once, at most, while a window is filled: how long a stop waits.
+const READ: usize = 64 << 20;
+const NO_SLOT: u32 = u32::MAX;
+
+/// What an item in a slot is.
+#[derive(Clone, Copy, Default)]
+struct Kept {
+    example: u64,
+    token: u32,
+    group: u32,
+}
+
+/// A window, some of whose items are in slots.
+struct Held {
+    number: u64,
+    window: Window,
+    /// By place: where the item is.
+    slots: Vec<u32>,
+    /// Places that were read, or passed over because they are not wanted.
+    read: u64,
+}
+
+/// Which batches are wanted: `first`, `first + every`, ...
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// The first.
+    pub first: u64,
+    /// From one to the next.
+    pub every: u64,
+}
+
+impl Wanted {
+    fn has(self, batch: u64) -> bool {
+        batch >= self.first && (batch - self.first).is_multiple_of(self.every)
+    }
+}
+
+/// The pool.
+pub struct Pool<'a> {
+    rows: &'a Rows,
+    epoch: &'a Epoch<'a>,
+    wanted: Wanted,
+    groups: &'a [usize],
+    interleaved: bool,
+    memory: Block,
+    slot_bytes: usize,
+    kept: Vec<Kept>,
+    free: Vec<u32>,
+    current: Option<Held>,
+    next: Option<Held>,
+}
+
+/// What is known of the rows of a batch, item by item.
+#[derive(Default, Debug)]
+pub struct Known {
+    /// Examples.
+    pub examples: Vec<i64>,
+    /// Tokens.
+    pub tokens: Vec<i64>,
+    /// Positions among the groups read, where items are rows of one.
+    pub groups: Vec<i64>,
+}
+
+impl<'a> Pool<'a> {
+    /// An empty pool, for the batches wanted.
+    pub fn new(
+        rows: &'a Rows,
+        epoch: &'a Epoch<'a>,
+        groups: &'a [usize],
+        interleaved: bool,
+        batch: u64,
+        wanted: Wanted,
+    ) -> Result<Pool<'a>> {
+        let largest = (0..epoch.windows().min(2)).map(|w| epoch.window_len(w)).max().unwrap_or(0) + 1;
+        // Of every so many batches one: as many as begin in a window, and those that reach into it.
+        let share = (largest / (batch * wanted.every) + 2).saturating_mul(batch);
+        let slots = if wanted.every == 1 { largest } else { share.min(largest) };
+        let slot_bytes = rows.row().bytes * if interleaved { 1 } else { groups.len() };
+        let too_large = || Error::new(Kind::Argument, "memory: more than 2^32 rows in a window");
+        let slots = u32::try_from(slots).map_err(|_| too_large())?;
+        let memory = Block::zeroed(slots as usize * slot_bytes)
+            .map_err(|e| Error::new(Kind::Access, format!("cannot allocate {} rows: {e}", slots)))?;
+        let (kept, free) = (vec![Kept::default(); slots as usize], (0..slots).rev().collect());
+        Ok(Pool { rows, epoch, wanted, groups, interleaved, memory, slot_bytes, kept, free, current: None, next: None })
+    }
+
+    /// Gives a batch out, into `out`.
+    pub fn give(
+        &mut self,
+        batch: u64,
+        convert: &Convert,
+        out: &mut [u8],
+        known: &mut Known,
+        watch: Watch<'_>,
+    ) -> Result<()> {
+        let own = self.epoch.own(batch);
+        let to = convert.to() * (self.slot_bytes / convert.from());
+        let (mut position, mut out) = (own.start, out);
+        let mut given: Vec<u32> = Vec::with_capacity((own.end - own.start) as usize);
+        while position < own.end {
+            let number = self.epoch.window_of(position);
+            self.advance(number, &mut *watch)?;
+            let Some(held) = &self.current else { return Err(wrong("no window")) };
+            let end = own.end.min(held.window.first + held.window.order.len());
+            given.clear();
+            for t in position..end {
+                let slot = held.slots[held.window.order.get(t - held.window.first) as usize];
+                let Some(kept) = self.kept.get(slot as usize) else { return Err(wrong("an item that was not read")) };
+                known.examples.push(kept.example as i64);
+                known.tokens.push(i64::from(kept.token));
+                if self.interleaved {
+                    known.groups.push(i64::from(kept.group));
+                }
+                given.push(slot);
+            }
+            let (mine, others) =
+                out.split_at_mut_checked(given.len() * to).ok_or_else(|| wrong("a batch larger than its memory"))?;
+            let groups = self.interleaved.then_some(&known.groups[known.groups.len().saturating_sub(given.len())..]);
+            convert_rows(convert, &self.memory, self.slot_bytes, &given, groups, mine, &mut *watch)?;
+            self.free.extend_from_slice(&given);
+            out = others;
+            position = end;
+        }
+        Ok(())
+    }
+
+    /// Reads as much of the next window as there is room for.
+    pub fn refill(&mut self, watch: Watch<'_>) -> Result<()> {
+        if self.next.is_none()
+            && let Some(current) = &self.current
+            && current.number + 1 < self.epoch.windows()
+        {
+            self.next = Some(self.held(current.number + 1));
+        }
+        let Some(mut next) = self.next.take() else { return Ok(()) };
+        let done = self.read(&mut next, false, watch);
+        self.next = Some(next);
+        done
+    }
+
+    /// Makes a window the current one, and reads what is missing of it.
+    fn advance(&mut self, number: u64, watch: Watch<'_>) -> Result<()> {
+        if self.current.as_ref().is_some_and(|c| c.number == number) {
+            return Ok(());
+        }
+        let mut held = match self.next.take() {
+            Some(next) if next.number == number => next,
+            other => {
+                // Windows are passed over where none of their batches is wanted.
+                if let Some(Held { slots, .. }) = other {
+                    self.free.extend(slots.iter().filter(|s| **s != NO_SLOT));
+                }
+                self.held(number)
+            }
+        };
+        let done = self.read(&mut held, true, watch);
+        self.current = Some(held);
+        done
+    }
+
+    fn held(&self, number: u64) -> Held {
+        let window = self.epoch.window(number);
+        let slots = vec![NO_SLOT; window.order.len() as usize];
+        Held { number, window, slots, read: 0 }
+    }
+
+    /// Reads items of a window in their stored order, as far as slots are free; all that are wanted, if `all`.
+    fn read(&mut self, held: &mut Held, all: bool, watch: Watch<'_>) -> Result<()> {
+        let n = held.window.order.len();
+        let at_once = (READ / self.slot_bytes).max(1);
+        while held.read < n && !self.free.is_empty() {
+            let places = (n - held.read).min(self.free.len() as u64).min(at_once as u64);
+            let first = held.window.places.start;
+            let mut wanted: Vec<(u32, Item)> = Vec::with_capacity(places as usize);
+            let begun = held.window.first >= self.epoch.own(self.wanted.first).start;
+            let every = self.wanted.every == 1 && begun;
+            self.epoch.sequence(first + held.read..first + held.read + places, |place, item| {
+                let local = place - first;
+                let mine = every
+                    || self
+                        .epoch
+                        .batch_of(held.window.first + held.window.order.position(local))
+                        .is_some_and(|batch| self.wanted.has(batch));
+                if mine {
+                    wanted.push((local as u32, item));
+                }
+            });
+            held.read += places;
+            self.fetch(held, &wanted, &mut *watch)?;
+        }
+        if all && held.read < n {
+            return Err(wrong("no slots for a window"));
+        }
+        Ok(())
+    }
+
+    fn fetch(&mut self, held: &mut Held, wanted: &[(u32, Item)], watch: Watch<'_>) -> Result<()> {
+        let mut slots = self.free.split_off(self.free.len() - wanted.len());
+        slots.sort_unstable();
+        let row = self.rows.row().bytes;
+        let per_item = self.slot_bytes / row;
+        let n = wanted.len() * per_item;
+        let (mut examples, mut tokens, mut groups) =
+            (Vec::with_capacity(n), Vec::with_capacity(n), Vec::with_capacity(n));
+        let mut places: Vec<&mut [u8]> = Vec::with_capacity(n);
+        let mut rest = self.memory.bytes_mut();
+        let mut passed = 0;
+        for (slot, (local, item)) in slots.iter().zip(wanted) {
+            let (_, from) = rest.split_at_mut((*slot as usize - passed) * self.slot_bytes);
+            let (mine, others) = from.split_at_mut(self.slot_bytes);
+            (rest, passed) = (others, *slot as usize + 1);
+            let all = if self.interleaved { &self.groups[item.group..=item.group] } else { self.groups };
+            for (place, group) in mine.chunks_exact_mut(row).zip(all) {
+                examples.push(item.example as i64);
+                tokens.push(item.token as i64);
+                groups.push(*group as i64);
+                places.push(place);
+            }
+            held.slots[*local as usize] = *slot;
+            let token = u32::try_from(item.token).map_err(|_| wrong("a token beyond 2^32"))?;
+            self.kept[*slot as usize] = Kept { example: item.example, token, group: item.group as u32 };
+        }
+        let dtype = self.rows.row().dtype;
+        let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
+        let cast = Cast::between(dtype, dtype)?;
+        self.rows.gather(Ints::Each(&groups), pick, n, cast, Out::Places(places), watch)
+    }
+}
+
+fn wrong(detail: &str) -> Error {
+    Error::new(Kind::Internal, format!("a pool with {detail}"))
+}
+
+/// Rows of slots to `out`, one after the other; `groups` says whose they are where slots hold one group's.
+pub fn convert_rows(
+    convert: &Convert,
+    memory: &[u8],
+    slot_bytes: usize,
+    slots: &[u32],
+    groups: Option<&[i64]>,
+    out: &mut [u8],
+    watch: Watch<'_>,
+) -> Result<()> {
+    let per_slot = slot_bytes / convert.from();
+    let to = convert.to() * per_slot;
+    let at_once = slots.len().div_ceil(pool::num_threads() * 4).max((256 << 10) / to.max(1)).max(1);
+    type Part<'a> = Mutex<Option<&'a mut [u8]>>;
+    let parts: Vec<Part<'_>> = out.chunks_mut(at_once * to).map(|part| Mutex::new(Some(part))).collect();
+    let work = |p: usize, stop: &Stop| -> Result<()> {
+        let Some(out) = parts[p].lock().unwrap_or_else(PoisonError::into_inner).take() else { return Ok(()) };
+        if stop.is_set() {
+            return Ok(());
+        }
+        let mut scratch = Scratch::default();
+        let slot = |i: usize| {
+            let first = *slots.get(i)? as usize * slot_bytes;
+            memory.get(first..first + slot_bytes)
+        };
+        for (i, out) in out.chunks_exact_mut(to).enumerate() {
+            let i = p * at_once + i;
+            if let Some(soon) = slot(i + 2) {
+                prefetch(soon);
+            }
+            let Some(from) = slot(i) else { return Err(wrong("a slot outside its memory")) };
+            for (k, (src, dst)) in from.chunks_exact(convert.from()).zip(out.chunks_exact_mut(convert.to())).enumerate()
+            {
+                let group = groups.map_or(k, |g| g[i] as usize);
+                convert.row(group, src, dst, &mut scratch);
+            }
+        }
+        Ok(())
+    };
+    pool::run(parts.len(), &work, watch)
+}

@@ -1,0 +1,212 @@
+//! Rows that are centred and scaled while they are copied: `(row - center) * scale`, or with the result brought to a given norm.
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::dtype::{Cast, DType};
+use crate::error::{Error, Kind, Result};
+
+/// What rows are multiplied by, after the centre was subtracted.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Scale {
+    /// Nothing.
+    None,
+    /// One factor per element; of one group, or of each group one after the other.
+    By(Vec<f64>),
+    /// What makes the row's L2 norm this. A row of zeros stays one.
+    ToNorm(f64),
+}
+
+/// How stored rows become rows of a batch.
+#[derive(Debug)]
+pub struct Convert {
+    from: usize,
+    to: usize,
+    width: usize,
+    plain: Cast,
+    change: Option<Change>,
+}
+
+#[derive(Debug)]
+struct Change {
+    wide: bool,
+    read: Cast,
+    write: Cast,
+    center: Vec<f64>,
+    scale: Scale,
+}
+
+/// Room for one row, reused.
+#[derive(Default, Debug)]
+pub struct Scratch(Vec<f32>, Vec<f64>);
+
+impl Convert {
+    /// `center` is empty, or holds an element per column, or per column and group. Arithmetic is float32, or float64 where the
+    /// stored or the wanted type is.
+    pub fn new(from: DType, to: DType, width: usize, groups: usize, center: Vec<f64>, scale: Scale) -> Result<Convert> {
+        let plain = Cast::between(from, to)?;
+        let fits = |n: usize| n == width || n == width * groups;
+        let scales = match &scale {
+            Scale::By(by) => fits(by.len()),
+            Scale::None | Scale::ToNorm(_) => true,
+        };
+        if !(center.is_empty() || fits(center.len())) || !scales {
+            return Err(Error::new(
+                Kind::Argument,
+                format!("center and scale: expected {width} elements, or {groups} x {width}, one per layer"),
+            ));
+        }
+        let wide = from == DType::F64 || to == DType::F64;
+        let middle = if wide { DType::F64 } else { DType::F32 };
+        let change = if center.is_empty() && scale == Scale::None {
+            None
+        } else {
+            Some(Change { wide, read: Cast::between(from, middle)?, write: Cast::between(middle, to)?, center, scale })
+        };
+        Ok(Convert { from: width * plain.from_size, to: width * plain.to_size, width, plain, change })
+    }
+
+    /// Bytes of a stored row.
+    pub fn from(&self) -> usize {
+        self.from
+    }
+
+    /// Bytes of a row of a batch.
+    pub fn to(&self) -> usize {
+        self.to
+    }
+
+    /// The cast, where it is all there is to do.
+    pub fn cast(&self) -> Option<Cast> {
+        self.change.is_none().then_some(self.plain)
+    }
+
+    /// Converts a row of a group.
+    #[inline]
+    pub fn row(&self, group: usize, src: &[u8], dst: &mut [u8], scratch: &mut Scratch) {
+        let Some(change) = &self.change else {
+            return self.plain.apply(src, dst);
+        };
+        if change.wide {
+            scratch.1.resize(self.width, 0.0);
+            change.apply(group, src, dst, &mut scratch.1);
+        } else {
+            scratch.0.resize(self.width, 0.0);
+            change.apply(group, src, dst, &mut scratch.0);
+        }
+    }
+}
+
+impl Change {
+    fn apply<T: Real>(&self, group: usize, src: &[u8], dst: &mut [u8], row: &mut [T]) {
+        self.read.apply(src, bytemuck::cast_slice_mut(row));
+        let n = row.len();
+        let of_group = |all: &Vec<f64>| {
+            let first = if all.len() > n { group * n } else { 0 };
+            first..first + n
+        };
+        if !self.center.is_empty() {
+            let center = &self.center[of_group(&self.center)];
+            for (x, c) in row.iter_mut().zip(center) {
+                *x = T::minus(*x, *c);
+            }
+        }
+        match &self.scale {
+            Scale::None => {}
+            Scale::By(by) => {
+                let by = &by[of_group(by)];
+                for (x, f) in row.iter_mut().zip(by) {
+                    *x = T::times(*x, *f);
+                }
+            }
+            Scale::ToNorm(norm) => {
+                let norm = norm / norm_of(row);
+                if norm.is_finite() {
+                    for x in row.iter_mut() {
+                        *x = T::times(*x, norm);
+                    }
+                }
+            }
+        }
+        self.write.apply(bytemuck::cast_slice(row), dst);
+    }
+}
+
+/// The L2 norm, summed in eight lanes of float64: the same on every machine.
+pub(super) fn norm_of<T: Real>(row: &[T]) -> f64 {
+    let (chunks, rest) = row.as_chunks::<8>();
+    let mut lanes = [0f64; 8];
+    for chunk in chunks {
+        for (lane, x) in lanes.iter_mut().zip(chunk) {
+            let x = x.wide();
+            *lane += x * x;
+        }
+    }
+    let rest: f64 = rest.iter().map(|x| x.wide() * x.wide()).sum();
+    (lanes.iter().sum::<f64>() + rest).sqrt()
+}
+
+/// float32 and float64.
+pub(super) trait Real: Pod + Zeroable {
+    fn wide(self) -> f64;
+    fn minus(self, other: f64) -> Self;
+    fn times(self, other: f64) -> Self;
+}
+
+impl Real for f32 {
+    fn wide(self) -> f64 {
+        f64::from(self)
+    }
+    fn minus(self, other: f64) -> f32 {
+        self - other as f32
+    }
+    fn times(self, other: f64) -> f32 {
+        self * other as f32
+    }
+}
+
+impl Real for f64 {
+    fn wide(self) -> f64 {
+        self
+    }
+    fn minus(self, other: f64) -> f64 {
+        self - other
+    }
+    fn times(self, other: f64) -> f64 {
+        self * other
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn run(convert: &Convert, group: usize, row: &[f32]) -> Vec<f32> {
+        let mut out = vec![0f32; row.len()];
+        convert.row(group, bytemuck::cast_slice(row), bytemuck::cast_slice_mut(&mut out), &mut Scratch::default());
+        out
+    }
+
+    #[test]
+    fn rows_are_centred_scaled_and_brought_to_a_norm() {
+        let f32s = |center: Vec<f64>, scale| Convert::new(DType::F32, DType::F32, 2, 2, center, scale);
+        let row = [3.0, 4.0];
+        assert_eq!(run(&f32s(vec![1.0, 2.0], Scale::None).unwrap(), 1, &row), [2.0, 2.0]);
+        assert_eq!(run(&f32s(vec![1.0, 2.0, 3.0, 0.0], Scale::By(vec![2.0, 0.5])).unwrap(), 1, &row), [0.0, 2.0]);
+        assert_eq!(run(&f32s(vec![], Scale::ToNorm(1.0)).unwrap(), 0, &row), [0.6, 0.8]);
+        assert_eq!(run(&f32s(vec![], Scale::ToNorm(2f64.sqrt())).unwrap(), 0, &[0.0, 0.0]), [0.0, 0.0]);
+        assert!(f32s(vec![1.0], Scale::None).is_err() && f32s(vec![], Scale::By(vec![1.0; 3])).is_err());
+        assert!(f32s(vec![], Scale::None).unwrap().cast().is_some());
+    }
+
+    #[test]
+    fn types_are_converted_on_the_way() {
+        let convert = Convert::new(DType::F16, DType::F64, 1, 1, vec![0.5], Scale::By(vec![3.0])).unwrap();
+        let mut out = [0f64];
+        let src = half::f16::from_f32(2.0).to_le_bytes();
+        convert.row(0, &src, bytemuck::cast_slice_mut(&mut out), &mut Scratch::default());
+        assert_eq!(out, [4.5]);
+        assert!(Convert::new(DType::I32, DType::I32, 1, 1, vec![0.5], Scale::None).is_err());
+        assert!(Convert::new(DType::I32, DType::I32, 1, 1, vec![], Scale::None).is_ok());
+    }
+}

@@ -1,0 +1,200 @@
+//! Which tokens of which examples are read. What is selected is counted in stored order: pick 0, 1, 2, ...
+
+use crate::error::{Error, Kind, Result};
+
+/// The picks of a dataset.
+#[derive(Debug)]
+pub struct Selection {
+    examples: u64,
+    count: Count,
+    which: Which,
+}
+
+/// Picks per example.
+#[derive(Debug)]
+enum Count {
+    Same(u64),
+    /// Picks before each example, and at the end of all.
+    Before(Vec<u64>),
+}
+
+#[derive(Debug)]
+enum Which {
+    /// As many tokens as there are picks, from this one on.
+    From(u64),
+    /// The set bits; example e's token `first + i` is bit `bits_before[e] + i`.
+    Set { first: u64, bits: Vec<u64>, before: Vec<u64> },
+    /// One token of each example that has picks.
+    At(Vec<u32>),
+}
+
+impl Selection {
+    /// The same tokens of every example, from `first` on.
+    pub fn same(examples: u64, first: u64, count: u64) -> Result<Selection> {
+        if examples.checked_mul(count).is_none_or(|n| n >= 1 << 62) {
+            return Err(Error::new(Kind::Argument, format!("{examples} examples x {count} tokens are too many")));
+        }
+        Ok(Selection { examples, count: Count::Same(count), which: Which::From(first) })
+    }
+
+    /// `counts[e]` tokens of example e, from `first` on.
+    pub fn counted(first: u64, counts: impl Iterator<Item = u64>) -> Result<Selection> {
+        let before = sums(counts)?;
+        let examples = before.len() as u64 - 1;
+        Ok(Selection { examples, count: Count::Before(before), which: Which::From(first) })
+    }
+
+    /// Of `counts[e]` tokens of example e, from `first` on, those that are kept: one flag for each, example after example.
+    pub fn masked(first: u64, counts: impl Iterator<Item = u64>, keep: &[bool]) -> Result<Selection> {
+        let before = sums(counts)?;
+        if before.last() != Some(&(keep.len() as u64)) {
+            let detail = format!("{} flags for {} tokens", keep.len(), before.last().unwrap_or(&0));
+            return Err(Error::new(Kind::Argument, detail));
+        }
+        let mut bits = vec![0u64; keep.len().div_ceil(64)];
+        for (word, flags) in bits.iter_mut().zip(keep.chunks(64)) {
+            *word = flags.iter().enumerate().fold(0, |w, (i, f)| w | u64::from(*f) << i);
+        }
+        let kept = before.windows(2).map(|w| keep[w[0] as usize..w[1] as usize].iter().filter(|f| **f).count() as u64);
+        let picks = sums(kept)?;
+        let examples = before.len() as u64 - 1;
+        Ok(Selection { examples, count: Count::Before(picks), which: Which::Set { first, bits, before } })
+    }
+
+    /// One token of each example; none of those whose entry is `None`.
+    pub fn one_of_each(tokens: impl Iterator<Item = Option<u32>>) -> Result<Selection> {
+        let tokens: Vec<Option<u32>> = tokens.collect();
+        let before = sums(tokens.iter().map(|t| u64::from(t.is_some())))?;
+        let at = tokens.iter().map(|t| t.unwrap_or(0)).collect();
+        Ok(Selection { examples: tokens.len() as u64, count: Count::Before(before), which: Which::At(at) })
+    }
+
+    /// Number of picks.
+    pub fn len(&self) -> u64 {
+        self.before(self.examples)
+    }
+
+    /// Whether nothing is picked.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Number of examples, those without picks included.
+    pub fn examples(&self) -> u64 {
+        self.examples
+    }
+
+    /// Picks per example, where all have as many.
+    pub fn same_count(&self) -> Option<u64> {
+        match self.count {
+            Count::Same(n) => Some(n),
+            Count::Before(_) => None,
+        }
+    }
+
+    /// Picks of the examples before one.
+    #[inline]
+    pub fn before(&self, example: u64) -> u64 {
+        match &self.count {
+            Count::Same(n) => example * n,
+            Count::Before(before) => before[example as usize],
+        }
+    }
+
+    /// The example and the token of a pick.
+    #[inline]
+    pub fn get(&self, pick: u64) -> (u64, u64) {
+        let (example, k) = match &self.count {
+            Count::Same(n) => (pick / n, pick % n),
+            Count::Before(before) => {
+                // Examples without picks share their number with the next: the last of those is the one.
+                let example = before.partition_point(|b| *b <= pick) - 1;
+                (example as u64, pick - before[example])
+            }
+        };
+        (example, self.token(example, k))
+    }
+
+    /// The token of an example's k-th pick.
+    #[inline]
+    pub fn token(&self, example: u64, k: u64) -> u64 {
+        match &self.which {
+            Which::From(first) => first + k,
+            Which::At(tokens) => u64::from(tokens[example as usize]),
+            Which::Set { first, bits, before } => {
+                let begin = before[example as usize];
+                first + nth_set(bits, begin, k) - begin
+            }
+        }
+    }
+}
+
+/// The place of the k-th set bit from a bit on.
+fn nth_set(bits: &[u64], from: u64, mut k: u64) -> u64 {
+    let mut at = (from / 64) as usize;
+    let mut word = bits[at] & (!0 << (from % 64));
+    while u64::from(word.count_ones()) <= k {
+        k -= u64::from(word.count_ones());
+        at += 1;
+        word = bits[at];
+    }
+    for _ in 0..k {
+        word &= word - 1;
+    }
+    at as u64 * 64 + u64::from(word.trailing_zeros())
+}
+
+/// 0, and the sums of all that came before.
+fn sums(counts: impl Iterator<Item = u64>) -> Result<Vec<u64>> {
+    let mut sum = 0u64;
+    let mut made = vec![0];
+    for count in counts {
+        sum = sum
+            .checked_add(count)
+            .filter(|n| *n < 1 << 62)
+            .ok_or_else(|| Error::new(Kind::Argument, "more than 2^62 tokens"))?;
+        made.push(sum);
+    }
+    Ok(made)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn all(selection: &Selection) -> Vec<(u64, u64)> {
+        (0..selection.len()).map(|i| selection.get(i)).collect()
+    }
+
+    proptest! {
+        /// Against a list of all picks.
+        #[test]
+        fn picks_are_those_that_were_kept(first in 0u64..3, flags in prop::collection::vec(prop::collection::vec(any::<bool>(), 0..200), 0..20)) {
+            let counts = || flags.iter().map(|f| f.len() as u64);
+            let keep: Vec<bool> = flags.concat();
+            let every: Vec<(u64, u64)> =
+                flags.iter().enumerate().flat_map(|(e, f)| (0..f.len() as u64).map(move |t| (e as u64, first + t))).collect();
+            prop_assert_eq!(all(&Selection::counted(first, counts()).unwrap()), every.clone());
+            let kept: Vec<_> = every.iter().zip(&keep).filter(|(_, k)| **k).map(|(p, _)| *p).collect();
+            let masked = Selection::masked(first, counts(), &keep).unwrap();
+            prop_assert_eq!(all(&masked), kept.clone());
+            for (i, (example, _)) in kept.iter().enumerate() {
+                prop_assert!(masked.before(*example) <= i as u64 && (i as u64) < masked.before(example + 1));
+            }
+            let last = flags.iter().map(|f| (f.len() as u32).checked_sub(1));
+            let want: Vec<_> = last.clone().enumerate().filter_map(|(e, t)| Some((e as u64, u64::from(t?)))).collect();
+            prop_assert_eq!(all(&Selection::one_of_each(last).unwrap()), want);
+            prop_assert!(Selection::masked(first, counts(), &[&keep[..], &[true]].concat()).is_err());
+        }
+
+        #[test]
+        fn equal_examples_need_no_list(examples in 0u64..9, first in 0u64..3, count in 0u64..9) {
+            let same = Selection::same(examples, first, count).unwrap();
+            let listed = Selection::counted(first, (0..examples).map(|_| count)).unwrap();
+            prop_assert_eq!(same.len(), listed.len());
+            prop_assert_eq!(all(&same), all(&listed));
+        }
+    }
+}

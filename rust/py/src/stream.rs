@@ -1,0 +1,318 @@
+//! Streams of batches, as Python sees them.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use actshard_core::bytes::output::Output;
+use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
+use actshard_core::stream::plan::{Plan, Settings, Shuffle};
+use actshard_core::stream::rescale::{Convert, Scale};
+use actshard_core::stream::select::Selection;
+use actshard_core::stream::{items_in, stats};
+use actshard_core::{Error, Kind};
+use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PySlice};
+
+use crate::buffer::{self, Lent};
+use crate::rows::{Rows, dtype_of};
+use crate::{detach, errors};
+
+/// The tokens that are read: from which on; how many of every example, or of each; which of those, flag after flag; or the
+/// last of each.
+#[derive(FromPyObject)]
+pub enum Tokens<'py> {
+    #[pyo3(transparent)]
+    Same((u64, u64)),
+    #[pyo3(transparent)]
+    Counts((u64, PyReadonlyArray1<'py, i64>)),
+    #[pyo3(transparent)]
+    Kept((u64, PyReadonlyArray1<'py, i64>, PyReadonlyArray1<'py, bool>)),
+    #[pyo3(transparent)]
+    Each((PyReadonlyArray1<'py, i64>,)),
+}
+
+fn selection(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<Selection> {
+    let each = |counts: &[i64]| counts.iter().map(|n| u64::try_from(*n).unwrap_or(0)).collect::<Vec<_>>();
+    let made = match tokens {
+        Tokens::Same((first, count)) => Selection::same(examples, first, count),
+        Tokens::Counts((first, counts)) => {
+            let counts = each(counts.as_slice()?);
+            detach::detached(py, |_| Ok(Selection::counted(first, counts.into_iter())))?
+        }
+        Tokens::Kept((first, counts, keep)) => {
+            let (counts, keep) = (each(counts.as_slice()?), keep.as_slice()?);
+            detach::detached(py, |_| Ok(Selection::masked(first, counts.into_iter(), keep)))?
+        }
+        Tokens::Each((tokens,)) => Selection::one_of_each(tokens.as_slice()?.iter().map(|t| u32::try_from(*t).ok())),
+    };
+    made.map_err(|e| errors::raise(py, &e))
+}
+
+/// How many tokens are selected.
+#[pyfunction]
+pub fn count_selected(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<u64> {
+    Ok(selection(py, examples, tokens)?.len())
+}
+
+/// What a stream of rows is: from where, in which order, as what. Cheap to begin and to begin again.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct Stream {
+    core: Arc<Core>,
+    descr: Py<PyArrayDescr>,
+    /// Dimensions of an item.
+    item: Vec<usize>,
+}
+
+#[pymethods]
+impl Stream {
+    #[new]
+    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        rows: &Rows,
+        tokens: Tokens<'_>,
+        groups: Vec<usize>,
+        stacked: bool,
+        interleaved: bool,
+        batch_size: u64,
+        shuffle: Option<&str>,
+        seed: u64,
+        drop_last: bool,
+        rank: u64,
+        world_size: u64,
+        memory: u64,
+        dtype: &str,
+        descr: Bound<'_, PyArrayDescr>,
+        center: Option<PyReadonlyArray1<'_, f64>>,
+        scale: Option<PyReadonlyArray1<'_, f64>>,
+        norm: Option<f64>,
+    ) -> PyResult<Stream> {
+        let raise = |e: Error| errors::raise(py, &e);
+        let rows = rows.dataset();
+        let row = rows.row();
+        let selection = selection(py, rows.examples(), tokens)?;
+        let per_item = if interleaved { 1 } else { groups.len() };
+        let shuffle = match shuffle {
+            None => Shuffle::Stored,
+            Some("window") => Shuffle::Window,
+            Some("exact") => Shuffle::Exact,
+            Some(other) => {
+                let detail = format!("shuffle must be None, 'window' or 'exact', not '{other}'");
+                return Err(raise(Error::new(Kind::Argument, detail)));
+            }
+        };
+        let center = center.map(|c| c.as_slice().map(<[f64]>::to_vec)).transpose()?.unwrap_or_default();
+        let scale = match (scale, norm) {
+            (Some(by), _) => Scale::By(by.as_slice()?.to_vec()),
+            (None, Some(norm)) => Scale::ToNorm(norm),
+            (None, None) => Scale::None,
+        };
+        let to = dtype_of(py, dtype)?;
+        if to.size() != Some(descr.itemsize()) {
+            return Err(raise(Error::new(Kind::Internal, "a stream of another numpy type")));
+        }
+        let convert = Convert::new(row.dtype, to, row.width, groups.len(), center, scale).map_err(raise)?;
+        let window = items_in(memory, (row.bytes * per_item) as u64);
+        if window == 0 && shuffle == Shuffle::Window {
+            let detail = format!("memory: {memory} bytes hold no row of {} bytes", row.bytes * per_item);
+            return Err(raise(Error::new(Kind::Argument, detail)));
+        }
+        let units = rows.units().map_err(raise)?;
+        let settings = Settings {
+            shuffle,
+            seed,
+            batch: batch_size,
+            rank,
+            ranks: world_size,
+            drop_last,
+            groups,
+            interleaved,
+            window: window.max(1),
+        };
+        let plan = Plan::new(settings, selection, units).map_err(raise)?;
+        let item = if stacked && !interleaved { vec![per_item, row.width] } else { vec![row.width] };
+        Ok(Stream { core: Arc::new(Core { rows, plan, convert }), descr: descr.unbind(), item })
+    }
+
+    /// Batches of this rank.
+    #[getter]
+    fn batches(&self) -> u64 {
+        self.core.plan.batches()
+    }
+
+    /// Rows of all ranks.
+    #[getter]
+    fn items(&self) -> u64 {
+        self.core.plan.items()
+    }
+
+    /// Items of a pool.
+    #[getter]
+    fn window(&self) -> u64 {
+        self.core.plan.settings.window
+    }
+
+    /// Begins to read batches `first`, `first + every`, ... of an epoch, into new arrays or into these.
+    fn start(
+        &self,
+        py: Python<'_>,
+        epoch: u64,
+        first: u64,
+        every: u64,
+        buffers: Option<Vec<Bound<'_, PyUntypedArray>>>,
+    ) -> PyResult<Batches> {
+        let mut lent = vec![];
+        let kept = buffers.is_some();
+        for (number, array) in buffers.unwrap_or_default().iter().enumerate() {
+            let one = buffer::lend(array.clone(), number);
+            let refused = || Error::new(Kind::Argument, "buffers must be writable and C-contiguous");
+            let one = one.ok_or_else(|| errors::raise(py, &refused()))?;
+            lent.push((array.clone().unbind(), one));
+        }
+        let (arrays, lent): (Vec<_>, Vec<_>) = lent.into_iter().unzip();
+        let ahead = if arrays.is_empty() && !kept { 1 } else { arrays.len() };
+        let supply = if kept {
+            Supply::Recycled(lent.into_iter().map(Memory::Lent).collect())
+        } else {
+            Supply::New(Box::new(|bytes| {
+                let made = Output::new(bytes);
+                made.map(Memory::New)
+                    .map_err(|e| Error::new(Kind::Access, format!("cannot allocate {bytes} bytes for a batch: {e}")))
+            }))
+        };
+        let core = Arc::clone(&self.core);
+        let wanted = Wanted { first, every: every.max(1) };
+        let ahead = Ahead::start(core, epoch, wanted, supply, ahead).map_err(|e| errors::raise(py, &e))?;
+        Ok(Batches {
+            ahead: Mutex::new(Some(ahead)),
+            given: Mutex::new(None),
+            arrays,
+            descr: self.descr.clone_ref(py),
+            item: self.item.clone(),
+            interleaved: self.core.plan.settings.interleaved,
+        })
+    }
+}
+
+/// Where a batch lies.
+enum Memory {
+    New(Output),
+    Lent(Lent),
+}
+
+impl AsMut<[u8]> for Memory {
+    fn as_mut(&mut self) -> &mut [u8] {
+        match self {
+            Memory::New(output) => output.as_mut(),
+            Memory::Lent(lent) => lent.as_mut(),
+        }
+    }
+}
+
+/// Batches on their way.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct Batches {
+    ahead: Mutex<Option<Ahead<Memory>>>,
+    /// What the consumer has, if it is to come back.
+    given: Mutex<Option<Lent>>,
+    arrays: Vec<Py<PyUntypedArray>>,
+    descr: Py<PyArrayDescr>,
+    item: Vec<usize>,
+    interleaved: bool,
+}
+
+/// Activations, examples, tokens, and positions of layers where rows are of one each.
+type BatchTuple<'py> =
+    (Bound<'py, PyAny>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Option<Bound<'py, PyArray1<i64>>>);
+
+#[pymethods]
+impl Batches {
+    /// The next batch, or None after the last.
+    fn next<'py>(&self, py: Python<'py>) -> PyResult<Option<BatchTuple<'py>>> {
+        let Batch { memory, len, examples, tokens, groups } = {
+            let next = detach::detached(py, |watch| {
+                let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
+                let Some(ahead) = ahead.as_ref() else { return Ok(None) };
+                if let Some(lent) = self.given.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                    ahead.give_back(Memory::Lent(lent));
+                }
+                ahead.next(watch)
+            })?;
+            match next {
+                Some(batch) => batch,
+                None => return Ok(None),
+            }
+        };
+        let dims: Vec<usize> = std::iter::once(len).chain(self.item.iter().copied()).collect();
+        let array = match memory {
+            Memory::New(output) => buffer::over_output(py, output, self.descr.bind(py), &dims)?.into_any(),
+            Memory::Lent(lent) => {
+                let array = self.arrays[lent.number].bind(py).clone();
+                *self.given.lock().unwrap_or_else(PoisonError::into_inner) = Some(lent);
+                if array.shape()[0] == len {
+                    array.into_any()
+                } else {
+                    array.get_item(PySlice::new(py, 0, len as isize, 1))?
+                }
+            }
+        };
+        let groups = self.interleaved.then(|| PyArray1::from_vec(py, groups));
+        Ok(Some((array, PyArray1::from_vec(py, examples), PyArray1::from_vec(py, tokens), groups)))
+    }
+
+    /// Ends the thread; what it read is dropped.
+    fn stop(&self, py: Python<'_>) -> PyResult<()> {
+        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
+        detach::detached(py, |_| {
+            drop(ahead);
+            Ok(())
+        })
+    }
+}
+
+/// `Rows.stats`: what all rows of a group have in common.
+pub fn stats_of<'py>(
+    py: Python<'py>,
+    rows: &Rows,
+    group: usize,
+    tokens: Tokens<'py>,
+    progress: Option<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dataset = rows.dataset();
+    let selection = selection(py, dataset.examples(), tokens)?;
+    let progress = progress.map(Bound::unbind);
+    let mut raised: Option<PyErr> = None;
+    let made = detach::detached(py, |watch| {
+        let mut failed = false;
+        let told = std::cell::RefCell::new(&mut raised);
+        let stop = std::cell::Cell::new(false);
+        let mut tell = |done: u64| {
+            if let Some(progress) = &progress
+                && let Err(error) = Python::attach(|py| progress.call1(py, (done,)).map(drop))
+            {
+                **told.borrow_mut() = Some(error);
+                stop.set(true);
+            }
+        };
+        let found = stats::stats(&dataset, group, &selection, &mut tell, &mut || {
+            failed |= stop.get();
+            failed || watch()
+        });
+        if stop.get() { Err(Error::new(Kind::Interrupted, "interrupted")) } else { found }
+    });
+    if let Some(error) = raised {
+        return Err(error);
+    }
+    let made = made?;
+    let out = PyDict::new(py);
+    out.set_item("rows", made.rows)?;
+    for (name, values) in [("mean", made.mean), ("squares", made.squares), ("min", made.min), ("max", made.max)] {
+        out.set_item(name, PyArray1::from_vec(py, values))?;
+    }
+    for (name, values) in [("finite", made.finite), ("nan", made.nan), ("infinite", made.infinite)] {
+        out.set_item(name, PyArray1::from_vec(py, values.into_iter().map(|n| n as i64).collect()))?;
+    }
+    out.set_item("norms", made.norms)?;
+    Ok(out)
+}
