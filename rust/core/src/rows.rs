@@ -11,7 +11,7 @@ use crate::layout::chunked::Chunked;
 use crate::layout::strided::Strided;
 use crate::layout::table::Table;
 use crate::layout::{Address, Layout, check_example};
-use crate::par::gather::{Ints, Out, Pick, Source, gather};
+use crate::par::gather::{Ints, Out, Pick, Source, gather, hint};
 use crate::par::pool::Watch;
 
 /// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
@@ -148,6 +148,17 @@ impl Rows {
                 let prepared = shards.prepare(Some(&mut once(example)), watch)?;
                 one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))
             }
+        }
+    }
+
+    /// [`hint`]s at rows of these.
+    pub fn hint(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize) -> Result<()> {
+        let only = 0..u64::MAX;
+        match self {
+            Rows::Strided(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
+            Rows::Table(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
+            Rows::Chunked(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
+            Rows::Shards(_) => Ok(()),
         }
     }
 

@@ -17,6 +17,10 @@ use crate::buffer::{self, Lent};
 use crate::rows::{Rows, dtype_of};
 use crate::{detach, errors};
 
+/// What a window reads in one go, at least, where examples are as long: any disk gives its full rate from here on
+/// (docs/streams.md), and the shorter pieces are the more examples a window has. It decides orders: never change it.
+const PIECE: u64 = 128 << 10;
+
 /// The tokens that are read: from which on; how many of every example, or of each; which of those, flag after flag; or the
 /// last of each.
 #[derive(FromPyObject)]
@@ -129,8 +133,9 @@ impl Stream {
             groups,
             interleaved,
             window: window.max(1),
+            piece: PIECE / row.bytes as u64,
         };
-        let plan = Plan::new(settings, selection, units).map_err(raise)?;
+        let plan = Plan::new(settings, selection, &units).map_err(raise)?;
         let item = if stacked && !interleaved { vec![per_item, row.width] } else { vec![row.width] };
         Ok(Stream { core: Arc::new(Core { rows, plan, convert }), descr: descr.unbind(), item })
     }

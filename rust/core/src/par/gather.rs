@@ -308,6 +308,49 @@ pub fn gather<L: Layout + ?Sized>(
     pool::run(parts.len(), &work, watch)
 }
 
+/// Tells the kernel that rows will be gathered soon, if a few of them look as if they were not in memory. What it cannot do
+/// is left to the gather, errors too.
+pub fn hint<L: Layout + ?Sized>(source: &Source<'_, L>, pick: Pick<'_>, items: usize) -> Result<()> {
+    const LOOKS: usize = 8;
+    let &Source { files, layout, groups, ref only } = source;
+    let row_bytes = files.row().bytes;
+    let cast = Cast::between(files.row().dtype, files.row().dtype)?;
+    let (address_bits, decodes) = (files.address_bits(), files.decodes());
+    if decodes {
+        return Ok(());
+    }
+    let job = Job { files, layout, groups, only: only.clone(), pick, cast, row_bytes, address_bits, decodes };
+    let each = |span: Span, only_look: bool| -> Result<bool> {
+        let mut entries = job.locate(span)?;
+        entries.sort_unstable_by_key(|e| e.key);
+        let mut rest = &entries[..];
+        while !rest.is_empty() {
+            let Cut { files, seen, read, done, .. } = job.cut(rest, span.first, true)?;
+            rest = &rest[done..];
+            for piece in seen.iter().chain(&read) {
+                let open = &files[piece.file as usize];
+                match (open.map(), open.file()) {
+                    (_, Some(file)) if only_look => {
+                        if pread::is_cached(file, piece.src) == Cached::No {
+                            return Ok(true);
+                        }
+                    }
+                    (Some(map), _) => map.will_need(piece.src as usize, piece.len as usize),
+                    (None, Some(file)) => pread::will_need(file, piece.src, u64::from(piece.len)),
+                    (None, None) => {}
+                }
+            }
+        }
+        Ok(false)
+    };
+    for first in (0..items).step_by(items.div_ceil(LOOKS).max(1)) {
+        if each(Span { first, end: first + 1, skip: 0, rows: 1 }, true)? {
+            return each(Span { first: 0, end: items, skip: 0, rows: items as u64 }, false).map(drop);
+        }
+    }
+    Ok(())
+}
+
 /// Small requests are one part; large ones are cut for balance, bounded memory and a prompt Ctrl-C.
 fn part_rows(out_bytes: usize, row_bytes: usize) -> usize {
     if out_bytes <= INLINE_BYTES {

@@ -5,8 +5,9 @@
 //!
 //! - stored: pick after pick, group after group;
 //! - [`Shuffle::Exact`]: the stored items in a random order, all of them;
-//! - [`Shuffle::Window`]: units (examples, usually) in a random order, their items as stored, cut into windows that fit the
-//!   pool, and inside each window in a random order.
+//! - [`Shuffle::Window`]: units in a random order, their items as stored, cut into windows that fit the pool, and inside each
+//!   window in a random order. A unit is what is read in one go: a piece of an example, long enough for any disk and short
+//!   enough for a window to have some of nearly every example, or what has to be decoded together.
 //!
 //! Ranks share items such that every item is read by one, and all have as many batches. In stored and exact order they take
 //! turns, batch after batch, so that what the first k batches of all ranks hold depends on nothing but how many rows that are.
@@ -51,6 +52,8 @@ pub struct Settings {
     pub interleaved: bool,
     /// Items that a window may have.
     pub window: u64,
+    /// Picks that a unit has at least, where examples are long enough to be cut.
+    pub piece: u64,
 }
 
 /// The rows of a stream, and the batches they make.
@@ -59,9 +62,64 @@ pub struct Plan {
     /// What a user decided.
     pub settings: Settings,
     selection: Selection,
-    units: Units,
+    units: Pieces,
     items: u64,
     batches: u64,
+}
+
+/// Units, as ranges of picks.
+#[derive(Debug)]
+enum Pieces {
+    /// So many, of so many picks each.
+    Equal { count: u64, size: u64 },
+    /// Between neighbours of these; the first is 0, the last the number of picks.
+    Between(Vec<u64>),
+}
+
+impl Pieces {
+    fn new(selection: &Selection, units: &Units, piece: u64) -> Pieces {
+        // As many pieces as there can be of at least so many picks.
+        let cut = |picks: u64| (picks / piece.max(1)).max(1);
+        if let (Units::Examples, Some(same)) = (units, selection.same_count()) {
+            let most = cut(same);
+            // Equal ones need no list; a few less of them are as good.
+            let equal = (most.div_ceil(2)..=most).rev().find(|n| same.is_multiple_of(*n));
+            if let Some(n) = equal {
+                return Pieces::Equal { count: if same > 0 { selection.examples() * n } else { 0 }, size: same / n };
+            }
+        }
+        let mut bounds = vec![0];
+        let mut push = |bound: u64| {
+            if bounds.last() != Some(&bound) {
+                bounds.push(bound);
+            }
+        };
+        match units {
+            Units::Between(between) => between.iter().for_each(|example| push(selection.before(*example))),
+            Units::Examples => {
+                for example in 0..selection.examples() {
+                    let (from, to) = (selection.before(example), selection.before(example + 1));
+                    let n = cut(to - from);
+                    (1..=n).for_each(|k| push(from + (to - from) * k / n));
+                }
+            }
+        }
+        Pieces::Between(bounds)
+    }
+
+    fn len(&self) -> u64 {
+        match self {
+            Pieces::Equal { count, .. } => *count,
+            Pieces::Between(bounds) => bounds.len() as u64 - 1,
+        }
+    }
+
+    fn picks(&self, unit: u64) -> Range<u64> {
+        match self {
+            Pieces::Equal { size, .. } => unit * size..(unit + 1) * size,
+            Pieces::Between(bounds) => bounds[unit as usize]..bounds[unit as usize + 1],
+        }
+    }
 }
 
 /// One row or, of several groups, one after the other.
@@ -100,7 +158,7 @@ pub struct Window {
 
 impl Plan {
     /// Fails where the ranks cannot have equal numbers of batches.
-    pub fn new(settings: Settings, selection: Selection, units: Units) -> Result<Plan> {
+    pub fn new(settings: Settings, selection: Selection, units: &Units) -> Result<Plan> {
         let wrong = |detail: String| Err(Error::new(Kind::Argument, detail));
         let Settings { batch, rank, ranks, drop_last, .. } = settings;
         if batch == 0 || settings.window == 0 || settings.groups.is_empty() {
@@ -121,6 +179,10 @@ impl Plan {
                  no row is read twice; drop_last=True leaves out the rows that are too few"
             ));
         }
+        let units = match settings.shuffle {
+            Shuffle::Window => Pieces::new(&selection, units, settings.piece),
+            Shuffle::Stored | Shuffle::Exact => Pieces::Equal { count: 0, size: 0 },
+        };
         Ok(Plan { settings, selection, units, items, batches })
     }
 
@@ -172,14 +234,6 @@ impl Plan {
         Item { example, token, group: (stored % per_pick) as usize }
     }
 
-    /// Examples of a unit.
-    fn unit(&self, unit: u64) -> Range<u64> {
-        match &self.units {
-            Units::Examples => unit..unit + 1,
-            Units::Between(bounds) => bounds[unit as usize]..bounds[unit as usize + 1],
-        }
-    }
-
     /// The random orders of an epoch.
     pub fn epoch(&self, number: u64) -> Epoch<'_> {
         let Settings { shuffle, seed, rank, ranks, .. } = self.settings;
@@ -188,18 +242,14 @@ impl Plan {
             Shuffle::Stored => Order::stored(self.items),
             Shuffle::Exact => Order::shuffled(self.items, key(&[seed, number])),
             Shuffle::Window => {
-                let units = match &self.units {
-                    Units::Examples => self.selection.examples(),
-                    Units::Between(bounds) => bounds.len() as u64 - 1,
-                };
-                let order = Order::shuffled(units, key(&[seed, number, 1]));
-                if self.selection.same_count().is_none() || self.units != Units::Examples {
-                    before.reserve_exact(units as usize + 1);
+                let order = Order::shuffled(self.units.len(), key(&[seed, number, 1]));
+                if let Pieces::Between(_) = self.units {
+                    before.reserve_exact(self.units.len() as usize + 1);
                     let mut sum = 0;
                     before.push(0);
-                    for i in 0..units {
-                        let Range { start, end } = self.unit(order.get(i));
-                        sum += (self.selection.before(end) - self.selection.before(start)) * self.per_pick();
+                    for i in 0..self.units.len() {
+                        let Range { start, end } = self.units.picks(order.get(i));
+                        sum += (end - start) * self.per_pick();
                         before.push(sum);
                     }
                 }
@@ -278,50 +328,155 @@ impl Epoch<'_> {
     /// The items at some places of the sequence of shuffled units, in order.
     pub fn sequence(&self, places: Range<u64>, mut each: impl FnMut(u64, Item)) {
         let (plan, per_pick) = (self.plan, self.plan.per_pick());
-        if let (true, Some(count)) = (self.before.is_empty(), plan.selection.same_count()) {
-            let size = (count * per_pick).max(1);
-            let mut place = places.start;
-            while place < places.end {
-                let example = self.order.get(place / size);
-                let first = place / size * size;
-                while place < places.end && place < first + size {
-                    let inside = place - first;
-                    let token = plan.selection.token(example, inside / per_pick);
-                    each(place, Item { example, token, group: (inside % per_pick) as usize });
-                    place += 1;
-                }
-            }
-            return;
-        }
+        let mut at = match &plan.units {
+            Pieces::Equal { size, .. } => places.start / (size * per_pick).max(1),
+            Pieces::Between(_) => self.before.partition_point(|b| *b <= places.start) as u64 - 1,
+        };
         let mut place = places.start;
-        let mut at = self.before.partition_point(|b| *b <= place).saturating_sub(1);
         while place < places.end {
-            let (begin, end) = (self.before[at], self.before[at + 1].min(places.end));
-            if place < end {
-                let examples = plan.unit(self.order.get(at as u64));
-                let first = plan.selection.before(examples.start) * per_pick;
-                let mut item = plan.item(first + place - begin);
-                let mut k = first / per_pick + (place - begin) / per_pick - plan.selection.before(item.example);
-                let mut left = plan.selection.before(item.example + 1) - plan.selection.before(item.example);
-                while place < end {
-                    each(place, item);
-                    place += 1;
-                    item.group += 1;
-                    if item.group as u64 == per_pick {
-                        item.group = 0;
-                        k += 1;
-                        while k == left && item.example + 1 < examples.end {
-                            item.example += 1;
-                            k = 0;
-                            left = plan.selection.before(item.example + 1) - plan.selection.before(item.example);
-                        }
-                        if k < left {
-                            item.token = plan.selection.token(item.example, k);
-                        }
+            let begin = match &plan.units {
+                Pieces::Equal { size, .. } => at * size * per_pick,
+                Pieces::Between(_) => self.before[at as usize],
+            };
+            let picks = plan.units.picks(self.order.get(at));
+            let end = (begin + (picks.end - picks.start) * per_pick).min(places.end);
+            let (mut pick, mut group) = (picks.start + (place - begin) / per_pick, (place - begin) % per_pick);
+            let (mut example, mut token) = plan.selection.get(pick);
+            let mut before = plan.selection.before(example);
+            while place < end {
+                each(place, Item { example, token, group: group as usize });
+                place += 1;
+                group += 1;
+                if group == per_pick && place < end {
+                    (group, pick) = (0, pick + 1);
+                    while pick == plan.selection.before(example + 1) {
+                        example += 1;
+                        before = pick;
                     }
+                    token = plan.selection.token(example, pick - before);
                 }
             }
             at += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn settings(shuffle: Shuffle, batch: u64, rank: u64, ranks: u64) -> Settings {
+        Settings {
+            shuffle,
+            seed: 3,
+            batch,
+            rank,
+            ranks,
+            drop_last: false,
+            groups: vec![0, 1],
+            interleaved: true,
+            window: 10,
+            piece: 2,
+        }
+    }
+
+    type Key = (u64, u64, usize);
+
+    fn of(item: Item) -> Key {
+        (item.example, item.token, item.group)
+    }
+
+    proptest! {
+        /// Ranks, batches and windows together have every item once, whatever is selected and whatever is read together; and
+        /// windows agree with batches about who has what.
+        #[test]
+        fn every_item_has_one_place(
+            counts in prop::collection::vec(0u64..14, 1..12),
+            flags in prop::collection::vec(any::<bool>(), 14 * 12),
+            same in any::<bool>(),
+            masked in any::<bool>(),
+            bound in prop::option::of(1usize..5),
+            (batch, ranks, window, piece) in (1u64..9, 1u64..5, 1u64..40, 1u64..9),
+            (interleaved, drop_last) in (any::<bool>(), any::<bool>()),
+            epoch in 0u64..3,
+        ) {
+            let examples = counts.len() as u64;
+            let flags = &flags[..counts.iter().sum::<u64>() as usize];
+            let make = || match (same, masked) {
+                (true, _) => Selection::same(examples, 1, counts[0]).unwrap(),
+                (_, true) => Selection::masked(1, counts.iter().copied(), flags).unwrap(),
+                _ => Selection::counted(1, counts.iter().copied()).unwrap(),
+            };
+            let units = match bound {
+                Some(step) => Units::Between((0..examples).step_by(step).chain([examples]).collect()),
+                None => Units::Examples,
+            };
+            let selection = make();
+            let groups = if interleaved { 0..2 } else { 0..1 };
+            let every: Vec<Key> = (0..selection.len())
+                .flat_map(|p| groups.clone().map(move |g| (p, g)))
+                .map(|(p, g)| (selection.get(p).0, selection.get(p).1, g))
+                .collect();
+            for shuffle in [Shuffle::Stored, Shuffle::Exact, Shuffle::Window] {
+                let mut seen: Vec<Key> = vec![];
+                for rank in 0..ranks {
+                    let s = Settings { interleaved, drop_last, window, piece, ..settings(shuffle, batch, rank, ranks) };
+                    let Ok(plan) = Plan::new(s, make(), &units) else {
+                        prop_assert!(!drop_last && (every.len() as u64) < every.len().div_ceil((batch * ranks) as usize) as u64 * ranks);
+                        return Ok(());
+                    };
+                    let epoch = plan.epoch(epoch);
+                    if shuffle != Shuffle::Window {
+                        for b in 0..plan.batches() {
+                            let items: Vec<Key> = epoch.items(b).map(of).collect();
+                            prop_assert_eq!(items.len() as u64, epoch.batch_len(b));
+                            prop_assert!((1..=batch).contains(&epoch.batch_len(b)));
+                            seen.extend(items);
+                        }
+                        continue;
+                    }
+                    let mut mine: Vec<Key> = vec![];
+                    for w in 0..epoch.windows() {
+                        let it = epoch.window(w);
+                        prop_assert_eq!(it.first, mine.len() as u64);
+                        prop_assert!(it.order.len() <= window);
+                        let mut stored = vec![];
+                        epoch.sequence(it.places.clone(), |place, item| {
+                            assert_eq!(place, it.places.start + stored.len() as u64);
+                            stored.push(of(item));
+                        });
+                        // Any part of a sequence is the same as that part of the whole.
+                        let half = it.places.start + (it.places.end - it.places.start) / 2;
+                        let mut rest = vec![];
+                        epoch.sequence(half..it.places.end, |_, item| rest.push(of(item)));
+                        prop_assert_eq!(&stored[stored.len() - rest.len()..], &rest[..]);
+                        for t in 0..it.order.len() {
+                            prop_assert_eq!(epoch.window_of(it.first + t), w);
+                            mine.push(stored[it.order.get(t) as usize]);
+                        }
+                    }
+                    for b in 0..plan.batches() {
+                        let own = epoch.own(b);
+                        prop_assert!((1..=batch).contains(&(own.end - own.start)));
+                        for position in own {
+                            prop_assert_eq!(epoch.batch_of(position), Some(b));
+                            seen.push(mine[position as usize]);
+                        }
+                    }
+                }
+                if shuffle == Shuffle::Stored && ranks == 1 && !drop_last {
+                    prop_assert_eq!(&seen, &every);
+                }
+                let n = seen.len();
+                seen.sort_unstable();
+                seen.dedup();
+                prop_assert_eq!(seen.len(), n);
+                let full = batch * ranks;
+                prop_assert_eq!(n as u64, if drop_last { every.len() as u64 / full * full } else { every.len() as u64 });
+                prop_assert!(seen.iter().all(|k| every.binary_search(k).is_ok()));
+            }
         }
     }
 }

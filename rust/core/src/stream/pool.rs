@@ -4,6 +4,7 @@
 //! slots that became free, in the order in which they lie on disk; when the last item of a window is out, the next window is
 //! there. So memory is that of one window and reading never pauses.
 
+use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use super::plan::{Epoch, Item, Window};
@@ -41,6 +42,8 @@ struct Held {
     slots: Vec<u32>,
     /// Places that were read, or passed over because they are not wanted.
     read: u64,
+    /// Places that the kernel was told of.
+    hinted: u64,
 }
 
 /// Which batches are wanted: `first`, `first + every`, ...
@@ -184,7 +187,7 @@ impl<'a> Pool<'a> {
     fn held(&self, number: u64) -> Held {
         let window = self.epoch.window(number);
         let slots = vec![NO_SLOT; window.order.len() as usize];
-        Held { number, window, slots, read: 0 }
+        Held { number, window, slots, read: 0, hinted: 0 }
     }
 
     /// Reads items of a window in their stored order, as far as slots are free; all that are wanted, if `all`.
@@ -193,21 +196,14 @@ impl<'a> Pool<'a> {
         let at_once = (READ / self.slot_bytes).max(1);
         while held.read < n && !self.free.is_empty() {
             let places = (n - held.read).min(self.free.len() as u64).min(at_once as u64);
-            let first = held.window.places.start;
-            let mut wanted: Vec<(u32, Item)> = Vec::with_capacity(places as usize);
-            let begun = held.window.first >= self.epoch.own(self.wanted.first).start;
-            let every = self.wanted.every == 1 && begun;
-            self.epoch.sequence(first + held.read..first + held.read + places, |place, item| {
-                let local = place - first;
-                let mine = every
-                    || self
-                        .epoch
-                        .batch_of(held.window.first + held.window.order.position(local))
-                        .is_some_and(|batch| self.wanted.has(batch));
-                if mine {
-                    wanted.push((local as u32, item));
-                }
-            });
+            // While these are copied, and while nothing is read, the disk works on the next.
+            let soon = (held.read + places + at_once as u64).min(n);
+            let unknown = held.hinted.max(held.read)..soon;
+            if unknown.end - unknown.start >= places.min(n - held.read) / 2 {
+                self.hint(held, unknown.clone())?;
+                held.hinted = soon;
+            }
+            let wanted = self.wanted(held, held.read..held.read + places);
             held.read += places;
             self.fetch(held, &wanted, &mut *watch)?;
         }
@@ -215,6 +211,42 @@ impl<'a> Pool<'a> {
             return Err(wrong("no slots for a window"));
         }
         Ok(())
+    }
+
+    /// Items of a window that are wanted, with their places in it.
+    fn wanted(&self, held: &Held, places: Range<u64>) -> Vec<(u32, Item)> {
+        let begun = held.window.first >= self.epoch.own(self.wanted.first).start;
+        let every = self.wanted.every == 1 && begun;
+        let first = held.window.places.start;
+        let mut wanted: Vec<(u32, Item)> = Vec::with_capacity((places.end - places.start) as usize);
+        self.epoch.sequence(first + places.start..first + places.end, |place, item| {
+            let local = place - first;
+            let batch = || self.epoch.batch_of(held.window.first + held.window.order.position(local));
+            if every || batch().is_some_and(|batch| self.wanted.has(batch)) {
+                wanted.push((local as u32, item));
+            }
+        });
+        wanted
+    }
+
+    fn hint(&self, held: &Held, places: Range<u64>) -> Result<()> {
+        if self.rows.decodes() {
+            return Ok(());
+        }
+        let (mut examples, mut tokens, mut groups) = (vec![], vec![], vec![]);
+        for (_, item) in self.wanted(held, places) {
+            for group in self.groups_of(item) {
+                examples.push(item.example as i64);
+                tokens.push(item.token as i64);
+                groups.push(*group as i64);
+            }
+        }
+        let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
+        self.rows.hint(Ints::Each(&groups), pick, groups.len())
+    }
+
+    fn groups_of(&self, item: Item) -> &'a [usize] {
+        if self.interleaved { &self.groups[item.group..=item.group] } else { self.groups }
     }
 
     fn fetch(&mut self, held: &mut Held, wanted: &[(u32, Item)], watch: Watch<'_>) -> Result<()> {
