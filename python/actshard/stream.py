@@ -148,6 +148,20 @@ class Stream:
         return int(self._native.items)
 
     @property
+    def batch_shape(self) -> tuple[int, ...]:
+        """The shape of a whole batch's activations."""
+        return self._shape
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the next loop goes on where a loaded state was taken."""
+        return self._resume is not None
+
+    def locate(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Examples and tokens of the selected rows by number, in stored order; of one layer, or aligned layers."""
+        return self._native.locate(rows)
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """Names of the layers that are read."""
         return tuple(self._layers)
@@ -234,11 +248,14 @@ class Stream:
 
         The batches themselves do not depend on ``every``. Iterating over the stream is ``batches(0, 1)``.
         """
+        return self.batches_from((self._resume or 0) + _whole(first, "first", 0), every)
+
+    def batches_from(self, batch: int, every: int = 1) -> Iterator[Batch]:
+        """Reads batches ``batch``, ``batch + every``, ... of the epoch."""
         self.close()
-        start = self._resume or 0
         self._resume = None
-        self._step = start
-        made = _Batches(self, start, first, every)
+        self._step = batch
+        made = _Batches(self, batch, every)
         self._live = weakref.ref(made)
         return made
 
@@ -285,9 +302,9 @@ class Stream:
 class _Batches:
     """Batches on their way to one loop."""
 
-    def __init__(self, stream: Stream, start: int, first: int, every: int) -> None:
+    def __init__(self, stream: Stream, first: int, every: int) -> None:
         self._stream = stream
-        self._next = start + _whole(first, "first", 0)
+        self._next = _whole(first, "batch", 0)
         self._every = _whole(every, "every", 1)
         self._epoch = stream.epoch
         self._layers = np.array(stream.layers, np.int64)

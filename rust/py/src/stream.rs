@@ -158,6 +158,13 @@ impl Stream {
         self.core.plan.settings.window
     }
 
+    /// Examples and tokens of picks by number.
+    fn locate<'py>(&self, py: Python<'py>, picks: PyReadonlyArray1<'py, i64>) -> PyResult<TwoArrays<'py>> {
+        let picks = picks.as_slice()?;
+        let found = detach::detached(py, |_| self.core.plan.locate(picks))?;
+        Ok((PyArray1::from_vec(py, found.0), PyArray1::from_vec(py, found.1)))
+    }
+
     /// Begins to read batches `first`, `first + every`, ... of an epoch, into new arrays or into these.
     fn start(
         &self,
@@ -226,6 +233,8 @@ pub struct Batches {
     item: Vec<usize>,
     interleaved: bool,
 }
+
+type TwoArrays<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
 /// Activations, examples, tokens, and positions of layers where rows are of one each.
 type BatchTuple<'py> =

@@ -196,6 +196,19 @@ impl Plan {
         self.items
     }
 
+    /// Examples and tokens of picks.
+    pub fn locate(&self, picks: &[i64]) -> Result<(Vec<i64>, Vec<i64>)> {
+        let n = self.selection.len();
+        let each = picks.iter().map(|&pick| match u64::try_from(pick) {
+            Ok(pick) if pick < n => {
+                let (example, token) = self.selection.get(pick);
+                Ok((example as i64, token as i64))
+            }
+            _ => Err(Error::new(Kind::OutOfRange, format!("row {pick} is out of range: {n} are selected"))),
+        });
+        each.collect::<Result<Vec<_>>>().map(|all| all.into_iter().unzip())
+    }
+
     /// Rows per item.
     pub fn rows_per_item(&self) -> usize {
         if self.settings.interleaved { 1 } else { self.settings.groups.len() }

@@ -1,0 +1,238 @@
+"""Streams and stores for PyTorch: tensors that share memory with the arrays, and datasets for ``DataLoader``.
+
+Needs torch, which actshard does not install.
+
+>>> stream = store.stream(5, 16384, shuffle="window")
+>>> for batch in actshard.torch.batches(stream):                       # no DataLoader: reading is on threads already
+...     loss = model(batch["activations"].to("cuda", non_blocking=True))
+>>> loader = DataLoader(actshard.torch.IterableDataset(stream), batch_size=None, num_workers=2)
+>>> loader = DataLoader(actshard.torch.Dataset(store, 5), batch_size=4096, shuffle=True, collate_fn=actshard.torch.collate)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from actshard._selection import Mask, Tokens
+from actshard.errors import ArgumentError, InternalError, MissingExtraError, OutOfRangeError
+from actshard.stream import Batch, Stream
+
+if TYPE_CHECKING:
+    from actshard.store import Store
+
+try:
+    import torch
+    from torch.utils import data
+except ImportError as error:
+    raise MissingExtraError.of("actshard.torch", "torch") from error
+
+
+def tensor(array: NDArray[Any]) -> torch.Tensor:
+    """A tensor over an array's memory, bfloat16 and float8 too. Read-only arrays are copied: torch knows no such tensor."""
+    if isinstance(array, torch.Tensor):
+        return array
+    if not array.flags.writeable:
+        array = array.copy()
+    if array.dtype.kind == "V" or (type(array.dtype.type).__module__ != "numpy" and array.dtype.kind not in "biufc"):
+        wanted = getattr(torch, array.dtype.name, None)
+        if wanted is None:
+            raise ArgumentError(f"torch has no type for {array.dtype}")
+        size = array.dtype.itemsize
+        return torch.from_numpy(array.view(f"i{size}")).view(wanted)
+    return torch.from_numpy(array)
+
+
+def tensors(batch: Batch) -> dict[str, Any]:
+    """A batch as a dict of tensors that share its memory: activations, examples, tokens, layers, and labels if there are any."""
+    made = {
+        "activations": tensor(batch.activations),
+        "examples": tensor(batch.examples),
+        "tokens": tensor(batch.tokens),
+        "layers": tensor(batch.layers),
+    }
+    if batch.labels is not None:
+        made["labels"] = tensor(batch.labels)
+    return made
+
+
+def pinned(stream: Stream, count: int = 3) -> list[torch.Tensor]:
+    """Pinned tensors for ``store.stream(..., buffers=)``: batches then go to a GPU without another copy on this side.
+
+    Copy with ``non_blocking=True`` and synchronise before ``count - 1`` more batches were asked for.
+    """
+    return [torch.empty(stream.batch_shape, dtype=_dtype(stream.dtype), pin_memory=True) for _ in range(count)]
+
+
+def _dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise ArgumentError(f"torch has no type for {dtype}")
+    return found
+
+
+def batches(stream: Stream) -> Iterator[dict[str, Any]]:
+    """What is left of a stream's epoch, as dicts of tensors."""
+    for batch in stream:
+        yield tensors(batch)
+
+
+class IterableDataset(data.IterableDataset):
+    """Whole batches of a stream, as dicts of tensors; for ``DataLoader(..., batch_size=None)``.
+
+    With workers each reads every n-th batch, so that the loader gives the same batches in the same order as without; the memory of
+    a window is shared among them. Every pass over the loader is the next epoch, also where the loader starts its workers anew.
+    ``state_dict`` and ``load_state_dict`` are those of torchdata's ``StatefulDataLoader``.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+        # Seen by all workers, whether forked or spawned: the epoch that comes next, and of which pass which epoch is the first.
+        self._shared = torch.tensor([stream.epoch, -1, 0], dtype=torch.int64).share_memory_()
+        self._passes: tuple[int, int] = (-1, 0)
+        self._at: dict[str, int] | None = None
+        self._now: dict[str, int] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next pass; call it between passes."""
+        self.stream.set_epoch(epoch)
+        self._shared[_NEXT] = epoch
+        self._at = None
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = data.get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        stream, at, self._at = self.stream, self._at, None
+        epoch = self._agree(worker, None if at is None else at["epoch"])
+        if at is None:
+            resumes = stream.resumes and stream.epoch == epoch
+            at = {"epoch": epoch, "next": first + (stream.state_dict()["batch"] if resumes else 0)}
+        self._now = at
+        stream.set_epoch(epoch)
+        return self._read(at, first, every)
+
+    def _read(self, at: dict[str, int], first: int, every: int) -> Iterator[dict[str, Any]]:
+        for batch in self.stream.batches_from(at["next"], every):
+            at["next"] += every
+            yield tensors(batch)
+        self._now = {"epoch": at["epoch"] + 1, "next": first}
+
+    def _agree(self, worker: Any, epoch: int | None) -> int:
+        """The epoch of this pass, the same in all workers; ``epoch`` if a state says so."""
+        shared = self._shared
+        if worker is None:
+            epoch = int(shared[_NEXT]) if epoch is None else epoch
+            shared[_NEXT] = epoch + 1
+            return epoch
+        # A loader draws a number for each set of workers; persistent ones count their passes.
+        token = worker.seed - worker.id
+        count = self._passes[1] + 1 if self._passes[0] == token else 0
+        self._passes = (token, count)
+        if worker.id == 0:
+            if count == 0:
+                shared[_FIRST] = shared[_NEXT] if epoch is None else epoch
+                shared[_PASS] = token
+            found = int(shared[_FIRST]) + count
+            shared[_NEXT] = found + 1
+            return found
+        for _ in range(300_000):
+            if int(shared[_PASS]) == token:
+                return int(shared[_FIRST]) + count
+            time.sleep(0.001)
+        raise InternalError("worker 0 of the loader did not begin to read within five minutes")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this worker is; plain values."""
+        state = self.stream.state_dict()
+        worker = data.get_worker_info()
+        first = 0 if worker is None else worker.id
+        now = self._at or self._now or {"epoch": state["epoch"], "next": state["batch"] + first}
+        return {"stream": state["settings"], **now}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a state was taken, in a loader with as many workers.
+
+        Raises:
+            ArgumentError: it is of another stream.
+        """
+        mine = self.stream.state_dict()
+        self.stream.load_state_dict({**mine, "settings": state["stream"], "epoch": state["epoch"], "batch": 0})
+        self._at = {"epoch": int(state["epoch"]), "next": int(state["next"])}
+
+
+_NEXT, _PASS, _FIRST = range(3)
+
+
+class _Items(list):  # type: ignore[type-arg]
+    """Items, and the batch that they are views of."""
+
+    batch: dict[str, Any]
+
+
+class Dataset(data.Dataset):
+    """Rows of one layer by number, for samplers of any kind: ``{"activation": (d_model,), "example": int, "token": int}``.
+
+    Numbers run over the selected tokens, example after example. ``__getitems__`` reads a whole batch at once; with
+    ``collate_fn=actshard.torch.collate`` a ``DataLoader`` gives its tensors as they are, without taking them apart and together
+    again.
+
+    Args:
+        store: an open store.
+        layer: a name from ``store.layers``.
+        tokens: as in ``store.stream``.
+        ignore_labels: as in ``store.stream``.
+        keep: as in ``store.stream``.
+        dtype: as in ``store.gather``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layer: int,
+        *,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        dtype: DTypeLike | None = None,
+    ) -> None:
+        self.store, self.layer, self.dtype = store, layer, dtype
+        # A stream knows which rows there are; it is never read from.
+        self._rows = store.stream(layer, 1, tokens=tokens, ignore_labels=ignore_labels, keep=keep)
+
+    def __len__(self) -> int:
+        return self._rows.num_rows
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self._read([i])[0]  # type: ignore[no-any-return]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        return self._read(indices)
+
+    def _read(self, indices: Sequence[int]) -> _Items:
+        numbers = np.asarray(indices, np.int64)
+        n = len(self)
+        if numbers.size and (numbers.min() < -n or numbers.max() >= n):
+            raise OutOfRangeError(f"row {numbers[(numbers < -n) | (numbers >= n)][0]} is out of range: there are {n}")
+        examples, tokens = self._rows.locate(np.where(numbers < 0, numbers + n, numbers))
+        rows = tensor(self.store.gather(self.layer, examples, tokens, dtype=self.dtype))
+        made = _Items(
+            {"activation": row, "example": e, "token": t}
+            for row, e, t in zip(rows.unbind(), examples.tolist(), tokens.tolist(), strict=True)
+        )
+        made.batch = {"activation": rows, "example": tensor(examples), "token": tensor(tokens)}
+        return made
+
+
+def collate(items: Any) -> Any:
+    """For ``DataLoader(collate_fn=)``: what :meth:`Dataset.__getitems__` read together, as it is; anything else as usual."""
+    if isinstance(items, _Items):
+        return items.batch
+    return data.default_collate(items)

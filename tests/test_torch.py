@@ -1,0 +1,143 @@
+"""Streams through PyTorch's loaders: the same batches with any number of workers, forked or spawned, and after any stop."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from conftest import GOLDEN, saev_dump
+
+pytestmark = pytest.mark.peers
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+import actshard.torch  # noqa: E402
+
+SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+WAYS = [(0, None), (2, "fork"), (2, "spawn"), (8, "fork")]
+
+
+def stream(shuffle: Any, **options: Any) -> actshard.Stream:
+    return actshard.open(SAEV).stream(5, 7, shuffle=shuffle, seed=3, memory=30_000, **options)
+
+
+def plain(batch: Any) -> tuple[bytes, list[int], list[int]]:
+    """Of a batch of ours or of a loader's."""
+    if isinstance(batch, actshard.Batch):
+        batch = actshard.torch.tensors(batch)
+    return batch["activations"].numpy().tobytes(), batch["examples"].tolist(), batch["tokens"].tolist()
+
+
+@pytest.mark.parametrize("shuffle", [None, "window", "exact"])
+@pytest.mark.parametrize(("workers", "method"), WAYS)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_loaders_give_the_streams_batches(shuffle: Any, workers: int, method: Any, persistent: bool) -> None:
+    if persistent and workers == 0:
+        pytest.skip("no workers")
+    reference = stream(shuffle)
+    want = [[plain(b) for b in reference] for _ in range(3)]
+    dataset = actshard.torch.IterableDataset(stream(shuffle))
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=workers, multiprocessing_context=method, persistent_workers=persistent
+    )
+    assert len(loader) == len(reference)
+    for epoch in range(3):
+        assert [plain(b) for b in loader] == want[epoch]
+    if not persistent:
+        dataset.set_epoch(1)
+        assert [plain(b) for b in loader] == want[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("shuffle", ["window", "exact"])
+def test_a_stateful_loader_goes_on_where_it_was(workers: int, shuffle: Any) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    reference = stream(shuffle)
+    want = [plain(b) for b in reference]
+    second = [plain(b) for b in reference]
+
+    def loader() -> Any:
+        return stateful(actshard.torch.IterableDataset(stream(shuffle)), batch_size=None, num_workers=workers)
+
+    for stop in (1, 4, 5, len(want) - 1):
+        first = loader()
+        batches = iter(first)
+        for _ in range(stop):
+            next(batches)
+        state = pickle.loads(pickle.dumps(first.state_dict()))
+        rest = loader()
+        rest.load_state_dict(state)
+        assert [plain(b) for b in rest] == want[stop:]
+        assert [plain(b) for b in rest] == second
+
+
+def test_tensors_share_memory_with_the_arrays() -> None:
+    for path in (SAEV, GOLDEN / "lmprobe/fullseq_bf16", GOLDEN / "lmprobe/pooled_f16"):
+        store = actshard.open(path)
+        for batch in store.stream(store.layers[0], 5):
+            made = actshard.torch.tensors(batch)
+            assert made["activations"].data_ptr() == batch.activations.ctypes.data
+            assert str(made["activations"].dtype) == f"torch.{batch.activations.dtype.name}"
+            assert made["examples"].data_ptr() == batch.examples.ctypes.data
+    view = actshard.open(GOLDEN / "lmprobe/fullseq_bf16").sequence(0, 0 if 0 in store.layers else store.layers[0])
+    assert actshard.torch.tensor(view).dtype == torch.bfloat16
+    labels = next(iter(stream(None)))
+    assert actshard.torch.tensors(labels)["labels"].dtype == torch.uint8
+
+
+def test_batches_are_written_into_torchs_memory() -> None:
+    s = stream("exact")
+    mine = [torch.empty(s.batch_shape) for _ in range(2)]
+    other = actshard.open(SAEV).stream(5, 7, shuffle="exact", seed=3, buffers=mine)
+    for want, got in zip(stream("exact"), other, strict=True):
+        assert isinstance(got.activations, torch.Tensor)
+        assert got.activations.data_ptr() in {m.data_ptr() for m in mine}
+        assert np.array_equal(got.activations.numpy(), want.activations)
+
+
+@pytest.mark.parametrize(("workers", "method"), WAYS)
+def test_rows_by_number(workers: int, method: Any) -> None:
+    store = actshard.open(SAEV)
+    dataset = actshard.torch.Dataset(store, 5)
+    want = np.concatenate([b.activations for b in store.stream(5, 100)])
+    assert len(dataset) == len(want)
+    item = dataset[11]
+    assert np.array_equal(item["activation"].numpy(), want[11])
+    assert (item["example"], item["token"]) == (11 // 16, 1 + 11 % 16) or item["token"] > 0
+    assert np.array_equal(dataset[-1]["activation"].numpy(), want[-1])
+    for bad in (len(want), -len(want) - 1):
+        with pytest.raises(IndexError):
+            dataset[bad]
+    torch.manual_seed(0)
+    for collate in (None, actshard.torch.collate):
+        loader = DataLoader(
+            dataset,
+            batch_size=9,
+            shuffle=True,
+            num_workers=workers,
+            multiprocessing_context=method,
+            collate_fn=collate,
+        )
+        seen = []
+        for batch in loader:
+            got = store.gather(5, batch["example"].numpy(), batch["token"].numpy())
+            assert np.array_equal(batch["activation"].numpy(), got)
+            seen += list(zip(batch["example"].tolist(), batch["token"].tolist(), strict=True))
+        assert len(set(seen)) == len(seen) == len(want)
+
+
+def test_labels_and_masks_select_rows_by_number() -> None:
+    store = actshard.open(SAEV)
+    labels = store.labels
+    assert labels is not None
+    ignore = [int(labels[0, 0])]
+    dataset = actshard.torch.Dataset(store, 5, ignore_labels=ignore)
+    places = np.argwhere(~np.isin(labels, ignore))
+    assert len(dataset) == len(places)
+    for i in (0, len(places) // 2, len(places) - 1):
+        assert (dataset[i]["example"], dataset[i]["token"] - 1) == tuple(places[i])
