@@ -213,3 +213,50 @@ def test_stores_written_by_zarr_python_read_equal(tmp_path: Path, version: int, 
                     assert rows.dtype == np.dtype(dtype).newbyteorder("=")
                     assert np.array_equal(rows, want), (options, io, i, layer)
             assert np.array_equal(store.gather(1, [0, 3, 0], [40, 39, 16]), values[[0, 3, 0], 1, [40, 39, 16]])
+
+
+@pytest.mark.parametrize("variant", ["pooled_f32", "pooled_f16", "pooled_logits"])
+def test_compat_lmprobe_is_lmprobe(lmprobe: Callable[[Path], Any], variant: str) -> None:
+    """The same call, on the folder and through lmprobe's own download and cache."""
+    from actshard.compat import lmprobe as ours
+
+    folder = GOLDEN / "lmprobe" / variant
+    theirs = lmprobe(folder)
+    for options in ({}, {"as_dict": False}, {"return_labels": True}):
+        a = theirs.load_activations(f"golden/{variant}", show_progress=False, **options)
+        b = ours.load_activations(folder, **options)
+        if options.get("return_labels"):
+            assert (a[1] is None) == (b[1] is None)
+            assert a[1] is None or (a[1].dtype == b[1].dtype and np.array_equal(a[1], b[1]))
+            a, b = a[0], b[0]
+        if isinstance(a, dict):
+            assert list(a) == list(b)
+            assert all(a[k].dtype == b[k].dtype and np.array_equal(a[k], b[k]) for k in a)
+        else:
+            assert a.dtype == b.dtype
+            assert np.array_equal(a, b)
+    raw, _ = theirs.load_activation_dataset(f"golden/{variant}")
+    mine, info = ours.load_activation_dataset(folder)
+    assert set(raw) == set(mine)
+    for key in raw:
+        assert raw[key].dtype == mine[key].dtype
+        assert np.array_equal(raw[key].float().numpy(), mine[key].float().numpy())
+    assert "tensors" in info
+    only, _ = ours.load_activation_dataset(folder, tensors=["hidden_layers"], layers=[actshard.open(folder).layers[0]])
+    assert len(only) == 1
+
+
+def test_compat_zarr_is_zarr_python() -> None:
+    zarr = pytest.importorskip("zarr")
+    from actshard.compat import zarr as ours
+
+    for name in ("single_consolidated", "zstd", "missing_chunks_zero", "big_endian", "hidden_split", "fill_nan"):
+        path = GOLDEN / "zarr" / name / "activations.zarr"
+        theirs, mine = (
+            zarr.open_group(str(path), mode="r")["arrays/activations"],
+            ours.open_group(path)["arrays/activations"],
+        )
+        assert theirs.shape == mine.shape
+        assert tuple(theirs.chunks) == tuple(mine.chunks)
+        for index in ((0, 0, slice(0, 3), slice(None)), 1, (slice(None), -1), (..., 0), (0, slice(0, 2), -1)):
+            assert np.array_equal(np.asarray(theirs[index]), mine[index], equal_nan=True)

@@ -83,7 +83,7 @@ def open_quietly(
         name = format if format is not None else detect(root)
     if name not in formats.names():
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
-    mode = io if io != "auto" else ("pread" if _native.is_network(root) else "mmap")
+    mode = io if io != "auto" else network_io(root)
     options = Options(mode, _arguments.size(decoded_memory, "decoded_memory"), bool(checksums))
     try:
         module = formats.load(name)
@@ -99,6 +99,11 @@ def open_quietly(
     except OSError as error:  # a folder that may not be looked into
         raise from_os(error, error.filename or root, "look at") from error
     return Store(contents, io=mode, asked=(together or root, name, io, decoded_memory, checksums))
+
+
+def network_io(path: Path) -> str:
+    """What ``io="auto"`` means for a path."""
+    return "pread" if _native.is_network(path) else "mmap"
 
 
 def _common(paths: Sequence[Path]) -> Path:

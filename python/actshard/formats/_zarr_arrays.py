@@ -78,6 +78,20 @@ class ArrayMeta:
         why = _native.zarr_problem(self.store, f"/{self.node}")
         return (self.store, f"/{self.node}", self.inner) if why is None else PackageArray(self, why).chunk
 
+    def native(self) -> tuple[Any, ...]:
+        """As the native half's ``Rows.chunked`` takes an array of four dimensions."""
+        return (
+            self.folder,
+            self.metadata,
+            self.prefix,
+            self.separator,
+            list(self.shape),
+            list(self.chunks),
+            self.fill_bytes(),
+            self.swapped,
+            self.decoded_by(),
+        )
+
     def fill_bytes(self) -> bytes:
         """The fill value as one element in native order."""
         assert self.dtype is not None

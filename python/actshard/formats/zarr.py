@@ -133,20 +133,7 @@ def open(path: Path, options: Options) -> Contents:
         for m0 in (parts[0],)
     ]
     rows = Rows.chunked(
-        [
-            (
-                a.folder,
-                a.metadata,
-                a.prefix,
-                a.separator,
-                list(a.shape),
-                list(a.chunks),
-                a.fill_bytes(),
-                a.swapped,
-                a.decoded_by(),
-            )
-            for a in arrays
-        ],
+        [a.native() for a in arrays],
         [(m.n, [next(numbers) for _ in m.arrays]) for m in members],
         lengths,
         num_groups=first.num_layers,
@@ -193,6 +180,11 @@ def open(path: Path, options: Options) -> Contents:
         extras=tuple(texts),
         warnings=tuple(warnings),
     )
+
+
+def members_of(path: Path) -> list[Path]:
+    """The stores of a run in order, or a store alone."""
+    return [path] if _is_group(path) else [m.path for m in _run(path)[0]]
 
 
 def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[_Member]) -> NDArray[np.uint32]:

@@ -113,6 +113,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;
     m.add_function(wrap_pyfunction!(stream::count_selected, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;
+    m.add_function(wrap_pyfunction!(pickle::load_pickle_file, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(error_kinds, m)?)?;
     m.add_function(wrap_pyfunction!(header_reasons, m)?)?;

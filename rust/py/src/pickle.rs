@@ -1,7 +1,10 @@
 //! The values of a pickle as Python objects. Nothing is imported or called but what makes plain objects and numpy arrays.
 
 use std::collections::{HashMap, HashSet};
+use std::path::PathBuf;
 
+use actshard_core::bytes::decoded::Block;
+use actshard_core::bytes::inflate;
 use actshard_core::bytes::shards::Values;
 use actshard_core::parse::pickle::shard::layers;
 use actshard_core::parse::pickle::{Id, Node, Tree, machine};
@@ -133,6 +136,32 @@ pub fn load_pickle<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyA
     maker.make(tree.root()).map_err(|failed| match failed {
         Failed::Python(raised) => raised,
         Failed::Core(error) => errors::raise(py, &error),
+    })
+}
+
+/// The same of a file, inflated to `limit` bytes at most if it is gzip'ed.
+#[pyfunction]
+pub fn load_pickle_file<'py>(
+    py: Python<'py>,
+    path: PathBuf,
+    compressed: bool,
+    limit: u64,
+) -> PyResult<Bound<'py, PyAny>> {
+    let read = |_: actshard_core::par::pool::Watch<'_>| {
+        let stored = std::fs::read(&path).map_err(|e| Error::from_io(&e, &path, "read"))?;
+        let data = if compressed {
+            inflate::inflate_beside(&stored, limit, &|| Ok(())).map_err(|e| e.at(&path))?
+        } else {
+            Block::from(stored)
+        };
+        let tree = machine::parse(&data).map_err(|e| e.at(&path))?;
+        Ok((data, tree))
+    };
+    let (data, tree) = detach::detached(py, read)?;
+    let mut maker = Maker { py, tree: &tree, input: &data, made: HashMap::new(), open: HashSet::new() };
+    maker.make(tree.root()).map_err(|failed| match failed {
+        Failed::Python(raised) => raised,
+        Failed::Core(error) => errors::raise(py, &error.at(&path)),
     })
 }
 

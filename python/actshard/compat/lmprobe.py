@@ -1,0 +1,305 @@
+"""lmprobe's loading functions, on local folders.
+
+>>> from actshard.compat.lmprobe import ActivationStore, load_activation_dataset, load_activations
+
+``dataset`` is a folder that holds ``index/`` and ``tensors/`` where lmprobe takes the id of a repository;
+``huggingface_hub.snapshot_download`` makes one of the other. Arguments and results are those of lmprobe 0.10.3. What is right here
+and silently wrong there:
+
+- full-sequence datasets give each prompt its own rows, whatever was in a cache before;
+- ``load_activation_dataset`` reads shards that hold no tokens and therefore have no file;
+- two prompts with the same text keep their own rows and labels when all prompts are loaded.
+
+Pooling other than that which was stored is computed from full sequences: "last_token", "mean", "first_token", "max". Results are
+copies that the caller owns; ``token`` and ``show_progress`` are accepted and have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard
+from actshard.errors import ArgumentError, MissingExtraError, MissingFileError, NotStoredError, UnsupportedError
+
+__all__ = ["ActivationStore", "load_activation_dataset", "load_activations"]
+
+
+class LostError(MissingFileError):
+    """Prompts that the dataset does not hold."""
+
+
+def _open(dataset: str | PathLike[str]) -> actshard.Store:
+    if not Path(dataset).exists():
+        raise MissingFileError(
+            "expected a folder with index/ and tensors/, found nothing; huggingface_hub.snapshot_download fetches a repository",
+            path=Path(dataset),
+        )
+    return actshard.open(dataset, format="lmprobe")
+
+
+def _layers(store: actshard.Store, layers: list[int] | None) -> list[int]:
+    if layers is None:
+        return sorted(store.layers)
+    if missing := set(layers) - set(store.layers):
+        raise ArgumentError(f"Layers {sorted(missing)} not in dataset. Available: {sorted(store.layers)}")
+    return sorted(layers)
+
+
+def _places(store: actshard.Store, prompts: list[str] | None) -> NDArray[np.int64]:
+    """The example of each prompt; of equal texts the last, as in lmprobe."""
+    if prompts is None:
+        return np.arange(store.num_examples)
+    place = {text: i for i, text in enumerate(store.read_columns(["text"])["text"].to_pylist())}
+    missing = [p for p in prompts if p not in place]
+    if missing:
+        raise LostError(
+            f"No activations for {len(missing)} prompt(s): {missing[:3]!r}"
+            + (f" ... and {len(missing) - 3} more" if len(missing) > 3 else ""),
+            path=store.path,
+        )
+    return np.array([place[p] for p in prompts], np.int64)
+
+
+def _stored_pooling(store: actshard.Store) -> str | None:
+    """The pooling of a pooled dataset; None for full sequences."""
+    hidden = store.metadata.get("tensors", {}).get("hidden_layers", {})
+    if hidden.get("storage") == "full_sequence":
+        return None
+    return str(hidden.get("pooling", "last_token"))
+
+
+def _pooled(store: actshard.Store, layer: int, examples: NDArray[np.int64], pooling: str) -> NDArray[np.float32]:
+    stored = _stored_pooling(store)
+    if stored == pooling or (stored is None and pooling == "last_token"):
+        return store.last_tokens(layer, examples, dtype="float32")
+    if stored is not None:
+        raise LostError(
+            f'pooling="{pooling}" is not stored and cannot be computed: the rows are pooled by "{stored}"',
+            path=store.path,
+        )
+    ways = {"mean": lambda x: x.mean(axis=0), "first_token": lambda x: x[0], "max": lambda x: x.max(axis=0)}
+    if pooling not in ways:
+        raise ArgumentError(f"pooling: expected one of {['last_token', *ways]}, found {pooling!r}")
+    made = np.empty((len(examples), store.d_model), np.float32)
+    for first in range(0, len(examples), 256):
+        some = examples[first : first + 256]
+        for i, rows in enumerate(store.sequences(some, layer, dtype="float32"), first):
+            made[i] = ways[pooling](rows)
+    return made
+
+
+def load_activations(
+    dataset: str | PathLike[str],
+    *,
+    prompts: list[str] | None = None,
+    layers: list[int] | None = None,
+    pooling: str = "last_token",
+    token: str | None = None,
+    as_dict: bool = True,
+    return_labels: bool = False,
+    show_progress: bool = True,
+) -> Any:
+    """Pooled activations: ``{layer: (n_prompts, d_model)}`` float32, or ``(n_prompts, n_layers, d_model)`` with ``as_dict=False``.
+
+    Args:
+        dataset: a folder.
+        prompts: texts; None means all, in index order.
+        layers: names; None means all. They come sorted.
+        pooling: what one vector per prompt is.
+        token: ignored.
+        as_dict: a dict by layer, or one array.
+        return_labels: give ``(activations, labels)``; labels are an array, or None where a prompt has none.
+        show_progress: ignored.
+
+    Raises:
+        ArgumentError: (a ValueError) layers that the dataset does not hold, a pooling that there is not.
+        LostError: (a FileNotFoundError) prompts that it does not hold, or a pooling that cannot be computed.
+    """
+    store = _open(dataset)
+    names = _layers(store, layers)
+    examples = _places(store, prompts)
+    found = {layer: _pooled(store, layer, examples, pooling) for layer in names}
+    activations: Any = found if as_dict else np.stack(list(found.values()), axis=1)
+    return (activations, _labels(store, examples)) if return_labels else activations
+
+
+def _labels(store: actshard.Store, examples: NDArray[np.int64]) -> NDArray[Any] | None:
+    if "label" not in store.info()["columns"]:
+        return None
+    every = store.read_columns(["label"])["label"].to_pylist()
+    labels = [every[i] for i in examples.tolist()]
+    return None if any(label is None for label in labels) else np.array(labels)
+
+
+def load_activation_dataset(
+    repo_id: str | PathLike[str],
+    *,
+    tensors: list[str] | None = None,
+    layers: list[int] | None = None,
+    token: str | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Raw tensors of the stored types, by safetensors key, and the dataset's metadata. Needs torch.
+
+    Keys are ``hidden.layer_N``, ``logits_topk.values``, ``logits_topk.indices`` and ``router.layer_N``. Rows are in index order; of
+    full sequences each prompt's tokens follow each other, so that ``np.cumsum(store.token_counts)`` says whose rows they are
+    (lmprobe gives all last tokens first, and the others after them).
+
+    Args:
+        repo_id: a folder.
+        tensors: ``["hidden_layers"]``, ``["logits_topk"]``, ``["router_logits"]`` or several; None means all there are.
+        layers: hidden layers; None means all.
+        token: ignored.
+    """
+    try:
+        from actshard.torch import tensor
+    except MissingExtraError as error:
+        raise MissingExtraError.of("load_activation_dataset", "torch") from error
+    store = _open(repo_id)
+    held = store.metadata.get("tensors", {})
+    if tensors is not None and (unknown := [t for t in tensors if t not in held]):
+        raise ArgumentError(f"Tensor types {unknown} not in dataset. Available: {sorted(held)}")
+    wanted = list(held) if tensors is None else tensors
+    found: dict[str, Any] = {}
+    if "hidden_layers" in wanted:
+        for layer in store.layers if layers is None else [x for x in store.layers if x in layers]:
+            if _stored_pooling(store) is None:
+                parts = store.sequences(np.arange(store.num_examples), layer)
+                rows = np.concatenate(parts) if parts else np.zeros((0, store.d_model), store.dtype)
+            else:
+                rows = store.last_tokens(layer)
+            found[f"hidden.layer_{layer}"] = tensor(rows)
+    if "logits_topk" in wanted:
+        values, indices = store.logits()
+        found |= {"logits_topk.values": tensor(values), "logits_topk.indices": tensor(indices)}
+    if "router_logits" in wanted:
+        for layer in held["router_logits"].get("layers", ()):
+            found[f"router.layer_{layer}"] = tensor(store.router(layer))
+    return found, json.loads(json.dumps(store.metadata))
+
+
+class ActivationStore:
+    """Pooled activations of a whole dataset in memory, with labels, and folds of them by prompt text."""
+
+    def __init__(self) -> None:
+        self._data: dict[int, NDArray[Any]] = {}
+        self._prompts: list[str] = []
+        self._labels: NDArray[Any] | None = None
+        self._prompt_to_idx: dict[str, int] = {}
+        self._loaded = False
+        self.last_profile_: dict[str, float] | None = None
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: str | PathLike[str],
+        *,
+        layers: list[int] | None = None,
+        pooling: str = "last_token",
+        token: str | None = None,
+    ) -> ActivationStore:
+        """Reads a folder; arguments as in :func:`load_activations`."""
+        made = cls()
+        data, labels = load_activations(dataset, layers=layers, pooling=pooling, return_labels=True)
+        made._data, made._labels = data, labels
+        made._prompts = _open(dataset).read_columns(["text"])["text"].to_pylist()
+        made._prompt_to_idx = {p: i for i, p in enumerate(made._prompts)}
+        made._loaded = True
+        return made
+
+    @classmethod
+    def from_cache(cls, *_: Any, **__: Any) -> ActivationStore:
+        """Refused: lmprobe's cache is its own; lmprobe's ActivationStore reads it.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("from_cache reads lmprobe's private cache, which only lmprobe does")
+
+    def _check_loaded(self) -> None:
+        if not self._loaded:
+            raise RuntimeError("ActivationStore is not loaded. Use from_dataset() to create a loaded store.")
+
+    def _indices(self, prompts: list[str]) -> NDArray[np.int64]:
+        missing = [p for p in prompts if p not in self._prompt_to_idx]
+        if missing:
+            more = f" ... and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise ArgumentError(f"{len(missing)} prompt(s) not found in store: {missing[:3]!r}{more}")
+        return np.array([self._prompt_to_idx[p] for p in prompts], np.int64)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there is anything in memory."""
+        return self._loaded
+
+    @property
+    def prompts(self) -> list[str]:
+        """All texts, in index order."""
+        return list(self._prompts)
+
+    @property
+    def labels(self) -> NDArray[Any] | None:
+        """Their labels, or None."""
+        return self._labels
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were loaded, sorted."""
+        return sorted(self._data)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of activations in memory."""
+        return sum(a.nbytes for a in self._data.values())
+
+    def get_activations(self, prompts: list[str] | None = None, layer: int | list[int] | None = None) -> NDArray[Any]:
+        """``(n_prompts, n_layers * d_model)`` of some prompts and layers, a copy; None means all."""
+        self._check_loaded()
+        names = self.layers if layer is None else [layer] if isinstance(layer, int) else layer
+        for name in names:
+            if name not in self._data:
+                raise ArgumentError(f"Layer {name} not loaded. Available: {self.layers}")
+        at = slice(None) if prompts is None else self._indices(prompts)
+        return np.concatenate([self._data[name][at] for name in names], axis=1)
+
+    def get_labels(self, prompts: list[str] | None = None) -> NDArray[Any] | None:
+        """Labels of some prompts, or None where there are none."""
+        if self._labels is None or prompts is None:
+            return self._labels
+        return np.asarray(self._labels[self._indices(prompts)])
+
+    def get_fold(
+        self, train_prompts: list[str], test_prompts: list[str], layer: int | list[int] | None = None
+    ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """``(X_train, y_train, X_test, y_test)``."""
+        x_train, x_test = (self.get_activations(p, layer) for p in (train_prompts, test_prompts))
+        y_train, y_test = self.get_labels(train_prompts), self.get_labels(test_prompts)
+        if y_train is None or y_test is None:
+            raise NoLabelsError("get_fold() requires labels, which this dataset does not have")
+        return x_train, y_train, x_test, y_test
+
+    def clear(self) -> None:
+        """Lets go of everything in memory."""
+        self.__init__()  # type: ignore[misc]
+
+    def __enter__(self) -> ActivationStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def __repr__(self) -> str:
+        if not self._loaded:
+            return "ActivationStore(not loaded)"
+        return (
+            f"ActivationStore({len(self._prompts)} prompts, layers={self.layers}, {self.memory_bytes / 2**20:.1f} MB)"
+        )
+
+
+class NoLabelsError(NotStoredError, RuntimeError):
+    """A fold of a dataset without labels."""

@@ -1,0 +1,265 @@
+"""A Zarr activation store the way code for zarr-python reads it, and the published text's training dataset.
+
+>>> from actshard.compat.zarr import TrainingDataset, open_group
+>>> root = open_group("activations.zarr")
+>>> root["arrays/activations"][i, l, 0:n, :]
+
+Read-only. A run (``shards/*.zarr``) opens as one group, its stores one after the other. Handles can be shared by threads, forked
+and pickled; the text's rule that each worker opens its own is kept without doing anything.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard
+from actshard._arguments import name_of
+from actshard._native import Rows
+from actshard.errors import ActshardWarning, ArgumentError, NotStoredError, OutOfRangeError
+from actshard.formats._zarr_arrays import ArrayMeta, ZarrStore, read_whole
+from actshard.formats.zarr import members_of
+from actshard.opening import network_io
+
+__all__ = ["Array", "Group", "TrainingDataset", "open_consolidated", "open_group"]
+
+
+def open_group(store: str | PathLike[str], mode: str = "r", **_: Any) -> Group:
+    """Opens a store or a run; ``mode`` must be ``"r"``.
+
+    Raises:
+        ArgumentError: any other mode.
+        MissingFileError, FormatError: there is no store, or it is broken.
+    """
+    if mode != "r":
+        raise ArgumentError(f'mode: expected "r", found {mode!r}: this group is read-only')
+    return Group([ZarrStore(path) for path in members_of(Path(store))], Path(store), "")
+
+
+open_consolidated = open_group
+
+
+class Group:
+    """A group of arrays: ``group["arrays/seq_len"]``, ``group["arrays"]["seq_len"]``, ``group.attrs``."""
+
+    def __init__(self, stores: list[ZarrStore], path: Path, prefix: str) -> None:
+        self._stores, self._path, self._prefix = stores, path, prefix
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The root's attributes; of a run those of its first store."""
+        return {} if self._prefix else dict(self._stores[0].attributes)
+
+    def _names(self) -> list[str]:
+        group = self._prefix.rstrip("/")
+        return self._stores[0].names(group) if group else [n for n in ("arrays",) if self._stores[0].names(n)]
+
+    def __getitem__(self, name: str) -> Group | Array:
+        node = f"{self._prefix}{name}".strip("/")
+        metas = [store.array(node) for store in self._stores]
+        if all(m is not None for m in metas):
+            return Array([m for m in metas if m is not None])
+        if self._stores[0].names(node):
+            return Group(self._stores, self._path, f"{node}/")
+        raise MissingNodeError(f"holds no array or group {node!r}; there are {self._names()}", path=self._path)
+
+    def __contains__(self, name: str) -> bool:
+        try:
+            self[name]
+        except MissingNodeError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def keys(self) -> list[str]:
+        """Names of what is in the group."""
+        return self._names()
+
+
+class MissingNodeError(NotStoredError, KeyError):
+    """No such array or group."""
+
+
+class Array:
+    """An array of any number of dimensions, joined along the first; ``array[i, l, 0:n, :]`` reads what is asked for, as a copy.
+
+    Indices are what zarr calls basic: integers, slices with any positive step, and one ellipsis. As in zarr what was never written
+    is the fill value; rows past a sample's ``seq_len`` are what happens to be stored there.
+    """
+
+    def __init__(self, metas: list[ArrayMeta]) -> None:
+        self._metas = metas
+        first = metas[0]
+        self.shape: tuple[int, ...] = (sum(m.shape[0] for m in metas), *first.shape[1:]) if first.shape else ()
+        self.chunks = first.chunks
+        self.dtype: Any = first.dtype if first.dtype is not None else np.dtype(object)
+        self._rows: Rows | None = None
+        self._whole: Any = None
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=object))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rows": None}
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
+        return np.asarray(self[...], dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.ndim != 4 or self._metas[0].dtype is None:
+            if self._whole is None:
+                parts = [np.asarray(read_whole(m)) for m in self._metas]
+                self._whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            found = self._whole[index]
+            return found.copy() if isinstance(found, np.ndarray) else found
+        wanted, drop = self._basic(index)
+        samples, layers, tokens, elements = wanted
+        rows = self._open()
+        made = np.empty((len(samples), len(layers), len(tokens), self.shape[3]), self.dtype)
+        if made.size and len(tokens):
+            everything = np.array_equal(tokens, np.arange(self.shape[2]))
+            for k, layer in enumerate(layers.tolist()):
+                out = made if len(layers) == 1 else None
+                if everything:
+                    found = rows.gather_whole(layer, samples, out, None)
+                else:
+                    found = rows.gather(
+                        layer, np.repeat(samples, len(tokens)), np.tile(tokens, len(samples)), out, None
+                    )
+                if out is None:
+                    made[:, k] = found.reshape(len(samples), len(tokens), self.shape[3])
+        if len(elements) != self.shape[3]:
+            made = made[..., elements]
+        return made.reshape([n for n, gone in zip(made.shape, drop, strict=True) if not gone])[()]
+
+    def _basic(self, index: Any) -> tuple[list[NDArray[np.int64]], list[bool]]:
+        """Numbers along every dimension, and which dimensions an integer takes away."""
+        given = list(index) if isinstance(index, tuple) else [index]
+        if sum(x is Ellipsis for x in given) > 1 or len([x for x in given if x is not Ellipsis]) > self.ndim:
+            raise ArgumentError(f"too many indices for {self.ndim} dimensions: {index!r}")
+        if Ellipsis not in [x if x is Ellipsis else None for x in given]:
+            given.append(Ellipsis)
+        at = next(k for k, x in enumerate(given) if x is Ellipsis)
+        given[at : at + 1] = [slice(None)] * (self.ndim - len(given) + 1)
+        numbers, drop = [], []
+        for k, (x, n) in enumerate(zip(given, self.shape, strict=True)):
+            if isinstance(x, slice):
+                if (x.step or 1) < 0:
+                    raise ArgumentError(f"slices count upwards, found {x!r}")
+                numbers.append(np.arange(*x.indices(n)))
+                drop.append(False)
+            elif isinstance(x, int | np.integer) and not isinstance(x, bool):
+                if not -n <= x < n:
+                    raise OutOfRangeError(
+                        f"index {x} is out of range for dimension {k} of {n}", path=self._metas[0].metadata
+                    )
+                numbers.append(np.array([x % n]))
+                drop.append(True)
+            else:
+                raise ArgumentError(f"expected integers, slices or an ellipsis, found {x!r}")
+        return numbers, drop
+
+    def _open(self) -> Rows:
+        if self._rows is None:
+            metas, first = self._metas, self._metas[0]
+            assert first.dtype is not None
+            self._rows = Rows.chunked(
+                [m.native() for m in metas],
+                [(m.shape[0], [k]) for k, m in enumerate(metas)],
+                [self.shape[2]],
+                num_groups=self.shape[1],
+                width=self.shape[3],
+                dtype=name_of(first.dtype),
+                decoded_memory=1 << 30,
+                descr=first.dtype,
+                io=network_io(first.store),
+            )
+        return self._rows
+
+
+class TrainingDataset:
+    """The text's training pattern: a sample by number, with a few random layers of it.
+
+    Items are ``{"i": int, "layers": (k,) int64, "seq_len": int, "activations": (k, seq_len, H)}``. Which layers is decided by seed,
+    epoch and sample, the same in every worker. ``__getitems__`` reads a whole batch at once, so that a ``DataLoader`` with
+    ``collate_fn=TrainingDataset.collate`` moves 2 b slices in one call; lengths differ, so that a batch is a list.
+
+    Args:
+        path: a store or a run.
+        layers_per_sample: the text's 2.
+        seed: decides which layers.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, layers_per_sample: int = 2, seed: int = 0) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ActshardWarning)
+            self._store = actshard.open(path, format="zarr")
+        if not 1 <= layers_per_sample <= len(self._store.layers):
+            raise ArgumentError(
+                f"layers_per_sample: expected 1 to {len(self._store.layers)}, found {layers_per_sample}"
+            )
+        self.layers_per_sample, self.seed, self.epoch = layers_per_sample, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Other random layers."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    def layers_of(self, i: int) -> NDArray[np.int64]:
+        """The layers of a sample in this epoch."""
+        random = np.random.default_rng([self.seed, self.epoch, i])
+        return random.choice(np.array(self._store.layers), self.layers_per_sample, replace=False)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        k = self.layers_per_sample
+        chosen = [self.layers_of(int(i)) for i in indices]
+        rows = self._store.sequences(
+            np.repeat(np.asarray(indices, np.int64), k), np.concatenate(chosen).tolist() if chosen else []
+        )
+        made = []
+        for n, (i, layers) in enumerate(zip(indices, chosen, strict=True)):
+            mine = rows[n * k : (n + 1) * k]
+            made.append({"i": int(i), "layers": layers, "seq_len": len(mine[0]), "activations": _stacked(mine)})
+        return made
+
+    @staticmethod
+    def collate(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A batch as the list of its items."""
+        return items
+
+
+def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
+    """Rows that lie one after the other in one block as one array, without a copy; else stacked."""
+    first, base = rows[0], rows[0].base
+    size = first.nbytes
+    together = all(
+        r.base is base and r.__array_interface__["data"][0] == first.__array_interface__["data"][0] + n * size
+        for n, r in enumerate(rows)
+    )
+    if together and isinstance(base, np.ndarray) and size:
+        at = (first.__array_interface__["data"][0] - base.__array_interface__["data"][0]) // base.strides[0]
+        return base[at : at + len(rows) * len(first)].reshape(len(rows), *first.shape)
+    return np.stack(rows)
