@@ -70,6 +70,56 @@ def head_command(
     _print(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 
 
+@app.command("bench-stream")
+def bench_stream_command(
+    path: PathArgument,
+    layer: Annotated[
+        str, typer.Option(help="A layer's name, several with commas, or all; the first if not given.")
+    ] = "",
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16_384,
+    shuffle: Annotated[str, typer.Option(help="none, window or exact.")] = "window",
+    memory: Annotated[str, typer.Option(help="Of the pool of --shuffle window.")] = "1GiB",
+    tokens: Annotated[str, typer.Option(help="content, all, last or special.")] = "content",
+    dtype: Annotated[str, typer.Option(help="Convert while copying.")] = "",
+    io: Annotated[str, typer.Option(help="mmap, pread or auto.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seconds: Annotated[float, typer.Option(min=0, help="Stop after so long, or after an epoch.")] = 30.0,
+    format: FormatOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Stream a dataset: bytes per second, time to the first batch, and how well the settings shuffle."""
+    from actshard.cli import bench_stream as verb
+
+    store = actshard.open(path, format, io=io)
+    found = verb.run(
+        store,
+        _layers_named(store, layer),
+        batch_size,
+        seconds,
+        shuffle=None if shuffle.lower() == "none" else shuffle,
+        memory=memory,
+        tokens=tokens,
+        dtype=dtype or None,
+        seed=seed,
+    )
+    _print(json, lambda: found, lambda: verb.show(found))
+
+
+def _layers_named(store: actshard.Store, words: str) -> Any:
+    """Layers as a command line names them."""
+    if words == "all":
+        return "all"
+    if not words:
+        if not store.layers:
+            raise actshard.NotStoredError("holds no hidden states", path=store.path)
+        return store.layers[0]
+    try:
+        names = [int(word) for word in words.split(",")]
+    except ValueError:
+        raise actshard.ArgumentError(f'--layer: expected integers, or "all", found {words!r}') from None
+    return names[0] if len(names) == 1 else names
+
+
 @app.command("demo")
 def demo_command() -> None:
     """Fit a linear probe per layer on the bundled dataset and show where tense becomes readable."""

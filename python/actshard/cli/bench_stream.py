@@ -1,0 +1,84 @@
+"""``actshard bench-stream``."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from actshard.cli._format import console, size
+from actshard.quality import measure
+from actshard.store import Store
+
+
+def run(store: Store, layer: Any, batch_size: int, seconds: float, **options: Any) -> dict[str, Any]:
+    """Reads until an epoch or so many seconds are over; speed, and how well what came was shuffled."""
+    stream = store.stream(layer, batch_size, **options)
+    kept: list[tuple[Any, Any]] = []
+    total = 0
+    began = time.perf_counter()
+    first = 0.0
+    batches = iter(stream)
+    for batch in batches:
+        now = time.perf_counter() - began
+        first = first or now
+        total += batch.activations.nbytes
+        kept.append((batch.examples, batch.tokens))
+        if now > seconds:
+            break
+    took = time.perf_counter() - began
+    stream.close()
+    rows = sum(len(e) for e, _ in kept)
+    return {
+        "path": str(store.path),
+        "format": store.format,
+        "layers": list(stream.layers),
+        "batch_size": batch_size,
+        "shuffle": options.get("shuffle"),
+        "memory": options.get("memory"),
+        "batches": len(kept),
+        "of_batches": len(stream),
+        "rows": rows,
+        "bytes": total,
+        "seconds": took,
+        "first_batch_seconds": first,
+        "bytes_per_second": total / took if took else 0.0,
+        "rows_per_second": rows / took if took else 0.0,
+        "peak_memory": _peak(),
+        "quality": measure(kept).as_dict(),
+    }
+
+
+def _peak() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints what :func:`run` found."""
+    out = console()
+    grid = Table(box=None, show_header=False, pad_edge=False)
+    quality = found["quality"]
+    part = "" if found["batches"] == found["of_batches"] else f" (of {found['of_batches']:,}; --seconds reads more)"
+    for name, value in (
+        ("read", f"{size(found['bytes'])} in {found['batches']:,} batches{part}"),
+        ("speed", f"{size(int(found['bytes_per_second']))}/s, {found['rows_per_second']:,.0f} rows/s"),
+        ("first batch after", f"{found['first_batch_seconds']:.3f} s"),
+        ("peak memory", f"{size(found['peak_memory'])} of the whole process, mapped pages included"),
+        (
+            "distinct examples",
+            f"{quality['distinct']:,.0f} per batch; ideal {quality['ideal_distinct']:,.0f} ({quality['distinct_ratio']:.2f})",
+        ),
+        ("entropy", f"{quality['entropy']:.3f} of the ideal"),
+        (
+            "stored neighbours",
+            f"come {quality['apart']:,.0f} rows apart; ideal {quality['ideal_apart']:,.0f} ({quality['apart_ratio']:.2f})",
+        ),
+    ):
+        grid.add_row(name, value)
+    out.print(grid)
+    if not np.isfinite(found["bytes_per_second"]):
+        out.print("[dim]nothing was read[/]")
