@@ -92,15 +92,22 @@ class TextDataset:
         self.key = f"layer_{layer}"
         self.index = []
         for s, shard in enumerate(self.shards):
-            with shard.open("rb") as file:
-                self.index += [(s, i) for i in range(len(pickle.load(file)[self.key]))]
+            self.index += [(s, i) for i in range(len(self._load(shard)[self.key]))]
         self.current: tuple[int, Any] = (-1, None)
+
+    @staticmethod
+    def _load(shard: Path) -> Any:
+        opener: Any = gzip.open if shard.suffix == ".gz" else open
+        with opener(shard, "rb") as file:
+            return pickle.load(file)
+
+    def __len__(self) -> int:
+        return len(self.index)
 
     def __getitem__(self, at: int) -> Any:
         shard, i = self.index[at]
         if shard != self.current[0]:
-            with self.shards[shard].open("rb") as file:
-                self.current = (shard, pickle.load(file))
+            self.current = (shard, self._load(self.shards[shard]))
         return self.current[1][self.key][i]["activation"]
 
 

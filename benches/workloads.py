@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import actshard
-from benches import data, pickles, zarrs
+from benches import data, pickles, streams, zarrs
 from benches.measure import Engine, NotPermitted, Row, fio_iops, in_child, interleave, median
 from benches.peers import NumpyMemmap, SafetensorsRows, lmprobe_on, numpy_sequences
 
@@ -411,4 +411,10 @@ ALL = {
     "pickle_inflate": pickles.inflate,
     "pickle_items": pickles.items,
     "pickle_memory": pickles.memory,
+    "stream_hot": streams.hot,
+    "stream_cold": streams.cold,
+    "stream_indexed": streams.indexed,
+    "stream_memory": streams.memory,
+    "stream_others": streams.others,
+    "compat_lmprobe": streams.compat_lmprobe,
 }

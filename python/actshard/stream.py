@@ -153,6 +153,11 @@ class Stream:
         return self._shape
 
     @property
+    def window(self) -> int:
+        """Rows that a pool of ``memory`` bytes holds; an epoch is cut into as few windows of at most so many as it takes."""
+        return int(self._native.window)
+
+    @property
     def resumes(self) -> bool:
         """Whether the next loop goes on where a loaded state was taken."""
         return self._resume is not None
