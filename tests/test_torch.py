@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
+import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -141,3 +145,35 @@ def test_labels_and_masks_select_rows_by_number() -> None:
     assert len(dataset) == len(places)
     for i in (0, len(places) // 2, len(places) - 1):
         assert (dataset[i]["example"], dataset[i]["token"] - 1) == tuple(places[i])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_is_one_clear_error_and_no_hang(victim: int) -> None:
+    """The loader says which worker died; nobody waits for it."""
+    loader = DataLoader(
+        actshard.torch.IterableDataset(stream("window")), batch_size=None, num_workers=2, prefetch_factor=1
+    )
+    batches = iter(loader)
+    next(batches)
+    os.kill(batches._workers[victim].pid, signal.SIGKILL)  # type: ignore[attr-defined]
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"worker.*(exited|killed)"):
+        drain(batches)
+    assert time.monotonic() - began < 60
+
+
+def drain(batches: Any) -> None:
+    for _ in batches:
+        time.sleep(0.05)
+    raise AssertionError("the loader ended without an error")
+
+
+def test_an_error_in_a_worker_is_ours(tmp_path: Any) -> None:
+    copy = tmp_path / SAEV.name
+    shutil.copytree(SAEV, copy)
+    store = actshard.open(copy)
+    loader = DataLoader(actshard.torch.IterableDataset(store.stream(5, 7)), batch_size=None, num_workers=2)
+    shard = sorted(copy.glob("acts*.bin"))[-1]
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=shard.name):
+        drain(iter(loader))
