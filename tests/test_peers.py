@@ -260,3 +260,27 @@ def test_compat_zarr_is_zarr_python() -> None:
         assert tuple(theirs.chunks) == tuple(mine.chunks)
         for index in ((0, 0, slice(0, 3), slice(None)), 1, (slice(None), -1), (..., 0), (0, slice(0, 2), -1)):
             assert np.array_equal(np.asarray(theirs[index]), mine[index], equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
+def test_streams_of_what_python_decodes_end_when_they_are_left(tmp_path: Path) -> None:
+    """The reading thread needs the GIL then, and whoever ends it may hold it."""
+    zarr = pytest.importorskip("zarr")
+    import numcodecs
+
+    values = np.random.default_rng(0).standard_normal((20, 2, 16, 8)).astype("f4")
+    root = zarr.open_group(str(tmp_path / "s.zarr"), mode="w", zarr_format=2)
+    made = root.create_array(
+        "arrays/activations", shape=values.shape, chunks=(1, 1, 16, 8), dtype="f4", compressors=numcodecs.LZ4()
+    )
+    made[:] = values
+    store = actshard.open(tmp_path / "s.zarr")
+    for shuffle in (None, "window", "exact"):
+        stream = store.stream(1, 8, shuffle=shuffle)
+        for batch in stream:
+            assert np.array_equal(batch.activations, values[batch.examples, 1, batch.tokens])
+        for _ in range(5):
+            next(iter(stream))
+            native = stream._native.start(0, 0, 1, None)  # type: ignore[attr-defined]
+            native.next()
+            del native

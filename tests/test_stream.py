@@ -561,6 +561,26 @@ def test_several_streams_of_one_store_at_once() -> None:
         assert same([a], [b])
 
 
+def test_one_thread_may_close_what_another_waits_for() -> None:
+    store = opened("saev")
+    for _ in range(20):
+        stream = store.stream(5, 3, shuffle="window", memory=20_000)
+        seen: list[int] = []
+
+        def read(stream: Stream = stream, seen: list[int] = seen) -> None:
+            for batch in stream:
+                seen.append(len(batch))
+
+        threads = [threading.Thread(target=read), threading.Thread(target=stream.close)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    gc.collect()
+    assert no_threads()
+
+
 def _in_child(stream: Stream, left: Iterator[Batch], queue: Any) -> None:
     rest = [b.activations.tobytes() for b in left]
     whole = [b.activations.tobytes() for b in stream]

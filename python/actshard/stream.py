@@ -264,6 +264,13 @@ class Stream:
         self._live = weakref.ref(made)
         return made
 
+    def afresh(self) -> Stream:
+        """The same stream at the beginning of its epoch; the two share the selection and the open store."""
+        made = Stream.__new__(Stream)
+        made.__dict__.update(self.__dict__)
+        made._step, made._resume, made._live = 0, None, lambda: None
+        return made
+
     def close(self) -> None:
         """Stops reading ahead. The stream can be used again."""
         live = self._live()
@@ -295,7 +302,8 @@ class Stream:
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         del state["_native"], state["_live"]
-        state["_resume"] = self._resume if self._resume is not None else self._step
+        if self._step:
+            state["_resume"] = self._resume if self._resume is not None else self._step
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

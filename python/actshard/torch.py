@@ -107,6 +107,11 @@ class IterableDataset(data.IterableDataset):
     def __len__(self) -> int:
         return len(self.stream)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker begins where a forked one does: with the epoch, unless a state was loaded.
+        stream = self.stream
+        return {**self.__dict__, "stream": stream if stream.resumes else stream.afresh()}
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = data.get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)

@@ -277,11 +277,20 @@ impl Batches {
 
     /// Ends the thread; what it read is dropped.
     fn stop(&self, py: Python<'_>) -> PyResult<()> {
-        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Without the GIL from the first lock on: who waits for a batch holds it and asks for signals, and the thread may be
+        // decoding with Python's help.
         detach::detached(py, |_| {
+            let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
             drop(ahead);
             Ok(())
         })
+    }
+}
+
+impl Drop for Batches {
+    fn drop(&mut self) {
+        // The same when nobody said stop. What could fail here is a panic that has been reported.
+        let _ = Python::attach(|py| self.stop(py));
     }
 }
 
