@@ -9,10 +9,10 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use memmap2::MmapMut;
+use super::output::Output;
 
-/// Decoded bytes. Large ones lie in pages of their own, huge ones where the system gives them: filling fresh small pages costs
-/// as much as decoding into them.
+/// Decoded bytes. Large ones lie in memory that is used again when they are gone: filling fresh pages costs as much as decoding
+/// into them.
 #[derive(Debug)]
 pub struct Block {
     memory: Memory,
@@ -22,28 +22,20 @@ pub struct Block {
 #[derive(Debug)]
 enum Memory {
     Heap(Vec<u8>),
-    Pages(MmapMut),
+    Recycled(Output),
 }
 
 impl Block {
-    const PAGES_FROM: usize = 1 << 20;
-
-    /// Zeros, to be filled.
-    pub fn zeroed(len: usize) -> std::io::Result<Block> {
-        if len < Block::PAGES_FROM {
-            return Ok(Block { memory: Memory::Heap(vec![0; len]), len });
-        }
-        let map = MmapMut::map_anon(len)?;
-        #[cfg(target_os = "linux")]
-        let _ = map.advise(memmap2::Advice::HugePage);
-        Ok(Block { memory: Memory::Pages(map), len })
+    /// Memory to be filled; what is in it is anybody's guess.
+    pub fn new(len: usize) -> std::io::Result<Block> {
+        Ok(Block { memory: Memory::Recycled(Output::new(len)?), len })
     }
 
     /// To write in.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.memory {
             Memory::Heap(bytes) => &mut bytes[..self.len],
-            Memory::Pages(map) => &mut map[..self.len],
+            Memory::Recycled(output) => &mut output.as_mut()[..self.len],
         }
     }
 
@@ -59,7 +51,7 @@ impl Deref for Block {
     fn deref(&self) -> &[u8] {
         match &self.memory {
             Memory::Heap(bytes) => &bytes[..self.len],
-            Memory::Pages(map) => &map[..self.len],
+            Memory::Recycled(output) => &output.bytes()[..self.len],
         }
     }
 }

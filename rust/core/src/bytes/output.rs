@@ -59,6 +59,16 @@ impl Output {
     }
 }
 
+impl Output {
+    /// What is in it.
+    pub fn bytes(&self) -> &[u8] {
+        match &self.memory {
+            Memory::Heap(eights) => &bytemuck::cast_slice(eights)[..self.len],
+            Memory::Pages(map) => map.as_deref().and_then(|m| m.get(..self.len)).unwrap_or_default(),
+        }
+    }
+}
+
 impl AsMut<[u8]> for Output {
     fn as_mut(&mut self) -> &mut [u8] {
         match &mut self.memory {

@@ -345,7 +345,7 @@ impl Shards {
             }
             return Ok(Stored::Map(map));
         }
-        let mut block = Block::zeroed(bytes).map_err(|e| Error::from_io(&e, &spec.path, "read"))?;
+        let mut block = Block::new(bytes).map_err(|e| Error::from_io(&e, &spec.path, "read"))?;
         pread::read_exact_at(&file, block.bytes_mut(), 0).map_err(|e| Error::from_io(&e, &spec.path, "read"))?;
         Ok(Stored::Block(block))
     }

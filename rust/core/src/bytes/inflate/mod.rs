@@ -95,7 +95,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
     if guessed > limit {
         return Err(too_large());
     }
-    let mut out = Block::zeroed(guessed.max(1) as usize).map_err(no_memory)?;
+    let mut out = Block::new(guessed.max(1) as usize).map_err(no_memory)?;
     let mut inflater = Inflater::new()?;
     let (mut read, mut made) = (0usize, 0usize);
     while read < gz.len() {
@@ -119,7 +119,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
                 if next <= out.len() as u64 {
                     return Err(too_large());
                 }
-                let mut larger = Block::zeroed(next as usize).map_err(no_memory)?;
+                let mut larger = Block::new(next as usize).map_err(no_memory)?;
                 larger.bytes_mut()[..made].copy_from_slice(&out[..made]);
                 out = larger;
             }

@@ -77,7 +77,7 @@ pub fn inflate(
     size: u64,
     beside: &(dyn Fn() -> Result<()> + Sync),
 ) -> Result<Option<Block>> {
-    let Ok(mut out) = Block::zeroed(size as usize) else {
+    let Ok(mut out) = Block::new(size as usize) else {
         beside()?;
         return Ok(None);
     };
@@ -267,7 +267,7 @@ fn stretch(
     }
     let mut out = match spare {
         Some(spare) if spare.len() >= usual => spare,
-        _ => Block::zeroed(usual + skip).ok()?,
+        _ => Block::new(usual + skip).ok()?,
     };
     let mut inflater = Inflater::new().ok()?;
     loop {
@@ -279,7 +279,7 @@ fn stretch(
                 return all.then_some((out, made - skip, crc));
             }
             Outcome::Full if out.len() < most.saturating_add(WINDOW) => {
-                out = Block::zeroed((out.len() * 2).min(most.saturating_add(WINDOW))).ok()?;
+                out = Block::new((out.len() * 2).min(most.saturating_add(WINDOW))).ok()?;
             }
             _ => return None,
         }
