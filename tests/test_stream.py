@@ -521,9 +521,30 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         store.stream(99, 4)
     with pytest.raises(actshard.DtypeError):
         store.stream(5, 4, dtype="int32")
+    with pytest.raises(actshard.NotStoredError, match="no hidden states"):
+        actshard.open(GOLDEN / "lmprobe/logits_only").stream("all", 4)
+    stream = store.stream(5, 4)
+    left = iter(stream)
+    next(left)
     store.close()
+    assert len(list(left)) == len(stream) - 1  # what was begun holds its files
+    with pytest.raises(actshard.ClosedError):
+        iter(stream)
     with pytest.raises(actshard.ClosedError):
         store.stream(5, 4)
+
+
+def test_datasets_without_rows_have_no_batches(tmp_path: Path, shuffle: str | None) -> None:
+    none = np.zeros((0, 2, 4, 3), "f4")
+    for path, values, lengths in (("a.zarr", none, None), ("b.zarr", np.ones((3, 2, 4, 3), "f4"), np.zeros(3, "i4"))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            store = actshard.open(write_store(tmp_path / path, values, lengths, (1, 1, 4, 3)))
+        for tokens in ("content", "all", "last"):
+            stream = store.stream("all", 4, shuffle=shuffle, tokens=tokens)
+            assert len(stream) == len(list(stream)) == stream.num_rows == 0
+        assert store.stats(0).rows == 0
+        assert np.isnan(store.stats(0).mean).all()
 
 
 def test_a_shard_that_disappears_is_one_clear_error(tmp_path: Path, shuffle: str | None, io: str) -> None:

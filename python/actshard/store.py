@@ -354,6 +354,14 @@ class Store:
             buffers=buffers,
         )
 
+    def check_open(self) -> None:
+        """Does nothing while the store is open.
+
+        Raises:
+            ClosedError: it was closed.
+        """
+        self._open_rows()
+
     def native_stream(self, selection: Any, options: dict[str, Any]) -> _native.Stream:
         """For :class:`~actshard.Stream`: the native half of one."""
         return _native.Stream(self._open_rows(), selection, **options)

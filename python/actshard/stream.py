@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
 from actshard._selection import Mask, Tokens, select
-from actshard.errors import ArgumentError
+from actshard.errors import ArgumentError, NotStoredError
 
 if TYPE_CHECKING:
     from actshard.store import Store
@@ -90,6 +90,8 @@ class Stream:
         if isinstance(layer, str) and layer != "all":
             raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
         names: list[Any] = [layer] if one else list(store.layers if isinstance(layer, str) else layer)  # type: ignore[arg-type]
+        if not names and isinstance(layer, str):
+            raise NotStoredError("holds no hidden states", path=store.path)
         if not names:
             raise ArgumentError("layer: expected at least one layer")
         self._layers: list[int] = [int(x) if isinstance(x, np.integer) else x for x in names]
@@ -258,6 +260,7 @@ class Stream:
     def batches_from(self, batch: int, every: int = 1) -> Iterator[Batch]:
         """Reads batches ``batch``, ``batch + every``, ... of the epoch."""
         self.close()
+        self.store.check_open()
         self._resume = None
         self._step = batch
         made = _Batches(self, batch, every)
