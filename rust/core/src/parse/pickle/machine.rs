@@ -4,12 +4,17 @@
 //! numpy's own modules everything can be reached, and from protocol 4 on a name may be a dotted path). Here a global is
 //! one of eight (module, name) pairs, compared whole, and each is nothing but a mark for what the next opcodes must look
 //! like. Memory is counted as it is taken and is at most a fixed amount and four times the input.
+//!
+//! Here is the stack and the opcodes; [`arrays`] is what calls may make, [`text`] what the old protocols write as text.
+
+mod arrays;
+mod text;
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::{Array, Blob, Element, Id, Node, Tree};
-use crate::dtype::DType;
+use self::text::is_python_utf8;
+use super::{Blob, Id, Node, Tree};
 use crate::error::{Error, Kind, Result};
 
 /// Memory that values may take beside the input: this, and four times the input.
@@ -480,184 +485,6 @@ impl Machine<'_> {
         }
     }
 
-    fn reduce(&mut self, function: Id, arguments: Id) -> Result<()> {
-        let Some(Cell::Global(function)) = self.cells.get(function as usize) else {
-            return Err(self.error(Kind::UnsafePickle, "calls something that is no function on the list"));
-        };
-        let function = *function;
-        let Some(Node::Tuple(arguments)) = self.node(arguments) else {
-            return Err(self.malformed("calls a function with something that is no tuple"));
-        };
-        let arguments = arguments.clone();
-        match (function, &arguments[..]) {
-            (Global::Reconstruct, &[class, shape, code]) => {
-                let is_ndarray = matches!(self.cells.get(class as usize), Some(Cell::Global(Global::NdArray)));
-                let shape_ok = matches!(self.node(shape), Some(Node::Tuple(dims)) if dims.len() == 1)
-                    && self.dims(shape)?.iter().all(|n| *n == 0);
-                let code_ok = match self.node(code) {
-                    Some(Node::Bytes(blob) | Node::Str(blob)) => self.blob(blob) == b"b",
-                    _ => false,
-                };
-                if !is_ndarray {
-                    return Err(self.error(Kind::UnsafePickle, "reconstructs something other than numpy.ndarray"));
-                }
-                if !shape_ok || !code_ok {
-                    return Err(self.malformed("expected _reconstruct(ndarray, (0,), b'b')"));
-                }
-                self.push(Cell::Shell)
-            }
-            (Global::FromBuffer, &[buffer, element, shape, order]) => {
-                let fortran = match self.text(order) {
-                    Some(b"C") => false,
-                    Some(b"F") => true,
-                    _ => return Err(self.malformed("expected the order 'C' or 'F'")),
-                };
-                let array = self.array(shape, element, fortran, buffer)?;
-                self.push_node(array)
-            }
-            (Global::Dtype, [code, ..]) if arguments.len() <= 3 => {
-                let element = self.element(*code)?;
-                self.push_node(Node::Element(element))
-            }
-            (Global::Encode, &[text, encoding]) => {
-                if self.text(encoding) != Some(b"latin1") {
-                    return Err(self.error(Kind::UnsafePickle, "encodes in something other than 'latin1'"));
-                }
-                self.encode_latin1(text)
-            }
-            (Global::Scalar, &[element, bytes]) => {
-                let (Some(Node::Element(element)), Some(Node::Bytes(blob))) = (self.node(element), self.node(bytes))
-                else {
-                    return Err(self.malformed("expected scalar(dtype, bytes)"));
-                };
-                let (element, blob) = (*element, *blob);
-                if element.dtype.size().map(|n| n as u64) != Some(blob.len()) {
-                    return Err(self.malformed(format!("a numpy scalar of {} bytes", blob.len())));
-                }
-                self.push_node(Node::Scalar(element, blob))
-            }
-            (Global::EmptyBytes, []) => self.push_node(Node::Bytes(Blob::new(false, 0..0))),
-            (Global::NdArray | Global::EmptyBytes, _) => {
-                Err(self.error(Kind::UnsafePickle, "calls numpy.ndarray or bytes, which only build empty things here"))
-            }
-            _ => Err(self.malformed(format!("calls {function:?} with {} arguments", arguments.len()))),
-        }
-    }
-
-    fn build(&mut self, target: Id, state: Id) -> Result<()> {
-        let Some(Node::Tuple(state)) = self.node(state) else {
-            return Err(self.error(Kind::UnsafePickle, "sets the state of an object with something that is no tuple"));
-        };
-        let state = state.clone();
-        let made = match (self.cells.get(target as usize), &state[..]) {
-            (Some(Cell::Shell), &[version, shape, element, fortran, data]) => {
-                let fortran = match self.node(fortran) {
-                    Some(Node::Bool(fortran)) => *fortran,
-                    Some(Node::Int(n)) if *n == 0 || *n == 1 => *n == 1,
-                    _ => return Err(self.malformed("an array whose order is no bool")),
-                };
-                if !matches!(self.node(version), Some(Node::Int(_))) {
-                    return Err(self.malformed("an array state without a version"));
-                }
-                self.array(shape, element, fortran, data)?
-            }
-            (Some(Cell::Value(Node::Element(element))), &[version, order, subtype, names, fields, ..])
-                if (8..=9).contains(&state.len()) =>
-            {
-                let plain = [subtype, names, fields].iter().all(|id| matches!(self.node(*id), Some(Node::None)));
-                if !plain || !matches!(self.node(version), Some(Node::Int(_))) {
-                    return Err(self.error(Kind::Unsupported, "a structured element type"));
-                }
-                let swapped = match self.text(order) {
-                    Some(b"<" | b"=" | b"|") => false,
-                    Some(b">") => element.dtype.bits() > 8,
-                    _ => return Err(self.malformed("an element type of unknown byte order")),
-                };
-                Node::Element(Element { dtype: element.dtype, swapped })
-            }
-            _ => return Err(self.error(Kind::UnsafePickle, "sets the state of an object that is no numpy array")),
-        };
-        // In place: the object may be in the memo already.
-        self.cells[target as usize] = Cell::Value(made);
-        Ok(())
-    }
-
-    fn element(&self, code: Id) -> Result<Element> {
-        let text = self.text(code).ok_or_else(|| self.malformed("an element type that is no string"))?;
-        let (swapped, bare) = match text {
-            [b'>', rest @ ..] => (true, rest),
-            [b'<' | b'=' | b'|', rest @ ..] => (false, rest),
-            _ => (false, text),
-        };
-        let dtype = match bare {
-            b"f2" => DType::F16,
-            b"f4" => DType::F32,
-            b"f8" => DType::F64,
-            b"b1" => DType::Bool,
-            b"i1" => DType::I8,
-            b"i2" => DType::I16,
-            b"i4" => DType::I32,
-            b"i8" => DType::I64,
-            b"u1" => DType::U8,
-            b"u2" => DType::U16,
-            b"u4" => DType::U32,
-            b"u8" => DType::U64,
-            b"c8" => DType::C64,
-            _ => {
-                let shown = String::from_utf8_lossy(&text[..text.len().min(40)]).into_owned();
-                return Err(self.error(Kind::Unsupported, format!("elements of type '{shown}' are not read")));
-            }
-        };
-        Ok(Element { dtype, swapped: swapped && dtype.bits() > 8 })
-    }
-
-    fn dims(&self, shape: Id) -> Result<Vec<u64>> {
-        let (Some(Node::Tuple(dims) | Node::List(dims)), 0..=8) = (self.node(shape), self.count(shape)) else {
-            return Err(self.malformed("expected a shape: a tuple of at most 8 integers"));
-        };
-        dims.iter()
-            .map(|id| {
-                let n = match self.node(*id) {
-                    Some(Node::Int(n)) => u64::try_from(*n).ok(),
-                    Some(Node::Scalar(element, blob)) => {
-                        super::scalar_integer(*element, self.blob(blob)).and_then(|n| u64::try_from(n).ok())
-                    }
-                    _ => None,
-                };
-                n.ok_or_else(|| self.malformed("expected a shape of integers from 0 up"))
-            })
-            .collect()
-    }
-
-    fn count(&self, id: Id) -> usize {
-        match self.node(id) {
-            Some(Node::Tuple(items) | Node::List(items)) => items.len(),
-            _ => 0,
-        }
-    }
-
-    fn array(&mut self, shape: Id, element: Id, fortran: bool, data: Id) -> Result<Node> {
-        let shape = self.dims(shape)?;
-        let Some(Node::Element(element)) = self.node(element) else {
-            return Err(self.malformed("an array whose element type is none"));
-        };
-        let element = *element;
-        let Some(Node::Bytes(data) | Node::ByteArray(data)) = self.node(data) else {
-            return Err(self.malformed("an array whose contents are no bytes"));
-        };
-        let data = *data;
-        let size = element.dtype.size().unwrap_or(0) as u64;
-        let needed = shape.iter().try_fold(size, |n, d| n.checked_mul(*d));
-        if needed != Some(data.len()) {
-            return Err(self.malformed(format!(
-                "an array of shape {shape:?} and {size}-byte elements, over {} bytes of data",
-                data.len()
-            )));
-        }
-        self.spend(size_of::<Array>() + shape.len() * 8)?;
-        Ok(Node::Array(Box::new(Array { element, shape, fortran, data })))
-    }
-
     fn put(&mut self, number: u32) -> Result<()> {
         let id = self.top()?;
         self.spend(4 * size_of::<Id>())?;
@@ -729,102 +556,6 @@ impl Machine<'_> {
         self.push_node(Node::Str(blob))
     }
 
-    fn quoted(&mut self) -> Result<()> {
-        let range = self.line()?;
-        let line = &self.input[range.clone()];
-        let quote = line.first().copied().filter(|q| matches!(q, b'\'' | b'"'));
-        let plain = line.len() >= 2 && quote.is_some() && line.last().copied() == quote;
-        if !plain || line[1..line.len() - 1].contains(&b'\\') {
-            return Err(self.error(Kind::Unsupported, "a quoted string with escapes"));
-        }
-        self.python2_string(Blob::new(false, range.start + 1..range.end - 1))
-    }
-
-    fn keep(&mut self, bytes: &[u8]) -> Blob {
-        let start = self.own.len();
-        self.own.extend_from_slice(bytes);
-        Blob::new(true, start..self.own.len())
-    }
-
-    /// Protocol 0's text: latin-1 in which \uXXXX and \UXXXXXXXX stand for others ("raw-unicode-escape").
-    fn escaped(&mut self) -> Result<()> {
-        let range = self.line()?;
-        let line = &self.input[range];
-        let mut made: Vec<u8> = Vec::with_capacity(line.len());
-        let mut at = 0;
-        while at < line.len() {
-            // As CPython: \u and \U count wherever they stand after an even number of backslashes, which stay.
-            if line[at] == b'\\' && matches!(line.get(at + 1), Some(b'u' | b'U')) {
-                let digits = if line[at + 1] == b'u' { 4 } else { 8 };
-                let code = line
-                    .get(at + 2..at + 2 + digits)
-                    .filter(|d| d.iter().all(u8::is_ascii_hexdigit))
-                    .and_then(|d| std::str::from_utf8(d).ok())
-                    .and_then(|d| u32::from_str_radix(d, 16).ok())
-                    .filter(|c| *c <= 0x10_ffff)
-                    .ok_or_else(|| self.malformed("a string with a broken escape"))?;
-                push_utf8(&mut made, code);
-                at += 2 + digits;
-            } else if line[at] == b'\\' && line.get(at + 1) == Some(&b'\\') {
-                made.extend_from_slice(b"\\\\");
-                at += 2;
-            } else {
-                push_utf8(&mut made, u32::from(line[at]));
-                at += 1;
-            }
-        }
-        self.spend(made.len())?;
-        let blob = self.keep(&made);
-        self.push_node(Node::Str(blob))
-    }
-
-    fn encode_latin1(&mut self, text: Id) -> Result<()> {
-        let utf8 = self.text(text).ok_or_else(|| self.malformed("encodes something that is no string"))?;
-        let mut made = Vec::with_capacity(utf8.len());
-        let mut at = 0;
-        while at < utf8.len() {
-            match utf8[at..] {
-                [a, ..] if a < 0x80 => {
-                    made.push(a);
-                    at += 1;
-                }
-                [a @ (0xc2 | 0xc3), b, ..] => {
-                    made.push((a & 3) << 6 | (b & 0x3f));
-                    at += 2;
-                }
-                _ => return Err(self.malformed("a string that latin-1 cannot encode")),
-            }
-        }
-        // A string in the memo can be encoded over and over.
-        self.spend(made.len())?;
-        let blob = self.keep(&made);
-        self.push_node(Node::Bytes(blob))
-    }
-
-    fn text_integer(&mut self, op: u8) -> Result<()> {
-        let range = self.line()?;
-        let line = &self.input[range];
-        match (op, line) {
-            (b'I', b"00") => return self.push_id(FALSE),
-            (b'I', b"01") => return self.push_id(TRUE),
-            _ => {}
-        }
-        let text = if op == b'L' { line.strip_suffix(b"L").unwrap_or(line) } else { line };
-        let digits = text.strip_prefix(b"-").unwrap_or(text);
-        if digits.is_empty() || digits.len() > MAX_INT_BYTES || !digits.iter().all(u8::is_ascii_digit) {
-            return Err(self.malformed("expected an integer"));
-        }
-        let value = std::str::from_utf8(text).ok().and_then(|t| t.parse().ok());
-        match value {
-            Some(value) => self.push_node(Node::Int(value)),
-            None => {
-                let bytes = big_from_decimal(digits, text.starts_with(b"-"));
-                let blob = self.keep(&bytes);
-                self.push_node(Node::Big(blob))
-            }
-        }
-    }
-
     fn long(&mut self, range: Range<usize>) -> Result<()> {
         if range.len() > MAX_INT_BYTES {
             return Err(self.malformed(format!("an integer of {} bytes", range.len())));
@@ -837,65 +568,5 @@ impl Machine<'_> {
         let mut wide = [fill; 8];
         wide[..bytes.len()].copy_from_slice(bytes);
         self.push_node(Node::Int(i64::from_le_bytes(wide)))
-    }
-}
-
-/// Decimal digits as little-endian two's complement. Quadratic, and at most [`MAX_INT_BYTES`] digits.
-fn big_from_decimal(digits: &[u8], negative: bool) -> Vec<u8> {
-    let mut bytes: Vec<u8> = vec![];
-    for digit in digits {
-        let mut carry = u32::from(digit - b'0');
-        for byte in &mut bytes {
-            carry += u32::from(*byte) * 10;
-            *byte = carry as u8;
-            carry >>= 8;
-        }
-        if carry > 0 {
-            bytes.push(carry as u8);
-        }
-    }
-    bytes.push(0);
-    if negative {
-        let mut carry = true;
-        for byte in &mut bytes {
-            let (flipped, over) = (!*byte).overflowing_add(u8::from(carry));
-            *byte = flipped;
-            carry = over;
-        }
-    }
-    bytes
-}
-
-/// UTF-8 of any code point, halves of surrogate pairs included: what Python calls "surrogatepass".
-fn push_utf8(out: &mut Vec<u8>, code: u32) {
-    match code {
-        0..0x80 => out.push(code as u8),
-        0x80..0x800 => out.extend_from_slice(&[0xc0 | (code >> 6) as u8, 0x80 | (code & 0x3f) as u8]),
-        0x800..0x1_0000 => {
-            out.extend_from_slice(&[
-                0xe0 | (code >> 12) as u8,
-                0x80 | (code >> 6 & 0x3f) as u8,
-                0x80 | (code & 0x3f) as u8,
-            ]);
-        }
-        _ => out.extend_from_slice(&[
-            0xf0 | (code >> 18) as u8,
-            0x80 | (code >> 12 & 0x3f) as u8,
-            0x80 | (code >> 6 & 0x3f) as u8,
-            0x80 | (code & 0x3f) as u8,
-        ]),
-    }
-}
-
-/// UTF-8, or UTF-8 with encoded surrogates in it.
-fn is_python_utf8(mut bytes: &[u8]) -> bool {
-    loop {
-        match std::str::from_utf8(bytes) {
-            Ok(_) => return true,
-            Err(error) => match bytes[error.valid_up_to()..] {
-                [0xed, 0xa0..=0xbf, 0x80..=0xbf, ..] => bytes = &bytes[error.valid_up_to() + 3..],
-                _ => return false,
-            },
-        }
     }
 }

@@ -1,0 +1,186 @@
+//! What REDUCE and BUILD may make: numpy arrays, dtypes and scalars, bytes; every shape and size held against the data given.
+
+use super::super::{Array, Blob, Element, Id, Node, scalar_integer};
+use super::{Cell, Global, Machine};
+use crate::dtype::DType;
+use crate::error::{Kind, Result};
+
+impl Machine<'_> {
+    pub(super) fn reduce(&mut self, function: Id, arguments: Id) -> Result<()> {
+        let Some(Cell::Global(function)) = self.cells.get(function as usize) else {
+            return Err(self.error(Kind::UnsafePickle, "calls something that is no function on the list"));
+        };
+        let function = *function;
+        let Some(Node::Tuple(arguments)) = self.node(arguments) else {
+            return Err(self.malformed("calls a function with something that is no tuple"));
+        };
+        let arguments = arguments.clone();
+        match (function, &arguments[..]) {
+            (Global::Reconstruct, &[class, shape, code]) => {
+                let is_ndarray = matches!(self.cells.get(class as usize), Some(Cell::Global(Global::NdArray)));
+                let shape_ok = matches!(self.node(shape), Some(Node::Tuple(dims)) if dims.len() == 1)
+                    && self.dims(shape)?.iter().all(|n| *n == 0);
+                let code_ok = match self.node(code) {
+                    Some(Node::Bytes(blob) | Node::Str(blob)) => self.blob(blob) == b"b",
+                    _ => false,
+                };
+                if !is_ndarray {
+                    return Err(self.error(Kind::UnsafePickle, "reconstructs something other than numpy.ndarray"));
+                }
+                if !shape_ok || !code_ok {
+                    return Err(self.malformed("expected _reconstruct(ndarray, (0,), b'b')"));
+                }
+                self.push(Cell::Shell)
+            }
+            (Global::FromBuffer, &[buffer, element, shape, order]) => {
+                let fortran = match self.text(order) {
+                    Some(b"C") => false,
+                    Some(b"F") => true,
+                    _ => return Err(self.malformed("expected the order 'C' or 'F'")),
+                };
+                let array = self.array(shape, element, fortran, buffer)?;
+                self.push_node(array)
+            }
+            (Global::Dtype, [code, ..]) if arguments.len() <= 3 => {
+                let element = self.element(*code)?;
+                self.push_node(Node::Element(element))
+            }
+            (Global::Encode, &[text, encoding]) => {
+                if self.text(encoding) != Some(b"latin1") {
+                    return Err(self.error(Kind::UnsafePickle, "encodes in something other than 'latin1'"));
+                }
+                self.encode_latin1(text)
+            }
+            (Global::Scalar, &[element, bytes]) => {
+                let (Some(Node::Element(element)), Some(Node::Bytes(blob))) = (self.node(element), self.node(bytes))
+                else {
+                    return Err(self.malformed("expected scalar(dtype, bytes)"));
+                };
+                let (element, blob) = (*element, *blob);
+                if element.dtype.size().map(|n| n as u64) != Some(blob.len()) {
+                    return Err(self.malformed(format!("a numpy scalar of {} bytes", blob.len())));
+                }
+                self.push_node(Node::Scalar(element, blob))
+            }
+            (Global::EmptyBytes, []) => self.push_node(Node::Bytes(Blob::new(false, 0..0))),
+            (Global::NdArray | Global::EmptyBytes, _) => {
+                Err(self.error(Kind::UnsafePickle, "calls numpy.ndarray or bytes, which only build empty things here"))
+            }
+            _ => Err(self.malformed(format!("calls {function:?} with {} arguments", arguments.len()))),
+        }
+    }
+
+    pub(super) fn build(&mut self, target: Id, state: Id) -> Result<()> {
+        let Some(Node::Tuple(state)) = self.node(state) else {
+            return Err(self.error(Kind::UnsafePickle, "sets the state of an object with something that is no tuple"));
+        };
+        let state = state.clone();
+        let made = match (self.cells.get(target as usize), &state[..]) {
+            (Some(Cell::Shell), &[version, shape, element, fortran, data]) => {
+                let fortran = match self.node(fortran) {
+                    Some(Node::Bool(fortran)) => *fortran,
+                    Some(Node::Int(n)) if *n == 0 || *n == 1 => *n == 1,
+                    _ => return Err(self.malformed("an array whose order is no bool")),
+                };
+                if !matches!(self.node(version), Some(Node::Int(_))) {
+                    return Err(self.malformed("an array state without a version"));
+                }
+                self.array(shape, element, fortran, data)?
+            }
+            (Some(Cell::Value(Node::Element(element))), &[version, order, subtype, names, fields, ..])
+                if (8..=9).contains(&state.len()) =>
+            {
+                let plain = [subtype, names, fields].iter().all(|id| matches!(self.node(*id), Some(Node::None)));
+                if !plain || !matches!(self.node(version), Some(Node::Int(_))) {
+                    return Err(self.error(Kind::Unsupported, "a structured element type"));
+                }
+                let swapped = match self.text(order) {
+                    Some(b"<" | b"=" | b"|") => false,
+                    Some(b">") => element.dtype.bits() > 8,
+                    _ => return Err(self.malformed("an element type of unknown byte order")),
+                };
+                Node::Element(Element { dtype: element.dtype, swapped })
+            }
+            _ => return Err(self.error(Kind::UnsafePickle, "sets the state of an object that is no numpy array")),
+        };
+        // In place: the object may be in the memo already.
+        self.cells[target as usize] = Cell::Value(made);
+        Ok(())
+    }
+
+    fn element(&self, code: Id) -> Result<Element> {
+        let text = self.text(code).ok_or_else(|| self.malformed("an element type that is no string"))?;
+        let (swapped, bare) = match text {
+            [b'>', rest @ ..] => (true, rest),
+            [b'<' | b'=' | b'|', rest @ ..] => (false, rest),
+            _ => (false, text),
+        };
+        let dtype = match bare {
+            b"f2" => DType::F16,
+            b"f4" => DType::F32,
+            b"f8" => DType::F64,
+            b"b1" => DType::Bool,
+            b"i1" => DType::I8,
+            b"i2" => DType::I16,
+            b"i4" => DType::I32,
+            b"i8" => DType::I64,
+            b"u1" => DType::U8,
+            b"u2" => DType::U16,
+            b"u4" => DType::U32,
+            b"u8" => DType::U64,
+            b"c8" => DType::C64,
+            _ => {
+                let shown = String::from_utf8_lossy(&text[..text.len().min(40)]).into_owned();
+                return Err(self.error(Kind::Unsupported, format!("elements of type '{shown}' are not read")));
+            }
+        };
+        Ok(Element { dtype, swapped: swapped && dtype.bits() > 8 })
+    }
+
+    fn dims(&self, shape: Id) -> Result<Vec<u64>> {
+        let (Some(Node::Tuple(dims) | Node::List(dims)), 0..=8) = (self.node(shape), self.count(shape)) else {
+            return Err(self.malformed("expected a shape: a tuple of at most 8 integers"));
+        };
+        dims.iter()
+            .map(|id| {
+                let n = match self.node(*id) {
+                    Some(Node::Int(n)) => u64::try_from(*n).ok(),
+                    Some(Node::Scalar(element, blob)) => {
+                        scalar_integer(*element, self.blob(blob)).and_then(|n| u64::try_from(n).ok())
+                    }
+                    _ => None,
+                };
+                n.ok_or_else(|| self.malformed("expected a shape of integers from 0 up"))
+            })
+            .collect()
+    }
+
+    fn count(&self, id: Id) -> usize {
+        match self.node(id) {
+            Some(Node::Tuple(items) | Node::List(items)) => items.len(),
+            _ => 0,
+        }
+    }
+
+    fn array(&mut self, shape: Id, element: Id, fortran: bool, data: Id) -> Result<Node> {
+        let shape = self.dims(shape)?;
+        let Some(Node::Element(element)) = self.node(element) else {
+            return Err(self.malformed("an array whose element type is none"));
+        };
+        let element = *element;
+        let Some(Node::Bytes(data) | Node::ByteArray(data)) = self.node(data) else {
+            return Err(self.malformed("an array whose contents are no bytes"));
+        };
+        let data = *data;
+        let size = element.dtype.size().unwrap_or(0) as u64;
+        let needed = shape.iter().try_fold(size, |n, d| n.checked_mul(*d));
+        if needed != Some(data.len()) {
+            return Err(self.malformed(format!(
+                "an array of shape {shape:?} and {size}-byte elements, over {} bytes of data",
+                data.len()
+            )));
+        }
+        self.spend(size_of::<Array>() + shape.len() * 8)?;
+        Ok(Node::Array(Box::new(Array { element, shape, fortran, data })))
+    }
+}
