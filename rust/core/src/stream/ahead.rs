@@ -221,8 +221,7 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
             let mut known = Known::default();
             if windows {
                 if pool.is_none() {
-                    let Settings { groups, interleaved, batch, .. } = settings;
-                    pool = Some(Pool::new(rows, &epoch, groups, *interleaved, *batch, self.wanted)?);
+                    pool = Some(Pool::new(rows, plan, &epoch, self.wanted)?);
                 }
                 if let Some(pool) = &mut pool {
                     pool.give(batch, convert, out, &mut known, watch)?;
@@ -251,15 +250,15 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
         known: &mut Known,
         watch: Watch<'_>,
     ) -> Result<()> {
-        let Settings { groups: all, interleaved, .. } = &self.stream.plan.settings;
+        let interleaved = self.stream.plan.settings.interleaved;
         let (mut examples, mut tokens, mut groups) = (vec![], vec![], vec![]);
         for item in items {
             known.examples.push(item.example as i64);
             known.tokens.push(item.token as i64);
-            if *interleaved {
+            if interleaved {
                 known.groups.push(item.group as i64);
             }
-            for group in if *interleaved { &all[item.group..=item.group] } else { &all[..] } {
+            for group in self.stream.plan.groups_of(item) {
                 examples.push(item.example as i64);
                 tokens.push(item.token as i64);
                 groups.push(*group as i64);
@@ -306,5 +305,3 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
         !self.shared.stopped()
     }
 }
-
-use super::plan::Settings;

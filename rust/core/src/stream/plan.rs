@@ -196,6 +196,12 @@ impl Plan {
         self.items
     }
 
+    /// The groups whose rows an item has.
+    pub fn groups_of(&self, item: Item) -> &[usize] {
+        let Settings { groups, interleaved, .. } = &self.settings;
+        if *interleaved { &groups[item.group..=item.group] } else { groups }
+    }
+
     /// Examples and tokens of picks.
     pub fn locate(&self, picks: &[i64]) -> Result<(Vec<i64>, Vec<i64>)> {
         let n = self.selection.len();

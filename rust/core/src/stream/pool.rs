@@ -7,7 +7,7 @@
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use super::plan::{Epoch, Item, Window};
+use super::plan::{Epoch, Item, Plan, Window};
 use super::rescale::{Convert, Scratch};
 use crate::bytes::decoded::Block;
 use crate::bytes::mmap::prefetch;
@@ -64,10 +64,9 @@ impl Wanted {
 /// The pool.
 pub struct Pool<'a> {
     rows: &'a Rows,
+    plan: &'a Plan,
     epoch: &'a Epoch<'a>,
     wanted: Wanted,
-    groups: &'a [usize],
-    interleaved: bool,
     memory: Block,
     slot_bytes: usize,
     kept: Vec<Kept>,
@@ -89,25 +88,19 @@ pub struct Known {
 
 impl<'a> Pool<'a> {
     /// An empty pool, for the batches wanted.
-    pub fn new(
-        rows: &'a Rows,
-        epoch: &'a Epoch<'a>,
-        groups: &'a [usize],
-        interleaved: bool,
-        batch: u64,
-        wanted: Wanted,
-    ) -> Result<Pool<'a>> {
+    pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> Result<Pool<'a>> {
+        let batch = plan.settings.batch;
         let largest = (0..epoch.windows().min(2)).map(|w| epoch.window_len(w)).max().unwrap_or(0) + 1;
         // Of every so many batches one: as many as begin in a window, and those that reach into it.
         let share = (largest / (batch * wanted.every) + 2).saturating_mul(batch);
         let slots = if wanted.every == 1 { largest } else { share.min(largest) };
-        let slot_bytes = rows.row().bytes * if interleaved { 1 } else { groups.len() };
+        let slot_bytes = rows.row().bytes * plan.rows_per_item();
         let too_large = || Error::new(Kind::Argument, "memory: more than 2^32 rows in a window");
         let slots = u32::try_from(slots).map_err(|_| too_large())?;
         let memory = Block::new(slots as usize * slot_bytes)
             .map_err(|e| Error::new(Kind::Access, format!("cannot allocate {} rows: {e}", slots)))?;
         let (kept, free) = (vec![Kept::default(); slots as usize], (0..slots).rev().collect());
-        Ok(Pool { rows, epoch, wanted, groups, interleaved, memory, slot_bytes, kept, free, current: None, next: None })
+        Ok(Pool { rows, plan, epoch, wanted, memory, slot_bytes, kept, free, current: None, next: None })
     }
 
     /// Gives a batch out, into `out`.
@@ -119,7 +112,7 @@ impl<'a> Pool<'a> {
         known: &mut Known,
         watch: Watch<'_>,
     ) -> Result<()> {
-        let own = self.epoch.own(batch);
+        let (own, interleaved) = (self.epoch.own(batch), self.plan.settings.interleaved);
         let to = convert.to() * (self.slot_bytes / convert.from());
         let (mut position, mut out) = (own.start, out);
         let mut given: Vec<u32> = Vec::with_capacity((own.end - own.start) as usize);
@@ -134,14 +127,14 @@ impl<'a> Pool<'a> {
                 let Some(kept) = self.kept.get(slot as usize) else { return Err(wrong("an item that was not read")) };
                 known.examples.push(kept.example as i64);
                 known.tokens.push(i64::from(kept.token));
-                if self.interleaved {
+                if interleaved {
                     known.groups.push(i64::from(kept.group));
                 }
                 given.push(slot);
             }
             let (mine, others) =
                 out.split_at_mut_checked(given.len() * to).ok_or_else(|| wrong("a batch larger than its memory"))?;
-            let groups = self.interleaved.then_some(&known.groups[known.groups.len().saturating_sub(given.len())..]);
+            let groups = interleaved.then_some(&known.groups[known.groups.len().saturating_sub(given.len())..]);
             convert_rows(convert, &self.memory, self.slot_bytes, &given, groups, mine, &mut *watch)?;
             self.free.extend_from_slice(&given);
             out = others;
@@ -235,7 +228,7 @@ impl<'a> Pool<'a> {
         }
         let (mut examples, mut tokens, mut groups) = (vec![], vec![], vec![]);
         for (_, item) in self.wanted(held, places) {
-            for group in self.groups_of(item) {
+            for group in self.plan.groups_of(item) {
                 examples.push(item.example as i64);
                 tokens.push(item.token as i64);
                 groups.push(*group as i64);
@@ -243,10 +236,6 @@ impl<'a> Pool<'a> {
         }
         let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
         self.rows.hint(Ints::Each(&groups), pick, groups.len())
-    }
-
-    fn groups_of(&self, item: Item) -> &'a [usize] {
-        if self.interleaved { &self.groups[item.group..=item.group] } else { self.groups }
     }
 
     fn fetch(&mut self, held: &mut Held, wanted: &[(u32, Item)], watch: Watch<'_>) -> Result<()> {
@@ -264,8 +253,7 @@ impl<'a> Pool<'a> {
             let (_, from) = rest.split_at_mut((*slot as usize - passed) * self.slot_bytes);
             let (mine, others) = from.split_at_mut(self.slot_bytes);
             (rest, passed) = (others, *slot as usize + 1);
-            let all = if self.interleaved { &self.groups[item.group..=item.group] } else { self.groups };
-            for (place, group) in mine.chunks_exact_mut(row).zip(all) {
+            for (place, group) in mine.chunks_exact_mut(row).zip(self.plan.groups_of(*item)) {
                 examples.push(item.example as i64);
                 tokens.push(item.token as i64);
                 groups.push(*group as i64);

@@ -142,6 +142,17 @@ enum Outcome {
     Bad,
 }
 
+impl Outcome {
+    /// Of what libdeflate returned and counted.
+    fn of(result: sys::libdeflate_result, read: usize, made: usize) -> Outcome {
+        match result {
+            sys::libdeflate_result_LIBDEFLATE_SUCCESS if read > 0 => Outcome::Done { read, made },
+            sys::libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE => Outcome::Full,
+            _ => Outcome::Bad,
+        }
+    }
+}
+
 /// libdeflate's decompressor.
 struct Inflater(NonNull<sys::libdeflate_decompressor>);
 
@@ -167,15 +178,9 @@ impl Inflater {
                 &raw mut made,
             )
         };
-        match result {
-            sys::libdeflate_result_LIBDEFLATE_SUCCESS if read > 0 => Outcome::Done { read, made },
-            sys::libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE => Outcome::Full,
-            _ => Outcome::Bad,
-        }
+        Outcome::of(result, read, made)
     }
-}
 
-impl Inflater {
     /// Inflates deflate data without a header.
     fn raw(&mut self, data: &[u8], out: &mut [u8]) -> Outcome {
         let (mut read, mut made) = (0usize, 0usize);
@@ -191,11 +196,7 @@ impl Inflater {
                 &raw mut made,
             )
         };
-        match result {
-            sys::libdeflate_result_LIBDEFLATE_SUCCESS if read > 0 => Outcome::Done { read, made },
-            sys::libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE => Outcome::Full,
-            _ => Outcome::Bad,
-        }
+        Outcome::of(result, read, made)
     }
 }
 
