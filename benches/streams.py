@@ -308,7 +308,7 @@ def others(repeats: int) -> Iterator[Row]:
     repeats = max(3, repeats // 3)
     bench = ZarrBench()
 
-    class Slices(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    class Slices(torch.utils.data.Dataset):
         """One layer of a sample, as the text reads it."""
 
         def __len__(self) -> int:
@@ -320,7 +320,10 @@ def others(repeats: int) -> Iterator[Row]:
 
     def texts(make: Callable[[], Any], seconds: float) -> float:
         """A DataLoader as the texts have it: random order, one process."""
-        loader = lambda: torch.utils.data.DataLoader(make(), batch_size=4, shuffle=True, collate_fn=np.concatenate)  # noqa: E731
+
+        def loader() -> Any:
+            return torch.utils.data.DataLoader(make(), batch_size=4, shuffle=True, collate_fn=np.concatenate)
+
         return _rate(loader, lambda b: b, seconds)[0] / 1e6
 
     def ours(make: Callable[[], actshard.Store], layer: int) -> float:
@@ -361,7 +364,10 @@ def compat_lmprobe(repeats: int) -> Iterator[Row]:
 
     folder = data.pooled()
     with tempfile.TemporaryDirectory() as cache, lmprobe_on(folder, Path(cache)) as sharing:
-        load = lambda: sharing.load_activations("bench/pooled", layers=[7], show_progress=False)[7]  # noqa: E731
+
+        def load() -> Any:
+            return sharing.load_activations("bench/pooled", layers=[7], show_progress=False)[7]
+
         want = load()
         if not np.array_equal(ours.load_activations(folder, layers=[7])[7], want):
             raise AssertionError("load_activations differs")

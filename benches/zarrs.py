@@ -126,6 +126,13 @@ def slices(repeats: int) -> Iterator[Row]:
         )  # fmt: skip
 
 
+def _together(store: Store, ts: Any, batch: list[tuple[int, int]]) -> Any:
+    """Slices at once: tensorstore's concurrent reads, or ours where there is no ``ts``."""
+    if ts is None:
+        return store.ours.sequences([i for i, _ in batch], [layer for _, layer in batch])
+    return [f.result() for f in [ts[i, layer, 0 : store.lengths[i], :].read() for i, layer in batch]]
+
+
 def _sixteen(store: Store, engine: str, seeds: Iterator[int], n: int) -> float:
     """Seconds for n times sixteen slices at once."""
     ts = store.tensorstore() if engine == "tensorstore" else None
@@ -133,11 +140,7 @@ def _sixteen(store: Store, engine: str, seeds: Iterator[int], n: int) -> float:
     for seed in range(n):
         batch = store.random(16, next(seeds))
         began = time.perf_counter()
-        if ts is not None:
-            futures = [ts[i, layer, 0 : store.lengths[i], :].read() for i, layer in batch]
-            kept = [f.result() for f in futures]
-        else:
-            kept = store.ours.sequences([i for i, _ in batch], [layer for _, layer in batch])
+        kept = _together(store, ts, batch)
         total += time.perf_counter() - began
         del kept, seed
     return total
@@ -262,11 +265,7 @@ def main() -> None:
         print(why, file=sys.stderr)
         raise SystemExit(3) from None
     began = time.perf_counter()
-    if ts is not None:
-        futures = [ts[i, layer, 0 : store.lengths[i], :].read() for i, layer in batch]
-        kept = [f.result() for f in futures]
-    else:
-        kept = store.ours.sequences([i for i, _ in batch], [layer for _, layer in batch])
+    kept = _together(store, ts, batch)
     print(time.perf_counter() - began)
     del kept
 

@@ -180,6 +180,7 @@ class InternalError(ActshardError, RuntimeError):
     kind = "internal"
 
 
+# ImportError declares `path` as text; that of every error here is a Path.
 class MissingExtraError(ActshardError, ImportError):  # type: ignore[misc]
     """Something needs a library that is not installed; the message names the extra that brings it."""
 

@@ -79,6 +79,7 @@ def open_quietly(
         root = _common(together)
         name = format if format is not None else detect(together[0])
     else:
+        # Lists and tuples were taken above; no other sequence is a path, which _resolve says.
         root = _resolve(path)  # type: ignore[arg-type]
         name = format if format is not None else detect(root)
     if name not in formats.names():

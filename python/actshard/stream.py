@@ -86,10 +86,12 @@ class Stream:
         reuse: bool = False,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        one = isinstance(layer, int | np.integer) and not isinstance(layer, bool)
-        if isinstance(layer, str) and layer != "all":
+        one = False
+        if isinstance(layer, int | np.integer):
+            one, layer = True, [layer]
+        elif layer != "all" and (isinstance(layer, str) or not np.iterable(layer)):
             raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
-        names: list[Any] = [layer] if one else list(store.layers if isinstance(layer, str) else layer)  # type: ignore[arg-type]
+        names = store.layers if isinstance(layer, str) else list(layer)
         if not names and isinstance(layer, str):
             raise NotStoredError("holds no hidden states", path=store.path)
         if not names:

@@ -176,7 +176,7 @@ class IterableDataset(data.IterableDataset):
 _NEXT, _PASS, _FIRST = range(3)
 
 
-class _Items(list):  # type: ignore[type-arg]
+class _Items(list[dict[str, Any]]):
     """Items, and the batch that they are views of."""
 
     batch: dict[str, Any]
@@ -216,7 +216,7 @@ class Dataset(data.Dataset):
         return self._rows.num_rows
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return self._read([i])[0]  # type: ignore[no-any-return]
+        return self._read([i])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         return self._read(indices)

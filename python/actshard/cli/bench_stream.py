@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
 from actshard.cli._format import console, size
@@ -80,5 +79,3 @@ def show(found: dict[str, Any]) -> None:
     ):
         grid.add_row(name, value)
     out.print(grid)
-    if not np.isfinite(found["bytes_per_second"]):
-        out.print("[dim]nothing was read[/]")

@@ -187,12 +187,8 @@ class ActivationStore:
     """Pooled activations of a whole dataset in memory, with labels, and folds of them by prompt text."""
 
     def __init__(self) -> None:
-        self._data: dict[int, NDArray[Any]] = {}
-        self._prompts: list[str] = []
-        self._labels: NDArray[Any] | None = None
-        self._prompt_to_idx: dict[str, int] = {}
-        self._loaded = False
         self.last_profile_: dict[str, float] | None = None
+        self.clear()
 
     @classmethod
     def from_dataset(
@@ -285,7 +281,11 @@ class ActivationStore:
 
     def clear(self) -> None:
         """Lets go of everything in memory."""
-        self.__init__()  # type: ignore[misc]
+        self._data: dict[int, NDArray[Any]] = {}
+        self._prompts: list[str] = []
+        self._labels: NDArray[Any] | None = None
+        self._prompt_to_idx: dict[str, int] = {}
+        self._loaded = False
 
     def __enter__(self) -> ActivationStore:
         return self

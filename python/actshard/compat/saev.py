@@ -423,8 +423,14 @@ class IndexedDataset(torch.utils.data.Dataset):
 
     @property
     def layer_idx(self) -> int:
-        """Position of the layer that was chosen."""
-        return self.index_map.layer_idx_lookup[self.cfg.layer]  # type: ignore[index]
+        """Position of the layer that was chosen.
+
+        Raises:
+            ArgumentError: all were.
+        """
+        if self.cfg.layer == "all":
+            raise ArgumentError('layer="all": there is no one position; every item names its layer')
+        return self.index_map.layer_idx_lookup[self.cfg.layer]
 
     @property
     def d_model(self) -> int:
@@ -522,7 +528,8 @@ class _Loader:
     def _batches(self, stream: Stream) -> Iterator[Any]:
         """A stream's batches; failures as upstream's users catch them."""
         self._stop()
-        live = self._live = iter(stream)
+        live: Any = iter(stream)
+        self._live = live
         try:
             while True:
                 try:
@@ -533,7 +540,7 @@ class _Loader:
                     raise LoaderError(error.detail, path=error.path, offset=error.offset) from error
                 yield batch
         finally:
-            live.close()  # type: ignore[attr-defined]
+            live.close()
 
     def _stop(self) -> None:
         live, self._live = self._live, None

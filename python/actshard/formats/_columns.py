@@ -51,6 +51,7 @@ def _arrow(values: Any, n: int) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeError):
+        # Values that no one arrow type holds (mixed types, odd objects, lone surrogates): nothing of them is lost as text.
         return pa.array([_as_json(v) for v in values], pa.string())
 
 
