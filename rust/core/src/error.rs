@@ -36,11 +36,13 @@ pub enum Kind {
     UnsafePickle,
     /// Well formed, but the dataset does not hold what was asked for.
     NotStored,
+    /// The disk is full, or the user's share of it is.
+    DiskFull,
 }
 
 impl Kind {
     /// Every kind, in declaration order.
-    pub const ALL: [Kind; 14] = [
+    pub const ALL: [Kind; 15] = [
         Kind::NotFound,
         Kind::Access,
         Kind::NotAFile,
@@ -55,6 +57,7 @@ impl Kind {
         Kind::Internal,
         Kind::UnsafePickle,
         Kind::NotStored,
+        Kind::DiskFull,
     ];
 
     /// The stable code.
@@ -74,6 +77,7 @@ impl Kind {
             Kind::Internal => "internal",
             Kind::UnsafePickle => "unsafe_pickle",
             Kind::NotStored => "not_stored",
+            Kind::DiskFull => "disk_full",
         }
     }
 }
@@ -124,11 +128,13 @@ impl Error {
             io::ErrorKind::NotFound => Kind::NotFound,
             io::ErrorKind::IsADirectory | io::ErrorKind::NotADirectory => Kind::NotAFile,
             io::ErrorKind::UnexpectedEof => Kind::Truncated,
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Kind::DiskFull,
             _ => Kind::Access,
         };
         let detail = match kind {
             Kind::NotFound => "expected a file, found nothing".to_string(),
             Kind::NotAFile => "expected a regular file, found a folder".to_string(),
+            Kind::DiskFull => format!("cannot {doing}: the disk is full ({error})"),
             _ => format!("cannot {doing}: {error}"),
         };
         let mut made = Error::new(kind, detail).at(path);

@@ -12,6 +12,7 @@
 //!   ([`dtype`]) on threads of our own ([`par::pool`]) straight into the caller's memory.
 //! - [`rows`] is one dataset's rows, whatever its layout: what a binding holds. [`stream`] reads them in an order, batch
 //!   after batch, on a thread ahead of whoever consumes them.
+//! - [`write`] puts bytes into files: pieces at their places, whole shards. [`scan`] looks at every value of a dataset.
 //! - [`parse`] reads files not to be trusted. [`error`] is how anything here says no.
 //!
 //! This crate knows rows, files and byte ranges. It has no word for a prompt, a patch or a parquet file, and never
@@ -27,7 +28,9 @@ pub mod layout;
 pub mod par;
 pub mod parse;
 pub mod rows;
+pub mod scan;
 pub mod stream;
+pub mod write;
 
 pub use dtype::DType;
 pub use error::{Error, Kind, Result};

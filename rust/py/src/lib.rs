@@ -4,6 +4,7 @@
 //! - `stream`: batches in an order, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `detach`: the one gate through which the GIL is released
+//! - `write`: files written, values looked at
 //! - `pickle`: values of a pickle as Python objects
 //! - `errors`: the core's errors as the exceptions of `actshard.errors`
 
@@ -13,6 +14,7 @@ mod errors;
 mod pickle;
 mod rows;
 mod stream;
+mod write;
 
 use std::path::PathBuf;
 
@@ -114,6 +116,12 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(stream::count_selected, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle_file, m)?)?;
+    m.add_function(wrap_pyfunction!(write::write_pieces, m)?)?;
+    m.add_function(wrap_pyfunction!(write::write_segments, m)?)?;
+    m.add_function(wrap_pyfunction!(write::digest_file, m)?)?;
+    m.add_function(wrap_pyfunction!(write::sync_files, m)?)?;
+    m.add_function(wrap_pyfunction!(write::copy_range, m)?)?;
+    m.add_function(wrap_pyfunction!(write::cast_into, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(error_kinds, m)?)?;
     m.add_function(wrap_pyfunction!(header_reasons, m)?)?;

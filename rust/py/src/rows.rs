@@ -23,7 +23,7 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyInt};
 
-use crate::{buffer, detach, errors, pickle, stream};
+use crate::{buffer, detach, errors, pickle, stream, write};
 
 /// Addresses of rows, read from an index batch by batch.
 #[pyclass(frozen, module = "actshard._native")]
@@ -506,6 +506,17 @@ impl Rows {
         stream::stats_of(py, self, group, tokens, progress)
     }
 
+    /// What every value of a group is: oddities, columns, a hash per example.
+    #[pyo3(signature = (group, progress=None))]
+    fn scan<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+        progress: Option<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        write::scan_of(py, self, group, progress)
+    }
+
     /// An example's rows in place, read-only, or None where they do not lie together in one mapped file.
     fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
         let found = detach::detached(py, |watch| self.rows.view(self.io, group, example, watch))?;
@@ -526,6 +537,11 @@ impl Rows {
             ));
         }
         Ok(made)
+    }
+
+    /// How rows are read.
+    pub(crate) fn mode(&self) -> Io {
+        self.io
     }
 
     /// What a stream reads from on its own thread.

@@ -1,4 +1,5 @@
 //! Moving many rows at once, on threads of our own.
 
+pub mod cast;
 pub mod gather;
 pub mod pool;

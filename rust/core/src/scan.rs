@@ -1,0 +1,462 @@
+//! A look at every value: what is no number, which rows say nothing, which columns never move, which examples are alike.
+//!
+//! Everything is done on bits in one pass over each row while it is in the cache: magnitudes are OR-ed (a column that is always
+//! zero stays zero), differences to the first row are OR-ed (a column that never changes stays zero), and rows are hashed.
+
+use std::sync::{Mutex, PoisonError};
+
+use crate::bytes::Io;
+use crate::bytes::output::Output;
+use crate::dtype::{Cast, DType};
+use crate::error::{Error, Kind, Result};
+use crate::par::gather::{Ints, Out, Pick};
+use crate::par::pool::{self, Stop, Watch};
+use crate::rows::Rows;
+
+/// Bytes that a thread looks at before it takes the next.
+const PART: u64 = 2 << 20;
+/// Bytes between two reports of progress, and what is decoded at once.
+const WAVE: u64 = 64 << 20;
+/// Places that are kept of each kind.
+const PLACES: usize = 16;
+
+/// Something that a row should not be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Oddity {
+    /// Holds values that are no number.
+    NotANumber,
+    /// Holds infinite values.
+    Infinite,
+    /// All zeros.
+    Zero,
+    /// One value throughout, which is not zero.
+    Constant,
+}
+
+impl Oddity {
+    /// All of them.
+    pub const ALL: [Oddity; 4] = [Oddity::NotANumber, Oddity::Infinite, Oddity::Zero, Oddity::Constant];
+}
+
+/// What was seen.
+#[derive(Clone, Debug, Default)]
+pub struct Scan {
+    /// Rows.
+    pub rows: u64,
+    /// Rows of each oddity, by its number.
+    pub odd: [u64; 4],
+    /// The first of them: example and token.
+    pub places: [Vec<(u64, u64)>; 4],
+    /// Values that are no number, and infinite ones.
+    pub bad: [u64; 2],
+    /// Per column, all magnitudes OR-ed.
+    pub magnitudes: Vec<u64>,
+    /// Per column, all differences to the first row OR-ed.
+    pub differences: Vec<u64>,
+    /// Per example, a hash of all its rows; the same for the same bytes.
+    pub hashes: Vec<u64>,
+}
+
+impl Scan {
+    fn join(&mut self, next: Scan) {
+        self.rows += next.rows;
+        for k in 0..4 {
+            self.odd[k] += next.odd[k];
+            let room = PLACES - self.places[k].len().min(PLACES);
+            self.places[k].extend(next.places[k].iter().take(room));
+        }
+        for k in 0..2 {
+            self.bad[k] += next.bad[k];
+        }
+        for (all, part) in [(&mut self.magnitudes, &next.magnitudes), (&mut self.differences, &next.differences)] {
+            all.resize(part.len().max(all.len()), 0);
+            all.iter_mut().zip(part).for_each(|(a, b)| *a |= b);
+        }
+        self.hashes.extend(next.hashes);
+    }
+}
+
+/// Looks at all rows of a group.
+pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
+    let row = rows.row();
+    let n = rows.examples();
+    let mut all = Scan::default();
+    let mut first: Option<Vec<u8>> = None;
+    let staged = rows.decodes();
+    let cast = Cast::between(row.dtype, row.dtype)?;
+    let one = Ints::One(group as i64);
+    let mut from = 0;
+    while from < n {
+        // Examples of a wave, and their tokens. Counting decodes shards: not more of them than will be read.
+        let ask: Vec<i64> = (from as i64..(from + 4096).min(n) as i64).collect();
+        let mut counts = if staged { vec![] } else { rows.tokens_of(one, &ask, &mut *watch)? };
+        let mut bytes = 0;
+        let mut to = from;
+        while to < n && bytes < WAVE && ((to - from) as usize) < ask.len() {
+            if staged {
+                counts.push(rows.tokens_of(one, &[to as i64], &mut *watch)?[0]);
+            }
+            bytes += counts[(to - from) as usize] as u64 * row.bytes as u64;
+            to += 1;
+        }
+        counts.truncate((to - from) as usize);
+        let ids = &ask[..counts.len()];
+        if first.is_none()
+            && let Some(e) = counts.iter().position(|c| *c > 0)
+        {
+            let mut one_row = vec![0; row.bytes];
+            let pick = Pick::Tokens { examples: Ints::One(ids[e]), tokens: Ints::One(0) };
+            rows.gather(one, pick, 1, cast, Out::Dense(&mut one_row), &mut *watch)?;
+            first = Some(one_row);
+        }
+        let read = |a: usize, b: usize, out: &mut [u8], watch: Watch<'_>| {
+            rows.gather(one, Pick::Whole { examples: Ints::Each(&ids[a..b]) }, b - a, cast, Out::Dense(out), watch)
+        };
+        let memory = |len: u64| {
+            Output::new(len as usize).map_err(|e| Error::new(Kind::Access, format!("cannot allocate {len} bytes: {e}")))
+        };
+        let mut stage = if staged { Some(memory(bytes)?) } else { None };
+        if let Some(stage) = &mut stage {
+            read(0, ids.len(), stage.as_mut(), &mut *watch)?;
+        }
+        let stage = stage.as_ref().map(|s| s.bytes());
+        let parts = cut(&counts, row.bytes as u64);
+        let starts: Vec<u64> = counts.iter().scan(0, |at, c| Some(std::mem::replace(at, *at + *c as u64))).collect();
+        let found: Vec<Mutex<Option<Scan>>> = parts.iter().map(|_| Mutex::new(None)).collect();
+        let look = |p: usize, stop: &Stop| -> Result<()> {
+            let part = parts[p].clone();
+            let mut look = Look::new(row.dtype, row.width, first.as_deref().unwrap_or_default());
+            let mut local = None;
+            for e in part.clone() {
+                let (example, rows_of_it) = (from + e as u64, counts[e] as usize);
+                if let Some(stage) = stage {
+                    let at = starts[e] as usize * row.bytes;
+                    look.example(example, &stage[at..at + rows_of_it * row.bytes]);
+                } else if let Some((view, _)) = rows.view(io, group, ids[e], &mut || stop.is_set())? {
+                    look.example(example, view.bytes());
+                } else {
+                    let need = rows_of_it * row.bytes;
+                    let block = match &mut local {
+                        Some(block) => block,
+                        None => local.insert(Output::new(need).map_err(|e| Error::new(Kind::Access, e.to_string()))?),
+                    };
+                    if block.bytes().len() < need {
+                        *block = Output::new(need).map_err(|e| Error::new(Kind::Access, e.to_string()))?;
+                    }
+                    read(e, e + 1, &mut block.as_mut()[..need], &mut || stop.is_set())?;
+                    look.example(example, &block.bytes()[..need]);
+                }
+            }
+            *found[p].lock().unwrap_or_else(PoisonError::into_inner) = Some(look.done());
+            Ok(())
+        };
+        pool::run(parts.len(), &look, &mut *watch)?;
+        for part in found {
+            let part = part.into_inner().unwrap_or_else(PoisonError::into_inner);
+            all.join(part.ok_or_else(|| Error::new(Kind::Interrupted, "interrupted"))?);
+        }
+        from = to;
+        progress(all.rows);
+    }
+    all.magnitudes.resize(row.width, 0);
+    all.differences.resize(row.width, 0);
+    Ok(all)
+}
+
+/// Neighbouring examples of about [`PART`] bytes together.
+fn cut(counts: &[i64], row_bytes: u64) -> Vec<std::ops::Range<usize>> {
+    let mut parts = vec![];
+    let (mut start, mut bytes) = (0, 0);
+    for (i, count) in counts.iter().enumerate() {
+        bytes += *count as u64 * row_bytes;
+        if bytes >= PART || i + 1 == counts.len() {
+            parts.push(start..i + 1);
+            (start, bytes) = (i + 1, 0);
+        }
+    }
+    parts
+}
+
+/// How the bits of an element are read: all but the sign, and from where on they are no finite number.
+trait Bits: Copy + bytemuck::AnyBitPattern + Default {
+    fn join(magnitudes: &mut [u64], differences: &mut [u64], mine: &Columns<Self>);
+}
+
+struct Columns<T> {
+    first: Vec<T>,
+    magnitudes: Vec<T>,
+    differences: Vec<T>,
+}
+
+/// What one row is.
+#[derive(Default)]
+struct Facts {
+    zero: bool,
+    constant: bool,
+    bad: bool,
+}
+
+macro_rules! bits {
+    ($t:ty, $unsigned:ty, $row:ident) => {
+        impl Bits for $t {
+            fn join(magnitudes: &mut [u64], differences: &mut [u64], mine: &Columns<$t>) {
+                for (all, part) in [(magnitudes, &mine.magnitudes), (differences, &mine.differences)] {
+                    all.iter_mut().zip(part).for_each(|(a, b)| *a |= u64::from(*b as $unsigned));
+                }
+            }
+        }
+
+        /// One row. Branch-free so that it vectorises; signed, because that is what SSE2 compares.
+        #[inline]
+        fn $row(row: &[$t], columns: &mut Columns<$t>, infinity: $t) -> Facts {
+            let head = row.first().copied().unwrap_or(0);
+            let (mut any, mut varies, mut bad) = (0, 0, 0);
+            let columns = columns.magnitudes.iter_mut().zip(&mut columns.differences).zip(&columns.first);
+            for (x, ((magnitudes, differences), first)) in row.iter().zip(columns) {
+                let magnitude = *x & <$t>::MAX;
+                any |= magnitude;
+                varies |= *x ^ head;
+                bad |= if magnitude >= infinity { -1 } else { 0 };
+                *magnitudes |= magnitude;
+                *differences |= *x ^ *first;
+            }
+            Facts { zero: any == 0, constant: varies == 0, bad: bad != 0 }
+        }
+    };
+}
+
+bits!(i8, u8, row_of_8);
+bits!(i16, u16, row_of_16);
+bits!(i32, u32, row_of_32);
+bits!(i64, u64, row_of_64);
+
+enum Kernel {
+    Of8(Columns<i8>),
+    Of16(Columns<i16>),
+    Of32(Columns<i32>),
+    Of64(Columns<i64>),
+}
+
+/// A thread's look at some rows.
+struct Look {
+    kernel: Kernel,
+    /// Bits of infinity without the sign; 0 for a type that has none.
+    infinity: i64,
+    row_bytes: usize,
+    width: usize,
+    aligned: Vec<u64>,
+    found: Scan,
+}
+
+fn columns<T: Bits>(first: &[u8], width: usize) -> Columns<T> {
+    let first = first.chunks_exact(size_of::<T>().max(1)).map(bytemuck::pod_read_unaligned).collect::<Vec<T>>();
+    let first = if first.len() == width { first } else { vec![T::default(); width] };
+    Columns { first, magnitudes: vec![T::default(); width], differences: vec![T::default(); width] }
+}
+
+impl Look {
+    fn new(dtype: DType, width: usize, first: &[u8]) -> Look {
+        let size = dtype.size().unwrap_or(1);
+        let kernel = match size {
+            1 => Kernel::Of8(columns(first, width)),
+            2 => Kernel::Of16(columns(first, width)),
+            4 => Kernel::Of32(columns(first, width)),
+            // Wider elements (complex numbers) as their halves.
+            n => Kernel::Of64(columns(first, width * n / 8)),
+        };
+        let infinity = match dtype {
+            DType::F16 => 0x7c00,
+            DType::BF16 => 0x7f80,
+            DType::F32 => 0x7f80_0000,
+            DType::F64 => 0x7ff0_0000_0000_0000,
+            _ => 0,
+        };
+        Look { kernel, infinity, row_bytes: width * size, width, aligned: vec![], found: Scan::default() }
+    }
+
+    fn example(&mut self, example: u64, bytes: &[u8]) {
+        let mut hash = Hash::new();
+        for (token, row) in bytes.chunks_exact(self.row_bytes.max(1)).enumerate() {
+            hash.add(row);
+            let facts = self.row(row);
+            self.found.rows += 1;
+            let mut odd = |oddity: Oddity| {
+                let k = oddity as usize;
+                self.found.odd[k] += 1;
+                if self.found.places[k].len() < PLACES {
+                    self.found.places[k].push((example, token as u64));
+                }
+            };
+            if facts.zero {
+                odd(Oddity::Zero);
+            } else if facts.constant && self.width > 1 {
+                odd(Oddity::Constant);
+            }
+            if facts.bad {
+                let (nan, infinite) = count_bad(row, self.row_bytes / self.width, self.infinity);
+                if nan > 0 {
+                    odd(Oddity::NotANumber);
+                }
+                if infinite > 0 {
+                    odd(Oddity::Infinite);
+                }
+                self.found.bad[0] += nan;
+                self.found.bad[1] += infinite;
+            }
+        }
+        self.found.hashes.push(hash.done());
+    }
+
+    fn row(&mut self, row: &[u8]) -> Facts {
+        // Rows of a safetensors file may begin anywhere.
+        let row = if row.as_ptr().addr().is_multiple_of(8) {
+            row
+        } else {
+            self.aligned.resize(row.len().div_ceil(8), 0);
+            let place = &mut bytemuck::cast_slice_mut::<u64, u8>(&mut self.aligned)[..row.len()];
+            place.copy_from_slice(row);
+            place
+        };
+        let none = self.infinity == 0;
+        match &mut self.kernel {
+            Kernel::Of8(c) => Facts { bad: false, ..row_of_8(bytemuck::cast_slice(row), c, i8::MAX) },
+            Kernel::Of16(c) => {
+                let facts = row_of_16(bytemuck::cast_slice(row), c, if none { i16::MAX } else { self.infinity as i16 });
+                Facts { bad: facts.bad && !none, ..facts }
+            }
+            Kernel::Of32(c) => {
+                let facts = row_of_32(bytemuck::cast_slice(row), c, if none { i32::MAX } else { self.infinity as i32 });
+                Facts { bad: facts.bad && !none, ..facts }
+            }
+            Kernel::Of64(c) => {
+                let facts = row_of_64(bytemuck::cast_slice(row), c, if none { i64::MAX } else { self.infinity });
+                Facts { bad: facts.bad && !none, ..facts }
+            }
+        }
+    }
+
+    fn done(mut self) -> Scan {
+        self.found.magnitudes = vec![0; self.width];
+        self.found.differences = vec![0; self.width];
+        let (m, d) = (&mut self.found.magnitudes, &mut self.found.differences);
+        match &self.kernel {
+            Kernel::Of8(c) => Bits::join(m, d, c),
+            Kernel::Of16(c) => Bits::join(m, d, c),
+            Kernel::Of32(c) => Bits::join(m, d, c),
+            Kernel::Of64(c) => Bits::join(m, d, c),
+        }
+        self.found
+    }
+}
+
+/// Values of a row that are no number, and infinite ones.
+fn count_bad(row: &[u8], size: usize, infinity: i64) -> (u64, u64) {
+    let (mut nan, mut infinite) = (0, 0);
+    for element in row.chunks_exact(size) {
+        let mut bits = [0; 8];
+        bits[..size].copy_from_slice(element);
+        let magnitude = i64::from_le_bytes(bits) & (i64::MAX >> (64 - 8 * size));
+        nan += u64::from(magnitude > infinity);
+        infinite += u64::from(magnitude == infinity);
+    }
+    (nan, infinite)
+}
+
+/// Four lanes of multiply and rotate: fast, and good enough to tell which examples are worth comparing.
+struct Hash([u64; 4]);
+
+impl Hash {
+    const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
+
+    fn new() -> Hash {
+        Hash([1, 2, 3, 4].map(|k| Hash::ODD.wrapping_mul(k)))
+    }
+
+    fn add(&mut self, bytes: &[u8]) {
+        let mix = |lane: &mut u64, word: u64| *lane = (*lane ^ word).wrapping_mul(Hash::ODD).rotate_left(29);
+        let (whole, rest) = bytes.as_chunks::<32>();
+        for block in whole {
+            for (lane, word) in self.0.iter_mut().zip(block.as_chunks::<8>().0) {
+                mix(lane, u64::from_le_bytes(*word));
+            }
+        }
+        for (k, part) in rest.chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..part.len()].copy_from_slice(part);
+            mix(&mut self.0[k], u64::from_le_bytes(word));
+        }
+        // Rows apart: the same bytes cut into other rows are another example.
+        mix(&mut self.0[3], bytes.len() as u64);
+    }
+
+    fn done(&self) -> u64 {
+        self.0.iter().fold(0, |all, lane| (all.rotate_left(23) ^ lane).wrapping_mul(Hash::ODD))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn look_at(dtype: DType, width: usize, rows: &[u8]) -> Scan {
+        let size = width * dtype.size().unwrap();
+        let mut look = Look::new(dtype, width, &rows[..size]);
+        look.example(0, rows);
+        look.done()
+    }
+
+    proptest! {
+        /// Against counting in the plainest way.
+        #[test]
+        fn oddities_are_counted(
+            values in prop::collection::vec(prop_oneof![
+                3 => any::<f32>(), 2 => Just(0.0f32), 1 => Just(-0.0), 1 => Just(f32::NAN), 1 => Just(f32::NEG_INFINITY), 1 => Just(2.5)
+            ], 5..200),
+            width in 1usize..9,
+            shift in 0usize..8,
+        ) {
+            let n = values.len() / width;
+            prop_assume!(n > 0);
+            let values = &values[..n * width];
+            let mut bytes = vec![0; shift];
+            bytes.extend_from_slice(bytemuck::cast_slice(values));
+            let found = look_at(DType::F32, width, &bytes[shift..]);
+            let rows: Vec<&[f32]> = values.chunks(width).collect();
+            let count = |f: &dyn Fn(&[f32]) -> bool| rows.iter().filter(|r| f(r)).count() as u64;
+            let zero = |r: &[f32]| r.iter().all(|x| *x == 0.0);
+            let alike = |r: &[f32]| width > 1 && r.iter().all(|x| x.to_bits() == r[0].to_bits()) && !zero(r);
+            prop_assert_eq!(found.rows, n as u64);
+            prop_assert_eq!(found.odd[0], count(&|r| r.iter().any(|x| x.is_nan())));
+            prop_assert_eq!(found.odd[1], count(&|r| r.iter().any(|x| x.is_infinite())));
+            prop_assert_eq!(found.odd[2], count(&zero));
+            prop_assert_eq!(found.odd[3], count(&alike));
+            prop_assert_eq!(found.bad[0], values.iter().filter(|x| x.is_nan()).count() as u64);
+            prop_assert_eq!(found.bad[1], values.iter().filter(|x| x.is_infinite()).count() as u64);
+            for k in 0..width {
+                prop_assert_eq!(found.magnitudes[k] == 0, rows.iter().all(|r| r[k] == 0.0));
+                prop_assert_eq!(found.differences[k] == 0, rows.iter().all(|r| r[k].to_bits() == rows[0][k].to_bits()));
+            }
+        }
+
+        #[test]
+        fn sixteen_bits_and_eight(bits in prop::collection::vec(any::<u16>(), 4..64)) {
+            let half = bits.iter().filter(|b| half::f16::from_bits(**b).is_nan()).count() as u64;
+            let brain = bits.iter().filter(|b| half::bf16::from_bits(**b).is_infinite()).count() as u64;
+            let bytes: Vec<u8> = bits.iter().flat_map(|b| b.to_le_bytes()).collect();
+            prop_assert_eq!(look_at(DType::F16, bits.len(), &bytes).bad[0], half);
+            prop_assert_eq!(look_at(DType::BF16, bits.len(), &bytes).bad[1], brain);
+            prop_assert_eq!(look_at(DType::I16, bits.len(), &bytes).bad, [0, 0]);
+            prop_assert_eq!(look_at(DType::U8, bytes.len(), &bytes).bad, [0, 0]);
+        }
+
+        #[test]
+        fn one_bit_makes_another_hash(bytes in prop::collection::vec(any::<u8>(), 1..300), at: prop::sample::Index, bit in 0u8..8) {
+            let of = |b: &[u8]| { let mut h = Hash::new(); h.add(b); h.done() };
+            let mut other = bytes.clone();
+            other[at.index(bytes.len())] ^= 1 << bit;
+            prop_assert_ne!(of(&bytes), of(&other));
+        }
+    }
+}

@@ -1,0 +1,220 @@
+//! A whole file from segments of memory: hashed while it is written, gzip'ed by all threads.
+//!
+//! Compressed, the file is one gzip member: stretches of 1 MiB are deflated apart and end in an empty stored block, so that
+//! each begins at a byte (as `pigz` does it); checksums are joined. Any gzip reader reads it.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use flate2::{Compress, Compression, FlushCompress, Status};
+use sha2::{Digest, Sha256};
+
+use super::pieces::{Piece, Target, write};
+use crate::error::{Error, Kind, Result};
+use crate::par::pool::{self, Watch};
+
+/// What is deflated apart.
+const STRETCH: usize = 1 << 20;
+/// Stretches between two writes: bounds the memory.
+const WAVE: usize = 16;
+/// RFC 1952: magic, deflate, no flags, no time, no extra flags, an unknown system.
+const HEADER: [u8; 10] = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 255];
+
+/// What a file came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Digested {
+    /// Its bytes on disk.
+    pub size: u64,
+    /// Their SHA-256.
+    pub sha256: [u8; 32],
+}
+
+/// Writes segments one after the other into a new file, or what they are compressed to.
+pub fn write_segments(path: &Path, segments: &[&[u8]], level: Option<u32>, watch: Watch<'_>) -> Result<Digested> {
+    let made = File::create(path).map_err(|e| Error::from_io(&e, path, "open to write"))?;
+    match level {
+        None => plain(path, segments, watch),
+        Some(level) => gzip(path, made, segments, level, watch),
+    }
+}
+
+fn plain(path: &Path, segments: &[&[u8]], watch: Watch<'_>) -> Result<Digested> {
+    let mut pieces = vec![];
+    let mut offset = 0;
+    for (source, segment) in segments.iter().enumerate() {
+        pieces.push(Piece { source, start: 0, bytes: segment.len() as u64, file: 0, offset });
+        offset += segment.len() as u64;
+    }
+    let target = Target { path: path.to_path_buf(), size: offset };
+    std::thread::scope(|scope| {
+        let hashed = scope.spawn(|| segments.iter().fold(Sha256::new(), |sha, s| sha.chain_update(s)).finalize());
+        write(segments, &[target], &pieces, true, watch)?;
+        let sha256 = hashed.join().map_err(|_| Error::new(Kind::Internal, "a checksum that was not finished"))?;
+        Ok(Digested { size: offset, sha256: sha256.into() })
+    })
+}
+
+/// A stretch: the segments that it is made of, in order.
+fn stretches<'a>(segments: &[&'a [u8]]) -> Vec<Vec<&'a [u8]>> {
+    let mut made: Vec<Vec<&[u8]>> = vec![];
+    let mut room = 0;
+    for segment in segments {
+        let mut rest = *segment;
+        while !rest.is_empty() {
+            if room == 0 {
+                made.push(vec![]);
+                room = STRETCH;
+            }
+            let (now, later) = rest.split_at(room.min(rest.len()));
+            if let Some(last) = made.last_mut() {
+                last.push(now);
+            }
+            room -= now.len();
+            rest = later;
+        }
+    }
+    made
+}
+
+/// A stretch deflated, with the checksum of what it holds.
+fn deflate(stretch: &[&[u8]], level: u32, last: bool) -> Result<(Vec<u8>, crc32fast::Hasher)> {
+    let mut crc = crc32fast::Hasher::new();
+    let total: usize = stretch.iter().map(|s| s.len()).sum();
+    let mut out = Vec::with_capacity(total + total / 64 + 256);
+    let mut compress = Compress::new(Compression::new(level), false);
+    let failed = |e: flate2::CompressError| Error::new(Kind::Internal, format!("deflate: {e}"));
+    for part in stretch {
+        crc.update(part);
+        let mut rest = *part;
+        while !rest.is_empty() {
+            let before = compress.total_in();
+            compress.compress_vec(rest, &mut out, FlushCompress::None).map_err(failed)?;
+            rest = &rest[(compress.total_in() - before) as usize..];
+            out.reserve(1 << 14);
+        }
+    }
+    let flush = if last { FlushCompress::Finish } else { FlushCompress::Sync };
+    loop {
+        let status = compress.compress_vec(&[], &mut out, flush).map_err(failed)?;
+        // Room to spare after a flush means that nothing is left inside.
+        if status == Status::StreamEnd || (!last && out.len() < out.capacity()) {
+            return Ok((out, crc));
+        }
+        out.reserve(1 << 14);
+    }
+}
+
+fn gzip(path: &Path, mut file: File, segments: &[&[u8]], level: u32, watch: Watch<'_>) -> Result<Digested> {
+    let mut sha = Sha256::new();
+    let mut size = 0;
+    let mut put = |bytes: &[u8]| -> Result<()> {
+        sha.update(bytes);
+        size += bytes.len() as u64;
+        file.write_all(bytes).map_err(|e| Error::from_io(&e, path, "write"))
+    };
+    put(&HEADER)?;
+    let mut all = stretches(segments);
+    if all.is_empty() {
+        all.push(vec![]);
+    }
+    let mut crc = crc32fast::Hasher::new();
+    let deflate_wave = |from: usize, watch: Watch<'_>| -> Result<Vec<(Vec<u8>, crc32fast::Hasher)>> {
+        let wave = &all[from..(from + WAVE).min(all.len())];
+        let done: Vec<_> = wave.iter().map(|_| Mutex::new(None)).collect();
+        let work = |i: usize, _: &pool::Stop| -> Result<()> {
+            let made = deflate(&wave[i], level, from + i + 1 == all.len())?;
+            *done[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
+            Ok(())
+        };
+        pool::run(wave.len(), &work, watch)?;
+        done.into_iter()
+            .map(|d| d.into_inner().unwrap_or_else(PoisonError::into_inner))
+            .map(|d| d.ok_or_else(|| Error::new(Kind::Interrupted, "interrupted")))
+            .collect()
+    };
+    for from in (0..all.len()).step_by(WAVE) {
+        for (bytes, part) in deflate_wave(from, &mut *watch)? {
+            crc.combine(&part);
+            put(&bytes)?;
+        }
+    }
+    let length: u64 = segments.iter().map(|s| s.len() as u64).sum();
+    put(&crc.finalize().to_le_bytes())?;
+    put(&(length as u32).to_le_bytes())?; // modulo 2^32, as RFC 1952 has it
+    Ok(Digested { size, sha256: sha.finalize().into() })
+}
+
+/// Size and SHA-256 of a file.
+pub fn digest(path: &Path, watch: Watch<'_>) -> Result<Digested> {
+    let say = |e: &std::io::Error| Error::from_io(e, path, "read");
+    let mut file = File::open(path).map_err(|e| say(&e))?;
+    let mut sha = Sha256::new();
+    let mut size = 0;
+    let mut some = vec![0; 1 << 20];
+    loop {
+        let n = file.read(&mut some).map_err(|e| say(&e))?;
+        if n == 0 {
+            return Ok(Digested { size, sha256: sha.finalize().into() });
+        }
+        if watch() {
+            return Err(Error::new(Kind::Interrupted, "interrupted"));
+        }
+        size += n as u64;
+        sha.update(&some[..n]);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use flate2::read::GzDecoder;
+
+    fn noise(n: usize) -> Vec<u8> {
+        let mut x = 88_172_645_463_325_252u64;
+        (0..n)
+            .map(|i| {
+                x ^= x << 13;
+                x ^= x >> 7;
+                x ^= x << 17;
+                // Half noise, half runs, so that blocks of every kind occur.
+                if (i / 5000).is_multiple_of(2) { x as u8 } else { (i / 700) as u8 }
+            })
+            .collect()
+    }
+
+    #[test]
+    fn what_is_compressed_comes_back_from_any_reader() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.gz");
+        for total in [0, 1, 1000, STRETCH - 1, STRETCH, STRETCH + 1, 3 * STRETCH, 20 * STRETCH + 77] {
+            let bytes = noise(total);
+            let cut = total / 3;
+            for level in [1, 6] {
+                let wrote =
+                    write_segments(&path, &[&bytes[..cut], &[], &bytes[cut..]], Some(level), &mut || false).unwrap();
+                let mut back = vec![];
+                GzDecoder::new(File::open(&path).unwrap()).read_to_end(&mut back).unwrap();
+                assert!(back == bytes, "{total} at level {level}");
+                assert_eq!(wrote, digest(&path, &mut || false).unwrap());
+                let stored = std::fs::read(&path).unwrap();
+                let ours = crate::bytes::inflate::inflate(&stored, 1 << 30).unwrap();
+                assert!(ours[..] == bytes[..], "{total} at level {level}, by our reader");
+            }
+        }
+    }
+
+    #[test]
+    fn plain_segments_are_their_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        std::fs::write(&path, noise(9000)).unwrap(); // an older, longer file
+        let bytes = noise(5000);
+        let wrote = write_segments(&path, &[&bytes[..7], &bytes[7..]], None, &mut || false).unwrap();
+        assert!(std::fs::read(&path).unwrap() == bytes);
+        assert_eq!(wrote, digest(&path, &mut || false).unwrap());
+        assert_eq!(wrote.size, 5000);
+    }
+}

@@ -1,0 +1,147 @@
+//! Writing files, and looking at every value, as Python sees them.
+
+use std::path::PathBuf;
+
+use actshard_core::dtype::Cast;
+use actshard_core::par::cast;
+use actshard_core::scan::{self, Oddity};
+use actshard_core::write::{self, Digested, Piece, Target};
+use actshard_core::{Error, Kind};
+use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::rows::{Rows, dtype_of};
+use crate::{buffer, detach, errors};
+
+/// Columns of a table of pieces: source, first byte, bytes, file, offset.
+const COLUMNS: usize = 5;
+
+/// Writes pieces of sources at their places in files, in parallel, without the GIL.
+#[pyfunction]
+pub fn write_pieces(
+    py: Python<'_>,
+    sources: Vec<PyReadonlyArray1<'_, u8>>,
+    files: Vec<(PathBuf, u64)>,
+    pieces: PyReadonlyArray2<'_, i64>,
+    direct: bool,
+) -> PyResult<()> {
+    let bad = || errors::raise(py, &Error::new(Kind::Internal, "pieces that are no table of five columns"));
+    if pieces.shape()[1] != COLUMNS {
+        return Err(bad());
+    }
+    let numbers = pieces.as_slice()?;
+    let mut table = Vec::with_capacity(numbers.len() / COLUMNS);
+    for row in numbers.as_chunks::<COLUMNS>().0 {
+        let [Ok(source), Ok(start), Ok(bytes), Ok(file), Ok(offset)] = row.map(u64::try_from) else {
+            return Err(bad());
+        };
+        table.push(Piece { source: source as usize, start, bytes, file: file as usize, offset });
+    }
+    let bytes = sources.iter().map(|s| s.as_slice()).collect::<Result<Vec<_>, _>>()?;
+    let targets: Vec<Target> = files.into_iter().map(|(path, size)| Target { path, size }).collect();
+    detach::detached(py, |watch| write::write(&bytes, &targets, &table, direct, watch))
+}
+
+fn digested(found: Digested) -> (u64, String) {
+    (found.size, found.sha256.iter().map(|b| format!("{b:02x}")).collect())
+}
+
+/// Writes a file of segments one after the other, gzip'ed at a level or as they are: `(size, SHA-256)` of the file.
+#[pyfunction]
+#[pyo3(signature = (path, segments, level=None))]
+pub fn write_segments(
+    py: Python<'_>,
+    path: PathBuf,
+    segments: Vec<PyReadonlyArray1<'_, u8>>,
+    level: Option<u32>,
+) -> PyResult<(u64, String)> {
+    let bytes = segments.iter().map(|s| s.as_slice()).collect::<Result<Vec<_>, _>>()?;
+    detach::detached(py, |watch| write::write_segments(&path, &bytes, level, watch)).map(digested)
+}
+
+/// `(size, SHA-256)` of a file.
+#[pyfunction]
+pub fn digest_file(py: Python<'_>, path: PathBuf) -> PyResult<(u64, String)> {
+    detach::detached(py, |watch| write::digest(&path, watch)).map(digested)
+}
+
+/// Waits until files and folders are on the disk.
+#[pyfunction]
+pub fn sync_files(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<()> {
+    detach::detached(py, |watch| write::sync(&paths, watch))
+}
+
+/// Copies a range of bytes between files.
+#[pyfunction]
+pub fn copy_range(
+    py: Python<'_>,
+    source: PathBuf,
+    start: u64,
+    size: u64,
+    target: PathBuf,
+    offset: u64,
+) -> PyResult<()> {
+    detach::detached(py, |watch| write::copy_range(&source, start, size, &target, offset, watch))
+}
+
+/// Converts the elements of one array into another, with all threads.
+#[pyfunction]
+pub fn cast_into(
+    py: Python<'_>,
+    source: PyReadonlyArray1<'_, u8>,
+    source_dtype: &str,
+    mut target: Bound<'_, PyUntypedArray>,
+    target_dtype: &str,
+) -> PyResult<()> {
+    let how = dtype_of(py, source_dtype)
+        .and_then(|from| Ok((from, dtype_of(py, target_dtype)?)))
+        .and_then(|(from, to)| Cast::between(from, to).map_err(|e| errors::raise(py, &e)))?;
+    let src = source.as_slice()?;
+    let Some(dst) = buffer::bytes_mut(&mut target) else {
+        return Err(errors::raise(py, &Error::new(Kind::Internal, "an array that cannot be written as one block")));
+    };
+    detach::detached(py, |watch| cast::cast(how, src, dst, watch))
+}
+
+/// `Rows.scan`: a look at every value of a group.
+pub fn scan_of<'py>(
+    py: Python<'py>,
+    rows: &Rows,
+    group: usize,
+    progress: Option<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let dataset = rows.dataset();
+    let io = rows.mode();
+    let progress = progress.map(Bound::unbind);
+    let mut raised: Option<PyErr> = None;
+    let made = detach::detached(py, |watch| {
+        let stop = std::cell::Cell::new(false);
+        let mut tell = |done: u64| {
+            if let Some(progress) = &progress
+                && let Err(error) = Python::attach(|py| progress.call1(py, (done,)).map(drop))
+            {
+                raised = Some(error);
+                stop.set(true);
+            }
+        };
+        scan::scan(&dataset, io, group, &mut tell, &mut || stop.get() || watch())
+    });
+    if let Some(error) = raised {
+        return Err(error);
+    }
+    let made = made?;
+    let out = PyDict::new(py);
+    out.set_item("rows", made.rows)?;
+    out.set_item("nan", made.bad[0])?;
+    out.set_item("infinite", made.bad[1])?;
+    for (name, oddity) in ["nan_rows", "infinite_rows", "zero_rows", "constant_rows"].iter().zip(Oddity::ALL) {
+        let k = oddity as usize;
+        out.set_item(name, (made.odd[k], made.places[k].clone()))?;
+    }
+    for (name, values) in [("magnitudes", made.magnitudes), ("differences", made.differences), ("hashes", made.hashes)]
+    {
+        out.set_item(name, PyArray1::from_vec(py, values))?;
+    }
+    Ok(out)
+}
