@@ -13,19 +13,23 @@ from actshard.errors import (
     ActshardWarning,
     ArgumentError,
     ClosedError,
+    DiskFullError,
     DtypeError,
+    ExistsError,
     FileAccessError,
     FormatError,
     HeaderError,
     InternalError,
     InterruptedReadError,
     LayerError,
+    LockedError,
     MissingExtraError,
     MissingFileError,
     NotAFileError,
     NotStoredError,
     OutOfRangeError,
     TruncatedFileError,
+    UnfinishedError,
     UnknownFormatError,
     UnsafePickleError,
     UnsupportedError,
@@ -34,6 +38,7 @@ from actshard.opening import open
 from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, Stream
+from actshard.writing import Writer, create
 
 __version__ = build_info()["version"]
 
@@ -43,13 +48,16 @@ __all__ = [
     "ArgumentError",
     "Batch",
     "ClosedError",
+    "DiskFullError",
     "DtypeError",
+    "ExistsError",
     "FileAccessError",
     "FormatError",
     "HeaderError",
     "InternalError",
     "InterruptedReadError",
     "LayerError",
+    "LockedError",
     "MissingExtraError",
     "MissingFileError",
     "NotAFileError",
@@ -59,11 +67,14 @@ __all__ = [
     "Store",
     "Stream",
     "TruncatedFileError",
+    "UnfinishedError",
     "UnknownFormatError",
     "UnsafePickleError",
     "UnsupportedError",
+    "Writer",
     "__version__",
     "build_info",
+    "create",
     "open",
 ]
 

@@ -7,6 +7,7 @@ one line: the file, the byte, what was expected and what was found.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any, ClassVar
@@ -174,6 +175,30 @@ class InterruptedReadError(ActshardError, InterruptedError):
     kind = "interrupted"
 
 
+class DiskFullError(ActshardError, OSError):
+    """The disk is full, or this user's share of it. What was committed before stays, and can be continued."""
+
+    kind = "disk_full"
+
+
+class ExistsError(ActshardError, FileExistsError):
+    """Something is there already where a dataset was to be made."""
+
+    kind = "exists"
+
+
+class UnfinishedError(FormatError):
+    """A dataset whose writer has not finished: it was interrupted, or is still at work."""
+
+    kind = "unfinished"
+
+
+class LockedError(ActshardError, BlockingIOError):
+    """Another writer is at work there; the message tells which process, on which host."""
+
+    kind = "locked"
+
+
 class InternalError(ActshardError, RuntimeError):
     """A fault of actshard itself; please report it."""
 
@@ -209,6 +234,7 @@ _NATIVE: dict[str, type[ActshardError]] = {
         InternalError,
         UnsafePickleError,
         NotStoredError,
+        DiskFullError,
     )
 }
 
@@ -219,12 +245,12 @@ def from_native(
     path: str | None,
     offset: int | None,
     reason: str | None,
-    errno: int | None,
+    number: int | None,
 ) -> ActshardError:
     """The exception for an error of the native half, which calls this."""
     error = _NATIVE[kind](detail, path=path, offset=offset, reason=reason)
     if isinstance(error, OSError):
-        error.errno = errno
+        error.errno = number
         error.filename = path
     return error
 
@@ -236,6 +262,8 @@ def from_os(error: OSError, path: str | os.PathLike[str], doing: str) -> Actshar
         made = MissingFileError("expected a file, found nothing", path=path)
     elif isinstance(error, IsADirectoryError | NotADirectoryError):
         made = NotAFileError("expected a regular file, found a folder", path=path)
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        made = DiskFullError(f"cannot {doing}: the disk is full ({error.strerror})", path=path)
     else:
         made = FileAccessError(f"cannot {doing}: {error.strerror or error}", path=path)
     if isinstance(made, OSError):

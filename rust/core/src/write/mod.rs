@@ -67,23 +67,26 @@ fn on_threads(jobs: usize, work: &(dyn Fn(usize) -> Result<()> + Sync), watch: W
         }
     };
     let mut interrupted = false;
+    let running = AtomicUsize::new(0);
+    let caller = std::thread::current();
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..AT_ONCE.min(jobs))
-            .filter_map(|i| {
-                std::thread::Builder::new().name(format!("actshard-write-{i}")).spawn_scoped(scope, do_all).ok()
-            })
-            .collect();
-        if threads.is_empty() {
-            do_all();
-        }
-        while threads.iter().any(|t| !t.is_finished()) {
-            // The one that finishes last does not wake this thread: what is left is at most a piece of the last job.
-            std::thread::park_timeout(if next.load(Ordering::Relaxed) < jobs {
-                LOOK
-            } else {
-                Duration::from_micros(200)
+        for i in 0..AT_ONCE.min(jobs) {
+            running.fetch_add(1, Ordering::AcqRel);
+            let leave = Leave(&running, &caller);
+            let made = std::thread::Builder::new().name(format!("actshard-write-{i}")).spawn_scoped(scope, move || {
+                let _leave = leave;
+                do_all();
             });
-            if !interrupted && watch() {
+            if made.is_err() {
+                break; // `leave` was dropped with the closure
+            }
+        }
+        if running.load(Ordering::Acquire) == 0 {
+            do_all(); // no thread to be had, or all done already
+        }
+        while running.load(Ordering::Acquire) > 0 {
+            std::thread::park_timeout(LOOK);
+            if !interrupted && running.load(Ordering::Acquire) > 0 && watch() {
                 interrupted = true;
                 next.store(jobs, Ordering::Relaxed);
             }
@@ -98,8 +101,28 @@ fn on_threads(jobs: usize, work: &(dyn Fn(usize) -> Result<()> + Sync), watch: W
     }
 }
 
+/// Counts a thread out, also when it unwinds, and wakes the one that waits for it.
+struct Leave<'a>(&'a AtomicUsize, &'a std::thread::Thread);
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+        self.1.unpark();
+    }
+}
+
+/// More files than this are brought to the disk with all else that their file system has in memory, by one call.
+const MANY: usize = 256;
+
 /// Waits until what was written to these files is on the disk.
 pub fn sync(paths: &[PathBuf], watch: Watch<'_>) -> Result<()> {
+    #[cfg(target_os = "linux")]
+    if paths.len() > MANY {
+        // They are all of one dataset.
+        let path = &paths[0];
+        let file = File::open(path).map_err(|e| Error::from_io(&e, path, "open"))?;
+        return rustix::fs::syncfs(&file).map_err(|e| Error::from_io(&e.into(), path, "bring to the disk"));
+    }
     on_threads(
         paths.len(),
         &|i| {

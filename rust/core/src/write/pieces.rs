@@ -16,7 +16,7 @@ const JOB: u64 = 4 << 20;
 /// What direct writes are aligned to. No disk in use wants more.
 const PAGE: u64 = 4096;
 /// Files of which less is written go through the cache: opening twice costs more than it saves.
-const DIRECT_FROM: u64 = 256 << 10;
+const DIRECT_FROM: u64 = 64 << 10;
 
 /// A file to write to. It is made if it is not there; what it holds already stays.
 #[derive(Clone, Debug)]

@@ -1,0 +1,439 @@
+"""Writes lmprobe datasets, format 2.0, that lmprobe 0.10.3 loads.
+
+Where lmprobe's own writer departs from the text (docs/formats/lmprobe.md) its reader decides: tensors are named as its code names
+them; types and row sizes in descriptors are the true ones, which it does not read; a shard without rows, which it cannot open, is
+never made. Full-sequence datasets keep last tokens in shards of their own, which come first; how many those are is known at the
+end, so that all shards have working names until then.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard
+from actshard import _native
+from actshard._arguments import name_of
+from actshard.errors import ArgumentError, FormatError, from_os
+from actshard.formats.lmprobe import TOKEN_LISTS
+from actshard.writing.target import (
+    FLOATS,
+    LOGITS,
+    ROUTER,
+    TEXTS,
+    Block,
+    Examples,
+    Spec,
+    Target,
+    arrays_in,
+    only,
+    positive,
+    uniform,
+)
+from actshard.writing.work import make_folder, rename
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+HEADER = 128
+"""Bytes before the rows of every hidden shard: room for a header whose numbers are known when the shard is complete."""
+SHARD_BYTES = 1 << 30
+"""lmprobe's default."""
+OWN_COLUMNS = frozenset(
+    ("num_tokens", "shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
+)
+_ROWS_AT_ONCE = 65_536
+_INDEX = "index/train-00000-of-00001.parquet"
+
+
+class LmprobeTarget(Target):
+    """``tensors/*.safetensors`` per layer and shard, and a parquet index that is written last."""
+
+    format: ClassVar[str] = "lmprobe"
+    own: ClassVar[Mapping[str, str]] = {
+        "storage": '"pooled" (one row per example) or "full_sequence"; decided by what is appended first if not given',
+        "pooling": 'what a pooled row is (default: "last_token")',
+        "model": "the source model's name",
+        "revision": "its exact revision",
+    }
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.storage = spec.options.get("storage")
+        if self.storage not in (None, "pooled", "full_sequence"):
+            raise ArgumentError(f'storage: expected "pooled" or "full_sequence", found {self.storage!r}')
+        self.pooling = str(spec.options.get("pooling", "last_token"))
+        self.limit = positive({"shard_bytes": spec.shard_bytes}, "shard_bytes", SHARD_BYTES) or SHARD_BYTES
+        self.created = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+        self._dirty: set[Path] = set()
+        self._rest: list[int] = []
+        """Rows in each sequence shard."""
+        self._weight = 0
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        only(dtype, FLOATS, "lmprobe", "")
+
+    def config(self) -> dict[str, Any]:
+        given = {name: self.spec.options.get(name) for name in ("pooling", "model", "revision")}
+        return {**super().config(), "storage": self.storage, "limit": self.limit, "created": self.created, **given}
+
+    def adopt(self, config: dict[str, Any]) -> None:
+        super().adopt(config)
+        self.storage, self.created = config["storage"], config["created"]
+
+    def take_tokens(self, found: int) -> None:
+        if self.storage is None:
+            self.storage = "pooled" if found == 1 else "full_sequence"
+
+    @property
+    def tokens(self) -> int | None:
+        return 1 if self.storage == "pooled" else None
+
+    @property
+    def full(self) -> bool:
+        return self.storage == "full_sequence"
+
+    @property
+    def rows_per_shard(self) -> int:
+        """Of shards with a row per example."""
+        return max(1, self.limit // self.row_bytes)
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _working(self, layer: int, kind: str, shard: int) -> Path:
+        return self.root / "tensors" / f".{kind}-{layer}-{shard}.part"
+
+    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+        self.n = 0
+        self._rest, self._weight = [], 0
+        if self.full and len(lengths):
+            self._assign(lengths[:, 0])
+        self.n = len(lengths)
+
+    def _assign(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sequence shard of each example and its first row there; greedy, as lmprobe's writer is.
+
+        Examples without rows to put there never begin a shard: lmprobe cannot open one that is empty.
+        """
+        shards, firsts = np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
+        for i, rows in enumerate(np.maximum(tokens - 1, 0).tolist()):
+            if rows and (not self._rest or (self._rest[-1] and self._weight + rows * self.row_bytes > self.limit)):
+                self._rest.append(0)
+                self._weight = 0
+            if rows:
+                shards[i], firsts[i] = len(self._rest) - 1, self._rest[-1]
+                self._rest[-1] += rows
+                self._weight += rows * self.row_bytes
+        return shards, firsts
+
+    def write(self, block: Block) -> None:
+        make_folder(self.root / "tensors")
+        tokens = uniform(block.lengths, "lmprobe", self.spec.layers)
+        if not self.full and (tokens != 1).any():
+            bad = int(np.flatnonzero(tokens != 1)[0])
+            raise ArgumentError(
+                f"example {self.n + bad} has {tokens[bad]} tokens: storage='pooled' keeps one row of each; "
+                "storage='full_sequence' keeps all"
+            )
+        size, per = self.row_bytes, self.rows_per_shard
+        last, row = np.divmod(np.arange(self.n, self.n + len(block)), per)
+        shards, firsts = self._assign(tokens) if self.full else (last, row)
+        files: dict[Path, int] = {}
+        pieces = []
+
+        def add(start: NDArray[np.int64], rows: NDArray[np.int64], path: list[Path], at: NDArray[np.int64]) -> None:
+            number = np.array([files.setdefault(p, len(files)) for p in path], np.int64)
+            table = np.stack([np.zeros_like(start), start * size, rows * size, number, HEADER + at * size], axis=1)
+            pieces.append(table[rows > 0])
+
+        # An example without tokens still has a row of zeros, for its address to point to.
+        none = (tokens == 0).astype(np.int64)
+        for group, layer in enumerate(self.spec.layers):
+            starts = block.starts[:, group]
+            at_last = [self._working(layer, "last", int(s)) for s in last]
+            add(starts + np.maximum(tokens - 1, 0), 1 - none, at_last, row)
+            if self.full:
+                some = tokens > 1
+                at_rest = [self._working(layer, "rest", int(s)) for s in shards[some]]
+                add(starts[some], tokens[some] - 1, at_rest, firsts[some])
+        sizes = dict.fromkeys(files, 0)
+        for group, layer in enumerate(self.spec.layers):
+            for s, r in zip(last[none > 0].tolist(), row[none > 0].tolist(), strict=True):
+                path = self._working(layer, "last", s)
+                sizes[path] = max(sizes.get(path, 0), HEADER + (r + 1) * size)
+        self.put([block.bytes], [(path, sizes[path]) for path in files], np.concatenate(pieces))
+        self._dirty |= set(files)
+        self.n += len(block)
+
+    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+        return sorted(self._dirty), {}
+
+    def committed(self) -> None:
+        self._dirty.clear()
+
+    # -- finishing -------------------------------------------------------------------------------------------------
+
+    def finish(self, examples: Examples) -> None:
+        tokens = examples.lengths[:, 0]
+        self.restore([], examples.lengths)
+        n, per = len(examples), self.rows_per_shard
+        lasts = [min(per, n - first) for first in range(0, n, per)]
+        shards: list[dict[str, int]]
+        if self.full:
+            counts = self._counts(tokens)
+            shards = [{"num_prompts": c, "num_tokens": c} for c in lasts]
+            shards += [{"num_prompts": p, "num_tokens": r} for p, r in zip(counts, self._rest, strict=True)]
+        else:
+            shards = [{"num_prompts": c} for c in lasts]
+        wrote: list[Path] = []
+        for layer in self.spec.layers:
+            for kind, rows, offset in (("last", lasts, 0), ("rest", self._rest, len(lasts))):
+                for i, count in enumerate(rows):
+                    name = f"hidden_layer{layer:03d}_shard{offset + i:03d}.safetensors"
+                    wrote.append(self._complete(self._working(layer, kind, i), name, layer, count))
+        tensors = {"hidden_layers": self._descriptor(shards, len(lasts))}
+        columns = self._columns(examples, tokens)
+        tensors |= self._beside(examples, columns)
+        _native.sync_files([*wrote, self.root / "tensors"])
+        for stray in (self.root / "tensors").glob(".*.part"):
+            stray.unlink()
+        self._write_index(examples, columns, tensors)
+
+    def _counts(self, tokens: NDArray[np.int64]) -> list[int]:
+        """Prompts per sequence shard: those without rows count where the writer stands."""
+        self._rest, self._weight = [], 0
+        shards, _ = self._assign(tokens)
+        at = np.maximum.accumulate(np.where(tokens > 1, shards, 0)) if len(tokens) else shards
+        return np.bincount(at, minlength=len(self._rest))[: len(self._rest)].tolist()
+
+    def _complete(self, working: Path, name: str, layer: int, rows: int) -> Path:
+        """Gives a shard its header and its name."""
+        path = working.with_name(name)
+        if not working.exists():
+            return path  # done before a crash; opening says what is wrong if not
+        shape, end = [rows, self.spec.d_model], rows * self.row_bytes
+        assert self.dtype is not None
+        tensor = {"dtype": name_of(self.dtype), "shape": shape, "data_offsets": [0, end]}
+        text = json.dumps({f"hidden.layer_{layer}": tensor}, separators=(",", ":")).encode()
+        if len(text) > HEADER - 8:
+            raise FormatError(f"layer {layer}, {shape}: no safetensors header of {HEADER - 8} bytes tells this")
+        try:
+            with working.open("r+b") as file:
+                file.write((HEADER - 8).to_bytes(8, "little") + text.ljust(HEADER - 8))
+                file.truncate(HEADER + end)
+        except OSError as error:
+            raise from_os(error, working, "write") from error
+        _native.sync_files([working])
+        rename(working, path)
+        return path
+
+    def _descriptor(self, shards: list[dict[str, int]], lasts: int) -> dict[str, Any]:
+        assert self.dtype is not None
+        made: dict[str, Any] = {
+            "type": "hidden",
+            "layers": list(self.spec.layers),
+            "dim": self.spec.d_model,
+            "dtype": str(self.dtype),
+            "layout": "per_layer",
+            "file_pattern": "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors",
+            "key_pattern": "hidden.layer_{layer}",
+            "storage": self.storage,
+        }
+        if self.full:
+            return {**made, "last_token_shards": lasts, "shards": shards}
+        return {**made, "pooling": self.pooling, "row_bytes": self.row_bytes, "shards": shards}
+
+    def _columns(self, examples: Examples, tokens: NDArray[np.int64]) -> dict[str, Any]:
+        """The index's columns by name, but for the lists per token."""
+        import pyarrow as pa
+
+        n = len(examples)
+        given = {} if examples.columns is None else dict(zip(examples.columns.column_names, examples.columns.columns, strict=True))
+        text = next((given.pop(name) for name in TEXTS if name in given), None)
+        last, row = np.divmod(np.arange(n), self.rows_per_shard)
+        made: dict[str, Any] = {
+            "text": pa.array([""] * n) if text is None else text.cast(pa.string()),
+            "label": _label(given.pop("label", None), n),
+            "num_tokens": pa.array(tokens.astype(np.int32)),
+            "shard_index": pa.array(last.astype(np.int32)),
+            "row_offset": pa.array(row.astype(np.int32)),
+        }
+        if self.full:
+            made["token_offset"] = pa.array(row)
+        if taken := sorted(OWN_COLUMNS & given.keys()):
+            raise ArgumentError(f"columns: lmprobe writes {taken[0]!r} itself; give yours another name")
+        made |= {name: given[name] for name in sorted(given)}
+        return made
+
+    def _beside(self, examples: Examples, columns: dict[str, Any]) -> dict[str, Any]:
+        """Logits and router tensors: out of the columns and into files of their own; their descriptors."""
+        import pyarrow as pa
+
+        n = len(examples)
+        made: dict[str, Any] = {}
+        if any(name in columns for name in LOGITS):
+            if not all(name in columns for name in LOGITS):
+                raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found one of them")
+            assert examples.columns is not None
+            values, indices = (arrays_in(examples.columns, name) for name in LOGITS)
+            per = max(1, self.limit // (12 * values.shape[1]))
+            shards = []
+            for i, first in enumerate(range(0, n, per)):
+                file = f"tensors/logits_topk_{i:03d}.safetensors"
+                part = slice(first, first + per)
+                tensors = {"logits_topk.values": values[part], "logits_topk.indices": indices[part].astype(np.int32)}
+                self._write_tensors(file, tensors)
+                shards.append({"file": file, "num_prompts": len(values[part])})
+            made["logits_topk"] = {
+                "type": "logits_topk",
+                "k": values.shape[1],
+                "dtype": str(values.dtype),
+                "pooling": "last_token",
+                "file_pattern": "tensors/logits_topk_{shard:03d}.safetensors",
+                "row_bytes": values.shape[1] * (values.dtype.itemsize + 4),
+                "shards": shards,
+            }
+            shard, row = np.divmod(np.arange(n), per)
+            columns["shard_index_logits"] = pa.array(shard.astype(np.int32))
+            columns["row_offset_logits"] = pa.array(row.astype(np.int32))
+        routers = sorted(int(name.removeprefix(ROUTER)) for name in columns if _is_router(name))
+        if routers:
+            assert examples.columns is not None
+            each = {layer: arrays_in(examples.columns, f"{ROUTER}{layer}") for layer in routers}
+            first_of = each[routers[0]]
+            if any(a.shape != first_of.shape or a.dtype != first_of.dtype for a in each.values()):
+                raise ArgumentError("router: expected as many experts of the same type in every layer")
+            per = max(1, self.limit // (first_of.shape[1] * first_of.dtype.itemsize * len(routers)))
+            shards = []
+            for i, first in enumerate(range(0, n, per)):
+                file = f"tensors/router_logits_{i:03d}.safetensors"
+                self._write_tensors(file, {f"router.layer_{la}": a[first : first + per] for la, a in each.items()})
+                shards.append({"file": file, "num_prompts": len(first_of[first : first + per])})
+            made["router_logits"] = {
+                "type": "router",
+                "layers": routers,
+                "num_experts": first_of.shape[1],
+                "dtype": str(first_of.dtype),
+                "pooling": "last_token",
+                "file_pattern": "tensors/router_logits_{shard:03d}.safetensors",
+                "row_bytes": first_of.shape[1] * first_of.dtype.itemsize * len(routers),
+                "shards": shards,
+            }
+        for name in [name for name in columns if name in LOGITS or _is_router(name)]:
+            del columns[name]
+        return made
+
+    def _write_tensors(self, file: str, tensors: dict[str, NDArray[Any]]) -> None:
+        """A safetensors file: a JSON header padded to eights, then the tensors one after the other."""
+        at, header = 0, {}
+        for name, array in tensors.items():
+            end = at + array.nbytes
+            header[name] = {"dtype": name_of(array.dtype), "shape": list(array.shape), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
+        path = self.root / file
+        working = path.with_name(f".{path.name}.part")
+        body = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in tensors.values()]
+        _native.write_segments(working, [head, *body])
+        _native.sync_files([working])
+        rename(working, path)
+
+    def _write_index(self, examples: Examples, columns: dict[str, Any], tensors: dict[str, Any]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        index = self.root / _INDEX
+        make_folder(index.parent)
+        meta = self.spec.metadata
+        model = {
+            "name": self.spec.options.get("model") or meta.get("name"),
+            "revision": self.spec.options.get("revision") or meta.get("revision"),
+        }
+        provenance = {
+            "lmprobe_version": None,
+            "extraction_backend": "local",
+            "nnsight_version": None,
+            "torch_version": None,
+            "transformers_version": None,
+            "python_version": None,
+            "created_at": self.created,
+            "written_by": f"actshard {actshard.__version__}",
+        }
+        info = {
+            "format_version": "2.0",
+            "model": model,
+            "num_prompts": len(examples),
+            "prompt_ordering": "given",
+            "tensors": tensors,
+            "provenance": provenance,
+            **{k: v for k, v in meta.items() if k not in ("name", "revision")},
+        }
+        keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in info.items()}
+        lists = [(name, pa.list_(pa.int64())) for name in TOKEN_LISTS] if self.full else []
+        fields = [pa.field(name, column.type) for name, column in columns.items()] + [pa.field(*f) for f in lists]
+        # lmprobe's order: its own columns, then all others by name.
+        core = ["text", "label", "num_tokens", "shard_index", "row_offset"]
+        core += [c for c in ("shard_index_logits", "row_offset_logits", "token_offset") if c in columns]
+        rest = sorted(f.name for f in fields if f.name not in core)
+        by_name = {f.name: f for f in fields}
+        schema = pa.schema([by_name[name] for name in (*core, *rest)], metadata=keys)
+        table = pa.table(columns)
+        temporary = index.with_name(f".{index.name}.part")
+        self._rest, self._weight = [], 0
+        lasts = -(-len(examples) // self.rows_per_shard)
+        try:
+            with pq.ParquetWriter(temporary, schema) as writer:
+                for first in range(0, len(examples), _ROWS_AT_ONCE):
+                    part = table.slice(first, _ROWS_AT_ONCE)
+                    if self.full:
+                        tokens = examples.lengths[first : first + _ROWS_AT_ONCE, 0]
+                        for (name, _), values in zip(lists, self._token_lists(tokens, first, lasts), strict=True):
+                            part = part.append_column(name, values)
+                    writer.write_table(part.select(schema.names).cast(schema))
+        except OSError as error:
+            raise from_os(error, temporary, "write") from error
+        _native.sync_files([temporary])
+        rename(temporary, index)
+        _native.sync_files([index.parent, self.root])
+
+    def _token_lists(self, tokens: NDArray[np.int64], first: int, lasts: int) -> tuple[pa.Array, pa.Array]:
+        """Shard and row of every token of some examples: the last in its own shard, all before in a sequence shard."""
+        import pyarrow as pa
+
+        shards, firsts = self._assign(tokens)
+        ends = np.cumsum(tokens)
+        total = int(ends[-1]) if len(ends) else 0
+        offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+        ids = np.repeat(shards + lasts, tokens)
+        rows = np.arange(total) - np.repeat(ends - tokens, tokens) + np.repeat(firsts, tokens)
+        some = tokens > 0
+        last, row = np.divmod(np.arange(first, first + len(tokens)), self.rows_per_shard)
+        ids[ends[some] - 1], rows[ends[some] - 1] = last[some], row[some]
+        return pa.ListArray.from_arrays(offsets, pa.array(ids)), pa.ListArray.from_arrays(offsets, pa.array(rows))
+
+
+def _label(column: pa.ChunkedArray | None, n: int) -> Any:
+    """Labels as lmprobe has them: int32 if all are integers, or none is there; text otherwise."""
+    import pyarrow as pa
+
+    if column is None or pa.types.is_null(column.type):
+        return pa.nulls(n, pa.int32())
+    if pa.types.is_integer(column.type) or pa.types.is_boolean(column.type):
+        try:
+            return column.cast(pa.int32())
+        except pa.ArrowInvalid as error:
+            raise ArgumentError(f"label: lmprobe keeps 32-bit integers, or text: {error}") from error
+    return column.cast(pa.string())
+
+
+
+def _is_router(name: str) -> bool:
+    return name.startswith(ROUTER) and name.removeprefix(ROUTER).lstrip("-").isdigit()

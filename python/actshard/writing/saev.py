@@ -1,0 +1,266 @@
+"""Writes saev shards: protocol 2.1 as saev's loaders read it, or 2.0 as the published text says.
+
+Differences, and which is written (docs/formats/saev.md): names of fields; HASH is 8 digits of the fields in their order, or all
+64 of the sorted ones; the last shard is full-size with zeros at its end, or as short as it is. Neither gets the empty shard that
+saev's own writer leaves when examples come out even.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _native
+from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError, UnfinishedError
+from actshard.formats._json import read_json
+from actshard.formats.saev import ITEMSIZE, hashes
+from actshard.writing.target import PATCH_LABELS, Block, Examples, Spec, Target, array_of, flag, positive
+from actshard.writing.work import FOLDER, rename, write_json
+
+FAMILIES = ("bird-mae", "clip", "dinov2", "dinov3", "fake-clip", "pe-core", "pe-spatial", "siglip")
+"""What saev's loaders accept; of all other models, its own word for a model that is none of them: fake-clip."""
+BUDGET = 2_400_000
+"""saev's default number of token vectors per shard, over all layers."""
+_PART = ".part"
+
+
+class SaevTarget(Target):
+    """``<path>/<HASH>/``: written in ``<path>/.writing-*`` and renamed when HASH, which counts examples, is known."""
+
+    format: ClassVar[str] = "saev"
+    own: ClassVar[Mapping[str, str]] = {
+        "protocol": '"2.1" (default) or "2.0"',
+        "cls_token": "whether token 0 of every example is CLS (default: False)",
+        "max_tokens_per_shard": f"token vectors per shard, over all layers (default: {BUDGET:,}, or what shard_bytes= holds)",
+    }
+    metadata_keys = ("family", "ckpt", "data", "dataset", "pixel_agg")
+    ragged = False
+    holds_columns = False
+    names_itself = True
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        self.dtype = np.dtype(np.float32)
+        self.protocol = spec.options.get("protocol", "2.1")
+        if self.protocol not in ("2.1", "2.0"):
+            raise ArgumentError(f'protocol: expected "2.1" or "2.0", found {self.protocol!r}')
+        self.cls = flag(spec.options, "cls_token", False)
+        self._tokens = spec.tokens
+        self._budget = positive(spec.options, "max_tokens_per_shard", None)
+        for name in ("family", "ckpt", "dataset"):
+            if not isinstance(spec.metadata.get(name, ""), str):
+                raise ArgumentError(f"metadata: {name} must be a string, not {spec.metadata[name]!r}")
+        self.has_labels: bool | None = None
+        self._dirty: set[Path] = set()
+        self.root = spec.path / f".writing-{self._key()}"
+
+    def _key(self) -> str:
+        """Tells configurations apart before HASH is known: everything but the number of examples."""
+        asked = {**self.config(), "tokens": None, "dtype": None}
+        return hashes({"asked": json.dumps(asked, sort_keys=True, default=str)})[0]
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        if dtype != np.float32:
+            raise DtypeError(f"saev holds float32, not {dtype}; dtype='float32' to create() converts")
+
+    def take_dtype(self, found: np.dtype[Any]) -> np.dtype[Any]:
+        if self.spec.dtype is None:
+            self.check_dtype(found)
+        return np.dtype(np.float32)
+
+    def take_tokens(self, found: int) -> None:
+        if self._tokens is None:
+            self._tokens = found
+        if self._tokens <= int(self.cls):
+            raise ArgumentError(f"expected at least one content token per example, found {self._tokens - self.cls}")
+
+    @property
+    def tokens(self) -> int | None:
+        return self._tokens
+
+    @property
+    def per_example(self) -> int:
+        """Token vectors of an example, over all layers."""
+        assert self._tokens is not None
+        return self._tokens * len(self.spec.layers)
+
+    @property
+    def budget(self) -> int:
+        """Token vectors per shard."""
+        if self._budget is not None:
+            budget = self._budget
+        elif self.spec.shard_bytes is not None:
+            budget = max(self.spec.shard_bytes // (self.spec.d_model * ITEMSIZE), self.per_example)
+        else:
+            budget = max(BUDGET, self.per_example)
+        if budget < self.per_example:
+            raise ArgumentError(
+                f"max_tokens_per_shard: expected at least {self.per_example}, the vectors of one example, found {budget}"
+            )
+        return budget
+
+    @property
+    def eps(self) -> int:
+        """Examples per shard."""
+        return self.budget // self.per_example
+
+    @property
+    def example_bytes(self) -> int:
+        return self.per_example * self.spec.d_model * ITEMSIZE
+
+    def config(self) -> dict[str, Any]:
+        return {
+            **super().config(),
+            "tokens": self._tokens,
+            "protocol": self.protocol,
+            "cls_token": self.cls,
+            "budget": self._budget,
+            "shard_bytes": self.spec.shard_bytes,
+        }
+
+    def adopt(self, config: dict[str, Any]) -> None:
+        self._tokens = config["tokens"]
+
+    def metadata(self, n: int) -> dict[str, Any]:
+        """metadata.json of n examples, its fields in the order that HASH is made of."""
+        assert self._tokens is not None
+        given = self.spec.metadata
+        family = {"family": given.get("family", "fake-clip"), "ckpt": given.get("ckpt", "unknown")}
+        content, data = self._tokens - self.cls, given.get("data", "")
+        common = {"cls_token": self.cls, "d_model": self.spec.d_model}
+        end = {"dtype": "float32", "protocol": self.protocol}
+        dataset = given.get("dataset", "unknown")
+        layers = list(self.spec.layers)
+        if self.protocol == "2.0":
+            sizes = {"n_ex": n, "patches_per_shard": self.budget}
+            pixel = {"pixel_agg": given["pixel_agg"]} if "pixel_agg" in given else {}
+            head = {**family, "layers": layers, "patches_per_ex": content, **common, **sizes}
+            return {**head, "data": data or {}, "dataset": dataset, **pixel, **end}
+        sizes = {"n_examples": n, "max_tokens_per_shard": self.budget}
+        # 2.1 keeps a string here; what an older protocol kept as an object is kept as its text.
+        text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+        head = {**family, "layers": layers, "content_tokens_per_example": content, **common, **sizes}
+        return {**head, "data": text, "dataset": dataset, "pixel_agg": given.get("pixel_agg") or "majority", **end}
+
+    def hash(self, n: int) -> str:
+        """The folder's name: a digest of the metadata."""
+        return hashes(self.metadata(n))[0 if self.protocol == "2.1" else 2]
+
+    def existing(self, n: int | None) -> Path | None:
+        n = n if n is not None else self.spec.num_examples
+        if n is None or self._tokens is None:
+            return None
+        place = self.spec.path / self.hash(n)
+        if not place.exists():
+            return None
+        listed = read_json(place / "metadata.json")
+        if not isinstance(listed, dict) or place.name not in hashes(listed):
+            said = hashes(listed)[0] if isinstance(listed, dict) else "of no object"
+            raise FormatError(
+                f"expected metadata whose hash is the folder's name, found those of {said}: the folder was renamed or changed; "
+                "move it away",
+                path=place,
+            )
+        shards = read_json(place / "shards.json") if (place / "shards.json").exists() else []
+        counts = [s.get("n_examples", s.get("n_ex")) for s in shards if isinstance(s, dict)]
+        if sum(c for c in counts if type(c) is int) != n:
+            raise UnfinishedError(
+                f"expected {n} examples in shards.json, found {counts}: another program's writer was interrupted here; "
+                "move the folder away",
+                path=place,
+            )
+        return place
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _shard(self, index: int) -> Path:
+        """Where a shard is: under its own name when it is complete."""
+        whole = self.root / f"acts{index:06}.bin"
+        return whole if whole.exists() else whole.with_name(whole.name + _PART)
+
+    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+        self.n = len(lengths)
+        self.has_labels = states[-1]["labels"]
+
+    def write(self, block: Block) -> None:
+        eps, size = self.eps, self.example_bytes
+        first, end = self.n, self.n + len(block)
+        sources, files, pieces = [block.bytes], [], []
+        for shard in range(first // eps, -(-end // eps)):
+            a, b = max(first, shard * eps), min(end, (shard + 1) * eps)
+            pieces.append((0, (a - first) * size, (b - a) * size, len(files), (a - shard * eps) * size))
+            files.append((self._shard(shard), 0))
+        labels = self._labels(block)
+        if labels is not None:
+            pieces.append((1, 0, labels.size, len(files), first * labels.shape[1]))
+            sources.append(labels.reshape(-1))
+            files.append((self.root / "labels.bin", 0))
+        self.put(sources, files, pieces)
+        self._dirty |= {path for path, _ in files}
+        self.n = end
+
+    def _labels(self, block: Block) -> NDArray[np.uint8] | None:
+        names = [] if block.columns is None else block.columns.column_names
+        if other := [name for name in names if name != PATCH_LABELS]:
+            raise NotStoredError(f"saev holds no columns, only labels=; found {other[0]!r}")
+        has = bool(names)
+        if self.has_labels is None:
+            self.has_labels = has
+        if has != self.has_labels:
+            raise ArgumentError("labels: expected for all examples or for none")
+        if not has:
+            return None
+        assert self._tokens is not None and block.columns is not None
+        labels = array_of(block.columns[PATCH_LABELS])
+        content = self._tokens - self.cls
+        if labels.shape != (len(block), content) or labels.dtype != np.uint8:
+            raise ArgumentError(
+                f"labels: expected ({len(block)}, {content}) uint8, one per content token, found {labels.shape} {labels.dtype}"
+            )
+        return np.ascontiguousarray(labels)
+
+    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+        return sorted(self._dirty), {"labels": self.has_labels}
+
+    def committed(self) -> None:
+        for path in sorted(self._dirty):
+            if path.name.endswith(_PART) and int(path.name[4:10]) < self.n // self.eps:
+                rename(path, path.with_name(path.name.removesuffix(_PART)))
+        self._dirty.clear()
+
+    def finish(self, examples: Examples) -> None:
+        n, eps = len(examples), self.eps
+        counts = [min(eps, n - first) for first in range(0, n, eps)]
+        last = self._shard(len(counts) - 1)
+        # A crash may have left more in it than was counted.
+        size = counts[-1] * self.example_bytes
+        with last.open("r+b") as file:
+            file.truncate(size)
+        if self.protocol == "2.1":
+            self.put([], [(last, eps * self.example_bytes)], [])
+        if self.has_labels:
+            with (self.root / "labels.bin").open("r+b") as file:
+                file.truncate(n * (self.per_example // len(self.spec.layers) - self.cls))
+            _native.sync_files([self.root / "labels.bin"])
+        _native.sync_files([last])
+        rename(last, last.with_name(last.name.removesuffix(_PART)))
+        for stray in self.root.glob(f"acts*{_PART}"):
+            stray.unlink()
+        name = "n_ex" if self.protocol == "2.0" else "n_examples"
+        listing = [{"name": f"acts{i:06}.bin", name: count} for i, count in enumerate(counts)]
+        write_json(self.root / "shards.json", listing)
+        write_json(self.root / "metadata.json", self.metadata(n))
+        _native.sync_files([self.root])
+
+    def place(self) -> Path:
+        return self.spec.path / self.hash(self.n)
+
+
+def writing_folders(path: Path) -> list[Path]:
+    """Folders of unfinished dumps below a root."""
+    return sorted(p for p in path.glob(".writing-*") if (p / FOLDER).is_dir()) if path.is_dir() else []
