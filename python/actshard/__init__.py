@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from actshard._native import build_info
+from actshard.converting import Conversion, convert
 from actshard.errors import (
     ActshardError,
     ActshardWarning,
@@ -48,6 +49,7 @@ __all__ = [
     "ArgumentError",
     "Batch",
     "ClosedError",
+    "Conversion",
     "DiskFullError",
     "DtypeError",
     "ExistsError",
@@ -74,6 +76,7 @@ __all__ = [
     "Writer",
     "__version__",
     "build_info",
+    "convert",
     "create",
     "open",
 ]

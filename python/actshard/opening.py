@@ -13,11 +13,13 @@ from actshard.errors import (
     ActshardWarning,
     ArgumentError,
     MissingFileError,
+    UnfinishedError,
     UnknownFormatError,
     from_os,
 )
 from actshard.formats._contents import Contents, Evidence, Options
 from actshard.store import Store
+from actshard.writing.work import unfinished
 
 _DEPTH = 6
 """How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
@@ -36,7 +38,8 @@ def open(
     """Opens a dataset.
 
     Args:
-        path: the dataset's folder, or a file that stands for it (an lmprobe index). ``~`` is expanded. A list of folders opens
+        path: the dataset's folder, or a file that stands for it (an lmprobe index), or a folder that holds a single dataset.
+            ``~`` is expanded. A list of folders opens
             the pickle shards of several machines as one dataset, in that order; so does the folder that holds them, in the
             order of their names.
         format: ``"saev"``, ``"lmprobe"``, ...; None detects it.
@@ -81,7 +84,11 @@ def open_quietly(
     else:
         # Lists and tuples were taken above; no other sequence is a path, which _resolve says.
         root = _resolve(path)  # type: ignore[arg-type]
-        name = format if format is not None else detect(root)
+        _check_finished(root)
+        if format is not None:
+            name = format
+        else:
+            root, name = find(root)
     if name not in formats.names():
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else network_io(root)
@@ -129,6 +136,32 @@ def _resolve(path: str | os.PathLike[str]) -> Path:
     except ValueError as error:  # a NUL in the path
         raise ArgumentError(f"path: {error}") from error
     return Path(os.path.abspath(root))  # noqa: PTH100 -- Path.resolve would follow links, and hide the name given
+
+
+def _check_finished(root: Path) -> None:
+    """Raises UnfinishedError for what a writer of ours has left or is still at."""
+    journal = unfinished(root) if root.is_dir() else None
+    if journal is not None:
+        raise UnfinishedError(
+            f"holds {journal.examples} examples of a dataset that is not finished: its writer is at work, or was interrupted "
+            "(create or convert with resume continues it)",
+            path=root,
+        )
+
+
+def find(root: Path) -> tuple[Path, str]:
+    """The dataset that a path stands for, and its format: the path itself, or the only dataset below it.
+
+    saev's folders are named by hashes that nobody types: the folder of a single dump stands for the dump.
+    """
+    try:
+        return root, detect(root)
+    except UnknownFormatError as error:
+        if len(error.candidates) != 1 or "/" in error.candidates[0][1]:
+            raise
+        (only,) = error.candidates
+        _check_finished(only[0])
+        return only
 
 
 def detect(root: Path) -> str:

@@ -67,6 +67,20 @@ class Store:
         self.special_tokens = contents.special_tokens
 
     @property
+    def contents(self) -> Contents:
+        """What the format handed over: for actshard's own rooms."""
+        return self._contents
+
+    @property
+    def rows(self) -> Rows:
+        """The native half's rows: for actshard's own rooms.
+
+        Raises:
+            NotStoredError, ClosedError: there are none; the store was closed.
+        """
+        return self._open_rows()
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """The numpy type of a row as stored, whatever the metadata claim."""
         return self._dtype

@@ -83,6 +83,12 @@ class Contents:
     """Tokens at the front of every example that stand for none of its content, such as saev's CLS."""
     counts_are_cheap: bool = True
     """Whether ``token_counts`` can be had without reading the whole dataset."""
+    units: tuple[int, ...] | None = None
+    """Bounds of examples that are decoded together, from 0 to ``num_examples``; None: each can be read by itself."""
+    unit_columns: Callable[[int], pa.Table] | None = None
+    """The table's columns of one unit, while that is at hand."""
+    has_logits: bool = False
+    router_layers: tuple[int, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None
     logits: Callable[[], Logits | None] = lambda: None
     router: Callable[[], Router | None] = lambda: None

@@ -309,9 +309,15 @@ class _Dataset:
             provenance=provenance,
             extras=self._extras(),
             warnings=tuple(self.warnings),
+            has_logits=self.logits_fields is not None,
+            router_layers=self.router_fields.integers("layers") if self._has_router_layers() else (),
             logits=self.logits,
             router=self.router,
         )
+
+    def _has_router_layers(self) -> bool:
+        layers = None if self.router_fields is None else self.router_fields.value.get("layers")
+        return isinstance(layers, list) and bool(layers) and all(type(x) is int for x in layers)
 
     def _extras(self) -> tuple[str, ...]:
         found = []

@@ -17,6 +17,7 @@ numbers are ``store.table["sample_idx"]``.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,6 +170,8 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
         rows=rows,
         column_names=tuple(names),
         columns=lambda wanted: _columns(path, rows, shards, wanted),
+        units=tuple(itertools.accumulate((s.samples for s in shards), initial=0)),
+        unit_columns=lambda unit: _columns(path, rows, [*shards], names, unit),
         files=lambda: [s.path for s in shards],
         model=str(config["model_name"]) if config.get("model_name") else None,
         provenance=provenance,
@@ -196,8 +199,8 @@ def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[str
         names.add(name)
         samples = fields.integer("num_samples", minimum=0)
         layers = fields.integers("layers")
-        if any(not 0 <= layer < 1 << 30 for layer in layers):
-            raise fields.error("layers", "layers from 0 up")
+        if any(not abs(layer) < 1 << 30 for layer in layers):
+            raise fields.error("layers", "numbers of layers")
         compressed = fields.boolean("compressed") if fields.has("compressed") else name.endswith(".gz")
         checksum = _checksum(fields) if options.checksums else None
         unchecked += options.checksums and checksum is None
@@ -314,12 +317,16 @@ def _metadata(value: Any) -> dict[str, Any]:
     return {(f"metadata.{k}" if k in OWN_COLUMNS else k): plain(v) for k, v in named}
 
 
-def _columns(path: Path, rows: Rows, shards: Sequence[_Shard], names: Sequence[str]) -> pa.Table:
+def _columns(
+    path: Path, rows: Rows, shards: Sequence[_Shard], names: Sequence[str], only: int | None = None
+) -> pa.Table:
     asked = set(names)
     parts: list[tuple[dict[str, list[Any]], int]] = []
     found = set(OWN_COLUMNS)
     every = asked >= found
     for i, shard in enumerate(shards):
+        if only is not None and i != only:
+            continue
         records = rows.records(i) if shard.samples else []
         columns: dict[str, list[Any]] = {}
         for name, values in zip(OWN_COLUMNS, zip(*(r[:4] for r in records), strict=True), strict=False):
@@ -332,6 +339,6 @@ def _columns(path: Path, rows: Rows, shards: Sequence[_Shard], names: Sequence[s
                     columns.setdefault(name, [None] * len(records))[at] = value
         parts.append((columns, len(records)))
     unknown = [name for name in names if name not in found]
-    if unknown:
+    if unknown and only is None:
         raise NotStoredError(f"holds no column {unknown[0]!r}; columns are {', '.join(sorted(found))}", path=path)
     return table_of(names, parts)

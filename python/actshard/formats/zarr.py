@@ -1,7 +1,8 @@
 """Zarr activation stores: one 4-D array of padded samples, or two; one store, or a run of many.
 
     activations.zarr/
-      .zattrs .zmetadata                 attributes; consolidated metadata, optional; Zarr version 3 has zarr.json
+      .zattrs .zmetadata                 attributes; consolidated metadata, optional; Zarr version 3 has zarr.json.
+                                         actshard adds the attribute "layers", the layers' names: the text only numbers them
       arrays/activations/                (N, L, T_max, H), chunks (1, 1, T_chunk, H) or any other
       arrays/seq_len/                    (N,): rows past it do not exist
       arrays/prompt_len/ ...             any other per-sample arrays
@@ -166,7 +167,7 @@ def open(path: Path, options: Options) -> Contents:
         format="zarr",
         path=path,
         metadata=metadata,
-        layers=tuple(range(first.num_layers)),
+        layers=_layer_names(metadata, first),
         d_model=first.width,
         dtype=dtype,
         num_examples=n,
@@ -180,6 +181,17 @@ def open(path: Path, options: Options) -> Contents:
         extras=tuple(texts),
         warnings=tuple(warnings),
     )
+
+
+def _layer_names(metadata: dict[str, Any], member: _Member) -> tuple[int, ...]:
+    """What the attribute ``layers`` calls the layers, which the text only numbers; actshard writes it."""
+    for named in (metadata.get("layers"), member.metadata.get("layers")):
+        if (
+            isinstance(named, list)
+            and len(named) == member.num_layers == len({x for x in named if type(x) is int and abs(x) < 1 << 30})
+        ):
+            return tuple(named)
+    return tuple(range(member.num_layers))
 
 
 def members_of(path: Path) -> list[Path]:

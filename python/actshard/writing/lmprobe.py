@@ -212,6 +212,16 @@ class LmprobeTarget(Target):
         at = np.maximum.accumulate(np.where(tokens > 1, shards, 0)) if len(tokens) else shards
         return np.bincount(at, minlength=len(self._rest))[: len(self._rest)].tolist()
 
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        self._rest, self._weight = [], 0
+        if self.full:
+            self._assign(tokens)
+        per_layer = -(-len(tokens) // self.rows_per_shard) + len(self._rest)
+        shards = per_layer * len(self.spec.layers)
+        rows = int(np.maximum(tokens, 1).sum()) * len(self.spec.layers)
+        self._rest, self._weight = [], 0
+        return shards, shards + 1, rows * self.row_bytes + shards * HEADER
+
     def _complete(self, working: Path, name: str, layer: int, rows: int) -> Path:
         """Gives a shard its header and its name."""
         path = working.with_name(name)

@@ -109,6 +109,16 @@ class PickleTarget(Target):
         self.shards += self._added
         self._new, self._added = [], []
 
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        rows = tokens * len(self.spec.layers)
+        most = max(1, self.block_bytes // self.row_bytes)
+        shards, held = 1, 0
+        for n in rows.tolist():
+            if held and held + n > most:
+                shards, held = shards + 1, 0
+            held += n
+        return shards, shards + 1, int(rows.sum()) * self.row_bytes
+
     def _pickled(self, block: Block) -> tuple[list[int], list[NDArray[np.uint8]]]:
         """Numbers of the samples, and the shard's bytes in segments; arrays are where they are."""
         columns = {} if block.columns is None else {n: block.columns[n].to_pylist() for n in block.columns.column_names}

@@ -257,6 +257,14 @@ class SaevTarget(Target):
         write_json(self.root / "metadata.json", self.metadata(n))
         _native.sync_files([self.root])
 
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        n, eps = len(tokens), self.eps
+        shards = -(-n // eps)
+        held = shards * eps if self.protocol == "2.1" else n
+        assert self._tokens is not None
+        labels = n * (self._tokens - self.cls) if has_labels else 0
+        return shards, shards + 2 + has_labels, held * self.example_bytes + labels
+
     def place(self) -> Path:
         return self.spec.path / self.hash(self.n)
 

@@ -121,6 +121,8 @@ class Target(ABC):
         if spec.dtype is not None:
             self.check_dtype(spec.dtype)
         self.root = spec.path
+        self.more_config: dict[str, Any] = {}
+        """What else a resumed writer has to agree with: a conversion's source."""
         self.n = 0
         """Examples written."""
 
@@ -158,6 +160,7 @@ class Target(ABC):
             "dtype": None if self.dtype is None else name_of(self.dtype),
             "metadata": self.spec.metadata,
             "part": None if self.spec.part is None else list(self.spec.part),
+            **self.more_config,
         }
 
     def adopt(self, config: dict[str, Any]) -> None:
@@ -193,6 +196,10 @@ class Target(ABC):
     def place(self) -> Path:
         """Where the finished dataset belongs; the folder is renamed if that is not where it was written."""
         return self.root
+
+    @abstractmethod
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        """Shards, files and bytes of examples of so many tokens each: what will be written, before compression."""
 
     # -- for formats -----------------------------------------------------------------------------------------------
 

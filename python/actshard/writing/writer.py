@@ -48,7 +48,7 @@ class Writer:
         self._names: tuple[str, ...] | None = None
         self._appended = 0
         self._sink: Sink | None = None
-        found = _complete(target)
+        found = complete_at(target)
         if found is not None:
             if not self._exist_ok:
                 raise ExistsError(
@@ -257,7 +257,7 @@ class Writer:
             sink.abort()
 
 
-def _complete(target: Target) -> Path | None:
+def complete_at(target: Target) -> Path | None:
     """The finished dataset, if that is what is there. What else is there is refused."""
     found = target.existing(None)
     if found is not None or target.names_itself:

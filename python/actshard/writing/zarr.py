@@ -149,6 +149,14 @@ class ZarrTarget(Target):
         }
         write_store(self.root, arrays, attributes)
 
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        chunk = self._chunk
+        size = self._choose_chunk(int(tokens.max(initial=0)))
+        self._chunk = chunk
+        chunks = int((-(-tokens // size)).sum()) * len(self.spec.layers)
+        small = 2  # seq_len: its one chunk and its metadata
+        return chunks, chunks + small + 6, chunks * size * self.row_bytes
+
     def _drop_uncounted(self, n: int) -> None:
         """Chunks of samples that a crash kept from being counted."""
         folder = self.root / NODE

@@ -64,11 +64,13 @@ pub fn layers(tree: &Tree, input: &[u8]) -> Result<Vec<Layer>> {
 }
 
 fn layer_of(key: &str) -> Option<i64> {
-    let digits = key.strip_prefix("layer_")?;
+    // Negative ones are names too: saev counts some layers from the end, and conversion keeps names.
+    let number = key.strip_prefix("layer_")?;
+    let digits = number.strip_prefix('-').unwrap_or(number);
     let plain = (1..=9).contains(&digits.len())
         && digits.bytes().all(|b| b.is_ascii_digit())
-        && (digits == "0" || !digits.starts_with('0'));
-    if plain { digits.parse().ok() } else { None }
+        && (number == "0" || !digits.starts_with('0'));
+    if plain { number.parse().ok() } else { None }
 }
 
 fn item(tree: &Tree, input: &[u8], id: Id) -> Result<Item> {

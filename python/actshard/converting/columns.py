@@ -1,0 +1,175 @@
+"""What is known of examples on its way from one format to another: which columns go where, and what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.formats.lmprobe import TOKEN_LISTS
+from actshard.writing.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, array_of, list_column
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard.store import Store
+
+DERIVED = {
+    "saev": frozenset[str](),
+    "lmprobe": frozenset(
+        ("shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
+    ),
+    "zarr": frozenset(("seq_len",)),
+    "pickle": frozenset(("shape", "layers")),
+}
+"""Columns that say where rows lie or how many there are: every format writes its own."""
+NUMBERS = {"saev": "example_idx", "pickle": "sample_idx"}
+"""Columns that number examples; left out where they say no more than their order does."""
+
+
+def carried(store: Store) -> list[str]:
+    """Names of columns that say something about examples, and not about files."""
+    names = [n for n in store.contents.column_names if n not in DERIVED[store.format]]
+    if store.format == "lmprobe" and _is_full(store):
+        names.remove("num_tokens")
+    return names
+
+
+def _is_full(store: Store) -> bool:
+    hidden = store.metadata.get("tensors", {}).get("hidden_layers", {})
+    return isinstance(hidden, dict) and hidden.get("storage") == "full_sequence"
+
+
+class Columns:
+    """The columns of a store, examples at a time."""
+
+    def __init__(self, store: Store, wanted: bool, labels: NDArray[np.uint8] | None) -> None:
+        self.store = store
+        self.names = carried(store) if wanted else []
+        self._whole: pa.Table | None = None
+        self._unit: tuple[int, pa.Table] | None = None
+        self._logits = wanted and store.contents.has_logits
+        self.routers: tuple[int, ...] = store.contents.router_layers if wanted else ()
+        self.labels = labels
+
+    def of(self, examples: NDArray[np.int64], unit: int | None, target: str) -> pa.Table | None:
+        """What is known of some examples, for a target format; None: nothing."""
+        import pyarrow as pa
+
+        if target == "saev":
+            if self.labels is None:
+                return None
+            field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
+            return pa.Table.from_arrays([column], schema=pa.schema([field]))
+        made: list[tuple[pa.Field, Any]] = []
+        table = _one_text(self._table(examples, unit), target)
+        for field, column in zip(table.schema, table.columns, strict=True):
+            if field.name == NUMBERS.get(self.store.format) != NUMBERS.get(target) and _counts_up(column, examples):
+                continue
+            if pa.types.is_null(field.type) or (field.name == PATCH_LABELS and self.labels is not None):
+                continue
+            if target == "lmprobe" and (field.name in LOGITS or field.name.startswith(ROUTER)):
+                made.append(_as_array(field, column))
+                continue
+            if pa.types.is_dictionary(field.type):
+                column = column.cast(field.type.value_type)
+            made.append((pa.field(field.name, column.type, metadata=field.metadata), column))
+        if self.labels is not None:
+            made.append(list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples])))
+        if self._logits:
+            made += map(list_column, LOGITS, self.store.logits(examples))
+        made += [list_column(f"{ROUTER}{layer}", self.store.router(layer, examples)) for layer in self.routers]
+        if not made:
+            return None
+        return pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
+
+    def _table(self, examples: NDArray[np.int64], unit: int | None) -> pa.Table:
+        contents = self.store.contents
+        if unit is not None and contents.unit_columns is not None and contents.units is not None:
+            if self._unit is None or self._unit[0] != unit:
+                table = contents.unit_columns(unit)
+                keep = [n for n in table.column_names if n not in DERIVED[self.store.format]]
+                self._unit = (unit, table.select(keep if self.names else []))
+            return self._unit[1].take(examples - contents.units[unit])
+        if self._whole is None:
+            self._whole = self.store.read_columns(self.names)
+            if self.store.format == "lmprobe" and "num_tokens" in self.names:
+                self._whole = self._whole.drop_columns([] if self._whole["num_tokens"].null_count == 0 else ["num_tokens"])
+        whole = self._whole
+        first, n = int(examples[0]) if len(examples) else 0, len(examples)
+        if n and (np.diff(examples) == 1).all():
+            return whole.slice(first, n)
+        return whole.take(examples)
+
+
+def _one_text(table: pa.Table, target: str) -> pa.Table:
+    """A pickle shard's preview, completed where the whole text is kept beside it."""
+    import pyarrow.compute as pc
+
+    if "text_preview" in table.column_names and "text" in table.column_names:
+        whole = pc.coalesce(table["text"].cast("string"), table["text_preview"].cast("string"))
+        at = table.column_names.index("text_preview")
+        table = table.drop_columns(["text"]).set_column(at, "text_preview", whole)
+    if target == "pickle" or "text_preview" not in table.column_names:
+        return table
+    own = {"lmprobe": "text", "zarr": "prompt"}[target]
+    taken = any(name in table.column_names for name in TEXTS if name != "text_preview")
+    return table if taken else table.rename_columns([own if n == "text_preview" else n for n in table.column_names])
+
+
+def _counts_up(column: Any, examples: NDArray[np.int64]) -> bool:
+    """Whether a column says no more than the order of examples does."""
+    return column.null_count == 0 and bool((column.to_numpy() == examples).all())
+
+
+def _as_array(field: pa.Field, column: Any) -> tuple[pa.Field, Any]:
+    """A column of equally long lists as a column of arrays, of the smallest type that holds every number exactly."""
+    import pyarrow as pa
+
+    if pa.types.is_fixed_size_list(field.type):
+        return field, column
+    try:
+        values = np.array(column.to_pylist())
+        if values.ndim != 2 or values.dtype.kind not in "if":
+            return field, column
+    except ValueError:
+        return field, column
+    smaller = (np.float16, np.float32) if values.dtype.kind == "f" else (np.int32,)
+    with np.errstate(over="ignore"):
+        for kind in smaller:
+            if np.array_equal(values.astype(kind).astype(values.dtype), values, equal_nan=values.dtype.kind == "f"):
+                return list_column(field.name, values.astype(kind))
+    return list_column(field.name, values)
+
+
+def saev_labels(store: Store, content: int) -> NDArray[np.uint8] | None:
+    """Patch labels that another format kept as a column, if they are what saev can keep."""
+    if store.format == "saev":
+        return store.labels
+    if PATCH_LABELS not in store.contents.column_names:
+        return None
+    import pyarrow as pa
+
+    column = store.read_columns([PATCH_LABELS])[PATCH_LABELS]
+
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lists = column.to_pylist()
+        if any(row is None or len(row) != content for row in lists):
+            return None
+        values = np.array(lists)
+    elif pa.types.is_fixed_size_list(kind) and kind.list_size == content and not column.null_count:
+        values = array_of(column)
+    else:
+        return None
+    if values.dtype.kind not in "iu" or values.size and (values.min() < 0 or values.max() > 255):
+        return None
+    return values.astype(np.uint8)
+
+
+def dropped(store: Store, names: Sequence[str]) -> list[str]:
+    """Columns that a target without columns loses; those that only number examples are no loss."""
+    numbers = NUMBERS.get(store.format)
+    return [n for n in names if n not in (numbers, PATCH_LABELS)]

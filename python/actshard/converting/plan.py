@@ -1,0 +1,469 @@
+"""What a conversion will write, and what it will lose: told before anything is done."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from actshard import _arguments
+from actshard.converting.columns import Columns, carried, dropped, saev_labels
+from actshard.errors import ActshardError, ArgumentError, NotStoredError, OutOfRangeError
+from actshard.formats.saev import BUDGET, CHECKPOINT, D_MODEL, FAMILY
+from actshard.opening import open_quietly
+from actshard.store import Store
+from actshard.writing.target import Target
+from actshard.writing.writer import make_target, targets
+
+TOKENS = ("all", "content", "last")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Something of the source that the result will not have."""
+
+    what: str
+    """A stable word: dtype, tokens, padding, columns, labels, logits, router, special_tokens, empty_examples, layout."""
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion to one format writes."""
+
+    format: str
+    path: Path
+    examples: int
+    layers: tuple[int, ...]
+    rows: int
+    dtype: str | None
+    shards: int
+    """Files that hold rows."""
+    files: int
+    """All files: what it takes of the file system's inodes."""
+    bytes: int
+    """Of rows with what surrounds them; before compression."""
+    losses: tuple[Loss, ...]
+    refused: str | None = None
+    """Why it cannot be done like this, and what to do; None if it can."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        made = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return made | {
+            "path": str(self.path),
+            "layers": list(self.layers),
+            "losses": [{"what": x.what, "detail": x.detail} for x in self.losses],
+        }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user wants converted, checked against the source."""
+
+    store: Store
+    format: str
+    layers: tuple[int, ...]
+    names: tuple[int, ...]
+    """What the layers are called in the result."""
+    examples: NDArray[np.int64] | None
+    """None: all, in order."""
+    tokens: str
+    pad: bool
+    truncate: bool
+
+    @property
+    def groups(self) -> NDArray[np.int64]:
+        """Positions of the layers in the source."""
+        return np.array([self.store.group_of(la) for la in self.layers], np.int64)
+
+    @property
+    def count(self) -> int:
+        return self.store.num_examples if self.examples is None else len(self.examples)
+
+    def ids(self, first: int, last: int) -> NDArray[np.int64]:
+        """Examples of the source, by their places in the result."""
+        return np.arange(first, last) if self.examples is None else self.examples[first:last]
+
+    def chosen(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens taken of examples that have so many."""
+        if self.tokens == "last":
+            return np.minimum(counts, 1)
+        if self.tokens == "content":
+            return np.maximum(counts - self.store.special_tokens, 0)
+        return counts
+
+    def skipped(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens before the first that is taken."""
+        if self.tokens == "last":
+            return np.maximum(counts - 1, 0)
+        return np.full_like(counts, self.store.special_tokens if self.tokens == "content" else 0)
+
+
+def source(src: Any, format: str | None, io: str) -> Store:
+    """The dataset to convert."""
+    if isinstance(src, Store):
+        return src
+    return open_quietly(src, format, io, decoded_memory="160MiB")
+
+
+def ask(
+    store: Store,
+    format: str,
+    *,
+    layers: Sequence[int] | Mapping[int, int] | None,
+    examples: ArrayLike | slice | None,
+    tokens: str,
+    pad: bool,
+    truncate: bool,
+) -> Asked:
+    """Checks what a user wants."""
+    if format not in targets():
+        raise ArgumentError(f"format must be one of {', '.join(targets())}, not {format!r}")
+    if not store.layers:
+        raise NotStoredError("holds no hidden states to convert", path=store.path)
+    if tokens not in TOKENS:
+        raise ArgumentError(f"tokens: expected {', '.join(map(repr, TOKENS))}, found {tokens!r}")
+    if isinstance(layers, Mapping):
+        chosen, names = tuple(layers), tuple(layers.values())
+    else:
+        chosen = store.layers if layers is None else tuple(_arguments.index(layers, "layers")[0].tolist())
+        names = chosen
+    for layer in chosen:
+        store.group_of(layer)
+    ids: NDArray[np.int64] | None = None
+    if isinstance(examples, slice):
+        ids = np.arange(store.num_examples)[examples]
+    elif examples is not None:
+        array = np.asarray(examples)
+        if array.dtype == np.bool_ and array.shape == (store.num_examples,):
+            ids = np.flatnonzero(array)
+        else:
+            ids = _arguments.index(examples, "examples")[0]
+    if ids is not None:
+        if ids.size and (ids.min() < 0 or ids.max() >= store.num_examples):
+            raise OutOfRangeError(
+                f"examples: an example is out of range: the dataset has {store.num_examples}", path=store.path
+            )
+        if not ids.size:
+            raise ArgumentError("examples: expected at least one")
+        if (ids == np.arange(store.num_examples)).all() if len(ids) == store.num_examples else False:
+            ids = None
+    return Asked(store, format, chosen, names, ids, tokens, pad, truncate)
+
+
+def settle(
+    asked: Asked,
+    dst: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None,
+    tokens_per_example: int | None,
+    shard_bytes: int | str | None,
+    metadata: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> Target:
+    """The target with everything decided: its type, how many tokens, its metadata."""
+    store, format = asked.store, asked.format
+    given, own = described(store, format)
+    options = {**{k: v for k, v in own.items() if k in targets_own(format)}, **options}
+    if format == "saev" and asked.tokens != "all":
+        options = {**options, "cls_token": False} if "cls_token" not in options else options
+    wanted = store.dtype if dtype is None else _arguments.dtype(dtype)[0]
+    counts: NDArray[np.int64] | None = None
+    per = tokens_per_example
+    if format == "saev" and per is None:
+        counts = asked.chosen(store.tokens_of(asked.ids(0, asked.count)))
+        per = int(counts.max() if asked.pad else counts.min() if asked.truncate else counts[0])
+        if per == 0 and not asked.pad:
+            raise ArgumentError("an example has no tokens, saev keeps as many of each: pad=True fills it up with zeros")
+    if format == "lmprobe" and "storage" not in options:
+        pooled = asked.tokens == "last" or _pooled(store)
+        options = {**options, "storage": "pooled" if pooled else "full_sequence"}
+    target = make_target(
+        dst,
+        format,
+        layers=asked.names,
+        d_model=store.d_model,
+        dtype=wanted,
+        metadata={**given, **(metadata or {})},
+        num_examples=asked.count,
+        tokens_per_example=per,
+        shard_bytes=shard_bytes,
+        part=None,
+        options=options,
+    )
+    target.take_dtype(wanted)
+    if per is not None:
+        target.take_tokens(per)
+    # A resumed conversion has to be of the same examples of the same source.
+    ids = asked.examples
+    target.more_config = {
+        "source": {
+            "path": str(store.path),
+            "examples": None if ids is None else [len(ids), int(np.bitwise_xor.reduce(ids * 2_654_435_761 + np.arange(len(ids))))],
+            "layers": list(asked.layers),
+            "tokens": asked.tokens,
+            "pad": asked.pad,
+            "truncate": asked.truncate,
+        }
+    }
+    return target
+
+
+def targets_own(format: str) -> Mapping[str, str]:
+    """Options of a format."""
+    kind: Any = targets()[format]
+    own: Mapping[str, str] = kind.own
+    return own
+
+
+def _pooled(store: Store) -> bool:
+    """Whether a source has one row of every example, and cheaply knows it."""
+    hidden = store.metadata.get("tensors", {}).get("hidden_layers", {}) if store.format == "lmprobe" else {}
+    if hidden:
+        return bool(hidden.get("storage", "pooled") == "pooled")
+    if not store.contents.counts_are_cheap:
+        return False
+    return bool((store.token_counts == 1).all())
+
+
+_OWN_SIZES = {
+    "lmprobe": {"format_version", "num_prompts", "prompt_ordering", "tensors", "model"},
+    "zarr": {
+        "num_layers",
+        "hidden_size",
+        "T_max",
+        "dtype",
+        "activation_chunks",
+        "layers",
+        "written_by",
+        "text_only_lines",
+        "n_samples",
+        "shards",
+        "format",
+        "manifest_version",
+    },
+    "pickle": {"layers_extracted", "max_seq_length"},
+}
+
+
+def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the source says of itself, in the words of a format: metadata, and options.
+
+    Of another format, its metadata are kept whole as ``converted_from``; coming back they are what they were.
+    """
+    found, kind = store.metadata, store.format
+    before = _converted_from(store)
+    if kind != format and before is not None and before.get("format") == format:
+        found, kind = before["metadata"], format
+    model = store.contents.model
+    if kind == format == "saev":
+        return _of_saev(found)
+    if kind == format == "lmprobe":
+        described = found.get("model") if isinstance(found.get("model"), dict) else {}
+        rest = {k: v for k, v in found.items() if k not in _OWN_SIZES["lmprobe"]}
+        hidden = found.get("tensors", {}).get("hidden_layers", {}) if isinstance(found.get("tensors"), dict) else {}
+        own = {"pooling": hidden["pooling"]} if isinstance(hidden.get("pooling"), str) else {}
+        return {"name": described.get("name"), "revision": described.get("revision"), **rest}, own
+    if kind == format == "zarr":
+        return {k: v for k, v in found.items() if k not in _OWN_SIZES["zarr"]}, {}
+    if kind == format == "pickle":
+        config = found.get("extraction_config")
+        if not isinstance(config, dict) and isinstance(found.get("machines"), dict):
+            config = next((m.get("extraction_config") for m in found["machines"].values()), None)
+        return {k: v for k, v in (config or {}).items() if k not in _OWN_SIZES["pickle"]}, {}
+    origin = {"converted_from": {"format": kind, "metadata": _without_shards(found)}}
+    if format == "saev":
+        text = json.dumps(origin, separators=(",", ":"), ensure_ascii=False, default=str)
+        return {"ckpt": model or "unknown", "data": text}, {"cls_token": bool(store.special_tokens)}
+    named = {"lmprobe": "name", "zarr": "model_id", "pickle": "model_name"}[format]
+    return ({named: model} if model else {}) | origin, {}
+
+
+def _without_shards(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of shards and tensors are of the files that were left behind."""
+    kept = {k: v for k, v in metadata.items() if k not in ("shards", "statistics", "tensors")}
+    if isinstance(metadata.get("tensors"), dict):
+        hidden = metadata["tensors"].get("hidden_layers")
+        if isinstance(hidden, dict):
+            kept["tensors"] = {"hidden_layers": {k: v for k, v in hidden.items() if k in ("storage", "pooling")}}
+    return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
+
+
+def _converted_from(store: Store) -> dict[str, Any] | None:
+    """What a store says that it was converted from."""
+    metadata: Any = store.metadata
+    if store.format == "saev":
+        data = metadata.get("data")
+        if isinstance(data, str) and data.startswith('{"converted_from"'):
+            try:
+                data = json.loads(data)
+            except ValueError:
+                return None
+        metadata = data if isinstance(data, dict) else {}
+    elif store.format == "pickle":
+        metadata = metadata.get("extraction_config") or {}
+    found = metadata.get("converted_from") if isinstance(metadata, dict) else None
+    if isinstance(found, dict) and isinstance(found.get("metadata"), dict):
+        return found
+    return None
+
+
+def _of_saev(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def first(names: Sequence[str]) -> Any:
+        return next((found[n] for n in names if n in found), None)
+
+    given = {"family": first(FAMILY), "ckpt": first(CHECKPOINT), "data": found.get("data"), "dataset": found.get("dataset")}
+    given["pixel_agg"] = found.get("pixel_agg")
+    own: dict[str, Any] = {"cls_token": bool(found.get("cls_token", "layers" not in found))}
+    budget = first(BUDGET)
+    if isinstance(budget, int) and first(D_MODEL):
+        own["max_tokens_per_shard"] = budget
+    return {k: v for k, v in given.items() if v is not None}, own
+
+
+def losses(asked: Asked, target: Target) -> list[Loss]:
+    """What the result will not have."""
+    store, format = asked.store, asked.format
+    made: list[Loss] = []
+    if target.dtype is not None and target.dtype != store.dtype:
+        narrower = target.dtype.itemsize < store.dtype.itemsize or {str(target.dtype), str(store.dtype)} == {"float16", "bfloat16"}
+        made.append(
+            Loss("dtype", f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "every value stays"))
+        )
+    counts = asked.chosen(store.tokens_of(asked.ids(0, asked.count)))
+    if asked.tokens != "all":
+        left = int(store.tokens_of(asked.ids(0, asked.count)).sum() - counts.sum())
+        if left:
+            made.append(Loss("tokens", f"{left:,} tokens are left out: tokens={asked.tokens!r}"))
+    if target.tokens is not None and format != "lmprobe":
+        short, long = counts < target.tokens, counts > target.tokens
+        if short.any():
+            made.append(
+                Loss("padding", f"{int(short.sum()):,} examples are filled up with zeros to {target.tokens} tokens; their lengths are lost")
+            )
+        if long.any():
+            made.append(
+                Loss("tokens", f"{int(long.sum()):,} examples are cut to {target.tokens} tokens: {int((counts - target.tokens)[long].sum()):,} rows")
+            )
+    if format == "lmprobe" and (counts == 0).any():
+        made.append(
+            Loss("empty_examples", f"{int((counts == 0).sum()):,} examples have no tokens: lmprobe will see a last token of zeros")
+        )
+    if store.special_tokens and format != "saev" and asked.tokens == "all":
+        made.append(Loss("special_tokens", "CLS stays as token 0, and only the metadata still say so"))
+    if format == "saev":
+        lost = dropped(store, carried(store))
+        if lost:
+            made.append(Loss("columns", f"saev holds none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}"))
+        if store.contents.has_logits:
+            made.append(Loss("logits", "saev has no place for them"))
+        if store.contents.router_layers:
+            made.append(Loss("router", "saev has no place for it"))
+    elif format != "lmprobe" and (store.contents.has_logits or store.contents.router_layers):
+        made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read there"))
+    return made
+
+
+def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
+    """Patch labels that go along."""
+    store = asked.store
+    if asked.format != "saev":
+        return store.labels
+    if asked.tokens == "last" or target.tokens is None:
+        return None
+    labels = saev_labels(store, target.tokens - int(getattr(target, "cls", False)))
+    content = target.tokens - int(getattr(target, "cls", False))
+    return labels if labels is not None and labels.shape[1] == content else None
+
+
+def columns_for(asked: Asked, target: Target) -> Columns:
+    """The columns that go along."""
+    return Columns(asked.store, target.holds_columns, labels_for(asked, target))
+
+
+def plan(
+    src: Any,
+    dst: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    layers: Sequence[int] | Mapping[int, int] | None = None,
+    examples: ArrayLike | slice | None = None,
+    tokens: str = "all",
+    dtype: DTypeLike | None = None,
+    pad: bool = False,
+    truncate: bool = False,
+    tokens_per_example: int | None = None,
+    shard_bytes: int | str | None = None,
+    src_format: str | None = None,
+    **options: Any,
+) -> list[Plan]:
+    """What :func:`actshard.convert` would write: for one format, or for all (None) side by side. Nothing is written."""
+    store = source(src, src_format, "auto")
+    made = []
+    for name in [format] if format is not None else list(targets()):
+        own = {k: v for k, v in options.items() if format is not None or k in targets_own(name)}
+        sized = None if name == "zarr" and format is None else shard_bytes
+        try:
+            asked = ask(store, name, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate)
+            target = settle(
+                asked,
+                dst,
+                dtype=dtype,
+                tokens_per_example=tokens_per_example,
+                shard_bytes=sized,
+                metadata=None,
+                options=own,
+            )
+            counts = asked.chosen(store.tokens_of(asked.ids(0, asked.count)))
+            if target.tokens is not None:
+                fitted(asked, target, counts, 0)
+                counts = np.full_like(counts, target.tokens)
+            shards, files, size = target.estimate(counts, has_labels=labels_for(asked, target) is not None)
+            made.append(
+                Plan(
+                    name,
+                    target.place() if name != "saev" else Path(dst),
+                    asked.count,
+                    asked.names,
+                    int(counts.sum()) * len(asked.layers),
+                    str(target.dtype),
+                    shards,
+                    files,
+                    size,
+                    tuple(losses(asked, target)),
+                )
+            )
+        except ActshardError as error:
+            if format is not None and not isinstance(error, ArgumentError | TypeError):
+                raise
+            made.append(Plan(name, Path(dst), 0, (), 0, None, 0, 0, 0, (), refused=error.detail))
+    return made
+
+
+def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) -> None:
+    """Raises ArgumentError where examples have other than the target's tokens and may not be changed."""
+    wanted = target.tokens
+    if wanted is None:
+        return
+    remedies = [
+        (counts < wanted, asked.pad, "pad=True (--pad) fills it up with zeros, truncate=True (--truncate) cuts all to the shortest"),
+        (counts > wanted, asked.truncate, "truncate=True (--truncate) cuts it, pad=True (--pad) fills all up to the longest"),
+    ]
+    if target.format == "lmprobe":
+        remedies = [(counts != wanted, False, "storage='full_sequence' keeps all tokens, tokens='last' one of each")]
+    for bad, allowed, remedy in remedies:
+        if bad.any() and not allowed:
+            i = int(np.flatnonzero(bad)[0])
+            raise ArgumentError(
+                f"example {first + i} has {counts[i]} tokens where {target.format} has {wanted} of every example: {remedy}"
+            )

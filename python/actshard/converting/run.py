@@ -1,0 +1,285 @@
+"""Converting: blocks of examples read by all threads, while the block before is written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from actshard.converting.plan import Asked, Loss, ask, columns_for, fitted, losses, settle, source
+from actshard.errors import ExistsError, FormatError
+from actshard.opening import open_quietly
+from actshard.store import Store
+from actshard.writing.sink import Sink
+from actshard.writing.target import Block, Target
+from actshard.writing.writer import complete_at
+
+_AT_ONCE = 8192
+"""Examples asked for their lengths at once."""
+Progress = Callable[[int, int, int], object]
+"""Told examples done, examples in all, and bytes of rows done."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did.
+
+    Attributes:
+        path: the dataset that was made.
+        format: its format.
+        examples: how many it has.
+        resumed_at: examples that were there already.
+        bytes: of rows written now.
+        seconds: it took.
+        losses: what the result does not have.
+        verified: whether every row was compared with the source afterwards.
+    """
+
+    path: Path
+    format: str
+    examples: int
+    resumed_at: int
+    bytes: int
+    seconds: float
+    losses: tuple[Loss, ...]
+    verified: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        made = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        told = [{"what": x.what, "detail": x.detail} for x in self.losses]
+        return made | {"path": str(self.path), "losses": told}
+
+
+def convert(
+    src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Store,
+    dst: str | os.PathLike[str],
+    format: str,
+    *,
+    layers: Sequence[int] | Mapping[int, int] | None = None,
+    examples: ArrayLike | slice | None = None,
+    tokens: str = "all",
+    dtype: DTypeLike | None = None,
+    pad: bool = False,
+    truncate: bool = False,
+    tokens_per_example: int | None = None,
+    shard_bytes: int | str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    src_format: str | None = None,
+    resume: bool = False,
+    exist_ok: bool = False,
+    verify: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Conversion:
+    """Writes a dataset again in another format, or in the same with other contents.
+
+    Rows, texts, labels and whatever else the target has a place for go along; what it has none for is in ``losses``, which
+    ``actshard convert --dry-run`` shows before. Memory stays bounded whatever the size: a few blocks of rows, and one shard where the
+    source has to be decoded. Interrupted or killed, the same call with ``resume=True`` goes on after what was safe.
+
+    Args:
+        src: a dataset as :func:`actshard.open` takes it, or a store.
+        dst: the folder to make; for saev the folder of dumps, in which the dataset is ``<HASH>``.
+        format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
+        layers: names to take, in this order; a mapping renames them: ``{-1: 23}``. None: all.
+        examples: integers, a slice or a bool per example: those to take, in this order. None: all.
+        tokens: ``"all"``, ``"content"`` (without CLS) or ``"last"``.
+        dtype: the type to store. None keeps it, and a format that cannot hold it refuses.
+        pad: fill shorter examples up with zeros for a format that has as many tokens of each.
+        truncate: cut longer ones.
+        tokens_per_example: to how many; None: as many as the longest has if ``pad``, else as the shortest has.
+        shard_bytes: about how large shards are.
+        metadata: added to what the source says of itself; see :func:`actshard.create`.
+        src_format: as ``format`` of :func:`actshard.open`.
+        resume: continue a conversion that was interrupted; also where none was begun.
+        exist_ok: if the result is there already, finished, leave it.
+        verify: compare every row of the result with the source afterwards.
+        progress: called with (examples done, examples in all, bytes done) after every block.
+        options: the target format's own; see :func:`actshard.create`.
+
+    Returns:
+        A :class:`Conversion`.
+
+    Raises:
+        What :func:`actshard.open` and :func:`actshard.create` raise; ArgumentError for what the target cannot hold, with what to do.
+        FormatError: ``verify`` found a row that differs.
+    """
+    began = time.perf_counter()
+    store = source(src, src_format, "pread")
+    asked = ask(store, format, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate)
+    target = settle(
+        asked,
+        dst,
+        dtype=dtype,
+        tokens_per_example=tokens_per_example,
+        shard_bytes=shard_bytes,
+        metadata=metadata,
+        options=options,
+    )
+    lost = tuple(losses(asked, target)) if store.contents.counts_are_cheap else ()
+    there = complete_at(target)
+    if there is not None:
+        if not (exist_ok or resume):
+            raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=there)
+        path, begun, size = there, asked.count, 0
+    else:
+        path, begun, size = _write(asked, target, resume, progress)
+    if verify:
+        compare(asked, target, path)
+    return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, lost, verify)
+
+
+def _write(asked: Asked, target: Target, resume: bool, progress: Progress | None) -> tuple[Path, int, int]:
+    sink = Sink(target, resume=resume)
+    begun = sink.committed
+    columns = columns_for(asked, target)
+    try:
+        done = begun
+        size = 0
+        for ids, counts, unit in blocks(asked, target, begun):
+            layers = len(asked.layers)
+            lengths = counts if target.tokens is None else np.full_like(counts, target.tokens)
+            rows = int(np.maximum(lengths, 0).sum())
+            memory = sink.memory(rows)
+            read(asked, ids, counts, lengths, memory)
+            sink.put(Block(memory, lengths, columns.of(ids, unit, target.format)))
+            done += len(ids)
+            size += rows * target.row_bytes
+            del memory, layers
+            if progress is not None:
+                progress(done, asked.count, size)
+        return sink.finish(), begun, size
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def blocks(
+    asked: Asked, target: Target, begin: int, block_bytes: int | None = None
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
+    """Examples of the source, a block of memory at a time: their numbers, tokens taken by layer, and the unit they are of."""
+    store, rows = asked.store, asked.store.rows
+    groups = asked.groups
+    most = max(1, (block_bytes or target.block_bytes) // target.row_bytes)
+    units = store.contents.units
+    alike = units is None  # only pickle shards differ from layer to layer
+    at = begin
+    while at < asked.count:
+        ids = asked.ids(at, min(at + (_AT_ONCE if units is None else 64), asked.count))
+        unit = None
+        if units is not None:
+            unit = int(np.searchsorted(units, ids[0], "right")) - 1
+            inside = (ids >= units[unit]) & (ids < units[unit + 1])
+            ids = ids[: int(np.argmin(inside)) if not inside.all() else len(ids)]
+        if alike:
+            raw = rows.tokens_of(int(groups[0]), np.ascontiguousarray(ids))
+            counts = np.repeat(asked.chosen(raw)[:, None], len(groups), axis=1)
+        else:
+            each = rows.tokens_of(np.tile(groups, len(ids)), np.repeat(ids, len(groups)))
+            counts = asked.chosen(each.reshape(len(ids), len(groups)))
+            counts = _lacking(asked, ids, counts)
+        if target.tokens is not None:
+            fitted(asked, target, counts[:, 0], at)
+        used = np.full(len(ids), target.tokens * len(groups)) if target.tokens is not None else np.maximum(counts, 0).sum(axis=1)
+        count = max(1, int(np.searchsorted(np.cumsum(used), most, "right")))
+        yield ids[:count], counts[:count], unit
+        at += count
+
+
+def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """-1 for layers that a sample does not have, which is not the same as no tokens."""
+    if (counts > 0).all():
+        return counts
+    contents = asked.store.contents
+    assert contents.units is not None and contents.unit_columns is not None
+    unit = int(np.searchsorted(contents.units, ids[0], "right")) - 1
+    held = contents.unit_columns(unit)["layers"].to_pylist()
+    counts = counts.copy()
+    for row, example in zip(counts, ids.tolist(), strict=True):
+        of_it = held[example - contents.units[unit]]
+        row[[layer not in of_it for layer in asked.layers]] = -1
+    return counts
+
+
+def read(
+    asked: Asked,
+    ids: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    memory: NDArray[Any],
+) -> None:
+    """Fills memory: of each example and layer the tokens taken, cut or filled up with zeros to ``lengths``."""
+    store, rows = asked.store, asked.store.rows
+    layers = len(asked.layers)
+    groups, examples = np.tile(asked.groups, len(ids)), np.repeat(ids, layers)
+    taken = np.maximum(counts, 0).reshape(-1)
+    if asked.tokens == "last":
+        some = taken > 0
+        out = memory.reshape(len(ids), layers, -1, store.d_model) if (lengths == lengths[0, 0]).all() else None
+        if out is not None and out.shape[2] == 1 and some.all():
+            for k, group in enumerate(asked.groups.tolist()):
+                out[:, k, 0] = rows.gather(group, np.ascontiguousarray(ids), None, None, memory.dtype)
+            return
+    whole = rows.tokens_of(groups, examples)
+    if (whole == taken).all() and (taken == lengths.reshape(-1)).all():
+        rows.gather_whole(groups, examples, memory, memory.dtype)
+        return
+    every = rows.gather_whole(groups, examples, None, memory.dtype)
+    keep = np.minimum(taken, np.maximum(lengths.reshape(-1), 0))
+    into = np.cumsum(np.maximum(lengths.reshape(-1), 0)) - np.maximum(lengths.reshape(-1), 0)
+    start = np.cumsum(whole) - whole + asked.skipped(whole)
+    within = np.arange(int(keep.sum())) - np.repeat(np.cumsum(keep) - keep, keep)
+    memory[:] = 0
+    memory[np.repeat(into, keep) + within] = every[np.repeat(start, keep) + within]
+
+
+def compare(asked: Asked, target: Target, path: Path) -> None:
+    """Compares every row of a result with its source.
+
+    Raises:
+        FormatError: a row differs; the message names it.
+    """
+    result = open_quietly(path, target.format, "pread", "160MiB")
+    if result.num_examples != asked.count:
+        raise FormatError(f"expected {asked.count} examples, found {result.num_examples}", path=path)
+    if result.dtype != target.dtype:
+        raise FormatError(f"expected {target.dtype}, found {result.dtype}", path=path)
+    again = ask(result, target.format, layers=asked.names, examples=None, tokens="all", pad=False, truncate=False)
+    at = 0
+    for ids, counts, _ in blocks(asked, target, 0, 16 << 20):
+        lengths = counts if target.tokens is None else np.full_like(counts, target.tokens)
+        rows = int(np.maximum(lengths, 0).sum())
+        wanted = np.empty((rows, target.spec.d_model), target.dtype)
+        read(asked, ids, counts, lengths, wanted)
+        places = np.arange(at, at + len(ids))
+        groups, examples = np.tile(again.groups, len(ids)), np.repeat(places, len(asked.layers))
+        has = result.rows.tokens_of(groups, examples)
+        if (has != np.maximum(lengths, 0).reshape(-1)).any():
+            bad = int(np.flatnonzero(has != np.maximum(lengths, 0).reshape(-1))[0])
+            raise FormatError(
+                f"example {int(examples[bad])}: expected {int(lengths.reshape(-1)[bad])} tokens, found {int(has[bad])}", path=path
+            )
+        found = result.rows.gather_whole(groups, examples, None, target.dtype)
+        size = target.spec.d_model * wanted.dtype.itemsize
+        same = wanted.view(np.uint8).reshape(rows, size) == found.view(np.uint8).reshape(rows, size)
+        if not same.all():
+            row = int(np.flatnonzero(~same.all(axis=1))[0])
+            pair = int(np.searchsorted(np.cumsum(has), row, "right"))
+            raise FormatError(
+                f"example {int(examples[pair])}, layer {asked.names[pair % len(asked.layers)]}, token "
+                f"{row - int(np.cumsum(has)[pair] - has[pair])}: differs from its source in {store_name(asked.store)}",
+                path=path,
+            )
+        at += len(ids)
+
+
+def store_name(store: Store) -> str:
+    """A store in a message."""
+    return f"{store.path} ({store.format})"
