@@ -68,7 +68,7 @@ class Columns:
         for field, column in zip(table.schema, table.columns, strict=True):
             if field.name == NUMBERS.get(self.store.format) != NUMBERS.get(target) and _counts_up(column, examples):
                 continue
-            if pa.types.is_null(field.type) or (field.name == PATCH_LABELS and self.labels is not None):
+            if field.name == PATCH_LABELS and self.labels is not None:
                 continue
             if target == "lmprobe" and (field.name in LOGITS or field.name.startswith(ROUTER)):
                 made.append(_as_array(field, column))
@@ -94,14 +94,28 @@ class Columns:
                 self._unit = (unit, table.select(keep if self.names else []))
             return self._unit[1].take(examples - contents.units[unit])
         if self._whole is None:
-            self._whole = self.store.read_columns(self.names)
-            if self.store.format == "lmprobe" and "num_tokens" in self.names:
-                self._whole = self._whole.drop_columns([] if self._whole["num_tokens"].null_count == 0 else ["num_tokens"])
+            self._whole = _without_fillers(self.store.read_columns(self.names), self.store.format)
         whole = self._whole
         first, n = int(examples[0]) if len(examples) else 0, len(examples)
         if n and (np.diff(examples) == 1).all():
             return whole.slice(first, n)
         return whole.take(examples)
+
+
+def _without_fillers(table: pa.Table, format: str) -> pa.Table:
+    """Without columns that a format always has and that say nothing here: lmprobe's without a text, a label or a count."""
+    import pyarrow.compute as pc
+
+    if format != "lmprobe":
+        return table
+    said_nothing = []
+    for name in ("text", "label", "num_tokens"):
+        column = table[name] if name in table.column_names else None
+        if column is not None and (
+            column.null_count == len(column) or (name == "text" and pc.all(pc.equal(column, "")).as_py())
+        ):
+            said_nothing.append(name)
+    return table.drop_columns(said_nothing)
 
 
 def _one_text(table: pa.Table, target: str) -> pa.Table:
@@ -112,6 +126,8 @@ def _one_text(table: pa.Table, target: str) -> pa.Table:
         whole = pc.coalesce(table["text"].cast("string"), table["text_preview"].cast("string"))
         at = table.column_names.index("text_preview")
         table = table.drop_columns(["text"]).set_column(at, "text_preview", whole)
+    if "text_preview" in table.column_names and pc.all(pc.equal(table["text_preview"], "")).as_py():
+        return table.drop_columns(["text_preview"])
     if target == "pickle" or "text_preview" not in table.column_names:
         return table
     own = {"lmprobe": "text", "zarr": "prompt"}[target]

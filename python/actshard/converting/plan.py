@@ -355,6 +355,8 @@ def losses(asked: Asked, target: Target) -> list[Loss]:
             made.append(
                 Loss("tokens", f"{int(long.sum()):,} examples are cut to {target.tokens} tokens: {int((counts - target.tokens)[long].sum()):,} rows")
             )
+    if format != "pickle" and asked.pad and any("lack layers" in w for w in store.warnings):
+        made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
     if format == "lmprobe" and (counts == 0).any():
         made.append(
             Loss("empty_examples", f"{int((counts == 0).sum()):,} examples have no tokens: lmprobe will see a last token of zeros")

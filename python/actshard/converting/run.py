@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard.converting.plan import Asked, Loss, ask, columns_for, fitted, losses, settle, source
-from actshard.errors import ExistsError, FormatError
+from actshard.errors import ArgumentError, ExistsError, FormatError
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.sink import Sink
@@ -144,15 +144,14 @@ def _write(asked: Asked, target: Target, resume: bool, progress: Progress | None
         done = begun
         size = 0
         for ids, counts, unit in blocks(asked, target, begun):
-            layers = len(asked.layers)
-            lengths = counts if target.tokens is None else np.full_like(counts, target.tokens)
+            lengths = lengths_of(target, counts)
             rows = int(np.maximum(lengths, 0).sum())
             memory = sink.memory(rows)
             read(asked, ids, counts, lengths, memory)
             sink.put(Block(memory, lengths, columns.of(ids, unit, target.format)))
             done += len(ids)
             size += rows * target.row_bytes
-            del memory, layers
+            del memory
             if progress is not None:
                 progress(done, asked.count, size)
         return sink.finish(), begun, size
@@ -185,9 +184,15 @@ def blocks(
             each = rows.tokens_of(np.tile(groups, len(ids)), np.repeat(ids, len(groups)))
             counts = asked.chosen(each.reshape(len(ids), len(groups)))
             counts = _lacking(asked, ids, counts)
+            if target.format != "pickle" and (counts < 0).any() and not asked.pad:
+                example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
+                raise ArgumentError(
+                    f"example {at + example} has no layer {asked.layers[layer]}, {target.format} keeps all layers of every example: "
+                    "choose layers= or examples= that are there, or pad=True (--pad) fills it with zeros"
+                )
         if target.tokens is not None:
             fitted(asked, target, counts[:, 0], at)
-        used = np.full(len(ids), target.tokens * len(groups)) if target.tokens is not None else np.maximum(counts, 0).sum(axis=1)
+        used = np.maximum(lengths_of(target, counts), 0).sum(axis=1)
         count = max(1, int(np.searchsorted(np.cumsum(used), most, "right")))
         yield ids[:count], counts[:count], unit
         at += count
@@ -218,26 +223,34 @@ def read(
     """Fills memory: of each example and layer the tokens taken, cut or filled up with zeros to ``lengths``."""
     store, rows = asked.store, asked.store.rows
     layers = len(asked.layers)
-    groups, examples = np.tile(asked.groups, len(ids)), np.repeat(ids, layers)
-    taken = np.maximum(counts, 0).reshape(-1)
-    if asked.tokens == "last":
-        some = taken > 0
-        out = memory.reshape(len(ids), layers, -1, store.d_model) if (lengths == lengths[0, 0]).all() else None
-        if out is not None and out.shape[2] == 1 and some.all():
-            for k, group in enumerate(asked.groups.tolist()):
-                out[:, k, 0] = rows.gather(group, np.ascontiguousarray(ids), None, None, memory.dtype)
-            return
+    held = counts.reshape(-1) >= 0
+    groups, examples = np.tile(asked.groups, len(ids))[held], np.repeat(ids, layers)[held]
+    taken, want = counts.reshape(-1)[held], np.maximum(lengths.reshape(-1), 0)
+    if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
+        out = memory.reshape(len(ids), layers, store.d_model)
+        for k, group in enumerate(asked.groups.tolist()):
+            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), None, None, memory.dtype)
+        return
     whole = rows.tokens_of(groups, examples)
-    if (whole == taken).all() and (taken == lengths.reshape(-1)).all():
+    into = (np.cumsum(want) - want)[held]
+    if (whole == taken).all() and int(taken.sum()) == len(memory) and (taken == want[held]).all():
         rows.gather_whole(groups, examples, memory, memory.dtype)
         return
     every = rows.gather_whole(groups, examples, None, memory.dtype)
-    keep = np.minimum(taken, np.maximum(lengths.reshape(-1), 0))
-    into = np.cumsum(np.maximum(lengths.reshape(-1), 0)) - np.maximum(lengths.reshape(-1), 0)
+    keep = np.minimum(taken, want[held])
     start = np.cumsum(whole) - whole + asked.skipped(whole)
     within = np.arange(int(keep.sum())) - np.repeat(np.cumsum(keep) - keep, keep)
     memory[:] = 0
     memory[np.repeat(into, keep) + within] = every[np.repeat(start, keep) + within]
+
+
+def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Tokens that the result has, of examples that have so many; a layer that an example lacks is as long as its others."""
+    if target.tokens is not None:
+        return np.full_like(counts, target.tokens)
+    if target.format != "pickle" and (counts < 0).any():
+        return np.where(counts < 0, counts.max(axis=1, keepdims=True), counts)
+    return counts
 
 
 def compare(asked: Asked, target: Target, path: Path) -> None:
@@ -254,12 +267,14 @@ def compare(asked: Asked, target: Target, path: Path) -> None:
     again = ask(result, target.format, layers=asked.names, examples=None, tokens="all", pad=False, truncate=False)
     at = 0
     for ids, counts, _ in blocks(asked, target, 0, 16 << 20):
-        lengths = counts if target.tokens is None else np.full_like(counts, target.tokens)
+        lengths = lengths_of(target, counts)
         rows = int(np.maximum(lengths, 0).sum())
         wanted = np.empty((rows, target.spec.d_model), target.dtype)
         read(asked, ids, counts, lengths, wanted)
         places = np.arange(at, at + len(ids))
-        groups, examples = np.tile(again.groups, len(ids)), np.repeat(places, len(asked.layers))
+        held = lengths.reshape(-1) >= 0
+        groups, examples = np.tile(again.groups, len(ids))[held], np.repeat(places, len(asked.layers))[held]
+        lengths = lengths.reshape(-1)[held]
         has = result.rows.tokens_of(groups, examples)
         if (has != np.maximum(lengths, 0).reshape(-1)).any():
             bad = int(np.flatnonzero(has != np.maximum(lengths, 0).reshape(-1))[0])
@@ -273,7 +288,7 @@ def compare(asked: Asked, target: Target, path: Path) -> None:
             row = int(np.flatnonzero(~same.all(axis=1))[0])
             pair = int(np.searchsorted(np.cumsum(has), row, "right"))
             raise FormatError(
-                f"example {int(examples[pair])}, layer {asked.names[pair % len(asked.layers)]}, token "
+                f"example {int(examples[pair])}, layer {asked.names[int(np.flatnonzero(held)[pair]) % len(asked.layers)]}, token "
                 f"{row - int(np.cumsum(has)[pair] - has[pair])}: differs from its source in {store_name(asked.store)}",
                 path=path,
             )

@@ -46,7 +46,7 @@ HEADER = 128
 SHARD_BYTES = 1 << 30
 """lmprobe's default."""
 OWN_COLUMNS = frozenset(
-    ("num_tokens", "shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
+    ("shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
 )
 _ROWS_AT_ONCE = 65_536
 _INDEX = "index/train-00000-of-00001.parquet"
@@ -270,7 +270,7 @@ class LmprobeTarget(Target):
         made: dict[str, Any] = {
             "text": pa.array([""] * n) if text is None else text.cast(pa.string()),
             "label": _label(given.pop("label", None), n),
-            "num_tokens": pa.array(tokens.astype(np.int32)),
+            "num_tokens": self._num_tokens(given.pop("num_tokens", None), tokens),
             "shard_index": pa.array(last.astype(np.int32)),
             "row_offset": pa.array(row.astype(np.int32)),
         }
@@ -280,6 +280,21 @@ class LmprobeTarget(Target):
             raise ArgumentError(f"columns: lmprobe writes {taken[0]!r} itself; give yours another name")
         made |= {name: given[name] for name in sorted(given)}
         return made
+
+    def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
+        """Of pooled data the prompts' own, which only the caller knows: null where nobody says, as lmprobe has it."""
+        import pyarrow as pa
+
+        if self.full:
+            if column is not None:
+                raise ArgumentError("columns: lmprobe writes 'num_tokens' of full sequences itself; give yours another name")
+            return pa.array(tokens.astype(np.int32))
+        if column is None:
+            return pa.nulls(len(tokens), pa.int32())
+        try:
+            return column.cast(pa.int32())
+        except pa.ArrowException as error:
+            raise ArgumentError(f"num_tokens: expected 32-bit integers: {error}") from error
 
     def _beside(self, examples: Examples, columns: dict[str, Any]) -> dict[str, Any]:
         """Logits and router tensors: out of the columns and into files of their own; their descriptors."""

@@ -7,6 +7,7 @@ begins at a multiple of 64 bytes, so that readers that map the file get aligned 
 
 from __future__ import annotations
 
+import decimal
 import io
 import pickle
 import struct
@@ -294,6 +295,8 @@ def _safe(value: Any) -> Any:
     """What no reader has to import anything for; dates and decimals as their text."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
+    if isinstance(value, decimal.Decimal) and value == int(value):
+        return int(value)  # an integer beyond 64 bits, on its way through arrow
     if isinstance(value, list | tuple):
         return [_safe(v) for v in value]
     if isinstance(value, dict):

@@ -7,6 +7,7 @@ names, which the text has no place for, are the attribute ``layers``.
 
 from __future__ import annotations
 
+import decimal
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -187,11 +188,16 @@ class ZarrTarget(Target):
         for file, columns in texts.items():
             make_folder(self.root / "text")
             lines = (
-                json.dumps({"i": i, **{name: values[i] for name, values in columns.items()}}, ensure_ascii=False, default=str)
+                json.dumps({"i": i, **{name: values[i] for name, values in columns.items()}}, ensure_ascii=False, default=_as_json)
                 for i in range(n)
             )
             data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
             write_bytes(self.root / "text" / f"{file}.jsonl", data)
+
+
+def _as_json(value: Any) -> Any:
+    """Integers beyond 64 bits come through arrow as decimals; bytes and dates are their text."""
+    return int(value) if isinstance(value, decimal.Decimal) and value == int(value) else str(value)
 
 
 def place_columns(
