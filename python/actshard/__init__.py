@@ -35,10 +35,12 @@ from actshard.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from actshard.merging import merge
 from actshard.opening import open
 from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, Stream
+from actshard.verifying import Report, verify
 from actshard.writing import Writer, create
 
 __version__ = build_info()["version"]
@@ -65,6 +67,7 @@ __all__ = [
     "NotAFileError",
     "NotStoredError",
     "OutOfRangeError",
+    "Report",
     "Stats",
     "Store",
     "Stream",
@@ -78,7 +81,9 @@ __all__ = [
     "build_info",
     "convert",
     "create",
+    "merge",
     "open",
+    "verify",
 ]
 
 if build_info()["profile"] == "debug":

@@ -19,7 +19,7 @@ from actshard.errors import (
 )
 from actshard.formats._contents import Contents, Evidence, Options
 from actshard.store import Store
-from actshard.writing.work import unfinished
+from actshard.writing.work import PARTS, unfinished
 
 _DEPTH = 6
 """How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
@@ -140,6 +140,13 @@ def _resolve(path: str | os.PathLike[str]) -> Path:
 
 def _check_finished(root: Path) -> None:
     """Raises UnfinishedError for what a writer of ours has left or is still at."""
+    parts = root / PARTS
+    if parts.is_dir():
+        raise UnfinishedError(
+            f"holds {sum(1 for _ in parts.iterdir())} parts of a dataset: when all are written, actshard.merge (or the command) "
+            "makes one of them",
+            path=root,
+        )
     journal = unfinished(root) if root.is_dir() else None
     if journal is not None:
         raise UnfinishedError(

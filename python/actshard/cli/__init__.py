@@ -120,6 +120,97 @@ def _layers_named(store: actshard.Store, words: str) -> Any:
     return names[0] if len(names) == 1 else names
 
 
+@app.command("convert")
+def convert_command(
+    source: Annotated[Path, typer.Argument(help="The dataset to convert.", show_default=False)],
+    target: Annotated[
+        Path | None, typer.Argument(help="The folder to make; for saev the folder of dumps.", show_default=False)
+    ] = None,
+    to: Annotated[str, typer.Option("--to", help="saev, lmprobe, zarr or pickle.")] = "",
+    layer: Annotated[
+        str, typer.Option(help="Layers to take: names with commas; -1=23 renames. All if not given.")
+    ] = "",
+    examples: Annotated[str, typer.Option(help="Examples to take: first:last, or numbers with commas.")] = "",
+    tokens: Annotated[str, typer.Option(help="all, content or last.")] = "all",
+    dtype: Annotated[str, typer.Option(help="Store this type: float16, float32, ...")] = "",
+    pad: Annotated[bool, typer.Option("--pad", help="Fill shorter examples up with zeros.")] = False,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut longer examples.")] = False,
+    tokens_per_example: Annotated[int, typer.Option(min=0, help="To how many tokens; 0: as they need.")] = 0,
+    shard_bytes: Annotated[str, typer.Option(help="About how large shards are, such as 256MB.")] = "",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="The target format's own, as name=value; may repeat.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written and lost, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted conversion stopped.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every row with the source afterwards.")] = False,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Leave a finished result as it is.")] = False,
+    format: FormatOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a dataset again in another format, resumable, with nothing lost that --dry-run does not tell."""
+    from actshard.cli import convert as verb
+
+    own = {
+        "layers": verb.layers_named(layer),
+        "examples": verb.examples_named(examples),
+        "tokens": tokens,
+        "dtype": dtype or None,
+        "pad": pad,
+        "truncate": truncate,
+        "tokens_per_example": tokens_per_example or None,
+        "shard_bytes": shard_bytes or None,
+        "src_format": format,
+        **verb.options_named(option or []),
+    }
+    if dry_run:
+        plans = verb.plans(source, target or Path("converted"), to or None, own)
+        _print(json, lambda: [p.as_dict() for p in plans], lambda: verb.show_plans(plans, to or None))
+        if to and plans[0].refused:
+            raise typer.Exit(1)
+        return
+    if target is None or not to:
+        raise actshard.ArgumentError(
+            "convert: expected SOURCE TARGET --to FORMAT; --dry-run compares formats without them"
+        )
+    done = verb.run(source, target, to, quiet=json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
+    _print(json, done.as_dict, lambda: verb.show(done))
+
+
+@app.command("merge")
+def merge_command(
+    path: Annotated[
+        Path, typer.Argument(help="Where the parts were written; or a new folder, for --part.", show_default=False)
+    ],
+    part: Annotated[
+        list[Path] | None, typer.Option("--part", help="A dataset to put in, in this order; may repeat. They stay.")
+    ] = None,
+    physical: Annotated[
+        bool, typer.Option("--physical", help="Make one Zarr store, not a run with a manifest.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Make one dataset of the parts that many processes wrote, or of several datasets. Killed, run it again."""
+    made = actshard.merge(path, part or None, physical=physical)
+    store = actshard.open(made)
+    found = {"path": str(made), "format": store.format, "examples": store.num_examples}
+    _print(json, lambda: found, lambda: typer.echo(f"{made}: {store.num_examples:,} examples, {store.format}"))
+
+
+@app.command("verify")
+def verify_command(
+    path: PathArgument,
+    deep: Annotated[bool, typer.Option("--deep", help="Look at every value too.")] = False,
+    format: FormatOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Check everything a format promises. Exit status: 0 nothing wrong, 1 warnings, 2 errors."""
+    from actshard.cli import verify as verb
+
+    report = verb.run(path, format, deep, quiet=json)
+    _print(json, report.as_dict, lambda: verb.show(report))
+    raise typer.Exit(report.status)
+
+
 @app.command("demo")
 def demo_command() -> None:
     """Fit a linear probe per layer on the bundled dataset and show where tense becomes readable."""

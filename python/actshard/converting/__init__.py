@@ -1,11 +1,11 @@
 """``actshard.convert``: any format into any format, with nothing lost that is not said before.
 
-- ``plan``: what will be written, and what the target cannot hold
+- ``planning``: what will be written, and what the target cannot hold
 - ``columns``: what is known of examples, on its way
-- ``run``: rows, block by block: read by all threads while the block before is written
+- ``running``: rows, block by block: read by all threads while the block before is written
 """
 
-from actshard.converting.plan import Loss, Plan, plan
-from actshard.converting.run import Conversion, convert
+from actshard.converting.planning import Loss, Plan, plan
+from actshard.converting.running import Conversion, convert
 
 __all__ = ["Conversion", "Loss", "Plan", "convert", "plan"]

@@ -180,7 +180,7 @@ def saev_labels(store: Store, content: int) -> NDArray[np.uint8] | None:
         values = array_of(column)
     else:
         return None
-    if values.dtype.kind not in "iu" or values.size and (values.min() < 0 or values.max() > 255):
+    if values.dtype.kind not in "iu" or (values.size and (values.min() < 0 or values.max() > 255)):
         return None
     return values.astype(np.uint8)
 

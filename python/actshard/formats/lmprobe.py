@@ -82,7 +82,7 @@ def detect(path: Path) -> Evidence:
 
 def open(path: Path, options: Options) -> Contents:
     """Reads the index's schema metadata and addressing columns, and one safetensors header."""
-    return _Dataset(path, options.io).contents()
+    return Dataset(path, options.io).contents()
 
 
 def _find_parts(path: Path) -> tuple[Path, list[Path]]:
@@ -98,7 +98,7 @@ def _find_parts(path: Path) -> tuple[Path, list[Path]]:
     return path, sorted(p for p in index.glob("*.parquet")) if index.is_dir() else []
 
 
-class _Dataset:
+class Dataset:
     """One dataset while it is opened; afterwards it serves the columns and tensors that are asked for later."""
 
     def __init__(self, path: Path, io: str) -> None:
@@ -203,7 +203,7 @@ class _Dataset:
             raise FormatError(f"the index's parts do not fit together: {_one_line(error)}", path=self.path) from error
         return whole.select(list(names)).replace_schema_metadata(None)
 
-    def _batches(self, names: Sequence[str]) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
+    def batches(self, names: Sequence[str]) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
         """Columns batch by batch, with the part and the first row's number in it."""
         import pyarrow as pa
 
@@ -231,13 +231,13 @@ class _Dataset:
             raise FormatError(f"column '{twice[0]}' is there twice", path=self.parts[0])
         addresses = Addresses(shards)
         done = 0
-        for part, row, batch in self._batches(names):
-            flat = [_int64(batch.column(name), name, part, row) for name in names[:2]]
+        for part, row, batch in self.batches(names):
+            flat = [int64_of(batch.column(name), name, part, row) for name in names[:2]]
             try:
                 addresses.push_last(*flat)
                 if lists:
                     addresses.push_tokens(
-                        *(a for name in TOKEN_LISTS for a in _lists(batch.column(name), name, part, row))
+                        *(a for name in TOKEN_LISTS for a in lists_of(batch.column(name), name, part, row))
                     )
             except FormatError as error:
                 if error.path is None:
@@ -364,11 +364,11 @@ class _Dataset:
                 f"field '{fields.where}': {len(layers)} layers x {shards} shards are more than {_FILES_AT_MOST} files",
                 path=fields.path,
             )
-        name_file = self._pattern(fields, "file_pattern", layers, shards)
-        name_key = self._pattern(fields, "key_pattern", layers, 1)
+        name_file = self.pattern(fields, "file_pattern", layers, shards)
+        name_key = self.pattern(fields, "key_pattern", layers, 1)
         if len({(name_file(la, 0), name_key(la, 0)) for la in layers}) != len(layers):
             raise FormatError(f"field '{fields.where}': no pattern tells layers {list(layers)} apart", path=fields.path)
-        files = [(self._inside(fields, name_file(la, s)), name_key(la, s)) for la in layers for s in range(shards)]
+        files = [(self.inside(fields, name_file(la, s)), name_key(la, s)) for la in layers for s in range(shards)]
         name, d_model = self._first_header(files, fields, "dim")
         dtype = self._numpy(name, fields)
         addresses = self._addresses(shards, "shard_index", "row_offset", lists=full)
@@ -383,8 +383,8 @@ class _Dataset:
         if fields is None:
             return None
         shards = self._shard_count(fields)
-        paths = self._files_of(fields, shards)
-        there, keys = self._logits_keys(paths)
+        paths = self.files_of(fields, shards)
+        there, keys = self.logits_keys(paths)
         # A dataset without hidden states may address its logits by the universal pair.
         columns = ("shard_index_logits", "row_offset_logits")
         if columns[0] not in self.names and self.hidden is None:
@@ -403,7 +403,7 @@ class _Dataset:
             raise FormatError(f"has {widths[0]} values but {widths[1]} indices in a row", path=there)
         return Logits(*made)
 
-    def _logits_keys(self, paths: list[Path]) -> tuple[Path, tuple[str, str]]:
+    def logits_keys(self, paths: list[Path]) -> tuple[Path, tuple[str, str]]:
         path, present = _first_there(paths)
         for pair in LOGITS_KEYS:
             if present.keys() >= set(pair):
@@ -424,8 +424,8 @@ class _Dataset:
                 f"field '{fields.where}.shards': expected {self.num_rows} prompts in all, found {sum(counts)}",
                 path=fields.path,
             )
-        paths = self._files_of(fields, len(counts))
-        key = self._pattern(fields, "key_pattern", layers, 1, default=ROUTER_KEY)
+        paths = self.files_of(fields, len(counts))
+        key = self.pattern(fields, "key_pattern", layers, 1, default=ROUTER_KEY)
         files = [(path, key(layer, s)) for layer in layers for s, path in enumerate(paths)]
         name, experts = self._first_header(files, fields, "num_experts")
         addresses = Addresses(len(counts))
@@ -446,11 +446,11 @@ class _Dataset:
             shards = hidden.items("shards")
             used = [i for i, shard in enumerate(shards) if shard.value.get("num_tokens", 1) != 0]
             layers = hidden.integers("layers")
-            name = self._pattern(hidden, "file_pattern", layers, len(shards))
-            found.update({self._inside(hidden, name(layer, s)): None for layer in layers for s in used})
+            name = self.pattern(hidden, "file_pattern", layers, len(shards))
+            found.update({self.inside(hidden, name(layer, s)): None for layer in layers for s in used})
         for fields in (self.logits_fields, self.router_fields):
             if fields is not None:
-                found.update(dict.fromkeys(self._files_of(fields, self._shard_count(fields))))
+                found.update(dict.fromkeys(self.files_of(fields, self._shard_count(fields))))
         return list(found)
 
     # -- patterns and headers --------------------------------------------------------------------------------------
@@ -461,14 +461,14 @@ class _Dataset:
             raise fields.error("shards", f"1 to {_FILES_AT_MOST} shards")
         return len(shards)
 
-    def _files_of(self, fields: Fields, shards: int) -> list[Path]:
+    def files_of(self, fields: Fields, shards: int) -> list[Path]:
         """The files of a tensor type that keeps all its layers in one file per shard."""
         if fields.has("file_pattern"):
-            name = self._pattern(fields, "file_pattern", (0,), shards)
-            return [self._inside(fields, name(0, s)) for s in range(shards)]
-        return [self._inside(fields, shard.text("file")) for shard in fields.items("shards")]
+            name = self.pattern(fields, "file_pattern", (0,), shards)
+            return [self.inside(fields, name(0, s)) for s in range(shards)]
+        return [self.inside(fields, shard.text("file")) for shard in fields.items("shards")]
 
-    def _pattern(
+    def pattern(
         self, fields: Fields, name: str, layers: Sequence[int], shards: int, default: str | None = None
     ) -> Callable[[int, int], str]:
         """A ``file_pattern`` or ``key_pattern`` as a function of layer and shard.
@@ -496,7 +496,7 @@ class _Dataset:
 
         return apply
 
-    def _inside(self, fields: Fields, name: str) -> Path:
+    def inside(self, fields: Fields, name: str) -> Path:
         """A file name from the metadata, which must stay inside the dataset."""
         if not name or min(name) < " " or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
             raise FormatError(
@@ -582,7 +582,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _int64(
+def int64_of(
     column: pa.Array, name: str, part: Path, row: int, ends: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
     """An integer column without nulls, as int64; ``ends`` are the rows' ends if it is what the rows' lists hold."""
@@ -601,7 +601,7 @@ def _int64(
     return np.ascontiguousarray(numbers, dtype=np.int64)
 
 
-def _lists(column: pa.Array, name: str, part: Path, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def lists_of(column: pa.Array, name: str, part: Path, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """A column of integer lists: where each list begins and ends, and all values. A null list has no tokens."""
     import pyarrow as pa
 
@@ -610,7 +610,7 @@ def _lists(column: pa.Array, name: str, part: Path, row: int) -> tuple[NDArray[n
     ends = column.offsets.to_numpy().astype(np.int64)
     first, last = int(ends[0]), int(ends[-1])
     ends -= first
-    values = _int64(column.values.slice(first, last - first), name, part, row, ends)
+    values = int64_of(column.values.slice(first, last - first), name, part, row, ends)
     if column.null_count:
         # Arrow does not promise that a null list's offsets are equal.
         valid = column.is_valid().to_numpy(zero_copy_only=False)

@@ -51,7 +51,7 @@ def detect(path: Path) -> Evidence:
         if _is_one(path):
             return Evidence(True, LOOKED_FOR, "a metadata.json of pickle shards")
         return Evidence(False, LOOKED_FOR, "a metadata.json of something else")
-    machines = _machines_in(path)
+    machines = machines_in(path)
     if len(machines) < 2:
         return Evidence(False, LOOKED_FOR, "no metadata.json")
     configs = [read_json(m / "metadata.json").get("extraction_config") for m in machines]
@@ -69,7 +69,7 @@ def _is_one(path: Path) -> bool:
     return named or (not shards and "extraction_config" in value)
 
 
-def _machines_in(path: Path) -> list[Path]:
+def machines_in(path: Path) -> list[Path]:
     """Folders of pickle shards right below, in the order of their numbers; none if another dataset lies among them."""
     try:
         below = [p for p in path.iterdir() if p.is_dir() and (p / "metadata.json").is_file()]
@@ -86,7 +86,9 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
+    """A shard as its metadata.json lists it."""
+
     path: Path
     compressed: bool
     size: int | None
@@ -106,7 +108,7 @@ def open(path: Path, options: Options) -> Contents:
     """Reads metadata.json, of every machine if there are several, and looks into one shard."""
     if (path / "metadata.json").exists():
         return open_many(path, [path], options)
-    machines = _machines_in(path)
+    machines = machines_in(path)
     if not machines:
         read_json(path / "metadata.json")  # says what is missing
     return open_many(path, machines, options)
@@ -116,7 +118,7 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
     """Folders of several machines as one dataset, in this order."""
     warnings: list[str] = []
     metadata = [Fields(read_json(m / "metadata.json"), m / "metadata.json") for m in machines]
-    shards: list[_Shard] = []
+    shards: list[Shard] = []
     order: dict[int, None] = {}
     for folder, fields in zip(machines, metadata, strict=True):
         own: list[str] = []
@@ -180,45 +182,48 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
     )
 
 
-def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[str]) -> list[_Shard]:
+def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[str]) -> list[Shard]:
     """The shards that a metadata.json lists."""
     version = metadata.value.get("version")
     if not isinstance(version, str) or not re.match(r"\d+(\.\d+)*$", version):
         warnings.append(f"field 'version': expected a version such as \"1.0\", found {show(version)}")
     elif int(version.split(".")[0][:9]) > 1:
         warnings.append(f"version {version} is newer than actshard knows (1.0): fields may mean something else")
-    made: list[_Shard] = []
+    made: list[Shard] = []
     names: set[str] = set()
     unchecked = 0
     for fields in metadata.items("shards"):
-        name = fields.text("filename")
-        if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
-            raise fields.error("filename", "the name of a file in this folder")
-        if name in names:
-            raise fields.error("filename", "another file for each shard")
-        names.add(name)
-        samples = fields.integer("num_samples", minimum=0)
-        layers = fields.integers("layers")
-        if any(not abs(layer) < 1 << 30 for layer in layers):
-            raise fields.error("layers", "numbers of layers")
-        compressed = fields.boolean("compressed") if fields.has("compressed") else name.endswith(".gz")
-        checksum = _checksum(fields) if options.checksums else None
-        unchecked += options.checksums and checksum is None
-        made.append(
-            _Shard(
-                folder / name,
-                compressed,
-                fields.integer("size_bytes", minimum=0) if options.checksums and fields.has("size_bytes") else None,
-                checksum,
-                samples,
-                _ids(fields, samples),
-                layers,
-                _limit(metadata, samples * len(layers), options),
-            )
-        )
+        shard = shard_of(folder, metadata, fields, names, options)
+        unchecked += options.checksums and shard.sha256 is None
+        made.append(shard)
     if unchecked:
         warnings.append(f"{unchecked} of {len(made)} shards have no checksum that could be verified")
     return made
+
+
+def shard_of(folder: Path, metadata: Fields, fields: Fields, names: set[str], options: Options) -> Shard:
+    """One entry of a metadata.json, checked; its name is added to those that are taken."""
+    name = fields.text("filename")
+    if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise fields.error("filename", "the name of a file in this folder")
+    if name in names:
+        raise fields.error("filename", "another file for each shard")
+    names.add(name)
+    samples = fields.integer("num_samples", minimum=0)
+    layers = fields.integers("layers")
+    if any(not abs(layer) < 1 << 30 for layer in layers):
+        raise fields.error("layers", "numbers of layers")
+    compressed = fields.boolean("compressed") if fields.has("compressed") else name.endswith(".gz")
+    return Shard(
+        folder / name,
+        compressed,
+        fields.integer("size_bytes", minimum=0) if options.checksums and fields.has("size_bytes") else None,
+        _checksum(fields) if options.checksums else None,
+        samples,
+        _ids(fields, samples),
+        layers,
+        _limit(metadata, samples * len(layers), options),
+    )
 
 
 def _checksum(fields: Fields) -> bytes | None:
@@ -261,7 +266,7 @@ def _limit(metadata: Fields, items: int, options: Options) -> int:
     return max(options.decoded_memory, 64 << 20)
 
 
-def _check_statistics(metadata: Fields, shards: Sequence[_Shard], warnings: list[str]) -> None:
+def _check_statistics(metadata: Fields, shards: Sequence[Shard], warnings: list[str]) -> None:
     statistics = metadata.value.get("statistics")
     if not isinstance(statistics, dict):
         return
@@ -271,7 +276,7 @@ def _check_statistics(metadata: Fields, shards: Sequence[_Shard], warnings: list
             warnings.append(f"statistics.{name} says {show(said)}, the shards listed are {found}")
 
 
-def _check_unique(shards: Sequence[_Shard], rows: Rows) -> None:
+def _check_unique(shards: Sequence[Shard], rows: Rows) -> None:
     """No sample_idx stands in two shards. What the ranges alone cannot tell is looked up inside."""
     placed = sorted((s.ids[0], i) for i, s in enumerate(shards) if s.samples)
     reach: tuple[int, int] | None = None
@@ -284,7 +289,7 @@ def _check_unique(shards: Sequence[_Shard], rows: Rows) -> None:
             reach = (shards[i].ids[1], i)
 
 
-def _refuse_twice(shards: Sequence[_Shard], rows: Rows, i: int, j: int) -> None:
+def _refuse_twice(shards: Sequence[Shard], rows: Rows, i: int, j: int) -> None:
     a, b = shards[i], shards[j]
     low, high = max(a.ids[0], b.ids[0]), min(a.ids[1], b.ids[1])
     if a.dense and b.dense:
@@ -318,7 +323,7 @@ def _metadata(value: Any) -> dict[str, Any]:
 
 
 def _columns(
-    path: Path, rows: Rows, shards: Sequence[_Shard], names: Sequence[str], only: int | None = None
+    path: Path, rows: Rows, shards: Sequence[Shard], names: Sequence[str], only: int | None = None
 ) -> pa.Table:
     asked = set(names)
     parts: list[tuple[dict[str, list[Any]], int]] = []

@@ -63,7 +63,7 @@ def detect(path: Path) -> Evidence:
     )
     if not path.is_dir():
         return Evidence(False, looked_for, "a file")
-    if _is_group(path):
+    if is_group(path):
         found = [node for node in (ACTIVATIONS, PROMPT, RESPONSE) if _is_array(path / node)]
         if found or (path / ".zmetadata").exists():
             return Evidence(True, looked_for, f"a Zarr group with {found[0] if found else 'consolidated metadata'}")
@@ -76,13 +76,13 @@ def detect(path: Path) -> Evidence:
         if isinstance(shards, list) and all(isinstance(s, dict) and "path" in s for s in shards):
             return Evidence(True, looked_for, "a manifest.json with shards")
         return Evidence(False, looked_for, "a manifest.json without a list of shards with paths")
-    stores = _stores_in(path / "shards")
+    stores = stores_in(path / "shards")
     if stores:
         return Evidence(True, looked_for, f"{len(stores)} Zarr groups in shards/")
     return Evidence(False, looked_for, "neither")
 
 
-def _is_group(path: Path) -> bool:
+def is_group(path: Path) -> bool:
     if (path / "zarr.json").is_file():
         return not _is_array(path)
     return any((path / name).is_file() for name in (".zgroup", ".zmetadata")) or (
@@ -99,14 +99,14 @@ def _is_array(path: Path) -> bool:
     return isinstance(value, dict) and value.get("node_type") == "array"
 
 
-def _stores_in(folder: Path) -> list[Path]:
+def stores_in(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("*.zarr") if p.is_dir()) if folder.is_dir() else []
 
 
 def open(path: Path, options: Options) -> Contents:
     """Reads metadata and lengths; never looks into a folder of chunks."""
-    if _is_group(path):
-        members = [_Member(path)]
+    if is_group(path):
+        members = [Member(path)]
         metadata: dict[str, Any] = members[0].metadata
         manifest = False
     else:
@@ -183,12 +183,11 @@ def open(path: Path, options: Options) -> Contents:
     )
 
 
-def _layer_names(metadata: dict[str, Any], member: _Member) -> tuple[int, ...]:
+def _layer_names(metadata: dict[str, Any], member: Member) -> tuple[int, ...]:
     """What the attribute ``layers`` calls the layers, which the text only numbers; actshard writes it."""
     for named in (metadata.get("layers"), member.metadata.get("layers")):
-        if (
-            isinstance(named, list)
-            and len(named) == member.num_layers == len({x for x in named if type(x) is int and abs(x) < 1 << 30})
+        if isinstance(named, list) and len(named) == member.num_layers == len(
+            {x for x in named if type(x) is int and abs(x) < 1 << 30}
         ):
             return tuple(named)
     return tuple(range(member.num_layers))
@@ -196,10 +195,10 @@ def _layer_names(metadata: dict[str, Any], member: _Member) -> tuple[int, ...]:
 
 def members_of(path: Path) -> list[Path]:
     """The stores of a run in order, or a store alone."""
-    return [path] if _is_group(path) else [m.path for m in _run(path)[0]]
+    return [path] if is_group(path) else [m.path for m in _run(path)[0]]
 
 
-def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[_Member]) -> NDArray[np.uint32]:
+def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]) -> NDArray[np.uint32]:
     """One length per sample of all members."""
     return np.concatenate(
         [
@@ -209,14 +208,14 @@ def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[_Member
     )
 
 
-def _run(path: Path) -> tuple[list[_Member], dict[str, Any], bool]:
+def _run(path: Path) -> tuple[list[Member], dict[str, Any], bool]:
     """The stores of a run in order, and its manifest if it has one."""
     listing = path / "manifest.json"
     if not listing.exists():
-        stores = _stores_in(path / "shards")
+        stores = stores_in(path / "shards")
         if not stores:
             raise MissingFileError("expected a Zarr group, or a run with shards/*.zarr, found neither", path=path)
-        members = [_Member(store) for store in stores]
+        members = [Member(store) for store in stores]
         return members, {"shards": [str(s.relative_to(path)) for s in stores], **members[0].metadata}, False
     manifest = Fields(read_json(listing), listing)
     members = []
@@ -231,7 +230,7 @@ def _run(path: Path) -> tuple[list[_Member], dict[str, Any], bool]:
             raise fields.error("path", "another store for each shard")
         if not store.is_dir():
             raise MissingFileError(f"expected a Zarr store, which {listing.name} lists, found nothing", path=store)
-        member = _Member(store)
+        member = Member(store)
         if fields.has("n_samples"):
             n = fields.integer("n_samples", minimum=0)
             if n > member.n:
@@ -249,7 +248,7 @@ def _run(path: Path) -> tuple[list[_Member], dict[str, Any], bool]:
 
 
 @dataclass
-class _Member:
+class Member:
     """A store, alone or of a run."""
 
     path: Path
@@ -377,7 +376,7 @@ class _Member:
             values[~self.is_sample] = 0
         return values
 
-    def check_alike(self, other: _Member) -> None:
+    def check_alike(self, other: Member) -> None:
         """Stores of a run hold the same layers, of the same width and type, in as many arrays."""
         mine, its = self.arrays[0], other.arrays[0]
         for what, a, b in (
@@ -431,11 +430,11 @@ class _Member:
             rows = [(row, number, line) for number, line in self.lines if (row := line.get("sample_index")) is not None]
             _join(made, rows, self.n, wanted, self.path / "meta" / "index.jsonl", complete=False)
         for path in self.texts:
-            _join(made, _by_i(path, self.rows), self.n, wanted, path, complete=True)
+            _join(made, by_i(path, self.rows), self.n, wanted, path, complete=True)
         return made
 
 
-def _by_i(path: Path, n: int) -> list[tuple[int, int, dict[str, Any]]]:
+def by_i(path: Path, n: int) -> list[tuple[int, int, dict[str, Any]]]:
     """Lines of a text file as (sample, line number, line)."""
     rows: list[tuple[int, int, dict[str, Any]]] = []
     seen: dict[int, int] = {}
@@ -493,14 +492,14 @@ def _column(values: NDArray[Any] | list[str], n: int) -> Any:
     return flat
 
 
-def _column_names(members: Sequence[_Member]) -> tuple[str, ...]:
+def _column_names(members: Sequence[Member]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for member in members:
         names |= dict.fromkeys(member.small) | dict.fromkeys(member.text_names())
     return tuple(names)
 
 
-def _columns(path: Path, members: Sequence[_Member], names: Sequence[str]) -> pa.Table:
+def _columns(path: Path, members: Sequence[Member], names: Sequence[str]) -> pa.Table:
 
     asked = set(names)
     # A field that only later lines have is not among the names known beforehand; asking for all means all.

@@ -1,9 +1,8 @@
-"""Making datasets: ``create`` and ``merge``.
+"""Making datasets: ``create``.
 
 - ``writer``: what a user appends becomes blocks of examples; ``sink``: blocks go to the disk on a thread, and are committed
 - ``target``: what a format has to say about being written; ``saev``, ``lmprobe``, ``zarr``, ``pickle`` say it
 - ``work``: the working folder: lock, journal, what is safe
-- ``merge``: parts that many processes wrote become one dataset
 """
 
 from actshard.writing.writer import Writer, create

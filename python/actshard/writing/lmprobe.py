@@ -264,7 +264,11 @@ class LmprobeTarget(Target):
         import pyarrow as pa
 
         n = len(examples)
-        given = {} if examples.columns is None else dict(zip(examples.columns.column_names, examples.columns.columns, strict=True))
+        given = (
+            {}
+            if examples.columns is None
+            else dict(zip(examples.columns.column_names, examples.columns.columns, strict=True))
+        )
         text = next((given.pop(name) for name in TEXTS if name in given), None)
         last, row = np.divmod(np.arange(n), self.rows_per_shard)
         made: dict[str, Any] = {
@@ -287,7 +291,9 @@ class LmprobeTarget(Target):
 
         if self.full:
             if column is not None:
-                raise ArgumentError("columns: lmprobe writes 'num_tokens' of full sequences itself; give yours another name")
+                raise ArgumentError(
+                    "columns: lmprobe writes 'num_tokens' of full sequences itself; give yours another name"
+                )
             return pa.array(tokens.astype(np.int32))
         if column is None:
             return pa.nulls(len(tokens), pa.int32())
@@ -457,7 +463,6 @@ def _label(column: pa.ChunkedArray | None, n: int) -> Any:
         except pa.ArrowInvalid as error:
             raise ArgumentError(f"label: lmprobe keeps 32-bit integers, or text: {error}") from error
     return column.cast(pa.string())
-
 
 
 def _is_router(name: str) -> bool:

@@ -26,7 +26,7 @@ from actshard.writing.target import TEXTS, Block, Examples, Spec, Target, flag, 
 from actshard.writing.work import make_folder, rename, write_json
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 SHARD_BYTES = 100_000_000
 """Before compression; the text recommends 50 to 500 MB."""
@@ -93,7 +93,13 @@ class PickleTarget(Target):
         make_folder(self.root)
         size, sha256 = _native.write_segments(_working(path), segments, self.level if self.compress else None)
         held = [la for la, lengths in zip(self.spec.layers, block.lengths.T, strict=True) if (lengths >= 0).any()]
-        entry = {"shard_id": number, "filename": path.name, "size_bytes": size, "num_samples": len(block), "layers": held}
+        entry = {
+            "shard_id": number,
+            "filename": path.name,
+            "size_bytes": size,
+            "num_samples": len(block),
+            "layers": held,
+        }
         ids_of_it = {"sample_id_range": [min(ids), max(ids)]}
         self._added.append({**entry, **ids_of_it, "compressed": self.compress, "checksum": f"sha256:{sha256}"})
         self._new.append(path)
@@ -165,7 +171,9 @@ class PickleTarget(Target):
         }
         write_json(
             self.root / "metadata.json",
-            shard_listing(self.shards, n, config, self.created, self.machine, self.machines, time.monotonic() - self.began),
+            shard_listing(
+                self.shards, n, config, self.created, self.machine, self.machines, time.monotonic() - self.began
+            ),
         )
         _native.sync_files([self.root])
 
@@ -221,7 +229,7 @@ class Opcodes:
 
     def key(self, name: str) -> None:
         """A layer begins."""
-        self._text += _plain(name) + b"](" # EMPTY_LIST, MARK
+        self._text += _plain(name) + b"]("  # EMPTY_LIST, MARK
 
     def end_list(self) -> None:
         """A layer ends."""

@@ -64,7 +64,8 @@ class Sink:
                 lengths = self._lengths_so_far()
                 if len(lengths) != self.journal.examples:
                     raise FormatError(
-                        f"expected {self.journal.examples} examples, found tables of {len(lengths)}", path=self.journal.folder
+                        f"expected {self.journal.examples} examples, found tables of {len(lengths)}",
+                        path=self.journal.folder,
                     )
                 if self.journal.commits:
                     target.restore([c["state"] for c in self.journal.commits], lengths)
@@ -259,7 +260,9 @@ class Sink:
         """Lengths and columns of all committed examples; columns stay on the disk until they are looked at."""
         import pyarrow as pa
 
-        tables = [t.drop_columns([c for c in (_TOKENS, _BY_LAYER) if c in t.column_names]) for t in self.journal.tables()]
+        tables = [
+            t.drop_columns([c for c in (_TOKENS, _BY_LAYER) if c in t.column_names]) for t in self.journal.tables()
+        ]
         lengths = self._lengths_so_far()
         if not any(t.num_columns for t in tables):
             return lengths, None

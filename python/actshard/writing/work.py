@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 FOLDER = ".actshard"
 JOURNAL = "journal.jsonl"
+PARTS = ".parts"
+"""Folder of the parts of a dataset, until they are merged."""
 VERSION = 1
 _held: dict[str, int] = {}
 """Folders locked by this process, and by which process in truth: a forked child inherits the table, not the lock."""

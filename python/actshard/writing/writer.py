@@ -17,7 +17,7 @@ from actshard._arguments import name_of
 from actshard.errors import ArgumentError, ClosedError, DtypeError, ExistsError
 from actshard.writing.sink import Sink
 from actshard.writing.target import LOGITS, PATCH_LABELS, ROUTER, Block, Spec, Target, list_column, refuse_existing
-from actshard.writing.work import FOLDER, Journal
+from actshard.writing.work import FOLDER, PARTS, Journal
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,9 +51,7 @@ class Writer:
         found = complete_at(target)
         if found is not None:
             if not self._exist_ok:
-                raise ExistsError(
-                    "holds this dataset already, finished; exist_ok=True takes it as it is", path=found
-                )
+                raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=found)
             self.path = found
             self.complete = True
             return
@@ -129,7 +127,9 @@ class Writer:
         tokens = examples.tokens
         # Checked before anything is kept, so that a refused call leaves the writer as it was.
         if not target.ragged or target.tokens is not None:
-            target.take_tokens(int(tokens.max()) if self._pad else int(tokens.min()) if self._truncate else int(tokens[0]))
+            target.take_tokens(
+                int(tokens.max()) if self._pad else int(tokens.min()) if self._truncate else int(tokens[0])
+            )
             tokens = self._fitted(tokens)
         else:
             target.take_tokens(int(tokens[0]) if examples.one_row else max(int(tokens.max()), 2))
@@ -287,7 +287,9 @@ class _Examples:
                 if x.ndim != 3 or x.shape[0] != layers or x.shape[2] != d_model:
                     raise ArgumentError(f"activations: expected {expected}, found {x.shape} at {i}")
                 if x.dtype != self.items[0].dtype:
-                    raise DtypeError(f"activations: expected one type, found {self.items[0].dtype} and {x.dtype} at {i}")
+                    raise DtypeError(
+                        f"activations: expected one type, found {self.items[0].dtype} and {x.dtype} at {i}"
+                    )
             if lengths is not None:
                 raise ArgumentError("lengths: of a list the arrays tell; lengths= is for padded batches")
             self.tokens = np.array([x.shape[1] for x in self.items], np.int64)
@@ -301,9 +303,15 @@ class _Examples:
         self.dense, self.dtype = dense, dense.dtype
         self.tokens = np.full(len(dense), dense.shape[2], np.int64)
         if lengths is not None:
-            self.tokens, shape = _arguments.index(as_numpy(lengths) if not isinstance(lengths, list | tuple) else lengths, "lengths")
-            if shape != [len(dense)] or (len(dense) and not 0 <= self.tokens.min() <= self.tokens.max() <= dense.shape[2]):
-                raise ArgumentError(f"lengths: expected {len(dense)} integers of 0 to {dense.shape[2]}, found {lengths!r:.80}")
+            self.tokens, shape = _arguments.index(
+                as_numpy(lengths) if not isinstance(lengths, list | tuple) else lengths, "lengths"
+            )
+            if shape != [len(dense)] or (
+                len(dense) and not 0 <= self.tokens.min() <= self.tokens.max() <= dense.shape[2]
+            ):
+                raise ArgumentError(
+                    f"lengths: expected {len(dense)} integers of 0 to {dense.shape[2]}, found {lengths!r:.80}"
+                )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -431,9 +439,6 @@ def targets() -> dict[str, Callable[[Spec], Target]]:
     return {t.format: t for t in (SaevTarget, LmprobeTarget, ZarrTarget, PickleTarget)}
 
 
-PARTS = ".parts"
-
-
 def part_folder(path: Path, part: int, parts: int) -> Path:
     """Where a part is written before it is merged."""
     return path / PARTS / f"part-{part:05}-of-{parts:05}"
@@ -464,7 +469,11 @@ def make_target(
     names, shape = _arguments.index(layers, "layers")
     if not names.size or len(shape) != 1 or len(set(names.tolist())) < names.size:
         raise ArgumentError(f"layers: expected a list of distinct integers, found {layers!r}")
-    for name, value in (("d_model", d_model), ("num_examples", num_examples), ("tokens_per_example", tokens_per_example)):
+    for name, value in (
+        ("d_model", d_model),
+        ("num_examples", num_examples),
+        ("tokens_per_example", tokens_per_example),
+    ):
         if value is None and name != "d_model":
             continue
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

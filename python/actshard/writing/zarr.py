@@ -188,7 +188,11 @@ class ZarrTarget(Target):
         for file, columns in texts.items():
             make_folder(self.root / "text")
             lines = (
-                json.dumps({"i": i, **{name: values[i] for name, values in columns.items()}}, ensure_ascii=False, default=_as_json)
+                json.dumps(
+                    {"i": i, **{name: values[i] for name, values in columns.items()}},
+                    ensure_ascii=False,
+                    default=_as_json,
+                )
                 for i in range(n)
             )
             data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
@@ -200,9 +204,7 @@ def _as_json(value: Any) -> Any:
     return int(value) if isinstance(value, decimal.Decimal) and value == int(value) else str(value)
 
 
-def place_columns(
-    columns: pa.Table, small: dict[str, NDArray[Any]], texts: dict[str, dict[str, list[Any]]]
-) -> None:
+def place_columns(columns: pa.Table, small: dict[str, NDArray[Any]], texts: dict[str, dict[str, list[Any]]]) -> None:
     """Columns of numbers without a gap are arrays; texts, lists and what has gaps are lines of JSON."""
     import pyarrow as pa
 
@@ -212,7 +214,13 @@ def place_columns(
         number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
         array = pa.types.is_fixed_size_list(kind) and not pa.types.is_nested(kind.value_type)
         half = columns.schema.field(name).metadata is not None  # a type that arrow does not have, nor Zarr
-        if (number or (array and not half)) and not column.null_count and name not in small and name.isprintable() and "/" not in name:
+        if (
+            (number or (array and not half))
+            and not column.null_count
+            and name not in small
+            and name.isprintable()
+            and "/" not in name
+        ):
             small[name] = array_of(column)
             continue
         name = "prompt" if name in TEXTS and not any("prompt" in t for t in texts.values()) else name

@@ -109,15 +109,17 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
             rows.gather(one, pick, 1, cast, Out::Dense(&mut one_row), &mut *watch)?;
             first = Some(one_row);
         }
-        let read = |a: usize, b: usize, out: &mut [u8], watch: Watch<'_>| {
-            rows.gather(one, Pick::Whole { examples: Ints::Each(&ids[a..b]) }, b - a, cast, Out::Dense(out), watch)
+        let read = |ids: &[i64], out: &mut [u8], watch: Watch<'_>| {
+            rows.gather(one, Pick::Whole { examples: Ints::Each(ids) }, ids.len(), cast, Out::Dense(out), watch)
         };
         let memory = |len: u64| {
             Output::new(len as usize).map_err(|e| Error::new(Kind::Access, format!("cannot allocate {len} bytes: {e}")))
         };
         let mut stage = if staged { Some(memory(bytes)?) } else { None };
         if let Some(stage) = &mut stage {
-            read(0, ids.len(), stage.as_mut(), &mut *watch)?;
+            // An example may lack the group altogether, which is not to be asked for.
+            let there: Vec<i64> = ids.iter().zip(&counts).filter(|(_, c)| **c > 0).map(|(id, _)| *id).collect();
+            read(&there, stage.as_mut(), &mut *watch)?;
         }
         let stage = stage.as_ref().map(|s| s.bytes());
         let parts = cut(&counts, row.bytes as u64);
@@ -132,6 +134,8 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
                 if let Some(stage) = stage {
                     let at = starts[e] as usize * row.bytes;
                     look.example(example, &stage[at..at + rows_of_it * row.bytes]);
+                } else if rows_of_it == 0 {
+                    look.example(example, &[]);
                 } else if let Some((view, _)) = rows.view(io, group, ids[e], &mut || stop.is_set())? {
                     look.example(example, view.bytes());
                 } else {
@@ -143,7 +147,7 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
                     if block.bytes().len() < need {
                         *block = Output::new(need).map_err(|e| Error::new(Kind::Access, e.to_string()))?;
                     }
-                    read(e, e + 1, &mut block.as_mut()[..need], &mut || stop.is_set())?;
+                    read(&ids[e..=e], &mut block.as_mut()[..need], &mut || stop.is_set())?;
                     look.example(example, &block.bytes()[..need]);
                 }
             }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from actshard.converting.plan import Asked, Loss, ask, columns_for, fitted, losses, settle, source
+from actshard.converting.planning import Asked, Loss, ask, columns_for, fitted, losses, settle, source
 from actshard.errors import ArgumentError, ExistsError, FormatError
 from actshard.opening import open_quietly
 from actshard.store import Store
@@ -279,7 +279,8 @@ def compare(asked: Asked, target: Target, path: Path) -> None:
         if (has != np.maximum(lengths, 0).reshape(-1)).any():
             bad = int(np.flatnonzero(has != np.maximum(lengths, 0).reshape(-1))[0])
             raise FormatError(
-                f"example {int(examples[bad])}: expected {int(lengths.reshape(-1)[bad])} tokens, found {int(has[bad])}", path=path
+                f"example {int(examples[bad])}: expected {int(lengths.reshape(-1)[bad])} tokens, found {int(has[bad])}",
+                path=path,
             )
         found = result.rows.gather_whole(groups, examples, None, target.dtype)
         size = target.spec.d_model * wanted.dtype.itemsize

@@ -209,7 +209,9 @@ def settle(
     target.more_config = {
         "source": {
             "path": str(store.path),
-            "examples": None if ids is None else [len(ids), int(np.bitwise_xor.reduce(ids * 2_654_435_761 + np.arange(len(ids))))],
+            "examples": None
+            if ids is None
+            else [len(ids), int(np.bitwise_xor.reduce(ids * 2_654_435_761 + np.arange(len(ids))))],
             "layers": list(asked.layers),
             "tokens": asked.tokens,
             "pad": asked.pad,
@@ -322,7 +324,12 @@ def _of_saev(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     def first(names: Sequence[str]) -> Any:
         return next((found[n] for n in names if n in found), None)
 
-    given = {"family": first(FAMILY), "ckpt": first(CHECKPOINT), "data": found.get("data"), "dataset": found.get("dataset")}
+    given = {
+        "family": first(FAMILY),
+        "ckpt": first(CHECKPOINT),
+        "data": found.get("data"),
+        "dataset": found.get("dataset"),
+    }
     given["pixel_agg"] = found.get("pixel_agg")
     own: dict[str, Any] = {"cls_token": bool(found.get("cls_token", "layers" not in found))}
     budget = first(BUDGET)
@@ -336,9 +343,15 @@ def losses(asked: Asked, target: Target) -> list[Loss]:
     store, format = asked.store, asked.format
     made: list[Loss] = []
     if target.dtype is not None and target.dtype != store.dtype:
-        narrower = target.dtype.itemsize < store.dtype.itemsize or {str(target.dtype), str(store.dtype)} == {"float16", "bfloat16"}
+        narrower = target.dtype.itemsize < store.dtype.itemsize or {str(target.dtype), str(store.dtype)} == {
+            "float16",
+            "bfloat16",
+        }
         made.append(
-            Loss("dtype", f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "every value stays"))
+            Loss(
+                "dtype",
+                f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "every value stays"),
+            )
         )
     counts = asked.chosen(store.tokens_of(asked.ids(0, asked.count)))
     if asked.tokens != "all":
@@ -349,17 +362,26 @@ def losses(asked: Asked, target: Target) -> list[Loss]:
         short, long = counts < target.tokens, counts > target.tokens
         if short.any():
             made.append(
-                Loss("padding", f"{int(short.sum()):,} examples are filled up with zeros to {target.tokens} tokens; their lengths are lost")
+                Loss(
+                    "padding",
+                    f"{int(short.sum()):,} examples are filled up with zeros to {target.tokens} tokens; their lengths are lost",
+                )
             )
         if long.any():
             made.append(
-                Loss("tokens", f"{int(long.sum()):,} examples are cut to {target.tokens} tokens: {int((counts - target.tokens)[long].sum()):,} rows")
+                Loss(
+                    "tokens",
+                    f"{int(long.sum()):,} examples are cut to {target.tokens} tokens: {int((counts - target.tokens)[long].sum()):,} rows",
+                )
             )
     if format != "pickle" and asked.pad and any("lack layers" in w for w in store.warnings):
         made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
     if format == "lmprobe" and (counts == 0).any():
         made.append(
-            Loss("empty_examples", f"{int((counts == 0).sum()):,} examples have no tokens: lmprobe will see a last token of zeros")
+            Loss(
+                "empty_examples",
+                f"{int((counts == 0).sum()):,} examples have no tokens: lmprobe will see a last token of zeros",
+            )
         )
     if store.special_tokens and format != "saev" and asked.tokens == "all":
         made.append(Loss("special_tokens", "CLS stays as token 0, and only the metadata still say so"))
@@ -372,7 +394,9 @@ def losses(asked: Asked, target: Target) -> list[Loss]:
         if store.contents.router_layers:
             made.append(Loss("router", "saev has no place for it"))
     elif format != "lmprobe" and (store.contents.has_logits or store.contents.router_layers):
-        made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read there"))
+        made.append(
+            Loss("layout", "logits and router tensors become columns, which store.logits() does not read there")
+        )
     return made
 
 
@@ -458,8 +482,16 @@ def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) 
     if wanted is None:
         return
     remedies = [
-        (counts < wanted, asked.pad, "pad=True (--pad) fills it up with zeros, truncate=True (--truncate) cuts all to the shortest"),
-        (counts > wanted, asked.truncate, "truncate=True (--truncate) cuts it, pad=True (--pad) fills all up to the longest"),
+        (
+            counts < wanted,
+            asked.pad,
+            "pad=True (--pad) fills it up with zeros, truncate=True (--truncate) cuts all to the shortest",
+        ),
+        (
+            counts > wanted,
+            asked.truncate,
+            "truncate=True (--truncate) cuts it, pad=True (--pad) fills all up to the longest",
+        ),
     ]
     if target.format == "lmprobe":
         remedies = [(counts != wanted, False, "storage='full_sequence' keeps all tokens, tokens='last' one of each")]

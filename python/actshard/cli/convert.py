@@ -1,0 +1,113 @@
+"""``actshard convert``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from actshard.cli._format import console, size
+from actshard.cli._progress import progress
+from actshard.converting import Conversion, Plan, convert, plan
+from actshard.errors import ArgumentError
+
+
+def layers_named(words: str) -> list[int] | dict[int, int] | None:
+    """Layers as a command line names them: ``3,7`` or ``-1=23,-2=22``."""
+    if not words:
+        return None
+    try:
+        pairs = [word.split("=") for word in words.split(",")]
+        if any(len(p) > 1 for p in pairs):
+            return {int(p[0]): int(p[-1]) for p in pairs}
+        return [int(p[0]) for p in pairs]
+    except ValueError:
+        raise ArgumentError(f"--layer: expected integers, or old=new, found {words!r}") from None
+
+
+def examples_named(words: str) -> slice | list[int] | None:
+    """Examples as a command line names them: ``:1000`` or ``3,5,8``."""
+    if not words:
+        return None
+    try:
+        if ":" in words:
+            return slice(*(int(w) if w else None for w in words.split(":")))
+        return [int(w) for w in words.split(",")]
+    except (ValueError, TypeError):
+        raise ArgumentError(f"--examples: expected first:last or integers, found {words!r}") from None
+
+
+def options_named(words: Sequence[str]) -> dict[str, Any]:
+    """``name=value``, values as JSON where they are."""
+    made: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"--option: expected name=value, found {word!r}")
+        if name == "protocol":
+            made[name] = value
+            continue
+        try:
+            made[name] = json.loads(value)
+        except ValueError:
+            made[name] = value
+    return made
+
+
+def plans(source: Path, target: Path, format: str | None, own: Mapping[str, Any]) -> list[Plan]:
+    """What would be written: for every format, the one asked for first."""
+    every = plan(source, target, None, **own) if format is None else []
+    return every or plan(source, target, format, **own)
+
+
+def show_plans(found: Sequence[Plan], format: str | None) -> None:
+    """Prints plans side by side."""
+    out = console()
+    grid = Table(box=None, pad_edge=False, padding=(0, 2))
+    grid.add_column("")
+    for p in found:
+        grid.add_column(p.format, overflow="fold")
+    rows: list[tuple[str, list[str]]] = [
+        ("examples", [f"{p.examples:,}" for p in found]),
+        ("rows", [f"{p.rows:,}" for p in found]),
+        ("dtype", [p.dtype or "-" for p in found]),
+        ("shards", [f"{p.shards:,}" for p in found]),
+        ("files", [f"{p.files:,}" for p in found]),
+        ("bytes", [size(p.bytes) for p in found]),
+    ]
+    for name, cells in rows:
+        grid.add_row(name, *("-" if p.refused else cell for p, cell in zip(found, cells, strict=True)))
+    out.print(grid)
+    for p in found:
+        if p.refused:
+            out.print(f"[yellow]{p.format}: not like this:[/] {escape(p.refused)}", soft_wrap=True)
+        elif not p.losses:
+            out.print(f"{p.format}: nothing is lost")
+        for loss in p.losses:
+            out.print(f"{p.format}: {escape(str(loss))}", soft_wrap=True)
+    out.print("[dim]bytes are those before compression; nothing was written[/]")
+
+
+def run(source: Path, target: Path, format: str, *, quiet: bool, **options: Any) -> Conversion:
+    """Converts, and shows how far it is."""
+    with progress(f"converting to {format}", quiet=quiet) as tell:
+        return convert(source, target, format, progress=tell, **options)
+
+
+def show(done: Conversion) -> None:
+    """Prints what was done."""
+    out = console()
+    resumed = f", {done.resumed_at:,} of them before" if done.resumed_at else ""
+    rate = f", {size(int(done.bytes / done.seconds))}/s" if done.seconds and done.bytes else ""
+    out.print(
+        f"{escape(str(done.path))}: {done.examples:,} examples{resumed}, {size(done.bytes)} in {done.seconds:.1f} s{rate}",
+        soft_wrap=True,
+    )
+    for loss in done.losses:
+        out.print(f"[yellow]lost[/] {escape(str(loss))}", soft_wrap=True)
+    if done.verified:
+        out.print("every row was compared with the source: the same")

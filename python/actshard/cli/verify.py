@@ -1,0 +1,39 @@
+"""``actshard verify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.markup import escape
+
+from actshard.cli._format import console, size
+from actshard.cli._progress import progress
+from actshard.verifying import Report, verify
+
+_COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
+
+
+def run(path: Path, format: str | None, deep: bool, *, quiet: bool) -> Report:
+    """Checks, and shows how far it is."""
+    with progress("verifying", quiet=quiet) as tell:
+        return verify(path, format=format, deep=deep, progress=lambda what, done, total: tell(done, total, 0))
+
+
+def show(report: Report) -> None:
+    """Prints everything that was found."""
+    out = console()
+    for finding in sorted(report.findings, key=lambda f: list(_COLOURS).index(f.severity)):
+        colour = _COLOURS[finding.severity]
+        head, _, rest = str(finding).partition("] ")
+        out.print(f"[{colour}]{escape(head)}][/] {escape(rest)}", soft_wrap=True)
+    looked = ", ".join(
+        f"{size(n) if 'bytes' in what else f'{n:,}'} {what.removesuffix(' bytes') if 'bytes' in what else what}".replace(
+            " bytes", ""
+        )
+        for what, n in report.checked.items()
+    )
+    verdict = "nothing wrong" if report.status == 0 else f"{len(report.errors)} errors, {len(report.warnings)} warnings"
+    depth = "" if report.deep else "; --deep looks at every value"
+    out.print(
+        f"{escape(str(report.path))} ({report.format or 'unknown'}): {verdict} in {looked}{depth}", soft_wrap=True
+    )

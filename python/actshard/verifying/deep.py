@@ -1,0 +1,110 @@
+"""Every value of a dataset, whatever its format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import ActshardError
+from actshard.store import Store
+from actshard.verifying.report import Report
+
+_FEW = 8
+_COMPARED = 256
+"""Pairs of examples with the same hash that are compared byte by byte."""
+_NARROWER = {"float32": (("bfloat16", 16),), "float64": (("float32", 29),)}
+"""Types whose values end in so many zero bits when they came from a narrower one. float16 ends like that in float32 too, but its
+range is smaller: only a look at every value could tell."""
+
+
+def check_values(store: Store, report: Report, tell: Any) -> None:
+    """Reads every row once, layer by layer."""
+    together: NDArray[np.uint64] | None = None
+    readable = True
+    for number, layer in enumerate(store.layers):
+        total = max(store.num_examples, 1)
+        try:
+            found = store.rows.scan(store.group_of(layer), lambda rows, n=number: tell("layers", n, len(store.layers)))
+        except ActshardError as error:
+            report.error(error, store.path)
+            readable = False
+            continue
+        del total
+        report.count("rows", found["rows"])
+        report.count("row bytes", found["rows"] * store.d_model * store.dtype.itemsize)
+        _rows(store, layer, found, report)
+        if found["rows"]:
+            _columns(store, layer, found, report)
+        hashes = found["hashes"]
+        mixed = np.uint64(0x9E3779B97F4A7C15)
+        with np.errstate(over="ignore"):
+            together = hashes if together is None else (together * mixed) ^ hashes
+    if together is not None and readable:
+        _duplicates(store, together, report)
+
+
+def _rows(store: Store, layer: int, found: dict[str, Any], report: Report) -> None:
+    for key, code, what in (
+        ("nan_rows", "nan", f"{found['nan']:,} values that are no number"),
+        ("infinite_rows", "infinite", f"{found['infinite']:,} infinite values"),
+        ("zero_rows", "zero-row", "zeros only"),
+        ("constant_rows", "constant-row", "one value throughout"),
+    ):
+        count, places = found[key]
+        if not count:
+            continue
+        shown = ", ".join(f"({e}, {t})" for e, t in places[:_FEW]) + (", ..." if count > _FEW else "")
+        report.add(
+            code,
+            store.path,
+            f"{count:,} of {found['rows']:,} rows with {what}; (example, token): {shown}",
+            place=f"layer {layer}",
+        )
+
+
+def _columns(store: Store, layer: int, found: dict[str, Any], report: Report) -> None:
+    magnitudes, differences = found["magnitudes"], found["differences"]
+    dead = np.flatnonzero(magnitudes == 0)
+    constant = np.flatnonzero((differences == 0) & (magnitudes != 0)) if found["rows"] > 1 else np.zeros(0, np.int64)
+    for code, columns in (("dead-dimension", dead), ("constant-dimension", constant)):
+        if 0 < columns.size < store.d_model or (columns.size and code == "dead-dimension"):
+            report.add(code, store.path, f"{columns.size} of {store.d_model}: {_list(columns)}", place=f"layer {layer}")
+    every = int(np.bitwise_or.reduce(magnitudes)) if magnitudes.size else 0
+    for narrower, zeros in _NARROWER.get(store.dtype.name, ()):
+        if every and every & ((1 << zeros) - 1) == 0:
+            report.add(
+                "wide-dtype",
+                store.path,
+                f"every value of this {store.dtype} is exactly a {narrower}",
+                place=f"layer {layer}",
+            )
+
+
+def _list(columns: NDArray[np.int64]) -> str:
+    return ", ".join(map(str, columns[:_FEW].tolist())) + (", ..." if columns.size > _FEW else "")
+
+
+def _duplicates(store: Store, hashes: NDArray[np.uint64], report: Report) -> None:
+    """Examples alike in all layers, by hash and then byte by byte."""
+    tokens = store.token_counts
+    some = np.flatnonzero(tokens > 0)
+    if some.size < 2:
+        return
+    order = some[np.argsort(hashes[some], kind="stable")]
+    same = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+    pairs = [(int(order[i]), int(order[i + 1])) for i in same[:_COMPARED]]
+    real = [(a, b) for a, b in pairs if _alike(store, store.layers, a, b)]
+    if real:
+        count = len(real) if same.size <= _COMPARED else int(same.size)
+        shown = ", ".join(f"{b} = {a}" for a, b in real[:_FEW])
+        report.add("duplicate-example", store.path, f"{count:,} examples repeat another in every layer: {shown}")
+
+
+def _alike(store: Store, layers: Sequence[int], a: int, b: int) -> bool:
+    try:
+        return all(store.sequence(a, la).tobytes() == store.sequence(b, la).tobytes() for la in layers)
+    except ActshardError:
+        return False

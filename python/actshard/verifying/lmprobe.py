@@ -1,0 +1,338 @@
+"""The rules of lmprobe datasets; see docs/formats/lmprobe.md. lmprobe's own writer is known to break some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _native
+from actshard.errors import ActshardError, MissingFileError
+from actshard.formats._json import Fields
+from actshard.formats.lmprobe import LOGITS_KEYS, ROUTER_KEY, TOKEN_LISTS, Dataset, int64_of, lists_of
+from actshard.verifying.report import Report
+
+_FEW = 8
+
+
+def check(root: Path, report: Report, tell: Any) -> None:
+    """The index's metadata, every tensor file's header, every address."""
+    try:
+        dataset = Dataset(root, "auto")
+    except ActshardError as error:
+        report.error(error, root)
+        return
+    named: set[Path] = set()
+    hidden = report.field(dataset.parts[0], lambda: dataset.hidden)
+    if hidden is not None:
+        with report.noting(dataset.parts[0]):
+            _check_hidden(dataset, hidden, named, report, tell)
+    logits = report.field(dataset.parts[0], lambda: dataset.logits_fields)
+    if logits is not None:
+        with report.noting(dataset.parts[0]):
+            _check_logits(dataset, logits, named, report)
+    router = report.field(dataset.parts[0], lambda: dataset.router_fields)
+    if router is not None:
+        with report.noting(dataset.parts[0]):
+            _check_router(dataset, router, named, report)
+    _check_columns(dataset, report)
+    folder = dataset.root / "tensors"
+    if folder.is_dir():
+        for path in sorted(folder.iterdir()):
+            if path not in named and path.suffix == ".safetensors":
+                report.add("unlisted-file", path, "a tensor file that no descriptor names")
+
+
+def _tensors(path: Path, report: Report, named: set[Path]) -> dict[str, tuple[str, list[int]]] | None:
+    """Types and shapes of a file's tensors; None, and a finding, where they cannot be read."""
+    named.add(path)
+    report.count("files")
+    try:
+        tensors = _native.safetensors_header(path)[0]
+        report.count("bytes", path.stat().st_size)
+    except MissingFileError:
+        report.add("missing-file", path, "nothing", "a tensor file")
+        return None
+    except ActshardError as error:
+        report.error(error, path)
+        return None
+    return {name: (dtype, shape) for name, dtype, shape, _, _ in tensors}
+
+
+def _check_tensor(
+    path: Path, key: str, tensors: dict[str, tuple[str, list[int]]] | None, rows: int, report: Report
+) -> tuple[str, int] | None:
+    """A 2-D tensor of so many rows: its type and width."""
+    if tensors is None:
+        return None
+    if key not in tensors:
+        report.add("tensor", path, f"tensors {sorted(tensors)[:_FEW]}", f"a tensor '{key}'")
+        return None
+    dtype, shape = tensors[key]
+    if len(shape) != 2 or shape[1] == 0:
+        report.add("tensor", path, f"shape {shape}", "(rows, width)", f"tensor '{key}'")
+        return None
+    if shape[0] != rows:
+        report.add("tensor", path, f"{shape[0]} rows", f"{rows}, as the descriptor says", f"tensor '{key}'")
+    return dtype, shape[1]
+
+
+def _claims(
+    fields: Fields, found: Sequence[tuple[str, int]], width_field: str, row_bytes: int | None, report: Report
+) -> None:
+    """A descriptor's words against what headers say."""
+    if not found:
+        return
+    if len(set(found)) > 1:
+        report.add(
+            "tensor",
+            fields.path,
+            f"{sorted(set(found))[:4]}",
+            "one type and width in all files",
+            f"field '{fields.where}'",
+        )
+    dtype, width = found[0]
+    from actshard._arguments import NUMPY_BY_NAME
+
+    real = NUMPY_BY_NAME.get(dtype)
+    said = fields.value.get("dtype")
+    if real is not None and said is not None and said != str(real):
+        report.add("dtype-claim", fields.path, str(real), str(said), f"field '{fields.where}.dtype'")
+    if fields.has(width_field) and fields.value[width_field] != width:
+        code = "tensor" if width_field == "dim" else "count-claim"
+        report.add(code, fields.path, width, f"{fields.value[width_field]}", f"field '{fields.where}.{width_field}'")
+    if real is not None and fields.has("row_bytes"):
+        true = width * real.itemsize if row_bytes is None else row_bytes
+        if fields.value["row_bytes"] != true:
+            report.add(
+                "row-bytes-claim",
+                fields.path,
+                true,
+                f"{fields.value['row_bytes']}",
+                f"field '{fields.where}.row_bytes'",
+            )
+
+
+def _check_hidden(dataset: Dataset, fields: Fields, named: set[Path], report: Report, tell: Any) -> None:
+    layers = fields.integers("layers")
+    full = fields.value.get("storage") == "full_sequence"
+    shards = fields.items("shards")
+    prompts = [s.integer("num_prompts", minimum=0) for s in shards]
+    lasts = fields.integer("last_token_shards", minimum=0) if full and fields.has("last_token_shards") else len(shards)
+    counts = [
+        s.integer("num_tokens", minimum=0) if full and s.has("num_tokens") else p
+        for s, p in zip(shards, prompts, strict=True)
+    ]
+    file = dataset.pattern(fields, "file_pattern", layers, len(shards))
+    key = dataset.pattern(fields, "key_pattern", layers, 1)
+    found: list[tuple[str, int]] = []
+    done = 0
+    for layer in layers:
+        for shard, rows in enumerate(counts):
+            done += 1
+            tell("files", done, len(layers) * len(counts))
+            path = dataset.inside(fields, file(layer, shard))
+            if rows == 0:
+                named.add(path)
+                continue
+            one = _check_tensor(path, key(layer, 0), _tensors(path, report, named), rows, report)
+            if one is not None:
+                found.append(one)
+    _claims(fields, found, "dim", None, report)
+    if sum(prompts[:lasts]) != dataset.num_rows:
+        report.add(
+            "count-claim",
+            fields.path,
+            sum(prompts[:lasts]),
+            f"{dataset.num_rows} prompts, as the index has",
+            f"field '{fields.where}.shards'",
+        )
+    _check_addresses(dataset, counts, lasts, full, report, tell)
+
+
+def _check_addresses(dataset: Dataset, counts: list[int], lasts: int, full: bool, report: Report, tell: Any) -> None:
+    """Every address once, in range, and no row without one."""
+    if any(name not in dataset.names for name in ("shard_index", "row_offset", *(TOKEN_LISTS if full else ()))):
+        return  # opening says so
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    times = np.zeros(int(starts[-1]), np.uint8)
+    wide = np.asarray(counts, np.int64)
+
+    def place(
+        shard: NDArray[np.int64], row: NDArray[np.int64], who: NDArray[np.int64], what: str, part: Path, most: int
+    ) -> NDArray[np.int64]:
+        """Numbers of rows, -1 where there is no such row."""
+        inside = (shard >= 0) & (shard < most)
+        inside &= (row >= 0) & (row < np.where(inside, wide[np.where(inside, shard, 0)], 0))
+        if not inside.all():
+            i = int(np.flatnonzero(~inside)[0])
+            limit = counts[shard[i]] if 0 <= shard[i] < len(counts) else 0
+            report.add(
+                "address-out-of-range",
+                part,
+                f"shard {shard[i]}, row {row[i]} ({int((~inside).sum())} such {what})",
+                f"one of {most} shards, a row below {limit}" if 0 <= shard[i] < most else f"a shard below {most}",
+                f"row {who[i]}",
+            )
+        return np.where(inside, starts[np.where(inside, shard, 0)] + row, -1)
+
+    names = ["shard_index", "row_offset", *(TOKEN_LISTS if full else ())]
+    has_counts = "num_tokens" in dataset.names
+    done = 0
+    for part, row, batch in dataset.batches([*names, *(["num_tokens"] if has_counts else [])]):
+        tell("addresses", done, dataset.num_rows)
+        n = batch.num_rows
+        who = np.arange(row, row + n)
+        shard, at = (int64_of(batch.column(name), name, part, row) for name in names[:2])
+        last = place(shard, at, who, "last tokens", part, lasts)
+        said = (
+            batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.float64)
+            if has_counts
+            else np.full(n, np.nan)
+        )
+        if not full:
+            _count(times, last)
+            done += n
+            continue
+        id_ends, ids = lists_of(batch.column(names[2]), names[2], part, row)
+        at_ends, rows = lists_of(batch.column(names[3]), names[3], part, row)
+        lengths = np.diff(id_ends)
+        if (np.diff(at_ends) != lengths).any():
+            i = int(np.flatnonzero(np.diff(at_ends) != lengths)[0])
+            report.add(
+                "token-count",
+                part,
+                f"{int(np.diff(at_ends)[i])} offsets",
+                f"{int(lengths[i])}, one per shard id",
+                f"row {row + i}",
+            )
+            done += n
+            continue
+        wrong = ~np.isnan(said) & (said != lengths)
+        if wrong.any():
+            i = int(np.flatnonzero(wrong)[0])
+            report.add(
+                "token-count",
+                part,
+                f"{int(lengths[i])} addresses ({int(wrong.sum())} such rows)",
+                f"num_tokens = {int(said[i])}",
+                f"row {row + i}",
+            )
+        empty = lengths == 0
+        if empty.any():
+            report.add(
+                "zero-token-example",
+                part,
+                f"{int(empty.sum())} examples without tokens",
+                "",
+                f"row {row + int(np.flatnonzero(empty)[0])}",
+            )
+        of = np.repeat(who, lengths)
+        tokens = place(ids, rows, of, "tokens", part, len(counts))
+        _count(times, tokens)
+        _count(times, last[empty])
+        ends = id_ends[1:][~empty] - 1
+        apart = tokens[ends] != last[~empty]
+        if apart.any():
+            i = int(np.flatnonzero(~empty)[np.flatnonzero(apart)[0]])
+            report.add(
+                "last-token-address",
+                part,
+                f"its last token elsewhere ({int(apart.sum())} such rows)",
+                f"shard {shard[i]}, row {at[i]}",
+                f"row {row + i}",
+            )
+        done += n
+    report.count("addresses", done)
+    for code, what in (("address-overlap", times > 1), ("unaddressed-rows", times == 0)):
+        if what.any():
+            first = int(np.flatnonzero(what)[0])
+            shard_of = int(np.searchsorted(starts, first, "right")) - 1
+            expected = "one address for every row" if code == "address-overlap" else "an address for every row"
+            report.add(
+                code,
+                dataset.parts[0],
+                f"{int(what.sum())} rows with {'several' if code == 'address-overlap' else 'none'}",
+                expected,
+                f"shard {shard_of}, row {first - int(starts[shard_of])}",
+            )
+
+
+def _count(times: NDArray[np.uint8], rows: NDArray[np.int64]) -> None:
+    rows = rows[rows >= 0]
+    if not rows.size:
+        return
+    unique, n = np.unique(rows, return_counts=True)
+    times[unique] = np.minimum(times[unique].astype(np.int64) + n, 255).astype(np.uint8)
+
+
+def _check_logits(dataset: Dataset, fields: Fields, named: set[Path], report: Report) -> None:
+    shards = fields.items("shards")
+    counts = [s.integer("num_prompts", minimum=0) for s in shards]
+    values: list[tuple[str, int]] = []
+    for path, rows in zip(dataset.files_of(fields, len(shards)), counts, strict=True):
+        tensors = _tensors(path, report, named)
+        pair = next((p for p in LOGITS_KEYS if tensors is not None and tensors.keys() >= set(p)), LOGITS_KEYS[0])
+        both = [_check_tensor(path, key, tensors, rows, report) for key in pair]
+        if both[0] is not None and both[1] is not None:
+            values.append(both[0])
+            if both[0][1] != both[1][1]:
+                report.add(
+                    "tensor", path, f"{both[1][1]} indices", f"{both[0][1]}, one per value", f"tensor '{pair[1]}'"
+                )
+    if values:
+        from actshard._arguments import NUMPY_BY_NAME
+
+        kind = NUMPY_BY_NAME.get(values[0][0])
+        _claims(fields, values, "k", None if kind is None else values[0][1] * (kind.itemsize + 4), report)
+    columns = ("shard_index_logits", "row_offset_logits")
+    if columns[0] not in dataset.names and dataset.hidden is None:
+        columns = ("shard_index", "row_offset")
+    if any(name not in dataset.names for name in columns):
+        report.add("metadata", dataset.parts[0], "no such columns", f"columns {columns[0]} and {columns[1]}")
+        return
+    for part, row, batch in dataset.batches(list(columns)):
+        shard, at = (int64_of(batch.column(name), name, part, row) for name in columns)
+        inside = (shard >= 0) & (shard < len(counts))
+        inside &= (at >= 0) & (at < np.asarray([*counts, 0])[np.where(inside, shard, -1)])
+        if not inside.all():
+            i = int(np.flatnonzero(~inside)[0])
+            report.add(
+                "address-out-of-range",
+                part,
+                f"{columns[0]} {shard[i]}, {columns[1]} {at[i]}",
+                f"a row of {len(counts)} shards",
+                f"row {row + i}",
+            )
+
+
+def _check_router(dataset: Dataset, fields: Fields, named: set[Path], report: Report) -> None:
+    layers = fields.integers("layers")
+    counts = [s.integer("num_prompts", minimum=0) for s in fields.items("shards")]
+    key = dataset.pattern(fields, "key_pattern", layers, 1, default=ROUTER_KEY)
+    if sum(counts) != dataset.num_rows:
+        report.add(
+            "count-claim", fields.path, sum(counts), f"{dataset.num_rows} prompts", f"field '{fields.where}.shards'"
+        )
+    found = []
+    for path, rows in zip(dataset.files_of(fields, len(counts)), counts, strict=True):
+        tensors = _tensors(path, report, named)
+        each = [_check_tensor(path, key(layer, 0), tensors, rows, report) for layer in layers]
+        found += [one for one in each if one is not None]
+    _claims(fields, found, "num_experts", None, report) if not fields.has("row_bytes") else None
+
+
+def _check_columns(dataset: Dataset, report: Report) -> None:
+    """Columns of lists that lmprobe types by their first row."""
+    import pyarrow as pa
+
+    for field in dataset.schema:
+        if (
+            field.name in ("token_perplexity", "token_ids")
+            and pa.types.is_list(field.type)
+            and pa.types.is_string(field.type.value_type)
+        ):
+            report.add("column-type", dataset.parts[0], "lists of text", "lists of numbers", f"column '{field.name}'")

@@ -1,0 +1,105 @@
+"""The rules of pickle shards; see docs/formats/pickle.md. Shards are looked into by the safe machine; nothing is unpickled."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from actshard._native import Rows
+from actshard.errors import ActshardError
+from actshard.formats._contents import Options
+from actshard.formats._json import Fields, read_json
+from actshard.formats.pickle import machines_in, shard_of
+from actshard.verifying.report import Report
+
+_REQUIRED = ("version", "created_at", "extraction_config", "shards", "statistics")
+
+
+def check(root: Path, report: Report, tell: Any) -> None:
+    """Every metadata.json, and every shard by itself; then what holds across them."""
+    folders = [root] if (root / "metadata.json").exists() else machines_in(root) or [root]
+    seen: dict[int, list[Path]] = defaultdict(list)
+    kinds: dict[tuple[int, str], Path] = {}
+    for folder in folders:
+        path = folder / "metadata.json"
+        try:
+            metadata = Fields(read_json(path), path)
+            entries = metadata.items("shards")
+        except ActshardError as error:
+            report.error(error, path)
+            continue
+        for name in _REQUIRED:
+            if name not in metadata.value:
+                report.add("metadata", path, "nothing", "a required field", f"field '{name}'")
+        listed: set[str] = set()
+        samples = 0
+        for i, entry in enumerate(entries):
+            tell("shards", i, len(entries))
+            count = _check_shard(folder, metadata, entry, listed, seen, kinds, report)
+            samples += count or 0
+        present = {
+            p.name for p in folder.iterdir() if re.search(r"\.pkl(\.gz)?$", p.name) and not p.name.startswith(".")
+        }
+        for stray in sorted(present - listed):
+            report.add("unlisted-file", folder / stray, "a shard that metadata.json does not name")
+    for sample, where in seen.items():
+        if len(where) > 1:
+            both = ", ".join(str(p.name) for p in where[1:4])
+            report.add(
+                "duplicate-sample",
+                where[0],
+                f"in {both} too",
+                "another number for every sample",
+                f"sample_idx {sample}",
+            )
+            if sum(f.code == "duplicate-sample" for f in report.findings) >= 20:
+                break
+    if len(kinds) > 1:
+        (first, one), (second, other) = list(kinds.items())[:2]
+        report.add("format", other, f"{second[1]} {second[0]} wide", f"{first[1]} {first[0]} wide, as in {one.name}")
+
+
+def _check_shard(
+    folder: Path,
+    metadata: Fields,
+    entry: Fields,
+    listed: set[str],
+    seen: dict[int, list[Path]],
+    kinds: dict[tuple[int, str], Path],
+    report: Report,
+) -> int | None:
+    path = entry.path
+    try:
+        spec = shard_of(folder, metadata, entry, listed, Options("mmap"))
+    except ActshardError as error:
+        report.error(error, path, "metadata")
+        name = entry.value.get("filename")
+        if isinstance(name, str):
+            listed.add(name)
+        return None
+    report.count("files")
+    shard = spec.path
+    size = None
+    try:
+        size = shard.stat().st_size
+        report.count("bytes", size)
+    except OSError:
+        pass
+    if size is not None and spec.size is not None and size not in (0, spec.size):
+        report.add("size-bytes", shard, f"{size} bytes", f"{spec.size} bytes", "field 'size_bytes'")
+    # The size has been told; a checksum still tells whether it is the file or the number that is wrong.
+    native = (shard, spec.compressed, None, spec.sha256, spec.samples, spec.ids, list(spec.layers), spec.limit)
+    try:
+        rows = Rows.shards([native], layers=list(spec.layers), decoded_memory=spec.limit, io="pread")
+        if not spec.samples:
+            return 0
+        for sample in rows.samples(0):
+            seen[sample].append(shard)
+        kinds.setdefault((rows.width, str(rows.descr)), shard)
+        report.count("samples", len(rows.records(0)))
+        return spec.samples
+    except ActshardError as error:
+        report.error(error, shard)
+        return None

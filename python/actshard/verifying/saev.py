@@ -1,0 +1,129 @@
+"""The rules of saev shards; see docs/formats/saev.md."""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from actshard.errors import ActshardError
+from actshard.formats._json import Fields, read_json
+from actshard.formats.saev import BUDGET, CHECKPOINT, CONTENT_TOKENS, D_MODEL, FAMILY, ITEMSIZE, N_EXAMPLES
+from actshard.verifying.report import Report
+
+_KNOWN = {"metadata.json", "shards.json", "labels.bin"}
+
+
+def check(root: Path, report: Report, tell: Any) -> None:
+    """Metadata field by field, then every shard."""
+    path = root / "metadata.json"
+    try:
+        fields = Fields(read_json(path), path)
+    except ActshardError as error:
+        report.error(error, path)
+        return
+    read = report.field
+    read(path, lambda: fields.text("protocol") if "protocol" in fields.value else None)
+    if fields.has("dtype") and fields.value["dtype"] != "float32":
+        report.add("unsupported", path, fields.value["dtype"], '"float32"', "field 'dtype'")
+    for names in (FAMILY, CHECKPOINT):
+        if fields.has(*names):
+            read(path, lambda names=names: fields.text(*names))  # type: ignore[misc]
+    has_list = "layers" in fields.value
+    layers = read(path, lambda: fields.integers("layers") if has_list else range(fields.integer("n_layers")))
+    cls = True
+    if "cls_token" in fields.value or has_list:
+        cls = read(path, lambda: fields.boolean("cls_token"))
+    n = read(path, lambda: fields.integer(*N_EXAMPLES))
+    content = read(path, lambda: fields.integer(*CONTENT_TOKENS))
+    d_model = read(path, lambda: fields.integer(*D_MODEL))
+    budget = read(path, lambda: fields.integer(*BUDGET))
+    if None in (layers, cls, n, content, d_model, budget):
+        return
+    per_example = (content + cls) * len(layers)
+    eps = budget // per_example
+    if eps == 0:
+        name = fields.name(*BUDGET)
+        report.add("metadata", path, budget, f"at least {per_example}, the vectors of one example", f"field '{name}'")
+        return
+    size = per_example * d_model * ITEMSIZE
+    listing = _listing(root, report, n, eps, fields)
+    present = sorted(p for p in root.iterdir() if re.fullmatch(r"acts\d+\.bin.*", p.name))
+    last = max((i for i, (_, count) in enumerate(listing) if count), default=0)
+    for i, (shard, count) in enumerate(listing):
+        tell("shards", i, len(listing))
+        report.count("files")
+        if count:
+            _check_shard(shard, count * size, eps * size, report, exact=i < last)
+    listed = {shard for shard, _ in listing}
+    for shard in present:
+        if shard not in listed:
+            report.add("unlisted-file", shard, f"a shard that shards.json does not name ({len(listing)} are named)")
+    labels = root / "labels.bin"
+    if labels.is_file() and labels.stat().st_size != n * content:
+        code = "truncated" if labels.stat().st_size < n * content else "too-long"
+        report.add(code, labels, f"{labels.stat().st_size} bytes", f"{n} x {content} = {n * content} bytes")
+
+
+def _listing(root: Path, report: Report, n: int, eps: int, metadata: Fields) -> list[tuple[Path, int]]:
+    """Shards with the examples they should hold: as shards.json says, or as its metadata do where that is broken."""
+    expected = [(root / f"acts{i:06}.bin", min(eps, n - first)) for i, first in enumerate(range(0, n, eps))]
+    path = root / "shards.json"
+    if not path.exists() and "protocol" not in metadata.value:
+        return expected
+    try:
+        value = read_json(path)
+    except ActshardError as error:
+        report.error(error, path)
+        return expected
+    if not isinstance(value, list):
+        report.add("format", path, value, "a list of shards")
+        return expected
+    made, total = [], 0
+    for i, entry in enumerate(value):
+        try:
+            fields = Fields(entry, path, f"[{i}]")
+            name = fields.text("name")
+            count = fields.integer(*N_EXAMPLES, minimum=0)
+        except ActshardError as error:
+            report.error(error, path, "metadata")
+            continue
+        wanted = min(eps, n - total) if total < n else 0
+        if count != wanted:
+            report.add("count-claim", path, count, f"{wanted} ({n} examples, {eps} per shard)", f"shard {i}")
+        if name != f"acts{i:06}.bin":
+            report.add("layout", path, name, f"acts{i:06}.bin, which saev reads", f"shard {i}")
+        if "/" in name or name in ("", ".", ".."):
+            report.add("metadata", path, name, "the name of a file in this folder", f"field '[{i}].name'")
+            continue
+        usual = root / f"acts{i:06}.bin"
+        made.append((usual if usual.exists() else root / name, count))
+        total += count
+    if total != n:
+        report.add("format", path, f"{total} examples in {len(made)} shards", f"{n}: the dump was interrupted")
+    return made
+
+
+def _check_shard(shard: Path, need: int, full: int, report: Report, *, exact: bool) -> None:
+    try:
+        found = shard.stat()
+    except OSError as error:
+        report.add(
+            "missing-file" if isinstance(error, FileNotFoundError) else "unreadable",
+            shard,
+            str(error.strerror),
+            f"{need} bytes",
+        )
+        return
+    report.count("bytes", found.st_size)
+    if not stat.S_ISREG(found.st_mode):
+        report.add("not-a-file", shard, "a folder or a special file", "a regular file")
+    elif found.st_size == 0:
+        report.add("empty-file", shard, "an empty file", f"{need} bytes", "byte 0")
+    elif found.st_size < need:
+        report.add("truncated", shard, f"{found.st_size} bytes", f"{need} bytes", f"byte {found.st_size}")
+    elif found.st_size > full:
+        report.add("too-long", shard, f"{found.st_size} bytes", f"at most {full} bytes", f"byte {full}")
+    elif exact and found.st_size != full:
+        report.add("truncated", shard, f"{found.st_size} bytes", f"{full} bytes", f"byte {found.st_size}")
