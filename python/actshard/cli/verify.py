@@ -25,13 +25,8 @@ def show(report: Report) -> None:
     for finding in sorted(report.findings, key=lambda f: list(_COLOURS).index(f.severity)):
         colour = _COLOURS[finding.severity]
         head, _, rest = str(finding).partition("] ")
-        out.print(f"[{colour}]{escape(head)}][/] {escape(rest)}", soft_wrap=True)
-    looked = ", ".join(
-        f"{size(n) if 'bytes' in what else f'{n:,}'} {what.removesuffix(' bytes') if 'bytes' in what else what}".replace(
-            " bytes", ""
-        )
-        for what, n in report.checked.items()
-    )
+        out.print(f"[{colour}]{escape(head + ']')}[/] {escape(rest)}", soft_wrap=True)
+    looked = ", ".join(size(n) if what == "bytes" else f"{n:,} {what}" for what, n in report.checked.items())
     verdict = "nothing wrong" if report.status == 0 else f"{len(report.errors)} errors, {len(report.warnings)} warnings"
     depth = "" if report.deep else "; --deep looks at every value"
     out.print(

@@ -25,16 +25,13 @@ def check_values(store: Store, report: Report, tell: Any) -> None:
     together: NDArray[np.uint64] | None = None
     readable = True
     for number, layer in enumerate(store.layers):
-        total = max(store.num_examples, 1)
         try:
             found = store.rows.scan(store.group_of(layer), lambda rows, n=number: tell("layers", n, len(store.layers)))
         except ActshardError as error:
             report.error(error, store.path)
             readable = False
             continue
-        del total
         report.count("rows", found["rows"])
-        report.count("row bytes", found["rows"] * store.d_model * store.dtype.itemsize)
         _rows(store, layer, found, report)
         if found["rows"]:
             _columns(store, layer, found, report)

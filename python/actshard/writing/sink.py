@@ -137,12 +137,12 @@ class Sink:
             raise ClosedError(
                 f"this writer belongs to process {self._pid}; create one in each process (part=)", path=self.target.root
             )
-        if self._error is not None:
-            error = self._error
-            self.abort()
-            raise error
         if self._closed:
-            raise ClosedError("the writer was closed", path=self.target.root)
+            why = "" if self._error is None else f" by an error: {self._error}"
+            raise ClosedError(f"the writer was closed{why}", path=self.target.root)
+        if self._error is not None:
+            self.abort()
+            raise self._error
 
     def finish(self) -> Path:
         """Commits everything and completes the dataset: where it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -166,8 +167,12 @@ class Writer:
         wanted = self._target.tokens
         assert wanted is not None
         for bad, allowed, what in (
-            (tokens < wanted, self._pad, "pad=True to create() fills them up with zeros"),
-            (tokens > wanted, self._truncate, "truncate=True to create() cuts them"),
+            (tokens < wanted, self._pad, "pad=True to create() fills shorter ones up with zeros"),
+            (
+                tokens > wanted,
+                self._truncate,
+                "truncate=True to create() cuts longer ones, tokens_per_example= with pad=True makes room for them",
+            ),
         ):
             if bad.any() and not allowed:
                 i = int(np.flatnonzero(bad)[0])
@@ -326,7 +331,7 @@ class _Examples:
             array = self.items[i] if self.dense is None else self.dense[i]
             has = min(int(self.tokens[i]), want)
             layers = array.shape[0]
-            place = out[at : at + layers * want].reshape(layers, want, -1)
+            place = out[at : at + layers * want].reshape(layers, want, out.shape[1])
             if has == want:
                 convert(array[:, :has], place, dtype)
             else:
@@ -387,6 +392,8 @@ def _table_of(
                 fields.append(field)
                 values.append(_of(name, column, n))
                 continue
+            if isinstance(column, list | tuple) and any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in column):
+                column = [v if v is None else decimal.Decimal(v) for v in column]  # beyond 64 bits
             try:
                 column = pa.array(column.tolist() if isinstance(column, np.ndarray) and column.ndim > 2 else column)
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
