@@ -45,7 +45,7 @@ def _is_full(store: Store) -> bool:
 class Columns:
     """The columns of a store, examples at a time."""
 
-    def __init__(self, store: Store, wanted: bool, labels: NDArray[np.uint8] | None) -> None:
+    def __init__(self, store: Store, wanted: bool, labels: NDArray[np.uint8] | None, *, whole: bool) -> None:
         self.store = store
         self.names = carried(store) if wanted else []
         self._whole: pa.Table | None = None
@@ -53,6 +53,7 @@ class Columns:
         self._logits = wanted and store.contents.has_logits
         self.routers: tuple[int, ...] = store.contents.router_layers if wanted else ()
         self.labels = labels
+        self._all = whole
 
     def of(self, examples: NDArray[np.int64], unit: int | None, target: str) -> pa.Table | None:
         """What is known of some examples, for a target format; None: nothing."""
@@ -66,7 +67,8 @@ class Columns:
         made: list[tuple[pa.Field, Any]] = []
         table = _one_text(self._table(examples, unit), target)
         for field, column in zip(table.schema, table.columns, strict=True):
-            if field.name == NUMBERS.get(self.store.format) != NUMBERS.get(target) and _counts_up(column, examples):
+            numbers = field.name == NUMBERS.get(self.store.format) != NUMBERS.get(target)
+            if numbers and self._all and _counts_up(column, examples):
                 continue
             if field.name == PATCH_LABELS and self.labels is not None:
                 continue
@@ -74,8 +76,9 @@ class Columns:
                 made.append(_as_array(field, column))
                 continue
             if pa.types.is_dictionary(field.type):
-                column = column.cast(field.type.value_type)
-            made.append((pa.field(field.name, column.type, metadata=field.metadata), column))
+                made.append((pa.field(field.name, field.type.value_type), column.cast(field.type.value_type)))
+                continue
+            made.append((field, column))
         if self.labels is not None:
             made.append(list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples])))
         if self._logits:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from actshard import _arguments
 from actshard.converting.columns import Columns, carried, dropped, saev_labels
 from actshard.errors import ActshardError, ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.saev import BUDGET, CHECKPOINT, D_MODEL, FAMILY
+from actshard.formats.zarr import Member, members_of
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.target import Target
@@ -88,7 +90,17 @@ class Asked:
 
     @property
     def count(self) -> int:
+        """Examples of the result."""
         return self.store.num_examples if self.examples is None else len(self.examples)
+
+    @cached_property
+    def stored(self) -> NDArray[np.int64]:
+        """Tokens that each example has in the source: of the longest layer, where they differ."""
+        ids, rows = self.ids(0, self.count), self.store.rows
+        if self.store.contents.units is None:
+            return rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids))
+        each = rows.tokens_of(np.tile(self.groups, len(ids)), np.repeat(ids, len(self.groups)))
+        return each.reshape(len(ids), -1).max(axis=1)
 
     def ids(self, first: int, last: int) -> NDArray[np.int64]:
         """Examples of the source, by their places in the result."""
@@ -181,7 +193,7 @@ def settle(
     counts: NDArray[np.int64] | None = None
     per = tokens_per_example
     if format == "saev" and per is None:
-        counts = asked.chosen(store.tokens_of(asked.ids(0, asked.count)))
+        counts = asked.chosen(asked.stored)
         per = int(counts.max() if asked.pad else counts.min() if asked.truncate else counts[0])
         if per == 0 and not asked.pad:
             raise ArgumentError("an example has no tokens, saev keeps as many of each: pad=True fills it up with zeros")
@@ -277,6 +289,9 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
         own = {"pooling": hidden["pooling"]} if isinstance(hidden.get("pooling"), str) else {}
         return {"name": described.get("name"), "revision": described.get("revision"), **rest}, own
     if kind == format == "zarr":
+        if store.format == "zarr" and "shards" in found:
+            # A run's manifest lists stores; what they are of, they say themselves.
+            found = {**Member(members_of(store.path)[0]).metadata, **found}
         return {k: v for k, v in found.items() if k not in _OWN_SIZES["zarr"]}, {}
     if kind == format == "pickle":
         config = found.get("extraction_config")
@@ -287,6 +302,8 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
     if format == "saev":
         text = json.dumps(origin, separators=(",", ":"), ensure_ascii=False, default=str)
         return {"ckpt": model or "unknown", "data": text}, {"cls_token": bool(store.special_tokens)}
+    if kind == "zarr" and "shards" in found:
+        origin["converted_from"]["metadata"] |= _without_shards(Member(members_of(store.path)[0]).metadata)
     named = {"lmprobe": "name", "zarr": "model_id", "pickle": "model_name"}[format]
     return ({named: model} if model else {}) | origin, {}
 
@@ -353,9 +370,9 @@ def losses(asked: Asked, target: Target) -> list[Loss]:
                 f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "every value stays"),
             )
         )
-    counts = asked.chosen(store.tokens_of(asked.ids(0, asked.count)))
+    counts = asked.chosen(asked.stored)
     if asked.tokens != "all":
-        left = int(store.tokens_of(asked.ids(0, asked.count)).sum() - counts.sum())
+        left = int(asked.stored.sum() - counts.sum())
         if left:
             made.append(Loss("tokens", f"{left:,} tokens are left out: tokens={asked.tokens!r}"))
     if target.tokens is not None and format != "lmprobe":
@@ -414,7 +431,7 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
 
 def columns_for(asked: Asked, target: Target) -> Columns:
     """The columns that go along."""
-    return Columns(asked.store, target.holds_columns, labels_for(asked, target))
+    return Columns(asked.store, target.holds_columns, labels_for(asked, target), whole=asked.examples is None)
 
 
 def plan(
@@ -450,7 +467,7 @@ def plan(
                 metadata=None,
                 options=own,
             )
-            counts = asked.chosen(store.tokens_of(asked.ids(0, asked.count)))
+            counts = asked.chosen(asked.stored)
             if target.tokens is not None:
                 fitted(asked, target, counts, 0)
                 counts = np.full_like(counts, target.tokens)

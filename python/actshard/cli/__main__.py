@@ -1,0 +1,5 @@
+"""``python -m actshard.cli``."""
+
+from actshard.cli import main
+
+main()
