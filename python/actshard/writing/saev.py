@@ -176,6 +176,24 @@ class SaevTarget(Target):
             )
         return place
 
+    def alike(self) -> Path | None:
+        if not self.spec.path.is_dir() or self.spec.num_examples is not None:
+            return None
+        name = "n_ex" if self.protocol == "2.0" else "n_examples"
+        found = []
+        for path in sorted(self.spec.path.glob("*/metadata.json")):
+            listed = read_json(path)
+            n = listed.get(name) if isinstance(listed, dict) else None
+            content = listed.get("content_tokens_per_example", listed.get("patches_per_ex")) if type(n) is int else None
+            if type(n) is not int or type(content) is not int:
+                continue
+            tokens, self._tokens = self._tokens, self._tokens or content + self.cls
+            same = self.metadata(n) == listed
+            self._tokens = tokens
+            if same and path.parent.name in hashes(listed):
+                found.append(path.parent)
+        return found[0] if len(found) == 1 else None
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _shard(self, index: int) -> Path:

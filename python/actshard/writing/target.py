@@ -172,6 +172,13 @@ class Target(ABC):
         """A finished dataset of this configuration and n examples, where that can be known before it is opened."""
         return None
 
+    def alike(self) -> Path | None:
+        """The finished dataset that differs from this configuration at most in how many examples it has; None if there is not one.
+
+        What a writer left that was killed between its last step and the news of it, where the number decides the name.
+        """
+        return None
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -50,11 +50,16 @@ class Writer:
         self._appended = 0
         self._sink: Sink | None = None
         found = complete_at(target)
+        if found is None and resume and not Journal(target.root).exists():
+            found = target.alike()
         if found is not None:
             if not self._exist_ok:
                 raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=found)
+            from actshard.opening import open_quietly
+
             self.path = found
             self.complete = True
+            self._appended = open_quietly(found, target.format, "auto").num_examples
             return
         self.path = target.root
         self._sink = Sink(target, resume=resume)
@@ -548,7 +553,8 @@ def create(
         truncate: cut longer ones.
         shard_bytes: about how large shards are; each format has its own default.
         part: ``(i, n)``: this process writes part i of n; :func:`actshard.merge` makes one dataset of them.
-        resume: continue an unfinished dataset after the examples that are safe: ``writer.committed``. Also where nothing was begun.
+        resume: continue an unfinished dataset after the examples that are safe: ``writer.committed``. Begins where nothing was begun,
+            and takes what is finished: ``writer.complete``.
         exist_ok: if the dataset is there already, finished, take it: ``writer.complete`` is True and nothing can be appended.
         options: the format's own; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
             ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``.

@@ -1,0 +1,23 @@
+"""204 kills at random moments of writing, converting and merging: nothing that was reported as safe is lost, and nothing half-done is
+ever taken for a dataset. ``ACTSHARD_KILLS`` asks for more of each of the twelve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KILLS = int(os.environ.get("ACTSHARD_KILLS", "17"))
+
+
+@pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
+@pytest.mark.parametrize("what", ["write", "convert", "merge"])
+def test_killed_at_any_moment(tmp_path: Path, what: str, format: str) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("kills.py")), what, format, str(tmp_path), str(KILLS), "1"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert told.returncode == 0, told.stderr[-3000:]
+    assert json.loads(told.stdout)["killed"] == KILLS
