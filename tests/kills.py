@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def write(format: str, path: Path, tell: Callable[[int], None]) -> Path:
 
 def convert(format: str, path: Path, tell: Callable[[int], None]) -> Path:
     source = path.parent / "source"
-    done = actshard.convert(source, path, format, resume=True, pad=format == "saev", **{k: v for k, v in OPTIONS[format].items()})
+    done = actshard.convert(source, path, format, resume=True, pad=format == "saev", **OPTIONS[format])
     tell(done.examples)
     return done.path
 
@@ -65,7 +66,9 @@ def merge(format: str, path: Path, tell: Callable[[int], None]) -> Path:
     if not (path / ".merging-begins").exists():
         for i in range(3):
             part = slice(bounds[i], bounds[i + 1])
-            with actshard.create(path, format, layers=LAYERS, d_model=WIDTH, part=(i, 3), resume=True, **OPTIONS[format]) as writer:
+            with actshard.create(
+                path, format, layers=LAYERS, d_model=WIDTH, part=(i, 3), resume=True, **OPTIONS[format]
+            ) as writer:
                 if not writer.complete:
                     at = bounds[i] + len(writer)
                     rest = slice(at, part.stop)
@@ -125,7 +128,7 @@ def main(what: str, format: str, folder: Path, kills: int, seed: int) -> None:
         child = os.fork()
         if child == 0:
             try:
-                DO[what](format, path, lambda n: os.write(wrote, f"{n}\n".encode()) and None)
+                DO[what](format, path, partial(_tell, wrote))
                 os._exit(0)
             except BaseException:
                 import traceback
@@ -134,7 +137,10 @@ def main(what: str, format: str, folder: Path, kills: int, seed: int) -> None:
                 os._exit(1)
         os.close(wrote)
         limit = chance.random() * longest * 1.2 if killed < kills else 60.0
-        while time.monotonic() - began < limit and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while (
+            time.monotonic() - began < limit
+            and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        ):
             time.sleep(0.0005)
         os.kill(child, signal.SIGKILL)
         status = os.waitpid(child, 0)[1]
@@ -156,6 +162,10 @@ def main(what: str, format: str, folder: Path, kills: int, seed: int) -> None:
             killed += 1
             assert not _opens(path), "half of a dataset was taken for one"
     print(json.dumps({"killed": killed, "finished": finished}))
+
+
+def _tell(pipe: int, n: int) -> None:
+    os.write(pipe, f"{n}\n".encode())
 
 
 def _opens(path: Path) -> bool:

@@ -216,7 +216,9 @@ def test_verify_sees_one_changed_bit(tmp_path: Path, ragged: Path) -> None:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "actshard.cli", *arguments], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "actshard.cli", *arguments], capture_output=True, text=True, check=False
+    )
 
 
 def test_the_commands(tmp_path: Path, ragged: Path) -> None:
@@ -227,7 +229,19 @@ def test_the_commands(tmp_path: Path, ragged: Path) -> None:
     told = run("convert", str(ragged), str(tmp_path / "d"), "--to", "saev", "--dry-run", "--json")
     assert told.returncode == 1
     assert "pad=True" in json.loads(told.stdout)[0]["refused"]
-    told = run("convert", str(ragged), str(tmp_path / "d"), "--to", "saev", "--pad", "--verify", "--layer", "9=1", "-o", "protocol=2.0")
+    told = run(
+        "convert",
+        str(ragged),
+        str(tmp_path / "d"),
+        "--to",
+        "saev",
+        "--pad",
+        "--verify",
+        "--layer",
+        "9=1",
+        "-o",
+        "protocol=2.0",
+    )
     assert told.returncode == 0, told.stderr
     assert "lost" in told.stdout
     assert "every row was compared" in told.stdout

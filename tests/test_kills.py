@@ -1,5 +1,5 @@
-"""204 kills at random moments of writing, converting and merging: nothing that was reported as safe is lost, and nothing half-done is
-ever taken for a dataset. ``ACTSHARD_KILLS`` asks for more of each of the twelve."""
+"""204 kills at random moments of writing, converting and merging: nothing that was reported as safe is lost, and nothing
+half-done is ever taken for a dataset. ``ACTSHARD_KILLS`` asks for more of each of the twelve."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ KILLS = int(os.environ.get("ACTSHARD_KILLS", "17"))
 @pytest.mark.parametrize("what", ["write", "convert", "merge"])
 def test_killed_at_any_moment(tmp_path: Path, what: str, format: str) -> None:
     command = [sys.executable, str(Path(__file__).with_name("kills.py")), what, format, str(tmp_path), str(KILLS), "1"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert told.returncode == 0, told.stderr[-3000:]
     assert json.loads(told.stdout)["killed"] == KILLS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -34,7 +33,9 @@ def write_parts(path: Path, format: str, only: tuple[int, ...] = (2, 0, 1)) -> l
         parts.append([rng.standard_normal((2, t, WIDTH)).astype(np.float32) for t in lengths])
     for i in only:
         with actshard.create(path, format, layers=LAYERS, d_model=WIDTH, part=(i, 3), **OPTIONS[format]) as writer:
-            extra: dict[str, Any] = {"columns": {TEXT[format]: [f"{i}:{k}" for k in range(SIZES[i])]}} if format != "saev" else {}
+            extra: dict[str, Any] = (
+                {"columns": {TEXT[format]: [f"{i}:{k}" for k in range(SIZES[i])]}} if format != "saev" else {}
+            )
             if format == "saev":
                 extra = {"labels": np.full((SIZES[i], 3), i, np.uint8)}
             if format == "lmprobe":
@@ -104,7 +105,9 @@ def test_files_are_renamed_and_only_saevs_are_copied(tmp_path: Path) -> None:
         inodes = {p.stat().st_ino for p in (tmp_path / format).rglob("*") if p.is_file()}
         made = actshard.merge(tmp_path / format)
         check(made, wanted)
-        rows = [p for p in made.rglob("*") if p.suffix in (".bin", ".safetensors", ".gz") or p.parent.name == "activations"]
+        rows = [
+            p for p in made.rglob("*") if p.suffix in (".bin", ".safetensors", ".gz") or p.parent.name == "activations"
+        ]
         moved = [p for p in rows if p.stat().st_ino in inodes]
         if format == "saev":
             assert own["max_tokens_per_shard"] == 24  # four examples: 5 and 3 and 7 have to be cut anew
@@ -123,7 +126,9 @@ def test_one_zarr_store_of_many(tmp_path: Path) -> None:
     assert store.table["prompt"].to_pylist()[5] == "1:0"
     assert actshard.verify(made, deep=True).findings == []
     for i, chunk in enumerate((3, 4)):
-        with actshard.create(tmp_path / "e", "zarr", layers=LAYERS, d_model=WIDTH, part=(i, 2), chunk_tokens=chunk) as writer:
+        with actshard.create(
+            tmp_path / "e", "zarr", layers=LAYERS, d_model=WIDTH, part=(i, 2), chunk_tokens=chunk
+        ) as writer:
             writer.append(np.ones((1, 2, 5, WIDTH), np.float32))
     with pytest.raises(actshard.ArgumentError, match="same chunk_tokens"):
         actshard.merge(tmp_path / "e", physical=True)
@@ -178,4 +183,3 @@ def test_machines_of_others_are_merged(tmp_path: Path) -> None:
     assert store.table.equals(actshard.open(source).table)
     listed = json.loads((made / "metadata.json").read_text())
     assert [s["checksum"] for s in listed["shards"]] == [s["checksum"] for s in ids]
-    assert os.listdir(made)

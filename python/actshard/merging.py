@@ -1,7 +1,7 @@
 """``actshard.merge``: parts that many processes wrote, or datasets of one kind, become one dataset.
 
-Files are renamed (parts of ours) or linked (datasets that stay); bytes are copied only where they must be: into saev's equal shards, and
-across file systems. Every step can be done again, and sources go last: a merge that was killed is run again.
+Files are renamed (parts of ours) or linked (datasets that stay); bytes are copied only where they must be: into saev's equal
+shards, and across file systems. Every step can be done again, and sources go last: a merge that was killed is run again.
 """
 
 from __future__ import annotations
@@ -265,9 +265,9 @@ def _saev(plan: _Merge) -> Path:
         for p, begin in enumerate(starts[:-1]):
             lo, hi = max(a, begin), min(b, starts[p + 1])
             while lo < hi:
-                source, row = divmod(lo - begin, eps)
+                number, row = divmod(lo - begin, eps)
                 rows = min(hi - lo, eps - row)
-                pieces.append((plan.parts[p] / f"acts{source:06}.bin", row, rows, lo - a))
+                pieces.append((plan.parts[p] / f"acts{number:06}.bin", row, rows, lo - a))
                 lo += rows
         source, row, rows, _ = pieces[0]
         whole = len(pieces) == 1 and row == 0 and rows == b - a
@@ -277,15 +277,15 @@ def _saev(plan: _Merge) -> Path:
         temporary = target.with_name(f"{target.name}.part")
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
-        for source, row, rows, at in pieces:
-            _native.copy_range(source, row * size, rows * size, temporary, at * size)
+        for of_part, begin, count, at in pieces:
+            _native.copy_range(of_part, begin * size, count * size, temporary, at * size)
         os.truncate(temporary, (eps if full else b - a) * size)
         _native.sync_files([temporary])
         rename(temporary, target)
     if (plan.parts[0] / "labels.bin").exists():
         temporary = work / "labels.bin.part"
-        for p, count, begin in zip(plan.parts, counts, starts, strict=False):
-            _native.copy_range(p / "labels.bin", 0, count * content, temporary, begin * content)
+        for part, held, start in zip(plan.parts, counts, starts, strict=False):
+            _native.copy_range(part / "labels.bin", 0, held * content, temporary, start * content)
         os.truncate(temporary, n * content)
         _native.sync_files([temporary])
         rename(temporary, work / "labels.bin")
@@ -418,7 +418,7 @@ def _check_chunks(sources: Sequence[Path]) -> None:
         first = first or array.chunks
         if array.chunks != first:
             raise ArgumentError(
-                f"physical: {path} has chunks {list(array.chunks)}, {sources[0]} {list(first)}; write parts with the same chunk_tokens=, "
+                f"physical: {path} has chunks {list(array.chunks)}, {sources[0]} {list(first)}; write with the same chunk_tokens=, "
                 "or merge them by a manifest"
             )
 
@@ -426,7 +426,7 @@ def _check_chunks(sources: Sequence[Path]) -> None:
 def _zarr(plan: _Merge) -> Path:
     if plan.options["physical"]:
         return _one_store(plan)
-    shards = []
+    shards: list[dict[str, Any]] = []
     start = 0
     member: Member | None = None
     for i, part in enumerate(plan.parts):
@@ -437,10 +437,10 @@ def _zarr(plan: _Merge) -> Path:
         start += member.n
     assert member is not None
     first = Member(plan.path / shards[0]["path"])
-    known = {
+    known: dict[str, Any] = {
         k: first.metadata[k] for k in ("schema_version", "created_at", "model_id", "layers") if k in first.metadata
     }
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": "activation-zarr-run",
         "manifest_version": "1.0",
         "n_samples": start,

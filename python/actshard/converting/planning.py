@@ -100,7 +100,8 @@ class Asked:
         if self.store.contents.units is None:
             return rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids))
         each = rows.tokens_of(np.tile(self.groups, len(ids)), np.repeat(ids, len(self.groups)))
-        return each.reshape(len(ids), -1).max(axis=1)
+        longest: NDArray[np.int64] = each.reshape(len(ids), -1).max(axis=1)
+        return longest
 
     def ids(self, first: int, last: int) -> NDArray[np.int64]:
         """Examples of the source, by their places in the result."""
@@ -283,7 +284,8 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
     if kind == format == "saev":
         return _of_saev(found)
     if kind == format == "lmprobe":
-        described = found.get("model") if isinstance(found.get("model"), dict) else {}
+        said = found.get("model")
+        described: dict[str, Any] = said if isinstance(said, dict) else {}
         rest = {k: v for k, v in found.items() if k not in _OWN_SIZES["lmprobe"]}
         hidden = found.get("tensors", {}).get("hidden_layers", {}) if isinstance(found.get("tensors"), dict) else {}
         own = {"pooling": hidden["pooling"]} if isinstance(hidden.get("pooling"), str) else {}
@@ -298,12 +300,13 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
         if not isinstance(config, dict) and isinstance(found.get("machines"), dict):
             config = next((m.get("extraction_config") for m in found["machines"].values()), None)
         return {k: v for k, v in (config or {}).items() if k not in _OWN_SIZES["pickle"]}, {}
-    origin = {"converted_from": {"format": kind, "metadata": _without_shards(found)}}
+    kept = _without_shards(found)
+    if kind == "zarr" and "shards" in found:
+        kept |= _without_shards(Member(members_of(store.path)[0]).metadata)
+    origin: dict[str, Any] = {"converted_from": {"format": kind, "metadata": kept}}
     if format == "saev":
         text = json.dumps(origin, separators=(",", ":"), ensure_ascii=False, default=str)
         return {"ckpt": model or "unknown", "data": text}, {"cls_token": bool(store.special_tokens)}
-    if kind == "zarr" and "shards" in found:
-        origin["converted_from"]["metadata"] |= _without_shards(Member(members_of(store.path)[0]).metadata)
     named = {"lmprobe": "name", "zarr": "model_id", "pickle": "model_name"}[format]
     return ({named: model} if model else {}) | origin, {}
 
@@ -388,7 +391,8 @@ def losses(asked: Asked, target: Target) -> list[Loss]:
             made.append(
                 Loss(
                     "tokens",
-                    f"{int(long.sum()):,} examples are cut to {target.tokens} tokens: {int((counts - target.tokens)[long].sum()):,} rows",
+                    f"{int(long.sum()):,} examples are cut to {target.tokens} tokens: "
+                    f"{int((counts - target.tokens)[long].sum()):,} tokens are left out",
                 )
             )
     if format != "pickle" and asked.pad and any("lack layers" in w for w in store.warnings):

@@ -81,8 +81,8 @@ def convert(
     """Writes a dataset again in another format, or in the same with other contents.
 
     Rows, texts, labels and whatever else the target has a place for go along; what it has none for is in ``losses``, which
-    ``actshard convert --dry-run`` shows before. Memory stays bounded whatever the size: a few blocks of rows, and one shard where the
-    source has to be decoded. Interrupted or killed, the same call with ``resume=True`` goes on after what was safe.
+    ``actshard convert --dry-run`` shows before. Memory stays bounded whatever the size: a few blocks of rows, and one shard where
+    the source has to be decoded. Interrupted or killed, the same call with ``resume=True`` goes on after what was safe.
 
     Args:
         src: a dataset as :func:`actshard.open` takes it, or a store.
@@ -108,7 +108,8 @@ def convert(
         A :class:`Conversion`.
 
     Raises:
-        What :func:`actshard.open` and :func:`actshard.create` raise; ArgumentError for what the target cannot hold, with what to do.
+        What :func:`actshard.open` and :func:`actshard.create` raise; ArgumentError for what the target cannot hold, with what to
+        do about it.
         FormatError: ``verify`` found a row that differs.
     """
     began = time.perf_counter()
@@ -187,7 +188,7 @@ def blocks(
             if target.format != "pickle" and (counts < 0).any() and not asked.pad:
                 example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
                 raise ArgumentError(
-                    f"example {at + example} has no layer {asked.layers[layer]}, {target.format} keeps all layers of every example: "
+                    f"example {at + example} has no layer {asked.layers[layer]}, {target.format} keeps all layers of each: "
                     "choose layers= or examples= that are there, or pad=True (--pad) fills it with zeros"
                 )
         if target.tokens is not None:
@@ -203,7 +204,8 @@ def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) ->
     if (counts > 0).all():
         return counts
     contents = asked.store.contents
-    assert contents.units is not None and contents.unit_columns is not None
+    assert contents.units is not None
+    assert contents.unit_columns is not None
     unit = int(np.searchsorted(contents.units, ids[0], "right")) - 1
     held = contents.unit_columns(unit)["layers"].to_pylist()
     counts = counts.copy()

@@ -136,6 +136,7 @@ class Dataset:
 
     @cached_property
     def schema(self) -> pa.Schema:
+        """The index's, with its metadata."""
         return self._file(self.parts[0]).schema_arrow
 
     def _read_metadata(self) -> dict[str, Any]:
@@ -267,6 +268,7 @@ class Dataset:
         return Fields(tensors[found[0]], where, f"tensors.{found[0]}") if found else None
 
     def contents(self) -> Contents:
+        """Everything a store needs."""
         tensors = Fields(self.metadata.get("tensors"), self.parts[0], "tensors").value
         known = [
             d.where.removeprefix("tensors.")
@@ -310,14 +312,15 @@ class Dataset:
             extras=self._extras(),
             warnings=tuple(self.warnings),
             has_logits=self.logits_fields is not None,
-            router_layers=self.router_fields.integers("layers") if self._has_router_layers() else (),
+            router_layers=self._router_layers(),
             logits=self.logits,
             router=self.router,
         )
 
-    def _has_router_layers(self) -> bool:
+    def _router_layers(self) -> tuple[int, ...]:
+        """As written; what is wrong with them is told when they are asked for."""
         layers = None if self.router_fields is None else self.router_fields.value.get("layers")
-        return isinstance(layers, list) and bool(layers) and all(type(x) is int for x in layers)
+        return tuple(x for x in layers if type(x) is int) if isinstance(layers, list) else ()
 
     def _extras(self) -> tuple[str, ...]:
         found = []
@@ -330,14 +333,17 @@ class Dataset:
 
     @cached_property
     def hidden(self) -> Fields | None:
+        """The descriptor of hidden states."""
         return self._descriptors("hidden", "hidden_layers")
 
     @cached_property
     def logits_fields(self) -> Fields | None:
+        """The descriptor of logits."""
         return self._descriptors("logits_topk", "logits_topk")
 
     @cached_property
     def router_fields(self) -> Fields | None:
+        """The descriptor of router tensors."""
         return self._descriptors("router", "router_logits")
 
     def _open_hidden(self, fields: Fields) -> tuple[Rows, tuple[int, ...], int, np.dtype[Any], NDArray[np.int64]]:
@@ -404,6 +410,7 @@ class Dataset:
         return Logits(*made)
 
     def logits_keys(self, paths: list[Path]) -> tuple[Path, tuple[str, str]]:
+        """The first file that is there, and what its tensors are called."""
         path, present = _first_there(paths)
         for pair in LOGITS_KEYS:
             if present.keys() >= set(pair):

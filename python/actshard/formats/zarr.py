@@ -83,6 +83,7 @@ def detect(path: Path) -> Evidence:
 
 
 def is_group(path: Path) -> bool:
+    """Whether a folder is a Zarr group, of either version."""
     if (path / "zarr.json").is_file():
         return not _is_array(path)
     return any((path / name).is_file() for name in (".zgroup", ".zmetadata")) or (
@@ -100,6 +101,7 @@ def _is_array(path: Path) -> bool:
 
 
 def stores_in(folder: Path) -> list[Path]:
+    """Zarr stores right below a folder, in the order of their names."""
     return sorted(p for p in folder.glob("*.zarr") if p.is_dir()) if folder.is_dir() else []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def check_values(store: Store, report: Report, tell: Any) -> None:
     readable = True
     for number, layer in enumerate(store.layers):
         try:
-            found = store.rows.scan(store.group_of(layer), lambda rows, n=number: tell("layers", n, len(store.layers)))
+            found = store.rows.scan(store.group_of(layer), partial(_tell, tell, number, len(store.layers)))
         except ActshardError as error:
             report.error(error, store.path)
             readable = False
@@ -41,6 +42,10 @@ def check_values(store: Store, report: Report, tell: Any) -> None:
             together = hashes if together is None else (together * mixed) ^ hashes
     if together is not None and readable:
         _duplicates(store, together, report)
+
+
+def _tell(tell: Any, number: int, total: int, rows: int) -> None:
+    tell("layers", number, total)
 
 
 def _rows(store: Store, layer: int, found: dict[str, Any], report: Report) -> None:

@@ -62,7 +62,7 @@ CODES: dict[str, tuple[str, str, str]] = {
         "trust the files; correct the descriptor",
     ),
     "count-claim": (
-        WARNING,
+        ERROR,
         "a count in the metadata is not what is there",
         "correct the count, or find what is missing",
     ),
@@ -189,10 +189,12 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
+        """What is wrong."""
         return [f for f in self.findings if f.severity == ERROR]
 
     @property
     def warnings(self) -> list[Finding]:
+        """What is odd."""
         return [f for f in self.findings if f.severity == WARNING]
 
     @property

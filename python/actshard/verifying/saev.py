@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def check(root: Path, report: Report, tell: Any) -> None:
         report.add("unsupported", path, fields.value["dtype"], '"float32"', "field 'dtype'")
     for names in (FAMILY, CHECKPOINT):
         if fields.has(*names):
-            read(path, lambda names=names: fields.text(*names))  # type: ignore[misc]
+            read(path, partial(fields.text, *names))
     has_list = "layers" in fields.value
     layers = read(path, lambda: fields.integers("layers") if has_list else range(fields.integer("n_layers")))
     cls = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ def check(root: Path, report: Report, tell: Any) -> None:
                 meta = member.store.array(f"arrays/{name}")
                 if meta is not None and meta.node not in {a.node for a in member.arrays}:
                     _check_small(meta, member, report)
+        for differs in dict.fromkeys(w for w in member.store.warnings if "consolidated" in w):
+            report.add("consolidated-differs", root, differs if store == root else f"{store.name}: {differs}")
         for path in member.texts:
             with report.noting(path):
                 lines = by_i(path, member.rows)
@@ -57,7 +60,7 @@ def _stores(root: Path, report: Report) -> list[Path]:
         report.error(error, listing, "metadata")
         return present
     for fields in entries:
-        name = report.field(listing, lambda fields=fields: fields.text("path"))
+        name = report.field(listing, partial(fields.text, "path"))
         if name is None:
             continue
         relative = Path(name)
@@ -74,9 +77,7 @@ def _stores(root: Path, report: Report) -> list[Path]:
         if not store.is_dir():
             report.add("missing-file", store, "nothing", "a Zarr store, which manifest.json lists")
             made.pop()
-        n = report.field(
-            listing, lambda fields=fields: fields.integer("n_samples", minimum=0) if fields.has("n_samples") else None
-        )
+        n = report.field(listing, partial(fields.integer, "n_samples", minimum=0)) if fields.has("n_samples") else None
         if fields.has("start") and fields.value["start"] != start:
             report.add(
                 "metadata",
@@ -141,7 +142,7 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
     full = math.prod(array.chunks) * array.dtype.itemsize
     wrong = 0
     for place, size in files.items():
-        name = array.prefix + array.separator.join(map(str, place))
+        name = _name(array, place)
         if any(p >= n for p, n in zip(place, grid, strict=True)):
             report.add("unlisted-file", array.folder / name, f"chunk {list(place)}", f"chunks of a grid {grid}")
         elif not array.how and size != full:
@@ -169,10 +170,14 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         report.add(
             "chunk-missing",
             array.folder,
-            f"{len(missing)} chunks of stored tokens have no file, such as {array.prefix}{array.separator.join(map(str, missing[0]))}",
+            f"{len(missing)} chunks of stored tokens have no file, such as {_name(array, missing[0])}",
             "a file for every chunk with stored tokens",
             f"sample {missing[0][0] * samples}",
         )
+
+
+def _name(array: ArrayMeta, place: tuple[int, ...]) -> str:
+    return array.prefix + array.separator.join(map(str, place))
 
 
 def _check_small(meta: ArrayMeta, member: Member, report: Report) -> None:

@@ -163,7 +163,7 @@ class LmprobeTarget(Target):
                 at_rest = [self._working(layer, "rest", int(s)) for s in shards[some]]
                 add(starts[some], tokens[some] - 1, at_rest, firsts[some])
         sizes = dict.fromkeys(files, 0)
-        for group, layer in enumerate(self.spec.layers):
+        for layer in self.spec.layers:
             for s, r in zip(last[none > 0].tolist(), row[none > 0].tolist(), strict=True):
                 path = self._working(layer, "last", s)
                 sizes[path] = max(sizes.get(path, 0), HEADER + (r + 1) * size)
@@ -210,7 +210,8 @@ class LmprobeTarget(Target):
         self._rest, self._weight = [], 0
         shards, _ = self._assign(tokens)
         at = np.maximum.accumulate(np.where(tokens > 1, shards, 0)) if len(tokens) else shards
-        return np.bincount(at, minlength=len(self._rest))[: len(self._rest)].tolist()
+        counts: list[int] = np.bincount(at, minlength=len(self._rest))[: len(self._rest)].tolist()
+        return counts
 
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         self._rest, self._weight = [], 0
@@ -269,7 +270,7 @@ class LmprobeTarget(Target):
             if examples.columns is None
             else dict(zip(examples.columns.column_names, examples.columns.columns, strict=True))
         )
-        text = next((given.pop(name) for name in TEXTS if name in given), None)
+        text = next((given.pop(name) for name in TEXTS if name in given), None)  # "text" itself, if it is there
         last, row = np.divmod(np.arange(n), self.rows_per_shard)
         made: dict[str, Any] = {
             "text": pa.array([""] * n) if text is None else text.cast(pa.string()),

@@ -1,8 +1,8 @@
 """Writes pickle shards: what the published text describes, in protocol 4, opened by its own example code.
 
 Shards are put together by hand, because an unpickled copy of the arrays would have to exist otherwise: opcodes of protocol 4 around
-the rows where they lie in memory. Globals are those under ``numpy.core``, which numpy 1 and 2 both know. In plain shards every array
-begins at a multiple of 64 bytes, so that readers that map the file get aligned views; what fills the gaps does nothing.
+the rows where they lie in memory. Globals are those under ``numpy.core``, which numpy 1 and 2 both know. In plain shards every
+array begins at a multiple of 64 bytes, so that readers that map the file get aligned views; what fills the gaps does nothing.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ class SaevTarget(Target):
     def write(self, block: Block) -> None:
         eps, size = self.eps, self.example_bytes
         first, end = self.n, self.n + len(block)
-        sources, files, pieces = [block.bytes], [], []
+        sources, pieces = [block.bytes], []
+        files: list[tuple[Path, int]] = []
         for shard in range(first // eps, -(-end // eps)):
             a, b = max(first, shard * eps), min(end, (shard + 1) * eps)
             pieces.append((0, (a - first) * size, (b - a) * size, len(files), (a - shard * eps) * size))
@@ -233,7 +234,8 @@ class SaevTarget(Target):
             raise ArgumentError("labels: expected for all examples or for none")
         if not has:
             return None
-        assert self._tokens is not None and block.columns is not None
+        assert self._tokens is not None
+        assert block.columns is not None
         labels = array_of(block.columns[PATCH_LABELS])
         content = self._tokens - self.cls
         if labels.shape != (len(block), content) or labels.dtype != np.uint8:

@@ -267,7 +267,7 @@ def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> ND
         flat = pa.concat_arrays(flat.chunks)
     if pa.types.is_fixed_size_list(flat.type):
         width = flat.type.list_size
-        made = flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), width)
+        made: NDArray[Any] = flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), width)
     else:
         made = flat.to_numpy(zero_copy_only=False)
     return made.view(NUMPY_BY_NAME[dtype]) if dtype is not None else made

@@ -104,8 +104,8 @@ class Writer:
         """Adds examples.
 
         Args:
-            activations: ``(batch, n_layers, tokens, d_model)``; ``(batch, n_layers, d_model)`` for one row per example; or a list of
-                ``(n_layers, tokens_i, d_model)``. numpy arrays or torch tensors, on any device (copied from it once).
+            activations: ``(batch, n_layers, tokens, d_model)``; ``(batch, n_layers, d_model)`` for one row per example; or a list
+                of ``(n_layers, tokens_i, d_model)``. numpy arrays or torch tensors, on any device (copied from it once).
             lengths: ``(batch,)``: tokens that count, from the first, where a batch is padded on the right.
             columns: per example, ``batch`` values each: texts, labels, ids. Names are the format's; the same for every call.
             labels: saev's patch labels, ``(batch, content tokens)`` uint8. Other formats keep them as a column.
@@ -113,8 +113,8 @@ class Writer:
             router: router logits by layer, ``(batch, experts)`` each (lmprobe). Other formats keep them as columns.
 
         Raises:
-            ArgumentError: shapes that do not fit each other, the layers or ``d_model``; examples that the format cannot hold as they
-                are, with what to do (``pad=True``, ``truncate=True``, another ``storage=``).
+            ArgumentError: shapes that do not fit each other, the layers or ``d_model``; examples that the format cannot hold as
+                they are, with what to do (``pad=True``, ``truncate=True``, another ``storage=``).
             DtypeError: another type than before, and none was asked for; a type that the format cannot hold.
             DiskFullError, FileAccessError: of this call or, as files are written in the background, of one before.
             ClosedError: the writer was closed.
@@ -234,7 +234,7 @@ class Writer:
         self._sink = None
 
     def abort(self) -> None:
-        """Stops without finishing. What was appended is committed if it can be, and ``create(..., resume=True)`` goes on after it."""
+        """Stops without finishing. What was appended is committed if it can be; ``create(..., resume=True)`` goes on after it."""
         if self._sink is None:
             return
         sink, self._sink = self._sink, None
@@ -397,7 +397,9 @@ def _table_of(
                 fields.append(field)
                 values.append(_of(name, column, n))
                 continue
-            if isinstance(column, list | tuple) and any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in column):
+            if isinstance(column, list | tuple) and any(
+                type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in column
+            ):
                 column = [v if v is None else decimal.Decimal(v) for v in column]  # beyond 64 bits
             try:
                 column = pa.array(column.tolist() if isinstance(column, np.ndarray) and column.ndim > 2 else column)
@@ -547,14 +549,14 @@ def create(
             nothing is ever converted.
         metadata: what the format has a place for: saev's ``family``, ``ckpt``, ``data``, ``dataset``, ``pixel_agg``; a Zarr store's
             attributes; the pickle shards' ``extraction_config``; lmprobe's ``lmprobe:`` keys.
-        num_examples: how many there will be, if it is known: another number at the end is an error, and saev's name is known before.
+        num_examples: how many there will be, if it is known: another number at the end is an error; saev's name is known before.
         tokens_per_example: for formats that have as many of each (saev); None: as many as the first example.
         pad: fill shorter examples up with zeros, where a format cannot hold them as they are.
         truncate: cut longer ones.
         shard_bytes: about how large shards are; each format has its own default.
         part: ``(i, n)``: this process writes part i of n; :func:`actshard.merge` makes one dataset of them.
-        resume: continue an unfinished dataset after the examples that are safe: ``writer.committed``. Begins where nothing was begun,
-            and takes what is finished: ``writer.complete``.
+        resume: continue an unfinished dataset after the examples that are safe: ``writer.committed``. Begins where nothing was
+            begun, and takes what is finished: ``writer.complete``.
         exist_ok: if the dataset is there already, finished, take it: ``writer.complete`` is True and nothing can be appended.
         options: the format's own; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
             ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``.

@@ -1,8 +1,8 @@
 """Writes Zarr activation stores as the published text has them: version 2, uncompressed, a chunk per sample, layer and stretch.
 
-``(1, 1, T_chunk, H)`` chunks of 0.5 to 2 MB are files of their own, always full-size, that many writes fill at once. What a store is
-comes last: until ``.zgroup`` and ``.zmetadata`` are there, no reader takes the folder for one. Layers are the array's second axis; their
-names, which the text has no place for, are the attribute ``layers``.
+``(1, 1, T_chunk, H)`` chunks of 0.5 to 2 MB are files of their own, always full-size, that many writes fill at once. What a store
+is comes last: until ``.zgroup`` and ``.zmetadata`` are there, no reader takes the folder for one. Layers are the array's second
+axis; their names, which the text has no place for, are the attribute ``layers``.
 """
 
 from __future__ import annotations
@@ -208,6 +208,7 @@ def place_columns(columns: pa.Table, small: dict[str, NDArray[Any]], texts: dict
     """Columns of numbers without a gap are arrays; texts, lists and what has gaps are lines of JSON."""
     import pyarrow as pa
 
+    own_text = next((name for name in ("prompt", *TEXTS) if name in columns.column_names), None)
     for name in columns.column_names:
         column = columns[name]
         kind = column.type
@@ -223,9 +224,8 @@ def place_columns(columns: pa.Table, small: dict[str, NDArray[Any]], texts: dict
         ):
             small[name] = array_of(column)
             continue
-        name = "prompt" if name in TEXTS and not any("prompt" in t for t in texts.values()) else name
-        values = column.to_pylist()
-        texts.setdefault(_LINES.get(name, "extra_metadata"), {})[name] = values
+        told = "prompt" if name == own_text else name
+        texts.setdefault(_LINES.get(told, "extra_metadata"), {})[told] = column.to_pylist()
 
 
 def array_meta(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Any]:

@@ -1,0 +1,355 @@
+"""What verify() promises: every broken rule is found, with its code and its place, whatever else is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import actshard
+from actshard.verifying.report import CODES
+from conftest import GOLDEN, refuses, rewrite_index, saev_dump
+
+SOUND = [saev_dump(p.parent) for p in sorted((GOLDEN / "saev").glob("*/expected.npz"))]
+SOUND += [p.parent for kind in ("lmprobe", "pickle", "zarr") for p in sorted((GOLDEN / kind).glob("*/expected.npz"))]
+
+
+@pytest.mark.parametrize("path", SOUND, ids=lambda p: p.relative_to(GOLDEN).as_posix().split("/saev/")[0])
+def test_sound_datasets_have_no_errors(path: Path) -> None:
+    report = actshard.verify(path, deep=True)
+    assert report.ok, report.findings
+    # What lmprobe's own writer is known to get wrong, and constant golden values.
+    assert report.codes() <= {"dtype-claim", "row-bytes-claim", "layout", "constant-row"}
+    if path.name in ("pooled_f16", "pooled_bf16"):
+        assert "dtype-claim" in report.codes()
+
+
+SAEV_ERRORS = {
+    "missing_shard": ("missing-file", "acts000001.bin"),
+    "empty_shard": ("empty-file", "acts000001.bin"),
+    "short_shard": ("truncated", "acts000001.bin"),
+    "no_shards_json": ("missing-file", "shards.json"),
+    "float16_dtype": ("unsupported", "metadata.json"),
+    "future_protocol": ("version", ""),
+    "shard_is_directory": ("not-a-file", "acts000001.bin"),
+}
+
+
+@pytest.mark.parametrize("case", SAEV_ERRORS)
+def test_broken_saev_dumps(case: str) -> None:
+    dump = json.loads((GOLDEN / "saev/errors/cases.json").read_text())[case]["dump"]
+    report = actshard.verify(GOLDEN / "saev/errors" / dump)
+    code, name = SAEV_ERRORS[case]
+    assert [f.code for f in report.findings] == [code]
+    assert str(report.findings[0].path).endswith(name)
+    assert report.status == (1 if case == "future_protocol" else 2)
+
+
+HOSTILE = {
+    **dict.fromkeys(
+        (
+            *(
+                "global_os_getcwd",
+                "stack_global_pathlib",
+                "builtins_eval",
+                "class_lookup_only",
+                "dotted_name_under_numpy",
+            ),
+            *("reconstruct_other_class", "ndarray_called_directly", "persistent_id", "inst_opcode"),
+        ),
+        "unsafe-pickle",
+    ),
+    **dict.fromkeys(("truncated_gzip", "gzip_bad_crc", "not_gzip"), "gzip"),
+    **dict.fromkeys(("truncated_pickle", "length_prefix_2_62", "no_stop", "frame_lies"), "truncated"),
+    **dict.fromkeys(("object_dtype", "structured_dtype", "future_protocol"), "unsupported"),
+    "empty_file": "empty-file",
+    "wrong_checksum": "checksum",
+    "wrong_size_bytes": "size-bytes",
+    "filename_parent": "metadata",
+    "count_differs": "count-claim",
+    "memo_index_4g": "count-claim",
+    "trailing_bytes": None,
+}
+
+
+@pytest.mark.parametrize("case", sorted(p.name for p in (GOLDEN / "pickle/hostile").iterdir() if p.is_dir()))
+def test_hostile_pickles(case: str) -> None:
+    report = actshard.verify(GOLDEN / "pickle/hostile" / case)
+    code = HOSTILE.get(case, "format")
+    if code is None:
+        assert report.ok
+        return
+    assert code in report.codes(), report.findings
+    assert report.status == 2
+
+
+def saev(tmp: Path) -> Path:
+    copy = tmp / "efe18415"
+    shutil.copytree(saev_dump(GOLDEN / "saev/v21_cls_labels_multishard"), copy)
+    return copy
+
+
+def of(kind: str, variant: str) -> Callable[[Path], Path]:
+    def make(tmp: Path) -> Path:
+        shutil.copytree(GOLDEN / kind / variant, tmp / variant)
+        return tmp / variant / "activations.zarr" if (tmp / variant / "activations.zarr").exists() else tmp / variant
+
+    return make
+
+
+def edit(name: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
+    def do(path: Path) -> None:
+        value = json.loads((path / name).read_text())
+        changed = change(value)
+        (path / name).write_text(json.dumps(value if changed is None else changed))
+
+    return do
+
+
+def index(change: Callable[[Any, dict[str, Any]], Any]) -> Callable[[Path], None]:
+    return lambda path: rewrite_index(path, change)
+
+
+def put(table: Any, column: str, change: Callable[[list[Any]], Any]) -> Any:
+    values = table[column].to_pylist()
+    change(values)
+    at = table.column_names.index(column)
+    return table.set_column(at, column, pa.array(values, table[column].type))
+
+
+def last_token_elsewhere(ids: list[list[int]]) -> None:
+    ids[2][-1] = ids[2][0] if len(ids[2]) > 1 else 1
+
+
+full, pooled = of("lmprobe", "fullseq_f32"), of("lmprobe", "pooled_f32")
+store, run = of("zarr", "single_consolidated"), of("zarr", "run_20260122_101112")
+shards = of("pickle", "numpy2_proto4")
+Break = Callable[[Path], Any]
+CASES: list[tuple[Callable[[Path], Path], Break, str]] = [
+    (saev, lambda p: (p / "acts000007.bin").write_bytes(b"x"), "unlisted-file"),
+    (saev, lambda p: (p / "labels.bin").write_bytes(b"x"), "truncated"),
+    (saev, lambda p: (p / "acts000000.bin").write_bytes(bytes(10**6)), "too-long"),
+    (saev, edit("metadata.json", lambda m: m.update(ckpt="other")), "hash-mismatch"),
+    (saev, edit("metadata.json", lambda m: m.update(d_model="16")), "metadata"),
+    (saev, edit("metadata.json", lambda m: m.update(layers=[5, 0, 11])), "layer-order"),
+    (saev, edit("metadata.json", lambda m: m.update(max_tokens_per_shard=3)), "metadata"),
+    (saev, edit("shards.json", lambda s: s[1].update(n_examples=2)), "count-claim"),
+    (saev, edit("shards.json", lambda s: s[:-1]), "format"),
+    (full, lambda p: (p / "tensors/hidden_layer003_shard001.safetensors").unlink(), "missing-file"),
+    (full, lambda p: (p / "tensors/hidden_layer003_shard001.safetensors").write_bytes(b"x" * 100), "header"),
+    (
+        full,
+        lambda p: shutil.copy(p / "tensors/hidden_layer003_shard001.safetensors", p / "tensors/extra.safetensors"),
+        "unlisted-file",
+    ),
+    (full, index(lambda t, m: put(t, "shard_index", lambda v: v.__setitem__(3, 9))), "address-out-of-range"),
+    (
+        full,
+        index(lambda t, m: put(t, "token_shard_offsets", lambda v: v[1].__setitem__(0, 10**6))),
+        "address-out-of-range",
+    ),
+    (
+        full,
+        index(lambda t, m: put(t, "token_shard_offsets", lambda v: v[1].__setitem__(0, v[0][0]))),
+        "address-overlap",
+    ),
+    (
+        full,
+        index(lambda t, m: put(t, "token_shard_offsets", lambda v: v[1].__setitem__(0, v[0][0]))),
+        "unaddressed-rows",
+    ),
+    (full, index(lambda t, m: put(t, "token_shard_ids", last_token_elsewhere)), "last-token-address"),
+    (full, index(lambda t, m: put(t, "num_tokens", lambda v: v.__setitem__(2, 99))), "token-count"),
+    (
+        full,
+        index(
+            lambda t, m: put(
+                put(t, "token_shard_ids", lambda v: v.__setitem__(0, [])),
+                "token_shard_offsets",
+                lambda v: v.__setitem__(0, []),
+            )
+        ),
+        "zero-token-example",
+    ),
+    (full, index(lambda t, m: m["tensors"]["hidden_layers"]["shards"][0].update(num_prompts=3) or t), "count-claim"),
+    (full, index(lambda t, m: m["tensors"]["hidden_layers"]["shards"][3].update(num_tokens=1) or t), "tensor"),
+    (full, index(lambda t, m: m["tensors"]["hidden_layers"].update(dim=64) or t), "tensor"),
+    (full, index(lambda t, m: m.update(format_version="2.4") or t), "version"),
+    (full, index(lambda t, m: m.update(format_version="3.0") or t), "unsupported"),
+    (full, index(lambda t, m: m.update(num_prompts=3) or t), "claim"),
+    (pooled, index(lambda t, m: m["tensors"]["hidden_layers"].update(dtype="float16") or t), "dtype-claim"),
+    (pooled, index(lambda t, m: m["tensors"]["hidden_layers"].update(pooling="mean") or t), "pooling"),
+    (pooled, index(lambda t, m: t.drop_columns(["row_offset"])), "format"),
+    (of("lmprobe", "pooled_logits"), lambda p: (p / "tensors/logits_topk_001.safetensors").unlink(), "missing-file"),
+    (
+        of("lmprobe", "pooled_logits"),
+        index(lambda t, m: put(t, "row_offset_logits", lambda v: v.__setitem__(0, 10**6))),
+        "address-out-of-range",
+    ),
+    (
+        of("lmprobe", "fullseq_logits_router"),
+        index(lambda t, m: m["tensors"]["router_logits"]["shards"][0].update(num_prompts=3) or t),
+        "count-claim",
+    ),
+    (store, lambda p: next((p / "arrays/activations").glob("3.*")).write_bytes(b"short"), "chunk-size"),
+    (store, lambda p: next((p / "arrays/activations").glob("3.*")).write_bytes(b""), "empty-file"),
+    (store, lambda p: (p / "arrays/activations/4.0.0.0").unlink(), "chunk-missing"),
+    (store, lambda p: (p / "arrays/activations/9.0.0.0").write_bytes(b""), "unlisted-file"),
+    (store, lambda p: shutil.rmtree(p / "arrays/seq_len") or _forget(p, "seq_len"), "no-lengths"),
+    (store, lambda p: (p / "arrays/seq_len/0").write_bytes(np.full(5, 99, np.int32).tobytes()), "length-too-long"),
+    (store, lambda p: (p / "arrays/prompt_len/0").write_bytes(b"x"), "truncated"),
+    (store, edit("arrays/split/.zarray", lambda z: z.update(fill_value=1)), "consolidated-differs"),
+    (store, edit(".zattrs", lambda z: z.update(num_layers=99)), "claim"),
+    (store, lambda p: (p / "text/prompts.jsonl").write_text('{"i": 0}\n{"i": 0}\n'), "duplicate-sample"),
+    (store, lambda p: (p / "text/prompts.jsonl").write_text('{"i": 0}\n'), "count-claim"),
+    (store, lambda p: (p / "text/prompts.jsonl").write_text('{"i": 0'), "format"),
+    (run, lambda p: shutil.rmtree(p / "shards/shard-0001.zarr"), "missing-file"),
+    (run, edit("manifest.json", lambda m: {**m, "n_samples": 5, "shards": m["shards"][:-1]}), "unlisted-file"),
+    (run, edit("manifest.json", lambda m: m["shards"][1].update(start=4)), "metadata"),
+    (shards, lambda p: (p / "shard_0002.pkl.gz").unlink(), "missing-file"),
+    (shards, lambda p: shutil.copy(p / "shard_0001.pkl.gz", p / "shard_0009.pkl.gz"), "unlisted-file"),
+    (
+        shards,
+        lambda p: (p / "shard_0001.pkl.gz").write_bytes((p / "shard_0001.pkl.gz").read_bytes()[:-1] + b"x"),
+        "checksum",
+    ),
+    (shards, edit("metadata.json", lambda m: m["statistics"].update(total_samples=1)), "claim"),
+    (shards, edit("metadata.json", lambda m: m["shards"][0].update(checksum=None)), "no-checksum"),
+    (shards, edit("metadata.json", lambda m: {k: v for k, v in m.items() if k != "statistics"}), "metadata"),
+    (
+        shards,
+        edit("metadata.json", lambda m: m["shards"].append({**m["shards"][0], "filename": "shard_0002.pkl.gz"})),
+        "metadata",
+    ),
+]
+
+
+def _forget(path: Path, array: str) -> None:
+    edit(".zmetadata", lambda z: [z["metadata"].pop(k) for k in list(z["metadata"]) if f"/{array}/" in k] and None)(
+        path
+    )
+
+
+@pytest.mark.parametrize(("make", "damage", "code"), CASES, ids=[f"{i}-{c[2]}" for i, c in enumerate(CASES)])
+def test_every_rule_has_a_code(tmp_path: Path, make: Callable[[Path], Path], damage: Break, code: str) -> None:
+    path = make(tmp_path)
+    assert code not in actshard.verify(path).codes()
+    damage(path)
+    report = actshard.verify(path)
+    (found, *_) = [f for f in report.findings if f.code == code] or pytest.fail(f"{report.findings}")
+    assert found.severity == CODES[code][0]
+    assert found.remedy
+    assert found.found
+    assert len(str(found).splitlines()) == 1
+    assert (
+        report.status
+        == {"error": 2, "warning": 1, "note": 0}[
+            min((f.severity for f in report.findings), key=["error", "warning", "note"].index)
+        ]
+    )
+
+
+def test_all_findings_and_not_the_first(tmp_path: Path) -> None:
+    path = saev(tmp_path)
+    (path / "acts000000.bin").unlink()
+    (path / "acts000002.bin").write_bytes(b"x")
+    (path / "acts000009.bin").write_bytes(b"x")
+    edit("metadata.json", lambda m: m.update(dtype="float16"))(path)
+    report = actshard.verify(path)
+    assert report.codes() == {"missing-file", "truncated", "unlisted-file", "unsupported"}
+    data = report.as_dict()
+    assert json.loads(json.dumps(data))["status"] == 2
+    assert {f["path"].rsplit("/", 1)[1] for f in data["findings"]} == {
+        "acts000000.bin",
+        "acts000002.bin",
+        "acts000009.bin",
+        "metadata.json",
+    }
+
+
+@pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
+def test_deep_looks_at_every_value(tmp_path: Path, format: str) -> None:
+    rows = np.random.default_rng(0).standard_normal((6, 2, 3, 8)).astype(np.float32)
+    rows[1, 0, 2, 4] = np.nan
+    rows[2, 1, 0, :2] = -np.inf
+    rows[:, 1, :, 7] = 0
+    rows[3, 0, 1] = 0
+    rows[5] = rows[4]
+    with actshard.create(tmp_path / "d", format, layers=[0, 4], d_model=8) as writer:
+        writer.append(rows)
+    report = actshard.verify(writer.path, deep=True)
+    told = {f.code: f for f in report.findings}
+    assert "(1, 2)" in told["nan"].found
+    assert told["nan"].place == "layer 0"
+    assert "2 infinite values" in told["infinite"].found
+    assert "(2, 0)" in told["infinite"].found
+    assert told["infinite"].place == "layer 4"
+    assert "(3, 1)" in told["zero-row"].found
+    assert "dead-dimension" in told
+    assert told["dead-dimension"].found == "1 of 8: 7"
+    assert told["duplicate-example"].found.endswith("5 = 4")
+    assert report.status == 2
+    assert report.checked["rows"] == 36
+    assert actshard.verify(writer.path).findings == []
+
+
+def test_deep_sees_constant_columns_and_types_wider_than_values(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((4, 1, 3, 8)).astype(np.float32)
+    rows = (rows.view(np.uint32) & 0xFFFF0000).view(np.float32)  # exactly bfloat16
+    rows[..., 2] = 0.5
+    rows[0, 0, 0] = 2.5
+    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=8) as writer:
+        writer.append(rows)
+    told = {f.code: f for f in actshard.verify(tmp_path / "d", deep=True).findings}
+    assert "bfloat16" in told["wide-dtype"].found
+    assert set(told) == {"wide-dtype", "constant-row"}
+    rows[0, 0, 0, 2] = 0.5
+    with actshard.create(tmp_path / "e", "zarr", layers=[0], d_model=8) as writer:
+        writer.append(rows)
+    told = {f.code: f for f in actshard.verify(tmp_path / "e", deep=True).findings}
+    assert told["constant-dimension"].found == "1 of 8: 2"
+
+
+def test_an_example_that_is_like_another_in_one_layer_only_is_no_duplicate(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((4, 2, 3, 8)).astype(np.float32)
+    rows[1, 0] = rows[0, 0]
+    with actshard.create(tmp_path / "d", "zarr", layers=[0, 1], d_model=8) as writer:
+        writer.append(rows)
+    assert actshard.verify(tmp_path / "d", deep=True).findings == []
+
+
+def test_what_is_no_dataset(tmp_path: Path) -> None:
+    with refuses(actshard.MissingFileError, tmp_path / "none"):
+        actshard.verify(tmp_path / "none")
+    (tmp_path / "file").touch()
+    assert actshard.verify(tmp_path).codes() == {"unknown-format"}
+    with pytest.raises(actshard.ArgumentError, match="format"):
+        actshard.verify(tmp_path, format="npz")
+
+
+def test_the_command_shows_all_and_its_status_tells(tmp_path: Path) -> None:
+    path = saev(tmp_path)
+    (path / "acts000000.bin").unlink()
+    (path / "acts000009.bin").write_bytes(b"x")
+    told = subprocess.run(
+        [sys.executable, "-m", "actshard.cli", "verify", str(path)], capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 2
+    assert re.search(r"^error \[missing-file\] .*acts000000\.bin: expected", told.stdout, re.M)
+    assert re.search(r"^warning \[unlisted-file\] .*acts000009", told.stdout, re.M)
+    assert "1 errors, 1 warnings" in told.stdout
+
+
+def test_every_code_is_documented() -> None:
+    page = (Path(__file__).parents[1] / "docs/verify.md").read_text()
+    for code, (severity, _, _) in CODES.items():
+        assert f"| `{code}` | {severity} |" in page, code
