@@ -284,3 +284,93 @@ def test_streams_of_what_python_decodes_end_when_they_are_left(tmp_path: Path) -
             native = stream._native.start(0, 0, 1, None)  # type: ignore[attr-defined]
             native.next()
             del native
+
+
+# -- what the original systems read of what we write --------------------------------------------------------------------
+
+
+def made(path: Path, format: str, *, pooled: bool = False, dtype: str = "float32", **own: Any) -> list[np.ndarray]:
+    rng = np.random.default_rng(5)
+    lengths = [1] * 30 if pooled else [4] * 30 if format == "saev" else rng.integers(1, 9, 30).tolist()
+    wanted = [rng.standard_normal((2, n, 16)).astype(np.float32) for n in lengths]
+    with actshard.create(path, format, layers=[0, 5], d_model=16, dtype=dtype, **own) as writer:
+        extra: dict[str, Any] = {"columns": {"text": [f"p{i}" for i in range(30)], "label": [i % 3 for i in range(30)]}}
+        writer.append(wanted, **(extra if format != "saev" else {}))
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_lmprobe_reads_pooled_datasets_of_ours(lmprobe: Callable[[Path], Any], tmp_path: Path, dtype: str) -> None:
+    wanted = made(tmp_path / "d", "lmprobe", pooled=True, dtype=dtype, shard_bytes=400, model="m/x", revision="abc")
+    theirs = lmprobe(tmp_path / "d")
+    raw, info = theirs.load_activation_dataset("golden/ours")
+    rows = np.stack(wanted)[:, :, 0].astype(actshard._arguments.dtype(dtype)[0]).astype(np.float32)
+    for k, layer in enumerate((0, 5)):
+        assert np.array_equal(raw[f"hidden.layer_{layer}"].float().numpy(), rows[:, k])
+    assert info["num_prompts"] == 30
+    found, labels = theirs.load_activations("golden/ours", show_progress=False, return_labels=True)
+    assert np.array_equal(np.asarray(found[5], np.float32), rows[:, 1])
+    assert labels.tolist() == [i % 3 for i in range(30)]
+
+
+def test_lmprobe_reads_last_tokens_of_full_sequences_of_ours(lmprobe: Callable[[Path], Any], tmp_path: Path) -> None:
+    """Its reading of all tokens is known to be wrong on its own data (shared notes); last tokens are what it gets right."""
+    wanted = made(tmp_path / "d", "lmprobe", shard_bytes=1500, storage="full_sequence")
+    theirs = lmprobe(tmp_path / "d")
+    found = theirs.load_activations("golden/ours", show_progress=False)
+    for k, layer in enumerate((0, 5)):
+        assert np.array_equal(found[layer], np.stack([w[k, -1] for w in wanted]))
+    raw, _ = theirs.load_activation_dataset("golden/ours")
+    assert len(raw["hidden.layer_5"]) == sum(w.shape[1] for w in wanted)
+
+
+def test_safetensors_reads_every_shard_of_ours(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    wanted = made(tmp_path / "d", "lmprobe", shard_bytes=1500, storage="full_sequence")
+    total = sum(
+        len(load_file(p)[f"hidden.layer_{int(p.name[12:15])}"]) for p in (tmp_path / "d/tensors").glob("*.safetensors")
+    )
+    assert total == 2 * sum(w.shape[1] for w in wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_zarr_python_reads_stores_of_ours(tmp_path: Path, dtype: str) -> None:
+    zarr = pytest.importorskip("zarr")
+    wanted = made(tmp_path / "d", "zarr", dtype=dtype, chunk_tokens=3)
+    for group in (
+        zarr.open_group(str(tmp_path / "d"), mode="r"),
+        zarr.open_consolidated(str(tmp_path / "d"), mode="r"),
+    ):
+        array = group["arrays/activations"]
+        lengths = group["arrays/seq_len"][:]
+        assert array.dtype == np.dtype(dtype)
+        for e, example in enumerate(wanted):
+            for k in range(2):
+                assert np.array_equal(array[e, k, : lengths[e]], example[k].astype(dtype))
+                assert not array[e, k, lengths[e] :].any()
+        assert group["arrays/label"][:].tolist() == [i % 3 for i in range(30)]
+        assert group.attrs["num_layers"] == 2
+
+
+def test_tensorstore_reads_stores_of_ours(tmp_path: Path) -> None:
+    ts = pytest.importorskip("tensorstore")
+    wanted = made(tmp_path / "d", "zarr", chunk_tokens=3)
+    array = ts.open({"driver": "zarr", "kvstore": f"file://{tmp_path}/d/arrays/activations"}).result()
+    assert np.array_equal(np.asarray(array[7, 1, : wanted[7].shape[1]].read().result()), wanted[7][1])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_torch_tensors_are_appended(torch: Any, tmp_path: Path, dtype: str) -> None:
+    rows = torch.randn(3, 2, 4, 16, requires_grad=True).to(getattr(torch, dtype))
+    with actshard.create(tmp_path / "d", "lmprobe", layers=[0, 5], d_model=16) as writer:
+        writer.append(rows, labels=None, columns={"label": torch.arange(3)})
+        writer.append(
+            [r.transpose(1, 2).contiguous().transpose(1, 2) for r in rows], columns={"label": torch.arange(3)}
+        )
+    store = actshard.open(tmp_path / "d")
+    assert store.dtype.name == dtype
+    for e in range(6):
+        got = torch.from_numpy(store.sequence(e, 5).astype(np.float32))
+        assert torch.equal(got, rows[e % 3, 1].detach().float())
+    assert store.table["label"].to_pylist() == [0, 1, 2, 0, 1, 2]
