@@ -217,7 +217,7 @@ def test_verify_sees_one_changed_bit(tmp_path: Path, ragged: Path) -> None:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "actshard.cli", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-m", "actshard.cli", *arguments], capture_output=True, text=True, check=False
     )
 
 

@@ -407,7 +407,7 @@ def test_a_sample_in_two_shards_is_an_error_that_names_both(tmp_path: Path, spar
         (lambda m: m["shards"][1].update(filename="shard_0001.pkl.gz"), "another file for each shard"),
         (lambda m: m["shards"][0].update(num_samples=-1), "at least 0"),
         (lambda m: m["shards"][0].update(layers=[]), "a non-empty list of integers"),
-        (lambda m: m["shards"][0].update(layers=[-1]), "layers from 0 up"),
+        (lambda m: m["shards"][0].update(layers=[1 << 40]), "numbers of layers"),
         (lambda m: m["shards"][0].update(sample_id_range=[0, 4]), "both ends included"),
         (lambda m: m["shards"][0].update(sample_id_range=[0]), "the first and the last"),
         (lambda m: m["shards"][0].update(compressed="yes"), "true or false"),

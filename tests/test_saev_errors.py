@@ -542,8 +542,15 @@ def test_missing_path_is_an_error(tmp_path: Path) -> None:
         actshard.open(tmp_path, io="fast")
 
 
-def test_folder_above_a_dump_says_where_it_is(saev_copy: Copy, tmp_path: Path) -> None:
+def test_folder_above_its_only_dump_stands_for_it_and_farther_up_says_where_it_is(
+    saev_copy: Copy, tmp_path: Path
+) -> None:
     path = saev_copy()
-    with refuses(actshard.UnknownFormatError, tmp_path, f"holds a dataset, open one: {path.name}") as caught:
+    assert actshard.open(tmp_path).path == path
+    deep = tmp_path / "a" / "b" / "c" / "d"
+    deep.mkdir(parents=True)
+    path = path.rename(deep / path.name)
+    assert actshard.open(tmp_path / "a" / "b").path == path
+    with refuses(actshard.UnknownFormatError, tmp_path, f"holds a dataset, open one: a/b/c/d/{path.name}") as caught:
         actshard.open(tmp_path)
     assert caught.value.candidates == ((path, "saev"),)

@@ -23,6 +23,8 @@ from actshard.writing.work import PARTS, unfinished
 
 _DEPTH = 6
 """How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
+_STANDS_FOR = 3
+"""How far below a path its only dataset may lie to be opened by it: ``saev/shards/<HASH>``."""
 _LOOK_AT_MOST = 2_000
 """Folders looked into at most, so that a mistyped "/" answers at once."""
 
@@ -159,7 +161,8 @@ def _check_finished(root: Path) -> None:
 def find(root: Path) -> tuple[Path, str]:
     """The dataset that a path stands for, and its format: the path itself, or the only dataset below it.
 
-    saev's folders are named by hashes that nobody types: the folder of a single dump stands for the dump.
+    saev's folders are named by hashes that nobody types: ``saev/shards/`` with a single dump stands for the dump. Farther down
+    nothing is opened that was not named.
     """
     try:
         return root, detect(root)
@@ -167,6 +170,8 @@ def find(root: Path) -> tuple[Path, str]:
         if len(error.candidates) != 1 or "/" in error.candidates[0][1]:
             raise
         (only,) = error.candidates
+        if len(only[0].relative_to(root).parts) > _STANDS_FOR:
+            raise
         _check_finished(only[0])
         return only
 
