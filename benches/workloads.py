@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import actshard
-from benches import data, pickles, streams, zarrs
+from benches import data, pickles, streams, writing, zarrs
 from benches.measure import Engine, NotPermitted, Row, fio_iops, in_child, interleave, median
 from benches.peers import NumpyMemmap, SafetensorsRows, lmprobe_on, numpy_sequences
 
@@ -417,4 +417,10 @@ ALL = {
     "stream_memory": streams.memory,
     "stream_others": streams.others,
     "compat_lmprobe": streams.compat_lmprobe,
+    "write_saev": writing.saev,
+    "write_zarr": writing.zarr,
+    "write_processes": writing.processes,
+    "write_lmprobe": writing.pooled,
+    "convert": writing.convert,
+    "verify": writing.verify,
 }

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import hashlib
 import io as stdio
+import itertools
 import json
 import multiprocessing
 import os
@@ -516,3 +517,19 @@ def test_info_does_not_inflate_a_large_folder_to_count_tokens(tmp_path: Path, mo
     store = opened(folder)
     assert store.info()["tokens"] is None
     assert store._rows.inflated == 1
+
+
+def test_a_shard_that_fits_the_budget_is_inflated_once_however_often_it_is_read(tmp_path: Path) -> None:
+    """Also where two would not fit: it must not be thrown out to make room for itself."""
+    with actshard.create(tmp_path / "d", "pickle", layers=[0, 1], d_model=64, shard_bytes=300_000) as writer:
+        writer.append(np.random.default_rng(0).standard_normal((30, 2, 20, 64)).astype(np.float32))
+    store = actshard.open(tmp_path / "d", decoded_memory=450_000)
+    units = store.contents.units
+    assert units is not None
+    assert len(units) == 3
+    for first, last in itertools.pairwise(units):
+        for _ in range(3):
+            for layer in store.layers:
+                store.sequences(range(first, last), layer)
+                store.tokens_of(range(first, last))
+    assert store.rows.inflated == 2

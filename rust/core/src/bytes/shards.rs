@@ -248,7 +248,9 @@ impl Shards {
     }
 
     fn load_all(&self, which: &[usize], watch: Watch<'_>) -> Result<Vec<Loaded>> {
-        self.decoded.make_room(which.iter().map(|s| self.decoded_guess(*s)).sum());
+        // Those that are kept already are touched, so that they are not what makes room for the others, or for themselves.
+        let absent: Vec<usize> = which.iter().copied().filter(|s| self.kept(*s).is_none()).collect();
+        self.decoded.make_room(absent.iter().map(|s| self.decoded_guess(*s)).sum());
         let slots: Vec<Mutex<Option<Loaded>>> = which.iter().map(|_| Mutex::default()).collect();
         let work = |i: usize, _: &Stop| -> Result<()> {
             let loaded = self.load(which[i])?;

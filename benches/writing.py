@@ -1,0 +1,382 @@
+"""Writing, converting, verifying: against what writes such files today, and against the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import actshard
+from benches import data
+from benches.measure import NotPermitted, Row, drop_page_cache
+
+SAEV_SHAPE = (50, 3, 197, 768)
+"""A batch of 91 MB; 40 of them are 3.6 GB."""
+BATCHES = 40
+EPS = 500
+ZARR_SHAPE = (8, 6, 512, 4096)
+ZARR_BATCHES = 7
+POOLED_SHAPE = (4096, 4, 4096)
+POOLED_BATCHES = 4
+
+
+def _place() -> Path:
+    folder = data.ROOT / "written"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    # What was deleted goes back to the disk in the background, and would be measured with what is written next.
+    os.sync()
+    time.sleep(2)
+    return folder
+
+
+def _several(engines: dict[str, Callable[[Path], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each, in turn, into an empty folder; the first turn does not count."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(repeats + 1):
+        for name, run in engines.items():
+            folder = _place()
+            began = time.perf_counter()
+            run(folder)
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    return times
+
+
+def _rate(
+    workload: str, state: str, peer: str, times: dict[str, list[float]], size: int, target: float | None, note: str = ""
+) -> Row:
+    theirs, ours = (size / 1e6 / statistics.median(times[name]) for name in (peer, "actshard"))
+    ratio = ours / theirs
+    met = None if target is None else ratio >= target
+    return Row(
+        workload, state, peer, theirs, ours, "MB/s", ratio, f">= {target:g}x" if target else "", met, note, spread=times
+    )
+
+
+def saev(repeats: int) -> Iterator[Row]:
+    """3.6 GB of float32 in four shards, durable: np.memmap as saev's writer does it, and dd."""
+    batch = np.random.default_rng(0).standard_normal(SAEV_SHAPE, np.float32)
+    size = batch.nbytes * BATCHES
+
+    def memmap(folder: Path) -> None:
+        shard = None
+        for i in range(BATCHES):
+            row = i * len(batch)
+            if row % EPS == 0:
+                if shard is not None:
+                    shard.flush()
+                path = folder / f"acts{row // EPS:06}.bin"
+                shard = np.memmap(path, np.float32, "w+", shape=(EPS, *SAEV_SHAPE[1:]))
+            assert shard is not None
+            shard[row % EPS : row % EPS + len(batch)] = batch
+        assert shard is not None
+        shard.flush()
+
+    def ours(folder: Path) -> Path:
+        with actshard.create(
+            folder, "saev", layers=[2, 7, 11], d_model=768, max_tokens_per_shard=EPS * 3 * 197
+        ) as writer:
+            for _ in range(BATCHES):
+                writer.append(batch)
+        return writer.path
+
+    def dd(folder: Path) -> None:
+        count = size >> 20
+        subprocess.run(
+            ["dd", "if=/dev/zero", f"of={folder}/zeros", "bs=1M", f"count={count}", "conv=fdatasync"],
+            check=True,
+            capture_output=True,
+        )
+
+    folder = _place()
+    memmap(folder)
+    made = ours(folder)
+    for i in range(BATCHES * len(batch) // EPS):
+        name = f"acts{i:06}.bin"
+        same = np.array_equal(np.fromfile(made / name, np.uint8), np.fromfile(folder / name, np.uint8))
+        assert same, "outputs differ; nothing is timed before they are equal"
+    times = _several({"np.memmap": memmap, "actshard": ours, "dd": dd}, min(repeats, 5))
+    yield _rate("write: saev, 3.6 GB", "durable", "np.memmap", times, size, 1.5)
+    yield _rate("write: saev, 3.6 GB", "durable", "dd", times, size, 0.8, "dd writes zeros, with fdatasync")
+
+
+def zarr(repeats: int) -> Iterator[Row]:
+    """1.4 GB of float16 in chunks of 1 MiB."""
+    import zarr
+
+    batch = np.random.default_rng(0).standard_normal(ZARR_SHAPE, np.float32).astype(np.float16)
+    n, (_, layers, tokens, hidden) = ZARR_BATCHES * len(batch), ZARR_SHAPE
+
+    def theirs(folder: Path) -> None:
+        group = zarr.open_group(str(folder / "theirs.zarr"), mode="w", zarr_format=2)
+        array = group.create_array(
+            "arrays/activations",
+            shape=(n, layers, tokens, hidden),
+            chunks=(1, 1, 128, hidden),
+            dtype="f2",
+            compressors=None,
+            filters=None,
+        )
+        for i in range(0, n, len(batch)):
+            array[i : i + len(batch)] = batch
+
+    def ours(folder: Path) -> None:
+        with actshard.create(
+            folder / "ours.zarr", "zarr", layers=range(layers), d_model=hidden, chunk_tokens=128
+        ) as writer:
+            for _ in range(ZARR_BATCHES):
+                writer.append(batch)
+
+    folder = _place()
+    theirs(folder)
+    ours(folder)
+    a = zarr.open_group(str(folder / "theirs.zarr"), mode="r")["arrays/activations"]
+    b = zarr.open_group(str(folder / "ours.zarr"), mode="r")["arrays/activations"]
+    assert a.shape == b.shape
+    assert all(np.array_equal(a[i], b[i]) for i in range(n)), "outputs differ"
+    times = _several({"zarr-python 3": theirs, "actshard": ours}, min(repeats, 5))
+    note = "ours is on the disk when it is closed; zarr-python leaves it in the page cache"
+    yield _rate("write: zarr, 1.4 GB", "ours durable", "zarr-python 3", times, batch.nbytes * ZARR_BATCHES, 3, note)
+
+
+def _together(running: list[subprocess.Popen[bytes]]) -> list[bytes]:
+    """Lets all begin at once; what they say at the end."""
+    for p in running:
+        assert p.stdin is not None
+        p.stdin.write(b"go\n")
+        p.stdin.flush()
+    return [p.communicate()[0] for p in running]
+
+
+def processes(repeats: int) -> Iterator[Row]:
+    """1, 2 and 4 processes, each with a part of one Zarr run, 0.7 GB in all."""
+    each = {}
+    for count in (1, 2, 4):
+        rates = []
+        for _ in range(min(repeats, 3)):
+            folder = _place()
+            running = [
+                subprocess.Popen(
+                    [sys.executable, "-W", "ignore", "-m", "benches.writing", "part", str(folder), str(i), str(count)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+                for i in range(count)
+            ]
+            for p in running:  # all have their data and wait
+                assert p.stdout is not None
+                p.stdout.readline()
+            spans = [json.loads(out) for out in _together(running)]
+            seconds = max(s["end"] for s in spans) - min(s["begin"] for s in spans)
+            rates.append(sum(s["bytes"] for s in spans) / 1e6 / seconds)
+            actshard.merge(folder / "run")
+        each[count] = statistics.median(rates)
+    one = each[1]
+    for count in (2, 4):
+        yield Row(
+            f"write: {count} processes into one run",
+            "durable",
+            "one process",
+            one,
+            each[count],
+            "MB/s",
+            each[count] / one,
+            "",
+            None,
+            f"1, 2, 4: {', '.join(f'{each[c]:,.0f}' for c in each)} MB/s together",
+        )
+
+
+def pooled(repeats: int) -> Iterator[Row]:
+    """1.07 GB of pooled rows in lmprobe's format: safetensors and pyarrow from arrays that lie right already."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from safetensors.numpy import save_file
+
+    batch = np.random.default_rng(0).standard_normal(POOLED_SHAPE, np.float32)
+    n = POOLED_BATCHES * len(batch)
+    texts = [f"prompt {i}" for i in range(n)]
+
+    def theirs(folder: Path) -> None:
+        (folder / "tensors").mkdir()
+        for layer in range(POOLED_SHAPE[1]):
+            whole = np.concatenate([batch[:, layer]] * POOLED_BATCHES)
+            save_file(
+                {f"hidden.layer_{layer}": whole}, folder / f"tensors/hidden_layer{layer:03d}_shard000.safetensors"
+            )
+        index = {
+            "text": texts,
+            "label": pa.array([0] * n, pa.int32()),
+            "num_tokens": pa.nulls(n, pa.int32()),
+            "shard_index": pa.array([0] * n, pa.int32()),
+            "row_offset": pa.array(np.arange(n, dtype=np.int32)),
+        }
+        pq.write_table(pa.table(index), folder / "train.parquet")
+
+    def ours(folder: Path) -> None:
+        with actshard.create(folder / "ours", "lmprobe", layers=range(POOLED_SHAPE[1]), d_model=4096) as writer:
+            for i in range(POOLED_BATCHES):
+                part = slice(i * len(batch), (i + 1) * len(batch))
+                writer.append(batch, columns={"text": texts[part], "label": [0] * len(batch)})
+
+    folder = _place()
+    theirs(folder)
+    ours(folder)
+    from safetensors.numpy import load_file
+
+    name = "tensors/hidden_layer002_shard000.safetensors"
+    a, b = load_file(folder / name), load_file(folder / "ours" / name)
+    assert np.array_equal(a["hidden.layer_2"], b["hidden.layer_2"]), "outputs differ"
+    times = _several({"safetensors + pyarrow": theirs, "actshard": ours}, min(repeats, 5))
+    note = "ours is on the disk when it is closed"
+    yield _rate(
+        "write: lmprobe pooled, 1.07 GB",
+        "ours durable",
+        "safetensors + pyarrow",
+        times,
+        batch.nbytes * POOLED_BATCHES,
+        1,
+        note,
+    )
+
+
+def convert(repeats: int) -> Iterator[Row]:
+    """.pkl.gz to saev beside decoding alone; saev to zarr float16 beside the disk."""
+    source = data.pickles("gz4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = actshard.open(source)
+    size = int(store.token_counts.sum()) * len(store.layers) * store.d_model * 4
+
+    def decode(_: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            again = actshard.open(source, decoded_memory="160MiB", io="pread")
+        units = again.contents.units
+        assert units is not None
+        for first, last in itertools.pairwise(units):
+            for layer in again.layers:
+                again.sequences(range(first, last), layer)
+
+    def to_saev(folder: Path) -> None:
+        actshard.convert(source, folder / "saev", "saev")
+
+    folder = _place()
+    to_saev(folder)
+    made = actshard.open(folder / "saev")
+    assert all(
+        np.array_equal(made.sequence(e, la), store.sequence(e, la))
+        for e in range(0, len(store), 7)
+        for la in store.layers
+    )
+    times = _several({"decoding alone": decode, "actshard": to_saev}, min(repeats, 5))
+    yield _rate("convert: .pkl.gz to saev", "hot", "decoding alone", times, size, 0.85)
+
+    big = data.saev()
+    shards = sorted(big.glob("acts*.bin"))
+    size = sum(p.stat().st_size for p in shards)
+    rates: dict[str, list[float]] = {"read": [], "write": [], "actshard": [], "rss": []}
+    for _ in range(min(repeats, 3)):
+        with contextlib.suppress(NotPermitted):
+            drop_page_cache(shards)
+        began = time.perf_counter()
+        for path in shards:
+            subprocess.run(
+                ["dd", f"if={path}", "of=/dev/null", "bs=4M", "iflag=direct"], check=True, capture_output=True
+            )
+        rates["read"].append(size / 1e6 / (time.perf_counter() - began))
+        folder = _place()
+        began = time.perf_counter()
+        subprocess.run(
+            ["dd", "if=/dev/zero", f"of={folder}/zeros", "bs=1M", f"count={size >> 20}", "conv=fdatasync"],
+            check=True,
+            capture_output=True,
+        )
+        rates["write"].append(size / 1e6 / (time.perf_counter() - began))
+        folder = _place()
+        with contextlib.suppress(NotPermitted):
+            drop_page_cache(shards)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "benches.writing", "convert", str(big), str(folder / "zarr")],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        found = json.loads(done.stdout)
+        rates["actshard"].append(size / 1e6 / found["seconds"])
+        rates["rss"].append(found["rss"])
+    slower = min(statistics.median(rates["read"]), statistics.median(rates["write"]))
+    ours = statistics.median(rates["actshard"])
+    note = f"disk: reads {statistics.median(rates['read']):,.0f}, writes {statistics.median(rates['write']):,.0f} MB/s"
+    yield Row(
+        "convert: saev to zarr float16, 3.6 GB", "cold", "the disk, slower way", slower, ours, "MB/s", ours / slower,
+        ">= 0.7x", ours / slower >= 0.7, note, spread=rates,
+    )  # fmt: skip
+    rss = max(rates["rss"]) / 1e6
+    yield Row("convert: peak RSS of that", "cold", "", None, rss, "MB", None, "< 512 MB", rss < 512)
+    a = actshard.open(folder / "zarr")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        b = actshard.open(big)
+    for e in range(0, len(b), 101):
+        assert np.array_equal(a.sequence(e, 7), b.sequence(e, 7).astype(np.float16)), "outputs differ"
+
+
+def verify(repeats: int) -> Iterator[Row]:
+    """Every value of 3.6 GB in the page cache, beside sha256sum of the same bytes."""
+    big = data.saev()
+    shards = sorted(big.glob("acts*.bin"))
+    size = sum(p.stat().st_size for p in shards)
+    times: dict[str, list[float]] = {"sha256sum": [], "actshard": []}
+    for turn in range(min(repeats, 5) + 1):
+        began = time.perf_counter()
+        subprocess.run(["sha256sum", *map(str, shards)], check=True, capture_output=True)
+        middle = time.perf_counter()
+        report = actshard.verify(big, deep=True)
+        if turn:
+            times["sha256sum"].append(middle - began)
+            times["actshard"].append(time.perf_counter() - middle)
+        assert report.checked["rows"] * SAEV_SHAPE[3] * 4 == size
+    yield _rate("verify --deep, 3.6 GB", "hot", "sha256sum", times, size, 2)
+
+
+def _part(folder: str, part: str, parts: str) -> None:
+    shape = (8, 6, 512, 4096)
+    batch = np.random.default_rng(int(part)).standard_normal((1, *shape[1:]), np.float32).astype(np.float16)
+    batch = np.repeat(batch, shape[0], axis=0)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began = time.time()
+    with actshard.create(
+        Path(folder) / "run", "zarr", layers=range(6), d_model=4096, part=(int(part), int(parts)), chunk_tokens=128
+    ) as writer:
+        for _ in range(8 // int(parts)):
+            writer.append(batch)
+    print(json.dumps({"begin": began, "end": time.time(), "bytes": batch.nbytes * (8 // int(parts))}))
+
+
+def _convert(source: str, target: str) -> None:
+    began = time.perf_counter()
+    actshard.convert(source, target, "zarr", dtype="float16")
+    seconds = time.perf_counter() - began
+    # Not ru_maxrss: that of the parent is handed down through exec.
+    status = Path("/proc/self/status").read_text()
+    rss = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+    print(json.dumps({"seconds": seconds, "rss": rss}))
+
+
+if __name__ == "__main__":
+    {"part": _part, "convert": _convert}[sys.argv[1]](*sys.argv[2:])
