@@ -544,6 +544,55 @@ except actshard.ClosedError: print("closed")
     assert len(actshard.open(tmp_path / "d")) == 10
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_killed_while_it_is_finished_it_is_finished_by_the_next(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every step of finishing; nothing can be appended to shards that have their last form."""
+    wanted = examples([3] * 7)
+    own: dict[str, Any] = {"max_tokens_per_shard": 18} if format == "saev" else {}
+    steps = 0
+    rename = actshard.writing.work.rename
+    for fail_at in range(40):
+        path = tmp_path / str(fail_at)
+        writer = actshard.create(path, format, layers=LAYERS, d_model=WIDTH, **own)
+        writer.append(wanted)
+        writer.flush()
+        done = 0
+
+        def failing(source: Path, target: Path) -> None:
+            nonlocal done
+            done += 1
+            if done > fail_at:  # noqa: B023 -- called before the next turn
+                raise KeyboardInterrupt
+            rename(source, target)
+
+        for module in ("saev", "lmprobe", "pickle"):
+            monkeypatch.setattr(f"actshard.writing.{module}.rename", failing)
+        monkeypatch.setattr("actshard.writing.sink.rename", failing)
+        try:
+            writer.close()
+        except KeyboardInterrupt:
+            steps += 1
+        monkeypatch.undo()
+        if writer.complete:
+            break
+        again = actshard.create(path, format, layers=LAYERS, d_model=WIDTH, resume=True, **own)
+        assert again.complete
+        assert again.committed == 7
+        check(again.path, wanted)
+        with pytest.raises(actshard.ClosedError):
+            again.append(wanted)
+    else:
+        pytest.fail("it never came to an end")
+    assert steps or format in ("zarr", "pickle")
+
+
+def test_metadata_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
+    with refuses(actshard.ArgumentError, None, "metadata: expected what JSON can hold"):
+        actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=8, metadata={"a": object()})
+
+
 def test_errors_of_the_background_reach_the_caller(tmp_path: Path) -> None:
     writer = actshard.create(tmp_path / "d", "zarr", layers=LAYERS, d_model=WIDTH)
     writer.append(examples([2]))

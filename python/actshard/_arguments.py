@@ -6,6 +6,7 @@ calls these functions, by name, for all others.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -77,6 +78,14 @@ def name_of(stored: np.dtype[Any], path: Path | None = None) -> str:
     if name is None:
         raise UnsupportedError(f"elements of {stored} are not read", path=path)
     return name
+
+
+def folder(value: Any, what: str = "path") -> Path:
+    """A path as an absolute one, of which links are not followed: names stay what the user called them."""
+    try:
+        return Path(os.path.abspath(Path(value).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{what}: expected a path, found {type(value).__name__}: {error}") from error
 
 
 _UNITS = {"": 1, "B": 1} | {

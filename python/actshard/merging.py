@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from actshard import _native
+from actshard import _arguments, _native
 from actshard.errors import ArgumentError, ExistsError, FormatError, MissingFileError, UnfinishedError, from_os
 from actshard.formats._contents import Options
 from actshard.formats._json import Fields, read_json
@@ -100,7 +100,7 @@ def merge(
         ExistsError: another dataset is there. LockedError: another process is merging.
         ArgumentError: ``physical`` for another format, or stores with different chunks.
     """
-    root = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
+    root = _arguments.folder(path)
     marker = root / FOLDER / _MARKER
     if not marker.exists():
         if parts is None and not (root / PARTS).is_dir():
@@ -141,7 +141,7 @@ def _begin(root: Path, parts: Sequence[str | os.PathLike[str]] | None, physical:
     if parts is None:
         sources = _own_parts(root)
     else:
-        sources = [find(Path(os.path.abspath(Path(p).expanduser())))[0] for p in parts]  # noqa: PTH100 -- as above
+        sources = [find(_arguments.folder(p, "parts"))[0] for p in parts]
         if not sources:
             raise ArgumentError("parts: expected at least one dataset")
         if len(set(sources)) < len(sources):

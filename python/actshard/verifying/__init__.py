@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actshard import formats
+from actshard import _arguments, formats
 from actshard.errors import ActshardError, ArgumentError, MissingFileError
 from actshard.opening import find, open_quietly
 from actshard.verifying.report import CODES, Finding, Report
-from actshard.writing.work import unfinished
+from actshard.writing.work import PARTS, unfinished
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
 
@@ -70,10 +70,7 @@ def verify(
         MissingFileError: there is nothing at the path.
         ArgumentError: a format that is none.
     """
-    try:
-        root = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"path: expected a path, found {type(path).__name__}: {error}") from error
+    root = _arguments.folder(path)
     if format is not None and format not in formats.names():
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {format!r}")
     if not root.exists():
@@ -81,7 +78,7 @@ def verify(
     report = Report(root, format, deep)
     tell = progress or (lambda what, done, total: None)
     try:
-        if root.is_dir() and unfinished(root) is not None:
+        if root.is_dir() and (unfinished(root) is not None or (root / PARTS).is_dir()):
             with report.noting(root):
                 open_quietly(root, format, "auto")
             return report

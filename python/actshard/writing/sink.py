@@ -164,6 +164,7 @@ class Sink:
         self._closed = True
         try:
             if not self.journal.finished:
+                self.journal.close()
                 lengths, columns = self.read_back()
                 target.finish(Examples(lengths, columns))
                 self.journal.finish()

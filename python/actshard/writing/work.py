@@ -13,6 +13,7 @@ whenever its writer dies. A last line that was torn is not counted. The folder g
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -35,6 +36,7 @@ JOURNAL = "journal.jsonl"
 PARTS = ".parts"
 """Folder of the parts of a dataset, until they are merged."""
 VERSION = 1
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _held: dict[str, int] = {}
 """Folders locked by this process, and by which process in truth: a forked child inherits the table, not the lock."""
 _held_lock = threading.Lock()
@@ -60,20 +62,39 @@ class Lock:
             try:
                 # A record lock: it belongs to this process alone, and no child that is forked later holds on to it.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                taken = False
             except OSError as error:
+                taken = isinstance(error, BlockingIOError | PermissionError)
+                if not taken and error.errno not in _NO_LOCKS:
+                    os.close(file)
+                    raise from_os(error, self.path, "lock") from error
+                # A file system without locks: what the file says has to do.
+                taken = taken or self._is_alive(file)
+            if taken:
                 said = self._who(file)
                 os.close(file)
-                if isinstance(error, BlockingIOError | PermissionError):
-                    raise LockedError(
-                        f"another writer is at work here{said}; wait for it, or stop it",
-                        path=self.path.parent.parent,
-                    ) from error
-                raise from_os(error, self.path, "lock") from error
+                raise LockedError(
+                    f"another writer is at work here{said}; wait for it, or stop it", path=self.path.parent.parent
+                )
             who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(who).encode(), 0)
             self._file = file
             _held[self._key] = os.getpid()
+
+    @staticmethod
+    def _is_alive(file: int) -> bool:
+        """Whether the process that the file names lives: on this host it can be asked, on others it is taken to."""
+        try:
+            who = json.loads(os.pread(file, 4096, 0))
+            if who["host"] != socket.gethostname():
+                return True
+            os.kill(int(who["pid"]), 0)
+        except (ValueError, KeyError, TypeError, ProcessLookupError):
+            return False
+        except PermissionError:
+            return True
+        return int(who["pid"]) != os.getpid()
 
     @staticmethod
     def _who(file: int) -> str:
@@ -87,8 +108,12 @@ class Lock:
         """Lets go; twice does no harm."""
         if self._file is not None:
             with _held_lock:
-                if _held.get(self._key) == os.getpid():
+                mine = _held.get(self._key) == os.getpid()
+                if mine:
                     del _held[self._key]
+            if mine:  # not a forked child's copy
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, 0)
             os.close(self._file)
             self._file = None
 
@@ -102,6 +127,8 @@ class Journal:
         self.lock = Lock(self.folder)
         self.config: dict[str, Any] = {}
         self.commits: list[dict[str, Any]] = []
+        self.closing = False
+        """Whether the dataset was being finished: nothing can be appended any more."""
         self.finished = False
         self._valid = 0
         """Bytes of the journal up to the last line that is whole."""
@@ -122,7 +149,7 @@ class Journal:
             data = self.path.read_bytes()
         except OSError as error:
             raise from_os(error, self.path, "read") from error
-        self.config, self.commits, self.finished, self._valid = {}, [], False, 0
+        self.config, self.commits, self.closing, self.finished, self._valid = {}, [], False, False, 0
         for number, line in enumerate(data.splitlines(keepends=True), 1):
             try:
                 record = json.loads(line)
@@ -139,8 +166,9 @@ class Journal:
                 if record.get("actshard") != VERSION:
                     raise FormatError("line 1: expected the journal of an actshard writer", path=self.path)
                 self.config = record["config"]
-            elif record.get("finished"):
-                self.finished = True
+            elif record.get("closing") or record.get("finished"):
+                self.closing = True
+                self.finished = bool(record.get("finished"))
             else:
                 self.commits.append(record)
             self._valid += len(line)
@@ -160,11 +188,17 @@ class Journal:
         self._append(record)
         self.commits.append(record)
 
+    def close(self) -> None:
+        """The dataset is being finished: its last shards are completed, and nothing can be added to them."""
+        if not self.closing:
+            self._append({"closing": True})
+            self.closing = True
+
     def finish(self) -> None:
         """The dataset is whole; what is in this folder is not needed any more."""
         if not self.finished:
             self._append({"finished": True})
-            self.finished = True
+            self.closing = self.finished = True
 
     def tables(self) -> Iterator[pa.Table]:
         """What commits added, in order."""

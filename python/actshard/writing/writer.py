@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,11 @@ class Writer:
         self.path = target.root
         self._sink = Sink(target, resume=resume)
         self._appended = self._sink.committed
+        if self._sink.journal.closing:
+            # Killed while it was finished: shards have their last form, and there is nothing to append to.
+            self.path = self._sink.finish()
+            self.complete = True
+            self._sink = None
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else f"{self._appended} examples appended, {self.committed} committed"
@@ -476,10 +482,12 @@ def make_target(
     known = targets()
     if format not in known:
         raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
-    try:
-        root = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"path: expected a path, found {type(path).__name__}: {error}") from error
+    root = _arguments.folder(path)
+    for name, given in (("metadata", metadata or {}), ("options", options)):
+        try:
+            json.dumps(dict(given))
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{name}: expected what JSON can hold: {error}") from error
     names, shape = _arguments.index(layers, "layers")
     if not names.size or len(shape) != 1 or len(set(names.tolist())) < names.size:
         raise ArgumentError(f"layers: expected a list of distinct integers, found {layers!r}")
