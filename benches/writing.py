@@ -38,8 +38,20 @@ def _place() -> Path:
     folder.mkdir(parents=True)
     # What was deleted goes back to the disk in the background, and would be measured with what is written next.
     os.sync()
-    time.sleep(2)
+    _settle()
     return folder
+
+
+def _settle() -> None:
+    """Waits until no disk has done anything for a second, half a minute at most."""
+    disks = Path("/proc/diskstats")
+    deadline = time.monotonic() + 30
+    before, quiet = "", 0
+    while quiet < 4 and time.monotonic() < deadline:
+        now = disks.read_text() if disks.exists() else ""
+        quiet = quiet + 1 if now == before else 0
+        before = now
+        time.sleep(0.25)
 
 
 def _several(engines: dict[str, Callable[[Path], Any]], repeats: int) -> dict[str, list[float]]:

@@ -96,7 +96,11 @@ class Asked:
     @cached_property
     def stored(self) -> NDArray[np.int64]:
         """Tokens that each example has in the source: of the longest layer, where they differ."""
-        ids, rows = self.ids(0, self.count), self.store.rows
+        return self.stored_of(0, self.count)
+
+    def stored_of(self, first: int, last: int) -> NDArray[np.int64]:
+        """The same of some examples of the result."""
+        ids, rows = self.ids(first, last), self.store.rows
         if self.store.contents.units is None:
             return rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids))
         each = rows.tokens_of(np.tile(self.groups, len(ids)), np.repeat(ids, len(self.groups)))
@@ -194,8 +198,9 @@ def settle(
     counts: NDArray[np.int64] | None = None
     per = tokens_per_example
     if format == "saev" and per is None:
-        counts = asked.chosen(asked.stored)
-        per = int(counts.max() if asked.pad else counts.min() if asked.truncate else counts[0])
+        # Only pad and truncate have to know all lengths beforehand, which can mean to decode everything twice.
+        counts = asked.chosen(asked.stored if asked.pad or asked.truncate else asked.stored_of(0, 1))
+        per = int(counts.max() if asked.pad else counts.min())
         if per == 0 and not asked.pad:
             raise ArgumentError("an example has no tokens, saev keeps as many of each: pad=True fills it up with zeros")
     if format == "lmprobe" and "storage" not in options:

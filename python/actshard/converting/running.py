@@ -124,7 +124,6 @@ def convert(
         metadata=metadata,
         options=options,
     )
-    lost = tuple(losses(asked, target)) if store.contents.counts_are_cheap else ()
     there = complete_at(target)
     if there is not None:
         if not (exist_ok or resume):
@@ -132,6 +131,8 @@ def convert(
         path, begun, size = there, asked.count, 0
     else:
         path, begun, size = _write(asked, target, resume, progress)
+    # Now that every shard was looked into, lengths cost nothing.
+    lost = tuple(losses(asked, target))
     if verify:
         compare(asked, target, path)
     return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, lost, verify)
