@@ -161,6 +161,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
             writer.append(np.ones((1, 2, 5, WIDTH), np.float32))
     with refuses(actshard.FormatError, tmp_path / "1", "layers"):
         actshard.merge(tmp_path / "c", [tmp_path / "0", tmp_path / "1"])
+    assert not (tmp_path / "c").exists()
     machine = GOLDEN / "pickle/numpy2_proto4"
     copy = tmp_path / "copy"
     shutil.copytree(machine, copy)

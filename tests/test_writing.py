@@ -452,6 +452,30 @@ def test_identical_saev_dumps_collide_and_divergent_ones_do_not(tmp_path: Path) 
         make("a", 3, num_examples=3, tokens_per_example=2)
 
 
+def test_a_small_dump_is_a_small_file_and_is_found_by_its_name(tmp_path: Path) -> None:
+    """saev's default shard is gigabytes, full-size whatever it holds."""
+    writer = actshard.create(tmp_path, "saev", layers=LAYERS, d_model=WIDTH)
+    writer.append(examples([3] * 5))
+    writer.close()
+    assert (writer.path / "acts000000.bin").stat().st_size == 5 * 2 * 3 * WIDTH * 4
+    check(writer.path, examples([3] * 5))
+    again = actshard.create(
+        tmp_path, "saev", layers=LAYERS, d_model=WIDTH, num_examples=5, tokens_per_example=3, exist_ok=True
+    )
+    assert again.complete
+    assert again.path == writer.path
+    done = actshard.convert(writer.path, tmp_path / "b", "saev", examples=[1], layers=[7])
+    assert (done.path / "acts000000.bin").stat().st_size == 3 * WIDTH * 4
+
+
+def test_another_dataset_is_not_taken_for_the_one_asked_for(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "zarr", layers=LAYERS, d_model=WIDTH) as writer:
+        writer.append(examples([3]))
+    for other in ({"dtype": "float16"}, {"layers": [3, 8]}, {"num_examples": 2}):
+        with refuses(actshard.ExistsError, tmp_path / "d", "another dataset"):
+            actshard.create(tmp_path / "d", "zarr", **{"layers": LAYERS, "d_model": WIDTH, "resume": True, **other})
+
+
 def test_the_second_writer_is_refused_with_pid_and_host(tmp_path: Path) -> None:
     writer = actshard.create(tmp_path / "d", "zarr", layers=LAYERS, d_model=WIDTH)
     with pytest.raises(actshard.LockedError, match="this process"):

@@ -109,7 +109,15 @@ def merge(
     lock = Lock(root / FOLDER)
     lock.take()
     try:
-        plan = _begin(root, parts, physical, marker)
+        try:
+            plan = _begin(root, parts, physical, marker)
+        except BaseException:
+            if not marker.exists():
+                # Nothing was begun: nothing stays.
+                shutil.rmtree(root / FOLDER, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    root.rmdir()
+            raise
         listed = read_json(marker)
         place = Path(listed["place"]) if listed.get("finished") else _DO[plan.format](plan)
         if not listed.get("finished"):
@@ -208,7 +216,6 @@ def _check_alike(sources: Sequence[Path]) -> str:
         }
         if store.format == "saev":
             kind["tokens per example"] = int(store.token_counts[0])
-            kind["examples per shard"] = _eps(store.metadata)
             kind["protocol"] = store.metadata.get("protocol")
             kind["patch labels"] = store.labels is not None
         if store.format == "lmprobe":
@@ -240,11 +247,14 @@ def _saev(plan: _Merge) -> Path:
     fields = Fields(first, plan.parts[0] / "metadata.json")
     name = fields.name(*N_EXAMPLES)
     counts = [Fields(m, p / "metadata.json").integer(*N_EXAMPLES) for m, p in zip(described, plan.parts, strict=True)]
-    eps, n = _eps(first), sum(counts)
+    # A small dump has a small shard: the largest of them is what all get.
+    each = [_eps(m) for m in described]
+    eps, n = max(each), sum(counts)
+    budget = {fields.name(*BUDGET): described[each.index(eps)][fields.name(*BUDGET)]}
     content = fields.integer(*CONTENT_TOKENS)
     tokens = content + bool(first.get("cls_token", True))
     size = tokens * len(first["layers"]) * fields.integer(*D_MODEL) * ITEMSIZE
-    metadata = {**first, name: n}
+    metadata = {**first, **budget, name: n}
     recipe = next((i for i, h in enumerate(hashes(first)) if h == plan.parts[0].name), 0)
     place = plan.path / hashes(metadata)[recipe]
     if place.exists():
@@ -265,8 +275,8 @@ def _saev(plan: _Merge) -> Path:
         for p, begin in enumerate(starts[:-1]):
             lo, hi = max(a, begin), min(b, starts[p + 1])
             while lo < hi:
-                number, row = divmod(lo - begin, eps)
-                rows = min(hi - lo, eps - row)
+                number, row = divmod(lo - begin, each[p])
+                rows = min(hi - lo, each[p] - row)
                 pieces.append((plan.parts[p] / f"acts{number:06}.bin", row, rows, lo - a))
                 lo += rows
         source, row, rows, _ = pieces[0]

@@ -191,6 +191,8 @@ def settle(
     """The target with everything decided: its type, how many tokens, its metadata."""
     store, format = asked.store, asked.format
     given, own = described(store, format)
+    if asked.examples is not None or len(asked.layers) < len(store.layers):
+        own.pop("max_tokens_per_shard", None)  # shards of the whole would be mostly empty
     options = {**{k: v for k, v in own.items() if k in targets_own(format)}, **options}
     if format == "saev" and asked.tokens != "all":
         options = {**options, "cls_token": False} if "cls_token" not in options else options

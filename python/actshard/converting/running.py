@@ -18,7 +18,7 @@ from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.sink import Sink
 from actshard.writing.target import Block, Target
-from actshard.writing.writer import complete_at
+from actshard.writing.writer import check_same, complete_at
 
 _AT_ONCE = 8192
 """Examples asked for their lengths at once."""
@@ -128,7 +128,7 @@ def convert(
     if there is not None:
         if not (exist_ok or resume):
             raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=there)
-        path, begun, size = there, asked.count, 0
+        path, begun, size = there, check_same(target, there), 0
     else:
         path, begun, size = _write(asked, target, resume, progress)
     # Now that every shard was looked into, lengths cost nothing.

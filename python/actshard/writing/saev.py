@@ -104,6 +104,14 @@ class SaevTarget(Target):
             )
         return budget
 
+    def budget_of(self, n: int) -> int:
+        """What metadata.json says of n examples: a dump of one shard is as large as its examples, unless a budget was asked for.
+
+        saev's shards are full-size whatever they hold: its default would make a file of gigabytes for a handful of examples.
+        """
+        asked = self._budget is not None or self.spec.shard_bytes is not None or self.spec.part is not None
+        return self.budget if asked else min(self.budget, n * self.per_example)
+
     @property
     def eps(self) -> int:
         """Examples per shard."""
@@ -137,11 +145,11 @@ class SaevTarget(Target):
         dataset = given.get("dataset", "unknown")
         layers = list(self.spec.layers)
         if self.protocol == "2.0":
-            sizes = {"n_ex": n, "patches_per_shard": self.budget}
+            sizes = {"n_ex": n, "patches_per_shard": self.budget_of(n)}
             pixel = {"pixel_agg": given["pixel_agg"]} if "pixel_agg" in given else {}
             head = {**family, "layers": layers, "patches_per_ex": content, **common, **sizes}
             return {**head, "data": data or {}, "dataset": dataset, **pixel, **end}
-        sizes = {"n_examples": n, "max_tokens_per_shard": self.budget}
+        sizes = {"n_examples": n, "max_tokens_per_shard": self.budget_of(n)}
         # 2.1 keeps a string here; what an older protocol kept as an object is kept as its text.
         text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"), ensure_ascii=False)
         head = {**family, "layers": layers, "content_tokens_per_example": content, **common, **sizes}
@@ -262,7 +270,7 @@ class SaevTarget(Target):
         with last.open("r+b") as file:
             file.truncate(size)
         if self.protocol == "2.1":
-            self.put([], [(last, eps * self.example_bytes)], [])
+            self.put([], [(last, self.budget_of(n) // self.per_example * self.example_bytes)], [])
         if self.has_labels:
             with (self.root / "labels.bin").open("r+b") as file:
                 file.truncate(n * (self.per_example // len(self.spec.layers) - self.cls))
@@ -280,7 +288,7 @@ class SaevTarget(Target):
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         n, eps = len(tokens), self.eps
         shards = -(-n // eps)
-        held = shards * eps if self.protocol == "2.1" else n
+        held = shards * (self.budget_of(n) // self.per_example) if self.protocol == "2.1" else n
         assert self._tokens is not None
         labels = n * (self._tokens - self.cls) if has_labels else 0
         return shards, shards + 2 + has_labels, held * self.example_bytes + labels

@@ -56,11 +56,9 @@ class Writer:
         if found is not None:
             if not self._exist_ok:
                 raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=found)
-            from actshard.opening import open_quietly
-
             self.path = found
             self.complete = True
-            self._appended = open_quietly(found, target.format, "auto").num_examples
+            self._appended = check_same(target, found)
             return
         self.path = target.root
         self._sink = Sink(target, resume=resume)
@@ -285,6 +283,29 @@ def complete_at(target: Target) -> Path | None:
         return target.root
     refuse_existing(target.root)
     return None
+
+
+def check_same(target: Target, path: Path) -> int:
+    """How many examples a finished dataset has; ExistsError if it is none such as the target would make."""
+    from actshard.opening import open_quietly
+
+    store = open_quietly(path, target.format, "auto")
+    wanted = {
+        "layers": list(target.spec.layers),
+        "d_model": target.spec.d_model,
+        "dtype": None if target.dtype is None else str(target.dtype),
+        "num_examples": target.spec.num_examples,
+    }
+    found = {
+        "layers": list(store.layers),
+        "d_model": store.d_model,
+        "dtype": str(store.dtype),
+        "num_examples": store.num_examples,
+    }
+    for name, value in wanted.items():
+        if value is not None and value != found[name]:
+            raise ExistsError(f"holds another dataset: its {name} {found[name]}, asked for was {value}", path=path)
+    return store.num_examples
 
 
 class _Examples:
