@@ -387,6 +387,7 @@ def test_an_exception_leaves_what_can_be_resumed(tmp_path: Path, format: str) ->
     folder = writer.path
     with refuses(actshard.UnfinishedError, folder, "4 examples"):
         actshard.open(folder)
+    assert writer.committed == len(writer) == 4
     assert actshard.verify(folder).codes() == {"unfinished"}
     with refuses(actshard.ExistsError, folder, "resume=True"):
         actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH)

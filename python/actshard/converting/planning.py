@@ -325,7 +325,8 @@ def _without_shards(metadata: Mapping[str, Any]) -> dict[str, Any]:
         hidden = metadata["tensors"].get("hidden_layers")
         if isinstance(hidden, dict):
             kept["tensors"] = {"hidden_layers": {k: v for k, v in hidden.items() if k in ("storage", "pooling")}}
-    return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
+    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    return plain
 
 
 def _converted_from(store: Store) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import decimal
 import json
 import os
@@ -241,23 +242,14 @@ class Writer:
         """Stops without finishing. What was appended is committed if it can be; ``create(..., resume=True)`` goes on after it."""
         if self._sink is None:
             return
-        sink, self._sink = self._sink, None
-        try:
-            self._hand_over_to(sink)
-        except Exception:
-            # The error that brought us here is the one to be seen; what the journal counts is safe.
-            pass
-        finally:
-            self._closed_at = sink.committed
-            sink.abort()
-
-    def _hand_over_to(self, sink: Sink) -> None:
-        self._sink = sink
-        try:
+        sink = self._sink
+        # The error that brought us here is the one to be seen; what the journal counts is safe.
+        with contextlib.suppress(Exception):
             self._hand_over()
             sink.commit()
-        finally:
-            self._sink = None
+        self._appended = sink.committed
+        self._sink = None
+        sink.abort()
 
     def _open(self) -> Sink:
         if self._sink is None:
