@@ -227,7 +227,7 @@ fn in_bulk<S: AnyBitPattern + NoUninit, D: AnyBitPattern + NoUninit>(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -31,7 +31,7 @@ pub fn cast(how: Cast, src: &[u8], dst: &mut [u8], watch: Watch<'_>) -> Result<(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
     use crate::dtype::DType;

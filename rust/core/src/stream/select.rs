@@ -159,7 +159,7 @@ fn sums(counts: impl Iterator<Item = u64>) -> Result<Vec<u64>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
     use proptest::prelude::*;

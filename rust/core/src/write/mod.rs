@@ -181,7 +181,7 @@ fn copy_some(source: &File, from: u64, n: usize, target: &File, to: u64) -> std:
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
 

@@ -167,7 +167,7 @@ pub fn digest(path: &Path, watch: Watch<'_>) -> Result<Digested> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
     use flate2::read::GzDecoder;
