@@ -164,6 +164,21 @@ def test_what_cannot_be_held_is_refused_before_anything_is_written(
         actshard.open(tmp_path / "d")
 
 
+def test_a_misfit_far_behind_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=8) as writer:
+        writer.append([np.ones((1, 3 if i < 20_000 else 4, 8), np.float32) for i in range(20_001)])
+    with pytest.raises(actshard.ArgumentError, match="example 20000 has 4 tokens"):
+        actshard.convert(tmp_path / "src", tmp_path / "d", "saev")
+    assert not (tmp_path / "d").exists()
+
+
+def test_shards_are_as_large_as_they_were(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "src", "pickle", layers=[0], d_model=8) as writer:
+        writer.append(np.arange(150 * 24, dtype=np.float32).reshape(150, 1, 3, 8))
+    actshard.convert(tmp_path / "src", tmp_path / "d", "pickle", verify=True)
+    assert len(list((tmp_path / "d").glob("shard_*"))) == 1
+
+
 def test_the_plan_is_what_happens(tmp_path: Path, ragged: Path) -> None:
     for format, own in (("saev", {"pad": True}), ("lmprobe", {}), ("zarr", {}), ("pickle", {"compress": False})):
         (planned,) = plan(ragged, tmp_path / format, format, **own)

@@ -281,7 +281,7 @@ def test_streams_of_what_python_decodes_end_when_they_are_left(tmp_path: Path) -
             assert np.array_equal(batch.activations, values[batch.examples, 1, batch.tokens])
         for _ in range(5):
             next(iter(stream))
-            native = stream._native.start(0, 0, 1, None)  # type: ignore[attr-defined]
+            native = stream._native.start(0, 0, 1, None)  # type: ignore[attr-defined] -- what no user calls
             native.next()
             del native
 

@@ -618,6 +618,13 @@ def test_metadata_that_json_cannot_hold_are_refused(tmp_path: Path) -> None:
         actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=8, metadata={"a": object()})
 
 
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(actshard.ActshardError) as caught:
+        actshard.create(tmp_path / "file" / "d", "zarr", layers=[0], d_model=8)
+    assert caught.value.path is not None
+
+
 def test_errors_of_the_background_reach_the_caller(tmp_path: Path) -> None:
     writer = actshard.create(tmp_path / "d", "zarr", layers=LAYERS, d_model=WIDTH)
     writer.append(examples([2]))

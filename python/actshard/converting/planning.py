@@ -37,6 +37,10 @@ class Loss:
     def __str__(self) -> str:
         return f"{self.what}: {self.detail}"
 
+    def as_dict(self) -> dict[str, str]:
+        """As plain values."""
+        return {"what": self.what, "detail": self.detail}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -64,7 +68,7 @@ class Plan:
         return made | {
             "path": str(self.path),
             "layers": list(self.layers),
-            "losses": [{"what": x.what, "detail": x.detail} for x in self.losses],
+            "losses": [x.as_dict() for x in self.losses],
         }
 
 
@@ -173,7 +177,7 @@ def ask(
             )
         if not ids.size:
             raise ArgumentError("examples: expected at least one")
-        if (ids == np.arange(store.num_examples)).all() if len(ids) == store.num_examples else False:
+        if np.array_equal(ids, np.arange(store.num_examples)):
             ids = None
     return Asked(store, format, chosen, names, ids, tokens, pad, truncate)
 

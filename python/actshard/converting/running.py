@@ -53,8 +53,7 @@ class Conversion:
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
         made = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        told = [{"what": x.what, "detail": x.detail} for x in self.losses]
-        return made | {"path": str(self.path), "losses": told}
+        return made | {"path": str(self.path), "losses": [x.as_dict() for x in self.losses]}
 
 
 def convert(
@@ -124,6 +123,10 @@ def convert(
         metadata=metadata,
         options=options,
     )
+    if store.contents.counts_are_cheap and target.tokens is not None:
+        fitted(
+            asked, target, asked.chosen(asked.stored), 0
+        )  # before the first row is written, not at the one that does not fit
     there = complete_at(target)
     if there is not None:
         if not (exist_ok or resume):
@@ -173,7 +176,7 @@ def blocks(
     alike = units is None  # only pickle shards differ from layer to layer
     at = begin
     while at < asked.count:
-        ids = asked.ids(at, min(at + (_AT_ONCE if units is None else 64), asked.count))
+        ids = asked.ids(at, min(at + _AT_ONCE, asked.count))
         unit = None
         if units is not None:
             unit = int(np.searchsorted(units, ids[0], "right")) - 1
@@ -194,10 +197,13 @@ def blocks(
                 )
         if target.tokens is not None:
             fitted(asked, target, counts[:, 0], at)
-        used = np.maximum(lengths_of(target, counts), 0).sum(axis=1)
-        count = max(1, int(np.searchsorted(np.cumsum(used), most, "right")))
-        yield ids[:count], counts[:count], unit
-        at += count
+        ends = np.cumsum(np.maximum(lengths_of(target, counts), 0).sum(axis=1))
+        first, before = 0, 0
+        while first < len(ids):
+            last = max(first + 1, int(np.searchsorted(ends, before + most, "right")))
+            yield ids[first:last], counts[first:last], unit
+            first, before = last, int(ends[last - 1])
+        at += len(ids)
 
 
 def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _native
-from actshard.errors import ActshardError, ArgumentError, ClosedError, ExistsError, FormatError, from_os
+from actshard.errors import ActshardError, ArgumentError, ClosedError, ExistsError, FormatError
 from actshard.writing.target import Block, Examples, Target
-from actshard.writing.work import Journal, rename
+from actshard.writing.work import Journal, make_folder, rename
 
 COMMIT_BYTES = 1 << 30
 """Data between two commits, about: what a crash costs at most."""
@@ -52,8 +52,7 @@ class Sink:
                 "or remove the folder",
                 path=target.root,
             )
-        self.journal.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.journal.folder.mkdir(exist_ok=True)
+        make_folder(self.journal.folder)
         self.journal.lock.take()
         try:
             if self.journal.exists():
@@ -106,7 +105,6 @@ class Sink:
                 self._check()
         if held is None or held.size < need:
             held = np.empty(max(need, min(self.target.block_bytes, 4 * need)), np.uint8)
-        self._lent = held
         dtype = self.target.dtype
         assert dtype is not None
         return held[:need].view(dtype).reshape(rows, self.target.spec.d_model)
@@ -220,10 +218,7 @@ class Sink:
 
     def _write(self, block: Block) -> None:
         self._configure()
-        try:
-            self.target.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise from_os(error, self.target.root, "make") from error
+        make_folder(self.target.root)
         self.target.write(block)
         size = int(np.maximum(block.lengths, 0).sum()) * self.target.row_bytes
         self.written_bytes += size
