@@ -13,6 +13,7 @@
 //! - [`rows`] is one dataset's rows, whatever its layout: what a binding holds. [`stream`] reads them in an order, batch
 //!   after batch, on a thread ahead of whoever consumes them.
 //! - [`write`] puts bytes into files: pieces at their places, whole shards. [`scan`] looks at every value of a dataset.
+//! - [`tokens`] is the other kind of dataset: token caches, their rows, their batches and orders.
 //! - [`parse`] reads files not to be trusted. [`error`] is how anything here says no.
 //!
 //! This crate knows rows, files and byte ranges. It has no word for a prompt, a patch or a parquet file, and never
@@ -30,6 +31,7 @@ pub mod parse;
 pub mod rows;
 pub mod scan;
 pub mod stream;
+pub mod tokens;
 pub mod write;
 
 pub use dtype::DType;

@@ -4,6 +4,7 @@
 //! - `stream`: batches in an order, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `detach`: the one gate through which the GIL is released
+//! - `tokens`: token caches, their batches and orders
 //! - `write`: files written, values looked at
 //! - `pickle`: values of a pickle as Python objects
 //! - `errors`: the core's errors as the exceptions of `actshard.errors`
@@ -14,6 +15,7 @@ mod errors;
 mod pickle;
 mod rows;
 mod stream;
+mod tokens;
 mod write;
 
 use std::path::PathBuf;
@@ -122,6 +124,17 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(write::sync_files, m)?)?;
     m.add_function(wrap_pyfunction!(write::copy_range, m)?)?;
     m.add_function(wrap_pyfunction!(write::cast_into, m)?)?;
+    m.add_class::<tokens::BlockCache>()?;
+    m.add_class::<tokens::TokenField>()?;
+    m.add_class::<tokens::TokenFieldWriter>()?;
+    m.add_class::<tokens::TokenOrder>()?;
+    m.add_function(wrap_pyfunction!(tokens::pack_rows, m)?)?;
+    m.add_function(wrap_pyfunction!(tokens::run_lengths, m)?)?;
+    m.add_function(wrap_pyfunction!(tokens::jax_key, m)?)?;
+    m.add_function(wrap_pyfunction!(tokens::jax_split, m)?)?;
+    m.add_function(wrap_pyfunction!(tokens::jax_fold_in, m)?)?;
+    m.add_function(wrap_pyfunction!(tokens::jax_randint30, m)?)?;
+    m.add_function(wrap_pyfunction!(tokens::jax_permutation, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(error_kinds, m)?)?;
     m.add_function(wrap_pyfunction!(header_reasons, m)?)?;

@@ -120,7 +120,7 @@ pub struct ChunkFiles {
     row: Row,
     address_bits: u32,
     io: Io,
-    slots: Slots,
+    slots: Slots<OpenFile>,
     decoded: Cache,
     decodes: bool,
 }

@@ -144,7 +144,7 @@ fn cannot_decode(path: &Path, error: &dyn std::fmt::Display) -> Error {
 }
 
 /// Runs what may panic on bytes from a file, on our own threads.
-fn guarded<T: Send>(path: &Path, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+pub(crate) fn guarded<T: Send>(path: &Path, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     pool::inside(|| {
         catch_unwind(AssertUnwindSafe(work))
             .unwrap_or_else(|_| Err(Error::new(Kind::Format, "zarrs gave up on these bytes (a panic)").at(path)))

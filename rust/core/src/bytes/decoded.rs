@@ -63,26 +63,39 @@ impl From<Vec<u8>> for Block {
     }
 }
 
-/// Decoded blocks by number.
-#[derive(Debug)]
-pub struct Cache {
-    budget: u64,
-    state: Mutex<State>,
+/// What a [`Cache`] may keep.
+pub trait Kept {
+    /// Bytes of memory that it takes.
+    fn size(&self) -> usize;
 }
 
-#[derive(Debug, Default)]
-struct State {
-    blocks: HashMap<u64, (Arc<Block>, u64)>,
+impl Kept for Block {
+    fn size(&self) -> usize {
+        self.len
+    }
+}
+
+/// Decoded things by number.
+#[derive(Debug)]
+pub struct Cache<T = Block> {
+    budget: u64,
+    state: Mutex<State<T>>,
+}
+
+#[derive(Debug)]
+struct State<T> {
+    blocks: HashMap<u64, (Arc<T>, u64)>,
     /// The same numbers by when they were used last.
     by_age: BTreeMap<u64, u64>,
     now: u64,
     used: u64,
 }
 
-impl Cache {
+impl<T: Kept> Cache<T> {
     /// Keeps at most `budget` bytes.
-    pub fn new(budget: u64) -> Cache {
-        Cache { budget, state: Mutex::default() }
+    pub fn new(budget: u64) -> Cache<T> {
+        let state = State { blocks: HashMap::new(), by_age: BTreeMap::new(), now: 0, used: 0 };
+        Cache { budget, state: Mutex::new(state) }
     }
 
     /// Bytes that may be kept.
@@ -91,7 +104,7 @@ impl Cache {
     }
 
     /// A block, if it is kept.
-    pub fn get(&self, number: u64) -> Option<Arc<Block>> {
+    pub fn get(&self, number: u64) -> Option<Arc<T>> {
         let mut guard = try_briefly(&self.state)?;
         let State { blocks, by_age, now, .. } = &mut *guard;
         let (block, used_at) = blocks.get_mut(&number)?;
@@ -104,8 +117,8 @@ impl Cache {
 
     /// Keeps a block in place of those that were not used for longest; one larger than the budget in place of all, until
     /// the next: who reads from it goes on reading from it.
-    pub fn put(&self, number: u64, block: &Arc<Block>) {
-        let bytes = block.len() as u64;
+    pub fn put(&self, number: u64, block: &Arc<T>) {
+        let bytes = block.size() as u64;
         let Some(mut guard) = try_briefly(&self.state) else { return };
         if guard.blocks.contains_key(&number) {
             return;
@@ -116,6 +129,16 @@ impl Cache {
         guard.used += bytes;
         guard.by_age.insert(now, number);
         guard.blocks.insert(number, (Arc::clone(block), now));
+    }
+
+    /// Forgets a block: a better one follows.
+    pub fn remove(&self, number: u64) {
+        if let Some(mut guard) = try_briefly(&self.state)
+            && let Some((block, used_at)) = guard.blocks.remove(&number)
+        {
+            guard.by_age.remove(&used_at);
+            guard.used -= block.size() as u64;
+        }
     }
 
     /// Throws out until `bytes` more would fit, as far as there is something to throw out.
@@ -131,13 +154,13 @@ impl Cache {
     }
 }
 
-impl State {
+impl<T: Kept> State<T> {
     fn shrink(&mut self, to: u64) {
         while self.used > to
             && let Some((_, number)) = self.by_age.pop_first()
         {
             if let Some((block, _)) = self.blocks.remove(&number) {
-                self.used -= block.len() as u64;
+                self.used -= block.size() as u64;
             }
         }
     }

@@ -36,7 +36,7 @@ pub struct RowFile {
 #[derive(Debug)]
 pub struct FileTable {
     files: Vec<RowFile>,
-    slots: Slots,
+    slots: Slots<OpenFile>,
     row: Row,
     io: Io,
 }

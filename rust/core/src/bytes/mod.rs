@@ -7,6 +7,7 @@ pub mod codecs;
 pub mod decoded;
 mod files;
 pub mod inflate;
+pub(crate) mod lz4;
 pub mod mmap;
 mod open;
 pub mod output;
@@ -15,6 +16,7 @@ pub mod shards;
 
 use std::sync::{Arc, RwLock};
 
+pub(crate) use files::map_or_read;
 pub use files::{FileTable, RowFile, RowsIn};
 pub use open::{Body, OpenFile, Place, View};
 pub(crate) use open::{budget, files_at_once, open_regular, outside};
@@ -102,21 +104,33 @@ pub trait Files: Send + Sync {
 /// Places that keep opened files: file `n` lives in slot `n % len`. A slot is only ever *tried*, never waited for, so that
 /// one locked by a thread that does not exist in a forked child costs that child an extra `open` and nothing else.
 #[derive(Debug)]
-struct Slots {
-    slots: Box<[Slot]>,
+pub(crate) struct Slots<T> {
+    slots: Box<[Slot<T>]>,
 }
 
 /// A file's number and the file.
-type Slot = RwLock<Option<(u64, Arc<OpenFile>)>>;
+type Slot<T> = RwLock<Option<(u64, Arc<T>)>>;
 
-impl Slots {
-    fn new(files: u64) -> Slots {
+/// What is opened, and kept open as long as descriptors last.
+pub(crate) trait Opened {
+    /// Whether it may be kept.
+    fn may_keep(&self) -> bool;
+}
+
+impl Opened for OpenFile {
+    fn may_keep(&self) -> bool {
+        OpenFile::may_keep(self)
+    }
+}
+
+impl<T: Opened> Slots<T> {
+    pub(crate) fn new(files: u64) -> Slots<T> {
         // More than the budget of kept descriptors would never fill.
         let len = usize::try_from(files).unwrap_or(usize::MAX).min(budget()).max(1);
         Slots { slots: (0..len).map(|_| RwLock::new(None)).collect() }
     }
 
-    fn get(&self, number: u64, open: impl FnOnce() -> Result<OpenFile>) -> Result<Arc<OpenFile>> {
+    pub(crate) fn get(&self, number: u64, open: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
         let slot = &self.slots[(number % self.slots.len() as u64) as usize];
         if let Ok(guard) = slot.try_read()
             && let Some((held, file)) = guard.as_ref()

@@ -228,6 +228,13 @@ impl View {
         Ok(Some(View { file, begin, end }))
     }
 
+    /// A range of a mapped file's bytes; `None` where there is no map, or the file has no such range.
+    pub fn range(file: Arc<OpenFile>, begin: usize, end: usize) -> Result<Option<View>> {
+        file.check_length()?;
+        let held = file.map().is_some_and(|map| map.bytes().get(begin..end).is_some());
+        Ok(held.then_some(View { file, begin, end }))
+    }
+
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         self.file.map().map_or(&[], |map| &map.bytes()[self.begin..self.end])

@@ -103,7 +103,7 @@ pub struct Shards {
     firsts: Vec<u64>,
     row: Row,
     io: Io,
-    slots: Slots,
+    slots: Slots<OpenFile>,
     indexes: Vec<RwLock<Option<Arc<Index>>>>,
     verified: Vec<AtomicBool>,
     decoded: Cache,

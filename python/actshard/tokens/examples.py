@@ -1,0 +1,486 @@
+"""Training examples of a token cache: windows, packs and rows, as batches of numpy arrays.
+
+What each class yields is what Levanter's class of that name yields (``docs/formats/levanter.md``), without JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _native
+from actshard.errors import ArgumentError, FormatError, NotStoredError
+from actshard.tokens.cache import TOKENS, TokenCache
+
+PACKED_SEGMENTS = 64
+"""Documents of an example at most, where ``pack`` says no number."""
+STRATEGIES = ("left", "right", "raise", "drop")
+_AT_MOST_ROWS = 1 << 31
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples, one per row.
+
+    Attributes:
+        tokens: (b, P) int32.
+        loss_weight: (b, P) float32: how much the prediction *made at* a position counts, that is, of the next token.
+        segment_ids: (b, P) int32, or None where documents are not kept apart. Attention goes from a position to earlier ones of
+            the same id. Packed examples: the row's number in the cache, -1 for padding.
+        max_segments: how many documents an example may have, for the THD lengths; None for windows.
+    """
+
+    tokens: NDArray[np.int32]
+    loss_weight: NDArray[np.float32]
+    segment_ids: NDArray[np.int32] | None = None
+    max_segments: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def _runs(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        if self.segment_ids is None or self.max_segments is None:
+            raise NotStoredError("THD lengths are those of packed examples with segment ids")
+        most = self.max_segments + 1
+        lengths, counts = _native.run_lengths(np.ascontiguousarray(self.segment_ids), most)
+        return lengths.reshape(len(self), most), counts
+
+    @property
+    def thd_segment_lengths(self) -> NDArray[np.int32]:
+        """Lengths of the runs of equal segment ids, padding included, and zeros: (b, max_segments + 1) int32."""
+        return self._runs()[0]
+
+    @property
+    def thd_num_segments(self) -> NDArray[np.int32]:
+        """How many such runs there are: (b,) int32."""
+        return self._runs()[1]
+
+    @staticmethod
+    def merged(parts: Sequence[tuple[NDArray[np.int64], Batch]], n: int) -> Batch:
+        """One batch of several: each with the places of its examples among ``n``."""
+        if not parts:
+            return Batch(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+        if len(parts) == 1:
+            (order, only), = parts
+            at = np.argsort(order)
+            segments = None if only.segment_ids is None else only.segment_ids[at]
+            return replace(only, tokens=only.tokens[at], loss_weight=only.loss_weight[at], segment_ids=segments)
+        widths = {batch.tokens.shape[1] for _, batch in parts}
+        if len(widths) > 1:
+            raise ArgumentError(f"examples of different lengths cannot be in one batch: {sorted(widths)}")
+        with_segments = {batch.segment_ids is not None for _, batch in parts}
+        if len(with_segments) > 1:
+            raise ArgumentError("some datasets have segment ids and some have none: they cannot be in one batch")
+        width = widths.pop()
+        tokens, weights = np.empty((n, width), np.int32), np.empty((n, width), np.float32)
+        segments = np.empty((n, width), np.int32) if with_segments.pop() else None
+        limits = {batch.max_segments for _, batch in parts}
+        for places, batch in parts:
+            tokens[places], weights[places] = batch.tokens, batch.loss_weight
+            if segments is not None and batch.segment_ids is not None:
+                segments[places] = batch.segment_ids
+        return Batch(tokens, weights, segments, limits.pop() if len(limits) == 1 else None)
+
+
+class Windows(Protocol):
+    """Windows of fixed length, which :class:`CausalLmDataset` makes examples of."""
+
+    cache: TokenCache
+    seq_len: int
+    input_ids_key: str
+    loss_weights_key: str | None
+
+    def __len__(self) -> int: ...
+
+
+def _positive(value: int, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
+    return int(value)
+
+
+class TokenSeqDataset:
+    """Windows of ``seq_len`` tokens, one after another, over documents and shards; a shorter rest is left out.
+
+    ``get_batch(indices)`` is (b, seq_len) int32, a copy.
+
+    Args:
+        cache: an open cache.
+        seq_len: tokens of a window.
+        loss_weights_key: a field of weights that is cut the same way, for :class:`CausalLmDataset`.
+        input_ids_key: the field of tokens; the cache's own if not given.
+    """
+
+    def __init__(
+        self, cache: TokenCache, seq_len: int, loss_weights_key: str | None = None, *, input_ids_key: str | None = None
+    ) -> None:
+        self.cache = cache
+        self.seq_len = _positive(seq_len, "seq_len")
+        self.input_ids_key = input_ids_key or cache.token_field
+        self.loss_weights_key = loss_weights_key
+        self._tokens = _field_or_empty(cache, self.input_ids_key)
+        self._length = self._tokens.num_elements // self.seq_len if self._tokens else 0
+        if loss_weights_key is not None and self._tokens is not None:
+            held = cache.field(loss_weights_key).num_elements
+            if held != self._tokens.num_elements:
+                raise FormatError(
+                    f"field '{loss_weights_key}' has {held} elements, '{self.input_ids_key}' {self._tokens.num_elements}",
+                    path=cache.path,
+                )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def starts(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+        """Where windows begin, in elements."""
+        return self.cache.numbers(indices, self._length, "window") * self.seq_len
+
+    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
+        """The tokens of some windows: (b, seq_len) int32.
+
+        Raises:
+            OutOfRangeError: there is no such window.
+            FormatError: a token that does not fit int32.
+        """
+        return self._read(indices, weights=False)[0]
+
+    def weights(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
+        """The stored loss weights of some windows: (b, seq_len) float32, as they are stored."""
+        if self.loss_weights_key is None:
+            raise NotStoredError("these windows were made without loss_weights_key=", path=self.cache.path)
+        starts = self.starts(indices)
+        field = self.cache.field(self.loss_weights_key)
+        made = [np.asarray(field.elements(int(s), self.seq_len), np.float32) for s in starts]
+        return np.stack(made) if made else np.empty((0, self.seq_len), np.float32)
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        return self.get_batch([index])[0]
+
+    def _read(
+        self, indices: Sequence[int] | NDArray[Any], *, weights: bool, segments: bool = False, eos: int | None = None
+    ) -> tuple[Any, Any, Any]:
+        starts = self.starts(indices)
+        if self._tokens is None:
+            return np.empty((0, self.seq_len), np.int32), np.empty((0, self.seq_len), np.float32), None
+        field = None if self.loss_weights_key is None or not weights else self.cache.field(self.loss_weights_key)
+        return self._tokens.windows(
+            starts,
+            self.seq_len,
+            loss="all" if field is None else "weights",
+            field=field,
+            weights=weights,
+            segments=segments,
+            eos=eos,
+        )
+
+
+def _field_or_empty(cache: TokenCache, name: str) -> _native.TokenField | None:
+    """A field; None if the cache has no rows and hence may have no fields."""
+    return None if not len(cache) and name not in cache.fields else cache.field(name)
+
+
+class CausalLmDataset:
+    """Windows as examples: every position but the last predicts the next token.
+
+    Args:
+        windows: a :class:`TokenSeqDataset`; its stored weights, if it has any, multiply the loss.
+        eos_id: the token that ends a document; None: documents are not kept apart.
+        block_cross_document_attention: False leaves segment ids out.
+    """
+
+    def __init__(
+        self, windows: TokenSeqDataset, *, eos_id: int | None = None, block_cross_document_attention: bool = True
+    ) -> None:
+        self.windows = windows
+        self.eos_id = eos_id
+        self.block_cross_document_attention = block_cross_document_attention
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
+        """Examples; see :class:`Batch`."""
+        apart = self.block_cross_document_attention and self.eos_id is not None
+        made = self.windows._read(indices, weights=True, segments=apart, eos=self.eos_id)
+        return Batch(*made)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.get_batch([index])
+
+
+def segments_of(pack: bool | int | str | None) -> int:
+    """How many documents an example may hold: 64 for True and None, one for False, 0 and ``"pad"``, otherwise the number."""
+    if pack is None or pack is True:
+        return PACKED_SEGMENTS
+    if pack is False or pack == "pad":
+        return 1
+    if isinstance(pack, str) or not isinstance(pack, int | np.integer) or pack < 0:
+        raise ArgumentError(f"pack must be True, False, 'pad' or how many documents an example may hold, not {pack!r}")
+    return int(pack) or 1
+
+
+class _Packed:
+    """Examples of whole rows, packed in their order, each into the first that has room at its end."""
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        max_length: int,
+        *,
+        pack: bool | int | str | None,
+        slice_strategy: str,
+        input_ids_key: str,
+        loss: str,
+        loss_key: str | None,
+        block_cross_document_attention: bool,
+        loss_mask_padding: bool,
+    ) -> None:
+        if slice_strategy not in STRATEGIES:
+            raise ArgumentError(f"slice_strategy must be one of {', '.join(STRATEGIES)}, not {slice_strategy!r}")
+        self.cache = cache
+        self.max_length = _positive(max_length, "max_length")
+        self.max_segments = segments_of(pack)
+        self.slice_strategy = slice_strategy
+        self.block_cross_document_attention = block_cross_document_attention
+        self.loss_mask_padding = loss_mask_padding
+        self._loss = loss
+        tokens = _field_or_empty(cache, input_ids_key)
+        self._weights = None if loss_key is None or tokens is None else cache.field(loss_key)
+        self._tokens = tokens
+        if len(cache) >= _AT_MOST_ROWS and block_cross_document_attention:
+            raise ArgumentError(f"segment ids are row numbers of 32 bits, and the cache has {len(cache)} rows")
+        self._plan(cache, input_ids_key, loss_key)
+
+    def _plan(self, cache: TokenCache, input_ids_key: str, loss_key: str | None) -> None:
+        keys = [input_ids_key] + [key for key in (loss_key, *self._also(cache)) if key and key != input_ids_key]
+        fields = [] if self._tokens is None else [cache.field(key) for key in dict.fromkeys(keys)]
+        if len(fields) > 1 and len({f.num_elements for f in fields}) == 1:
+            # Rows as long in one field as in the other need one plan; that they are is looked at when it matters.
+            fields = fields[:1] if _equally_long(fields) else fields
+        flat = _native.pack_rows(fields, self.max_length, self.max_segments, self.slice_strategy)
+        self.pack_ranges: NDArray[np.int64] = flat.reshape(-1, 2)
+        """First row and one past the last of each example: (n, 2) int64."""
+
+    def _also(self, cache: TokenCache) -> tuple[str, ...]:
+        """Fields whose lengths count too."""
+        return ()
+
+    def __len__(self) -> int:
+        return len(self.pack_ranges)
+
+    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
+        """Examples; see :class:`Batch`.
+
+        Raises:
+            OutOfRangeError: there is no such example.
+        """
+        packs = np.ascontiguousarray(self.pack_ranges[self.cache.numbers(indices, len(self), "example")])
+        if self._tokens is None:
+            empty = np.empty((0, self.max_length), np.int32)
+            return Batch(empty, empty.astype(np.float32), empty, self.max_segments)
+        made = self._tokens.packed(
+            packs,
+            self.max_length,
+            loss=self._loss if self._weights is not None else "all",
+            field=self._weights,
+            segments=self.block_cross_document_attention,
+            right=self.slice_strategy == "right",
+            mask_padding=self.loss_mask_padding,
+        )
+        return Batch(*made, max_segments=self.max_segments)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.get_batch([index])
+
+
+def _equally_long(fields: list[_native.TokenField]) -> bool:
+    first, rows = fields[0], fields[0].num_rows
+    return all(
+        np.array_equal(first.bounds(at, min(1 << 18, rows - at)), other.bounds(at, min(1 << 18, rows - at)))
+        for at in range(0, rows, 1 << 18)
+        for other in fields[1:]
+    )
+
+
+class PackedTokenDataset(_Packed):
+    """Documents packed into examples of ``max_length`` tokens, never split over two.
+
+    Args:
+        cache: an open cache; sharded ones too, which Levanter (June 2026) refuses.
+        max_length: tokens of an example.
+        pack: True: up to 64 documents; an integer: up to so many; False or ``"pad"``: one.
+        slice_strategy: of a document longer than an example: ``"left"`` keeps its beginning, ``"right"`` its end, ``"raise"``
+            refuses, ``"drop"`` leaves the document out.
+        loss_weights_key: a field of weights that multiply the loss.
+        input_ids_key: the field of tokens; the cache's own if not given.
+        block_cross_document_attention: False leaves segment ids out.
+        loss_mask_padding: True (Levanter since July 2026): padding, and the last token before it, count nothing. False (June 2026):
+            without stored weights they count 1.
+
+    Raises:
+        FormatError: ``"raise"``, and a document that is too long.
+    """
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        max_length: int,
+        *,
+        pack: bool | int | str | None = True,
+        slice_strategy: str = "left",
+        loss_weights_key: str | None = None,
+        input_ids_key: str | None = None,
+        block_cross_document_attention: bool = True,
+        loss_mask_padding: bool = True,
+    ) -> None:
+        super().__init__(
+            cache,
+            max_length,
+            pack=pack,
+            slice_strategy=slice_strategy,
+            input_ids_key=input_ids_key or cache.token_field,
+            loss="weights",
+            loss_key=loss_weights_key,
+            block_cross_document_attention=block_cross_document_attention,
+            loss_mask_padding=loss_mask_padding,
+        )
+
+
+class ChatDataset(_Packed):
+    """Conversations packed into examples of ``max_length`` tokens.
+
+    Args:
+        cache: an open cache of conversations.
+        max_length: tokens of an example.
+        pack: True: up to 64 conversations; an integer: up to so many; False or ``"pad"``: one conversation per example, filled up
+            (as Levanter's documentation says; Levanter of June 2026 fails there).
+        mask_user_turns: only what the assistant says counts: the mask, shifted to the positions that predict it.
+        slice_strategy: as for :class:`PackedTokenDataset`.
+        input_ids_key: the field of tokens.
+        assistant_masks_key: the field of masks.
+        block_cross_document_attention: False leaves segment ids out.
+        loss_mask_padding: as for :class:`PackedTokenDataset`.
+    """
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        max_length: int,
+        *,
+        pack: bool | int | str | None = True,
+        mask_user_turns: bool = True,
+        slice_strategy: str = "left",
+        input_ids_key: str = TOKENS,
+        assistant_masks_key: str = "assistant_masks",
+        block_cross_document_attention: bool = True,
+        loss_mask_padding: bool = True,
+    ) -> None:
+        self.mask_user_turns = mask_user_turns
+        self._masks_key = assistant_masks_key
+        super().__init__(
+            cache,
+            max_length,
+            pack=pack,
+            slice_strategy=slice_strategy,
+            input_ids_key=input_ids_key,
+            loss="mask",
+            loss_key=assistant_masks_key if mask_user_turns else None,
+            block_cross_document_attention=block_cross_document_attention,
+            loss_mask_padding=loss_mask_padding,
+        )
+
+    def _also(self, cache: TokenCache) -> tuple[str, ...]:
+        return (self._masks_key,) if self._masks_key in cache.fields else ()
+
+
+class PrebuiltLmDataset:
+    """Rows that are examples: not packed, not filled up, not cut.
+
+    Args:
+        cache: an open cache.
+        seq_len: what every row's length must be; None: that of the first row of a batch.
+        input_ids_key: the field of tokens; what the cache's ledger says if not given.
+        loss_weights_key: the field of weights; what the ledger says if not given. ``""``: none.
+        loss_weight_transform: applied to the weights of each batch, (b, P) float32, before they are multiplied by the causal mask.
+        eos_id: the token that ends a document; None: no segment ids.
+        block_cross_document_attention: False leaves segment ids out.
+    """
+
+    def __init__(
+        self,
+        cache: TokenCache,
+        seq_len: int | None = None,
+        *,
+        input_ids_key: str | None = None,
+        loss_weights_key: str | None = None,
+        loss_weight_transform: Callable[[NDArray[np.float32]], Any] | None = None,
+        eos_id: int | None = None,
+        block_cross_document_attention: bool = True,
+    ) -> None:
+        self.cache = cache
+        self.seq_len = None if seq_len is None else _positive(seq_len, "seq_len")
+        self.input_ids_key = input_ids_key or cache.token_field
+        told = cache.ledger.preprocessor.get("loss_weights_key")
+        key = (told if told in cache.fields else None) if loss_weights_key is None else loss_weights_key
+        self.loss_weights_key = key or None
+        self.loss_weight_transform = loss_weight_transform
+        self.eos_id = eos_id
+        self.block_cross_document_attention = block_cross_document_attention
+        self._tokens = _field_or_empty(cache, self.input_ids_key)
+        self._weights = None if self.loss_weights_key is None else _field_or_empty(cache, self.loss_weights_key)
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
+        """Examples; see :class:`Batch`.
+
+        Raises:
+            FormatError: rows of different lengths, or of another than ``seq_len``, or weights of another length than tokens.
+            OutOfRangeError: there is no such row.
+        """
+        rows = self.cache.numbers(indices, len(self), "row")
+        if self._tokens is None or not len(rows):
+            width = self.seq_len or 0
+            return Batch(np.empty((0, width), np.int32), np.empty((0, width), np.float32))
+        starts, length = self._extents(self._tokens, rows, self.seq_len, self.input_ids_key)
+        apart = self.block_cross_document_attention and self.eos_id is not None
+        tokens, weights, segments = self._tokens.windows(
+            starts, length, loss="all", field=None, weights=True, segments=apart, eos=self.eos_id
+        )
+        if self._weights is not None:
+            self._extents(self._weights, rows, length, str(self.loss_weights_key))
+            stored = self._weights.rows(rows)[0].reshape(len(rows), length).astype(np.float32, copy=False)
+            made = stored if self.loss_weight_transform is None else self._transformed(stored)
+            weights = made * weights
+        return Batch(tokens, weights, segments)
+
+    def _transformed(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+        assert self.loss_weight_transform is not None
+        made = np.asarray(self.loss_weight_transform(weights))
+        if made.shape != weights.shape:
+            raise ArgumentError(f"loss_weight_transform made {made.shape} of weights of shape {weights.shape}")
+        return made.astype(np.float32, copy=False)
+
+    def _extents(
+        self, field: _native.TokenField, rows: NDArray[np.int64], length: int | None, name: str
+    ) -> tuple[NDArray[np.int64], int]:
+        bounds = [field.bounds(int(row), 1) for row in rows]
+        starts = np.array([b[0] for b in bounds], np.int64)
+        lengths = np.array([b[1] - b[0] for b in bounds], np.int64)
+        wanted = int(lengths[0]) if length is None else length
+        wrong = np.flatnonzero(lengths != wanted)
+        if len(wrong):
+            raise FormatError(
+                f"row {int(rows[wrong[0]])} has {int(lengths[wrong[0]])} elements of '{name}', expected {wanted}: prebuilt rows "
+                "are examples, and those of a batch are equally long",
+                path=self.cache.path,
+            )
+        return starts, wanted
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.get_batch([index])

@@ -1,0 +1,194 @@
+"""The ledger of a token cache: ``shard_ledger.json`` (``docs/formats/levanter.md``)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from actshard.errors import FormatError, MissingFileError, UnfinishedError
+from actshard.formats._json import Fields, read_json, show
+
+NAME = "shard_ledger.json"
+CONSOLIDATED = "consolidated"
+SHARDED = "sharded"
+OURS = "actshard"
+"""The key that actshard adds. Levanter ignores keys it does not know."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a ledger says.
+
+    Attributes:
+        total_num_rows: rows of the cache.
+        shard_rows: rows of each shard.
+        is_finished: whether the cache may be read.
+        finished_shards: the shards in the order of their rows.
+        field_counts: elements of each field; older Levanter wrote none.
+        field_counts_by_shard: the same by shard, where shards hold the rows.
+        layout: ``"consolidated"``: one array per field; ``"sharded"``: one per field and shard.
+        metadata: ``{"preprocessor_metadata": ...}``: how rows were made.
+        extra: keys that Levanter does not know, such as actshard's own.
+    """
+
+    total_num_rows: int
+    shard_rows: dict[str, int]
+    is_finished: bool
+    finished_shards: tuple[str, ...] = ()
+    field_counts: dict[str, int] = field(default_factory=dict)
+    field_counts_by_shard: dict[str, dict[str, int]] = field(default_factory=dict)
+    layout: str = CONSOLIDATED
+    metadata: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def preprocessor(self) -> dict[str, Any]:
+        """How rows were made, as far as the ledger tells."""
+        told = self.metadata.get("preprocessor_metadata")
+        return told if isinstance(told, dict) else {}
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is written."""
+        return {
+            "total_num_rows": self.total_num_rows,
+            "shard_rows": self.shard_rows,
+            "is_finished": self.is_finished,
+            "finished_shards": list(self.finished_shards),
+            "field_counts": self.field_counts,
+            "field_counts_by_shard": self.field_counts_by_shard,
+            "layout": self.layout,
+            "metadata": self.metadata,
+            **self.extra,
+        }
+
+    def write(self, folder: Path) -> None:
+        """Writes it into a cache's folder, whole or not at all."""
+        path = folder / NAME
+        staged = folder / f".{NAME}.{os.getpid()}"
+        with staged.open("w", encoding="utf-8") as file:
+            json.dump(self.as_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+        sync_folder(folder)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until a folder's entries are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_KNOWN = {
+    "total_num_rows",
+    "shard_rows",
+    "is_finished",
+    "finished_shards",
+    "field_counts",
+    "field_counts_by_shard",
+    "layout",
+    "metadata",
+}
+
+
+def read(folder: Path) -> Ledger:
+    """The ledger of a finished cache, held against the rules that Levanter holds it against.
+
+    Raises:
+        MissingFileError: there is none: no cache, or one whose writer was interrupted.
+        UnfinishedError: it says that the cache is not finished.
+        FormatError: it contradicts itself; the message names the field.
+    """
+    path = folder / NAME
+    if not path.exists():
+        raise MissingFileError(f"expected a token cache with a {NAME}, found none", path=folder)
+    fields = Fields(read_json(path), path)
+    finished = fields.boolean("is_finished") if "is_finished" in fields.value else False
+    if not finished:
+        raise UnfinishedError(
+            "says is_finished: false: its writer is at work or was interrupted; build the cache again", path=path
+        )
+    rows = _counts(fields, "shard_rows")
+    layout = fields.text("layout") if fields.has("layout") else CONSOLIDATED
+    if layout not in (CONSOLIDATED, SHARDED):
+        raise fields.error("layout", f"'{CONSOLIDATED}' or '{SHARDED}'")
+    ledger = Ledger(
+        total_num_rows=fields.integer("total_num_rows", minimum=0),
+        shard_rows=rows,
+        is_finished=finished,
+        finished_shards=_names(fields),
+        field_counts=_counts(fields, "field_counts") if fields.has("field_counts") else {},
+        field_counts_by_shard=_by_shard(fields),
+        layout=layout,
+        metadata=_metadata(fields),
+        extra={key: value for key, value in fields.value.items() if key not in _KNOWN},
+    )
+    if layout == SHARDED:
+        _check_sharded(ledger, path)
+    return ledger
+
+
+def _counts(fields: Fields, name: str) -> dict[str, int]:
+    value = fields.value.get(name)
+    if not isinstance(value, dict) or any(type(n) is not int or not 0 <= n < 1 << 60 for n in value.values()):
+        raise fields.error(name, "an object of counts")
+    return dict(value)
+
+
+def _names(fields: Fields) -> tuple[str, ...]:
+    value = fields.value.get("finished_shards", [])
+    if not isinstance(value, list) or any(not isinstance(name, str) for name in value):
+        raise fields.error("finished_shards", "a list of names")
+    return tuple(value)
+
+
+def _by_shard(fields: Fields) -> dict[str, dict[str, int]]:
+    value = fields.value.get("field_counts_by_shard", {})
+    if not isinstance(value, dict):
+        raise fields.error("field_counts_by_shard", "an object of counts by shard")
+    inner = {name: Fields({"counts": counts}, fields.path, f"field_counts_by_shard.{name}") for name, counts in value.items()}
+    return {name: _counts(one, "counts") for name, one in inner.items()}
+
+
+def _metadata(fields: Fields) -> dict[str, Any]:
+    value = fields.value.get("metadata", {})
+    if not isinstance(value, dict):
+        raise fields.error("metadata", "an object")
+    return dict(value)
+
+
+def _check_sharded(ledger: Ledger, path: Path) -> None:
+    """What Levanter refuses of a sharded cache, said with what was expected."""
+    shards = ledger.finished_shards
+
+    def wrong(name: str, expected: str, found: object) -> FormatError:
+        return FormatError(f"field '{name}': expected {expected}, found {show(found)}", path=path)
+
+    if len(set(shards)) != len(shards):
+        raise wrong("finished_shards", "each shard once", list(shards))
+    for name in shards:
+        parts = PurePosixPath(name).parts
+        if not name or name.startswith("/") or ".." in parts or "\0" in name:
+            raise wrong("finished_shards", "paths below the cache", name)
+        if name not in ledger.shard_rows:
+            raise wrong("shard_rows", f"the rows of shard '{name}'", sorted(ledger.shard_rows)[:8])
+    total = sum(ledger.shard_rows[name] for name in shards)
+    if total != ledger.total_num_rows:
+        raise wrong("total_num_rows", f"{total}, the sum of the shards' rows", ledger.total_num_rows)
+    unknown = set(ledger.field_counts_by_shard) - set(shards)
+    if unknown:
+        raise wrong("field_counts_by_shard", "shards that are in finished_shards", sorted(unknown)[0])
+    for name in sorted({f for counts in ledger.field_counts_by_shard.values() for f in counts} | set(ledger.field_counts)):
+        summed = sum(counts.get(name, 0) for counts in ledger.field_counts_by_shard.values())
+        if summed != ledger.field_counts.get(name):
+            raise wrong(f"field_counts.{name}", f"{summed}, the sum over the shards", ledger.field_counts.get(name))
+    for shard in shards:
+        for name in ledger.field_counts:
+            if ledger.shard_rows[shard] and name not in ledger.field_counts_by_shard.get(shard, {}):
+                raise wrong("field_counts_by_shard", f"the count of '{name}' in shard '{shard}'", None)

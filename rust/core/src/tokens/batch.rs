@@ -1,0 +1,264 @@
+//! Batches of training examples: numbers, loss weights and segment ids, straight into the caller's memory.
+//!
+//! What Levanter makes of windows and packs is written down in `formats/levanter.md` 3. Examples are filled in the order in which
+//! they lie in the cache, whatever the order they were asked in: a block that two of them need is decoded once, and a cold
+//! disk is read forwards.
+
+use std::sync::{Mutex, PoisonError};
+
+use super::jagged::{Field, Range};
+use crate::error::{Error, Kind, Result};
+use crate::par::pool::{self, Stop, Watch};
+
+/// Elements that one thread is worth waking for.
+const SHARED_FROM: usize = 64 << 10;
+
+/// Memory of a batch: an example of each is `length` elements.
+#[derive(Debug)]
+pub struct Batch<'a> {
+    /// Elements of an example.
+    pub length: usize,
+    /// Tokens.
+    pub tokens: &'a mut [i32],
+    /// Weights of the loss at the position that predicts, if they are wanted.
+    pub weights: Option<&'a mut [f32]>,
+    /// Which document a position belongs to, if that is wanted.
+    pub segments: Option<&'a mut [i32]>,
+}
+
+/// What to do about the loss.
+#[derive(Clone, Copy, Debug)]
+pub enum Loss<'a> {
+    /// Every position counts that predicts something.
+    All,
+    /// As much as this field says.
+    Weights(&'a Field),
+    /// Where the next token is marked in this field.
+    Mask(&'a Field),
+}
+
+/// Memory of one example.
+struct Example<'a> {
+    number: usize,
+    tokens: &'a mut [i32],
+    weights: Option<&'a mut [f32]>,
+    segments: Option<&'a mut [i32]>,
+}
+
+impl<'a> Batch<'a> {
+    fn examples(self) -> Result<Vec<Example<'a>>> {
+        let length = self.length.max(1);
+        let n = self.tokens.len() / length;
+        let fits = self.tokens.len() == n * length
+            && self.weights.as_ref().is_none_or(|w| w.len() == n * length)
+            && self.segments.as_ref().is_none_or(|s| s.len() == n * length);
+        if !fits {
+            return Err(Error::new(Kind::Internal, "a batch whose memory has other sizes"));
+        }
+        let mut weights = self.weights.map(|w| w.chunks_exact_mut(length));
+        let mut segments = self.segments.map(|s| s.chunks_exact_mut(length));
+        let each = self.tokens.chunks_exact_mut(length).enumerate().map(|(number, tokens)| Example {
+            number,
+            tokens,
+            weights: weights.as_mut().and_then(Iterator::next),
+            segments: segments.as_mut().and_then(Iterator::next),
+        });
+        Ok(each.collect())
+    }
+}
+
+/// Does work for each item, those that lie near each other together, on as many threads as it is worth.
+fn in_order<T: Send>(
+    mut items: Vec<T>,
+    elements: usize,
+    place: impl Fn(&T) -> u64,
+    work: &(dyn Fn(&mut T, &mut Vec<u64>) -> Result<()> + Sync),
+    watch: Watch<'_>,
+) -> Result<()> {
+    items.sort_by_key(|item| place(item));
+    let parts = if elements >= SHARED_FROM && pool::are_free() { pool::num_threads() * 4 } else { 1 };
+    let parts = parts.min(items.len()).max(1);
+    let per_part = items.len().div_ceil(parts).max(1);
+    let chunks: Vec<Mutex<&mut [T]>> = items.chunks_mut(per_part).map(Mutex::new).collect();
+    let one = |part: usize, stop: &Stop| {
+        let mut chunk = chunks[part].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut scratch = vec![];
+        for item in chunk.iter_mut() {
+            if stop.is_set() {
+                break;
+            }
+            work(item, &mut scratch)?;
+        }
+        Ok(())
+    };
+    pool::run(chunks.len(), &one, watch)
+}
+
+/// Tells the kernel of all ranges before the first is read, where some of them may have to come from a disk.
+fn hint(field: &Field, ranges: impl Iterator<Item = (u64, usize)>) {
+    for (start, n) in ranges {
+        field.will_need(start, n);
+    }
+}
+
+/// Examples from wherever each begins, without regard to documents; `eos` ends a document for the segment ids.
+pub fn windows(
+    field: &Field,
+    starts: &[u64],
+    loss: Loss<'_>,
+    eos: Option<i64>,
+    batch: Batch<'_>,
+    watch: Watch<'_>,
+) -> Result<()> {
+    let elements = batch.tokens.len();
+    let length = batch.length;
+    let examples = batch.examples()?;
+    if examples.len() != starts.len() {
+        return Err(Error::new(Kind::Internal, "as many starts as examples"));
+    }
+    hint(field, starts.iter().map(|s| (*s, length)));
+    let fill = |example: &mut Example<'_>, _: &mut Vec<u64>| {
+        let start = starts[example.number];
+        field.int32(start, example.tokens)?;
+        if let Some(weights) = &mut example.weights {
+            match loss {
+                Loss::Weights(stored) => stored.float32(start, weights)?,
+                Loss::All | Loss::Mask(_) => weights.fill(1.0),
+            }
+            if let Some(last) = weights.last_mut() {
+                *last *= 0.0;
+            }
+        }
+        if let Some(segments) = &mut example.segments {
+            let mut segment = 0;
+            for (to, token) in segments.iter_mut().zip(example.tokens.iter()) {
+                *to = segment;
+                segment += i32::from(Some(i64::from(*token)) == eos);
+            }
+        }
+        Ok(())
+    };
+    in_order(examples, elements, |e| starts[e.number], &fill, watch)
+}
+
+/// How packs become examples.
+#[derive(Clone, Copy, Debug)]
+pub struct Packing<'a> {
+    /// The field of tokens.
+    pub tokens: &'a Field,
+    /// What counts.
+    pub loss: Loss<'a>,
+    /// Whether a document longer than an example keeps its end.
+    pub right: bool,
+    /// Whether what predicts padding, and padding, counts nothing.
+    pub mask_padding: bool,
+}
+
+/// Examples of whole documents: `packs` are their first document and one past the last.
+pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: Batch<'_>, watch: Watch<'_>) -> Result<()> {
+    let elements = batch.tokens.len();
+    let examples = batch.examples()?;
+    if examples.len() != packs.len() {
+        return Err(Error::new(Kind::Internal, "as many packs as examples"));
+    }
+    let fill =
+        |example: &mut Example<'_>, bounds: &mut Vec<u64>| fill_pack(packing, packs[example.number], example, bounds);
+    in_order(examples, elements, |e| packs[e.number][0], &fill, watch)
+}
+
+/// What an example takes of a field: where it begins, and how much.
+fn taken(field: &Field, pack: [u64; 2], length: usize, right: bool, bounds: &mut Vec<u64>) -> Result<(u64, usize)> {
+    let rows =
+        pack[1].checked_sub(pack[0]).ok_or_else(|| Error::new(Kind::Argument, "a pack that ends before it begins"))?;
+    field.bounds_into(pack[0], rows as usize, bounds)?;
+    let (start, end) = (bounds[0], bounds[bounds.len() - 1]);
+    let n = ((end - start) as usize).min(length);
+    Ok((if right { end - n as u64 } else { start }, n))
+}
+
+fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, bounds: &mut Vec<u64>) -> Result<()> {
+    let length = example.tokens.len();
+    if let (Some(weights), Loss::Weights(field) | Loss::Mask(field)) = (&mut example.weights, packing.loss) {
+        let (start, n) = taken(field, pack, length, packing.right, bounds)?;
+        field.float32(start, &mut weights[..n])?;
+        weights[n..].fill(0.0);
+        if let Loss::Mask(_) = packing.loss {
+            weights.rotate_left(1);
+        }
+    }
+    let (start, n) = taken(packing.tokens, pack, length, packing.right, bounds)?;
+    packing.tokens.int32(start, &mut example.tokens[..n])?;
+    example.tokens[n..].fill(0);
+    if let Some(weights) = &mut example.weights {
+        if let Loss::All = packing.loss {
+            weights.fill(1.0);
+        }
+        if let Some(last) = weights.last_mut() {
+            *last *= 0.0;
+        }
+        if packing.mask_padding {
+            for weight in &mut weights[n.saturating_sub(1)..] {
+                *weight *= 0.0;
+            }
+        }
+    }
+    if let Some(segments) = &mut example.segments {
+        segments[n..].fill(-1);
+        let mut row = i32::try_from(pack[0]).ok().filter(|_| i32::try_from(pack[1]).is_ok()).ok_or_else(|| {
+            Error::new(Kind::Unsupported, "segment ids are row numbers of 32 bits, and there are more rows")
+        })?;
+        for pair in bounds.windows(2) {
+            // Only the rows of an example that holds them whole are several.
+            let from = (pair[0].max(start) - start) as usize;
+            let to = (pair[1].max(start) - start) as usize;
+            segments[from.min(n)..to.min(n)].fill(row);
+            row += 1;
+        }
+    }
+    Ok(())
+}
+
+/// Copies ranges one after another, as they are stored.
+pub fn ranges(field: &Field, ranges: &[Range], out: &mut [u8], watch: Watch<'_>) -> Result<()> {
+    let item = field.dtype().size().unwrap_or(1);
+    let mut rest = out;
+    let mut items: Vec<(Range, &mut [u8])> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let Some((mine, others)) = rest.split_at_mut_checked(range.len() * item) else {
+            return Err(Error::new(Kind::Internal, "less memory than the ranges need"));
+        };
+        items.push((*range, mine));
+        rest = others;
+    }
+    hint(field, ranges.iter().map(|r| (r.start, r.len())));
+    let elements = ranges.iter().map(Range::len).sum();
+    in_order(items, elements, |i| i.0.start, &|(range, out), _| field.copy(range.start, out), watch)
+}
+
+/// Lengths of the runs of equal segment ids of each example, padding included, and how many there are; `most` is the room for
+/// them.
+pub fn run_lengths(
+    segments: &[i32],
+    length: usize,
+    most: usize,
+    lengths: &mut [i32],
+    counts: &mut [i32],
+) -> Result<()> {
+    let examples = segments.chunks_exact(length.max(1)).zip(lengths.chunks_exact_mut(most.max(1))).zip(counts);
+    for (number, ((segments, lengths), count)) in examples.enumerate() {
+        lengths.fill(0);
+        let mut runs = 0;
+        for run in segments.chunk_by(|a, b| a == b) {
+            let Some(to) = lengths.get_mut(runs) else {
+                return Err(Error::new(
+                    Kind::Argument,
+                    format!("example {number} of the batch has more than {most} runs of equal segment ids"),
+                ));
+            };
+            *to = run.len() as i32;
+            runs += 1;
+        }
+        *count = runs as i32;
+    }
+    Ok(())
+}

@@ -1,0 +1,376 @@
+//! One blosc frame: its header, its blocks, and the bytes of numbers as planes.
+//!
+//! The layout is c-blosc 1's (`README_CHUNK_FORMAT.rst` there): 16 bytes of header, then the numbers as they are if the frame is
+//! *stored*; otherwise an offset per block, and in each block the *planes* of its numbers (all lowest bytes, all second
+//! bytes, ...), compressed one by one, each after its length. Planes stay apart here: what a window copies is put together from
+//! a few of them, and a plane that is one byte throughout (token ids are small) takes neither time nor memory.
+
+use std::borrow::Cow;
+
+use crate::bytes::decoded::Kept;
+use crate::bytes::lz4;
+
+/// Bytes before the blocks.
+pub const HEADER: usize = 16;
+/// Numbers have at most this many bytes.
+const WIDEST: usize = 8;
+const SHUFFLED: u8 = 0x1;
+const STORED: u8 = 0x2;
+const BIT_SHUFFLED: u8 = 0x4;
+const UNSPLIT: u8 = 0x10;
+const LZ4: u8 = 1;
+
+/// What a frame's header says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Frame {
+    /// The numbers follow the header as they are.
+    Stored,
+    /// Blocks that are decoded here.
+    Blocks(Blocks),
+    /// What c-blosc has to decode, as a whole.
+    Other,
+}
+
+/// Blocks of LZ4.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Blocks {
+    /// Bytes that all blocks decode to.
+    pub bytes: usize,
+    /// Bytes that one decodes to, the last excepted.
+    pub block: usize,
+    /// Bytes per number.
+    pub item: usize,
+    shuffled: bool,
+    split: bool,
+}
+
+impl Frame {
+    /// Reads a header; `stored` is the frame's length, `bytes` what it must decode to, in numbers of `item` bytes.
+    pub fn parse(header: &[u8; HEADER], stored: u64, bytes: usize, item: usize) -> Result<Frame, String> {
+        let [version, _, flags, typesize] = [header[0], header[1], header[2], header[3]];
+        let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let (nbytes, block, cbytes) = (word(4) as usize, word(8) as usize, word(12));
+        if version != 1 && version != 2 {
+            return Err(format!("expected a blosc frame of version 1 or 2, found version {version}"));
+        }
+        if nbytes != bytes {
+            return Err(format!("expected a blosc frame of {bytes} bytes, found one of {nbytes}"));
+        }
+        if u64::from(cbytes) != stored {
+            return Err(format!("expected a blosc frame {stored} bytes long, found one of {cbytes}"));
+        }
+        if flags & STORED != 0 {
+            return if stored == (HEADER + bytes) as u64 {
+                Ok(Frame::Stored)
+            } else {
+                Err(format!("expected a stored frame of {} bytes, found {stored}", HEADER + bytes))
+            };
+        }
+        let whole = block > 0 && block <= bytes && block.is_multiple_of(item) && bytes.is_multiple_of(item);
+        let shuffled = flags & SHUFFLED != 0 && typesize > 1;
+        if flags >> 5 != LZ4 || flags & BIT_SHUFFLED != 0 || !whole || (shuffled && usize::from(typesize) != item) {
+            return Ok(Frame::Other);
+        }
+        let split = flags & UNSPLIT == 0 && typesize > 1;
+        if (split && usize::from(typesize) != item) || item > WIDEST {
+            return Ok(Frame::Other);
+        }
+        let count = bytes.div_ceil(block);
+        if (HEADER + 4 * count) as u64 > stored {
+            return Err(format!("expected the offsets of {count} blocks, found {stored} bytes in all"));
+        }
+        Ok(Frame::Blocks(Blocks { bytes, block, item, shuffled, split }))
+    }
+}
+
+impl Blocks {
+    /// How many blocks there are.
+    pub fn count(&self) -> usize {
+        self.bytes.div_ceil(self.block)
+    }
+
+    /// Numbers in a block.
+    pub fn numbers(&self, block: usize) -> usize {
+        (self.bytes - block * self.block).min(self.block) / self.item
+    }
+
+    /// Where in the frame a block's numbers lie as they are, if they do.
+    pub fn stored(&self, frame: &[u8], block: usize) -> Option<usize> {
+        if self.shuffled || (self.split && self.numbers(block) * self.item == self.block) {
+            return None;
+        }
+        let start = self.start(frame, block).ok()?;
+        let bytes = self.numbers(block) * self.item;
+        let (length, at) = (word(frame, start)?, start + 4);
+        (length == bytes && at + bytes <= frame.len()).then_some(at)
+    }
+
+    fn start(&self, frame: &[u8], block: usize) -> Result<usize, String> {
+        word(frame, HEADER + 4 * block)
+            .filter(|start| *start < frame.len())
+            .ok_or_else(|| format!("block {block}: expected an offset below {}", frame.len()))
+    }
+
+    /// Decodes the first `numbers` numbers of a block.
+    pub fn decode(&self, frame: &[u8], block: usize, numbers: usize) -> Result<Planes, String> {
+        let held = self.numbers(block);
+        let start = self.start(frame, block)?;
+        let numbers = numbers.min(held);
+        // The last block is not split when it is shorter (blosc_c in blosc.c).
+        let split = self.split && held * self.item == self.block;
+        let mut streams = Streams { frame, at: start, block };
+        let item = self.item;
+        if split {
+            if !self.shuffled {
+                // Parts of the block one after another: only together are they numbers.
+                let part = held;
+                let mut bytes = vec![0u8; held * item];
+                for out in bytes.chunks_exact_mut(part) {
+                    streams.next(part)?.fill(out)?;
+                }
+                return Ok(Planes::whole(bytes, item, held));
+            }
+            let mut made = Planes { item, numbers, varying: 0, constant: [0; WIDEST], memory: vec![] };
+            let mut kinds: [Option<(Stream<'_>, Option<u8>)>; WIDEST] = Default::default();
+            for (plane, kind) in kinds.iter_mut().enumerate().take(item) {
+                let stream = streams.next(held)?;
+                let constant = stream.constant();
+                if constant.is_none() {
+                    made.varying = plane + 1;
+                }
+                *kind = Some((stream, constant));
+            }
+            made.memory = vec![0u8; made.varying * numbers];
+            for (plane, kind) in kinds.iter().enumerate().take(item) {
+                let Some((stream, constant)) = kind else { continue };
+                if let Some(byte) = constant {
+                    made.constant[plane] = *byte;
+                }
+                if plane < made.varying && numbers > 0 {
+                    let out = &mut made.memory[plane * numbers..(plane + 1) * numbers];
+                    match constant {
+                        Some(byte) => out.fill(*byte),
+                        None => stream.fill(out)?,
+                    }
+                }
+            }
+            return Ok(made);
+        }
+        let mut bytes = vec![0u8; held * item];
+        streams.next(held * item)?.fill(&mut bytes)?;
+        if self.shuffled {
+            return Ok(Planes { item, numbers: held, varying: item, constant: [0; WIDEST], memory: bytes });
+        }
+        Ok(Planes::whole(bytes, item, held))
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<usize> {
+    let four = bytes.get(at..at.checked_add(4)?)?;
+    // They are signed in the library, and never negative.
+    u32::from_le_bytes(four.try_into().ok()?).try_into().ok().filter(|n: &usize| *n <= i32::MAX as usize)
+}
+
+/// The compressed parts of a block, one after another.
+struct Streams<'a> {
+    frame: &'a [u8],
+    at: usize,
+    block: usize,
+}
+
+/// One of them.
+#[derive(Clone, Copy)]
+struct Stream<'a> {
+    bytes: &'a [u8],
+    decoded: usize,
+    block: usize,
+}
+
+impl<'a> Streams<'a> {
+    fn next(&mut self, decoded: usize) -> Result<Stream<'a>, String> {
+        let bytes = word(self.frame, self.at)
+            .and_then(|len| self.frame.get(self.at + 4..(self.at + 4).checked_add(len)?))
+            .ok_or_else(|| format!("block {}: its parts end after the frame", self.block))?;
+        self.at += 4 + bytes.len();
+        Ok(Stream { bytes, decoded, block: self.block })
+    }
+}
+
+impl Stream<'_> {
+    fn constant(&self) -> Option<u8> {
+        if self.bytes.len() == self.decoded { None } else { lz4::constant(self.bytes, self.decoded) }
+    }
+
+    /// The first bytes it decodes to.
+    fn fill(&self, out: &mut [u8]) -> Result<(), String> {
+        if self.bytes.len() == self.decoded {
+            out.copy_from_slice(&self.bytes[..out.len()]);
+            return Ok(());
+        }
+        if lz4::decode_prefix(self.bytes, out) {
+            return Ok(());
+        }
+        Err(format!("block {}: expected LZ4 data of {} bytes, found something else", self.block, self.decoded))
+    }
+}
+
+/// Numbers as planes: all their lowest bytes, all their second bytes, and so on.
+#[derive(Debug)]
+pub struct Planes {
+    item: usize,
+    numbers: usize,
+    /// Planes that are in memory, from the lowest; those above are one byte each.
+    varying: usize,
+    constant: [u8; WIDEST],
+    memory: Vec<u8>,
+}
+
+impl Kept for Planes {
+    fn size(&self) -> usize {
+        self.memory.len() + size_of::<Planes>()
+    }
+}
+
+impl Planes {
+    /// Numbers that lie as they are.
+    pub fn whole(memory: Vec<u8>, item: usize, numbers: usize) -> Planes {
+        Planes { item, numbers, varying: 0, constant: [0; WIDEST], memory }
+    }
+
+    /// How many numbers are here.
+    pub fn numbers(&self) -> usize {
+        self.numbers
+    }
+
+    fn is_whole(&self) -> bool {
+        self.varying == 0 && !self.memory.is_empty()
+    }
+
+    fn plane(&self, plane: usize, first: usize, n: usize) -> &[u8] {
+        &self.memory[plane * self.numbers + first..][..n]
+    }
+
+    /// `n` numbers from `first` on, as they are in memory.
+    pub fn bytes(&self, first: usize, n: usize) -> Cow<'_, [u8]> {
+        if self.is_whole() {
+            return Cow::Borrowed(&self.memory[first * self.item..(first + n) * self.item]);
+        }
+        let mut out = vec![0u8; n * self.item];
+        for plane in 0..self.item {
+            if plane < self.varying {
+                for (to, from) in out.chunks_exact_mut(self.item).zip(self.plane(plane, first, n)) {
+                    to[plane] = *from;
+                }
+            } else if self.constant[plane] != 0 {
+                for to in out.chunks_exact_mut(self.item) {
+                    to[plane] = self.constant[plane];
+                }
+            }
+        }
+        Cow::Owned(out)
+    }
+
+    /// `n` integers of 4 or 8 bytes as 4, where the planes show that nothing is lost; false where they do not.
+    pub fn narrow(&self, first: usize, out: &mut [i32]) -> bool {
+        let n = out.len();
+        if self.is_whole()
+            || self.item < 4
+            || self.varying > 3
+            || self.constant[self.varying.max(3)..self.item] != [0; 8][self.varying.max(3)..self.item]
+        {
+            return false;
+        }
+        let base = (self.varying..3).fold(0i32, |base, plane| base | i32::from(self.constant[plane]) << (8 * plane));
+        match self.varying {
+            0 => out.fill(base),
+            1 => {
+                for (to, a) in out.iter_mut().zip(self.plane(0, first, n)) {
+                    *to = base | i32::from(*a);
+                }
+            }
+            2 => {
+                for ((to, a), b) in out.iter_mut().zip(self.plane(0, first, n)).zip(self.plane(1, first, n)) {
+                    *to = base | i32::from(*a) | i32::from(*b) << 8;
+                }
+            }
+            _ => {
+                let planes = self.plane(0, first, n).iter().zip(self.plane(1, first, n)).zip(self.plane(2, first, n));
+                for (to, ((a, b), c)) in out.iter_mut().zip(planes) {
+                    *to = i32::from(*a) | i32::from(*b) << 8 | i32::from(*c) << 16;
+                }
+            }
+        }
+        true
+    }
+}
+
+/// The header of a stored frame of `bytes` bytes in numbers of `item`.
+pub fn stored_header(bytes: usize, item: usize) -> [u8; HEADER] {
+    header(STORED | LZ4 << 5, item, bytes, bytes, HEADER + bytes)
+}
+
+fn header(flags: u8, item: usize, bytes: usize, block: usize, stored: usize) -> [u8; HEADER] {
+    let mut out = [2, 1, flags, item as u8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    for (at, n) in [(4, bytes), (8, block), (12, stored)] {
+        out[at..at + 4].copy_from_slice(&(n as u32).to_le_bytes());
+    }
+    out
+}
+
+/// Bytes of blocks of zeros, at least: fewer would make the list of their offsets longer than what it saves.
+const SMALLEST_BLOCK: usize = 32 << 10;
+
+/// A frame of `bytes` bytes that begins with `used` and is zero after it, without the zeros: `used` lies in one block as it is,
+/// and the offsets of all other blocks are of one block of zeros. c-blosc reads it like any other.
+pub fn short_frame(used: &[u8], bytes: usize, item: usize) -> Vec<u8> {
+    let block = used.len().next_multiple_of(item * 16).max(SMALLEST_BLOCK);
+    if block * 2 > bytes {
+        let mut out = stored_header(bytes, item).to_vec();
+        out.extend_from_slice(used);
+        out.resize(HEADER + bytes, 0);
+        return out;
+    }
+    let count = bytes.div_ceil(block);
+    let last = bytes - (count - 1) * block;
+    let mut out = vec![0u8; HEADER];
+    out.resize(HEADER + 4 * count, 0);
+    // Numbers begin at a multiple of 16, for who maps them.
+    let first = (out.len() + 4).next_multiple_of(16) - 4;
+    out.resize(first, 0);
+    out.extend_from_slice(&(block as u32).to_le_bytes());
+    out.extend_from_slice(used);
+    out.resize(first + 4 + block, 0);
+    let mut starts = vec![first; count];
+    let put_zeros = |out: &mut Vec<u8>, len: usize| {
+        let at = out.len();
+        let zeros = zeros(len);
+        out.extend_from_slice(&(zeros.len() as u32).to_le_bytes());
+        out.extend_from_slice(&zeros);
+        at
+    };
+    if count > 2 {
+        let at = put_zeros(&mut out, block);
+        starts[1..count - 1].fill(at);
+    }
+    starts[count - 1] = if last == block && count > 2 { starts[1] } else { put_zeros(&mut out, last) };
+    for (to, start) in out[HEADER..].as_chunks_mut::<4>().0.iter_mut().zip(&starts) {
+        *to = (*start as u32).to_le_bytes();
+    }
+    let head = header(LZ4 << 5 | UNSPLIT, item, bytes, block, out.len());
+    out[..HEADER].copy_from_slice(&head);
+    out
+}
+
+/// The LZ4 block of `len` zeros: one literal, one match of the rest, five literals at the end (`lz4_Block_format.md`).
+fn zeros(len: usize) -> Vec<u8> {
+    let matched = len - 6;
+    let mut out = vec![0x1f, 0, 1, 0];
+    let mut more = matched - 4 - 15;
+    while more >= 255 {
+        out.push(255);
+        more -= 255;
+    }
+    out.push(more as u8);
+    out.extend_from_slice(&[0x50, 0, 0, 0, 0, 0]);
+    out
+}

@@ -1,0 +1,383 @@
+//! A field of a token cache: rows of any lengths, one after another, in one array or in those of many shards.
+//!
+//! An array `offsets` tells where rows end in an array `data`; its element 0 is the number of rows (`formats/levanter.md` 1.3).
+//! Shards follow one another: rows and elements are numbered through all of them.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::array::{Array, BlockCache};
+use super::meta::Meta;
+use crate::bytes::{Io, Slots, View};
+use crate::dtype::DType;
+use crate::error::{Error, Kind, Result};
+
+/// A shard of a field.
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// The folder that holds `offsets` and `data`.
+    pub folder: PathBuf,
+    /// Rows and elements, where a ledger tells them; the array's own otherwise.
+    pub counts: Option<(u64, u64)>,
+}
+
+/// Which array of a shard.
+#[derive(Clone, Copy)]
+enum Which {
+    Offsets = 0,
+    Data = 1,
+    Shapes = 2,
+}
+
+impl Which {
+    fn name(self) -> &'static str {
+        match self {
+            Which::Offsets => "offsets",
+            Which::Data => "data",
+            Which::Shapes => "shapes",
+        }
+    }
+}
+
+/// A field, open.
+#[derive(Debug)]
+pub struct Field {
+    parts: Vec<Part>,
+    /// Rows before each part, and of all.
+    rows: Vec<u64>,
+    /// Elements before each part, and of all.
+    elements: Vec<u64>,
+    arrays: Slots<Array>,
+    io: Io,
+    cache: Arc<BlockCache>,
+    dtype: DType,
+}
+
+/// Elements from one number to another, counted through all shards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// The first.
+    pub start: u64,
+    /// One past the last.
+    pub end: u64,
+}
+
+impl Range {
+    /// How many.
+    pub fn len(&self) -> usize {
+        (self.end - self.start) as usize
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.start == self.end
+    }
+}
+
+impl Field {
+    /// Opens a field. Parts whose counts are told are not touched before they are read; of the others `offsets` is.
+    pub fn open(parts: Vec<Part>, io: Io, cache: Arc<BlockCache>) -> Result<Field> {
+        let arrays = Slots::new(3 * parts.len() as u64);
+        let mut field = Field { parts, rows: vec![0], elements: vec![0], arrays, io, cache, dtype: DType::I64 };
+        for part in 0..field.parts.len() {
+            let (rows, elements) = match field.parts[part].counts {
+                Some(counts) => counts,
+                None => {
+                    let offsets = field.array(part, Which::Offsets)?;
+                    let rows = one(&offsets, 0)?;
+                    (rows, if rows == 0 { 0 } else { one(&offsets, rows)? })
+                }
+            };
+            let (all_rows, all) = (field.rows[part].checked_add(rows), field.elements[part].checked_add(elements));
+            let (Some(all_rows), Some(all)) = (all_rows, all.filter(|n| *n < 1 << 60)) else {
+                return Err(Error::new(Kind::Format, format!("{rows} rows of {elements} elements are more than fit"))
+                    .at(&field.parts[part].folder));
+            };
+            field.rows.push(all_rows);
+            field.elements.push(all);
+        }
+        // The first part that has elements tells the type; the others are held against it when they are opened.
+        let typed = (0..field.parts.len()).find(|p| field.elements[p + 1] > field.elements[*p]).unwrap_or(0);
+        if !field.parts.is_empty() {
+            field.dtype = Meta::read(&field.parts[typed].folder.join(Which::Data.name()))?.dtype;
+        }
+        Ok(field)
+    }
+
+    /// Rows.
+    pub fn num_rows(&self) -> u64 {
+        self.rows[self.parts.len()]
+    }
+
+    /// Elements.
+    pub fn num_elements(&self) -> u64 {
+        self.elements[self.parts.len()]
+    }
+
+    /// The type of its elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Whether some part has other elements than the first; an array of shapes is told apart by its folder.
+    pub fn shapes_folder(&self) -> Option<PathBuf> {
+        let typed = (0..self.parts.len()).find(|p| self.rows[p + 1] > self.rows[*p]).unwrap_or(0);
+        let folder = self.parts.get(typed)?.folder.join(Which::Shapes.name());
+        folder.is_dir().then_some(folder)
+    }
+
+    fn array(&self, part: usize, which: Which) -> Result<Arc<Array>> {
+        let number = (part * 3 + which as usize) as u64;
+        self.arrays.get(number, || {
+            let folder = self.parts[part].folder.join(which.name());
+            let counts = self.parts[part].counts;
+            let most = match which {
+                Which::Offsets | Which::Shapes => counts.map(|c| c.0 + 1),
+                Which::Data => counts
+                    .map(|c| c.1)
+                    .or_else(|| Some(self.elements.get(part + 1)?.saturating_sub(self.elements[part]))),
+            };
+            let array = Array::open(folder, self.io, Arc::clone(&self.cache), most)?;
+            if matches!(which, Which::Data) {
+                self.check_part(part, &array)?;
+            }
+            Ok(array)
+        })
+    }
+
+    /// What a ledger says of a shard, held against the shard when it is opened.
+    fn check_part(&self, part: usize, data: &Array) -> Result<()> {
+        let Some((rows, elements)) = self.parts[part].counts else { return Ok(()) };
+        if data.dtype() != self.dtype && elements > 0 {
+            return Err(Error::new(
+                Kind::Format,
+                format!(
+                    "holds {}, but the cache's first shard holds {}",
+                    data.dtype().numpy_name().unwrap_or_default(),
+                    self.dtype.numpy_name().unwrap_or_default()
+                ),
+            )
+            .at(data.folder()));
+        }
+        let offsets = self.array(part, Which::Offsets)?;
+        let found = one(&offsets, 0)?;
+        if found != rows {
+            return Err(Error::new(Kind::Format, format!("the ledger counts {rows} rows here, offsets[0] is {found}"))
+                .at(offsets.folder()));
+        }
+        let last = if rows == 0 { 0 } else { one(&offsets, rows)? };
+        if last != elements {
+            return Err(Error::new(
+                Kind::Format,
+                format!("the ledger counts {elements} elements here, the last row ends at {last}"),
+            )
+            .at(offsets.folder()));
+        }
+        Ok(())
+    }
+
+    fn part_of(starts: &[u64], at: u64) -> usize {
+        starts.partition_point(|start| *start <= at) - 1
+    }
+
+    /// Ends of rows `first` to `first + n - 1`, counted through all shards; before them the start of the first.
+    pub fn bounds(&self, first: u64, n: usize) -> Result<Vec<u64>> {
+        let mut out = Vec::with_capacity(n + 1);
+        self.bounds_into(first, n, &mut out)?;
+        Ok(out)
+    }
+
+    /// [`Field::bounds`] in memory that is used again.
+    pub fn bounds_into(&self, first: u64, n: usize, out: &mut Vec<u64>) -> Result<()> {
+        out.clear();
+        let end = first.checked_add(n as u64).filter(|end| *end <= self.num_rows());
+        let Some(end) = end else {
+            return Err(Error::new(Kind::OutOfRange, format!("row {first}: the cache has {} rows", self.num_rows())));
+        };
+        if n == 0 {
+            out.push(self.start_of(first)?);
+            return Ok(());
+        }
+        let mut at = first;
+        while at < end {
+            let part = Self::part_of(&self.rows, at);
+            let (base, local) = (self.elements[part], at - self.rows[part]);
+            let take = (end.min(self.rows[part + 1]) - at) as usize;
+            let offsets = self.array(part, Which::Offsets)?;
+            // Row 0 of a part starts at 0: element 0 is the number of rows. All others start where the row before ends.
+            let with_start = local > 0 && out.is_empty();
+            if local == 0 && out.is_empty() {
+                out.push(base);
+            }
+            let (from, count) = if with_start { (local, take + 1) } else { (local + 1, take) };
+            let (most, mut before) = (self.elements[part + 1] - base, out.last().map_or(base, |b| *b));
+            if with_start {
+                before = base;
+            }
+            let mut wrong: Option<(u64, u64)> = None;
+            each_number(&offsets, from, count, &mut |number, value| {
+                let ends = base.wrapping_add(value);
+                if (value > most || ends < before) && wrong.is_none() {
+                    wrong = Some((number, value));
+                }
+                before = ends;
+                out.push(ends);
+            })?;
+            if let Some((number, value)) = wrong {
+                return Err(Error::new(
+                    Kind::Format,
+                    format!("element {number} is {value}: rows end in ascending order, none after {most}"),
+                )
+                .at(offsets.folder()));
+            }
+            at += take as u64;
+        }
+        Ok(())
+    }
+
+    fn start_of(&self, row: u64) -> Result<u64> {
+        if row == self.num_rows() {
+            return Ok(self.num_elements());
+        }
+        Ok(self.bounds(row, 1)?[0])
+    }
+
+    /// Where a row's elements are.
+    pub fn row(&self, row: u64) -> Result<Range> {
+        let bounds = self.bounds(row, 1)?;
+        Ok(Range { start: bounds[0], end: bounds[1] })
+    }
+
+    fn each_part(
+        &self,
+        start: u64,
+        n: usize,
+        each: &mut dyn FnMut(&Array, u64, usize, usize) -> Result<()>,
+    ) -> Result<()> {
+        let end = start.checked_add(n as u64).filter(|end| *end <= self.num_elements());
+        let Some(end) = end else {
+            return Err(Error::new(
+                Kind::OutOfRange,
+                format!(
+                    "elements {start} to {}: the field has {}",
+                    start.saturating_add(n as u64),
+                    self.num_elements()
+                ),
+            ));
+        };
+        let mut at = start;
+        while at < end {
+            let part = Self::part_of(&self.elements, at);
+            let take = (end.min(self.elements[part + 1]) - at) as usize;
+            let data = self.array(part, Which::Data)?;
+            each(&data, at - self.elements[part], take, (at - start) as usize)?;
+            at += take as u64;
+        }
+        Ok(())
+    }
+
+    /// Copies elements as they are stored.
+    pub fn copy(&self, start: u64, out: &mut [u8]) -> Result<()> {
+        let item = self.dtype.size().unwrap_or(1);
+        self.each_part(start, out.len() / item, &mut |data, from, n, before| {
+            data.copy(from, &mut out[before * item..(before + n) * item])
+        })
+    }
+
+    /// Elements as int32.
+    pub fn int32(&self, start: u64, out: &mut [i32]) -> Result<()> {
+        self.each_part(start, out.len(), &mut |data, from, n, before| data.int32(from, &mut out[before..before + n]))
+    }
+
+    /// Elements as float32.
+    pub fn float32(&self, start: u64, out: &mut [f32]) -> Result<()> {
+        self.each_part(start, out.len(), &mut |data, from, n, before| data.float32(from, &mut out[before..before + n]))
+    }
+
+    /// Hands elements to `each` in order, as they are stored.
+    pub fn each(&self, start: u64, n: usize, each: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let mut failed: Result<()> = Ok(());
+        self.each_part(start, n, &mut |data, from, n, _| {
+            data.each(from, n, &mut |bytes, _| {
+                if failed.is_ok() {
+                    failed = each(bytes);
+                }
+            })
+        })?;
+        failed
+    }
+
+    /// Elements where they lie in a mapped file, if they lie there in one piece.
+    pub fn view(&self, start: u64, n: usize) -> Result<Option<View>> {
+        let mut found = None;
+        self.each_part(start, n, &mut |data, from, take, _| {
+            if take == n {
+                found = data.view(from, n)?;
+            }
+            Ok(())
+        })?;
+        Ok(found)
+    }
+
+    /// Starts reading what elements will need. A hint.
+    pub fn will_need(&self, start: u64, n: usize) {
+        let _ = self.each_part(start, n, &mut |data, from, n, _| {
+            data.will_need(from, n);
+            Ok(())
+        });
+    }
+
+    /// Sizes of a row's axes but the last, for fields of more than one.
+    pub fn shape(&self, row: u64) -> Result<Vec<u64>> {
+        let part = Self::part_of(&self.rows, row);
+        let shapes = self.array(part, Which::Shapes)?;
+        let width = shapes.meta().width;
+        let mut out = vec![];
+        each_number(&shapes, (row - self.rows[part]) * width, width as usize, &mut |_, value| out.push(value))?;
+        Ok(out)
+    }
+
+    /// The folder of a part.
+    pub fn folder(&self, part: usize) -> Option<&Path> {
+        self.parts.get(part).map(|p| p.folder.as_path())
+    }
+}
+
+/// Numbers of an array of offsets or shapes, which are integers of some size.
+fn each_number(array: &Array, from: u64, n: usize, each: &mut dyn FnMut(u64, u64)) -> Result<()> {
+    let dtype = array.dtype();
+    let wide = |bytes: &[u8], at: &mut u64, each: &mut dyn FnMut(u64, u64)| {
+        macro_rules! numbers {
+            ($t:ty) => {
+                for b in bytes.as_chunks::<{ size_of::<$t>() }>().0 {
+                    // A negative number is far too large, and told as such.
+                    each(*at, <$t>::from_le_bytes(*b) as i64 as u64);
+                    *at += 1;
+                }
+            };
+        }
+        match dtype {
+            DType::I64 => numbers!(i64),
+            DType::U64 => numbers!(u64),
+            DType::I32 => numbers!(i32),
+            DType::U32 => numbers!(u32),
+            _ => return false,
+        }
+        true
+    };
+    let (mut at, mut known) = (from, true);
+    array.each(from, n, &mut |bytes, _| known &= wide(bytes, &mut at, each))?;
+    if known {
+        return Ok(());
+    }
+    Err(Error::new(Kind::Format, format!("expected integers, found {}", dtype.name())).at(array.folder()))
+}
+
+fn one(array: &Array, at: u64) -> Result<u64> {
+    let mut found = 0;
+    each_number(array, at, 1, &mut |_, value| found = value)?;
+    if found > 1 << 60 {
+        return Err(Error::new(Kind::Format, format!("element {at}: {found} is no count")).at(array.folder()));
+    }
+    Ok(found)
+}

@@ -1,0 +1,457 @@
+//! Token caches, as Python sees them.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use actshard_core::bytes::Io;
+use actshard_core::tokens::array::BlockCache as Blocks;
+use actshard_core::tokens::batch::{self, Batch, Loss, Packing};
+use actshard_core::tokens::jagged::{Field, Part, Range};
+use actshard_core::tokens::order::{self, How, Key};
+use actshard_core::tokens::pack::{Overlong, Packer};
+use actshard_core::tokens::write::{FieldWriter, Storage};
+use actshard_core::{Error, Kind};
+use numpy::{
+    PyArray1, PyArrayDescr, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods,
+};
+use pyo3::prelude::*;
+
+use crate::rows::dtype_of;
+use crate::{buffer, detach, errors};
+
+/// Memory for decoded blocks, which the fields of a cache share.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct BlockCache {
+    blocks: Arc<Blocks>,
+}
+
+#[pymethods]
+impl BlockCache {
+    #[new]
+    fn new(budget: u64) -> BlockCache {
+        BlockCache { blocks: Arc::new(Blocks::new(budget)) }
+    }
+
+    #[getter]
+    fn used(&self) -> u64 {
+        self.blocks.used()
+    }
+}
+
+/// A field of a token cache: rows of any lengths.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct TokenField {
+    field: Arc<Field>,
+    descr: Py<PyArrayDescr>,
+}
+
+/// Tokens, weights and segment ids of a batch.
+type Examples<'py> =
+    (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyUntypedArray>>, Option<Bound<'py, PyUntypedArray>>);
+
+fn argument(py: Python<'_>, detail: impl Into<String>) -> PyErr {
+    errors::raise(py, &Error::new(Kind::Argument, detail))
+}
+
+fn indices(py: Python<'_>, numbers: &[i64], most: u64, what: &str) -> PyResult<Vec<u64>> {
+    numbers
+        .iter()
+        .map(|n| {
+            u64::try_from(*n).ok().filter(|n| *n < most).ok_or_else(|| {
+                errors::raise(py, &Error::new(Kind::OutOfRange, format!("{what} {n}: there are {most}")))
+            })
+        })
+        .collect()
+}
+
+impl TokenField {
+    fn copied<'py>(&self, py: Python<'py>, range: Range) -> PyResult<Bound<'py, PyUntypedArray>> {
+        let view = detach::detached(py, |_| self.field.view(range.start, range.len()))?;
+        if let Some(view) = view {
+            return buffer::over_map(py, view, self.descr.bind(py), &[range.len()]);
+        }
+        let mut out = buffer::empty(py, self.descr.bind(py), &[range.len()])?;
+        if let Some(bytes) = buffer::bytes_mut(&mut out) {
+            detach::detached(py, |_| self.field.copy(range.start, bytes))?;
+        }
+        Ok(out)
+    }
+}
+
+/// Memory of a batch of `n` examples, filled by `fill`.
+fn filled<'py>(
+    py: Python<'py>,
+    n: usize,
+    length: usize,
+    weights: bool,
+    segments: bool,
+    fill: impl FnOnce(Batch<'_>, actshard_core::par::pool::Watch<'_>) -> actshard_core::Result<()> + Send,
+) -> PyResult<Examples<'py>> {
+    let int32 = PyArrayDescr::new(py, "int32")?;
+    let make = |descr: &Bound<'py, PyArrayDescr>| buffer::empty(py, descr, &[n, length]);
+    let mut tokens = make(&int32)?;
+    let mut weights = if weights { Some(make(&PyArrayDescr::new(py, "float32")?)?) } else { None };
+    let mut segments = if segments { Some(make(&int32)?) } else { None };
+    if n > 0 {
+        let internal = || errors::raise(py, &Error::new(Kind::Internal, "a new array that is not one block"));
+        let bytes = buffer::bytes_mut(&mut tokens).ok_or_else(internal)?;
+        let batch = Batch {
+            length,
+            tokens: cast_mut(py, bytes)?,
+            weights: match weights.as_mut().and_then(buffer::bytes_mut) {
+                Some(bytes) => Some(cast_mut(py, bytes)?),
+                None => None,
+            },
+            segments: match segments.as_mut().and_then(buffer::bytes_mut) {
+                Some(bytes) => Some(cast_mut(py, bytes)?),
+                None => None,
+            },
+        };
+        detach::detached(py, |watch| fill(batch, watch))?;
+    }
+    Ok((tokens, weights, segments))
+}
+
+fn cast_mut<'a, T: bytemuck::Pod>(py: Python<'_>, bytes: &'a mut [u8]) -> PyResult<&'a mut [T]> {
+    bytemuck::try_cast_slice_mut(bytes)
+        .map_err(|_| errors::raise(py, &Error::new(Kind::Internal, "a new array that is not aligned")))
+}
+
+fn loss_of<'a>(py: Python<'_>, name: &str, field: Option<&'a Field>) -> PyResult<Loss<'a>> {
+    match (name, field) {
+        ("all", None) => Ok(Loss::All),
+        ("weights", Some(field)) => Ok(Loss::Weights(field)),
+        ("mask", Some(field)) => Ok(Loss::Mask(field)),
+        _ => Err(argument(py, format!("a loss of {name}, with or without a field"))),
+    }
+}
+
+#[pymethods]
+impl TokenField {
+    /// `parts`: folder, and rows and elements where a ledger tells them.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        parts: Vec<(PathBuf, Option<(u64, u64)>)>,
+        io: &str,
+        cache: &BlockCache,
+    ) -> PyResult<TokenField> {
+        let io = Io::from_name(io).ok_or_else(|| argument(py, format!("io: {io:?}")))?;
+        let parts = parts.into_iter().map(|(folder, counts)| Part { folder, counts }).collect();
+        let blocks = Arc::clone(&cache.blocks);
+        let field = detach::detached(py, |_| Field::open(parts, io, blocks))?;
+        let name = field.dtype().numpy_name().unwrap_or("uint8");
+        let descr = PyArrayDescr::new(py, name)?.unbind();
+        Ok(TokenField { field: Arc::new(field), descr })
+    }
+
+    #[getter]
+    fn num_rows(&self) -> u64 {
+        self.field.num_rows()
+    }
+
+    #[getter]
+    fn num_elements(&self) -> u64 {
+        self.field.num_elements()
+    }
+
+    #[getter]
+    fn descr(&self, py: Python<'_>) -> Py<PyArrayDescr> {
+        self.descr.clone_ref(py)
+    }
+
+    #[getter]
+    fn has_shapes(&self) -> bool {
+        self.field.shapes_folder().is_some()
+    }
+
+    /// A row: a read-only view where it is stored in one piece, else a copy.
+    fn row<'py>(&self, py: Python<'py>, row: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
+        let range = detach::detached(py, |_| self.field.row(row))?;
+        self.copied(py, range)
+    }
+
+    /// Elements of all rows one after another, likewise.
+    fn elements<'py>(&self, py: Python<'py>, start: u64, n: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
+        let Some(end) = start.checked_add(n).filter(|end| *end <= self.field.num_elements()) else {
+            let held = self.field.num_elements();
+            let detail = format!("elements {start} to {}: the field has {held}", start.saturating_add(n));
+            return Err(errors::raise(py, &Error::new(Kind::OutOfRange, detail)));
+        };
+        self.copied(py, Range { start, end })
+    }
+
+    /// Rows one after another, and where each begins and the last ends.
+    fn rows<'py>(
+        &self,
+        py: Python<'py>,
+        rows: PyReadonlyArray1<'py, i64>,
+    ) -> PyResult<(Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<i64>>)> {
+        let rows = indices(py, rows.as_slice()?, self.field.num_rows(), "row")?;
+        let (ranges, offsets) = detach::detached(py, |_| {
+            let mut ranges = Vec::with_capacity(rows.len());
+            let mut offsets = Vec::with_capacity(rows.len() + 1);
+            let mut total = 0i64;
+            offsets.push(0);
+            for row in &rows {
+                let range = self.field.row(*row)?;
+                total += range.len() as i64;
+                ranges.push(range);
+                offsets.push(total);
+            }
+            Ok((ranges, offsets))
+        })?;
+        let total = offsets.last().map_or(0, |n| *n as usize);
+        let mut out = buffer::empty(py, self.descr.bind(py), &[total])?;
+        if let Some(bytes) = buffer::bytes_mut(&mut out) {
+            detach::detached(py, |watch| batch::ranges(&self.field, &ranges, bytes, watch))?;
+        }
+        Ok((out, PyArray1::from_vec(py, offsets)))
+    }
+
+    /// Where rows begin, and the last ends, in elements.
+    fn bounds<'py>(&self, py: Python<'py>, first: u64, n: u64) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        Ok(PyArray1::from_vec(py, detach::detached(py, |_| self.field.bounds(first, n as usize))?))
+    }
+
+    /// Sizes of a row's axes but the last.
+    fn shape(&self, py: Python<'_>, row: u64) -> PyResult<Vec<u64>> {
+        detach::detached(py, |_| self.field.shape(row))
+    }
+
+    /// Examples of `length` elements from wherever each begins.
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+    #[pyo3(signature = (starts, length, *, loss, field, weights, segments, eos))]
+    fn windows<'py>(
+        &self,
+        py: Python<'py>,
+        starts: PyReadonlyArray1<'py, i64>,
+        length: usize,
+        loss: &str,
+        field: Option<PyRef<'py, TokenField>>,
+        weights: bool,
+        segments: bool,
+        eos: Option<i64>,
+    ) -> PyResult<Examples<'py>> {
+        let most = self.field.num_elements().saturating_add(1);
+        let starts = indices(py, starts.as_slice()?, most, "element")?;
+        let field = field.map(|f| Arc::clone(&f.field));
+        let loss = loss_of(py, loss, field.as_deref())?;
+        filled(py, starts.len(), length, weights, segments, |batch, watch| {
+            batch::windows(&self.field, &starts, loss, eos, batch, watch)
+        })
+    }
+
+    /// Examples of whole rows: `packs` are their first row and one past the last.
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+    #[pyo3(signature = (packs, length, *, loss, field, segments, right, mask_padding))]
+    fn packed<'py>(
+        &self,
+        py: Python<'py>,
+        packs: PyReadonlyArray2<'py, i64>,
+        length: usize,
+        loss: &str,
+        field: Option<PyRef<'py, TokenField>>,
+        segments: bool,
+        right: bool,
+        mask_padding: bool,
+    ) -> PyResult<Examples<'py>> {
+        if packs.shape()[1] != 2 {
+            return Err(argument(py, "packs are pairs of rows"));
+        }
+        let numbers = indices(py, packs.as_slice()?, self.field.num_rows().saturating_add(1), "row")?;
+        let packs = numbers.as_chunks::<2>().0;
+        let field = field.map(|f| Arc::clone(&f.field));
+        let loss = loss_of(py, loss, field.as_deref())?;
+        let packing = Packing { tokens: &self.field, loss, right, mask_padding };
+        filled(py, packs.len(), length, true, segments, |batch, watch| batch::packed(packing, packs, batch, watch))
+    }
+}
+
+/// Which rows of some fields go into which example: first row, one past the last, and so on.
+#[pyfunction]
+pub fn pack_rows<'py>(
+    py: Python<'py>,
+    fields: Vec<PyRef<'py, TokenField>>,
+    most: u64,
+    segments: u64,
+    overlong: &str,
+) -> PyResult<Bound<'py, PyArray1<i64>>> {
+    const ROWS: u64 = 1 << 18;
+    let how = Overlong::from_name(overlong).ok_or_else(|| argument(py, format!("slice_strategy: {overlong:?}")))?;
+    let fields: Vec<Arc<Field>> = fields.iter().map(|f| Arc::clone(&f.field)).collect();
+    let rows = fields.iter().map(|f| f.num_rows()).min().unwrap_or(0);
+    let packs = detach::detached(py, |watch| {
+        let mut packer = Packer::new(most, segments, how, fields.len());
+        let mut bounds: Vec<Vec<u64>> = vec![vec![]; fields.len()];
+        let mut first = 0;
+        while first < rows {
+            if watch() {
+                return Err(Error::new(Kind::Interrupted, "interrupted"));
+            }
+            let n = (rows - first).min(ROWS) as usize;
+            for (field, bounds) in fields.iter().zip(&mut bounds) {
+                field.bounds_into(first, n, bounds)?;
+            }
+            packer.push(&bounds)?;
+            first += n as u64;
+        }
+        Ok(packer.finish().into_iter().flatten().map(|n| n as i64).collect::<Vec<_>>())
+    })?;
+    Ok(PyArray1::from_vec(py, packs))
+}
+
+/// Lengths of the runs of equal segment ids of each example, and how many there are.
+#[pyfunction]
+pub fn run_lengths<'py>(
+    py: Python<'py>,
+    segments: PyReadonlyArray2<'py, i32>,
+    most: usize,
+) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>)> {
+    let [examples, length] = [segments.shape()[0], segments.shape()[1]];
+    let mut lengths = vec![0; examples.saturating_mul(most)];
+    let mut counts = vec![0; examples];
+    let segments = segments.as_slice()?;
+    detach::detached(py, |_| batch::run_lengths(segments, length, most, &mut lengths, &mut counts))?;
+    Ok((PyArray1::from_vec(py, lengths), PyArray1::from_vec(py, counts)))
+}
+
+/// A field that is being written.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct TokenFieldWriter {
+    writer: Mutex<Option<FieldWriter>>,
+}
+
+impl TokenFieldWriter {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&mut FieldWriter, actshard_core::par::pool::Watch<'_>) -> actshard_core::Result<T> + Send,
+    ) -> PyResult<T> {
+        detach::detached(py, |watch| {
+            let mut slot = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+            match slot.as_mut() {
+                Some(writer) => work(writer, watch),
+                None => Err(Error::new(Kind::Argument, "this field is finished")),
+            }
+        })
+    }
+}
+
+#[pymethods]
+impl TokenFieldWriter {
+    #[new]
+    fn new(py: Python<'_>, folder: PathBuf, dtype: &str, axes: u64, storage: &str) -> PyResult<TokenFieldWriter> {
+        let dtype = dtype_of(py, dtype)?;
+        let storage = Storage::from_name(storage).ok_or_else(|| argument(py, format!("storage: {storage:?}")))?;
+        let writer = detach::detached(py, |_| FieldWriter::create(&folder, dtype, axes, storage))?;
+        Ok(TokenFieldWriter { writer: Mutex::new(Some(writer)) })
+    }
+
+    /// Appends rows: the bytes of their elements, how many elements each has, and the sizes of all axes but the last.
+    fn append(
+        &self,
+        py: Python<'_>,
+        elements: PyReadonlyArray1<'_, u8>,
+        lengths: PyReadonlyArray1<'_, i64>,
+        shapes: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<()> {
+        let (elements, lengths, shapes) = (elements.as_slice()?, lengths.as_slice()?, shapes.as_slice()?);
+        self.with(py, |writer, _| writer.append(elements, lengths, shapes))
+    }
+
+    /// Appends all rows of another field.
+    fn extend(&self, py: Python<'_>, field: PyRef<'_, TokenField>) -> PyResult<()> {
+        let field = Arc::clone(&field.field);
+        self.with(py, |writer, watch| writer.extend(&field, watch))
+    }
+
+    /// Rows and elements so far.
+    fn counts(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        self.with(py, |writer, _| Ok(writer.counts()))
+    }
+
+    /// Writes what is left: rows and elements.
+    fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        detach::detached(py, |_| {
+            let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take();
+            writer.ok_or_else(|| Error::new(Kind::Argument, "this field is finished"))?.finish()
+        })
+    }
+}
+
+/// One of Levanter's orders.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct TokenOrder {
+    order: order::Order,
+}
+
+#[pymethods]
+impl TokenOrder {
+    /// `kind`: "simple", "block" with (io, window), "era" with (era,).
+    #[new]
+    fn new(py: Python<'_>, kind: &str, how: &str, length: u64, key: Key, sizes: Vec<u64>) -> PyResult<TokenOrder> {
+        let how = match how {
+            "feistel" => How::Feistel,
+            "linear" => How::Linear,
+            "linear-float64" => How::LinearFloat64,
+            _ => return Err(argument(py, format!("no permutation is called {how:?}"))),
+        };
+        let order = detach::detached(py, |_| match (kind, &sizes[..]) {
+            ("simple", []) => order::Order::simple(how, length, key),
+            ("block", [io, window]) => order::Order::block(how, length, *io, *window, key),
+            ("era", [era]) => order::Order::era(how, length, *era, key),
+            _ => Err(Error::new(Kind::Argument, format!("no order is called {kind:?}"))),
+        })?;
+        Ok(TokenOrder { order })
+    }
+
+    fn map<'py>(&self, py: Python<'py>, numbers: PyReadonlyArray1<'py, i64>) -> PyResult<Bound<'py, PyUntypedArray>> {
+        let numbers = numbers.as_slice()?;
+        let mut out = buffer::empty(py, &PyArrayDescr::new(py, "int64")?, &[numbers.len()])?;
+        if let Some(bytes) = buffer::bytes_mut(&mut out) {
+            let out = cast_mut(py, bytes)?;
+            detach::detached(py, |watch| self.order.map(numbers, out, watch))?;
+        }
+        Ok(out)
+    }
+
+    fn parameters(&self) -> Vec<u64> {
+        self.order.parameters()
+    }
+}
+
+/// `jax.random.PRNGKey`.
+#[pyfunction]
+pub fn jax_key(seed: u64) -> Key {
+    order::key(seed)
+}
+
+/// `jax.random.split`.
+#[pyfunction]
+pub fn jax_split(key: Key, n: u32) -> Vec<Key> {
+    (0..n).map(|i| order::split(key, i)).collect()
+}
+
+/// `jax.random.fold_in`.
+#[pyfunction]
+pub fn jax_fold_in(key: Key, data: u32) -> Key {
+    order::fold_in(key, data)
+}
+
+/// `jax.random.randint(key, (), 0, 2**30)`.
+#[pyfunction]
+pub fn jax_randint30(key: Key) -> u64 {
+    order::seed_of(key)
+}
+
+/// `jax.random.permutation(key, numpy.arange(n))`.
+#[pyfunction]
+pub fn jax_permutation(py: Python<'_>, key: Key, n: u32) -> PyResult<Bound<'_, PyArray1<u32>>> {
+    let ids = detach::detached(py, |_| {
+        let mut ids: Vec<u32> = (0..n).collect();
+        order::shuffle(key, &mut ids);
+        Ok(ids)
+    })?;
+    Ok(PyArray1::from_vec(py, ids))
+}
