@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CARGO_PROFILE ?= dev
+LEVANTER := $(CURDIR)/.venv-levanter
 
 NATIVE_SOURCES := $(shell find rust/core rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo test check test-peers bench fuzz-smoke fmt clean help
+.PHONY: demo test check test-peers test-levanter bench fuzz-smoke fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,7 +19,7 @@ demo: $(VENV)/.release ## build, then fit a probe per layer on the bundled datas
 test: $(VENV)/.dev $(VENV)/.test ## the Rust and Python suites; no torch
 	cargo test --workspace --quiet
 	$(MAKE) --no-print-directory fuzz-smoke
-	$(BIN)/python -m pytest -m "not peers"
+	$(BIN)/python -m pytest -m "not peers and not levanter"
 
 check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, stubs
 	cargo fmt --all --check
@@ -30,6 +31,9 @@ check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, st
 
 test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
 	$(BIN)/python -m pytest -m peers
+
+test-levanter: $(VENV)/.dev $(VENV)/.test $(LEVANTER)/.installed ## beside Levanter itself, in an environment of its own (1.5 GB)
+	LEVANTER_PYTHON=$(LEVANTER)/bin/python $(BIN)/python -m pytest -m levanter
 
 bench: $(VENV)/.release $(VENV)/.test $(VENV)/.bench ## peers and ours in one run; BENCH_ARGS=--help tells the options
 	$(BIN)/python -m benches $(BENCH_ARGS)
@@ -43,7 +47,7 @@ fmt: $(VENV)/.check ## formats everything
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) target rust/fuzz/target
+	rm -rf $(VENV) $(LEVANTER) target rust/fuzz/target
 
 $(VENV)/.base:
 	$(PYTHON) -m venv $(VENV)
@@ -67,6 +71,10 @@ $(VENV)/.check: $(VENV)/.base pyproject.toml
 
 $(VENV)/.bench: $(VENV)/.base pyproject.toml
 	$(UV) --group bench && touch $@
+
+$(LEVANTER)/.installed: $(VENV)/.base pyproject.toml
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(LEVANTER)
+	$(BIN)/uv pip install --quiet --python $(LEVANTER)/bin/python --group levanter && touch $@
 
 $(VENV)/.peers: $(VENV)/.base pyproject.toml
 	$(UV) --group peers && touch $@

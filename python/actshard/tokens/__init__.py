@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from actshard.tokens.building import Progress, build_cache
 from actshard.tokens.cache import JaggedView, TokenCache, open_cache
 from actshard.tokens.examples import (
     Batch,
@@ -11,23 +12,37 @@ from actshard.tokens.examples import (
     PrebuiltLmDataset,
     TokenSeqDataset,
 )
+from actshard.tokens.formats import ChatFormat, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import Ledger
 from actshard.tokens.orders import Mixture, Permutation, Permuted, fold_in, permutation, prng_key, randint30, split
+from actshard.tokens.sources import RowSource
+from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+from actshard.tokens.writing import CacheWriter
 
 __all__ = [
     "Batch",
+    "CacheWriter",
     "CausalLmDataset",
     "ChatDataset",
+    "ChatFormat",
     "JaggedView",
     "Ledger",
     "Mixture",
     "PackedTokenDataset",
     "Permutation",
     "Permuted",
+    "PrebuiltFormat",
     "PrebuiltLmDataset",
+    "Progress",
+    "RowSource",
+    "SupervisedFormat",
+    "TextFormat",
     "TokenCache",
     "TokenSeqDataset",
+    "Tokenizer",
+    "build_cache",
     "fold_in",
+    "load_tokenizer",
     "open_cache",
     "permutation",
     "prng_key",

@@ -11,9 +11,7 @@ use actshard_core::tokens::order::{self, How, Key};
 use actshard_core::tokens::pack::{Overlong, Packer};
 use actshard_core::tokens::write::{FieldWriter, Storage};
 use actshard_core::{Error, Kind};
-use numpy::{
-    PyArray1, PyArrayDescr, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods,
-};
+use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
 use crate::rows::dtype_of;

@@ -128,23 +128,23 @@ impl ArrayWriter {
         let width = width.ok_or_else(|| Error::new(Kind::Argument, "rows of more than 1,024 axes"))?;
         fs::create_dir_all(&folder).map_err(|e| Error::from_io(&e, &folder, "make"))?;
         let chunk = |n: usize| if columns { json!([n, width]) } else { json!([n]) };
+        // In the order of names, as tensorstore writes it: the same bytes whoever wrote the array.
+        let endian = json!({"configuration": {"endian": "little"}, "name": "bytes"});
         let text = json!({
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": if columns { json!([LENGTH, width]) } else { json!([LENGTH]) },
+            "chunk_grid": {"configuration": {"chunk_shape": chunk(INNER * PER_FILE)}, "name": "regular"},
+            "chunk_key_encoding": {"name": "default"},
+            "codecs": [{"configuration": {
+                "chunk_shape": chunk(INNER),
+                "codecs": [endian, {"configuration": {
+                    "blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "shuffle", "typesize": item,
+                }, "name": "blosc"}],
+                "index_codecs": [endian, {"name": "crc32c"}],
+            }, "name": "sharding_indexed"}],
             "data_type": dtype.numpy_name(),
             "fill_value": 0,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk(INNER * PER_FILE)}},
-            "chunk_key_encoding": {"name": "default"},
-            "codecs": [{"name": "sharding_indexed", "configuration": {
-                "chunk_shape": chunk(INNER),
-                "codecs": [
-                    {"name": "bytes", "configuration": {"endian": "little"}},
-                    {"name": "blosc", "configuration": {
-                        "cname": "lz4", "clevel": 5, "shuffle": "shuffle", "typesize": item, "blocksize": 0}},
-                ],
-                "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-            }}],
+            "node_type": "array",
+            "shape": if columns { json!([LENGTH, width]) } else { json!([LENGTH]) },
+            "zarr_format": 3,
         });
         let path = folder.join("zarr.json");
         let file = File::create(&path).map_err(|e| Error::from_io(&e, &path, "write"))?;

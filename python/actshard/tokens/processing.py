@@ -1,0 +1,436 @@
+"""From records to rows of a cache, a batch at a time: what may run while others hold the GIL apart from what may not.
+
+A processor works in three steps. ``prepare`` looks at records and says which texts are to be encoded; ``encode`` is the tokenizers
+library's, which uses all processors and no GIL; ``finish`` makes flat arrays. What becomes of a record does not depend on the
+batch it is in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import ArgumentError, FormatError
+from actshard.tokens import templates
+from actshard.tokens.formats import ChatFormat, Format, PrebuiltFormat, SupervisedFormat, TextFormat
+from actshard.tokens.sources import Record, RowProblem
+from actshard.tokens.tokenizer import Tokenizer
+
+IDS = "input_ids"
+MASKS = "assistant_masks"
+WEIGHTS = "loss_weights"
+_FORBIDDEN = ("tokenize", "return_assistant_tokens_mask", "return_dict")
+_INT32 = np.iinfo(np.int32)
+
+
+@dataclass
+class Prepared:
+    """A batch before it is encoded: what each record needs, and the texts of all."""
+
+    numbers: list[int]
+    needs: list[Any]
+    texts: list[str]
+    problems: list[RowProblem]
+
+
+@dataclass
+class Rows:
+    """A batch of rows: for each field the elements of all, and how many each row has."""
+
+    elements: dict[str, NDArray[Any]]
+    lengths: dict[str, NDArray[np.int64]]
+    problems: list[RowProblem]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.lengths.values())))
+
+
+class Processor:
+    """Makes rows of one format."""
+
+    columns: tuple[str, ...]
+    """Keys of a record that are looked at."""
+    fields: dict[str, np.dtype[Any]]
+    """What is stored, and how."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+
+    def prepare(self, records: Sequence[Record], what: str) -> Prepared:
+        """Looks at records; those that cannot be used become problems."""
+        made = Prepared([], [], [], [])
+        for number, record in records:
+            if isinstance(record, RowProblem):
+                made.problems.append(record)
+                continue
+            try:
+                needs, texts = self.look(record)
+            except _Bad as bad:
+                made.problems.append(RowProblem(number, str(bad), what))
+                continue
+            made.numbers.append(number)
+            made.needs.append((len(texts), needs))
+            made.texts += texts
+        return made
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of texts."""
+        return self._tokenizer.encode(texts) if texts else []
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ArgumentError("this format needs a tokenizer")
+        return self.tokenizer
+
+    def finish(self, prepared: Prepared, encoded: list[list[int]], what: str) -> Rows:
+        """Makes rows."""
+        flat: dict[str, list[Any]] = {name: [] for name in self.fields}
+        lengths: dict[str, list[int]] = {name: [] for name in self.fields}
+        problems = list(prepared.problems)
+        at = 0
+        for number, (texts, needs) in zip(prepared.numbers, prepared.needs, strict=True):
+            ids = encoded[at : at + texts]
+            at += texts
+            try:
+                row = self.make(needs, ids)
+            except _Bad as bad:
+                problems.append(RowProblem(number, str(bad), what))
+                continue
+            for name, values in row.items():
+                flat[name].append(values)
+                lengths[name].append(len(values))
+        problems.sort(key=lambda p: p.number)
+        elements = {name: self._joined(values, self.fields[name]) for name, values in flat.items()}
+        return Rows(elements, {name: np.array(n, np.int64) for name, n in lengths.items()}, problems)
+
+    def _joined(self, values: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+        if not values:
+            return np.empty(0, dtype)
+        if isinstance(values[0], np.ndarray):
+            return self._cast(np.concatenate(values), dtype)
+        joined: list[Any] = []
+        for row in values:
+            joined += row
+        return self._cast(np.array(joined, np.int64), dtype) if joined else np.empty(0, dtype)
+
+    @staticmethod
+    def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+        if dtype.kind in "iu" and values.size and values.dtype != dtype:
+            low, high = int(values.min()), int(values.max())
+            if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+                raise ArgumentError(f"dtype: token ids from {low} to {high} do not fit {dtype}")
+        return np.ascontiguousarray(values, dtype)
+
+    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        """What a record needs, and the texts to encode for it."""
+        raise NotImplementedError
+
+    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+        """The row of a record."""
+        raise NotImplementedError
+
+    def metadata(self) -> dict[str, Any]:
+        """What Levanter would write of it (``preprocessor_metadata``)."""
+        raise NotImplementedError
+
+
+class _Bad(Exception):
+    """A record that cannot be used, and why."""
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key, _ABSENT)
+    if isinstance(value, str):
+        return value
+    if value is _ABSENT:
+        raise _Bad(f"expected the key '{key}', found {_keys(record)}")
+    raise _Bad(f"field '{key}': expected a text, found {_short(value)}")
+
+
+_ABSENT = object()
+
+
+def _keys(record: Mapping[str, Any]) -> str:
+    return ", ".join(f"'{key}'" for key in list(record)[:8]) or "no keys"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class TextProcessor(Processor):
+    """``input_ids``: bos, the text, a blank and eos."""
+
+    def __init__(self, format: TextFormat, tokenizer: Tokenizer, dtype: Any, *, eos: bool, bos: bool) -> None:
+        super().__init__(tokenizer)
+        self.format = format
+        self.columns = (format.text_key,)
+        self.fields = {IDS: np.dtype(dtype or np.int64)}
+        self._bos = bos and tokenizer.bos_id is not None
+        self._eos = eos and tokenizer.eos_id is not None
+        self._head = [tokenizer.bos_id] if self._bos else []
+        self._tail = f" {tokenizer.eos_token}" if self._eos else ""
+        self._if_missing = format.special_tokens == "if_missing"
+
+    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        text = _text(record, self.format.text_key)
+        if self._if_missing and self._eos and text.endswith(str(self._tokenizer.eos_token)):
+            return None, [text]
+        return None, [text + self._tail]
+
+    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+        (ids,) = encoded
+        if self._if_missing and ids[:1] == self._head:
+            return {IDS: ids}
+        return {IDS: self._head + ids}
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "tokenizer": self._tokenizer.name,
+            "vocab_size": self._tokenizer.vocab_size,
+            "return_attention_mask": False,
+            "padding": False,
+            "max_length": None,
+            "append_bos": self._bos,
+            "append_eos": self._eos,
+        }
+
+
+class ChatProcessor(Processor):
+    """``input_ids`` and ``assistant_masks`` of a conversation that a template has made a text of."""
+
+    def __init__(self, format: ChatFormat, tokenizer: Tokenizer, dtype: Any) -> None:
+        super().__init__(tokenizer)
+        self.format = format
+        given = (format.messages_field, format.system_prompt, format.chat_template_kwargs)
+        self.columns = tuple(dict.fromkeys(name for name in given if name is not None))
+        self.fields = {IDS: np.dtype(dtype or np.int32), MASKS: np.dtype(np.int32)}
+        template = format.chat_template or tokenizer.chat_template
+        if template is None:
+            raise ArgumentError(
+                f"chat: there is no template: {tokenizer.name or 'the tokenizer'} has none of its own; give one with chat_template="
+            )
+        if format.mask_user_turns and not templates.GENERATION.search(template):
+            raise ArgumentError(
+                "chat: the template must mark what the assistant says with {% generation %} ... {% endgeneration %}, which tells "
+                "what is learnt; or set mask_user_turns=False and require_assistant=False to learn everything"
+            )
+        templates.compile_template(template)
+        self.template = template
+        self._bos, self._eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
+
+    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        messages = self._messages(record)
+        template, variables = self._template(record)
+        try:
+            pieces = templates.render(template, messages, self._bos, self._eos, variables)
+        except templates.TemplateProblem as problem:
+            raise _Bad(str(problem)) from problem
+        if self.format.encoding == "whole":
+            return pieces, []
+        return [inside for _, inside in pieces], [text for text, _ in pieces]
+
+    def _messages(self, record: Mapping[str, Any]) -> list[Any]:
+        key = self.format.messages_field
+        if key not in record:
+            raise _Bad(f"expected the key '{key}', found {_keys(record)}")
+        messages = record[key]
+        if not isinstance(messages, list | tuple):
+            raise _Bad(f"field '{key}': expected a list of messages, found {_short(messages)}")
+        for i, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise _Bad(f"field '{key}[{i}]': expected a message with role and content, found {_short(message)}")
+        system = None if self.format.system_prompt is None else record.get(self.format.system_prompt)
+        if system is None:
+            return list(messages)
+        if not isinstance(system, Mapping):
+            return [{"role": "system", "content": system}, *messages]
+        if "content" not in system:
+            raise _Bad(f"field '{self.format.system_prompt}': expected 'content' in a system prompt, found {_keys(system)}")
+        return [{**system, "role": "system"}, *messages]
+
+    def _template(self, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        key = self.format.chat_template_kwargs
+        given = None if key is None else record.get(key)
+        if given is None:
+            return self.template, {}
+        if not isinstance(given, Mapping):
+            raise _Bad(f"field '{key}': expected an object of variables for the template, found {_short(given)}")
+        variables = dict(given)
+        for name in _FORBIDDEN:
+            if name in variables:
+                raise _Bad(f"field '{key}': may not set '{name}'")
+        template = variables.pop("chat_template", self.template)
+        variables.pop("add_generation_prompt", None)
+        if not isinstance(template, str):
+            raise _Bad(f"field '{key}.chat_template': expected a template, found {_short(template)}")
+        for name in ("messages", "bos_token", "eos_token"):
+            if name in variables:
+                raise _Bad(f"field '{key}': may not set '{name}', which the template is given anyway")
+        return template, variables
+
+    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+        if self.format.encoding == "whole":
+            ids, masks = self._whole(needs)
+        else:
+            ids, masks = [], []
+            for inside, part in zip(needs, encoded, strict=True):
+                ids += part
+                masks += [int(inside)] * len(part)
+        if self.format.require_assistant and 1 not in masks:
+            raise _Bad(
+                "no token of this conversation is the assistant's: its template marked none ({% generation %}); "
+                "require_assistant=False keeps such conversations"
+            )
+        return {IDS: ids, MASKS: masks}
+
+    def _whole(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+        """The text encoded at once; a token is marked if one of its characters is (Hugging Face's char_to_token from both ends)."""
+        ids, offsets = self._tokenizer.encode_with_offsets("".join(text for text, _ in pieces))
+        masks = [0] * len(ids)
+        at = 0
+        for text, inside in pieces:
+            end = at + len(text)
+            if inside:
+                for i, (first, last) in enumerate(offsets):
+                    if first < end and last > at:
+                        masks[i] = 1
+            at = end
+        return ids, masks
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "tokenizer": self._tokenizer.name,
+            "vocab_size": self._tokenizer.vocab_size,
+            "chat_template": self.template,
+            "messages_field": self.format.messages_field,
+            "system_prompt_field": self.format.system_prompt,
+            "chat_template_kwargs_field": self.format.chat_template_kwargs,
+        }
+
+
+class PrebuiltProcessor(Processor):
+    """Ids and weights as they are given, if they are what they should be."""
+
+    def __init__(self, format: PrebuiltFormat, dtype: Any) -> None:
+        super().__init__(None)
+        self.format = format
+        self.fields = {format.input_ids_key: np.dtype(dtype or np.int32)}
+        if format.loss_weights_key is not None:
+            self.fields[format.loss_weights_key] = np.dtype(np.float32)
+        if format.loss_weights_key == format.input_ids_key:
+            raise ArgumentError("prebuilt: ids and weights cannot be under the same key")
+        self.columns = tuple(self.fields)
+
+    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        ids = self._array(record, self.format.input_ids_key)
+        if ids.size and ids.dtype.kind not in "iu":
+            raise _Bad(f"field '{self.format.input_ids_key}': expected integers, found {ids.dtype}, such as {ids.flat[0]}")
+        limits = np.iinfo(self.fields[self.format.input_ids_key])
+        # Ids are never negative, whatever the type could hold.
+        if ids.size and (int(ids.min()) < 0 or int(ids.max()) > limits.max):
+            wrong = int(ids.max()) if int(ids.max()) > limits.max else int(ids.min())
+            raise _Bad(f"field '{self.format.input_ids_key}': expected ids from 0 to {limits.max}, found {wrong}")
+        row: dict[str, Any] = {self.format.input_ids_key: ids.astype(self.fields[self.format.input_ids_key])}
+        key = self.format.loss_weights_key
+        if key is not None:
+            weights = self._array(record, key)
+            if weights.size and weights.dtype.kind not in "iuf":
+                raise _Bad(f"field '{key}': expected numbers, found {weights.dtype}")
+            if len(weights) != len(ids):
+                raise _Bad(
+                    f"field '{key}': expected {len(ids)} weights, as many as '{self.format.input_ids_key}' has ids, found "
+                    f"{len(weights)}"
+                )
+            row[key] = weights.astype(np.float32)
+        return row, []
+
+    @staticmethod
+    def _array(record: Mapping[str, Any], key: str) -> NDArray[Any]:
+        if key not in record:
+            raise _Bad(f"expected the key '{key}', found {_keys(record)}")
+        value = record[key]
+        if not isinstance(value, list | tuple | np.ndarray):
+            raise _Bad(f"field '{key}': expected a list of numbers, found {_short(value)}")
+        if isinstance(value, list | tuple) and any(isinstance(x, bool) for x in value):
+            raise _Bad(f"field '{key}': expected numbers, found true or false")
+        try:
+            made = np.asarray(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise _Bad(f"field '{key}': expected a list of numbers: {error}") from error
+        if made.ndim != 1:
+            raise _Bad(f"field '{key}': expected a flat list, found one nested {made.ndim} deep")
+        if made.dtype.kind not in "iuf" and made.size:
+            raise _Bad(f"field '{key}': expected numbers, found {_short(value)}")
+        return made
+
+    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+        return dict(needs)
+
+    def metadata(self) -> dict[str, Any]:
+        return {"input_ids_key": self.format.input_ids_key, "loss_weights_key": self.format.loss_weights_key}
+
+
+class SupervisedProcessor(Processor):
+    """``input_ids`` and ``loss_weights``: 1 where a token of the target is predicted."""
+
+    def __init__(self, format: SupervisedFormat, tokenizer: Tokenizer, dtype: Any, *, eos: bool, bos: bool) -> None:
+        super().__init__(tokenizer)
+        self.format = format
+        self.columns = (format.input_key, format.target_key)
+        self.fields = {IDS: np.dtype(dtype or np.int32), WEIGHTS: np.dtype(np.float32)}
+        self._bos = bos and tokenizer.bos_id is not None
+        self._eos = eos and tokenizer.eos_token is not None
+
+    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        target = _text(record, self.format.target_key)
+        tail = f" {self._tokenizer.eos_token}" if self._eos else ""
+        return None, [_text(record, self.format.input_key), target + tail]
+
+    def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
+        prompt, target = encoded
+        head = [self._tokenizer.bos_id] if self._bos else []
+        ids = head + prompt + target
+        first = max(len(head) + len(prompt) - 1, 0)
+        if first >= len(ids) - 1:
+            raise _Bad(f"field '{self.format.target_key}': the target has no tokens")
+        weights = np.zeros(len(ids), np.float32)
+        weights[first:-1] = 1
+        return {IDS: np.array(ids, np.int64), WEIGHTS: weights}
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "tokenizer": self._tokenizer.name,
+            "vocab_size": self._tokenizer.vocab_size,
+            "input_field": self.format.input_key,
+            "target_field": self.format.target_key,
+            "append_bos": self._bos,
+            "append_eos": self._eos,
+        }
+
+
+def processor(
+    format: Format, tokenizer: Tokenizer | None, dtype: Any = None, *, enforce_eos: bool = True, enforce_bos: bool = True
+) -> Processor:
+    """The processor of a format."""
+    if isinstance(format, PrebuiltFormat):
+        return PrebuiltProcessor(format, dtype)
+    if tokenizer is None:
+        raise ArgumentError(f"format {format.type} needs a tokenizer")
+    if isinstance(format, ChatFormat):
+        return ChatProcessor(format, tokenizer, dtype)
+    if isinstance(format, SupervisedFormat):
+        return SupervisedProcessor(format, tokenizer, dtype, eos=enforce_eos, bos=enforce_bos)
+    return TextProcessor(format, tokenizer, dtype, eos=enforce_eos, bos=enforce_bos)
+
+
+def raised(problem: RowProblem, path: Any) -> FormatError:
+    """The error of a problem, as users see it."""
+    return problem.error(path)

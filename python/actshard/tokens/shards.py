@@ -1,0 +1,226 @@
+"""One file of records made into one shard of a cache: what ``build_cache`` does in parallel, in this process or another.
+
+Run as a program it reads a task as JSON from its standard input and tells as JSON lines what it does: ``build_cache`` starts it
+for sources that are built at the same time. The tokenizers library has threads of its own, but rendering chats and reading
+records has only this interpreter's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actshard.errors import ActshardError
+from actshard.tokens import formats
+from actshard.tokens import ledger as ledgers
+from actshard.tokens.ledger import OURS, Ledger
+from actshard.tokens.processing import Prepared, Processor, processor
+from actshard.tokens.sources import AnySource, Record, RowProblem, Source
+from actshard.tokens.tokenizer import Tokenizer
+from actshard.tokens.writing import FieldWriters
+
+_CHARS = 1 << 20
+"""Characters that are encoded at once: enough for all processors, little enough for their memory."""
+_RECORDS = 2048
+_TELL_EVERY = 0.25
+SUCCESS = ".success"
+
+
+@dataclass
+class Counts:
+    """How far a source is.
+
+    Attributes:
+        rows, tokens: made of it.
+        bytes: read of it.
+        skipped: records that could not be used.
+        problems: the first few of those, in words.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    skipped: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What becomes of a source.
+
+    Attributes:
+        folder: the shard, when it is finished.
+        staged: where it is made.
+        identity: what tells this shard from one of other records or another format.
+        storage: how its numbers are stored.
+        skip: whether bad records are skipped.
+    """
+
+    folder: Path
+    staged: Path
+    identity: str
+    storage: str
+    skip: bool
+
+
+Tell = Callable[[Counts], object]
+
+
+def build_shard(source: AnySource, process: Processor, task: Task, tell: Tell) -> Counts:
+    """Makes the shard of a source; it is there when it is whole.
+
+    Raises:
+        FormatError: a record that cannot be used, by file and line, unless bad ones are skipped.
+    """
+    shutil.rmtree(task.staged, ignore_errors=True)
+    task.staged.mkdir(parents=True)
+    counts = Counts()
+    writers = FieldWriters(task.staged, process.fields, task.storage)
+    last = time.monotonic()
+
+    def read(n: int) -> None:
+        counts.bytes += n
+
+    records = source.records(process.columns, read)
+    first_field = next(iter(process.fields))
+    for prepared, encoded in _encoded_ahead(process, _batches(records, process, source.what)):
+        rows = process.finish(prepared, encoded, source.what)
+        for problem in rows.problems:
+            if not task.skip:
+                raise problem.error(source.path)
+            counts.skipped += 1
+            if len(counts.problems) < 5:
+                counts.problems.append(str(problem.error(source.path)))
+        for name, elements in rows.elements.items():
+            writers.append(name, elements, rows.lengths[name])
+        counts.rows += len(rows)
+        counts.tokens += int(rows.elements[first_field].size)
+        if time.monotonic() - last >= _TELL_EVERY:
+            tell(counts)
+            last = time.monotonic()
+    rows_made, elements_made = writers.finish()
+    own: dict[str, Any] = {"identity": task.identity}
+    if counts.skipped:
+        own["skipped"] = counts.skipped
+    name = task.folder.name
+    Ledger(
+        total_num_rows=rows_made,
+        shard_rows={name: rows_made},
+        is_finished=True,
+        finished_shards=(name,),
+        field_counts=dict(sorted(elements_made.items())) if rows_made else {},
+        metadata={"preprocessor_metadata": process.metadata()},
+        extra={OURS: own},
+    ).write(task.staged)
+    if rows_made:
+        (task.staged / SUCCESS).touch()
+    shutil.rmtree(task.folder, ignore_errors=True)
+    task.staged.rename(task.folder)
+    ledgers.sync_folder(task.folder.parent)
+    tell(counts)
+    return counts
+
+
+def finished(folder: Path, identity: str, fields: list[str]) -> Ledger | None:
+    """The ledger of a shard that is finished and of this identity; None if it has to be made."""
+    try:
+        ledger = ledgers.read(folder)
+    except ActshardError:
+        return None
+    own = ledger.extra.get(OURS)
+    whole = all((folder / name / "offsets" / "zarr.json").is_file() for name in fields)
+    return ledger if whole and isinstance(own, dict) and own.get("identity") == identity else None
+
+
+def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterator[Prepared]:
+    batch: list[Record] = []
+    chars = 0
+    for item in records:
+        batch.append(item)
+        record = item[1]
+        if not isinstance(record, RowProblem):
+            for value in record.values():
+                if isinstance(value, str):
+                    chars += len(value)
+                elif isinstance(value, list):
+                    # A message or a number: what it is does not matter for when to stop.
+                    chars += len(value) * 100
+        if chars >= _CHARS or len(batch) >= _RECORDS:
+            yield process.prepare(batch, what)
+            batch, chars = [], 0
+    if batch:
+        yield process.prepare(batch, what)
+
+
+def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[tuple[Prepared, list[list[int]]]]:
+    """Batches with their ids: the next one is read and prepared while the library encodes this one."""
+    waiting: list[tuple[Prepared, Future[list[list[int]]]]] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="actshard-encode") as encoder:
+        for prepared in batches:
+            waiting.append((prepared, encoder.submit(process.encode, prepared.texts)))
+            if len(waiting) > 2:
+                ready, future = waiting.pop(0)
+                yield ready, future.result()
+        for ready, future in waiting:
+            yield ready, future.result()
+
+
+def task_as_dict(source: Source, format: formats.Format, tokenizer: Tokenizer | None, task: Task, options: dict[str, Any]) -> dict[str, Any]:
+    """A task as JSON, for another process."""
+    return {
+        "source": {"path": os.fspath(source.path), "shard": source.shard},
+        "format": formats.as_dict(format),
+        "tokenizer": None if tokenizer is None else tokenizer.as_dict(),
+        "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
+        "options": options,
+    }
+
+
+def main() -> None:
+    """The program: one task, told line by line."""
+    given = json.loads(sys.stdin.readline())
+    out = sys.stdout
+
+    def tell(counts: Counts) -> None:
+        # Whoever started this process and is gone makes this fail, and with it the process end.
+        print(json.dumps(vars(counts)), file=out, flush=True)
+
+    try:
+        source = Source(Path(given["source"]["path"]), given["source"]["shard"])
+        tokenizer = None if given["tokenizer"] is None else Tokenizer.from_dict(given["tokenizer"])
+        options = given["options"]
+        dtype = None if options["dtype"] is None else np.dtype(options["dtype"])
+        process = processor(
+            formats.as_format(given["format"]),
+            tokenizer,
+            dtype,
+            enforce_eos=options["enforce_eos"],
+            enforce_bos=options["enforce_bos"],
+        )
+        made = given["task"]
+        task = Task(Path(made["folder"]), Path(made["staged"]), made["identity"], made["storage"], made["skip"])
+        build_shard(source, process, task, tell)
+    except ActshardError as error:
+        said = {
+            "error": type(error).__name__,
+            "detail": error.detail,
+            "path": None if error.path is None else os.fspath(error.path),
+        }
+        print(json.dumps(said), file=out, flush=True)
+        sys.exit(3)
+    except BrokenPipeError:
+        sys.exit(4)
+
+
+if __name__ == "__main__":
+    main()

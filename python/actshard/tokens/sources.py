@@ -1,0 +1,332 @@
+"""Where records come from: JSON lines, JSON and parquet, plain or compressed, and who is to blame for a bad one."""
+
+from __future__ import annotations
+
+import bz2
+import glob as globbing
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from actshard.errors import ArgumentError, FormatError, MissingFileError, NotAFileError, from_os
+
+KINDS = (".jsonl", ".json", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+_LONGEST_LINE = 1 << 30
+"""No record is this long; a file without line breaks is not read into memory to find out."""
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class RowProblem(Exception):
+    """A record that cannot be used.
+
+    Attributes:
+        number: its line, row or element, from 1.
+        detail: what was expected and what was found.
+        what: what the number counts.
+    """
+
+    number: int
+    detail: str
+    what: str = "line"
+
+    def error(self, path: Path | None) -> FormatError:
+        """As the exception that users see."""
+        return FormatError(f"{self.what} {self.number}: {self.detail}", path=path)
+
+
+Record = tuple[int, "Mapping[str, Any] | RowProblem"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of records.
+
+    Attributes:
+        path: the file.
+        shard: what its part of a cache is called.
+    """
+
+    path: Path
+    shard: str
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.path.stat().st_size
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this file from another, or from itself after a change."""
+        stat = self.path.stat()
+        return {"path": os.path.abspath(self.path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}  # noqa: PTH100 -- links stay
+
+    @property
+    def what(self) -> str:
+        """What its records are counted in."""
+        return "row" if _kind(self.path) == ".parquet" else "line"
+
+    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+        """Records with their numbers from 1; those that are none come as :class:`RowProblem`.
+
+        Raises:
+            MissingFileError, FileAccessError, FormatError: the file cannot be read, or ends in the middle.
+        """
+        kind = _kind(self.path)
+        try:
+            with self.path.open("rb") as raw:
+                watched = _Watched(raw, tell)
+                if kind == ".parquet":
+                    yield from _parquet(raw if _compression(self.path) is None else _inflated(watched, self.path), columns, self.path)
+                    return
+                stream = _inflated(watched, self.path)
+                if kind == ".json" and _is_array(stream):
+                    yield from _array(stream, self.path)
+                else:
+                    yield from _lines(stream, self.path)
+        except FileNotFoundError as error:
+            raise MissingFileError("expected a file, found nothing", path=self.path) from error
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise FormatError(f"the compressed data is broken or cut: {error}", path=self.path) from error
+        except OSError as error:
+            if isinstance(error, FormatError):
+                raise
+            if error.errno is None:  # the decompressors' own
+                raise FormatError(f"the compressed data is broken or cut: {error}", path=self.path) from error
+            raise from_os(error, self.path, "read") from error
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Records from a program: a name and a function that begins them anew. They are told apart by the name alone."""
+
+    shard: str
+    begin: Callable[[], Iterable[Mapping[str, Any]]] = field(compare=False)
+    what: str = "row"
+    path: Path | None = None
+
+    def size(self) -> int:
+        """Nobody knows."""
+        return 0
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from another."""
+        return {"rows": self.shard}
+
+    def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
+        """Records with their numbers from 1."""
+        for number, record in enumerate(self.begin(), 1):
+            yield number, record if isinstance(record, Mapping) else _no_object(number, record, "row")
+
+
+AnySource = Source | RowSource
+
+
+class _Watched(io.RawIOBase):
+    """A file that tells how far it was read."""
+
+    def __init__(self, raw: IO[bytes], tell: Callable[[int], object] | None) -> None:
+        self._raw = raw
+        self._tell = tell
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        n = self._raw.readinto(buffer)  # type: ignore[attr-defined] -- files opened "rb" have it
+        if self._tell is not None:
+            self._tell(int(n or 0))
+        return int(n or 0)
+
+
+def _kind(path: Path) -> str:
+    suffixes = [s.lower() for s in path.suffixes[-2:]]
+    for kind in KINDS:
+        if kind in suffixes:
+            return kind
+    if ".ndjson" in suffixes:
+        return ".jsonl"
+    raise ArgumentError(
+        f"expected a name that ends in {', '.join(KINDS)}, with or without {', '.join(COMPRESSIONS)}", path=path
+    )
+
+
+def _compression(path: Path) -> str | None:
+    return COMPRESSIONS.get(path.suffix.lower())
+
+
+def _inflated(raw: io.RawIOBase, path: Path) -> IO[bytes]:
+    buffered: Any = io.BufferedReader(raw, 1 << 18)
+    how = _compression(path)
+    if how == "gzip":
+        return gzip.open(buffered)  # type: ignore[return-value] -- a file of bytes
+    if how == "bz2":
+        return bz2.open(buffered)
+    if how == "xz":
+        return lzma.open(buffered)
+    if how == "zstd":
+        return io.BufferedReader(_Zstd(buffered), 1 << 18)
+    return buffered  # type: ignore[no-any-return] -- a BufferedReader
+
+
+class _Zstd(io.RawIOBase):
+    """pyarrow's decompressor as a file of Python's, errors of broken data included."""
+
+    def __init__(self, raw: Any) -> None:
+        self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except (OSError, pa.ArrowException) as error:
+            raise EOFError(str(error)) from error
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _is_array(stream: Any) -> bool:
+    """Whether a ``.json`` file is one value and not lines of them, by Levanter's rule: its first characters."""
+    first = stream.peek(2)[:2] if hasattr(stream, "peek") else b""
+    return first[:1] == b"[" or first in (b"{\n", b"{\r")
+
+
+def _array(stream: IO[bytes], path: Path) -> Iterator[Record]:
+    try:
+        value = json.loads(stream.read().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"expected a JSON array of objects: {str(error)[:200]}", path=path) from error
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise FormatError(f"expected a JSON array of objects, found {str(value)[:60]}", path=path)
+    for number, record in enumerate(value, 1):
+        yield number, record if isinstance(record, dict) else _no_object(number, record, "element")
+
+
+def _no_object(number: int, value: Any, what: str) -> RowProblem:
+    return RowProblem(number, f"expected an object, found {str(value)[:60]!r}", what)
+
+
+def _lines(stream: IO[bytes], path: Path) -> Iterator[Record]:
+    number = 0
+    loads = json.loads
+    while line := stream.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > _LONGEST_LINE:
+            raise FormatError(f"line {number}: expected at most {_LONGEST_LINE} bytes", path=path)
+        try:
+            record = loads(line.decode("utf-8"))
+        except json.JSONDecodeError as error:
+            yield number, RowProblem(number, _why(line, error))
+        except UnicodeDecodeError as error:
+            yield number, RowProblem(number, f"expected UTF-8 text, found byte {line[error.start]:#04x} at {error.start}")
+        except (ValueError, RecursionError) as error:
+            yield number, RowProblem(number, f"expected a JSON object: {str(error)[:200]}")
+        else:
+            yield number, record if isinstance(record, dict) else _no_object(number, record, "line")
+
+
+def _why(line: bytes, error: json.JSONDecodeError) -> str:
+    if not line.strip():
+        return "expected a JSON object, found a blank line"
+    whole = "" if line.endswith(b"\n") else " (the file ends in this line: was its writer interrupted?)"
+    return f"expected a JSON object: {error.msg} at character {error.pos + 1}{whole}"
+
+
+def _parquet(file: Any, columns: Sequence[str], path: Path) -> Iterator[Record]:
+    import pyarrow.parquet as pq
+
+    try:
+        parquet = pq.ParquetFile(file if hasattr(file, "fileno") else pa.BufferReader(file.read()))
+        held = [name for name in columns if name in parquet.schema_arrow.names]
+        number = 0
+        for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE, columns=held):
+            if not held:  # rows without a column that is wanted are rows still
+                for _ in range(batch.num_rows):
+                    number += 1
+                    yield number, {}
+                continue
+            for record in batch.to_pylist():
+                number += 1
+                yield number, record
+    except pa.ArrowException as error:
+        raise FormatError(f"pyarrow cannot read this parquet file: {error}", path=path) from error
+
+
+def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
+    """Sources of paths and globs (``*``, ``?``, ``**``, ``{a,b}``), in the order given; each file is a shard.
+
+    Raises:
+        MissingFileError: a path or glob that matches nothing.
+        ArgumentError: no sources, names of unknown kinds, or two that would be one shard.
+    """
+    items = [given] if isinstance(given, str | os.PathLike | RowSource) else list(given)
+    paths: list[str] = []
+    others: list[RowSource] = []
+    for item in items:
+        if isinstance(item, RowSource):
+            others.append(item)
+        else:
+            paths += _matching(os.fspath(item))
+    if others and paths:
+        raise ArgumentError("sources: either files or RowSources")
+    if not paths and not others:
+        raise ArgumentError("sources: expected at least one file, found none")
+    if others:
+        made: list[AnySource] = [RowSource(_shard(i, o.shard), o.begin, o.what) for i, o in enumerate(others)]
+        return made
+    prefix = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonprefix(paths)  # noqa: PTH120 -- of URLs, too
+    names = [path[len(prefix) :].removeprefix("/") for path in paths]
+    shards = [_shard(i, name) for i, name in enumerate(names)]
+    dotted = [name.replace(".", "_") for name in names]
+    for i, name in enumerate(dotted):
+        if name in dotted[:i]:
+            raise ArgumentError(f"sources: {paths[dotted.index(name)]} and {paths[i]} would both be shard '{name}'")
+    for path in paths:
+        _kind(Path(path))
+    return [Source(Path(path), shard) for path, shard in zip(paths, shards, strict=True)]
+
+
+def _shard(number: int, name: str) -> str:
+    """What Levanter calls a shard's folder."""
+    safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
+    return f"{number:05d}_{safe or 'shard'}"
+
+
+def _matching(given: str) -> list[str]:
+    if "://" in given:
+        raise ArgumentError(f"sources: {given} is a URL: fetch it to a local path first")
+    path = os.path.expanduser(given)  # noqa: PTH111 -- a Path would cut what the shards' names are made of
+    if Path(path).is_dir():
+        raise NotAFileError("expected a file or a glob of files, found a folder", path=path)
+    if Path(path).exists():
+        return [path]
+    found = [match for pattern in _braces(path) for match in sorted(globbing.glob(pattern, recursive=True))]  # noqa: PTH207 -- texts
+    if not found:
+        raise MissingFileError("expected a file, or a glob that matches some, found nothing", path=path)
+    return found
+
+
+def _braces(pattern: str) -> list[str]:
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None or ("," not in match[1] and ".." not in match[1]):
+        return [pattern]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if span is not None:
+        width = max(len(span[1]), len(span[2])) if "0" in (span[1][:1], span[2][:1]) else 0
+        choices = [f"{n:0{width}d}" for n in range(int(span[1]), int(span[2]) + 1)]
+    else:
+        choices = match[1].split(",")
+    return [made for choice in choices for made in _braces(pattern[: match.start()] + choice + pattern[match.end() :])]

@@ -1,0 +1,122 @@
+"""Chat templates: from messages to a text whose parts are marked as the assistant's or not."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from actshard.errors import FormatError, MissingExtraError
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What says that a template marks the assistant's words; a plain search, as Levanter's is."""
+_BEGIN, _END = "\ue000actshard-generation\ue001", "\ue000/actshard-generation\ue001"
+_MARKS = re.compile(f"({re.escape(_BEGIN)}|{re.escape(_END)})")
+_NONE_IF_ABSENT = ("reasoning_content", "tool_calls")
+
+
+class TemplateProblem(Exception):
+    """A conversation that its template does not render; the row is to blame, or the template."""
+
+
+class Message(dict[str, Any]):
+    """A message: ``m.content`` and ``m['content']`` are the same; what models without tools lack reads as None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if name in _NONE_IF_ABSENT:
+            return None
+        raise AttributeError(name)
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> Any:
+    try:
+        import jinja2
+        from jinja2 import nodes, sandbox
+        from jinja2.ext import Extension
+    except ImportError as error:
+        raise MissingExtraError.of("a chat template", "tokens") from error
+
+    class Generation(Extension):
+        """``{% generation %}...{% endgeneration %}``: what is between them is marked."""
+
+        tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it so
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        def marked(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = sandbox.SandboxedEnvironment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, extensions=[Generation]
+    )
+    environment.globals.update(raise_exception=raise_exception, strftime_now=time.strftime)
+    return environment
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(template: str) -> Any:
+    import jinja2
+
+    try:
+        return _environment().from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise FormatError(f"chat template: line {error.lineno}: {error.message}") from error
+
+
+def compile_template(template: str) -> None:
+    """Looks whether a template can be used.
+
+    Raises:
+        FormatError: its syntax is wrong; the message names the line.
+        MissingExtraError: jinja2 is not installed.
+    """
+    _environment()
+    _compiled(template)
+
+
+def render(
+    template: str, messages: Sequence[Any], bos_token: str, eos_token: str, variables: Mapping[str, Any]
+) -> list[tuple[str, bool]]:
+    """A conversation as pieces of text, in order, each with whether the assistant says it. No piece is empty.
+
+    Raises:
+        TemplateProblem: the template says no, or asks for something that is not there.
+    """
+    import jinja2
+
+    try:
+        compiled = _compiled(template)
+        given = [Message(m) for m in messages]
+        text = compiled.render(
+            messages=given, add_generation_prompt=False, bos_token=bos_token, eos_token=eos_token, **variables
+        )
+    except FormatError as error:
+        raise TemplateProblem(error.detail) from error
+    except jinja2.UndefinedError as error:
+        said = re.sub(r"'[\w.]*\.Message object'", "a message", str(error))
+        raise TemplateProblem(f"the chat template asks for something that is not there: {said}") from error
+    except jinja2.TemplateError as error:
+        raise TemplateProblem(f"the chat template says: {error}") from error
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
+        raise TemplateProblem(f"the chat template cannot use this conversation: {error}") from error
+    made = []
+    inside = False
+    for part in _MARKS.split(text):
+        if part == _BEGIN:
+            inside = True
+        elif part == _END:
+            inside = False
+        elif part:
+            made.append((part, inside))
+    return made

@@ -1,0 +1,222 @@
+"""Tokenizers: the ``tokenizers`` library's, with what Levanter reads beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from actshard.errors import ActshardWarning, ArgumentError, FormatError, MissingExtraError, MissingFileError
+from actshard.formats._json import read_json, show
+
+PASSTHROUGH = "passthrough"
+_LONGEST_RUN = 25_000
+"""Longer runs of white space, or of anything else, are cut before they are encoded: the library's time grows with their square."""
+_LONG_RUNS = re.compile(rf"\s{{{_LONGEST_RUN},}}|\S{{{_LONGEST_RUN},}}")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer and its special tokens; :func:`load_tokenizer` makes one.
+
+    Attributes:
+        name: what the ledger calls it: the name or path as it was given.
+        vocab_size: with added tokens.
+        bos_token, eos_token: texts of the special tokens, or None.
+        bos_id, eos_id: their ids, or None.
+        chat_template: the tokenizer's own, or None.
+    """
+
+    name: str
+    vocab_size: int
+    bos_token: str | None = None
+    eos_token: str | None = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+    chat_template: str | None = None
+    backend: Any = field(default=None, repr=False, compare=False)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens added; texts are encoded in parallel."""
+        if self.backend is None:
+            return [_integers(text) for text in texts]
+        encode = getattr(self.backend, "encode_batch_fast", None) or self.backend.encode_batch
+        if all(len(text) <= _LONGEST_RUN for text in texts):
+            return [made.ids for made in encode(list(texts), add_special_tokens=False)]
+        parts = [pieces(text) for text in texts]
+        flat = iter(encode([p for some in parts for p in some], add_special_tokens=False))
+        return [[i for _ in some for i in next(flat).ids] for some in parts]
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a text, and which characters each stands for."""
+        if self.backend is None:
+            raise ArgumentError("the passthrough tokenizer knows no characters")
+        made = self.backend.encode(text, add_special_tokens=False)
+        return made.ids, made.offsets
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens included."""
+        if self.backend is None:
+            return " ".join(str(i) for i in ids)
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as JSON, for another process."""
+        text = None if self.backend is None else self.backend.to_str()
+        fields = ("name", "vocab_size", "bos_token", "eos_token", "bos_id", "eos_id", "chat_template")
+        return {**{name: getattr(self, name) for name in fields}, "tokenizer": text}
+
+    @staticmethod
+    def from_dict(made: dict[str, Any]) -> Tokenizer:
+        """What :meth:`as_dict` says."""
+        made = dict(made)
+        text = made.pop("tokenizer")
+        return Tokenizer(**made, backend=None if text is None else _library().from_str(text))
+
+    def digest(self) -> str:
+        """A digest of everything that decides which ids come out."""
+        return hashlib.sha256(json.dumps({**self.as_dict(), "name": ""}, sort_keys=True).encode()).hexdigest()
+
+
+def pieces(text: str) -> list[str]:
+    """A text cut as Levanter cuts it: runs of 25,000 characters or more stand apart, in pieces of 25,000."""
+    if len(text) <= _LONGEST_RUN:
+        return [text]
+    made, last = [], 0
+    for run in _LONG_RUNS.finditer(text):
+        if run.start() > last:
+            made.append(text[last : run.start()])
+        made += [run.group()[at : at + _LONGEST_RUN] for at in range(0, run.end() - run.start(), _LONGEST_RUN)]
+        last = run.end()
+    if last < len(text):
+        made.append(text[last:])
+    return made or [text]
+
+
+def _integers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split()]
+    except ValueError as error:
+        raise FormatError(f"the passthrough tokenizer expects integers between white space: {error}") from error
+
+
+def _library() -> Any:
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise MissingExtraError.of("tokenizing", "tokens") from error
+    return Library
+
+
+def load_tokenizer(
+    tokenizer: Any,
+    *,
+    vocab_size: int | None = None,
+    bos_token: str | None = None,
+    eos_token: str | None = None,
+    chat_template: str | None = None,
+) -> Tokenizer:
+    """A tokenizer of whatever kind.
+
+    Args:
+        tokenizer: a folder with ``tokenizer.json`` (and ``tokenizer_config.json``, ``chat_template.jinja``), that file itself, a
+            ``tokenizers.Tokenizer``, a fast tokenizer of transformers, or ``"passthrough"``: texts are integers.
+        vocab_size: of ``"passthrough"``.
+        bos_token, eos_token, chat_template: in place of what the tokenizer says; a bare ``tokenizers.Tokenizer`` says nothing.
+
+    Raises:
+        MissingFileError, FormatError: there is no tokenizer, or none that the library reads.
+        MissingExtraError: the library is not installed.
+        ArgumentError: it is something else, or has no such token.
+    """
+    made = _load(tokenizer, vocab_size)
+    if chat_template is not None:
+        made = replace(made, chat_template=chat_template)
+    for name, token in (("bos", bos_token), ("eos", eos_token)):
+        if token is not None:
+            found = None if made.backend is None else made.backend.token_to_id(token)
+            if found is None:
+                raise ArgumentError(f"{name}_token: {made.name} has no token {token!r}")
+            made = replace(made, **{f"{name}_token": token, f"{name}_id": found})
+    return made
+
+
+def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str) and tokenizer == PASSTHROUGH:
+        if vocab_size is None or vocab_size < 1:
+            raise ArgumentError("the passthrough tokenizer needs vocab_size=, at least 1")
+        return Tokenizer(PASSTHROUGH, vocab_size)
+    if isinstance(tokenizer, str | os.PathLike):
+        return _from_path(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # transformers
+        bos, eos = tokenizer.bos_token, tokenizer.eos_token
+        return _made(backend, str(tokenizer.name_or_path), bos, eos, getattr(tokenizer, "chat_template", None))
+    if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "token_to_id"):
+        return _made(tokenizer, "", None, None, None)
+    raise ArgumentError(
+        "tokenizer: expected a folder, a tokenizer.json, a tokenizers.Tokenizer or a fast tokenizer of transformers, found "
+        f"{type(tokenizer).__name__}"
+    )
+
+
+def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
+    path = Path(given).expanduser()
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        hint = "" if path.is_dir() or path.is_absolute() else "; names of the Hugging Face hub have to be downloaded first"
+        raise MissingFileError(f"expected a tokenizer.json, found none{hint}", path=file)
+    try:
+        backend = _library().from_file(str(file))
+    except MissingExtraError:
+        raise
+    except Exception as error:  # noqa: BLE001 -- the library raises bare Exceptions
+        raise FormatError(f"the tokenizers library cannot read this: {error}", path=file) from error
+    config_file = file.parent / "tokenizer_config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
+    if not isinstance(config, dict):
+        raise FormatError(f"expected an object, found {show(config)}", path=config_file)
+    template = config.get("chat_template")
+    own = file.parent / "chat_template.jinja"
+    if not template and own.is_file():
+        template = own.read_text(encoding="utf-8")
+    if template is not None and not isinstance(template, str):
+        raise FormatError(
+            f"field 'chat_template': expected a text, found {show(template)}; give one with chat_template=", path=config_file
+        )
+    return _made(backend, os.fspath(given), _token(config, "bos_token"), _token(config, "eos_token"), template)
+
+
+def _token(config: dict[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    content = value.get("content") if isinstance(value, dict) else value
+    return content if isinstance(content, str) else None
+
+
+def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
+    if backend.truncation is not None:
+        warnings.warn(
+            f"{name or 'the tokenizer'} cuts texts to {backend.truncation.get('max_length')} tokens (truncation in its "
+            "tokenizer.json), as Levanter would; no_truncation() of the tokenizers library turns that off",
+            ActshardWarning,
+            stacklevel=4,
+        )
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    return Tokenizer(
+        name=name,
+        vocab_size=int(backend.get_vocab_size(with_added_tokens=True)),
+        bos_token=bos,
+        eos_token=eos,
+        bos_id=None if bos is None else vocabulary.get(bos),
+        eos_id=None if eos is None else vocabulary.get(eos),
+        chat_template=template if isinstance(template, str) else None,
+        backend=backend,
+    )
