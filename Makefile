@@ -35,7 +35,7 @@ test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original lib
 test-levanter: $(VENV)/.dev $(VENV)/.test $(LEVANTER)/.installed ## beside Levanter itself, in an environment of its own (1.5 GB)
 	LEVANTER_PYTHON=$(LEVANTER)/bin/python $(BIN)/python -m pytest -m levanter
 
-bench: $(VENV)/.release $(VENV)/.test $(VENV)/.bench ## peers and ours in one run; BENCH_ARGS=--help tells the options
+bench: $(VENV)/.release $(VENV)/.test $(VENV)/.bench $(LEVANTER)/.installed ## peers and ours in one run; BENCH_ARGS=--help tells the options
 	$(BIN)/python -m benches $(BENCH_ARGS)
 
 fuzz-smoke: ## builds the fuzz targets on stable Rust and runs each for a few thousand inputs

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import actshard
-from benches import data, pickles, streams, writing, zarrs
+from benches import data, pickles, streams, tokens, writing, zarrs
 from benches.measure import Engine, NotPermitted, Row, fio_iops, in_child, interleave, median
 from benches.peers import NumpyMemmap, SafetensorsRows, lmprobe_on, numpy_sequences
 
@@ -423,4 +423,13 @@ ALL = {
     "write_lmprobe": writing.pooled,
     "convert": writing.convert,
     "verify": writing.verify,
+    "tokens_build": tokens.build,
+    "tokens_write": tokens.write,
+    "tokens_windows": tokens.windows,
+    "tokens_rows": tokens.rows,
+    "tokens_examples": tokens.examples,
+    "tokens_plan": tokens.plan,
+    "tokens_orders": tokens.orders,
+    "tokens_shards": tokens.shards,
+    "tokens_memory": tokens.memory,
 }

@@ -226,8 +226,10 @@ def _reopen(path: str, io: str, memory: int | str) -> TokenCache:
     return TokenCache(path, io=io, memory=memory)
 
 
-def numbers(indices: Sequence[int] | NDArray[Any], most: int, what: str, path: Path | None = None) -> NDArray[np.int64]:
-    """Indices into ``most`` members as int64, negative ones counted from the end."""
+def integers(indices: Sequence[int] | NDArray[Any], what: str) -> NDArray[np.int64]:
+    """Indices as one flat int64 array, whatever they are."""
+    if type(indices) is np.ndarray and indices.dtype == np.int64 and indices.ndim == 1 and indices.flags.c_contiguous:
+        return indices
     try:
         made = np.asarray(indices)
         if made.size and made.dtype.kind not in "iu":
@@ -237,12 +239,18 @@ def numbers(indices: Sequence[int] | NDArray[Any], most: int, what: str, path: P
         raise ArgumentError(f"expected indices of {what}s: {error}") from error
     if made.ndim != 1:
         raise ArgumentError(f"expected a list of indices, found an array of shape {made.shape}")
+    return np.ascontiguousarray(made)
+
+
+def numbers(indices: Sequence[int] | NDArray[Any], most: int, what: str, path: Path | None = None) -> NDArray[np.int64]:
+    """Indices into ``most`` members as int64, negative ones counted from the end."""
+    made = integers(indices, what)
     low = made < 0
     if low.any():
         made = np.where(low, made + most, made)
     bad = (made < 0) | (made >= most)
     if bad.any():
-        first = int(np.asarray(indices).reshape(-1)[np.flatnonzero(bad)[0]])
+        first = int(made[np.flatnonzero(bad)[0]])
         raise OutOfRangeError(f"{what} {first}: there are {most}", path=path)
     return np.ascontiguousarray(made)
 

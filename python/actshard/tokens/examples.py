@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from actshard import _native
 from actshard.errors import ArgumentError, FormatError, NotStoredError
-from actshard.tokens.cache import TOKENS, TokenCache
+from actshard.tokens.cache import TOKENS, TokenCache, integers
 
 PACKED_SEGMENTS = 64
 """Documents of an example at most, where ``pack`` says no number."""
@@ -163,12 +163,14 @@ class TokenSeqDataset:
     def _read(
         self, indices: Sequence[int] | NDArray[Any], *, weights: bool, segments: bool = False, eos: int | None = None
     ) -> tuple[Any, Any, Any]:
-        starts = self.starts(indices)
         if self._tokens is None:
+            self.starts(indices)
             return np.empty((0, self.seq_len), np.int32), np.empty((0, self.seq_len), np.float32), None
         field = None if self.loss_weights_key is None or not weights else self.cache.field(self.loss_weights_key)
         return self._tokens.windows(
-            starts,
+            integers(indices, "window"),
+            self.seq_len,
+            self._length,
             self.seq_len,
             loss="all" if field is None else "weights",
             field=field,
@@ -450,7 +452,7 @@ class PrebuiltLmDataset:
         starts, length = self._extents(self._tokens, rows, self.seq_len, self.input_ids_key)
         apart = self.block_cross_document_attention and self.eos_id is not None
         tokens, weights, segments = self._tokens.windows(
-            starts, length, loss="all", field=None, weights=True, segments=apart, eos=self.eos_id
+            starts, 1, self._tokens.num_elements + 1, length, loss="all", field=None, weights=True, segments=apart, eos=self.eos_id
         )
         if self._weights is not None:
             self._extents(self._weights, rows, length, str(self.loss_weights_key))

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use actshard_core::bytes::Io;
 use actshard_core::tokens::array::BlockCache as Blocks;
 use actshard_core::tokens::batch::{self, Batch, Loss, Packing};
-use actshard_core::tokens::jagged::{Field, Part, Range};
+use actshard_core::tokens::jagged::{Cursor, Field, Part, Range};
 use actshard_core::tokens::order::{self, How, Key};
 use actshard_core::tokens::pack::{Overlong, Packer};
 use actshard_core::tokens::write::{FieldWriter, Storage};
@@ -51,26 +51,28 @@ fn argument(py: Python<'_>, detail: impl Into<String>) -> PyErr {
     errors::raise(py, &Error::new(Kind::Argument, detail))
 }
 
+/// Indices of `most` members, negative ones from the end.
 fn indices(py: Python<'_>, numbers: &[i64], most: u64, what: &str) -> PyResult<Vec<u64>> {
-    numbers
-        .iter()
-        .map(|n| {
-            u64::try_from(*n).ok().filter(|n| *n < most).ok_or_else(|| {
-                errors::raise(py, &Error::new(Kind::OutOfRange, format!("{what} {n}: there are {most}")))
-            })
-        })
-        .collect()
+    let members = i64::try_from(most).unwrap_or(i64::MAX);
+    let one = |n: &i64| {
+        let at = if *n < 0 { n.saturating_add(members) } else { *n };
+        u64::try_from(at)
+            .ok()
+            .filter(|at| *at < most)
+            .ok_or_else(|| errors::raise(py, &Error::new(Kind::OutOfRange, format!("{what} {n}: there are {most}"))))
+    };
+    numbers.iter().map(one).collect()
 }
 
 impl TokenField {
     fn copied<'py>(&self, py: Python<'py>, range: Range) -> PyResult<Bound<'py, PyUntypedArray>> {
-        let view = detach::detached(py, |_| self.field.view(range.start, range.len()))?;
+        let view = detach::detached(py, |_| self.field.view(&mut Cursor::default(), range.start, range.len()))?;
         if let Some(view) = view {
             return buffer::over_map(py, view, self.descr.bind(py), &[range.len()]);
         }
         let mut out = buffer::empty(py, self.descr.bind(py), &[range.len()])?;
         if let Some(bytes) = buffer::bytes_mut(&mut out) {
-            detach::detached(py, |_| self.field.copy(range.start, bytes))?;
+            detach::detached(py, |_| self.field.copy(&mut Cursor::default(), range.start, bytes))?;
         }
         Ok(out)
     }
@@ -165,8 +167,15 @@ impl TokenField {
 
     /// A row: a read-only view where it is stored in one piece, else a copy.
     fn row<'py>(&self, py: Python<'py>, row: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
-        let range = detach::detached(py, |_| self.field.row(row))?;
-        self.copied(py, range)
+        let (range, view) = detach::detached(py, |_| {
+            let mut cursor = Cursor::default();
+            let range = self.field.row(&mut cursor, row)?;
+            Ok((range, self.field.view(&mut cursor, range.start, range.len())?))
+        })?;
+        match view {
+            Some(view) => buffer::over_map(py, view, self.descr.bind(py), &[range.len()]),
+            None => self.copied(py, range),
+        }
     }
 
     /// Elements of all rows one after another, likewise.
@@ -190,9 +199,12 @@ impl TokenField {
             let mut ranges = Vec::with_capacity(rows.len());
             let mut offsets = Vec::with_capacity(rows.len() + 1);
             let mut total = 0i64;
+            let mut cursor = Cursor::default();
+            let mut bounds = vec![];
             offsets.push(0);
             for row in &rows {
-                let range = self.field.row(*row)?;
+                self.field.bounds_into(&mut cursor, *row, 1, &mut bounds)?;
+                let range = Range { start: bounds[0], end: bounds[1] };
                 total += range.len() as i64;
                 ranges.push(range);
                 offsets.push(total);
@@ -209,7 +221,10 @@ impl TokenField {
 
     /// Where rows begin, and the last ends, in elements.
     fn bounds<'py>(&self, py: Python<'py>, first: u64, n: u64) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        Ok(PyArray1::from_vec(py, detach::detached(py, |_| self.field.bounds(first, n as usize))?))
+        Ok(PyArray1::from_vec(
+            py,
+            detach::detached(py, |_| self.field.bounds(&mut Cursor::default(), first, n as usize))?,
+        ))
     }
 
     /// Sizes of a row's axes but the last.
@@ -217,13 +232,15 @@ impl TokenField {
         detach::detached(py, |_| self.field.shape(row))
     }
 
-    /// Examples of `length` elements from wherever each begins.
+    /// Examples of `length` elements; example `i` begins at element `i * stride`, and there are `count` of them.
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
-    #[pyo3(signature = (starts, length, *, loss, field, weights, segments, eos))]
+    #[pyo3(signature = (numbers, stride, count, length, *, loss, field, weights, segments, eos))]
     fn windows<'py>(
         &self,
         py: Python<'py>,
-        starts: PyReadonlyArray1<'py, i64>,
+        numbers: PyReadonlyArray1<'py, i64>,
+        stride: u64,
+        count: u64,
         length: usize,
         loss: &str,
         field: Option<PyRef<'py, TokenField>>,
@@ -231,8 +248,10 @@ impl TokenField {
         segments: bool,
         eos: Option<i64>,
     ) -> PyResult<Examples<'py>> {
-        let most = self.field.num_elements().saturating_add(1);
-        let starts = indices(py, starts.as_slice()?, most, "element")?;
+        let mut starts = indices(py, numbers.as_slice()?, count, "example")?;
+        for start in &mut starts {
+            *start = start.saturating_mul(stride);
+        }
         let field = field.map(|f| Arc::clone(&f.field));
         let loss = loss_of(py, loss, field.as_deref())?;
         filled(py, starts.len(), length, weights, segments, |batch, watch| {
@@ -281,6 +300,7 @@ pub fn pack_rows<'py>(
     let rows = fields.iter().map(|f| f.num_rows()).min().unwrap_or(0);
     let packs = detach::detached(py, |watch| {
         let mut packer = Packer::new(most, segments, how, fields.len());
+        let mut cursors: Vec<Cursor> = fields.iter().map(|_| Cursor::default()).collect();
         let mut bounds: Vec<Vec<u64>> = vec![vec![]; fields.len()];
         let mut first = 0;
         while first < rows {
@@ -288,8 +308,8 @@ pub fn pack_rows<'py>(
                 return Err(Error::new(Kind::Interrupted, "interrupted"));
             }
             let n = (rows - first).min(ROWS) as usize;
-            for (field, bounds) in fields.iter().zip(&mut bounds) {
-                field.bounds_into(first, n, bounds)?;
+            for ((field, bounds), cursor) in fields.iter().zip(&mut bounds).zip(&mut cursors) {
+                field.bounds_into(cursor, first, n, bounds)?;
             }
             packer.push(&bounds)?;
             first += n as u64;

@@ -37,6 +37,10 @@ impl BlockCache {
     }
 }
 
+/// Bytes of a range that are asked for ahead.
+const PREFETCHED: usize = 32 << 10;
+const PAGE: usize = 4096;
+
 /// Bits of a block's number within its array; the array's number stands above them.
 const BLOCK_BITS: u32 = 40;
 
@@ -48,7 +52,7 @@ mod seen {
 
 /// A file of an array, and its index.
 #[derive(Debug)]
-struct Shard {
+pub struct Shard {
     /// None where there is no such file: every number is 0.
     file: Option<Arc<OpenFile>>,
     /// Offset and length of each inner chunk.
@@ -79,6 +83,10 @@ impl Opened for Array {
         true
     }
 }
+
+/// The file that was read from last: whoever reads many ranges finds it again without a lock, and its length is looked at once.
+#[derive(Debug, Default)]
+pub struct Held(Option<(u64, u64, Arc<Shard>)>);
 
 /// A piece of a range: which file, which inner chunk of it, which numbers of that.
 #[derive(Clone, Copy)]
@@ -193,23 +201,28 @@ impl Array {
     }
 
     /// Calls `each` with the pieces of a range in order: the piece, the shard it is in, and how many numbers lie before it.
-    fn pieces(&self, start: u64, n: usize, each: &mut dyn FnMut(&Shard, Piece, usize) -> Result<()>) -> Result<()> {
+    fn pieces(
+        &self,
+        held: &mut Held,
+        start: u64,
+        n: usize,
+        each: &mut dyn FnMut(&Shard, Piece, usize) -> Result<()>,
+    ) -> Result<()> {
         let (outer, inner) = (self.meta.outer, self.meta.inner);
         let mut done = 0usize;
-        let mut open: Option<(u64, Arc<Shard>)> = None;
         while done < n {
             let at = start.checked_add(done as u64).ok_or_else(|| Error::new(Kind::Format, "an offset beyond 2^64"))?;
             let (file, within) = (at / outer, at % outer);
             let (chunk, first) = (within / inner, within % inner);
             let take = (n - done).min((inner - first) as usize);
-            if open.as_ref().is_none_or(|(number, _)| *number != file) {
+            if !matches!(&held.0, Some((array, number, _)) if *array == self.number && *number == file) {
                 let shard = self.shard(file)?;
                 if let Some(file) = &shard.file {
                     file.check_length()?;
                 }
-                open = Some((file, shard));
+                held.0 = Some((self.number, file, shard));
             }
-            if let Some((_, shard)) = &open {
+            if let Some((_, _, shard)) = &held.0 {
                 each(shard, Piece { file, chunk: chunk as usize, first: first as usize, n: take }, done)?;
             }
             done += take;
@@ -365,8 +378,8 @@ impl Array {
     }
 
     /// Hands the numbers of a range to `each`, in order: as bytes, with how many numbers came before.
-    pub fn each(&self, start: u64, n: usize, each: &mut dyn FnMut(&[u8], usize)) -> Result<()> {
-        self.visit(start, n, &mut |found, piece, before| {
+    pub fn each(&self, held: &mut Held, start: u64, n: usize, each: &mut dyn FnMut(&[u8], usize)) -> Result<()> {
+        self.visit(held, start, n, &mut |found, piece, before| {
             match found {
                 Found::Stored(bytes) => each(bytes, before),
                 Found::Read(bytes) => each(bytes, before),
@@ -378,9 +391,15 @@ impl Array {
     }
 
     /// Visits what is found of a range; a piece may be shorter than its inner chunk, for blocks may be.
-    fn visit(&self, start: u64, n: usize, each: &mut dyn FnMut(&Found<'_>, usize, usize) -> Result<()>) -> Result<()> {
+    fn visit(
+        &self,
+        held: &mut Held,
+        start: u64,
+        n: usize,
+        each: &mut dyn FnMut(&Found<'_>, usize, usize) -> Result<()>,
+    ) -> Result<()> {
         let item = self.meta.item();
-        self.pieces(start, n, &mut |shard, mut piece, mut before| {
+        self.pieces(held, start, n, &mut |shard, mut piece, mut before| {
             while piece.n > 0 {
                 let found = self.find(shard, piece)?;
                 let got = match &found {
@@ -403,17 +422,17 @@ impl Array {
     }
 
     /// Copies a range as it is stored.
-    pub fn copy(&self, start: u64, out: &mut [u8]) -> Result<()> {
+    pub fn copy(&self, held: &mut Held, start: u64, out: &mut [u8]) -> Result<()> {
         let item = self.meta.item();
-        self.each(start, out.len() / item, &mut |bytes, before| {
+        self.each(held, start, out.len() / item, &mut |bytes, before| {
             out[before * item..before * item + bytes.len()].copy_from_slice(bytes);
         })
     }
 
     /// A range of integers as int32; one that does not fit is an error and not another number.
-    pub fn int32(&self, start: u64, out: &mut [i32]) -> Result<()> {
+    pub fn int32(&self, held: &mut Held, start: u64, out: &mut [i32]) -> Result<()> {
         let dtype = self.meta.dtype;
-        self.visit(start, out.len(), &mut |found, n, before| {
+        self.visit(held, start, out.len(), &mut |found, n, before| {
             let to = &mut out[before..before + n];
             let fits = match found {
                 Found::Stored(bytes) => to_int32(dtype, bytes, to),
@@ -444,10 +463,10 @@ impl Array {
     }
 
     /// A range of numbers as float32.
-    pub fn float32(&self, start: u64, out: &mut [f32]) -> Result<()> {
+    pub fn float32(&self, held: &mut Held, start: u64, out: &mut [f32]) -> Result<()> {
         let (dtype, item) = (self.meta.dtype, self.meta.item());
         let mut known = true;
-        self.each(start, out.len(), &mut |bytes, before| {
+        self.each(held, start, out.len(), &mut |bytes, before| {
             known &= to_float32(dtype, bytes, &mut out[before..before + bytes.len() / item]);
         })?;
         if known {
@@ -457,13 +476,13 @@ impl Array {
     }
 
     /// A range as it lies in a mapped file; `None` where it does not lie in one piece.
-    pub fn view(&self, start: u64, n: usize) -> Result<Option<View>> {
+    pub fn view(&self, held: &mut Held, start: u64, n: usize) -> Result<Option<View>> {
         if self.io != Io::Mmap || n == 0 {
             return Ok(None);
         }
         let mut at: Option<(Arc<OpenFile>, usize, usize)> = None;
         let mut pieces = 0;
-        self.pieces(start, n, &mut |shard, piece, _| {
+        self.pieces(held, start, n, &mut |shard, piece, _| {
             pieces += 1;
             if pieces > 1 || piece.n < n {
                 return Ok(());
@@ -483,11 +502,31 @@ impl Array {
         }
     }
 
-    /// Starts reading what a range will need into the page cache. A hint.
-    pub fn will_need(&self, start: u64, n: usize) {
+    /// Asks the processor for the beginning of a range, where it is stored in the file that was read from last.
+    pub fn prefetch(&self, held: &Held, start: u64, n: usize) {
+        let Some((array, number, shard)) = &held.0 else { return };
+        let (file, within) = (start / self.meta.outer, start % self.meta.outer);
+        let (chunk, first) = ((within / self.meta.inner) as usize, within % self.meta.inner);
+        if *array != self.number || *number != file || shard.seen[chunk].load(Ordering::Relaxed) != seen::STORED {
+            return;
+        }
+        if let Some(map) = shard.file.as_ref().and_then(|file| file.map()) {
+            // Processors fetch ahead by themselves, but never into the next page.
+            let begin = shard.index[chunk].0 as usize + HEADER + first as usize * self.meta.item();
+            let end = begin + n.min(PREFETCHED / self.meta.item()) * self.meta.item();
+            map.prefetch(begin);
+            for page in (begin.next_multiple_of(PAGE)..end).step_by(PAGE) {
+                map.prefetch(page);
+            }
+        }
+    }
+
+    /// Starts reading what a range will need into the page cache, if it is not there; whether it was. A hint: what fails here fails
+    /// again when it is read, and is told then.
+    pub fn will_need(&self, held: &mut Held, start: u64, n: usize) -> bool {
         let item = self.meta.item() as u64;
-        // What fails here fails again when it is read, and is told then.
-        let _ = self.pieces(start, n, &mut |shard, piece, _| {
+        let mut all_there = true;
+        let _ = self.pieces(held, start, n, &mut |shard, piece, _| {
             let (offset, len) = shard.index[piece.chunk];
             let Some(file) = shard.file.as_ref().filter(|_| offset != u64::MAX) else { return Ok(()) };
             let stored = shard.seen[piece.chunk].load(Ordering::Relaxed) == seen::STORED;
@@ -499,10 +538,12 @@ impl Array {
             if let Some(descriptor) = file.file()
                 && pread::is_cached(descriptor, at) == pread::Cached::No
             {
+                all_there = false;
                 pread::will_need(descriptor, at, n);
             }
             Ok(())
         });
+        all_there
     }
 }
 
@@ -532,14 +573,14 @@ fn to_int32(dtype: DType, bytes: &[u8], out: &mut [i32]) -> bool {
     }
     match dtype {
         DType::I64 => {
-            // Without a branch in the loop: what does not come back is remembered and told once.
-            let mut lost = 0i64;
+            // Without a branch in the loop, and without comparing 64 bits, which old processors do slowly: ids have no sign.
+            let mut all = 0u64;
             for (to, from) in out.iter_mut().zip(bytes.as_chunks::<8>().0) {
-                let value = i64::from_le_bytes(*from);
+                let value = u64::from_le_bytes(*from);
                 *to = value as i32;
-                lost |= value.wrapping_sub(i64::from(*to));
+                all |= value;
             }
-            lost == 0
+            all < 1 << 31 || each!(i64)
         }
         DType::I32 => {
             for (to, from) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {

@@ -6,7 +6,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::jagged::{Field, Range};
+use super::jagged::{Cursor, Field, Range};
 use crate::error::{Error, Kind, Result};
 use crate::par::pool::{self, Stop, Watch};
 
@@ -67,37 +67,61 @@ impl<'a> Batch<'a> {
     }
 }
 
+/// What a thread keeps from one example to the next.
+#[derive(Debug, Default)]
+struct Scratch {
+    bounds: Vec<u64>,
+    tokens: Cursor,
+    loss: Cursor,
+}
+
 /// Does work for each item, those that lie near each other together, on as many threads as it is worth.
 fn in_order<T: Send>(
     mut items: Vec<T>,
     elements: usize,
-    place: impl Fn(&T) -> u64,
-    work: &(dyn Fn(&mut T, &mut Vec<u64>) -> Result<()> + Sync),
+    place: impl Fn(&T) -> u64 + Sync,
+    ahead: Option<&Field>,
+    work: &(dyn Fn(&mut T, &mut Scratch) -> Result<()> + Sync),
     watch: Watch<'_>,
 ) -> Result<()> {
     items.sort_by_key(|item| place(item));
     let parts = if elements >= SHARED_FROM && pool::are_free() { pool::num_threads() * 4 } else { 1 };
     let parts = parts.min(items.len()).max(1);
+    let typical = elements / items.len().max(1);
     let per_part = items.len().div_ceil(parts).max(1);
     let chunks: Vec<Mutex<&mut [T]>> = items.chunks_mut(per_part).map(Mutex::new).collect();
     let one = |part: usize, stop: &Stop| {
         let mut chunk = chunks[part].lock().unwrap_or_else(PoisonError::into_inner);
-        let mut scratch = vec![];
-        for item in chunk.iter_mut() {
+        let mut scratch = Scratch::default();
+        for at in 0..chunk.len() {
             if stop.is_set() {
                 break;
             }
-            work(item, &mut scratch)?;
+            // The first misses of the next window overlap with the copy of this one.
+            if let (Some(field), Some(next)) = (ahead, chunk.get(at + 1)) {
+                field.prefetch(&scratch.tokens, place(next), typical);
+            }
+            work(&mut chunk[at], &mut scratch)?;
         }
         Ok(())
     };
     pool::run(chunks.len(), &one, watch)
 }
 
-/// Tells the kernel of all ranges before the first is read, where some of them may have to come from a disk.
-fn hint(field: &Field, ranges: impl Iterator<Item = (u64, usize)>) {
+/// Ranges that are looked at before all of them are.
+const LOOK_AT: usize = 8;
+
+/// Tells the kernel of all ranges before the first is read, if some of them have to come from a disk. Asking costs as much as
+/// copying a window, so a few are asked for all.
+fn hint<'a>(field: &Field, ranges: impl ExactSizeIterator<Item = (u64, usize)> + Clone + 'a) {
+    let mut cursor = Cursor::default();
+    let step = (ranges.len() / LOOK_AT).max(1);
+    let mut some = ranges.clone().step_by(step);
+    if some.all(|(start, n)| field.will_need(&mut cursor, start, n)) {
+        return;
+    }
     for (start, n) in ranges {
-        field.will_need(start, n);
+        field.will_need(&mut cursor, start, n);
     }
 }
 
@@ -117,12 +141,12 @@ pub fn windows(
         return Err(Error::new(Kind::Internal, "as many starts as examples"));
     }
     hint(field, starts.iter().map(|s| (*s, length)));
-    let fill = |example: &mut Example<'_>, _: &mut Vec<u64>| {
+    let fill = |example: &mut Example<'_>, scratch: &mut Scratch| {
         let start = starts[example.number];
-        field.int32(start, example.tokens)?;
+        field.int32(&mut scratch.tokens, start, example.tokens)?;
         if let Some(weights) = &mut example.weights {
             match loss {
-                Loss::Weights(stored) => stored.float32(start, weights)?,
+                Loss::Weights(stored) => stored.float32(&mut scratch.loss, start, weights)?,
                 Loss::All | Loss::Mask(_) => weights.fill(1.0),
             }
             if let Some(last) = weights.last_mut() {
@@ -138,7 +162,7 @@ pub fn windows(
         }
         Ok(())
     };
-    in_order(examples, elements, |e| starts[e.number], &fill, watch)
+    in_order(examples, elements, |e| starts[e.number], Some(field), &fill, watch)
 }
 
 /// How packs become examples.
@@ -162,32 +186,40 @@ pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: Batch<'_>, watch:
         return Err(Error::new(Kind::Internal, "as many packs as examples"));
     }
     let fill =
-        |example: &mut Example<'_>, bounds: &mut Vec<u64>| fill_pack(packing, packs[example.number], example, bounds);
-    in_order(examples, elements, |e| packs[e.number][0], &fill, watch)
+        |example: &mut Example<'_>, scratch: &mut Scratch| fill_pack(packing, packs[example.number], example, scratch);
+    in_order(examples, elements, |e| packs[e.number][0], None, &fill, watch)
 }
 
 /// What an example takes of a field: where it begins, and how much.
-fn taken(field: &Field, pack: [u64; 2], length: usize, right: bool, bounds: &mut Vec<u64>) -> Result<(u64, usize)> {
+fn taken(
+    field: &Field,
+    cursor: &mut Cursor,
+    pack: [u64; 2],
+    length: usize,
+    right: bool,
+    bounds: &mut Vec<u64>,
+) -> Result<(u64, usize)> {
     let rows =
         pack[1].checked_sub(pack[0]).ok_or_else(|| Error::new(Kind::Argument, "a pack that ends before it begins"))?;
-    field.bounds_into(pack[0], rows as usize, bounds)?;
+    field.bounds_into(cursor, pack[0], rows as usize, bounds)?;
     let (start, end) = (bounds[0], bounds[bounds.len() - 1]);
     let n = ((end - start) as usize).min(length);
     Ok((if right { end - n as u64 } else { start }, n))
 }
 
-fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, bounds: &mut Vec<u64>) -> Result<()> {
+fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, scratch: &mut Scratch) -> Result<()> {
+    let Scratch { bounds, tokens, loss } = scratch;
     let length = example.tokens.len();
     if let (Some(weights), Loss::Weights(field) | Loss::Mask(field)) = (&mut example.weights, packing.loss) {
-        let (start, n) = taken(field, pack, length, packing.right, bounds)?;
-        field.float32(start, &mut weights[..n])?;
+        let (start, n) = taken(field, loss, pack, length, packing.right, bounds)?;
+        field.float32(loss, start, &mut weights[..n])?;
         weights[n..].fill(0.0);
         if let Loss::Mask(_) = packing.loss {
             weights.rotate_left(1);
         }
     }
-    let (start, n) = taken(packing.tokens, pack, length, packing.right, bounds)?;
-    packing.tokens.int32(start, &mut example.tokens[..n])?;
+    let (start, n) = taken(packing.tokens, tokens, pack, length, packing.right, bounds)?;
+    packing.tokens.int32(tokens, start, &mut example.tokens[..n])?;
     example.tokens[n..].fill(0);
     if let Some(weights) = &mut example.weights {
         if let Loss::All = packing.loss {
@@ -232,7 +264,9 @@ pub fn ranges(field: &Field, ranges: &[Range], out: &mut [u8], watch: Watch<'_>)
     }
     hint(field, ranges.iter().map(|r| (r.start, r.len())));
     let elements = ranges.iter().map(Range::len).sum();
-    in_order(items, elements, |i| i.0.start, &|(range, out), _| field.copy(range.start, out), watch)
+    let fill =
+        |item: &mut (Range, &mut [u8]), scratch: &mut Scratch| field.copy(&mut scratch.tokens, item.0.start, item.1);
+    in_order(items, elements, |i| i.0.start, Some(field), &fill, watch)
 }
 
 /// Lengths of the runs of equal segment ids of each example, padding included, and how many there are; `most` is the room for

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::array::{Array, BlockCache};
+use super::array::{Array, BlockCache, Held};
 use super::meta::Meta;
 use crate::bytes::{Io, Slots, View};
 use crate::dtype::DType;
@@ -51,6 +51,31 @@ pub struct Field {
     io: Io,
     cache: Arc<BlockCache>,
     dtype: DType,
+}
+
+/// The arrays that were read from last; see [`Held`].
+#[derive(Debug, Default)]
+pub struct Cursor {
+    offsets: Last,
+    data: Last,
+}
+
+#[derive(Debug, Default)]
+struct Last {
+    array: Option<(usize, Arc<Array>)>,
+    held: Held,
+}
+
+impl Last {
+    fn get(&mut self, part: usize, open: impl FnOnce() -> Result<Arc<Array>>) -> Result<(&Array, &mut Held)> {
+        if !matches!(&self.array, Some((held, _)) if *held == part) {
+            self.array = Some((part, open()?));
+        }
+        match &self.array {
+            Some((_, array)) => Ok((array, &mut self.held)),
+            None => Err(Error::new(Kind::Internal, "an array that is not open")),
+        }
+    }
 }
 
 /// Elements from one number to another, counted through all shards.
@@ -181,21 +206,21 @@ impl Field {
     }
 
     /// Ends of rows `first` to `first + n - 1`, counted through all shards; before them the start of the first.
-    pub fn bounds(&self, first: u64, n: usize) -> Result<Vec<u64>> {
+    pub fn bounds(&self, cursor: &mut Cursor, first: u64, n: usize) -> Result<Vec<u64>> {
         let mut out = Vec::with_capacity(n + 1);
-        self.bounds_into(first, n, &mut out)?;
+        self.bounds_into(cursor, first, n, &mut out)?;
         Ok(out)
     }
 
     /// [`Field::bounds`] in memory that is used again.
-    pub fn bounds_into(&self, first: u64, n: usize, out: &mut Vec<u64>) -> Result<()> {
+    pub fn bounds_into(&self, cursor: &mut Cursor, first: u64, n: usize, out: &mut Vec<u64>) -> Result<()> {
         out.clear();
         let end = first.checked_add(n as u64).filter(|end| *end <= self.num_rows());
         let Some(end) = end else {
             return Err(Error::new(Kind::OutOfRange, format!("row {first}: the cache has {} rows", self.num_rows())));
         };
         if n == 0 {
-            out.push(self.start_of(first)?);
+            out.push(self.start_of(cursor, first)?);
             return Ok(());
         }
         let mut at = first;
@@ -203,7 +228,7 @@ impl Field {
             let part = Self::part_of(&self.rows, at);
             let (base, local) = (self.elements[part], at - self.rows[part]);
             let take = (end.min(self.rows[part + 1]) - at) as usize;
-            let offsets = self.array(part, Which::Offsets)?;
+            let (offsets, held) = cursor.offsets.get(part, || self.array(part, Which::Offsets))?;
             // Row 0 of a part starts at 0: element 0 is the number of rows. All others start where the row before ends.
             let with_start = local > 0 && out.is_empty();
             if local == 0 && out.is_empty() {
@@ -215,7 +240,7 @@ impl Field {
                 before = base;
             }
             let mut wrong: Option<(u64, u64)> = None;
-            each_number(&offsets, from, count, &mut |number, value| {
+            each_number(offsets, held, from, count, &mut |number, value| {
                 let ends = base.wrapping_add(value);
                 if (value > most || ends < before) && wrong.is_none() {
                     wrong = Some((number, value));
@@ -235,24 +260,25 @@ impl Field {
         Ok(())
     }
 
-    fn start_of(&self, row: u64) -> Result<u64> {
+    fn start_of(&self, cursor: &mut Cursor, row: u64) -> Result<u64> {
         if row == self.num_rows() {
             return Ok(self.num_elements());
         }
-        Ok(self.bounds(row, 1)?[0])
+        Ok(self.bounds(cursor, row, 1)?[0])
     }
 
     /// Where a row's elements are.
-    pub fn row(&self, row: u64) -> Result<Range> {
-        let bounds = self.bounds(row, 1)?;
+    pub fn row(&self, cursor: &mut Cursor, row: u64) -> Result<Range> {
+        let bounds = self.bounds(cursor, row, 1)?;
         Ok(Range { start: bounds[0], end: bounds[1] })
     }
 
     fn each_part(
         &self,
+        last: &mut Last,
         start: u64,
         n: usize,
-        each: &mut dyn FnMut(&Array, u64, usize, usize) -> Result<()>,
+        each: &mut dyn FnMut(&Array, &mut Held, u64, usize, usize) -> Result<()>,
     ) -> Result<()> {
         let end = start.checked_add(n as u64).filter(|end| *end <= self.num_elements());
         let Some(end) = end else {
@@ -269,36 +295,40 @@ impl Field {
         while at < end {
             let part = Self::part_of(&self.elements, at);
             let take = (end.min(self.elements[part + 1]) - at) as usize;
-            let data = self.array(part, Which::Data)?;
-            each(&data, at - self.elements[part], take, (at - start) as usize)?;
+            let (data, held) = last.get(part, || self.array(part, Which::Data))?;
+            each(data, held, at - self.elements[part], take, (at - start) as usize)?;
             at += take as u64;
         }
         Ok(())
     }
 
     /// Copies elements as they are stored.
-    pub fn copy(&self, start: u64, out: &mut [u8]) -> Result<()> {
+    pub fn copy(&self, cursor: &mut Cursor, start: u64, out: &mut [u8]) -> Result<()> {
         let item = self.dtype.size().unwrap_or(1);
-        self.each_part(start, out.len() / item, &mut |data, from, n, before| {
-            data.copy(from, &mut out[before * item..(before + n) * item])
+        self.each_part(&mut cursor.data, start, out.len() / item, &mut |data, held, from, n, before| {
+            data.copy(held, from, &mut out[before * item..(before + n) * item])
         })
     }
 
     /// Elements as int32.
-    pub fn int32(&self, start: u64, out: &mut [i32]) -> Result<()> {
-        self.each_part(start, out.len(), &mut |data, from, n, before| data.int32(from, &mut out[before..before + n]))
+    pub fn int32(&self, cursor: &mut Cursor, start: u64, out: &mut [i32]) -> Result<()> {
+        self.each_part(&mut cursor.data, start, out.len(), &mut |data, held, from, n, before| {
+            data.int32(held, from, &mut out[before..before + n])
+        })
     }
 
     /// Elements as float32.
-    pub fn float32(&self, start: u64, out: &mut [f32]) -> Result<()> {
-        self.each_part(start, out.len(), &mut |data, from, n, before| data.float32(from, &mut out[before..before + n]))
+    pub fn float32(&self, cursor: &mut Cursor, start: u64, out: &mut [f32]) -> Result<()> {
+        self.each_part(&mut cursor.data, start, out.len(), &mut |data, held, from, n, before| {
+            data.float32(held, from, &mut out[before..before + n])
+        })
     }
 
     /// Hands elements to `each` in order, as they are stored.
     pub fn each(&self, start: u64, n: usize, each: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let mut failed: Result<()> = Ok(());
-        self.each_part(start, n, &mut |data, from, n, _| {
-            data.each(from, n, &mut |bytes, _| {
+        self.each_part(&mut Last::default(), start, n, &mut |data, held, from, n, _| {
+            data.each(held, from, n, &mut |bytes, _| {
                 if failed.is_ok() {
                     failed = each(bytes);
                 }
@@ -308,23 +338,34 @@ impl Field {
     }
 
     /// Elements where they lie in a mapped file, if they lie there in one piece.
-    pub fn view(&self, start: u64, n: usize) -> Result<Option<View>> {
+    pub fn view(&self, cursor: &mut Cursor, start: u64, n: usize) -> Result<Option<View>> {
         let mut found = None;
-        self.each_part(start, n, &mut |data, from, take, _| {
+        self.each_part(&mut cursor.data, start, n, &mut |data, held, from, take, _| {
             if take == n {
-                found = data.view(from, n)?;
+                found = data.view(held, from, n)?;
             }
             Ok(())
         })?;
         Ok(found)
     }
 
-    /// Starts reading what elements will need. A hint.
-    pub fn will_need(&self, start: u64, n: usize) {
-        let _ = self.each_part(start, n, &mut |data, from, n, _| {
-            data.will_need(from, n);
+    /// Asks the processor for the beginning of some elements, if they lie where others were read last.
+    pub fn prefetch(&self, cursor: &Cursor, start: u64, n: usize) {
+        if let Some((part, array)) = &cursor.data.array
+            && (self.elements[*part]..self.elements[part + 1]).contains(&start)
+        {
+            array.prefetch(&cursor.data.held, start - self.elements[*part], n);
+        }
+    }
+
+    /// Starts reading what elements will need, if it is not in memory; whether it was. A hint.
+    pub fn will_need(&self, cursor: &mut Cursor, start: u64, n: usize) -> bool {
+        let mut there = true;
+        let _ = self.each_part(&mut cursor.data, start, n, &mut |data, held, from, n, _| {
+            there &= data.will_need(held, from, n);
             Ok(())
         });
+        there
     }
 
     /// Sizes of a row's axes but the last, for fields of more than one.
@@ -333,7 +374,13 @@ impl Field {
         let shapes = self.array(part, Which::Shapes)?;
         let width = shapes.meta().width;
         let mut out = vec![];
-        each_number(&shapes, (row - self.rows[part]) * width, width as usize, &mut |_, value| out.push(value))?;
+        each_number(
+            &shapes,
+            &mut Held::default(),
+            (row - self.rows[part]) * width,
+            width as usize,
+            &mut |_, value| out.push(value),
+        )?;
         Ok(out)
     }
 
@@ -344,7 +391,7 @@ impl Field {
 }
 
 /// Numbers of an array of offsets or shapes, which are integers of some size.
-fn each_number(array: &Array, from: u64, n: usize, each: &mut dyn FnMut(u64, u64)) -> Result<()> {
+fn each_number(array: &Array, held: &mut Held, from: u64, n: usize, each: &mut dyn FnMut(u64, u64)) -> Result<()> {
     let dtype = array.dtype();
     let wide = |bytes: &[u8], at: &mut u64, each: &mut dyn FnMut(u64, u64)| {
         macro_rules! numbers {
@@ -366,7 +413,7 @@ fn each_number(array: &Array, from: u64, n: usize, each: &mut dyn FnMut(u64, u64
         true
     };
     let (mut at, mut known) = (from, true);
-    array.each(from, n, &mut |bytes, _| known &= wide(bytes, &mut at, each))?;
+    array.each(held, from, n, &mut |bytes, _| known &= wide(bytes, &mut at, each))?;
     if known {
         return Ok(());
     }
@@ -375,7 +422,7 @@ fn each_number(array: &Array, from: u64, n: usize, each: &mut dyn FnMut(u64, u64
 
 fn one(array: &Array, at: u64) -> Result<u64> {
     let mut found = 0;
-    each_number(array, at, 1, &mut |_, value| found = value)?;
+    each_number(array, &mut Held::default(), at, 1, &mut |_, value| found = value)?;
     if found > 1 << 60 {
         return Err(Error::new(Kind::Format, format!("element {at}: {found} is no count")).at(array.folder()));
     }

@@ -14,7 +14,7 @@ use zarrs::array::BytesToBytesCodecTraits;
 use zarrs::array::codec::BloscCodec;
 
 use super::frame::{HEADER, short_frame, stored_header};
-use super::jagged::Field;
+use super::jagged::{Cursor, Field};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::par::pool::{self, Watch};
@@ -413,10 +413,11 @@ impl FieldWriter {
     /// Appends all rows of another field. What is stored is copied and not decoded.
     pub fn extend(&mut self, field: &Field, watch: Watch<'_>) -> Result<()> {
         const ROWS: usize = 1 << 16;
+        let mut cursor = Cursor::default();
         let mut row = 0;
         while row < field.num_rows() {
             let n = (field.num_rows() - row).min(ROWS as u64) as usize;
-            let bounds = field.bounds(row, n)?;
+            let bounds = field.bounds(&mut cursor, row, n)?;
             self.ends(bounds.windows(2).map(|b| b[1] - b[0]))?;
             if let Some(writer) = &mut self.shapes {
                 for row in row..row + n as u64 {
