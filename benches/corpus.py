@@ -13,7 +13,24 @@ from benches import data
 BYTES = 100_000_000
 SMALLEST, LARGEST = 1_000, 8_000
 CONVERSATIONS = 20_000
-_SUFFIXES = {".py", ".txt", ".md", ".rst", ".c", ".h", ".rs", ".json", ".html", ".pod", ".pl", ".pm", ".toml", ".yaml", ".js", ".css"}
+_SUFFIXES = {
+    ".py",
+    ".txt",
+    ".md",
+    ".rst",
+    ".c",
+    ".h",
+    ".rs",
+    ".json",
+    ".html",
+    ".pod",
+    ".pl",
+    ".pm",
+    ".toml",
+    ".yaml",
+    ".js",
+    ".css",
+}
 
 
 def _texts() -> Iterator[str]:

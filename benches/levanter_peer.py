@@ -1,6 +1,7 @@
 """Levanter as an engine: a process that does one run at a time and says how long it took; see benches/tokens.py.
 
-Run by the Python that Levanter is installed in; an argument sets the size of tensorstore's cache pool. A line of JSON asks, a line of JSON answers: seconds, and a digest of the outputs.
+Run by the Python that Levanter is installed in; an argument sets the size of tensorstore's cache pool. A line of JSON asks, a line
+of JSON answers: seconds, and a digest of the outputs.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ KEPT: dict[str, Any] = {}
 def digest(arrays: list[Any]) -> str:
     """What outputs are compared by: their numbers as int64 or float32."""
     made = hashlib.sha256()
-    for array in arrays:
-        array = np.asarray(array)
+    for array in map(np.asarray, arrays):
         made.update(np.ascontiguousarray(array, np.float32 if array.dtype.kind == "f" else np.int64).tobytes())
     return made.hexdigest()
 
@@ -170,7 +170,7 @@ def main() -> None:
         try:
             took, made = RUNS[job["run"]](job)
             answer = {"seconds": took, "digest": None if made is None else digest(made)}
-        except Exception as error:  # noqa: BLE001 -- told to who asked
+        except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=out, flush=True)
 

@@ -86,13 +86,22 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _row(
-    workload: str, state: str, peer: str, times: dict[str, list[float]], amount: float, unit: str, target: float | None, note: str = ""
+    workload: str,
+    state: str,
+    peer: str,
+    times: dict[str, list[float]],
+    amount: float,
+    unit: str,
+    target: float | None,
+    note: str = "",
 ) -> Row:
     """A row of rates: ``amount`` per second."""
     theirs, ours = (amount / statistics.median(times[name]) for name in ("peer", "actshard"))
     ratio = ours / theirs
     met = None if target is None else ratio >= target
-    return Row(workload, state, peer, theirs, ours, unit, ratio, f">= {target:g}x" if target else "", met, note, spread=times)
+    return Row(
+        workload, state, peer, theirs, ours, unit, ratio, f">= {target:g}x" if target else "", met, note, spread=times
+    )
 
 
 def _cache(name: str, **options: Any) -> tokens.TokenCache:
@@ -111,16 +120,18 @@ def build(repeats: int) -> list[Row]:
     made, chats = ROOT / "built", ROOT / "built-chat"
     jobs = {"source": str(corpus.text()), "tokenizer": corpus.tokenizer()}
     chat_jobs = {"source": str(corpus.chat()), "tokenizer": corpus.tokenizer(), "template": corpus.TEMPLATE}
+    form = tokens.ChatFormat(chat_template=corpus.TEMPLATE)
     with Levanter() as peer:
         for _ in range(turns):
             times["levanter"].append(peer.run("build", out=ROOT / "theirs", **jobs)[0])
-            times["library"].append(_timed(lambda: library.backend.encode_batch(texts, add_special_tokens=False) and None)[0])
+            times["library"].append(
+                _timed(lambda: library.backend.encode_batch(texts, add_special_tokens=False) and None)[0]
+            )
             shutil.rmtree(made, ignore_errors=True)
             seconds, cache = _timed(lambda: tokens.build_cache(corpus.text(), made, corpus.tokenizer()))
             times["ours"].append(seconds)
             times["levanter chat"].append(peer.run("build", out=ROOT / "theirs-chat", **chat_jobs)[0])
             shutil.rmtree(chats, ignore_errors=True)
-            form = tokens.ChatFormat(chat_template=corpus.TEMPLATE)
             seconds, chat = _timed(lambda: tokens.build_cache(corpus.chat(), chats, corpus.tokenizer(), form))
             times["ours chat"].append(seconds)
     for ours, theirs in ((cache, "theirs"), (chat, "theirs-chat")):
@@ -192,7 +203,8 @@ def windows(repeats: int) -> list[Row]:
                 ),
             }
             for name, cache in stored.items():
-                engines[name] = lambda i, d=tokens.TokenSeqDataset(cache, length): _looped(d.get_batch, i)
+                dataset = tokens.TokenSeqDataset(cache, length)
+                engines[name] = lambda i, d=dataset: _looped(d.get_batch, i)
             large = tokens.TokenSeqDataset(tokens.open_cache(lz4_path, memory="1GiB"), length)
             tiny = tokens.TokenSeqDataset(tokens.open_cache(lz4_path, memory=SMALL_POOL), length)
             # Warm: every page is mapped and every block decoded once, by all.
@@ -281,7 +293,11 @@ def examples(repeats: int) -> list[Row]:
     """Windows and packs as training examples."""
     plain, lz4 = _cache("plain64"), _cache("lz4", storage="lz4")
     chat = tokens.build_cache(
-        corpus.chat(), ROOT / "chat-lz4", corpus.tokenizer(), tokens.ChatFormat(chat_template=corpus.TEMPLATE), storage="lz4"
+        corpus.chat(),
+        ROOT / "chat-lz4",
+        corpus.tokenizer(),
+        tokens.ChatFormat(chat_template=corpus.TEMPLATE),
+        storage="lz4",
     )
     rng = np.random.default_rng(0)
     made = []
@@ -296,7 +312,17 @@ def examples(repeats: int) -> list[Row]:
                 },
                 asked,
             )
-            made.append(_row(f"tokens: CausalLmDataset L={length} B=32", "plain int64", "Levanter warm", times, length * 32 / 1e6, "M tokens/s", 20))
+            made.append(
+                _row(
+                    f"tokens: CausalLmDataset L={length} B=32",
+                    "plain int64",
+                    "Levanter warm",
+                    times,
+                    length * 32 / 1e6,
+                    "M tokens/s",
+                    20,
+                )
+            )
         for what, cache, theirs, length in (
             ("packed", plain, lz4.path, 2048),
             ("packed", plain, lz4.path, 8192),
@@ -307,13 +333,25 @@ def examples(repeats: int) -> list[Row]:
             asked = [[rng.choice(len(ours), 32, replace=False) for _ in range(LOOP)] for _ in range(repeats + 2)]
             times = _in_turn(
                 {
-                    "peer": lambda i, n=length, p=theirs, w=what: peer.run("packed", cache=p, length=n, chat=w == "chat", batches=i),
+                    "peer": lambda i, n=length, p=theirs, w=what: peer.run(
+                        "packed", cache=p, length=n, chat=w == "chat", batches=i
+                    ),
                     "actshard": lambda i, d=ours: _examples(d, i),
                 },
                 asked,
             )
             state = "lz4, warm" if what == "chat" else "plain int64"
-            made.append(_row(f"tokens: {what} P={length} B=32", state, "Levanter warm", times, length * 32 / 1e6, "M tokens/s", 20))
+            made.append(
+                _row(
+                    f"tokens: {what} P={length} B=32",
+                    state,
+                    "Levanter warm",
+                    times,
+                    length * 32 / 1e6,
+                    "M tokens/s",
+                    20,
+                )
+            )
     return made
 
 
@@ -348,7 +386,17 @@ def plan(repeats: int) -> list[Row]:
     cut = int(np.searchsorted(made[:, 1], few, side="right"))
     ours = np.concatenate([made[:cut], [[made[cut, 0], few]]]) if made[cut - 1, 1] < few else made[:cut]
     assert _digest([ours]) == digest, "plans differ"
-    return [_row("tokens: packing plan, 10 M documents", "plain", "Levanter, 0.5 M documents", times, documents / 1e6, "M documents/s", 50)]
+    return [
+        _row(
+            "tokens: packing plan, 10 M documents",
+            "plain",
+            "Levanter, 0.5 M documents",
+            times,
+            documents / 1e6,
+            "M documents/s",
+            50,
+        )
+    ]
 
 
 def orders(repeats: int) -> list[Row]:
@@ -397,7 +445,20 @@ def shards(repeats: int) -> list[Row]:
         done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
         times.append(float(done.stdout.split()[0]))
     took = statistics.median(times)
-    return [Row("tokens: open 1,113 shards, first window", state, "", None, took, "s", None, "< 0.5 s", took < 0.5, spread={"actshard": times})]
+    return [
+        Row(
+            "tokens: open 1,113 shards, first window",
+            state,
+            "",
+            None,
+            took,
+            "s",
+            None,
+            "< 0.5 s",
+            took < 0.5,
+            spread={"actshard": times},
+        )
+    ]
 
 
 def _many_shards(folder: Path, count: int, per: int) -> None:
@@ -410,7 +471,9 @@ def _many_shards(folder: Path, count: int, per: int) -> None:
             writer.append_flat({"input_ids": np.arange(per) + i}, np.full(per // 400, 400))
     rows = dict.fromkeys(names, per // 400)
     counts = {name: {"input_ids": per} for name in names}
-    Ledger(sum(rows.values()), rows, True, tuple(names), {"input_ids": per * count}, counts, "sharded", {}).write(folder)
+    Ledger(sum(rows.values()), rows, True, tuple(names), {"input_ids": per * count}, counts, "sharded", {}).write(
+        folder
+    )
 
 
 def memory(repeats: int) -> list[Row]:
@@ -419,14 +482,27 @@ def memory(repeats: int) -> list[Row]:
     for name, budget in (("plain64", 0), ("lz4", 64 << 20)):
         _cache(name, storage="lz4" if name == "lz4" else "plain")
         code = (
-            "import resource, sys, numpy as np; from actshard import tokens;"
+            "import sys, numpy as np; from actshard import tokens;"
+            "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]);"
             f"c = tokens.open_cache({str(ROOT / name)!r}, memory={budget}, io='pread'); d = tokens.TokenSeqDataset(c, 4096);"
-            "d.get_batch([0]); before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+            "d.get_batch([0]); open('/proc/self/clear_refs', 'w').write('5'); before = peak();"
             "r = np.random.default_rng(0);"
             "[d.get_batch(r.integers(0, len(d), 256)) for _ in range(60)];"
-            "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3)"
+            "print((peak() - before) / 1e3)"
         )
         done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
         took, most = float(done.stdout), (256 * 4096 * 4 + budget + (64 << 20)) / 1e6
-        made.append(Row("tokens: memory of random windows", f"{name}, pread, {budget >> 20} MiB", "", None, took, "MB", None, f"<= {most:.0f} MB", took <= most))
+        made.append(
+            Row(
+                "tokens: memory of random windows",
+                f"{name}, pread, {budget >> 20} MiB",
+                "",
+                None,
+                took,
+                "MB",
+                None,
+                f"<= {most:.0f} MB",
+                took <= most,
+            )
+        )
     return made

@@ -141,7 +141,9 @@ def _resolve(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_finished(root: Path) -> None:
-    """Raises UnfinishedError for what a writer of ours has left or is still at."""
+    """Raises UnfinishedError for what a writer of ours has left or is still at, ArgumentError for what holds no activations."""
+    if (root / "shard_ledger.json").is_file():
+        raise ArgumentError("is a token cache and holds no activations: actshard.tokens.open_cache opens it", path=root)
     parts = root / PARTS
     if parts.is_dir():
         raise UnfinishedError(

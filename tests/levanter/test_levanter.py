@@ -37,7 +37,12 @@ CASES = {
     ),
     "supervised_llama3style": (["train.jsonl"], LLAMA, {"type": "supervised"}, [None, True]),
 }
-STORED = [("consolidated", "plain", None), ("consolidated", "lz4", None), ("sharded", "plain", None), ("sharded", "lz4", None)]
+STORED = [
+    ("consolidated", "plain", None),
+    ("consolidated", "lz4", None),
+    ("sharded", "plain", None),
+    ("sharded", "lz4", None),
+]
 NARROW = [("consolidated", "plain", "int32"), ("consolidated", "plain", "uint16"), ("sharded", "lz4", "uint16")]
 LENGTH = 128
 

@@ -49,7 +49,13 @@ def _root(
 
 @app.command("info")
 def info_command(path: PathArgument, format: FormatOption = None, json: JsonOption = False) -> None:
-    """Tell what a dataset is: model, sizes, layers, type, bytes, provenance, warnings."""
+    """Tell what a dataset or token cache is: sizes, layers or fields, type, bytes, provenance, warnings."""
+    cache = _cache_at(path, format)
+    if cache is not None:
+        from actshard.cli import caches
+
+        _print(json, lambda: caches.about(cache), lambda: caches.show_info(cache))
+        return
     from actshard.cli import info as verb
 
     store = actshard.open(path, format)
@@ -60,10 +66,18 @@ def info_command(path: PathArgument, format: FormatOption = None, json: JsonOpti
 def head_command(
     path: PathArgument,
     n: Annotated[int, typer.Option("-n", "--examples", min=1, max=1000, help="How many examples.")] = 5,
+    tokenizer: Annotated[str, typer.Option(help="For token caches: decode with this one.")] = "",
     format: FormatOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show a few examples: text, label, token count, and the norm of each layer's last token."""
+    """Show a few examples: text, label, token count, and the norm of each layer's last token; or rows of a token cache."""
+    cache = _cache_at(path, format)
+    if cache is not None:
+        from actshard.cli import caches
+
+        found = caches.tokenizer_of(cache, tokenizer)
+        _print(json, lambda: caches.rows(cache, n, found), lambda: caches.show_rows(cache, n, found))
+        return
     from actshard.cli import head as verb
 
     store = actshard.open(path, format)
@@ -176,6 +190,58 @@ def convert_command(
     _print(json, done.as_dict, lambda: verb.show(done))
 
 
+@app.command("tokenize")
+def tokenize_command(
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="JSON lines, JSON or parquet; plain or compressed; globs too.", show_default=False),
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help="A folder with tokenizer.json, or that file.")] = "",
+    out: Annotated[Path | None, typer.Option(help="The cache to make: CACHE_DIR/NAME/train.")] = None,
+    form: Annotated[str, typer.Option("--format", help="text, chat, prebuilt or supervised.")] = "text",
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", help="The format's own, such as text_key=body; may repeat.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="A file with a chat template.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Levanter's YAML: every cache of every component.")] = None,
+    component: Annotated[list[str] | None, typer.Option(help="With --config: only these; may repeat.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --config: say what is there, and stop.")] = False,
+    layout: Annotated[str, typer.Option(help="consolidated or sharded.")] = "consolidated",
+    storage: Annotated[str, typer.Option(help="plain (mapped, no decoding) or lz4 (as Levanter).")] = "plain",
+    dtype: Annotated[str, typer.Option(help="Of token ids: int64, int32, uint32 or uint16.")] = "",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: as many as processors and files.")] = 0,
+    skip_errors: Annotated[bool, typer.Option("--skip-errors", help="Leave out records that cannot be used.")] = False,
+    keep_shards: Annotated[bool, typer.Option("--keep-shards", help="Keep the caches of single files.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a cache that was built otherwise.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Build a token cache that Levanter opens too. Interrupted, run it again: finished files are kept."""
+    from actshard.cli import tokenize as verb
+
+    own = {
+        "layout": layout,
+        "storage": storage,
+        "dtype": dtype or None,
+        "jobs": jobs or None,
+        "on_error": "skip" if skip_errors else "raise",
+        "keep_shards": keep_shards,
+        "overwrite": overwrite,
+    }
+    if config is not None:
+        if sources or out is not None:
+            raise actshard.ArgumentError("tokenize: --config names sources and caches itself")
+        plans = verb.plans(config, component) if dry_run else verb.run_config(config, component, quiet=json, **own)
+        _print(json, lambda: plans, lambda: verb.show_plans(plans))
+        if any(plan["state"] == "missing" for plan in plans):
+            raise typer.Exit(1)
+        return
+    if not sources or out is None:
+        raise actshard.ArgumentError("tokenize: expected SOURCES --tokenizer DIR --out DIR, or --config FILE")
+    named = verb.format_named(form, option or [], chat_template)
+    done = verb.run(sources, out, tokenizer, named, quiet=json, **own)
+    _print(json, lambda: done, lambda: verb.show(done))
+
+
 @app.command("merge")
 def merge_command(
     path: Annotated[
@@ -217,6 +283,13 @@ def demo_command() -> None:
     from actshard.cli import demo as verb
 
     verb.run()
+
+
+def _cache_at(path: Path, format: str | None) -> Any:
+    """The token cache at a path, if one is there and no format of activations was asked for."""
+    from actshard.tokens.cache import is_cache, open_cache
+
+    return open_cache(path) if format in (None, "levanter") and is_cache(path) else None
 
 
 def _print(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> None:

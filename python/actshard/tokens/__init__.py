@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from actshard.tokens.building import Progress, build_cache
 from actshard.tokens.cache import JaggedView, TokenCache, open_cache
+from actshard.tokens.config import (
+    BlockShuffleConfig,
+    DatasetComponent,
+    HfDatasetSourceConfig,
+    LmDataConfig,
+    UrlDatasetSourceConfig,
+    dataset_for_component,
+)
 from actshard.tokens.examples import (
     Batch,
     CausalLmDataset,
@@ -21,12 +29,16 @@ from actshard.tokens.writing import CacheWriter
 
 __all__ = [
     "Batch",
+    "BlockShuffleConfig",
     "CacheWriter",
     "CausalLmDataset",
     "ChatDataset",
     "ChatFormat",
+    "DatasetComponent",
+    "HfDatasetSourceConfig",
     "JaggedView",
     "Ledger",
+    "LmDataConfig",
     "Mixture",
     "PackedTokenDataset",
     "Permutation",
@@ -40,7 +52,9 @@ __all__ = [
     "TokenCache",
     "TokenSeqDataset",
     "Tokenizer",
+    "UrlDatasetSourceConfig",
     "build_cache",
+    "dataset_for_component",
     "fold_in",
     "load_tokenizer",
     "open_cache",

@@ -102,7 +102,8 @@ def build_cache(
         storage: ``"plain"``: numbers lie in the files as they are, in frames that c-blosc reads too: this package maps them.
             ``"lz4"``: as Levanter compresses them.
         dtype: of token ids: int64 (text, if not given), int32 (the other formats), uint32 or uint16. Levanter opens all.
-        enforce_eos, enforce_bos: False leaves eos or bos out of texts.
+        enforce_eos: False leaves eos out of texts.
+        enforce_bos: False leaves bos out of texts.
         on_error: ``"raise"``, or ``"skip"``: records that cannot be used are left out, counted in the ledger and warned of.
         jobs: processes; as many as processors and files if not given.
         keep_shards: leave the shards of a consolidated cache beside it, as Levanter does.
@@ -172,7 +173,11 @@ class Build:
             if tokenizer is None:
                 raise ArgumentError(f"format {self.format.type} needs a tokenizer")
             self.tokenizer = load_tokenizer(tokenizer)
-        self.options = {"dtype": _id_dtype(dtype), "enforce_eos": enforce_eos, "enforce_bos": enforce_bos}
+        self.options: dict[str, Any] = {
+            "dtype": _id_dtype(dtype),
+            "enforce_eos": enforce_eos,
+            "enforce_bos": enforce_bos,
+        }
         made = None if self.options["dtype"] is None else np.dtype(self.options["dtype"])
         self.process: Processor = processor(
             self.format, self.tokenizer, made, enforce_eos=enforce_eos, enforce_bos=enforce_bos
@@ -240,7 +245,9 @@ class Build:
             if self.overwrite:
                 self._remove_all()
                 return False
-            raise ExistsError(f"a cache is here that cannot be read ({error.detail}); overwrite=True replaces it", path=self.out) from error
+            raise ExistsError(
+                f"a cache is here that cannot be read ({error.detail}); overwrite=True replaces it", path=self.out
+            ) from error
         own = ledger.extra.get(OURS)
         differs = self._difference(ledger, own if isinstance(own, dict) else None)
         if differs is None:
@@ -350,7 +357,9 @@ class Build:
         if self.skipped:
             own["skipped"] = self.skipped
         rows = {shard: ledger.total_num_rows for shard, ledger in done.items()}
-        counts_of = {shard: {name: ledger.field_counts.get(name, 0) for name in sorted(names)} for shard, ledger in done.items()}
+        counts_of = {
+            shard: {name: ledger.field_counts.get(name, 0) for name in sorted(names)} for shard, ledger in done.items()
+        }
         if self.layout == CONSOLIDATED:
             self._report("consolidating")
             self._consolidate(work, names)
@@ -525,4 +534,6 @@ class _Workers:
             process.stdout.close()
             status = process.wait()
             if status:
-                raise InternalError(f"the process that built shard {shard} ended with status {status}", path=self._build.out)
+                raise InternalError(
+                    f"the process that built shard {shard} ended with status {status}", path=self._build.out
+                )

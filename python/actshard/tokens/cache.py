@@ -28,6 +28,17 @@ SPLITS = ("train", "validation")
 TOKENS = "input_ids"
 
 
+def is_cache(path: str | os.PathLike[str]) -> bool:
+    """Whether a token cache is at a path, or just below it."""
+    try:
+        find(path)
+    except (MissingFileError, OSError):
+        return False
+    except ArgumentError:  # several splits
+        return True
+    return True
+
+
 def find(path: str | os.PathLike[str]) -> Path:
     """The cache that a path stands for: itself, or the only split below it."""
     root = _arguments.folder(path)
@@ -99,7 +110,7 @@ class TokenCache:
     def _open(self, name: str) -> _native.TokenField:
         if self.ledger.layout == ledgers.SHARDED:
             rows, counts = self.ledger.shard_rows, self.ledger.field_counts_by_shard
-            parts = [
+            parts: list[tuple[str | os.PathLike[str], tuple[int, int] | None]] = [
                 (self.path / shard / name, (rows[shard], counts.get(shard, {}).get(name, 0)))
                 for shard in self.ledger.finished_shards
                 if rows[shard]
@@ -119,7 +130,8 @@ class TokenCache:
         rows = next(iter(counts.values()))
         if rows == 0 and told:
             raise FormatError(
-                f"the ledger counts {told} rows, but offsets hold none: their chunks are missing or empty", path=self.path
+                f"the ledger counts {told} rows, but offsets hold none: their chunks are missing or empty",
+                path=self.path,
             )
         notes = []
         if rows != told:
@@ -154,9 +166,7 @@ class TokenCache:
         """The native half of a field."""
         found = self._fields.get(name)
         if found is None:
-            raise NotStoredError(
-                f"holds no field '{name}'; it has {', '.join(self.fields) or 'none'}", path=self.path
-            )
+            raise NotStoredError(f"holds no field '{name}'; it has {', '.join(self.fields) or 'none'}", path=self.path)
         return found
 
     def dtype(self, name: str) -> np.dtype[Any]:

@@ -65,7 +65,7 @@ class Batch:
         if not parts:
             return Batch(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
         if len(parts) == 1:
-            (order, only), = parts
+            ((order, only),) = parts
             at = np.argsort(order)
             segments = None if only.segment_ids is None else only.segment_ids[at]
             return replace(only, tokens=only.tokens[at], loss_weight=only.loss_weight[at], segment_ids=segments)
@@ -146,7 +146,8 @@ class TokenSeqDataset:
             OutOfRangeError: there is no such window.
             FormatError: a token that does not fit int32.
         """
-        return self._read(indices, weights=False)[0]
+        made: NDArray[np.int32] = self._read(indices, weights=False)[0]
+        return made
 
     def weights(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
         """The stored loss weights of some windows: (b, seq_len) float32, as they are stored."""
@@ -158,7 +159,8 @@ class TokenSeqDataset:
         return np.stack(made) if made else np.empty((0, self.seq_len), np.float32)
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
-        return self.get_batch([index])[0]
+        made: NDArray[np.int32] = self.get_batch([index])[0]
+        return made
 
     def _read(
         self, indices: Sequence[int] | NDArray[Any], *, weights: bool, segments: bool = False, eos: int | None = None
@@ -452,7 +454,15 @@ class PrebuiltLmDataset:
         starts, length = self._extents(self._tokens, rows, self.seq_len, self.input_ids_key)
         apart = self.block_cross_document_attention and self.eos_id is not None
         tokens, weights, segments = self._tokens.windows(
-            starts, 1, self._tokens.num_elements + 1, length, loss="all", field=None, weights=True, segments=apart, eos=self.eos_id
+            starts,
+            1,
+            self._tokens.num_elements + 1,
+            length,
+            loss="all",
+            field=None,
+            weights=True,
+            segments=apart,
+            eos=self.eos_id,
         )
         if self._weights is not None:
             self._extents(self._weights, rows, length, str(self.loss_weights_key))

@@ -97,9 +97,7 @@ class SupervisedFormat:
 
 
 Format = TextFormat | ChatFormat | PrebuiltFormat | SupervisedFormat
-FORMATS: dict[str, type[Format]] = {
-    cls.type: cls for cls in (TextFormat, ChatFormat, PrebuiltFormat, SupervisedFormat)
-}
+FORMATS: dict[str, type[Format]] = {cls.type: cls for cls in (TextFormat, ChatFormat, PrebuiltFormat, SupervisedFormat)}
 
 
 def as_format(given: Format | Mapping[str, Any] | str | None) -> Format:

@@ -152,7 +152,9 @@ def _by_shard(fields: Fields) -> dict[str, dict[str, int]]:
     value = fields.value.get("field_counts_by_shard", {})
     if not isinstance(value, dict):
         raise fields.error("field_counts_by_shard", "an object of counts by shard")
-    inner = {name: Fields({"counts": counts}, fields.path, f"field_counts_by_shard.{name}") for name, counts in value.items()}
+    inner = {
+        name: Fields({"counts": counts}, fields.path, f"field_counts_by_shard.{name}") for name, counts in value.items()
+    }
     return {name: _counts(one, "counts") for name, one in inner.items()}
 
 
@@ -184,7 +186,9 @@ def _check_sharded(ledger: Ledger, path: Path) -> None:
     unknown = set(ledger.field_counts_by_shard) - set(shards)
     if unknown:
         raise wrong("field_counts_by_shard", "shards that are in finished_shards", sorted(unknown)[0])
-    for name in sorted({f for counts in ledger.field_counts_by_shard.values() for f in counts} | set(ledger.field_counts)):
+    for name in sorted(
+        {f for counts in ledger.field_counts_by_shard.values() for f in counts} | set(ledger.field_counts)
+    ):
         summed = sum(counts.get(name, 0) for counts in ledger.field_counts_by_shard.values())
         if summed != ledger.field_counts.get(name):
             raise wrong(f"field_counts.{name}", f"{summed}, the sum over the shards", ledger.field_counts.get(name))

@@ -6,6 +6,7 @@ without either; the rules are those of ``docs/formats/levanter.md``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -179,8 +180,8 @@ class Mixture:
         stop_strategy: ``"restart"`` never ends and begins datasets again; ``"first_exhausted"`` ends with the last sample of the
             dataset that has none left first, ``"all_exhausted"`` with that of the last.
 
-    Where a dataset ends within a block, Levanter (June 2026) hands out indices behind its end; here the last block of such a dataset
-    hands out the samples that are left, in order.
+    Where a dataset ends within a block, Levanter (June 2026) hands out indices behind its end; here the last block of such a
+    dataset hands out the samples that are left, in order.
 
     Raises:
         ArgumentError: weights that are negative, sum to 0 or name no dataset; stages that are not in order.
@@ -327,9 +328,9 @@ class Mixture:
 def _checked_starts(starts: list[int], block_size: int) -> list[int]:
     if not starts or starts[0] != 0:
         raise ArgumentError(f"the first stage of weights begins at 0, not {starts[:1]}")
-    for before, at in zip(starts, starts[1:], strict=False):
+    for before, at in itertools.pairwise(starts):
         if at % block_size or at <= before:
-            raise ArgumentError(f"stages begin one after another at multiples of block_size={block_size}, not at {starts}")
+            raise ArgumentError(f"stages begin at multiples of block_size={block_size}, not at {starts}")
     return starts
 
 

@@ -70,7 +70,7 @@ class Processor:
                 continue
             try:
                 needs, texts = self.look(record)
-            except _Bad as bad:
+            except _BadRecordError as bad:
                 made.problems.append(RowProblem(number, str(bad), what))
                 continue
             made.numbers.append(number)
@@ -99,7 +99,7 @@ class Processor:
             at += texts
             try:
                 row = self.make(needs, ids)
-            except _Bad as bad:
+            except _BadRecordError as bad:
                 problems.append(RowProblem(number, str(bad), what))
                 continue
             for name, values in row.items():
@@ -140,7 +140,7 @@ class Processor:
         raise NotImplementedError
 
 
-class _Bad(Exception):
+class _BadRecordError(Exception):
     """A record that cannot be used, and why."""
 
 
@@ -149,8 +149,8 @@ def _text(record: Mapping[str, Any], key: str) -> str:
     if isinstance(value, str):
         return value
     if value is _ABSENT:
-        raise _Bad(f"expected the key '{key}', found {_keys(record)}")
-    raise _Bad(f"field '{key}': expected a text, found {_short(value)}")
+        raise _BadRecordError(f"expected the key '{key}', found {_keys(record)}")
+    raise _BadRecordError(f"field '{key}': expected a text, found {_short(value)}")
 
 
 _ABSENT = object()
@@ -231,8 +231,8 @@ class ChatProcessor(Processor):
         template, variables = self._template(record)
         try:
             pieces = templates.render(template, messages, self._bos, self._eos, variables)
-        except templates.TemplateProblem as problem:
-            raise _Bad(str(problem)) from problem
+        except templates.TemplateProblemError as problem:
+            raise _BadRecordError(str(problem)) from problem
         if self.format.encoding == "whole":
             return pieces, []
         return [inside for _, inside in pieces], [text for text, _ in pieces]
@@ -240,20 +240,24 @@ class ChatProcessor(Processor):
     def _messages(self, record: Mapping[str, Any]) -> list[Any]:
         key = self.format.messages_field
         if key not in record:
-            raise _Bad(f"expected the key '{key}', found {_keys(record)}")
+            raise _BadRecordError(f"expected the key '{key}', found {_keys(record)}")
         messages = record[key]
         if not isinstance(messages, list | tuple):
-            raise _Bad(f"field '{key}': expected a list of messages, found {_short(messages)}")
+            raise _BadRecordError(f"field '{key}': expected a list of messages, found {_short(messages)}")
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping):
-                raise _Bad(f"field '{key}[{i}]': expected a message with role and content, found {_short(message)}")
+                raise _BadRecordError(
+                    f"field '{key}[{i}]': expected a message with role and content, found {_short(message)}"
+                )
         system = None if self.format.system_prompt is None else record.get(self.format.system_prompt)
         if system is None:
             return list(messages)
         if not isinstance(system, Mapping):
             return [{"role": "system", "content": system}, *messages]
         if "content" not in system:
-            raise _Bad(f"field '{self.format.system_prompt}': expected 'content' in a system prompt, found {_keys(system)}")
+            raise _BadRecordError(
+                f"field '{self.format.system_prompt}': expected 'content' in a system prompt, found {_keys(system)}"
+            )
         return [{**system, "role": "system"}, *messages]
 
     def _template(self, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -262,18 +266,20 @@ class ChatProcessor(Processor):
         if given is None:
             return self.template, {}
         if not isinstance(given, Mapping):
-            raise _Bad(f"field '{key}': expected an object of variables for the template, found {_short(given)}")
+            raise _BadRecordError(
+                f"field '{key}': expected an object of variables for the template, found {_short(given)}"
+            )
         variables = dict(given)
         for name in _FORBIDDEN:
             if name in variables:
-                raise _Bad(f"field '{key}': may not set '{name}'")
+                raise _BadRecordError(f"field '{key}': may not set '{name}'")
         template = variables.pop("chat_template", self.template)
         variables.pop("add_generation_prompt", None)
         if not isinstance(template, str):
-            raise _Bad(f"field '{key}.chat_template': expected a template, found {_short(template)}")
+            raise _BadRecordError(f"field '{key}.chat_template': expected a template, found {_short(template)}")
         for name in ("messages", "bos_token", "eos_token"):
             if name in variables:
-                raise _Bad(f"field '{key}': may not set '{name}', which the template is given anyway")
+                raise _BadRecordError(f"field '{key}': may not set '{name}', which the template is given anyway")
         return template, variables
 
     def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
@@ -285,7 +291,7 @@ class ChatProcessor(Processor):
                 ids += part
                 masks += [int(inside)] * len(part)
         if self.format.require_assistant and 1 not in masks:
-            raise _Bad(
+            raise _BadRecordError(
                 "no token of this conversation is the assistant's: its template marked none ({% generation %}); "
                 "require_assistant=False keeps such conversations"
             )
@@ -332,20 +338,24 @@ class PrebuiltProcessor(Processor):
     def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
         ids = self._array(record, self.format.input_ids_key)
         if ids.size and ids.dtype.kind not in "iu":
-            raise _Bad(f"field '{self.format.input_ids_key}': expected integers, found {ids.dtype}, such as {ids.flat[0]}")
+            raise _BadRecordError(
+                f"field '{self.format.input_ids_key}': expected integers, found {ids.dtype}, such as {ids.flat[0]}"
+            )
         limits = np.iinfo(self.fields[self.format.input_ids_key])
         # Ids are never negative, whatever the type could hold.
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) > limits.max):
             wrong = int(ids.max()) if int(ids.max()) > limits.max else int(ids.min())
-            raise _Bad(f"field '{self.format.input_ids_key}': expected ids from 0 to {limits.max}, found {wrong}")
+            raise _BadRecordError(
+                f"field '{self.format.input_ids_key}': expected ids from 0 to {limits.max}, found {wrong}"
+            )
         row: dict[str, Any] = {self.format.input_ids_key: ids.astype(self.fields[self.format.input_ids_key])}
         key = self.format.loss_weights_key
         if key is not None:
             weights = self._array(record, key)
             if weights.size and weights.dtype.kind not in "iuf":
-                raise _Bad(f"field '{key}': expected numbers, found {weights.dtype}")
+                raise _BadRecordError(f"field '{key}': expected numbers, found {weights.dtype}")
             if len(weights) != len(ids):
-                raise _Bad(
+                raise _BadRecordError(
                     f"field '{key}': expected {len(ids)} weights, as many as '{self.format.input_ids_key}' has ids, found "
                     f"{len(weights)}"
                 )
@@ -355,20 +365,20 @@ class PrebuiltProcessor(Processor):
     @staticmethod
     def _array(record: Mapping[str, Any], key: str) -> NDArray[Any]:
         if key not in record:
-            raise _Bad(f"expected the key '{key}', found {_keys(record)}")
+            raise _BadRecordError(f"expected the key '{key}', found {_keys(record)}")
         value = record[key]
         if not isinstance(value, list | tuple | np.ndarray):
-            raise _Bad(f"field '{key}': expected a list of numbers, found {_short(value)}")
+            raise _BadRecordError(f"field '{key}': expected a list of numbers, found {_short(value)}")
         if isinstance(value, list | tuple) and any(isinstance(x, bool) for x in value):
-            raise _Bad(f"field '{key}': expected numbers, found true or false")
+            raise _BadRecordError(f"field '{key}': expected numbers, found true or false")
         try:
             made = np.asarray(value)
         except (TypeError, ValueError, OverflowError) as error:
-            raise _Bad(f"field '{key}': expected a list of numbers: {error}") from error
+            raise _BadRecordError(f"field '{key}': expected a list of numbers: {error}") from error
         if made.ndim != 1:
-            raise _Bad(f"field '{key}': expected a flat list, found one nested {made.ndim} deep")
+            raise _BadRecordError(f"field '{key}': expected a flat list, found one nested {made.ndim} deep")
         if made.dtype.kind not in "iuf" and made.size:
-            raise _Bad(f"field '{key}': expected numbers, found {_short(value)}")
+            raise _BadRecordError(f"field '{key}': expected numbers, found {_short(value)}")
         return made
 
     def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
@@ -400,7 +410,7 @@ class SupervisedProcessor(Processor):
         ids = head + prompt + target
         first = max(len(head) + len(prompt) - 1, 0)
         if first >= len(ids) - 1:
-            raise _Bad(f"field '{self.format.target_key}': the target has no tokens")
+            raise _BadRecordError(f"field '{self.format.target_key}': the target has no tokens")
         weights = np.zeros(len(ids), np.float32)
         weights[first:-1] = 1
         return {IDS: np.array(ids, np.int64), WEIGHTS: weights}
@@ -417,7 +427,12 @@ class SupervisedProcessor(Processor):
 
 
 def processor(
-    format: Format, tokenizer: Tokenizer | None, dtype: Any = None, *, enforce_eos: bool = True, enforce_bos: bool = True
+    format: Format,
+    tokenizer: Tokenizer | None,
+    dtype: Any = None,
+    *,
+    enforce_eos: bool = True,
+    enforce_bos: bool = True,
 ) -> Processor:
     """The processor of a format."""
     if isinstance(format, PrebuiltFormat):

@@ -175,7 +175,9 @@ def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[
             yield ready, future.result()
 
 
-def task_as_dict(source: Source, format: formats.Format, tokenizer: Tokenizer | None, task: Task, options: dict[str, Any]) -> dict[str, Any]:
+def task_as_dict(
+    source: Source, format: formats.Format, tokenizer: Tokenizer | None, task: Task, options: dict[str, Any]
+) -> dict[str, Any]:
     """A task as JSON, for another process."""
     return {
         "source": {"path": os.fspath(source.path), "shard": source.shard},

@@ -28,7 +28,7 @@ _ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
-class RowProblem(Exception):
+class RowProblem:
     """A record that cannot be used.
 
     Attributes:
@@ -86,7 +86,9 @@ class Source:
             with self.path.open("rb") as raw:
                 watched = _Watched(raw, tell)
                 if kind == ".parquet":
-                    yield from _parquet(raw if _compression(self.path) is None else _inflated(watched, self.path), columns, self.path)
+                    yield from _parquet(
+                        raw if _compression(self.path) is None else _inflated(watched, self.path), columns, self.path
+                    )
                     return
                 stream = _inflated(watched, self.path)
                 if kind == ".json" and _is_array(stream):
@@ -107,10 +109,17 @@ class Source:
 
 @dataclass(frozen=True)
 class RowSource:
-    """Records from a program: a name and a function that begins them anew. They are told apart by the name alone."""
+    """Records from a program.
+
+    Attributes:
+        shard: what their part of a cache is called.
+        begin: begins them anew.
+        told: what tells them from others, when a build is taken up again; the name if not given.
+    """
 
     shard: str
     begin: Callable[[], Iterable[Mapping[str, Any]]] = field(compare=False)
+    told: str = ""
     what: str = "row"
     path: Path | None = None
 
@@ -120,7 +129,7 @@ class RowSource:
 
     def identity(self) -> dict[str, Any]:
         """What tells it from another."""
-        return {"rows": self.shard}
+        return {"rows": self.told or self.shard}
 
     def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
         """Records with their numbers from 1."""
@@ -134,7 +143,7 @@ AnySource = Source | RowSource
 class _Watched(io.RawIOBase):
     """A file that tells how far it was read."""
 
-    def __init__(self, raw: IO[bytes], tell: Callable[[int], object] | None) -> None:
+    def __init__(self, raw: Any, tell: Callable[[int], object] | None) -> None:
         self._raw = raw
         self._tell = tell
 
@@ -142,7 +151,7 @@ class _Watched(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        n = self._raw.readinto(buffer)  # type: ignore[attr-defined] -- files opened "rb" have it
+        n = self._raw.readinto(buffer)
         if self._tell is not None:
             self._tell(int(n or 0))
         return int(n or 0)
@@ -164,18 +173,18 @@ def _compression(path: Path) -> str | None:
     return COMPRESSIONS.get(path.suffix.lower())
 
 
-def _inflated(raw: io.RawIOBase, path: Path) -> IO[bytes]:
+def _inflated(raw: io.RawIOBase, path: Path) -> Any:
     buffered: Any = io.BufferedReader(raw, 1 << 18)
     how = _compression(path)
     if how == "gzip":
-        return gzip.open(buffered)  # type: ignore[return-value] -- a file of bytes
+        return gzip.open(buffered)
     if how == "bz2":
         return bz2.open(buffered)
     if how == "xz":
         return lzma.open(buffered)
     if how == "zstd":
         return io.BufferedReader(_Zstd(buffered), 1 << 18)
-    return buffered  # type: ignore[no-any-return] -- a BufferedReader
+    return buffered
 
 
 class _Zstd(io.RawIOBase):
@@ -231,7 +240,10 @@ def _lines(stream: IO[bytes], path: Path) -> Iterator[Record]:
         except json.JSONDecodeError as error:
             yield number, RowProblem(number, _why(line, error))
         except UnicodeDecodeError as error:
-            yield number, RowProblem(number, f"expected UTF-8 text, found byte {line[error.start]:#04x} at {error.start}")
+            yield (
+                number,
+                RowProblem(number, f"expected UTF-8 text, found byte {line[error.start]:#04x} at {error.start}"),
+            )
         except (ValueError, RecursionError) as error:
             yield number, RowProblem(number, f"expected a JSON object: {str(error)[:200]}")
         else:
@@ -285,9 +297,11 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
     if not paths and not others:
         raise ArgumentError("sources: expected at least one file, found none")
     if others:
-        made: list[AnySource] = [RowSource(_shard(i, o.shard), o.begin, o.what) for i, o in enumerate(others)]
+        made: list[AnySource] = [
+            RowSource(_shard(i, o.shard), o.begin, o.told or o.shard, o.what) for i, o in enumerate(others)
+        ]
         return made
-    prefix = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonprefix(paths)  # noqa: PTH120 -- of URLs, too
+    prefix = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonprefix(paths)  # noqa: PTH120, RUF071 -- by characters, as Levanter does
     names = [path[len(prefix) :].removeprefix("/") for path in paths]
     shards = [_shard(i, name) for i, name in enumerate(names)]
     dotted = [name.replace(".", "_") for name in names]

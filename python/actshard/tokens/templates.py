@@ -17,7 +17,7 @@ _MARKS = re.compile(f"({re.escape(_BEGIN)}|{re.escape(_END)})")
 _NONE_IF_ABSENT = ("reasoning_content", "tool_calls")
 
 
-class TemplateProblem(Exception):
+class TemplateProblemError(Exception):
     """A conversation that its template does not render; the row is to blame, or the template."""
 
 
@@ -41,7 +41,8 @@ def _environment() -> Any:
     except ImportError as error:
         raise MissingExtraError.of("a chat template", "tokens") from error
 
-    class Generation(Extension):
+    # Without jinja2's types, which are not there when this is checked, its class is Any.
+    class Generation(Extension):  # type: ignore[misc]
         """``{% generation %}...{% endgeneration %}``: what is between them is marked."""
 
         tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it so
@@ -91,7 +92,7 @@ def render(
     """A conversation as pieces of text, in order, each with whether the assistant says it. No piece is empty.
 
     Raises:
-        TemplateProblem: the template says no, or asks for something that is not there.
+        TemplateProblemError: the template says no, or asks for something that is not there.
     """
     import jinja2
 
@@ -102,14 +103,14 @@ def render(
             messages=given, add_generation_prompt=False, bos_token=bos_token, eos_token=eos_token, **variables
         )
     except FormatError as error:
-        raise TemplateProblem(error.detail) from error
+        raise TemplateProblemError(error.detail) from error
     except jinja2.UndefinedError as error:
         said = re.sub(r"'[\w.]*\.Message object'", "a message", str(error))
-        raise TemplateProblem(f"the chat template asks for something that is not there: {said}") from error
+        raise TemplateProblemError(f"the chat template asks for something that is not there: {said}") from error
     except jinja2.TemplateError as error:
-        raise TemplateProblem(f"the chat template says: {error}") from error
+        raise TemplateProblemError(f"the chat template says: {error}") from error
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
-        raise TemplateProblem(f"the chat template cannot use this conversation: {error}") from error
+        raise TemplateProblemError(f"the chat template cannot use this conversation: {error}") from error
     made = []
     inside = False
     for part in _MARKS.split(text):

@@ -128,7 +128,9 @@ def load_tokenizer(
         tokenizer: a folder with ``tokenizer.json`` (and ``tokenizer_config.json``, ``chat_template.jinja``), that file itself, a
             ``tokenizers.Tokenizer``, a fast tokenizer of transformers, or ``"passthrough"``: texts are integers.
         vocab_size: of ``"passthrough"``.
-        bos_token, eos_token, chat_template: in place of what the tokenizer says; a bare ``tokenizers.Tokenizer`` says nothing.
+        bos_token: in place of what the tokenizer says; a bare ``tokenizers.Tokenizer`` says nothing.
+        eos_token: likewise.
+        chat_template: likewise.
 
     Raises:
         MissingFileError, FormatError: there is no tokenizer, or none that the library reads.
@@ -172,13 +174,15 @@ def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
     path = Path(given).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        hint = "" if path.is_dir() or path.is_absolute() else "; names of the Hugging Face hub have to be downloaded first"
+        hint = (
+            "" if path.is_dir() or path.is_absolute() else "; names of the Hugging Face hub have to be downloaded first"
+        )
         raise MissingFileError(f"expected a tokenizer.json, found none{hint}", path=file)
     try:
         backend = _library().from_file(str(file))
     except MissingExtraError:
         raise
-    except Exception as error:  # noqa: BLE001 -- the library raises bare Exceptions
+    except Exception as error:
         raise FormatError(f"the tokenizers library cannot read this: {error}", path=file) from error
     config_file = file.parent / "tokenizer_config.json"
     config = read_json(config_file) if config_file.is_file() else {}
@@ -190,7 +194,8 @@ def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
         template = own.read_text(encoding="utf-8")
     if template is not None and not isinstance(template, str):
         raise FormatError(
-            f"field 'chat_template': expected a text, found {show(template)}; give one with chat_template=", path=config_file
+            f"field 'chat_template': expected a text, found {show(template)}; give one with chat_template=",
+            path=config_file,
         )
     return _made(backend, os.fspath(given), _token(config, "bos_token"), _token(config, "eos_token"), template)
 

@@ -47,6 +47,9 @@ pub struct TokenField {
 type Examples<'py> =
     (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyUntypedArray>>, Option<Bound<'py, PyUntypedArray>>);
 
+/// Lengths of runs, and their numbers.
+type Runs<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
+
 fn argument(py: Python<'_>, detail: impl Into<String>) -> PyErr {
     errors::raise(py, &Error::new(Kind::Argument, detail))
 }
@@ -325,7 +328,7 @@ pub fn run_lengths<'py>(
     py: Python<'py>,
     segments: PyReadonlyArray2<'py, i32>,
     most: usize,
-) -> PyResult<(Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>)> {
+) -> PyResult<Runs<'py>> {
     let [examples, length] = [segments.shape()[0], segments.shape()[1]];
     let mut lengths = vec![0; examples.saturating_mul(most)];
     let mut counts = vec![0; examples];

@@ -328,7 +328,7 @@ impl Array {
 
     fn key(&self, chunk: u64, blocks: usize, block: usize) -> Option<u64> {
         let within = chunk.checked_mul(blocks as u64)?.checked_add(block as u64)?;
-        (within < 1 << BLOCK_BITS && self.number < 1 << (64 - BLOCK_BITS)).then(|| self.number << BLOCK_BITS | within)
+        (within < 1 << BLOCK_BITS && self.number < 1 << (64 - BLOCK_BITS)).then_some(self.number << BLOCK_BITS | within)
     }
 
     fn as_it_is<'a>(&self, file: &'a OpenFile, at: u64, n: usize) -> Result<Found<'a>> {

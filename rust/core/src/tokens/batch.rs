@@ -236,15 +236,15 @@ fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, sc
     }
     if let Some(segments) = &mut example.segments {
         segments[n..].fill(-1);
-        let mut row = i32::try_from(pack[0]).ok().filter(|_| i32::try_from(pack[1]).is_ok()).ok_or_else(|| {
+        let first = i32::try_from(pack[0]).ok().filter(|_| i32::try_from(pack[1]).is_ok());
+        let first = first.ok_or_else(|| {
             Error::new(Kind::Unsupported, "segment ids are row numbers of 32 bits, and there are more rows")
         })?;
-        for pair in bounds.windows(2) {
-            // Only the rows of an example that holds them whole are several.
+        for (row, pair) in (first..).zip(bounds.windows(2)) {
+            // Only an example of a single row may begin within it.
             let from = (pair[0].max(start) - start) as usize;
             let to = (pair[1].max(start) - start) as usize;
             segments[from.min(n)..to.min(n)].fill(row);
-            row += 1;
         }
     }
     Ok(())

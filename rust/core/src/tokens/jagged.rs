@@ -99,6 +99,9 @@ impl Range {
     }
 }
 
+/// What is done with the elements of a part: their array, the first there, how many, and how many came before.
+type PartVisitor<'a> = &'a mut dyn FnMut(&Array, &mut Held, u64, usize, usize) -> Result<()>;
+
 impl Field {
     /// Opens a field. Parts whose counts are told are not touched before they are read; of the others `offsets` is.
     pub fn open(parts: Vec<Part>, io: Io, cache: Arc<BlockCache>) -> Result<Field> {
@@ -273,13 +276,7 @@ impl Field {
         Ok(Range { start: bounds[0], end: bounds[1] })
     }
 
-    fn each_part(
-        &self,
-        last: &mut Last,
-        start: u64,
-        n: usize,
-        each: &mut dyn FnMut(&Array, &mut Held, u64, usize, usize) -> Result<()>,
-    ) -> Result<()> {
+    fn each_part(&self, last: &mut Last, start: u64, n: usize, each: PartVisitor<'_>) -> Result<()> {
         let end = start.checked_add(n as u64).filter(|end| *end <= self.num_elements());
         let Some(end) = end else {
             return Err(Error::new(

@@ -1,0 +1,127 @@
+"""``actshard info`` and ``actshard head`` of token caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+from rich.table import Table
+
+from actshard.cli._format import console, one_line, size
+from actshard.errors import ActshardError, MissingExtraError
+from actshard.tokens.cache import TokenCache
+from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+
+_SHOWN = 12
+"""Numbers of a row that are shown."""
+
+
+def about(cache: TokenCache) -> dict[str, Any]:
+    """What a cache is."""
+    lengths = np.diff(cache.view(cache.token_field).offsets) if len(cache) else np.zeros(0, np.int64)
+    files = [f for f in cache.path.rglob("*") if f.is_file()]
+    return {
+        "format": "levanter",
+        "path": str(cache.path),
+        "layout": cache.ledger.layout,
+        "rows": len(cache),
+        "tokens": cache.num_tokens,
+        "tokens_per_row": [int(lengths.min()), int(lengths.max())] if len(lengths) else [0, 0],
+        "fields": {name: str(cache.dtype(name)) for name in cache.fields},
+        "shards": len(cache.ledger.finished_shards),
+        "bytes": sum(f.stat().st_size for f in files),
+        "io": cache.io,
+        "made_by": cache.ledger.preprocessor,
+        "skipped": _skipped(cache),
+        "warnings": list(cache.warnings),
+    }
+
+
+def _skipped(cache: TokenCache) -> int:
+    own = cache.ledger.extra.get("actshard")
+    told = own.get("skipped") if isinstance(own, dict) else None
+    return sum(told.values()) if isinstance(told, dict) else 0
+
+
+def show_info(cache: TokenCache) -> None:
+    """Prints what a cache is."""
+    found = about(cache)
+    low, high = found["tokens_per_row"]
+    lines: list[tuple[str, Any]] = [
+        ("format", f"levanter token cache, {found['layout']}"),
+        ("path", escape(found["path"])),
+        ("rows", f"{found['rows']:,}"),
+        (
+            "tokens",
+            f"{found['tokens']:,} ({low:,} each)" if low == high else f"{found['tokens']:,} ({low:,} to {high:,} each)",
+        ),
+        ("fields", ", ".join(f"{escape(name)} {dtype}" for name, dtype in found["fields"].items())),
+        ("shards", f"{found['shards']:,}"),
+        ("bytes", size(found["bytes"])),
+        ("read by", found["io"]),
+        *([("skipped", f"{found['skipped']:,} records")] if found["skipped"] else []),
+        *((key, escape(one_line(value, 100))) for key, value in found["made_by"].items() if value is not None),
+    ]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in lines:
+        grid.add_row(name, str(value))
+    out = console()
+    out.print(grid)
+    for warning in cache.warnings:
+        out.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
+
+
+def tokenizer_of(cache: TokenCache, given: str) -> Tokenizer | None:
+    """The tokenizer to decode with: the one given, or that of the ledger if it is at hand."""
+    if given:
+        return load_tokenizer(given)
+    told = cache.ledger.preprocessor.get("tokenizer")
+    if not isinstance(told, str) or not Path(told).exists():
+        return None
+    try:
+        return load_tokenizer(told)
+    except (ActshardError, MissingExtraError):
+        return None
+
+
+def rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """The first rows: text, if it can be told, and the first numbers of each field."""
+    made = []
+    for i, row in enumerate(cache.rows(range(min(n, len(cache))))):
+        shown: dict[str, Any] = {"row": i, "tokens": int(row[cache.token_field].size) if row else 0}
+        if tokenizer is not None:
+            shown["text"] = tokenizer.decode(row[cache.token_field].reshape(-1).tolist())
+        masks = row.get("assistant_masks")
+        if masks is not None:
+            shown["assistant_tokens"] = int(np.count_nonzero(masks))
+        shown |= {name: values.reshape(-1)[:_SHOWN].tolist() for name, values in row.items()}
+        made.append(shown)
+    return made
+
+
+def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
+    """Prints the first rows."""
+    grid = Table(box=None, pad_edge=False)
+    grid.add_column("row", justify="right")
+    grid.add_column("tokens", justify="right")
+    if tokenizer is not None:
+        grid.add_column("text", overflow="fold", ratio=1)
+    for name in cache.fields:
+        grid.add_column(name, overflow="fold")
+    found = rows(cache, n, tokenizer)
+    for row in found:
+        cells = [str(row["row"]), f"{row['tokens']:,}"]
+        if tokenizer is not None:
+            cells.append(escape(one_line(row["text"], 80)))
+        cells += [
+            " ".join(f"{x:g}" for x in row[name]) + (" …" if row["tokens"] > _SHOWN else "") for name in cache.fields
+        ]
+        grid.add_row(*cells)
+    out = console()
+    out.print(grid)
+    hint = "" if tokenizer is not None else "; --tokenizer DIR shows them as text"
+    out.print(f"[dim]{len(found)} of {len(cache):,} rows{hint}[/]")
