@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,13 @@ def run(
         build = Build(sources, out, tokenizer or None, form, progress=watch, **options)
         began = time.monotonic()
         cache = build.run()
-    return {**_about(cache), "state": "built" if build.built else "done", "seconds": round(time.monotonic() - began, 2)}
+    seconds = round(time.monotonic() - began, 2)
+    return {
+        **_about(cache),
+        "state": "built" if build.built else "done",
+        "seconds": seconds,
+        "problems": build.problems,
+    }
 
 
 def run_config(file: Path, components: list[str] | None, *, quiet: bool, **options: Any) -> list[dict[str, Any]]:
@@ -110,12 +116,13 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
     made = []
     for plan in config.plans(components or None):
         with watching(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
-            (done,) = [
-                p
-                for p in config.build([plan.component], splits=(plan.split,), progress=lambda _, w=watch: w, **options)
-            ]
+            (done,) = config.build([plan.component], splits=(plan.split,), progress=_always(watch), **options)
         made.append(_told(done))
     return made
+
+
+def _always(watch: Watch | None) -> Callable[[CachePlan], Watch | None]:
+    return lambda plan: watch
 
 
 def plans(file: Path, components: list[str] | None) -> list[dict[str, Any]]:
@@ -139,14 +146,16 @@ def show(done: dict[str, Any]) -> None:
     rate = f", {done['tokens'] / done['seconds']:,.0f} tokens/s" if done["state"] == "built" and done["seconds"] else ""
     skipped = f", {done['skipped']:,} records skipped" if done["skipped"] else ""
     typer.echo(f"{done['path']}: {done['state']}, {done['rows']:,} documents, {done['tokens']:,} tokens{skipped}{rate}")
+    for problem in done["problems"]:
+        typer.echo(f"  skipped: {problem}")
 
 
 def show_plans(made: list[dict[str, Any]]) -> None:
     """Prints every cache of a configuration."""
     colours = {"built": "green", "done": "dim", "to build": "yellow", "missing": "red"}
     table = Table(box=None, pad_edge=False)
-    for name, justify in (("component", "left"), ("split", "left"), ("state", "left"), ("documents", "right"), ("tokens", "right"), ("path", "left")):  # fmt: skip
-        table.add_column(name, justify="right" if justify == "right" else "left")
+    for name in ("component", "split", "state", "documents", "tokens", "path"):
+        table.add_column(name, justify="right" if name in ("documents", "tokens") else "left")
     for plan in made:
         counts = [f"{plan[name]:,}" if name in plan else "-" for name in ("rows", "tokens")]
         state = f"[{colours[plan['state']]}]{plan['state']}[/]"

@@ -24,8 +24,10 @@ from actshard.opening import network_io
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
 
-SPLITS = ("train", "validation")
 TOKENS = "input_ids"
+_DEPTH = 3
+"""How far below a path its only cache may lie to be opened by it: ``cache/web/train``."""
+_LOOK_AT_MOST = 500
 
 
 def is_cache(path: str | os.PathLike[str]) -> bool:
@@ -44,12 +46,33 @@ def find(path: str | os.PathLike[str]) -> Path:
     root = _arguments.folder(path)
     if (root / ledgers.NAME).exists():
         return root
-    below = [root / split for split in SPLITS if (root / split / ledgers.NAME).exists()]
+    below = _below(root)
     if len(below) == 1:
         return below[0]
     if below:
-        raise ArgumentError(f"holds the splits {' and '.join(p.name for p in below)}: open one of them", path=root)
+        listed = ", ".join(str(p.relative_to(root)) for p in below[:8])
+        raise ArgumentError(f"holds {len(below)} token caches, open one of them: {listed}", path=root)
     raise MissingFileError(f"expected a token cache with a {ledgers.NAME}, found none", path=root)
+
+
+def _below(root: Path) -> list[Path]:
+    """Caches not far below a folder; shards of caches are none."""
+    found: list[Path] = []
+    level, looked = [root], 0
+    for _ in range(_DEPTH):
+        deeper: list[Path] = []
+        for folder in level:
+            try:
+                children = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+            except OSError:
+                continue
+            looked += len(children)
+            if looked > _LOOK_AT_MOST:
+                return found
+            found += [p for p in children if (p / ledgers.NAME).exists()]
+            deeper += [p for p in children if not (p / ledgers.NAME).exists()]
+        level = deeper
+    return found
 
 
 def open_cache(path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> TokenCache:

@@ -1,7 +1,8 @@
 """``actshard.verify``: everything that is wrong with a dataset, with places, codes and what to do.
 
 - ``report``: findings and their codes
-- ``saev``, ``lmprobe``, ``zarr``, ``pickle``: the rules of each format, checked one by one and not only until one is broken
+- ``saev``, ``lmprobe``, ``zarr``, ``pickle``, ``levanter``: the rules of each format, checked one by one and not only until one is
+  broken
 - ``deep``: every value
 """
 
@@ -16,10 +17,14 @@ from typing import Any
 from actshard import _arguments, formats
 from actshard.errors import ActshardError, ArgumentError, MissingFileError
 from actshard.opening import find, open_quietly
+from actshard.tokens.cache import find as find_cache
+from actshard.tokens.cache import is_cache
 from actshard.verifying.report import CODES, Finding, Report
 from actshard.writing.work import PARTS, unfinished
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
+
+_TOKENS = "levanter"
 
 _WARNINGS = (
     (r"is not the hash of its metadata", "hash-mismatch"),
@@ -71,12 +76,21 @@ def verify(
         ArgumentError: a format that is none.
     """
     root = _arguments.folder(path)
-    if format is not None and format not in formats.names():
-        raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {format!r}")
+    names = (*formats.names(), _TOKENS)
+    if format is not None and format not in names:
+        raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
     if not root.exists():
         raise MissingFileError("expected a dataset, found nothing", path=root)
     report = Report(root, format, deep)
     tell = progress or (lambda what, done, total: None)
+    if format == _TOKENS or (format is None and is_cache(root)):
+        from actshard.verifying import levanter
+
+        report.format = _TOKENS
+        with report.noting(root):
+            report.path = find_cache(root)
+            levanter.check(report.path, report, tell)
+        return report
     try:
         if root.is_dir() and (unfinished(root) is not None or (root / PARTS).is_dir()):
             with report.noting(root):

@@ -112,6 +112,11 @@ CODES: dict[str, tuple[str, str, str]] = {
         "a pickle would import or call something; nothing of it was done",
         "do not load it with pickle",
     ),
+    # Token caches.
+    "leftover": (NOTE, "something that a build left behind, which readers ignore", "remove it, if nobody builds"),
+    "token-range": (ERROR, "token ids that the tokenizer does not have", "build the cache again with that tokenizer"),
+    "mask-value": (ERROR, "an assistant mask that is neither 0 nor 1", "build the cache again"),
+    "row-lengths-differ": (WARNING, "rows that are longer in one field than in another", "check how they were made"),
     # Values.
     "nan": (ERROR, "values that are no number", "leave these examples out, or extract them again"),
     "infinite": (ERROR, "infinite values", "leave these examples out; float16 overflows at 65,504"),

@@ -47,6 +47,9 @@ pub struct TokenField {
 type Examples<'py> =
     (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyUntypedArray>>, Option<Bound<'py, PyUntypedArray>>);
 
+/// What [`TokenField::check`] tells of.
+type Problem = (&'static str, String, Option<PathBuf>, Option<u64>, bool);
+
 /// Lengths of runs, and their numbers.
 type Runs<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
 
@@ -230,6 +233,21 @@ impl TokenField {
         ))
     }
 
+    /// Everything that is wrong with the files: kind, detail, path, byte, and whether something is only not there.
+    fn check(&self, py: Python<'_>, deep: bool) -> PyResult<Vec<Problem>> {
+        detach::detached(py, |watch| {
+            let mut found: Vec<Problem> = vec![];
+            let mut tell = |e: Error, absent: bool| {
+                let problem = (e.kind.code(), e.detail, e.path, e.offset, absent);
+                if !found.contains(&problem) {
+                    found.push(problem);
+                }
+            };
+            self.field.check(deep, &mut tell, watch)?;
+            Ok(found)
+        })
+    }
+
     /// Sizes of a row's axes but the last.
     fn shape(&self, py: Python<'_>, row: u64) -> PyResult<Vec<u64>> {
         detach::detached(py, |_| self.field.shape(row))
@@ -324,11 +342,7 @@ pub fn pack_rows<'py>(
 
 /// Lengths of the runs of equal segment ids of each example, and how many there are.
 #[pyfunction]
-pub fn run_lengths<'py>(
-    py: Python<'py>,
-    segments: PyReadonlyArray2<'py, i32>,
-    most: usize,
-) -> PyResult<Runs<'py>> {
+pub fn run_lengths<'py>(py: Python<'py>, segments: PyReadonlyArray2<'py, i32>, most: usize) -> PyResult<Runs<'py>> {
     let [examples, length] = [segments.shape()[0], segments.shape()[1]];
     let mut lengths = vec![0; examples.saturating_mul(most)];
     let mut counts = vec![0; examples];

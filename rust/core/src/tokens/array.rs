@@ -17,6 +17,7 @@ use crate::bytes::decoded::Cache;
 use crate::bytes::{Body, Io, OpenFile, Opened, Place, Slots, View, map_or_read, open_regular, pread};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::par::pool::Watch;
 
 /// Decoded blocks of many arrays, within one budget.
 #[derive(Debug)]
@@ -500,6 +501,49 @@ impl Array {
             Some((file, begin, end)) => View::range(file, begin, end),
             None => Ok(None),
         }
+    }
+
+    /// Looks at everything that the first `elements` elements need: files, indices, frames; with `deep` every block is decoded.
+    /// What is wrong goes to `tell`, with whether it is only not there (and reads as zeros).
+    pub fn check(&self, elements: u64, deep: bool, tell: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
+        let mut held = Held::default();
+        for number in 0..elements.div_ceil(self.meta.outer) {
+            if watch() {
+                return Err(Error::new(Kind::Interrupted, "interrupted"));
+            }
+            let path = self.meta.file(&self.folder, number);
+            let shard = match self.shard(number) {
+                Ok(shard) => shard,
+                Err(error) => {
+                    tell(error, false);
+                    continue;
+                }
+            };
+            if shard.file.is_none() {
+                tell(Error::new(Kind::NotFound, "is not there: its elements read as 0").at(&path), true);
+                continue;
+            }
+            let first = number * self.meta.outer;
+            let within = (elements - first).min(self.meta.outer);
+            let (mut absent, mut last) = (0u64, 0);
+            for (chunk, entry) in shard.index.iter().enumerate().take(within.div_ceil(self.meta.inner) as usize) {
+                if entry.0 == u64::MAX && self.meta.coding != Coding::Foreign {
+                    absent += 1;
+                    last = chunk;
+                    continue;
+                }
+                let start = first + chunk as u64 * self.meta.inner;
+                let n = if deep { (elements - start).min(self.meta.inner) as usize } else { 1 };
+                if let Err(error) = self.visit(&mut held, start, n, &mut |_, _, _| Ok(())) {
+                    tell(error, false);
+                }
+            }
+            if absent > 0 {
+                let detail = format!("{absent} inner chunks are not there (the last is {last}): they read as 0");
+                tell(Error::new(Kind::NotFound, detail).at(&path), true);
+            }
+        }
+        Ok(())
     }
 
     /// Asks the processor for the beginning of a range, where it is stored in the file that was read from last.

@@ -3,7 +3,7 @@
 //! An array `offsets` tells where rows end in an array `data`; its element 0 is the number of rows (`formats/levanter.md` 1.3).
 //! Shards follow one another: rows and elements are numbered through all of them.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::array::{Array, BlockCache, Held};
@@ -11,6 +11,7 @@ use super::meta::Meta;
 use crate::bytes::{Io, Slots, View};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::par::pool::Watch;
 
 /// A shard of a field.
 #[derive(Clone, Debug)]
@@ -381,9 +382,34 @@ impl Field {
         Ok(out)
     }
 
-    /// The folder of a part.
-    pub fn folder(&self, part: usize) -> Option<&Path> {
-        self.parts.get(part).map(|p| p.folder.as_path())
+    /// Everything that is wrong with the field's files; see [`Array::check`].
+    pub fn check(&self, deep: bool, tell: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
+        for part in 0..self.parts.len() {
+            let counts = [
+                (Which::Offsets, self.rows[part + 1] - self.rows[part] + 1),
+                (Which::Data, self.elements[part + 1] - self.elements[part]),
+            ];
+            for (which, elements) in counts {
+                match self.array(part, which) {
+                    Ok(array) if elements > 1 || matches!(which, Which::Data) => {
+                        array.check(elements, deep, tell, watch)?;
+                    }
+                    Ok(_) => {}
+                    Err(error) => tell(error, false),
+                }
+            }
+        }
+        // Ends of rows in ascending order, block by block.
+        const ROWS: u64 = 1 << 18;
+        let (mut cursor, mut bounds, mut first) = (Cursor::default(), vec![], 0);
+        while first < self.num_rows() {
+            let n = (self.num_rows() - first).min(ROWS);
+            if let Err(error) = self.bounds_into(&mut cursor, first, n as usize, &mut bounds) {
+                tell(error, false);
+            }
+            first += n;
+        }
+        Ok(())
     }
 }
 

@@ -1,0 +1,107 @@
+"""The rules of token caches, checked one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from actshard import errors
+from actshard.errors import ActshardError
+from actshard.tokens import ledger as ledgers
+from actshard.tokens.cache import TokenCache
+from actshard.verifying.report import Report
+
+_AT_ONCE = 1 << 21
+
+
+def check(root: Path, report: Report, tell: Callable[[str, int, int], object]) -> None:
+    """Ledger, arrays, frames and rows; with ``report.deep`` every number."""
+    with report.noting(root / ledgers.NAME):
+        ledgers.read(root)
+    if report.errors:
+        return
+    try:
+        cache = TokenCache(root, memory=0)
+    except ActshardError as error:
+        report.error(error, root)
+        return
+    for warning in cache.warnings:
+        report.add("count-claim", root / ledgers.NAME, warning)
+    _leftovers(cache, report)
+    for done, name in enumerate(cache.fields):
+        tell("fields", done, len(cache.fields))
+        for kind, detail, path, offset, absent in cache.field(name).check(report.deep):
+            if absent:
+                report.add("chunk-missing", Path(path or root), detail)
+                continue
+            report.error(errors.from_native(kind, detail, path, offset, None, None), root)
+    _same_lengths(cache, report)
+    if report.deep and not report.errors:
+        for name in cache.fields:
+            _values(cache, name, report, tell)
+    report.count("rows", len(cache))
+    report.count("tokens", cache.num_tokens)
+
+
+def _leftovers(cache: TokenCache, report: Report) -> None:
+    sharded = cache.ledger.layout == ledgers.SHARDED
+    for entry in sorted(cache.path.iterdir()):
+        name = entry.name
+        if name in ("___temp", "__shards__", ".actshard-build") or ".tmp." in name or name.endswith(".bak"):
+            report.add("leftover", entry, "a build's work, or an older ledger")
+        elif entry.is_dir() and (entry / ledgers.NAME).exists() and not sharded:
+            report.add("leftover", entry, "the cache of a single file, which is part of the whole")
+        elif (
+            entry.is_dir() and sharded and (entry / ledgers.NAME).exists() and name not in cache.ledger.finished_shards
+        ):
+            report.add("unlisted-file", entry, "a shard that the ledger does not name")
+
+
+def _same_lengths(cache: TokenCache, report: Report) -> None:
+    """Tokens, weights and masks of a row belong together."""
+    together = [name for name in cache.fields if not cache.field(name).has_shapes]
+    try:
+        offsets = {name: cache.view(name).offsets for name in together}
+    except ActshardError as error:
+        report.error(error, cache.path)
+        return
+    for name in together[1:]:
+        differs = np.flatnonzero(np.diff(offsets[name]) != np.diff(offsets[together[0]]))
+        if len(differs):
+            report.add(
+                "row-lengths-differ",
+                cache.path / name,
+                f"{len(differs)} rows differ, the first is row {int(differs[0])}",
+                f"rows as long as those of '{together[0]}'",
+            )
+
+
+def _values(cache: TokenCache, name: str, report: Report, tell: Callable[[str, int, int], object]) -> None:
+    view = cache.view(name)
+    vocabulary = cache.ledger.preprocessor.get("vocab_size")
+    ids = name == cache.token_field and isinstance(vocabulary, int)
+    most = int(vocabulary) if ids and vocabulary is not None else 2
+    for start in range(0, view.num_elements, _AT_ONCE):
+        tell("elements", start, view.num_elements)
+        some = view.elements(start, min(start + _AT_ONCE, view.num_elements))
+        if some.dtype.kind == "f":
+            bad = np.flatnonzero(~np.isfinite(some))
+            if len(bad):
+                code = "nan" if np.isnan(some[bad[0]]) else "infinite"
+                report.add(
+                    code, cache.path / name, f"{some[bad[0]]}", "finite numbers", f"element {start + int(bad[0])}"
+                )
+                return
+        elif ids or name == "assistant_masks":
+            bad = np.flatnonzero((some < 0) | (some >= most))
+            if len(bad):
+                report.add(
+                    "token-range" if ids else "mask-value",
+                    cache.path / name,
+                    f"{some[bad[0]]}",
+                    f"numbers from 0 to {most - 1}",
+                    f"element {start + int(bad[0])}",
+                )
+                return
