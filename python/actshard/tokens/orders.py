@@ -34,7 +34,10 @@ def prng_key(seed: int | Sequence[int] | NDArray[Any]) -> Key:
         if not -(1 << 63) <= int(seed) < 1 << 64:
             raise ArgumentError(f"a seed is a 64-bit integer, not {seed}")
         return _native.jax_key(int(seed) & (1 << 64) - 1)
-    words = [int(word) for word in np.asarray(seed).reshape(-1)]
+    try:
+        words = [int(word) for word in np.asarray(seed).reshape(-1)]
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"a key is a seed or two unsigned 32-bit words, not {seed!r}") from error
     if len(words) != 2 or any(not 0 <= word < 1 << 32 for word in words):
         raise ArgumentError(f"a key is a seed or two unsigned 32-bit words, not {seed!r}")
     return (words[0], words[1])

@@ -119,6 +119,9 @@ fn filled<'py>(
 }
 
 fn cast_mut<'a, T: bytemuck::Pod>(py: Python<'_>, bytes: &'a mut [u8]) -> PyResult<&'a mut [T]> {
+    if bytes.is_empty() {
+        return Ok(&mut []);
+    }
     bytemuck::try_cast_slice_mut(bytes)
         .map_err(|_| errors::raise(py, &Error::new(Kind::Internal, "a new array that is not aligned")))
 }
@@ -458,20 +461,20 @@ impl TokenOrder {
 
 /// `jax.random.PRNGKey`.
 #[pyfunction]
-pub fn jax_key(seed: u64) -> Key {
-    order::key(seed)
+pub fn jax_key(seed: u64) -> (u32, u32) {
+    order::key(seed).into()
 }
 
 /// `jax.random.split`.
 #[pyfunction]
-pub fn jax_split(key: Key, n: u32) -> Vec<Key> {
-    (0..n).map(|i| order::split(key, i)).collect()
+pub fn jax_split(key: Key, n: u32) -> Vec<(u32, u32)> {
+    (0..n).map(|i| order::split(key, i).into()).collect()
 }
 
 /// `jax.random.fold_in`.
 #[pyfunction]
-pub fn jax_fold_in(key: Key, data: u32) -> Key {
-    order::fold_in(key, data)
+pub fn jax_fold_in(key: Key, data: u32) -> (u32, u32) {
+    order::fold_in(key, data).into()
 }
 
 /// `jax.random.randint(key, (), 0, 2**30)`.

@@ -17,7 +17,7 @@ from actshard import tokens
 
 pytestmark = pytest.mark.levanter
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "levanter"
+GOLDEN = Path(__file__).parents[2] / "golden" / "levanter"
 READER = Path(__file__).parent / "reader.py"
 LLAMA = "tokenizers/bpe_llama3style"
 CASES = {
