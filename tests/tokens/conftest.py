@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,36 @@ BUILDS: dict[str, tuple[list[str], str | None, dict[str, Any]]] = {
         LLAMA,
         {"type": "chat", "chat_template": (GOLDEN / "chat_kwargs_override" / "chat_template.jinja").read_text()},
     ),
-    "prebuilt_weights": (["part0.jsonl", "part1.parquet"], None, {"type": "prebuilt", "loss_weights_key": "loss_weights"}),
+    "prebuilt_weights": (
+        ["part0.jsonl", "part1.parquet"],
+        None,
+        {"type": "prebuilt", "loss_weights_key": "loss_weights"},
+    ),
     "supervised_llama3style": (["train.jsonl"], LLAMA, {"type": "supervised"}),
 }
 
 
 @pytest.fixture
-def in_golden(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def in_golden(monkeypatch: pytest.MonkeyPatch) -> Path:
     """The golden folder as working directory: ledgers hold tokenizers' paths as they were given."""
     monkeypatch.chdir(GOLDEN)
-    yield GOLDEN
+    return GOLDEN
 
 
 def expected(variant: str, file: str = "expected.npz") -> dict[str, np.ndarray]:
     """What Levanter read."""
     with np.load(GOLDEN / variant / file) as found:
         return dict(found)
+
+
+def crc32c(data: bytes) -> int:
+    """Castagnoli's CRC, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.tokens.conftest import GOLDEN, expected
 
 import actshard
 from actshard import tokens
-from tests.tokens.conftest import GOLDEN, expected
 
 SHUFFLES = expected("shuffles")
 CONFIGS = json.loads((GOLDEN / "mixtures" / "config.json").read_text())
@@ -64,7 +64,13 @@ def test_linear_is_a_permutation_where_levanters_is_none() -> None:
     assert not np.array_equal(exact, SHUFFLES[f"linear_s0_n{n}"])
 
 
-@given(st.integers(0, 3000), st.integers(0, 2**32), st.integers(1, 64), st.integers(1, 9), st.sampled_from(["feistel", "linear"]))
+@given(
+    st.integers(0, 3000),
+    st.integers(0, 2**32),
+    st.integers(1, 64),
+    st.integers(1, 9),
+    st.sampled_from(["feistel", "linear"]),
+)
 def test_every_order_has_every_index_once(n: int, seed: int, io: int, window: int, perm: str) -> None:
     for order in (
         tokens.permutation(perm, n, seed),

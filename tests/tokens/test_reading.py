@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.tokens.conftest import GOLDEN, expected
 
 from actshard import tokens
-from tests.tokens.conftest import GOLDEN, expected
 
 EOS = {"text_gpt2style_single": 0, "text_wordpiece_nospecial": None}
 VARIANTS = sorted(p.parent.parent.name for p in GOLDEN.glob("*/cache/*") if p.is_dir())
@@ -80,14 +80,14 @@ def test_examples_are_levanters(variant: str, io: str) -> None:
             done += 1
         elif m := re.fullmatch(r"(causal(\d+)_(block|noblock|weights))_tokens", name):
             windows = tokens.TokenSeqDataset(cache, int(m[2]), stored if m[3] == "weights" else None)
-            dataset = tokens.CausalLmDataset(
-                windows, eos_id=eos, block_cross_document_attention=m[3] != "noblock"
-            )
+            dataset = tokens.CausalLmDataset(windows, eos_id=eos, block_cross_document_attention=m[3] != "noblock")
             done += compare(every(dataset), found, m[1])
         elif m := re.fullmatch(r"((?:packed|supervised)(\d+)_(?:pack(\w+?)|weights|(seg2_right)))_tokens", name):
             if m[3] == "None":
                 done += compare(
-                    every(tokens.CausalLmDataset(tokens.TokenSeqDataset(cache, int(m[2]), stored), eos_id=eos)), found, m[1]
+                    every(tokens.CausalLmDataset(tokens.TokenSeqDataset(cache, int(m[2]), stored), eos_id=eos)),
+                    found,
+                    m[1],
                 )
                 continue
             packed = tokens.PackedTokenDataset(
@@ -173,7 +173,9 @@ def test_a_row_twice_in_a_batch_is_twice_the_same() -> None:
     """Levanter 5.4 gives wrong rows for row 0 twice."""
     cache = tokens.open_cache(GOLDEN / "prebuilt_weights" / "cache")
     rows = cache.rows([0, 3, 0, 0, 3])
-    assert [np.array_equal(r["input_ids"], cache[i]["input_ids"]) for r, i in zip(rows, [0, 3, 0, 0, 3], strict=True)] == [True] * 5
+    assert [
+        np.array_equal(r["input_ids"], cache[i]["input_ids"]) for r, i in zip(rows, [0, 3, 0, 0, 3], strict=True)
+    ] == [True] * 5
     batch = tokens.PrebuiltLmDataset(cache, 128).get_batch([0, 0, 1])
     assert np.array_equal(batch.tokens[0], batch.tokens[1])
     windows = tokens.TokenSeqDataset(cache, 64)

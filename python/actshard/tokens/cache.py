@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -211,11 +212,15 @@ class TokenCache:
 
     def _row(self, row: int) -> int:
         rows = self._rows
-        if -rows <= row < 0:
-            row += rows
-        if not 0 <= row < rows:
+        try:
+            number = operator.index(row)
+        except TypeError as error:
+            raise ArgumentError(f"row: expected an integer, found {type(row).__name__}; rows() takes many") from error
+        if -rows <= number < 0:
+            number += rows
+        if not 0 <= number < rows:
             raise OutOfRangeError(f"row {row}: the cache has {rows}", path=self.path)
-        return int(row)
+        return number
 
     def _shaped_row(self, name: str, row: int) -> NDArray[Any]:
         field = self._fields[name]

@@ -122,18 +122,23 @@ class TokenSeqDataset:
         self.seq_len = _positive(seq_len, "seq_len")
         self.input_ids_key = input_ids_key or cache.token_field
         self.loss_weights_key = loss_weights_key
-        self._tokens = _field_or_empty(cache, self.input_ids_key)
-        self._length = self._tokens.num_elements // self.seq_len if self._tokens else 0
-        if loss_weights_key is not None and self._tokens is not None:
+        tokens = self._tokens
+        self._length = tokens.num_elements // self.seq_len if tokens else 0
+        if loss_weights_key is not None and tokens is not None:
             held = cache.field(loss_weights_key).num_elements
-            if held != self._tokens.num_elements:
+            if held != tokens.num_elements:
                 raise FormatError(
-                    f"field '{loss_weights_key}' has {held} elements, '{self.input_ids_key}' {self._tokens.num_elements}",
+                    f"field '{loss_weights_key}' has {held} elements, '{self.input_ids_key}' {tokens.num_elements}",
                     path=cache.path,
                 )
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    def _tokens(self) -> _native.TokenField | None:
+        # Asked of the cache each time: that is what travels to other processes.
+        return _field_or_empty(self.cache, self.input_ids_key)
 
     def starts(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
         """Where windows begin, in elements."""
@@ -165,11 +170,12 @@ class TokenSeqDataset:
     def _read(
         self, indices: Sequence[int] | NDArray[Any], *, weights: bool, segments: bool = False, eos: int | None = None
     ) -> tuple[Any, Any, Any]:
-        if self._tokens is None:
+        tokens = self._tokens
+        if tokens is None:
             self.starts(indices)
             return np.empty((0, self.seq_len), np.int32), np.empty((0, self.seq_len), np.float32), None
         field = None if self.loss_weights_key is None or not weights else self.cache.field(self.loss_weights_key)
-        return self._tokens.windows(
+        return tokens.windows(
             integers(indices, "window"),
             self.seq_len,
             self._length,
@@ -252,16 +258,15 @@ class _Packed:
         self.block_cross_document_attention = block_cross_document_attention
         self.loss_mask_padding = loss_mask_padding
         self._loss = loss
-        tokens = _field_or_empty(cache, input_ids_key)
-        self._weights = None if loss_key is None or tokens is None else cache.field(loss_key)
-        self._tokens = tokens
+        self._input_ids_key, self._loss_key = input_ids_key, loss_key
         if len(cache) >= _AT_MOST_ROWS and block_cross_document_attention:
             raise ArgumentError(f"segment ids are row numbers of 32 bits, and the cache has {len(cache)} rows")
         self._plan(cache, input_ids_key, loss_key)
 
     def _plan(self, cache: TokenCache, input_ids_key: str, loss_key: str | None) -> None:
         keys = [input_ids_key] + [key for key in (loss_key, *self._also(cache)) if key and key != input_ids_key]
-        fields = [] if self._tokens is None else [cache.field(key) for key in dict.fromkeys(keys)]
+        empty = _field_or_empty(cache, input_ids_key) is None
+        fields = [] if empty else [cache.field(key) for key in dict.fromkeys(keys)]
         if len(fields) > 1 and len({f.num_elements for f in fields}) == 1:
             # Rows as long in one field as in the other need one plan; that they are is looked at when it matters.
             fields = fields[:1] if _equally_long(fields) else fields
@@ -283,14 +288,16 @@ class _Packed:
             OutOfRangeError: there is no such example.
         """
         packs = np.ascontiguousarray(self.pack_ranges[self.cache.numbers(indices, len(self), "example")])
-        if self._tokens is None:
+        tokens = _field_or_empty(self.cache, self._input_ids_key)
+        if tokens is None:
             empty = np.empty((0, self.max_length), np.int32)
             return Batch(empty, empty.astype(np.float32), empty, self.max_segments)
-        made = self._tokens.packed(
+        weights = None if self._loss_key is None else self.cache.field(self._loss_key)
+        made = tokens.packed(
             packs,
             self.max_length,
-            loss=self._loss if self._weights is not None else "all",
-            field=self._weights,
+            loss=self._loss if weights is not None else "all",
+            field=weights,
             segments=self.block_cross_document_attention,
             right=self.slice_strategy == "right",
             mask_padding=self.loss_mask_padding,
@@ -434,8 +441,6 @@ class PrebuiltLmDataset:
         self.loss_weight_transform = loss_weight_transform
         self.eos_id = eos_id
         self.block_cross_document_attention = block_cross_document_attention
-        self._tokens = _field_or_empty(cache, self.input_ids_key)
-        self._weights = None if self.loss_weights_key is None else _field_or_empty(cache, self.loss_weights_key)
 
     def __len__(self) -> int:
         return len(self.cache)
@@ -448,15 +453,16 @@ class PrebuiltLmDataset:
             OutOfRangeError: there is no such row.
         """
         rows = self.cache.numbers(indices, len(self), "row")
-        if self._tokens is None or not len(rows):
+        field = _field_or_empty(self.cache, self.input_ids_key)
+        if field is None or not len(rows):
             width = self.seq_len or 0
             return Batch(np.empty((0, width), np.int32), np.empty((0, width), np.float32))
-        starts, length = self._extents(self._tokens, rows, self.seq_len, self.input_ids_key)
+        starts, length = self._extents(field, rows, self.seq_len, self.input_ids_key)
         apart = self.block_cross_document_attention and self.eos_id is not None
-        tokens, weights, segments = self._tokens.windows(
+        tokens, weights, segments = field.windows(
             starts,
             1,
-            self._tokens.num_elements + 1,
+            field.num_elements + 1,
             length,
             loss="all",
             field=None,
@@ -464,9 +470,10 @@ class PrebuiltLmDataset:
             segments=apart,
             eos=self.eos_id,
         )
-        if self._weights is not None:
-            self._extents(self._weights, rows, length, str(self.loss_weights_key))
-            stored = self._weights.rows(rows)[0].reshape(len(rows), length).astype(np.float32, copy=False)
+        if self.loss_weights_key is not None:
+            held = self.cache.field(self.loss_weights_key)
+            self._extents(held, rows, length, self.loss_weights_key)
+            stored = held.rows(rows)[0].reshape(len(rows), length).astype(np.float32, copy=False)
             made = stored if self.loss_weight_transform is None else self._transformed(stored)
             weights = made * weights
         return Batch(tokens, weights, segments)

@@ -64,10 +64,13 @@ class Permutation:
     ``order(indices)`` maps many indices at once, ``order[i]`` one. It takes O(1) memory.
     """
 
-    def __init__(self, native: _native.TokenOrder, kind: str, length: int) -> None:
-        self._native = native
-        self.kind = kind
+    def __init__(self, kind: str, how: str, length: int, key: Key, sizes: list[int]) -> None:
+        self._made_of = (kind, how, length, key, sizes)
+        self._native = _native.TokenOrder(*self._made_of)
         self._length = length
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Permutation, self._made_of)
 
     def __len__(self) -> int:
         return self._length
@@ -138,7 +141,7 @@ def permutation(
         native, sizes = "era", [era_length]
     else:
         raise ArgumentError(f"no permutation is called {kind!r}: feistel, linear, block or era")
-    return Permutation(_native.TokenOrder(native, how, length, prng_key(key), sizes), kind, length)
+    return Permutation(native, how, length, prng_key(key), sizes)
 
 
 @runtime_checkable

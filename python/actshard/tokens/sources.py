@@ -236,7 +236,7 @@ def _lines(stream: IO[bytes], path: Path) -> Iterator[Record]:
         if len(line) > _LONGEST_LINE:
             raise FormatError(f"line {number}: expected at most {_LONGEST_LINE} bytes", path=path)
         try:
-            record = loads(line.decode("utf-8"))
+            record = loads(line.decode("utf-8").rstrip("\r\n"))
         except json.JSONDecodeError as error:
             yield number, RowProblem(number, _why(line, error))
         except UnicodeDecodeError as error:
