@@ -1,0 +1,24 @@
+//! Any bytes as a token cache's `zarr.json`: refused in one line, or understood as sizes that can be worked with.
+#![no_main]
+
+use actshard_core::Kind;
+use actshard_core::tokens::meta::{Coding, Meta};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|data: &[u8]| {
+    match Meta::parse(data) {
+        Ok(meta) => {
+            assert!(meta.inner > 0 && meta.outer > 0 && meta.width > 0 && meta.item() > 0);
+            assert!(meta.inner.checked_mul(meta.item() as u64).is_some());
+            assert!(meta.outer.is_multiple_of(meta.inner));
+            if meta.coding != Coding::Foreign {
+                assert!(meta.index_bytes() <= (1 << 24) + 4);
+            }
+            assert!(meta.file(std::path::Path::new("a"), 3).starts_with("a"));
+        }
+        Err(error) => {
+            assert_eq!(error.kind, Kind::Format);
+            assert!(!error.to_string().contains(['\n', '\r']), "more than one line: {error:?}");
+        }
+    }
+});

@@ -1,0 +1,65 @@
+//! Any bytes as a blosc frame: it is refused in one line, or every block decodes to its numbers or is refused; what is decoded is
+//! the same whether all of a block is asked for or its beginning, and whether as bytes or as int32.
+#![no_main]
+
+use actshard_core::tokens::frame::{Frame, HEADER, short_frame};
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&[choice, blocks], frame)) = data.split_first_chunk::<2>() else { return };
+    let item = 1usize << (choice % 4);
+    let bytes = (usize::from(blocks) + 1) * 64 * item;
+    check(frame, bytes, item);
+    // What is written is read.
+    let used = &frame[..frame.len() / item * item];
+    if used.len() <= 1 << 16 {
+        let whole = used.len().next_power_of_two().max(1 << 17);
+        let made = short_frame(used, whole, item);
+        let header = made.first_chunk::<HEADER>().expect("longer than a header");
+        let mut out = vec![];
+        match Frame::parse(header, made.len() as u64, whole, item).expect("a frame of ours") {
+            Frame::Stored => out.extend_from_slice(&made[HEADER..]),
+            Frame::Blocks(blocks) => {
+                for block in 0..blocks.count() {
+                    let planes = blocks.decode(&made, block, usize::MAX).expect("a block of ours");
+                    out.extend_from_slice(&planes.bytes(0, planes.numbers()));
+                }
+            }
+            Frame::Other => panic!("a frame of ours is another's"),
+        }
+        assert_eq!(&out[..used.len()], used);
+        assert!(out[used.len()..].iter().all(|b| *b == 0) && out.len() == whole);
+    }
+});
+
+fn check(frame: &[u8], bytes: usize, item: usize) {
+    let Some(header) = frame.first_chunk::<HEADER>() else { return };
+    let blocks = match Frame::parse(header, frame.len() as u64, bytes, item) {
+        Ok(Frame::Blocks(blocks)) => blocks,
+        Ok(_) => return,
+        Err(detail) => {
+            assert!(!detail.contains(['\n', '\r']));
+            return;
+        }
+    };
+    for block in 0..blocks.count() {
+        let numbers = blocks.numbers(block);
+        if let Some(at) = blocks.stored(frame, block) {
+            assert!(at + numbers * item <= frame.len());
+        }
+        let Ok(whole) = blocks.decode(frame, block, numbers) else { continue };
+        let all = whole.bytes(0, numbers).into_owned();
+        assert_eq!(all.len(), numbers * item);
+        let part = blocks.decode(frame, block, numbers / 2).expect("the beginning of what decodes");
+        assert!(part.numbers() >= numbers / 2);
+        assert_eq!(&part.bytes(0, numbers / 2)[..], &all[..numbers / 2 * item]);
+        let mut narrow = vec![0i32; numbers];
+        if whole.narrow(0, &mut narrow) {
+            for (made, number) in narrow.iter().zip(all.chunks_exact(item)) {
+                let mut wide = [0u8; 8];
+                wide[..item].copy_from_slice(number);
+                assert_eq!(i64::from(*made), i64::from_le_bytes(wide));
+            }
+        }
+    }
+}
