@@ -301,7 +301,10 @@ class Build:
                 self._done[source.shard] = done
                 continue
             shutil.rmtree(folder, ignore_errors=True)
-            pending.append((source, Task(folder, work / source.shard, identity, self._shard_storage, self.skip)))
+            task = Task(
+                folder, work / source.shard, identity, self._shard_storage, self.skip, self.layout == CONSOLIDATED
+            )
+            pending.append((source, task))
         self._pending_bytes = sum(source.size() for source, _ in pending)
         self._build_shards(pending)
         for source, task in pending:

@@ -64,6 +64,7 @@ class Task:
         identity: what tells this shard from one of other records or another format.
         storage: how its numbers are stored.
         skip: whether bad records are skipped.
+        read_soon: whether the shard is read again when all are there, to be put together.
     """
 
     folder: Path
@@ -71,6 +72,7 @@ class Task:
     identity: str
     storage: str
     skip: bool
+    read_soon: bool
 
 
 Tell = Callable[[Counts], object]
@@ -85,7 +87,7 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: Tell) -
     shutil.rmtree(task.staged, ignore_errors=True)
     task.staged.mkdir(parents=True)
     counts = Counts()
-    writers = FieldWriters(task.staged, process.fields, task.storage)
+    writers = FieldWriters(task.staged, process.fields, task.storage, read_soon=task.read_soon)
     last = time.monotonic()
 
     def read(n: int) -> None:
@@ -210,7 +212,14 @@ def main() -> None:
             enforce_bos=options["enforce_bos"],
         )
         made = given["task"]
-        task = Task(Path(made["folder"]), Path(made["staged"]), made["identity"], made["storage"], made["skip"])
+        task = Task(
+            Path(made["folder"]),
+            Path(made["staged"]),
+            made["identity"],
+            made["storage"],
+            made["skip"],
+            made["read_soon"],
+        )
         build_shard(source, process, task, tell)
     except ActshardError as error:
         said = {

@@ -33,13 +33,19 @@ class FieldWriters:
     """The fields of a cache that are being written into a folder; the ledger is somebody else's."""
 
     def __init__(
-        self, folder: Path, fields: Mapping[str, np.dtype[Any]], storage: str, axes: Mapping[str, int] | None = None
+        self,
+        folder: Path,
+        fields: Mapping[str, np.dtype[Any]],
+        storage: str,
+        axes: Mapping[str, int] | None = None,
+        *,
+        read_soon: bool = False,
     ) -> None:
         self.folder = folder
         self.fields = dict(fields)
         self.axes = {name: (axes or {}).get(name, 1) for name in fields}
         self._writers = {
-            name: _native.TokenFieldWriter(folder / name, _native_name(dtype), self.axes[name], storage)
+            name: _native.TokenFieldWriter(folder / name, _native_name(dtype), self.axes[name], storage, not read_soon)
             for name, dtype in fields.items()
         }
 

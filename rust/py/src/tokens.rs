@@ -7,9 +7,9 @@ use actshard_core::bytes::Io;
 use actshard_core::tokens::array::BlockCache as Blocks;
 use actshard_core::tokens::batch::{self, Batch, Loss, Packing};
 use actshard_core::tokens::jagged::{Cursor, Field, Part, Range};
-use actshard_core::tokens::order::{self, How, Key};
+use actshard_core::tokens::order::{self, Key};
 use actshard_core::tokens::pack::{Overlong, Packer};
-use actshard_core::tokens::write::{FieldWriter, Storage};
+use actshard_core::tokens::write::{FieldWriter, How, Storage};
 use actshard_core::{Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -379,10 +379,17 @@ impl TokenFieldWriter {
 #[pymethods]
 impl TokenFieldWriter {
     #[new]
-    fn new(py: Python<'_>, folder: PathBuf, dtype: &str, axes: u64, storage: &str) -> PyResult<TokenFieldWriter> {
+    fn new(
+        py: Python<'_>,
+        folder: PathBuf,
+        dtype: &str,
+        axes: u64,
+        storage: &str,
+        direct: bool,
+    ) -> PyResult<TokenFieldWriter> {
         let dtype = dtype_of(py, dtype)?;
         let storage = Storage::from_name(storage).ok_or_else(|| argument(py, format!("storage: {storage:?}")))?;
-        let writer = detach::detached(py, |_| FieldWriter::create(&folder, dtype, axes, storage))?;
+        let writer = detach::detached(py, |_| FieldWriter::create(&folder, dtype, axes, How::new(storage, direct)))?;
         Ok(TokenFieldWriter { writer: Mutex::new(Some(writer)) })
     }
 
@@ -430,9 +437,9 @@ impl TokenOrder {
     #[new]
     fn new(py: Python<'_>, kind: &str, how: &str, length: u64, key: Key, sizes: Vec<u64>) -> PyResult<TokenOrder> {
         let how = match how {
-            "feistel" => How::Feistel,
-            "linear" => How::Linear,
-            "linear-float64" => How::LinearFloat64,
+            "feistel" => order::How::Feistel,
+            "linear" => order::How::Linear,
+            "linear-float64" => order::How::LinearFloat64,
             _ => return Err(argument(py, format!("no permutation is called {how:?}"))),
         };
         let order = detach::detached(py, |_| match (kind, &sizes[..]) {

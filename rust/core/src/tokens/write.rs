@@ -15,9 +15,11 @@ use zarrs::array::codec::BloscCodec;
 
 use super::frame::{HEADER, short_frame, stored_header};
 use super::jagged::{Cursor, Field};
+use crate::bytes::output::Output;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::par::pool::{self, Watch};
+use crate::write::{self as pieces, Piece, Target};
 
 /// Elements of an inner chunk, and inner chunks of a file: Levanter opens no others.
 pub const INNER: usize = 262_144;
@@ -65,8 +67,12 @@ struct ArrayWriter {
     /// Whether the first frame is kept back to the end: its first number is known last.
     holds_first: bool,
     first: Option<Vec<u8>>,
-    /// Elements of the frame that is not full.
+    /// Bytes of the frame that is not full; those of stored frames lie in the stage.
     partial: Vec<u8>,
+    stage: Option<Stage>,
+    direct: bool,
+    inner: usize,
+    per_file: usize,
     /// Full frames that wait for being compressed together.
     waiting: Vec<Vec<u8>>,
     file: Option<ShardWriter>,
@@ -83,14 +89,14 @@ struct ShardWriter {
 }
 
 impl ShardWriter {
-    fn create(path: PathBuf) -> Result<ShardWriter> {
+    fn create(path: PathBuf, per_file: usize) -> Result<ShardWriter> {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(|e| Error::from_io(&e, folder, "make"))?;
         }
         let mut options = OpenOptions::new();
         let file = options.write(true).create(true).truncate(true).open(&path);
         let file = file.map_err(|e| Error::from_io(&e, &path, "open to write"))?;
-        Ok(ShardWriter { path, file, at: 0, index: vec![(u64::MAX, u64::MAX); PER_FILE] })
+        Ok(ShardWriter { path, file, at: 0, index: vec![(u64::MAX, u64::MAX); per_file] })
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
@@ -108,8 +114,22 @@ impl ShardWriter {
         Ok(())
     }
 
+    /// Frames of a stage, from a slot on.
+    fn stage(&mut self, slot: usize, stage: &Stage, full: usize, direct: bool) -> Result<()> {
+        let bytes = stage.frames * (PAGE + full);
+        let target = Target { path: self.path.clone(), size: 0 };
+        let piece = Piece { source: 0, start: 0, bytes: bytes as u64, file: 0, offset: self.at };
+        pieces::write(&[&stage.memory.bytes()[..bytes]], &[target], &[piece], direct, &mut || false)?;
+        for frame in 0..stage.frames {
+            let start = self.at + (frame * (PAGE + full) + PAGE - HEADER) as u64;
+            self.index[slot + frame] = (start, (HEADER + full) as u64);
+        }
+        self.at += bytes as u64;
+        Ok(())
+    }
+
     fn finish(mut self) -> Result<()> {
-        let mut bytes = Vec::with_capacity(PER_FILE * 16 + 4);
+        let mut bytes = Vec::with_capacity(self.index.len() * 16 + 4);
         for (offset, len) in &self.index {
             bytes.extend_from_slice(&offset.to_le_bytes());
             bytes.extend_from_slice(&len.to_le_bytes());
@@ -120,8 +140,84 @@ impl ShardWriter {
     }
 }
 
+/// How and through what numbers are written.
+#[derive(Clone, Copy, Debug)]
+pub struct How {
+    /// How they are put into frames.
+    pub storage: Storage,
+    /// Past the page cache, where the file system can: what is written is not read soon.
+    pub direct: bool,
+    /// Elements of an inner chunk.
+    pub inner: usize,
+    /// Inner chunks of a file.
+    pub per_file: usize,
+}
+
+impl How {
+    /// In chunks of Levanter's sizes, which are the only ones that it opens.
+    pub fn new(storage: Storage, direct: bool) -> How {
+        How { storage, direct, inner: INNER, per_file: PER_FILE }
+    }
+}
+
+/// Before each stored frame there is a page, which ends in the frame's header.
+const PAGE: usize = 4096;
+/// Bytes that are written at once.
+const STAGE: usize = 16 << 20;
+
+/// Stored frames that are being filled.
+#[derive(Debug)]
+struct Stage {
+    memory: Output,
+    frames: usize,
+    /// Bytes of the frame after those.
+    filled: usize,
+}
+
+impl Stage {
+    fn new(full: usize) -> Result<Stage> {
+        let room = (STAGE / (PAGE + full)).max(1);
+        let memory = Output::new(room * (PAGE + full))
+            .map_err(|e| Error::new(Kind::Access, format!("no memory to write from: {e}")))?;
+        Ok(Stage { memory, frames: 0, filled: 0 })
+    }
+
+    fn room(&self, full: usize) -> usize {
+        (STAGE / (PAGE + full)).max(1)
+    }
+
+    /// What is left of the frame that is being filled.
+    fn payload(&mut self, full: usize) -> &mut [u8] {
+        let (start, filled) = (self.frames * (PAGE + full) + PAGE, self.filled);
+        &mut self.memory.as_mut()[start + filled..start + full]
+    }
+
+    /// The frame that is being filled, from its start.
+    fn payload_start(&mut self, full: usize) -> &mut [u8] {
+        let start = self.frames * (PAGE + full) + PAGE;
+        &mut self.memory.as_mut()[start..start + full]
+    }
+
+    /// The frame is full: its header is written, and the next one follows.
+    fn close(&mut self, full: usize, item: usize) {
+        let start = self.frames * (PAGE + full);
+        let page = &mut self.memory.as_mut()[start..start + PAGE];
+        page[..PAGE - HEADER].fill(0);
+        page[PAGE - HEADER..].copy_from_slice(&stored_header(full, item));
+        self.frames += 1;
+    }
+
+    /// The frame that is not full becomes the first.
+    fn restart(&mut self, full: usize) {
+        let (from, filled) = (self.frames * (PAGE + full) + PAGE, self.filled);
+        self.memory.as_mut().copy_within(from..from + filled, PAGE);
+        self.frames = 0;
+    }
+}
+
 impl ArrayWriter {
-    fn create(folder: PathBuf, dtype: DType, width: Option<u64>, storage: Storage, holds_first: bool) -> Result<Self> {
+    fn create(folder: PathBuf, dtype: DType, width: Option<u64>, how: How, holds_first: bool) -> Result<Self> {
+        let How { storage, direct, inner, per_file } = how;
         let item = dtype.size().ok_or_else(|| Error::new(Kind::DType, format!("cannot store {}", dtype.name())))?;
         let columns = width.is_some();
         let width = usize::try_from(width.unwrap_or(1)).ok().filter(|w| (1..=1 << 10).contains(w));
@@ -131,10 +227,10 @@ impl ArrayWriter {
         // In the order of names, as tensorstore writes it: the same bytes whoever wrote the array.
         let endian = json!({"configuration": {"endian": "little"}, "name": "bytes"});
         let text = json!({
-            "chunk_grid": {"configuration": {"chunk_shape": chunk(INNER * PER_FILE)}, "name": "regular"},
+            "chunk_grid": {"configuration": {"chunk_shape": chunk(inner * per_file)}, "name": "regular"},
             "chunk_key_encoding": {"name": "default"},
             "codecs": [{"configuration": {
-                "chunk_shape": chunk(INNER),
+                "chunk_shape": chunk(inner),
                 "codecs": [endian, {"configuration": {
                     "blocksize": 0, "clevel": 5, "cname": "lz4", "shuffle": "shuffle", "typesize": item,
                 }, "name": "blosc"}],
@@ -159,6 +255,10 @@ impl ArrayWriter {
             holds_first,
             first: None,
             partial: vec![],
+            stage: None,
+            direct,
+            inner,
+            per_file,
             waiting: vec![],
             file: None,
             frames: 0,
@@ -167,45 +267,82 @@ impl ArrayWriter {
     }
 
     fn frame_bytes(&self) -> usize {
-        INNER * self.width * self.item
+        self.inner * self.width * self.item
     }
 
-    fn append(&mut self, mut bytes: &[u8]) -> Result<()> {
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        match self.storage {
+            Storage::Plain => self.append_stored(bytes),
+            Storage::Lz4 => self.append_compressed(bytes),
+        }
+    }
+
+    /// Stored frames are filled where they are written from: each after a page that ends in its header, so that numbers lie at whole
+    /// pages in memory and in the file, and can be written past the page cache.
+    fn append_stored(&mut self, mut bytes: &[u8]) -> Result<()> {
         let full = self.frame_bytes();
         while !bytes.is_empty() {
-            if self.partial.is_empty() && bytes.len() >= full && self.storage == Storage::Plain {
-                let (frame, rest) = bytes.split_at(full);
-                if self.holds_first && self.frames == 0 {
-                    self.first = Some(frame.to_vec());
-                    self.frames += 1;
-                } else {
-                    self.store(frame)?;
-                }
-                bytes = rest;
+            let stage = match &mut self.stage {
+                Some(stage) => stage,
+                None => self.stage.insert(Stage::new(full)?),
+            };
+            let take = bytes.len().min(full - stage.filled);
+            stage.payload(full)[..take].copy_from_slice(&bytes[..take]);
+            stage.filled += take;
+            bytes = &bytes[take..];
+            if stage.filled < full {
                 continue;
             }
-            let take = bytes.len().min(full - self.partial.len());
-            if self.partial.capacity() == 0 && self.storage == Storage::Plain && bytes.len() == take && take > full / 8
-            {
-                self.partial.reserve_exact(full);
+            stage.filled = 0;
+            self.frames += 1;
+            if self.holds_first && self.frames == 1 {
+                self.first = Some(stage.payload(full).to_vec());
+                continue;
             }
+            stage.close(full, self.item);
+            if stage.frames == stage.room(full) || self.frames.is_multiple_of(self.per_file) {
+                self.write_stage()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the full frames of the stage.
+    fn write_stage(&mut self) -> Result<()> {
+        let full = self.frame_bytes();
+        let Some(mut stage) = self.stage.take() else { return Ok(()) };
+        if stage.frames > 0 {
+            let number = self.frames - stage.frames;
+            if number >= self.per_file && self.first.is_some() {
+                self.put_first()?;
+            }
+            let direct = self.direct;
+            let (file, slot) = self.slot(number)?;
+            file.stage(slot, &stage, full, direct)?;
+        }
+        stage.restart(full);
+        self.stage = Some(stage);
+        Ok(())
+    }
+
+    fn append_compressed(&mut self, mut bytes: &[u8]) -> Result<()> {
+        let full = self.frame_bytes();
+        while !bytes.is_empty() {
+            let take = bytes.len().min(full - self.partial.len());
             self.partial.extend_from_slice(&bytes[..take]);
             bytes = &bytes[take..];
-            if self.partial.len() == full {
-                let frame = std::mem::take(&mut self.partial);
-                if self.holds_first && self.frames == 0 {
-                    self.first = Some(frame);
-                    self.frames += 1;
-                } else if self.storage == Storage::Plain {
-                    self.store(&frame)?;
-                    self.partial = frame;
-                    self.partial.clear();
-                } else {
-                    self.waiting.push(frame);
-                    if self.waiting.len() >= pool::num_threads() * 2 {
-                        self.compress()?;
-                    }
-                }
+            if self.partial.len() < full {
+                continue;
+            }
+            let frame = std::mem::take(&mut self.partial);
+            if self.holds_first && self.frames == 0 {
+                self.first = Some(frame);
+                self.frames += 1;
+                continue;
+            }
+            self.waiting.push(frame);
+            if self.waiting.len() >= pool::num_threads() * 2 {
+                self.compress()?;
             }
         }
         Ok(())
@@ -213,16 +350,16 @@ impl ArrayWriter {
 
     /// The file of the frame that comes next, and its number there.
     fn slot(&mut self, frame: usize) -> Result<(&mut ShardWriter, usize)> {
-        let number = frame / PER_FILE;
-        if frame.is_multiple_of(PER_FILE) && number > 0 && self.first.is_none() {
+        let number = frame / self.per_file;
+        if frame.is_multiple_of(self.per_file) && number > 0 && self.first.is_none() {
             self.close_file()?;
         }
         if self.file.is_none() {
             let tail = if self.columns { "/0" } else { "" };
-            self.file = Some(ShardWriter::create(self.folder.join(format!("c/{number}{tail}")))?);
+            self.file = Some(ShardWriter::create(self.folder.join(format!("c/{number}{tail}")), self.per_file)?);
         }
         match &mut self.file {
-            Some(file) => Ok((file, frame % PER_FILE)),
+            Some(file) => Ok((file, frame % self.per_file)),
             None => Err(Error::new(Kind::Internal, "no file to write to")),
         }
     }
@@ -235,16 +372,9 @@ impl ArrayWriter {
         }
     }
 
-    fn store(&mut self, frame: &[u8]) -> Result<()> {
-        let number = self.next_frame()?;
-        let head = stored_header(frame.len(), self.item);
-        let (file, slot) = self.slot(number)?;
-        file.frame(slot, &[&head, frame])
-    }
-
     fn next_frame(&mut self) -> Result<usize> {
         let number = self.frames;
-        if number == PER_FILE && self.first.is_some() {
+        if number == self.per_file && self.first.is_some() {
             self.put_first()?;
         }
         self.frames += 1;
@@ -269,13 +399,21 @@ impl ArrayWriter {
         // It is stored whatever the rest is: its first number is patched at the end.
         let file = match &mut self.file {
             Some(file) => file,
-            None => self.file.insert(ShardWriter::create(self.folder.join("c/0"))?),
+            None => self.file.insert(ShardWriter::create(self.folder.join("c/0"), self.per_file)?),
         };
         file.frame(0, &[&head, &first])
     }
 
     /// Writes what is left; `first` becomes element 0 of an array that held its first frame back.
     fn finish(mut self, first: Option<u64>) -> Result<()> {
+        if self.storage == Storage::Plain {
+            self.write_stage()?;
+            let full = self.frame_bytes();
+            if let Some(stage) = &mut self.stage {
+                let filled = stage.filled;
+                self.partial = stage.payload_start(full)[..filled].to_vec();
+            }
+        }
         if let Some(value) = first {
             let bytes = value.to_le_bytes();
             match &mut self.first {
@@ -285,7 +423,7 @@ impl ArrayWriter {
                     let path = self.folder.join("c/0");
                     let patch = OpenOptions::new().write(true).read(true).open(&path);
                     let patch = patch.map_err(|e| Error::from_io(&e, &path, "open to write"))?;
-                    patch_first(&patch, &path, &bytes)?;
+                    patch_first(&patch, &path, &bytes, self.per_file)?;
                 }
                 None => {}
             }
@@ -319,12 +457,12 @@ impl ArrayWriter {
     }
 }
 
-fn patch_first(file: &File, path: &Path, bytes: &[u8; 8]) -> Result<()> {
+fn patch_first(file: &File, path: &Path, bytes: &[u8; 8], per_file: usize) -> Result<()> {
     let io = |e: std::io::Error| Error::from_io(&e, path, "write");
     let len = file.metadata().map_err(io)?.len();
     let mut entry = [0u8; 8];
     let at =
-        len.checked_sub(PER_FILE as u64 * 16 + 4).ok_or_else(|| Error::new(Kind::Internal, "no index").at(path))?;
+        len.checked_sub(per_file as u64 * 16 + 4).ok_or_else(|| Error::new(Kind::Internal, "no index").at(path))?;
     file.read_exact_at(&mut entry, at).map_err(io)?;
     file.write_all_at(bytes, u64::from_le_bytes(entry) + HEADER as u64).and_then(|()| file.sync_all()).map_err(io)
 }
@@ -361,12 +499,12 @@ pub struct FieldWriter {
 
 impl FieldWriter {
     /// A field in a folder, which is made. `axes`: those of its rows; 1 needs no array of shapes.
-    pub fn create(folder: &Path, dtype: DType, axes: u64, storage: Storage) -> Result<FieldWriter> {
+    pub fn create(folder: &Path, dtype: DType, axes: u64, how: How) -> Result<FieldWriter> {
         let shapes =
-            (axes > 1).then(|| ArrayWriter::create(folder.join("shapes"), DType::I64, Some(axes - 1), storage, false));
+            (axes > 1).then(|| ArrayWriter::create(folder.join("shapes"), DType::I64, Some(axes - 1), how, false));
         Ok(FieldWriter {
-            data: ArrayWriter::create(folder.join("data"), dtype, None, storage, false)?,
-            offsets: ArrayWriter::create(folder.join("offsets"), DType::I64, None, storage, true)?,
+            data: ArrayWriter::create(folder.join("data"), dtype, None, how, false)?,
+            offsets: ArrayWriter::create(folder.join("offsets"), DType::I64, None, how, true)?,
             shapes: shapes.transpose()?,
             rows: 0,
             elements: 0,
@@ -447,5 +585,94 @@ impl FieldWriter {
         }
         self.offsets.finish(Some(self.rows))?;
         Ok((self.rows, self.elements))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::bytes::Io;
+    use crate::tokens::array::BlockCache;
+    use crate::tokens::frame::Frame;
+    use crate::tokens::jagged::Part;
+    use proptest::prelude::*;
+
+    fn reopened(folder: &Path, io: Io) -> Field {
+        let parts = vec![Part { folder: folder.to_path_buf(), counts: None }];
+        Field::open(parts, io, Arc::new(BlockCache::new(1 << 20))).unwrap()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(16))]
+
+        /// Small chunks stand for large caches: many frames, many files, an `offsets` of several files.
+        #[test]
+        fn any_rows_come_back_from_many_files(
+            lengths in prop::collection::vec(0i64..70, 0..700), per_append in 1usize..300, per_file in 1usize..4,
+            plain: bool, direct: bool, mapped: bool,
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let storage = if plain { Storage::Plain } else { Storage::Lz4 };
+            let how = How { storage, direct, inner: 64, per_file };
+            let total: i64 = lengths.iter().sum();
+            let elements: Vec<u32> = (0..total as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 12).collect();
+            let mut writer = FieldWriter::create(folder.path(), DType::U32, 1, how).unwrap();
+            let mut at = 0;
+            for some in lengths.chunks(per_append) {
+                let n = some.iter().sum::<i64>() as usize;
+                writer.append(bytemuck::cast_slice(&elements[at..at + n]), some, &[]).unwrap();
+                at += n;
+            }
+            prop_assert_eq!(writer.finish().unwrap(), (lengths.len() as u64, total as u64));
+
+            let io = if mapped { Io::Mmap } else { Io::Pread };
+            let field = reopened(folder.path(), io);
+            prop_assert_eq!(field.num_rows(), lengths.len() as u64);
+            let mut out = vec![0u8; elements.len() * 4];
+            field.copy(&mut Cursor::default(), 0, &mut out).unwrap();
+            prop_assert_eq!(&out[..], bytemuck::cast_slice::<u32, u8>(&elements));
+            let bounds = field.bounds(&mut Cursor::default(), 0, lengths.len()).unwrap();
+            let found: Vec<i64> = bounds.windows(2).map(|b| (b[1] - b[0]) as i64).collect();
+            prop_assert_eq!(&found, &lengths);
+
+            // Put together with itself: bytes are copied, rows follow rows.
+            let twice = folder.path().join("twice");
+            let mut writer = FieldWriter::create(&twice, DType::U32, 1, how).unwrap();
+            writer.extend(&field, &mut || false).unwrap();
+            writer.extend(&field, &mut || false).unwrap();
+            writer.finish().unwrap();
+            let both = reopened(&twice, io);
+            let mut out = vec![0i32; elements.len() * 2];
+            both.int32(&mut Cursor::default(), 0, &mut out).unwrap();
+            let wanted: Vec<i32> = elements.iter().chain(&elements).map(|x| *x as i32).collect();
+            prop_assert_eq!(out, wanted);
+            prop_assert_eq!(both.num_rows(), 2 * lengths.len() as u64);
+        }
+
+        /// Our decoder of blocks against c-blosc's encoder.
+        #[test]
+        fn frames_of_c_blosc_decode(values in prop::collection::vec(any::<u32>(), 64..9000), wide: bool, narrow: bool) {
+            let numbers: Vec<u64> = values.iter().map(|v| u64::from(if narrow { v >> 14 } else { *v })).collect();
+            let bytes: Vec<u8> = match wide {
+                true => bytemuck::cast_slice(&numbers).to_vec(),
+                false => numbers.iter().flat_map(|n| (*n as u32).to_le_bytes()).collect(),
+            };
+            let item = if wide { 8 } else { 4 };
+            let frame = &compressed(std::slice::from_ref(&bytes), item).unwrap()[0];
+            let header = frame.first_chunk::<HEADER>().unwrap();
+            let mut out = vec![];
+            match Frame::parse(header, frame.len() as u64, bytes.len(), item).unwrap() {
+                Frame::Stored => out.extend_from_slice(&frame[HEADER..]),
+                Frame::Blocks(blocks) => for block in 0..blocks.count() {
+                    let planes = blocks.decode(frame, block, usize::MAX).unwrap();
+                    out.extend_from_slice(&planes.bytes(0, planes.numbers()));
+                },
+                Frame::Other => prop_assert!(false, "a frame of Levanter's settings is decoded here"),
+            }
+            prop_assert_eq!(out, bytes);
+        }
     }
 }
