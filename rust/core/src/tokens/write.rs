@@ -210,7 +210,9 @@ impl Stage {
     /// The frame that is not full becomes the first.
     fn restart(&mut self, full: usize) {
         let (from, filled) = (self.frames * (PAGE + full) + PAGE, self.filled);
-        self.memory.as_mut().copy_within(from..from + filled, PAGE);
+        if filled > 0 {
+            self.memory.as_mut().copy_within(from..from + filled, PAGE);
+        }
         self.frames = 0;
     }
 }
