@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import actshard
 from actshard import tokens
 
 pytestmark = pytest.mark.levanter
@@ -118,6 +119,20 @@ def test_levanter_yields_the_same_examples(key, form, packs, tokenizer, read) ->
         assert np.array_equal(ours.loss_weight, theirs[f"pack{pack}_loss_weight"])
         if f"pack{pack}_segment_ids" in theirs:
             assert np.array_equal(ours.segment_ids, theirs[f"pack{pack}_segment_ids"])
+
+
+def test_the_compat_datasets_are_levanters_own_kind() -> None:
+    """In Levanter's process ours yield its GrugLmExample, leaf for leaf, and pass through its wrappers."""
+    package = Path(actshard.__file__).parents[1]
+    done = subprocess.run(
+        [os.environ["LEVANTER_PYTHON"], "-W", "ignore", str(READER.with_name("beside.py")), str(GOLDEN)],
+        env={**os.environ, "PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("same")
 
 
 def examples(cache: tokens.TokenCache, form: dict[str, str], pack: int | bool | None, eos: int | None) -> tokens.Batch:

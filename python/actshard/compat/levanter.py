@@ -1,0 +1,291 @@
+"""Levanter's datasets over token caches, by the names that its code imports.
+
+>>> from actshard.compat.levanter import TreeCache, TokenSeqDataset, CausalLmDataset   # for levanter.data.text, levanter.store
+
+They are asynchronous datasets, as Levanter's are (``await dataset.get_batch(indices)``, ``async_len``, ``getitem_async``). Where
+Levanter is installed they are its ``AsyncDataset`` and yield its ``GrugLmExample``, with numpy arrays in it; elsewhere they yield
+:class:`LmExample`, which has the same attributes. Neither JAX nor TensorStore reads anything.
+
+What padding counts is what Levanter of June 2026 makes of it; ``loss_mask_padding=True`` gives the later behaviour.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import tokens
+from actshard.errors import ArgumentError
+from actshard.tokens.cache import open_cache
+
+try:
+    from levanter.data import AsyncDataset
+    from levanter.data.text.examples import GrugLmExample
+    from levanter.grug.attention import AttentionMask as GrugAttentionMask
+    from levanter.grug.attention._core import ThdSegmentMetadata
+except ImportError:
+    AsyncDataset = object
+    GrugLmExample = GrugAttentionMask = ThdSegmentMetadata = None
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Causal attention within segments.
+
+    Attributes:
+        is_causal: always.
+        segment_ids: of queries and keys, which are equal: (P,) int32 each; None where documents are not kept apart.
+        thd_segment_metadata: lengths of segments and their number, of packed examples.
+    """
+
+    is_causal: bool = True
+    segment_ids: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
+    thd_segment_metadata: tuple[NDArray[np.int32], NDArray[np.int32]] | None = None
+
+
+@dataclass(frozen=True)
+class LmExample:
+    """One example: what Levanter's ``GrugLmExample`` holds.
+
+    Attributes:
+        tokens: (P,) int32.
+        loss_weight: (P,) float32.
+        attn_mask: who attends to whom.
+    """
+
+    tokens: NDArray[np.int32]
+    loss_weight: NDArray[np.float32]
+    attn_mask: AttentionMask
+
+
+def _examples(batch: tokens.Batch) -> list[Any]:
+    """A batch's examples one by one; their arrays are rows of the batch's."""
+    thd = None
+    if batch.segment_ids is not None and batch.max_segments is not None:
+        thd = (batch.thd_segment_lengths, batch.thd_num_segments)
+    made = []
+    for i in range(len(batch)):
+        segments = None if batch.segment_ids is None else (batch.segment_ids[i], batch.segment_ids[i])
+        runs = None if thd is None else (thd[0][i], thd[1][i])
+        if GrugLmExample is None:
+            made.append(LmExample(batch.tokens[i], batch.loss_weight[i], AttentionMask(True, segments, runs)))
+            continue
+        metadata = None if runs is None else ThdSegmentMetadata(segment_lengths=runs[0], num_segments=runs[1])
+        mask = GrugAttentionMask(is_causal=True, segment_ids=segments, thd_segment_metadata=metadata)
+        made.append(GrugLmExample(tokens=batch.tokens[i], loss_weight=batch.loss_weight[i], attn_mask=mask))
+    return made
+
+
+def _length_of(position: Any) -> int:
+    """The length that a haliax axis, or an integer, stands for."""
+    size = getattr(position, "size", position)
+    if not isinstance(size, int):
+        raise ArgumentError(f"Pos: expected an axis or a length, found {type(position).__name__}")
+    return size
+
+
+class _Dataset(AsyncDataset):
+    """What all datasets here have in common."""
+
+    def _count(self) -> int:
+        raise NotImplementedError
+
+    def _read(self, indices: Sequence[int]) -> list[Any]:
+        raise NotImplementedError
+
+    async def async_len(self) -> int:
+        """How many examples there are."""
+        return self._count()
+
+    def is_finite(self) -> bool:
+        """They all are."""
+        return True
+
+    async def get_batch(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Some examples, in this order; the same may be asked for more than once."""
+        return self._read(list(indices)) if len(indices) else []
+
+    async def getitem_async(self, index: int) -> Any:
+        """One example."""
+        return self._read([index])[0]
+
+
+class TreeCache(_Dataset):
+    """A cache's rows: ``TreeCache.load(path)``. Rows are dicts of numpy arrays."""
+
+    def __init__(self, cache: tokens.TokenCache) -> None:
+        self.cache = cache
+        self.ledger = cache.ledger
+
+    @staticmethod
+    def load(cache_dir: str | os.PathLike[str], exemplar: Any = None, options: Any = None) -> TreeCache:
+        """Opens a finished cache; types are those on disk, so neither exemplar nor options are needed."""
+        return TreeCache(open_cache(cache_dir))
+
+    def _count(self) -> int:
+        return len(self.cache)
+
+    def _read(self, indices: Sequence[int]) -> list[Any]:
+        return self.cache.rows(indices)
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def __iter__(self) -> Iterator[Mapping[str, NDArray[Any]]]:
+        return iter(self.cache)
+
+    def __getitem__(self, item: int | slice) -> Any:
+        if isinstance(item, slice):
+            return self.cache.rows(range(*item.indices(len(self.cache))))
+        return self.cache[item]
+
+    def get_batch_sync(self, indices_or_slice: Sequence[int] | slice, *, timeout: float | None = None) -> Sequence[Any]:
+        """Rows, at once."""
+        if isinstance(indices_or_slice, slice):
+            indices_or_slice = range(*indices_or_slice.indices(len(self.cache)))
+        return self.cache.rows(list(indices_or_slice))
+
+    def flat_field_length(self, field: str) -> int:
+        """Elements of all rows of a field."""
+        return self.cache.view(field).num_elements
+
+    async def async_flat_field_length(self, field: str) -> int:
+        """The same."""
+        return self.flat_field_length(field)
+
+    async def get_flat_field_batch(self, field: str, offsets: Sequence[int], length: int) -> list[NDArray[Any]]:
+        """Ranges of a field's elements, as they are stored."""
+        view = self.cache.view(field)
+        return [view.elements(int(offset), int(offset) + length) for offset in offsets]
+
+
+def _cache(given: Any) -> tokens.TokenCache:
+    return given.cache if isinstance(given, TreeCache) else given
+
+
+class TokenSeqDataset(_Dataset):
+    """Windows: dicts of ``input_ids`` and, if asked for, ``loss_weights``."""
+
+    def __init__(self, doc_cache: Any, seq_len: int, loss_weights_key: str | None = None) -> None:
+        self.doc_cache = doc_cache
+        self.seq_len = seq_len
+        self.loss_weights_key = loss_weights_key
+        self.windows = tokens.TokenSeqDataset(_cache(doc_cache), seq_len, loss_weights_key)
+
+    def _count(self) -> int:
+        return len(self.windows)
+
+    def _read(self, indices: Sequence[int]) -> list[Any]:
+        made: list[dict[str, Any]] = [{"input_ids": row} for row in self.windows.get_batch(indices)]
+        if self.loss_weights_key is not None:
+            for one, weights in zip(made, self.windows.weights(indices), strict=True):
+                one["loss_weights"] = weights
+        return made
+
+
+class _Examples(_Dataset):
+    """Examples that a dataset of :mod:`actshard.tokens` makes."""
+
+    dataset: Any
+
+    def _count(self) -> int:
+        return len(self.dataset)
+
+    def _read(self, indices: Sequence[int]) -> list[Any]:
+        return _examples(self.dataset.get_batch(indices))
+
+
+class CausalLmDataset(_Examples):
+    """Windows as examples; ``dataset`` is a :class:`TokenSeqDataset`."""
+
+    def __init__(
+        self,
+        dataset: TokenSeqDataset,
+        Pos: Any = None,  # noqa: N803 -- Levanter's name
+        *,
+        eos_id: int | None = None,
+        block_cross_document_attention: bool = True,
+    ) -> None:
+        self.dataset = tokens.CausalLmDataset(
+            dataset.windows, eos_id=eos_id, block_cross_document_attention=block_cross_document_attention
+        )
+
+
+class PackedTokenDataset(_Examples):
+    """Packed documents as examples."""
+
+    def __init__(
+        self,
+        cache: Any,
+        Pos: Any,  # noqa: N803 -- Levanter's name
+        max_segments_per_example: int = 64,
+        slice_strategy: str = "left",
+        loss_weights_key: str | None = None,
+        block_cross_document_attention: bool = True,
+        *,
+        loss_mask_padding: bool = False,
+    ) -> None:
+        self.dataset = tokens.PackedTokenDataset(
+            _cache(cache),
+            _length_of(Pos),
+            pack=max_segments_per_example,
+            slice_strategy=slice_strategy,
+            loss_weights_key=loss_weights_key,
+            block_cross_document_attention=block_cross_document_attention,
+            loss_mask_padding=loss_mask_padding,
+        )
+
+
+class ChatDataset(_Examples):
+    """Packed conversations as examples."""
+
+    def __init__(
+        self,
+        cache: Any,
+        Pos: Any,  # noqa: N803 -- Levanter's name
+        max_segments_per_example: int = 64,
+        slice_strategy: str = "left",
+        mask_user_turns: bool = True,
+        block_cross_document_attention: bool = True,
+        *,
+        loss_mask_padding: bool = False,
+    ) -> None:
+        self.dataset = tokens.ChatDataset(
+            _cache(cache),
+            _length_of(Pos),
+            pack=max_segments_per_example,
+            slice_strategy=slice_strategy,
+            mask_user_turns=mask_user_turns,
+            block_cross_document_attention=block_cross_document_attention,
+            loss_mask_padding=loss_mask_padding,
+        )
+
+
+class PrebuiltLmDataset(_Examples):
+    """Rows as examples; ``dataset`` is a :class:`TreeCache`."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        Pos: Any,  # noqa: N803 -- Levanter's name
+        *,
+        input_ids_key: str,
+        loss_weights_key: str | None,
+        loss_weight_transform: Callable[[NDArray[np.float32]], Any] | None,
+        eos_id: int | None = None,
+        block_cross_document_attention: bool = True,
+    ) -> None:
+        self.dataset = tokens.PrebuiltLmDataset(
+            _cache(dataset),
+            _length_of(Pos),
+            input_ids_key=input_ids_key,
+            loss_weights_key=loss_weights_key or "",
+            loss_weight_transform=loss_weight_transform,
+            eos_id=eos_id,
+            block_cross_document_attention=block_cross_document_attention,
+        )
