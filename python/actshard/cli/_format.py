@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 
 def console() -> Console:
@@ -11,6 +15,19 @@ def console() -> Console:
     if not made.is_terminal:
         made = Console(highlight=False, width=200)
     return made
+
+
+def show_facts(lines: Iterable[tuple[str, object]], warnings: Iterable[str]) -> None:
+    """Prints names and what they are, and warnings after them; values are rich markup."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in lines:
+        grid.add_row(name, str(value))
+    out = console()
+    out.print(grid)
+    for warning in warnings:
+        out.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
 
 
 def size(count: int) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from actshard.cli._format import console, one_line, size
+from actshard.cli._format import console, one_line, show_facts, size
 from actshard.errors import ActshardError, MissingExtraError
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -64,15 +64,7 @@ def show_info(cache: TokenCache) -> None:
         *([("skipped", f"{found['skipped']:,} records")] if found["skipped"] else []),
         *((key, escape(one_line(value, 100))) for key, value in found["made_by"].items() if value is not None),
     ]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in lines:
-        grid.add_row(name, str(value))
-    out = console()
-    out.print(grid)
-    for warning in cache.warnings:
-        out.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
+    show_facts(lines, cache.warnings)
 
 
 def tokenizer_of(cache: TokenCache, given: str) -> Tokenizer | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
-from actshard.cli._format import console, one_line, size
+from actshard.cli._format import one_line, show_facts, size
 from actshard.store import Store
 
 
@@ -39,12 +38,4 @@ def show(store: Store) -> None:
         ("columns", escape(", ".join(about["columns"]))),
     ]
     lines += [(key, escape(one_line(value, 100))) for key, value in about["provenance"].items() if value is not None]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in lines:
-        grid.add_row(name, str(value))
-    out = console()
-    out.print(grid)
-    for warning in store.warnings:
-        out.print(f"[yellow]warning[/] {escape(warning)}", soft_wrap=True)
+    show_facts(lines, store.warnings)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from actshard.cli._format import console
 from actshard.errors import ArgumentError
-from actshard.tokens.building import Build, Progress, Watch
+from actshard.tokens.building import Build, Options, Progress, Watch
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.config import CachePlan, LmDataConfig
 
@@ -98,7 +98,7 @@ def run(
 ) -> dict[str, Any]:
     """Builds one cache."""
     with watching(out.name, quiet=quiet) as watch:
-        build = Build(sources, out, tokenizer or None, form, progress=watch, **options)
+        build = Build(sources, out, tokenizer or None, form, Options(**options), watch)
         began = time.monotonic()
         cache = build.run()
     seconds = round(time.monotonic() - began, 2)

@@ -119,11 +119,7 @@ def build_cache(
         LockedError: another process is building it.
         MissingFileError, ArgumentError, MissingExtraError: sources, options or libraries that are not there.
     """
-    return Build(
-        sources,
-        out,
-        tokenizer,
-        format,
+    options = Options(
         layout=layout,
         storage=storage,
         dtype=dtype,
@@ -133,8 +129,33 @@ def build_cache(
         jobs=jobs,
         keep_shards=keep_shards,
         overwrite=overwrite,
-        progress=progress,
-    ).run()
+    )
+    return Build(sources, out, tokenizer, format, options, progress).run()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to build; see :func:`build_cache`."""
+
+    layout: str = CONSOLIDATED
+    storage: str = "plain"
+    dtype: DTypeLike | None = None
+    enforce_eos: bool = True
+    enforce_bos: bool = True
+    on_error: str = "raise"
+    jobs: int | None = None
+    keep_shards: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layout not in LAYOUTS:
+            raise ArgumentError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
+        if self.on_error not in ("raise", "skip"):
+            raise ArgumentError(f"on_error must be 'raise' or 'skip', not {self.on_error!r}")
+        if self.jobs is not None and self.jobs < 1:
+            raise ArgumentError(f"jobs must be at least 1, not {self.jobs}")
+        checked_storage(self.storage)
+        _id_dtype(self.dtype)
 
 
 class Build:
@@ -146,42 +167,23 @@ class Build:
         out: str | os.PathLike[str],
         tokenizer: Any,
         format: Format | Mapping[str, Any] | str | None,
-        *,
-        layout: str = CONSOLIDATED,
-        storage: str = "plain",
-        dtype: DTypeLike | None = None,
-        enforce_eos: bool = True,
-        enforce_bos: bool = True,
-        on_error: str = "raise",
-        jobs: int | None = None,
-        keep_shards: bool = False,
-        overwrite: bool = False,
+        options: Options,
         progress: Watch | None = None,
     ) -> None:
-        if layout not in LAYOUTS:
-            raise ArgumentError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
-        if on_error not in ("raise", "skip"):
-            raise ArgumentError(f"on_error must be 'raise' or 'skip', not {on_error!r}")
-        if jobs is not None and jobs < 1:
-            raise ArgumentError(f"jobs must be at least 1, not {jobs}")
         self.out = Path(os.path.abspath(Path(out).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
-        self.layout, self.storage = layout, checked_storage(storage)
-        self.skip, self.jobs, self.keep_shards, self.overwrite = on_error == "skip", jobs, keep_shards, overwrite
+        self.layout, self.storage = options.layout, options.storage
+        self.skip, self.jobs = options.on_error == "skip", options.jobs
+        self.keep_shards, self.overwrite = options.keep_shards, options.overwrite
         self.format = formats.as_format(format)
         self.tokenizer: Tokenizer | None = None
         if not isinstance(self.format, PrebuiltFormat):
             if tokenizer is None:
                 raise ArgumentError(f"format {self.format.type} needs a tokenizer")
             self.tokenizer = load_tokenizer(tokenizer)
-        self.options: dict[str, Any] = {
-            "dtype": _id_dtype(dtype),
-            "enforce_eos": enforce_eos,
-            "enforce_bos": enforce_bos,
-        }
+        eos, bos = options.enforce_eos, options.enforce_bos
+        self.options: dict[str, Any] = {"dtype": _id_dtype(options.dtype), "enforce_eos": eos, "enforce_bos": bos}
         made = None if self.options["dtype"] is None else np.dtype(self.options["dtype"])
-        self.process: Processor = processor(
-            self.format, self.tokenizer, made, enforce_eos=enforce_eos, enforce_bos=enforce_bos
-        )
+        self.process: Processor = processor(self.format, self.tokenizer, made, enforce_eos=eos, enforce_bos=bos)
         self.sources = expand(sources)
         self._tell = progress
         self.built = False

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, MissingExtraError, MissingFileError
 from actshard.formats._json import show
 from actshard.tokens import ledger as ledgers
-from actshard.tokens.building import Build, Watch
+from actshard.tokens.building import Build, Options, Watch
 from actshard.tokens.cache import TokenCache, numbers, open_cache
 from actshard.tokens.examples import (
     CausalLmDataset,
@@ -56,6 +56,7 @@ from actshard.tokens.sources import RowSource
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
+_OPTIONS = [f.name for f in fields(Options) if f.name != "enforce_eos"]
 
 
 @dataclass(frozen=True)
@@ -344,9 +345,6 @@ class LmDataConfig:
         *,
         splits: Sequence[str] = SPLITS,
         progress: Callable[[CachePlan], Watch | None] | None = None,
-        storage: str = "plain",
-        layout: str = ledgers.CONSOLIDATED,
-        dtype: DTypeLike | None = None,
         **options: Any,
     ) -> list[CachePlan]:
         """Builds every cache that is not there, where Levanter looks for it.
@@ -355,10 +353,7 @@ class LmDataConfig:
             components: names; all if not given.
             splits: train, validation, or both.
             progress: called with each cache before it is built; returns what :func:`build_cache` takes.
-            storage: as for :func:`build_cache`, and so are layout and dtype.
-            layout: see there.
-            dtype: see there.
-            **options: others of :func:`build_cache`.
+            **options: of :func:`build_cache`: layout, storage, dtype, on_error, jobs, keep_shards, overwrite.
 
         Returns:
             All of them: ``state`` is ``"built"``, ``"done"`` (it was there) or ``"missing"`` (no source, no cache).
@@ -376,12 +371,8 @@ class LmDataConfig:
                 plan.path,
                 None if isinstance(form, PrebuiltFormat) else self.the_tokenizer,
                 form,
-                storage=storage,
-                layout=layout,
-                dtype=None if isinstance(form, PrebuiltFormat) and dtype is None else dtype,
-                enforce_eos=self.enforce_eos,
-                progress=progress(plan) if progress is not None else None,
-                **options,
+                Options(enforce_eos=self.enforce_eos, **known(options, _OPTIONS, "build")),
+                progress(plan) if progress is not None else None,
             )
             cache = build.run()
             state = "built" if build.built else "done"

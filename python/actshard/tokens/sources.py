@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow as pa
-
 from actshard.errors import ArgumentError, FormatError, MissingFileError, NotAFileError, from_os
 
 KINDS = (".jsonl", ".json", ".parquet")
@@ -191,6 +189,8 @@ class _Zstd(io.RawIOBase):
     """pyarrow's decompressor as a file of Python's, errors of broken data included."""
 
     def __init__(self, raw: Any) -> None:
+        import pyarrow as pa
+
         self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
 
     def readable(self) -> bool:
@@ -199,7 +199,7 @@ class _Zstd(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         try:
             data = self._stream.read(len(buffer))
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             raise EOFError(str(error)) from error
         buffer[: len(data)] = data
         return len(data)
@@ -258,6 +258,7 @@ def _why(line: bytes, error: json.JSONDecodeError) -> str:
 
 
 def _parquet(file: Any, columns: Sequence[str], path: Path) -> Iterator[Record]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:

@@ -17,8 +17,6 @@ from typing import Any
 from actshard import _arguments, formats
 from actshard.errors import ActshardError, ArgumentError, MissingFileError
 from actshard.opening import find, open_quietly
-from actshard.tokens.cache import find as find_cache
-from actshard.tokens.cache import is_cache
 from actshard.verifying.report import CODES, Finding, Report
 from actshard.writing.work import PARTS, unfinished
 
@@ -83,12 +81,14 @@ def verify(
         raise MissingFileError("expected a dataset, found nothing", path=root)
     report = Report(root, format, deep)
     tell = progress or (lambda what, done, total: None)
-    if format == _TOKENS or (format is None and is_cache(root)):
+    from actshard.tokens import cache as caches
+
+    if format == _TOKENS or (format is None and caches.is_cache(root)):
         from actshard.verifying import levanter
 
         report.format = _TOKENS
         with report.noting(root):
-            report.path = find_cache(root)
+            report.path = caches.find(root)
             levanter.check(report.path, report, tell)
         return report
     try:
