@@ -28,7 +28,7 @@ from actshard import _native, errors
 from actshard.errors import ArgumentError, DtypeError, ExistsError, InternalError, from_os
 from actshard.tokens import formats, shards
 from actshard.tokens import ledger as ledgers
-from actshard.tokens.cache import TokenCache, open_cache
+from actshard.tokens.cache import WORK, TokenCache, open_cache
 from actshard.tokens.formats import Format, PrebuiltFormat
 from actshard.tokens.ledger import CONSOLIDATED, OURS, SHARDED, Ledger
 from actshard.tokens.processing import Processor, processor
@@ -40,7 +40,6 @@ from actshard.writing.work import Lock
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
-_WORK = ".actshard-build"
 _WORTH_PROCESSES = 8 << 20
 """Bytes of sources below which starting interpreters costs more than it gives."""
 
@@ -222,7 +221,7 @@ class Build:
     def run(self) -> TokenCache:
         """Builds what is not there."""
         if not self._is_finished():
-            work = self.out / _WORK
+            work = self.out / WORK
             try:
                 work.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -285,7 +284,7 @@ class Build:
     def _remove_all(self) -> None:
         (self.out / ledgers.NAME).unlink(missing_ok=True)
         for entry in self.out.iterdir():
-            if entry.name != _WORK and entry.is_dir() and not entry.is_symlink():
+            if entry.name != WORK and entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry, ignore_errors=True)
 
     def _build(self, work: Path) -> None:
@@ -303,9 +302,9 @@ class Build:
                 self._done[source.shard] = done
                 continue
             shutil.rmtree(folder, ignore_errors=True)
-            task = Task(
-                folder, work / source.shard, identity, self._shard_storage, self.skip, self.layout == CONSOLIDATED
-            )
+            # Of this process alone: what a killed one was writing is nobody's.
+            staged = work / f"{source.shard}.{os.getpid()}"
+            task = Task(folder, staged, identity, self._shard_storage, self.skip, self.layout == CONSOLIDATED)
             pending.append((source, task))
         self._pending_bytes = sum(source.size() for source, _ in pending)
         self._build_shards(pending)
@@ -402,7 +401,7 @@ class Build:
 
     def _clean(self) -> None:
         """Removes what a finished cache does not need."""
-        shutil.rmtree(self.out / _WORK, ignore_errors=True)
+        shutil.rmtree(self.out / WORK, ignore_errors=True)
         if self.layout == CONSOLIDATED and not self.keep_shards:
             for source in self.sources:
                 folder = self.out / source.shard
@@ -508,14 +507,20 @@ class _Workers:
             "PYTHONWARNINGS": "ignore",
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "actshard.tokens.shards"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+            [sys.executable, "-m", "actshard.tokens.shards"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            start_new_session=True,  # Ctrl-C is for this process, which ends them all
         )
         assert process.stdin is not None
         stdin = process.stdin
 
         def give() -> None:
-            with suppress(OSError), stdin:
+            # It stays open: when this process is gone, however that came, it closes, and the worker ends.
+            with suppress(OSError, ValueError):
                 stdin.write(json.dumps(said).encode() + b"\n")
+                stdin.flush()
 
         # A tokenizer is larger than a pipe: who reads slowly must not keep the others from being heard.
         threading.Thread(target=give, daemon=True).start()
@@ -537,6 +542,9 @@ class _Workers:
             selector.unregister(process.stdout)
             del self._running[process]
             process.stdout.close()
+            if process.stdin is not None:
+                with suppress(OSError):
+                    process.stdin.close()
             status = process.wait()
             if status:
                 raise InternalError(

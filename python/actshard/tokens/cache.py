@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,12 +21,16 @@ from actshard.errors import (
     MissingFileError,
     NotStoredError,
     OutOfRangeError,
+    UnfinishedError,
 )
 from actshard.opening import network_io
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
 
 TOKENS = "input_ids"
+WORK = ".actshard-build"
+"""Where a build stages what it makes."""
+_SHARD = re.compile(r"\d{5}_")
 _DEPTH = 3
 """How far below a path its only cache may lie to be opened by it: ``cache/web/train``."""
 _LOOK_AT_MOST = 500
@@ -37,7 +42,7 @@ def is_cache(path: str | os.PathLike[str]) -> bool:
         find(path)
     except (MissingFileError, OSError):
         return False
-    except ArgumentError:  # several splits
+    except (ArgumentError, UnfinishedError):  # several, or one in the making
         return True
     return True
 
@@ -48,6 +53,11 @@ def find(path: str | os.PathLike[str]) -> Path:
     if (root / ledgers.NAME).exists():
         return root
     below = _below(root)
+    if (root / WORK).exists() or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
+        raise UnfinishedError(
+            f"holds shards of a token cache, but no {ledgers.NAME}: its build was interrupted, or is at work; build it again",
+            path=root,
+        )
     if len(below) == 1:
         return below[0]
     if below:
@@ -184,7 +194,7 @@ class TokenCache:
         told = self.ledger.preprocessor.get("input_ids_key", TOKENS)
         if told in self._fields or not self._fields:
             return str(told)
-        return TOKENS if TOKENS in self._fields else self.fields[0]
+        return next((n for n in (TOKENS, *self.fields) if n in self._fields and n.endswith(TOKENS)), self.fields[0])
 
     def field(self, name: str) -> _native.TokenField:
         """The native half of a field."""

@@ -1,8 +1,8 @@
 """One file of records made into one shard of a cache: what ``build_cache`` does in parallel, in this process or another.
 
-Run as a program it reads a task as JSON from its standard input and tells as JSON lines what it does: ``build_cache`` starts it
-for sources that are built at the same time. The tokenizers library has threads of its own, but rendering chats and reading
-records has only this interpreter's.
+Run as a program it reads a task as JSON from its standard input, ends when that ends, and tells as JSON lines what it does:
+``build_cache`` starts it for sources that are built at the same time. The tokenizers library has threads of its own, but rendering
+chats and reading records has only this interpreter's.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from actshard.tokens.sources import AnySource, Record, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
 
-_CHARS = 1 << 20
+_CHARS = 1 << 19
 """Characters that are encoded at once: enough for all processors, little enough for their memory."""
 _RECORDS = 2048
 _TELL_EVERY = 0.25
@@ -167,10 +168,11 @@ def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterat
 def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[tuple[Prepared, list[list[int]]]]:
     """Batches with their ids: the next one is read and prepared while the library encodes this one."""
     waiting: list[tuple[Prepared, Future[list[list[int]]]]] = []
-    with ThreadPoolExecutor(1, thread_name_prefix="actshard-encode") as encoder:
+    # Two, so that the library's threads have work while ids of the last batch become Python's.
+    with ThreadPoolExecutor(2, thread_name_prefix="actshard-encode") as encoder:
         for prepared in batches:
             waiting.append((prepared, encoder.submit(process.encode, prepared.texts)))
-            if len(waiting) > 2:
+            if len(waiting) > 3:
                 ready, future = waiting.pop(0)
                 yield ready, future.result()
         for ready, future in waiting:
@@ -195,8 +197,15 @@ def main() -> None:
     given = json.loads(sys.stdin.readline())
     out = sys.stdout
 
+    def follow() -> None:
+        # Not through sys.stdin: its lock would be waited for when this process ends.
+        while os.read(0, 4096):
+            pass
+        os._exit(5)
+
+    threading.Thread(target=follow, daemon=True, name="actshard-follow").start()
+
     def tell(counts: Counts) -> None:
-        # Whoever started this process and is gone makes this fail, and with it the process end.
         print(json.dumps(vars(counts)), file=out, flush=True)
 
     try:
