@@ -20,6 +20,7 @@ import numpy as np
 from actshard import tokens
 from benches import corpus, data
 from benches.measure import NotPermitted, Row, drop_page_cache
+from benches.writing import settle
 
 ROOT = data.ROOT / "tokens"
 PYTHON = os.environ.get("LEVANTER_PYTHON", str(Path(__file__).parents[1] / ".venv-levanter" / "bin" / "python"))
@@ -165,12 +166,12 @@ def write(repeats: int) -> list[Row]:
     with Levanter() as peer:
         for turn in range(min(repeats, 7) + 1):
             shutil.rmtree(ROOT / "written", ignore_errors=True)
-            os.sync()
+            _quiet()
             theirs = peer.run("write", tokens=ROOT / "flat.npy", ends=ROOT / "ends.npy", out=ROOT / "written-theirs")[0]
-            os.sync()
+            _quiet()
             plain = _timed(lambda: ours("plain"))[0]
             shutil.rmtree(ROOT / "written")
-            os.sync()
+            _quiet()
             packed = _timed(lambda: ours("lz4"))[0]
             if turn:
                 for name, seconds in (("peer", theirs), ("actshard", plain), ("lz4", packed)):
@@ -182,6 +183,12 @@ def write(repeats: int) -> list[Row]:
         _row("tokens: store rows, int32", "plain, durable", "Levanter's writer", times, made, "M tokens/s", 3),
         _row("tokens: store rows, int32", "lz4, durable", "Levanter's writer", {**times, "actshard": times["lz4"]}, made, "M tokens/s", None),
     ]  # fmt: skip
+
+
+def _quiet() -> None:
+    """What was written before is on the disk, and the disk has nothing to do."""
+    os.sync()
+    settle()
 
 
 def windows(repeats: int) -> list[Row]:

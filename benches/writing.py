@@ -40,11 +40,11 @@ def _place() -> Path:
     folder.mkdir(parents=True)
     # What was deleted goes back to the disk in the background, and would be measured with what is written next.
     os.sync()
-    _settle()
+    settle()
     return folder
 
 
-def _settle() -> None:
+def settle() -> None:
     """Waits until no disk has done anything for a second, half a minute at most."""
     disks = Path("/proc/diskstats")
     deadline = time.monotonic() + 30

@@ -219,7 +219,7 @@ impl Field {
 
     /// Ends of rows `first` to `first + n - 1`, counted through all shards; before them the start of the first.
     pub fn bounds(&self, cursor: &mut Cursor, first: u64, n: usize) -> Result<Vec<u64>> {
-        let mut out = Vec::with_capacity(n + 1);
+        let mut out = vec![];
         self.bounds_into(cursor, first, n, &mut out)?;
         Ok(out)
     }

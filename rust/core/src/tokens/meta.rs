@@ -14,7 +14,7 @@ use crate::error::{Error, Kind, Result};
 /// Metadata of ours is some hundreds of bytes.
 const MOST: u64 = 1 << 20;
 /// Elements of an inner chunk that may be asked for: far more than Levanter's 262,144.
-const MOST_INNER: u64 = 1 << 27;
+const MOST_INNER: u64 = 1 << 24;
 /// Elements an array may claim to have; Levanter's claim 2^54.
 const MOST_ELEMENTS: u64 = 1 << 60;
 
