@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,9 @@ class Build:
         self._done: dict[str, Ledger] = {}
         self._pending_bytes = 0
 
+    @cached_property
     def _settings(self) -> dict[str, Any]:
-        """All that decides which rows come out of a record."""
+        """All that decides which rows come out of a record; a tokenizer is some megabytes of it."""
         return {
             "format": formats.as_dict(self.format),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.digest(),
@@ -202,17 +204,22 @@ class Build:
         }
 
     def _identity(self, source: AnySource) -> str:
-        return _digest({"settings": self._settings(), "source": source.identity(), "storage": self._shard_storage})
+        return _digest({"settings": self._settings, "source": source.identity(), "storage": self._shard_storage})
 
     @property
     def _shard_storage(self) -> str:
         # Shards that are put together are copied as bytes; what is compressed in the end is compressed once.
         return self.storage if self.layout == SHARDED else "plain"
 
+    @property
+    def _copies(self) -> bool:
+        """Whether shards are read again when all are there; an only one is linked."""
+        return self.layout == CONSOLIDATED and (len(self.sources) > 1 or self.storage != "plain")
+
     def _whole_identity(self) -> dict[str, Any]:
         """What a finished cache says it is."""
         return {
-            "settings": _digest(self._settings()),
+            "settings": _digest(self._settings),
             "sources": _digest([source.identity() for source in self.sources]),
             "layout": self.layout,
             "storage": self.storage,
@@ -304,7 +311,7 @@ class Build:
             shutil.rmtree(folder, ignore_errors=True)
             # Of this process alone: what a killed one was writing is nobody's.
             staged = work / f"{source.shard}.{os.getpid()}"
-            task = Task(folder, staged, identity, self._shard_storage, self.skip, self.layout == CONSOLIDATED)
+            task = Task(folder, staged, identity, self._shard_storage, self.skip, self._copies)
             pending.append((source, task))
         self._pending_bytes = sum(source.size() for source, _ in pending)
         self._build_shards(pending)
