@@ -12,6 +12,7 @@ What padding counts is what Levanter of June 2026 makes of it; ``loss_mask_paddi
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,11 +93,11 @@ def _length_of(position: Any) -> int:
 class _Dataset(AsyncDataset):
     """What all datasets here have in common."""
 
-    def _count(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def _count(self) -> int: ...
 
-    def _read(self, indices: Sequence[int]) -> list[Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _read(self, indices: Sequence[int]) -> list[Any]: ...
 
     async def async_len(self) -> int:
         """How many examples there are."""

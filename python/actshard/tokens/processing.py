@@ -8,6 +8,7 @@ batch it is in.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,7 @@ class Rows:
         return len(next(iter(self.lengths.values())))
 
 
-class Processor:
+class Processor(ABC):
     """Makes rows of one format."""
 
     columns: tuple[str, ...]
@@ -127,17 +128,17 @@ class Processor:
                 raise ArgumentError(f"dtype: token ids from {low} to {high} do not fit {dtype}")
         return np.ascontiguousarray(values, dtype)
 
+    @abstractmethod
     def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
         """What a record needs, and the texts to encode for it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
         """The row of a record."""
-        raise NotImplementedError
 
+    @abstractmethod
     def metadata(self) -> dict[str, Any]:
         """What Levanter would write of it (``preprocessor_metadata``)."""
-        raise NotImplementedError
 
 
 class _BadRecordError(Exception):

@@ -66,7 +66,7 @@ class Source:
     def identity(self) -> dict[str, Any]:
         """What tells this file from another, or from itself after a change."""
         stat = self.path.stat()
-        return {"path": os.path.abspath(self.path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}  # noqa: PTH100 -- links stay
+        return {"path": os.path.abspath(self.path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}  # noqa: PTH100 -- Path.resolve would follow links
 
     @property
     def what(self) -> str:
@@ -328,7 +328,7 @@ def _matching(given: str) -> list[str]:
         raise NotAFileError("expected a file or a glob of files, found a folder", path=path)
     if Path(path).exists():
         return [path]
-    found = [match for pattern in _braces(path) for match in sorted(globbing.glob(pattern, recursive=True))]  # noqa: PTH207 -- texts
+    found = [match for pattern in _braces(path) for match in sorted(globbing.glob(pattern, recursive=True))]  # noqa: PTH207 -- names as they were given, for the shards
     if not found:
         raise MissingFileError("expected a file, or a glob that matches some, found nothing", path=path)
     return found
