@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from actshard.cli._format import console
+from actshard.cli.convert import options_named
 from actshard.errors import ArgumentError
 from actshard.tokens.building import Build, Options, Progress, Watch
 from actshard.tokens.cache import TokenCache
@@ -24,18 +25,6 @@ from actshard.tokens.config import CachePlan, LmDataConfig
 
 _EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
-
-
-def options_named(words: list[str]) -> dict[str, Any]:
-    """``key=value`` as a command line says it; numbers, true, false and null are what they look like."""
-    made: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise ArgumentError(f"--option: expected name=value, found {word!r}")
-        plain = {"true": True, "false": False, "null": None, "none": None}
-        made[name] = plain[value.lower()] if value.lower() in plain else int(value) if value.isdigit() else value
-    return made
 
 
 def format_named(name: str, words: list[str], template: Path | None) -> dict[str, Any]:
