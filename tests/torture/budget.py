@@ -1,0 +1,26 @@
+"""How long a machine runs: a few seconds in `make test`, as long as it takes with `ACTSHARD_TORTURE=1`."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+TORTURE = os.environ.get("ACTSHARD_TORTURE", "") not in ("", "0")
+
+
+def runs(small: int, large: int) -> int:
+    """`small`, or `large` under `make torture`; `ACTSHARD_TORTURE_SCALE` multiplies the latter."""
+    return max(1, int(large * float(os.environ.get("ACTSHARD_TORTURE_SCALE", "1")))) if TORTURE else small
+
+
+def machine_settings(small: int, large: int, steps: int = 20) -> settings:
+    """Hypothesis settings of a stateful machine. No deadline: a busy computer is no fault."""
+    return settings(
+        max_examples=runs(small, large),
+        stateful_step_count=steps,
+        deadline=None,
+        derandomize=not TORTURE,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
