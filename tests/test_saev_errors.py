@@ -534,7 +534,7 @@ def test_missing_path_is_an_error(tmp_path: Path) -> None:
         actshard.open(tmp_path / "nowhere")
     with refuses(actshard.ArgumentError, None, "null"):
         actshard.open("a\0b")
-    with refuses(actshard.ArgumentError, None, "expected a path, found int"):
+    with refuses(actshard.ArgumentTypeError, None, "expected a path, found int"):
         actshard.open(3)
     with refuses(actshard.ArgumentError, None, "lmprobe"):
         actshard.open(tmp_path, format="nonsense")

@@ -6,6 +6,7 @@ calls these functions, by name, for all others.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard import _native
-from actshard.errors import ArgumentError, DtypeError, OutOfRangeError, UnsupportedError
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, OutOfRangeError, UnsupportedError
 
 NUMPY_BY_NAME: dict[str, np.dtype[Any]] = {}
 """numpy (or ml_dtypes) type of each safetensors name that has one."""
@@ -80,12 +81,53 @@ def name_of(stored: np.dtype[Any], path: Path | None = None) -> str:
     return name
 
 
-def folder(value: Any, what: str = "path") -> Path:
-    """A path as an absolute one, of which links are not followed: names stay what the user called them."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/")
+"""A URL's beginning. ``Path("s3://bucket")`` is ``s3:/bucket``, so one slash is enough; a scheme has two letters at least."""
+
+
+def local_path(value: Any, what: str = "path") -> Path:
+    """The absolute path of a local file or folder, with ``~`` expanded and links not followed.
+
+    Args:
+        value: a str or an ``os.PathLike`` of str. Nothing needs to be there.
+        what: the argument's name, for messages.
+
+    Raises:
+        ArgumentTypeError: another type. It is an ArgumentError and a TypeError.
+        ArgumentError: a URL, an unknown ``~user``, or a name that no local file can have.
+    """
     try:
-        return Path(os.path.abspath(Path(value).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{what}: expected a path, found {type(value).__name__}: {error}") from error
+        name = os.fspath(value)
+    except TypeError:
+        name = None
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"{what}: expected a path, found {type(value).__name__}")
+    if not name:
+        raise ArgumentError(f"{what}: expected a path, found an empty string")
+    if _URL.match(name):
+        raise ArgumentError(
+            f"{what}: remote paths are not supported: {_shortened(name)}; copy the data to a local folder"
+        )
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"{what}: expected a path, found a lone surrogate at character {error.start}") from error
+    if "\0" in name:
+        raise ArgumentError(f"{what}: expected a path, found a null byte at character {name.index(chr(0))}")
+    try:
+        path = Path(os.path.abspath(Path(name).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
+    except (RuntimeError, KeyError) as error:  # "~user" of no user
+        raise ArgumentError(f"{what}: {_shortened(name)}: there is no such user or home folder") from error
+    try:
+        path.lstat()
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ArgumentError(f"{what}: {_shortened(name)}: the name is too long for this file system") from error
+    return path
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 200 else f"{name[:197]}..."
 
 
 _UNITS = {"": 1, "B": 1} | {

@@ -163,6 +163,12 @@ class ArgumentError(ActshardError, ValueError):
     kind = "argument"
 
 
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument of a type that is not accepted."""
+
+    kind = "argument_type"
+
+
 class ClosedError(ActshardError, ValueError):
     """The store was closed."""
 

@@ -100,7 +100,7 @@ def merge(
         ExistsError: another dataset is there. LockedError: another process is merging.
         ArgumentError: ``physical`` for another format, or stores with different chunks.
     """
-    root = _arguments.folder(path)
+    root = _arguments.local_path(path)
     marker = root / FOLDER / _MARKER
     if not marker.exists():
         if parts is None and not (root / PARTS).is_dir():
@@ -149,7 +149,7 @@ def _begin(root: Path, parts: Sequence[str | os.PathLike[str]] | None, physical:
     if parts is None:
         sources = _own_parts(root)
     else:
-        sources = [find(_arguments.folder(p, "parts"))[0] for p in parts]
+        sources = [find(_arguments.local_path(p, "parts"))[0] for p in parts]
         if not sources:
             raise ArgumentError("parts: expected at least one dataset")
         if len(set(sources)) < len(sources):

@@ -125,19 +125,14 @@ def _common(paths: Sequence[Path]) -> Path:
 
 
 def _resolve(path: str | os.PathLike[str]) -> Path:
-    try:
-        root = Path(path).expanduser()
-    except TypeError as error:
-        raise ArgumentError(f"path: expected a path, found {type(path).__name__}") from error
+    root = _arguments.local_path(path)
     try:
         root.stat()
     except FileNotFoundError as error:
         raise MissingFileError("expected a dataset, found nothing", path=root) from error
     except OSError as error:
         raise from_os(error, root, "look at") from error
-    except ValueError as error:  # a NUL in the path
-        raise ArgumentError(f"path: {error}") from error
-    return Path(os.path.abspath(root))  # noqa: PTH100 -- Path.resolve would follow links, and hide the name given
+    return root
 
 
 def _check_finished(root: Path) -> None:

@@ -468,6 +468,7 @@ def plan(
 ) -> list[Plan]:
     """What :func:`actshard.convert` would write: for one format, or for all (None) side by side. Nothing is written."""
     store = source(src, src_format, "auto")
+    root = _arguments.local_path(dst, "dst")
     made = []
     for name in [format] if format is not None else list(targets()):
         own = {k: v for k, v in options.items() if format is not None or k in targets_own(name)}
@@ -491,7 +492,7 @@ def plan(
             made.append(
                 Plan(
                     name,
-                    target.place() if name != "saev" else Path(dst),
+                    target.place() if name != "saev" else root,
                     asked.count,
                     asked.names,
                     int(counts.sum()) * len(asked.layers),
@@ -505,7 +506,7 @@ def plan(
         except ActshardError as error:
             if format is not None and not isinstance(error, ArgumentError | TypeError):
                 raise
-            made.append(Plan(name, Path(dst), 0, (), 0, None, 0, 0, 0, (), refused=error.detail))
+            made.append(Plan(name, root, 0, (), 0, None, 0, 0, 0, (), refused=error.detail))
     return made
 
 

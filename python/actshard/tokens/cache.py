@@ -49,7 +49,7 @@ def is_cache(path: str | os.PathLike[str]) -> bool:
 
 def find(path: str | os.PathLike[str]) -> Path:
     """The cache that a path stands for: itself, or the only split below it."""
-    root = _arguments.folder(path)
+    root = _arguments.local_path(path)
     if (root / ledgers.NAME).exists():
         return root
     below = _below(root)

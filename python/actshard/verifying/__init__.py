@@ -73,7 +73,7 @@ def verify(
         MissingFileError: there is nothing at the path.
         ArgumentError: a format that is none.
     """
-    root = _arguments.folder(path)
+    root = _arguments.local_path(path)
     names = (*formats.names(), _TOKENS)
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")

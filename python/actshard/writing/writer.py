@@ -495,7 +495,7 @@ def make_target(
     known = targets()
     if format not in known:
         raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
-    root = _arguments.folder(path)
+    root = _arguments.local_path(path)
     for name, given in (("metadata", metadata or {}), ("options", options)):
         try:
             json.dumps(dict(given))

@@ -1,0 +1,87 @@
+"""Every verb takes a local path, and refuses in one line what cannot be one; nothing is made on the way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard._arguments import local_path
+from conftest import refuses
+
+
+def create(path: Any) -> None:
+    actshard.create(path, "zarr", layers=[0], d_model=2).abort()
+
+
+VERBS: dict[str, Callable[[Any], object]] = {
+    "open": actshard.open,
+    "create": create,
+    "verify": actshard.verify,
+    "merge": actshard.merge,
+    "merge parts": lambda path: actshard.merge("made", [path]),
+    "convert to": lambda path: actshard.convert("source", path, "zarr"),
+    "convert from": lambda path: actshard.convert(path, "made", "zarr"),
+}
+BAD = {
+    "s3://bucket/x": "remote paths are not supported",
+    "gs://bucket/cache/train": "remote paths are not supported",
+    "hf://datasets/a/b": "remote paths are not supported",
+    Path("s3://bucket/x"): "remote paths are not supported",  # pathlib made s3:/bucket/x of it
+    "a\0b": "null",
+    "a\ud800b": "lone surrogate",
+    "x" * 5000: "too long",
+    "a/" * 3000: "too long",
+    "~nosuchuser/x": "no such user",
+    "": "empty string",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    with actshard.create("source", "zarr", layers=[0], d_model=2) as writer:
+        writer.append(np.ones((2, 1, 3, 2), np.float32))
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_path_that_cannot_be_local_is_refused_and_nothing_is_made(here: Path, verb: str) -> None:
+    for path, words in BAD.items():
+        with refuses(actshard.ArgumentError, None, words):
+            VERBS[verb](path)
+    for path in (3, b"source", None, 1.5, object()):
+        with refuses(actshard.ArgumentTypeError, None, "expected a path") as caught:
+            VERBS[verb](path) if path is not None or verb != "merge parts" else VERBS[verb](2)
+        assert isinstance(caught.value, TypeError)
+    assert [p.name for p in here.iterdir()] == ["source"]
+
+
+def test_names_that_only_look_like_urls_are_local(here: Path) -> None:
+    assert local_path("./gs:/x") == here / "gs:/x"
+    assert local_path("a:b") == here / "a:b"
+    assert local_path("x/s3://y") == here / "x/s3:/y"
+    assert local_path("c:/x") == here / "c:/x"
+    assert local_path("\udcff") == here / "\udcff"  # a name that is not UTF-8
+    assert local_path("~").is_absolute()
+
+
+def test_the_command_line_refuses_remote_paths_in_one_line(here: Path) -> None:
+    for words in (["info", "s3://b/x"], ["verify", "gs://b/x"], ["convert", "source", "s3://b/x", "--to", "zarr"]):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "actshard.cli", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=here,
+        )
+        assert done.returncode not in (0, 2), words
+        assert "remote paths are not supported" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert [p.name for p in here.iterdir()] == ["source"]
