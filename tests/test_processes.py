@@ -109,6 +109,74 @@ def test_closed_store_refuses_to_read(dataset: Path) -> None:
             read()
 
 
+def open_files(folder: Path) -> int:
+    """Descriptors of this process that are files under a folder."""
+    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return sum(os.readlink(link).startswith(str(folder)) for link in links if os.path.lexists(link))
+
+
+def mappings(folder: Path) -> int:
+    """Mappings of this process that are of files under a folder."""
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_closed_rows_keep_no_descriptor_and_no_mapping_but_those_of_views(dataset: Path) -> None:
+    store = actshard.open(dataset, io="mmap")
+    rows = store.rows
+    assert is_right(store)
+    assert open_files(dataset) == mappings(dataset) == 4
+    view = store.sequence(7, 3)
+    rows.close()
+    assert open_files(dataset) == 0
+    assert mappings(dataset) == 1  # the view's own
+    assert np.array_equal(bits(view), bits(values()[7, 0]))
+    del view
+    gc.collect()
+    assert mappings(dataset) == 0
+    rows.close()  # a second time is nothing
+    one = np.zeros(1, np.int64)
+    for read in (
+        lambda: rows.gather(0, 0, 0, None, None),
+        lambda: rows.gather_whole(0, one, None, None),
+        lambda: rows.tokens_of(0, one),
+        lambda: rows.view(0, 0),
+        rows.token_counts,
+        lambda: rows.scan(0),
+        lambda: rows.stats(0, (0, T)),
+    ):
+        with pytest.raises(actshard.ClosedError):
+            read()
+    assert rows.width == D
+
+
+def test_a_stream_that_was_begun_outlives_closed_rows(dataset: Path) -> None:
+    store = actshard.open(dataset)
+    batches = iter(store.stream(4, 50))
+    first = next(batches)
+    store.rows.close()
+    read = np.concatenate([first.activations, *(b.activations for b in batches)])
+    assert np.array_equal(bits(read), bits(values()[:, 1].reshape(-1, D)))
+
+
+@pytest.mark.parametrize("name", ["saev", "zarr"])
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_views_hold_no_descriptors(dataset: Path, tmp_path: Path, name: str) -> None:
+    if name == "zarr":
+        with actshard.open(dataset) as saev:
+            actshard.convert(saev.path, tmp_path / "store.zarr", "zarr", layers=[4])
+        dataset = tmp_path / "store.zarr"
+    store = actshard.open(dataset, io="mmap")
+    views = [store.sequence(i, 4) for i in range(N)]
+    assert not any(view.flags.owndata for view in views)
+    store.rows.close()
+    del store
+    gc.collect()
+    assert open_files(dataset) == 0
+    for i, view in enumerate(views):
+        assert np.array_equal(bits(np.asarray(view)), bits(values()[i, 1]))
+
+
 TRUNCATE = """
 import os, sys, actshard
 folder, io = sys.argv[1:]

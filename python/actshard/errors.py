@@ -241,6 +241,7 @@ _NATIVE: dict[str, type[ActshardError]] = {
         UnsafePickleError,
         NotStoredError,
         DiskFullError,
+        ClosedError,
     )
 }
 

@@ -38,11 +38,13 @@ pub enum Kind {
     NotStored,
     /// The disk is full, or the user's share of it is.
     DiskFull,
+    /// The dataset was closed.
+    Closed,
 }
 
 impl Kind {
     /// Every kind, in declaration order.
-    pub const ALL: [Kind; 15] = [
+    pub const ALL: [Kind; 16] = [
         Kind::NotFound,
         Kind::Access,
         Kind::NotAFile,
@@ -58,6 +60,7 @@ impl Kind {
         Kind::UnsafePickle,
         Kind::NotStored,
         Kind::DiskFull,
+        Kind::Closed,
     ];
 
     /// The stable code.
@@ -78,6 +81,7 @@ impl Kind {
             Kind::UnsafePickle => "unsafe_pickle",
             Kind::NotStored => "not_stored",
             Kind::DiskFull => "disk_full",
+            Kind::Closed => "closed",
         }
     }
 }

@@ -61,6 +61,16 @@ impl Rows {
         }
     }
 
+    /// Closes the files that are kept open and drops decoded bytes that are kept. Reads under way finish; a later read opens
+    /// its files again.
+    pub fn release(&self) {
+        match self {
+            Rows::Strided(files, _) | Rows::Table(files, _) => files.release(),
+            Rows::Chunked(files, _) => files.release(),
+            Rows::Shards(shards) => shards.release(),
+        }
+    }
+
     /// Number of examples.
     pub fn examples(&self) -> u64 {
         match self {
@@ -136,8 +146,9 @@ impl Rows {
         if io == Io::Pread {
             return Ok(None);
         }
-        let in_table =
-            |files: &FileTable, at: Address, rows: u64| View::of(files.get(at.file)?, at.row, rows, files.row().bytes);
+        let in_table = |files: &FileTable, at: Address, rows: u64| {
+            View::of(&*files.get(at.file)?, at.row, rows, files.row().bytes)
+        };
         match self {
             Rows::Strided(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),

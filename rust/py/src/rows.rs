@@ -88,7 +88,11 @@ impl Addresses {
 /// The rows of a dataset: its files, where rows lie in them, and their type.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Rows {
-    rows: Arc<Dataset>,
+    /// `None` once closed. Locked only while the GIL is held, and only to copy or take the pointer: no thread waits here, and
+    /// a fork cannot find it locked.
+    rows: Mutex<Option<Arc<Dataset>>>,
+    row: Row,
+    examples: u64,
     io: Io,
     descr: Py<PyArrayDescr>,
 }
@@ -197,6 +201,13 @@ fn overlaps(pick: &Pick<'_>, out: &[u8]) -> bool {
 pub(crate) fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
     DType::from_name(name)
         .ok_or_else(|| errors::raise(py, &Error::new(Kind::Unsupported, format!("unknown element type '{name}'"))))
+}
+
+fn as_shards<'a>(py: Python<'_>, dataset: &'a Dataset) -> PyResult<&'a Shards> {
+    match dataset {
+        Dataset::Shards(shards) => Ok(shards),
+        _ => Err(errors::raise(py, &Error::new(Kind::Internal, "rows that are not of pickle shards"))),
+    }
 }
 
 fn io_of(py: Python<'_>, name: &str) -> PyResult<Io> {
@@ -355,16 +366,17 @@ impl Rows {
 
     /// Shards inflated so far, for tests.
     #[getter]
-    fn inflated(&self) -> u64 {
-        match &*self.rows {
-            Dataset::Shards(shards) => shards.inflated(),
+    fn inflated(&self, py: Python<'_>) -> u64 {
+        match self.dataset(py).as_deref() {
+            Ok(Dataset::Shards(shards)) => shards.inflated(),
             _ => 0,
         }
     }
 
     /// `sample_idx` of every sample of a pickle shard, in the order of its examples.
     fn samples(&self, py: Python<'_>, shard: usize) -> PyResult<Vec<i64>> {
-        let shards = self.as_shards(py)?;
+        let dataset = self.dataset(py)?;
+        let shards = as_shards(py, &dataset)?;
         let first = shards.first_of(shard).map_err(|e| errors::raise(py, &e))?;
         detach::detached(py, |watch| {
             let prepared = shards.prepare(Some(&mut std::iter::once(first)), watch)?;
@@ -374,7 +386,8 @@ impl Rows {
 
     /// For every sample of a pickle shard: `(sample_idx, text_preview, shape, layers, metadata)`.
     fn records<'py>(&self, py: Python<'py>, shard: usize) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let shards = self.as_shards(py)?;
+        let dataset = self.dataset(py)?;
+        let shards = as_shards(py, &dataset)?;
         let values = detach::detached(py, |_| shards.values(shard))?;
         pickle::records(py, &values).map_err(|e| match e {
             pickle::Failed::Python(raised) => raised,
@@ -393,7 +406,8 @@ impl Rows {
 
     /// Tokens stored per example, int64; for a strided layout every example has as many.
     fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        Ok(PyArray1::from_vec(py, detach::detached(py, |watch| self.rows.token_counts(watch))?))
+        let dataset = self.dataset(py)?;
+        Ok(PyArray1::from_vec(py, detach::detached(py, |watch| dataset.token_counts(watch))?))
     }
 
     /// Tokens stored for each of these examples, in one group or one group each.
@@ -408,11 +422,23 @@ impl Rows {
     }
 
     /// Bytes that the address table holds in memory.
-    fn table_bytes(&self) -> usize {
-        match &*self.rows {
-            Dataset::Table(_, table) => table.bytes(),
-            Dataset::Strided(..) | Dataset::Chunked(..) | Dataset::Shards(_) => 0,
+    fn table_bytes(&self, py: Python<'_>) -> usize {
+        match self.dataset(py).as_deref() {
+            Ok(Dataset::Table(_, table)) => table.bytes(),
+            _ => 0,
         }
+    }
+
+    /// Closes files and drops mappings and decoded bytes. Views keep their own mappings; reads under way, and streams that
+    /// were begun, finish; later reads raise ClosedError.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).take();
+        detach::detached(py, |_| {
+            if let Some(held) = held {
+                held.release();
+            }
+            Ok(())
+        })
     }
 
     /// One row per (example, token); `tokens=None` means each example's last.
@@ -429,7 +455,7 @@ impl Rows {
         let mut dims: Vec<usize> = Vec::new();
         let (e, t) = match tokens {
             None if examples.is_none() => {
-                dims.push(self.rows.examples() as usize);
+                dims.push(self.examples as usize);
                 (Index::All, None)
             }
             None => {
@@ -519,7 +545,8 @@ impl Rows {
 
     /// An example's rows in place, read-only, or None where they do not lie together in one mapped file.
     fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
-        let found = detach::detached(py, |watch| self.rows.view(self.io, group, example, watch))?;
+        let dataset = self.dataset(py)?;
+        let found = detach::detached(py, |watch| dataset.view(self.io, group, example, watch))?;
         let Some((view, rows)) = found else { return Ok(None) };
         let dims = [rows as usize, self.row().width];
         buffer::over_map(py, view, self.descr.bind(py), &dims).map(Some)
@@ -528,8 +555,9 @@ impl Rows {
 
 impl Rows {
     fn new(py: Python<'_>, rows: Dataset, io: Io, descr: Bound<'_, PyArrayDescr>) -> PyResult<Rows> {
-        let made = Rows { rows: Arc::new(rows), io, descr: descr.clone().unbind() };
-        let dtype = made.row().dtype;
+        let (row, examples) = (rows.row(), rows.examples());
+        let made = Rows { rows: Mutex::new(Some(Arc::new(rows))), row, examples, io, descr: descr.clone().unbind() };
+        let dtype = row.dtype;
         if dtype.size() != Some(descr.itemsize()) {
             return Err(errors::raise(
                 py,
@@ -544,24 +572,19 @@ impl Rows {
         self.io
     }
 
-    /// What a stream reads from on its own thread.
-    pub(crate) fn dataset(&self) -> Arc<Dataset> {
-        Arc::clone(&self.rows)
+    /// The dataset, for one read or for a stream's own thread; ClosedError after [`Rows::close`].
+    pub(crate) fn dataset(&self, py: Python<'_>) -> PyResult<Arc<Dataset>> {
+        let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        held.ok_or_else(|| errors::raise(py, &Error::new(Kind::Closed, "the store was closed")))
     }
 
     fn row(&self) -> Row {
-        self.rows.row()
-    }
-
-    fn as_shards(&self, py: Python<'_>) -> PyResult<&Shards> {
-        match &*self.rows {
-            Dataset::Shards(shards) => Ok(shards),
-            _ => Err(errors::raise(py, &Error::new(Kind::Internal, "rows that are not of pickle shards"))),
-        }
+        self.row
     }
 
     fn count(&self, py: Python<'_>, groups: Ints<'_>, examples: &[i64]) -> PyResult<Vec<i64>> {
-        detach::detached(py, |watch| self.rows.tokens_of(groups, examples, watch))
+        let dataset = self.dataset(py)?;
+        detach::detached(py, |watch| dataset.tokens_of(groups, examples, watch))
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -602,7 +625,8 @@ impl Rows {
             let detail = "out: shares memory with the indices, which would be overwritten while they are read";
             return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
         }
-        detach::detached(py, |watch| self.rows.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
+        let dataset = self.dataset(py)?;
+        detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
         Ok(result)
     }
 

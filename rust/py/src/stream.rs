@@ -93,7 +93,7 @@ impl Stream {
         norm: Option<f64>,
     ) -> PyResult<Stream> {
         let raise = |e: Error| errors::raise(py, &e);
-        let rows = rows.dataset();
+        let rows = rows.dataset(py)?;
         let row = rows.row();
         let selection = selection(py, rows.examples(), tokens)?;
         let per_item = if interleaved { 1 } else { groups.len() };
@@ -302,7 +302,7 @@ pub fn stats_of<'py>(
     tokens: Tokens<'py>,
     progress: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let dataset = rows.dataset();
+    let dataset = rows.dataset(py)?;
     let selection = selection(py, dataset.examples(), tokens)?;
     let progress = progress.map(Bound::unbind);
     let mut raised: Option<PyErr> = None;

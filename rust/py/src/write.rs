@@ -111,7 +111,7 @@ pub fn scan_of<'py>(
     group: usize,
     progress: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let dataset = rows.dataset();
+    let dataset = rows.dataset(py)?;
     let io = rows.mode();
     let progress = progress.map(Bound::unbind);
     let mut raised: Option<PyErr> = None;

@@ -172,6 +172,12 @@ impl ChunkFiles {
         &self.arrays[self.arrays.partition_point(|(grid, _)| grid.first <= file).saturating_sub(1)]
     }
 
+    /// Closes kept files and drops decoded chunks.
+    pub fn release(&self) {
+        self.slots.clear();
+        self.decoded.make_room(self.decoded.budget());
+    }
+
     /// Rows of one chunk, in place; `None` where they cannot be had so.
     pub fn view(&self, file: u64, address: u64, rows: u64) -> Result<Option<View>> {
         if self.io == Io::Pread || self.split(file) > 1 {
@@ -183,11 +189,11 @@ impl ChunkFiles {
         let bytes = usize::try_from(place.end)
             .map_err(|_| Error::new(Kind::Access, "does not fit this machine's address space").at(path))?;
         open.check_length()?;
-        // A descriptor of its own: the view outlives the slot that keeps the other.
+        // For the length check alone: the view keeps the mapping and no descriptor.
         let again = descriptor.try_clone().map_err(|e| Error::from_io(&e, path, "open"))?;
         let map = Map::open(&again, bytes).map_err(|e| Error::from_io(&e, path, "map"))?;
         let mapped = OpenFile::new(path.to_path_buf(), Body::Mapped(again, map), place.end, place);
-        View::of(Arc::new(mapped), address, rows, self.row.bytes)
+        View::of(&mapped, address, rows, self.row.bytes)
     }
 
     fn open(&self, number: u64) -> Result<OpenFile> {

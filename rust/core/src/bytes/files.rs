@@ -75,6 +75,11 @@ impl FileTable {
         self.files.is_empty()
     }
 
+    /// Closes kept files.
+    pub fn release(&self) {
+        self.slots.clear();
+    }
+
     fn open(&self, spec: &RowFile) -> Result<OpenFile> {
         let path = &spec.path;
         let (file, len) = open_regular(path)?;

@@ -13,13 +13,14 @@
 
 use std::fs::File;
 use std::io;
+use std::sync::Arc;
 
 use memmap2::{Advice, Mmap, MmapOptions};
 
-/// A whole file, mapped read-only.
-#[derive(Debug)]
+/// A whole file, mapped read-only. Clones share the mapping, which needs no descriptor once it is made.
+#[derive(Clone, Debug)]
 pub struct Map {
-    inner: Mmap,
+    inner: Arc<Mmap>,
 }
 
 impl Map {
@@ -31,7 +32,7 @@ impl Map {
         let inner = unsafe { MmapOptions::new().len(len).map(file)? };
         // Advice only: a kernel that refuses it still reads correctly.
         let _ = inner.advise(Advice::Random);
-        Ok(Map { inner })
+        Ok(Map { inner: Arc::new(inner) })
     }
 
     /// The mapped bytes.

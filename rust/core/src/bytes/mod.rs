@@ -147,4 +147,13 @@ impl<T: Opened> Slots<T> {
         }
         Ok(file)
     }
+
+    /// Drops all kept files; those in use are closed when their readers finish.
+    pub(crate) fn clear(&self) {
+        for slot in &self.slots {
+            if let Ok(mut guard) = slot.try_write() {
+                *guard = None;
+            }
+        }
+    }
 }

@@ -199,11 +199,11 @@ fn keep_one() -> bool {
     KEPT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < budget()).then_some(n + 1)).is_ok()
 }
 
-/// Rows that lie one after another, as bytes that can be looked at in place, and a share in what holds them: the bytes stay
-/// readable when the dataset is closed.
+/// Rows that lie one after another, as bytes in a shared mapping: they stay readable when the dataset is closed. A view keeps
+/// no descriptor, so that the number of views is not bounded by `ulimit -n`.
 #[derive(Debug)]
 pub struct View {
-    file: Arc<OpenFile>,
+    map: Map,
     begin: usize,
     end: usize,
 }
@@ -211,13 +211,13 @@ pub struct View {
 impl View {
     /// Rows of a mapped file; `None` where there is no map, or the rows are not one range of bytes in this machine's order.
     /// Cold pages are put on their way: who asks for a view is about to read it from front to back.
-    pub fn of(file: Arc<OpenFile>, address: u64, rows: u64, row_bytes: usize) -> Result<Option<View>> {
+    pub fn of(file: &OpenFile, address: u64, rows: u64, row_bytes: usize) -> Result<Option<View>> {
         let place = *file.place();
         if rows == 0 || !place.is_dense() || place.swapped || place.used != row_bytes {
             return Ok(None);
         }
         let Some(begin) = place.offset(address, rows) else {
-            return Err(outside(&file, address, rows, ""));
+            return Err(outside(file, address, rows, ""));
         };
         file.check_length()?;
         let (begin, end) = (begin as usize, begin as usize + rows as usize * row_bytes);
@@ -225,19 +225,19 @@ impl View {
         if [begin, end - 1].iter().any(|at| pread::is_cached(descriptor, *at as u64) == pread::Cached::No) {
             map.will_need(begin, end - begin);
         }
-        Ok(Some(View { file, begin, end }))
+        Ok(Some(View { map: map.clone(), begin, end }))
     }
 
     /// A range of a mapped file's bytes; `None` where there is no map, or the file has no such range.
-    pub fn range(file: Arc<OpenFile>, begin: usize, end: usize) -> Result<Option<View>> {
+    pub fn range(file: &OpenFile, begin: usize, end: usize) -> Result<Option<View>> {
         file.check_length()?;
-        let held = file.map().is_some_and(|map| map.bytes().get(begin..end).is_some());
-        Ok(held.then_some(View { file, begin, end }))
+        let map = file.map().filter(|map| map.bytes().get(begin..end).is_some());
+        Ok(map.map(|map| View { map: map.clone(), begin, end }))
     }
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        self.file.map().map_or(&[], |map| &map.bytes()[self.begin..self.end])
+        &self.map.bytes()[self.begin..self.end]
     }
 }
 

@@ -164,6 +164,12 @@ impl Shards {
         &self.specs
     }
 
+    /// Closes kept files and drops decoded shards.
+    pub fn release(&self) {
+        self.slots.clear();
+        self.decoded.make_room(self.decoded.budget());
+    }
+
     /// Shards inflated so far.
     pub fn inflated(&self) -> u64 {
         self.inflated.load(Ordering::Relaxed)
@@ -625,7 +631,7 @@ impl Prepared<'_> {
         if !mapped || self.shards.io == Io::Pread {
             return Ok(None);
         }
-        View::of(self.get(at.file)?, at.row, rows, self.shards.row.bytes)
+        View::of(&*self.get(at.file)?, at.row, rows, self.shards.row.bytes)
     }
 
     /// `sample_idx` of every example prepared, in order.

@@ -498,7 +498,7 @@ impl Array {
             Ok(())
         })?;
         match at {
-            Some((file, begin, end)) => View::range(file, begin, end),
+            Some((file, begin, end)) => View::range(&file, begin, end),
             None => Ok(None),
         }
     }
