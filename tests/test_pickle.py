@@ -401,6 +401,80 @@ def test_a_sample_in_two_shards_is_an_error_that_names_both(tmp_path: Path, spar
         assert opened(root).num_examples == 10
 
 
+def test_shards_without_ranges_are_looked_into_once_to_compare_their_numbers(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "d", shards=12, per=2)
+    change(folder, lambda m: [s.pop("sample_id_range") for s in m["shards"]])
+    assert (
+        opened(folder, decoded_memory=0)._rows.inflated <= 12 + 2
+    )  # the first is opened for its type and its columns, too
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sets=st.lists(st.frozensets(st.integers(0, 30), min_size=1, max_size=5), min_size=1, max_size=8),
+    ranged=st.lists(st.booleans(), min_size=8, max_size=8),
+)
+def test_numbers_in_two_shards_are_found_whatever_their_ranges(sets: list[frozenset[int]], ranged: list[bool]) -> None:
+    from actshard.formats import pickle as module
+
+    shards = [
+        module.Shard(
+            Path(f"s{i}"), True, None, None, len(ids), (min(ids), max(ids)) if r else (0, (1 << 62) - 1), (0,), 0
+        )
+        for i, (ids, r) in enumerate(zip(sets, ranged, strict=False))
+    ]
+    asked: list[int] = []
+
+    class Inside:
+        def samples(self, shard: int) -> list[int]:
+            asked.append(shard)
+            return sorted(sets[shard], reverse=True)
+
+    if sum(map(len, sets)) == len(frozenset().union(*sets)):
+        module._check_unique(shards, Inside())  # type: ignore[arg-type]
+    else:
+        with pytest.raises(actshard.FormatError, match=r"is in s\d too") as caught:
+            module._check_unique(shards, Inside())  # type: ignore[arg-type]
+        number = int(str(caught.value).split("sample_idx ")[1].split()[0])
+        assert sum(number in ids for ids in sets) > 1
+    assert len(asked) == len(set(asked))
+
+
+def test_the_first_rows_of_columns_need_only_the_first_shards(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "d", shards=4, per=6)
+    (folder / "shard_0003.pkl.gz").unlink()
+    head = opened(folder).contents.head_columns
+    assert head is not None
+    assert head(["sample_idx", "text_preview"], 7)["sample_idx"].to_pylist() == list(range(12))
+    assert head(["sample_idx"], 0).num_rows == 0
+    with pytest.raises(actshard.MissingFileError):
+        head(["sample_idx"], 13)
+
+
+@pytest.mark.parametrize("name", ["\u00b2", "m\u0663", "m\u00b9\u00b2", "00000000000000000000000000001"])
+def test_folders_of_machines_may_have_any_names(tmp_path: Path, name: str) -> None:
+    for i, machine in enumerate([name, "m1"]):
+        write(tmp_path / machine, [{"layer_1": [item(i, values(i, 1, 2))]}])
+    assert sorted(opened(tmp_path).table["sample_idx"].to_pylist()) == [0, 1]
+
+
+def test_machines_whose_longest_sample_differs_are_one_extraction(tmp_path: Path) -> None:
+    for m in range(3):
+        rows = [np.full((1, t, 8), m, np.float32) for t in (1, m + 4)]
+        with actshard.create(
+            tmp_path / f"machine_{m}", "pickle", layers=[1], d_model=8, machine_id=m, total_machines=3
+        ) as w:
+            w.append(rows, columns={"sample_idx": [2 * m, 2 * m + 1]})
+    lengths = [json.loads((tmp_path / f"machine_{m}/metadata.json").read_text()) for m in range(3)]
+    assert [x["extraction_config"]["max_seq_length"] for x in lengths] == [4, 5, 6]
+    store = opened(tmp_path)
+    assert store.token_counts.tolist() == [1, 4, 1, 5, 1, 6]
+    assert store.sequence(5, 1)[5].tolist() == [2.0] * 8
+    change(tmp_path / "machine_2", lambda m: m["extraction_config"].update(model_name="another"))
+    with pytest.raises(actshard.UnknownFormatError, match=r"extraction_config\.model_name differs|holds 3 datasets"):
+        opened(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [

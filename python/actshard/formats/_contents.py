@@ -87,6 +87,9 @@ class Contents:
     """Bounds of examples that are decoded together, from 0 to ``num_examples``; None: each can be read by itself."""
     unit_columns: Callable[[int], pa.Table] | None = None
     """The table's columns of one unit, while that is at hand."""
+    head_columns: Callable[[Sequence[str], int], pa.Table] | None = None
+    """Reads columns by name of the first n examples, and no file that holds none of them; None: ``columns`` is as cheap. Types are
+    those of the part that is read: a column may be null there and hold text further on."""
     has_logits: bool = False
     router_layers: tuple[int, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None

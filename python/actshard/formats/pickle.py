@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from actshard._native import Rows
 from actshard.errors import ActshardError, FormatError, NotStoredError
 from actshard.formats._columns import plain, table_of
@@ -54,10 +56,28 @@ def detect(path: Path) -> Evidence:
     machines = machines_in(path)
     if len(machines) < 2:
         return Evidence(False, LOOKED_FOR, "no metadata.json")
-    configs = [read_json(m / "metadata.json").get("extraction_config") for m in machines]
-    if any(config != configs[0] for config in configs):
-        return Evidence(False, LOOKED_FOR, f"{len(machines)} folders of pickle shards of different extractions")
+    configs = [_extraction(read_json(m / "metadata.json").get("extraction_config")) for m in machines]
+    for machine, config in zip(machines, configs, strict=True):
+        if config != configs[0]:
+            found = (
+                f"{len(machines)} folders of pickle shards of different extractions ({_difference(configs[0], config)} differs "
+                f"between {show(machines[0].name)} and {show(machine.name)})"
+            )
+            return Evidence(False, LOOKED_FOR, found)
     return Evidence(True, LOOKED_FOR, f"{len(machines)} folders of pickle shards of one extraction")
+
+
+def _extraction(config: Any) -> Any:
+    """What must agree between the machines of one extraction: not the longest sample that each of them met, nor its batch size."""
+    if not isinstance(config, dict):
+        return config
+    return {name: value for name, value in config.items() if name not in ("max_seq_length", "batch_size")}
+
+
+def _difference(a: Any, b: Any) -> str:
+    if not isinstance(a, dict) or not isinstance(b, dict):
+        return "extraction_config"
+    return next((f"extraction_config.{show(k)[1:-1]}" for k in [*a, *b] if a.get(k) != b.get(k)), "extraction_config")
 
 
 def _is_one(path: Path) -> bool:
@@ -82,7 +102,9 @@ def machines_in(path: Path) -> list[Path]:
 
 def _natural(path: Path) -> list[tuple[int, str]]:
     """machine_2 before machine_10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,15})", path.name)]
+    # Only 0 to 9 are digits here: other scripts' and superscripts count as text.
+    parts = re.split(r"([0-9]{1,15})", path.name)
+    return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)
@@ -173,7 +195,8 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
         column_names=tuple(names),
         columns=lambda wanted: _columns(path, rows, shards, wanted),
         units=tuple(itertools.accumulate((s.samples for s in shards), initial=0)),
-        unit_columns=lambda unit: _columns(path, rows, [*shards], names, unit),
+        unit_columns=lambda unit: _columns(path, rows, shards, names, [unit]),
+        head_columns=lambda wanted, n: _columns(path, rows, shards, wanted, _first_shards(shards, n)),
         files=lambda: [s.path for s in shards],
         model=str(config["model_name"]) if config.get("model_name") else None,
         provenance=provenance,
@@ -277,34 +300,56 @@ def _check_statistics(metadata: Fields, shards: Sequence[Shard], warnings: list[
 
 
 def _check_unique(shards: Sequence[Shard], rows: Rows) -> None:
-    """No sample_idx stands in two shards. What the ranges alone cannot tell is looked up inside."""
-    placed = sorted((s.ids[0], i) for i, s in enumerate(shards) if s.samples)
-    reach: tuple[int, int] | None = None
-    for first, i in placed:
-        if reach is not None and first <= reach[0]:
-            # Only neighbours in this order can be told apart from ranges; inside them, each against all that reach so far.
-            for j in (j for _, j in placed if j != i and shards[j].ids[0] <= first <= shards[j].ids[1]):
-                _refuse_twice(shards, rows, i, j)
-        if reach is None or shards[i].ids[1] > reach[0]:
-            reach = (shards[i].ids[1], i)
+    """No sample_idx stands in two shards.
+
+    Ranges that do not overlap settle it, and so do ranges in which every number is a sample. What remains is looked up: each
+    shard once, however many ranges it overlaps.
+    """
+    placed = sorted((i for i, s in enumerate(shards) if s.samples), key=lambda i: shards[i].ids)
+    dense = [i for i in placed if shards[i].dense]
+    for i, j in itertools.pairwise(dense):
+        if shards[j].ids[0] <= shards[i].ids[1]:
+            last = min(shards[i].ids[1], shards[j].ids[1])
+            raise _twice(shards, i, j, shards[j].ids[0], last - shards[j].ids[0] + 1)
+    # Shards whose range meets another's, before or behind it in this order.
+    open_until, before, doubtful = -2, -1, set[int]()
+    for i in placed:
+        first, last = shards[i].ids
+        if first <= open_until:
+            doubtful |= {i, before}
+        if last > open_until:
+            open_until, before = last, i
+    sparse = [i for i in sorted(doubtful) if not shards[i].dense]
+    if not sparse:
+        return
+    ids = [np.sort(np.array(rows.samples(i), np.int64)) for i in sparse]
+    firsts = np.array([shards[i].ids[0] for i in dense], np.int64)
+    lasts = np.array([shards[i].ids[1] for i in dense], np.int64)
+    for i, own in zip(sparse, ids, strict=True):
+        if dense:
+            at = np.searchsorted(firsts, own, "right") - 1
+            inside = (at >= 0) & (own <= lasts[at])
+            if inside.any():
+                number = int(own[inside][0])
+                j = dense[int(at[inside][0])]
+                raise _twice(shards, i, j, number, int((inside & (at == at[inside][0])).sum()))
+    every = np.concatenate(ids)
+    owner = np.repeat(np.array(sparse, np.int64), [len(own) for own in ids])
+    order = np.argsort(every, kind="stable")
+    again = np.flatnonzero(every[order][1:] == every[order][:-1])
+    if again.size:
+        i, j = int(owner[order[again[0]]]), int(owner[order[again[0] + 1]])
+        both = np.intersect1d(ids[sparse.index(i)], ids[sparse.index(j)])
+        raise _twice(shards, i, j, int(both[0]), len(both))
 
 
-def _refuse_twice(shards: Sequence[Shard], rows: Rows, i: int, j: int) -> None:
-    a, b = shards[i], shards[j]
-    low, high = max(a.ids[0], b.ids[0]), min(a.ids[1], b.ids[1])
-    if a.dense and b.dense:
-        twice = [low] if low <= high else []
-        how_many = high - low + 1
-    else:
-        twice = sorted(set(rows.samples(i)) & set(rows.samples(j)))
-        how_many = len(twice)
-    if twice:
-        one, other = sorted((a.path, b.path))
-        raise FormatError(
-            f"sample_idx {twice[0]} is in {other} too ({how_many} numbers are in both): numbers must be unique over all "
-            "shards and machines",
-            path=one,
-        )
+def _twice(shards: Sequence[Shard], i: int, j: int, number: int, how_many: int) -> FormatError:
+    one, other = sorted((shards[i].path, shards[j].path))
+    return FormatError(
+        f"sample_idx {number} is in {other} too ({how_many} numbers are in both): numbers must be unique over all "
+        "shards and machines",
+        path=one,
+    )
 
 
 def _fields_of(rows: Rows, shard: int) -> list[str]:
@@ -322,17 +367,21 @@ def _metadata(value: Any) -> dict[str, Any]:
     return {(f"metadata.{k}" if k in OWN_COLUMNS else k): plain(v) for k, v in named}
 
 
+def _first_shards(shards: Sequence[Shard], examples: int) -> list[int]:
+    """The shards that hold the first examples."""
+    before = itertools.accumulate((s.samples for s in shards), initial=0)
+    return [i for i, (s, held) in enumerate(zip(shards, before, strict=False)) if s.samples and held < examples]
+
+
 def _columns(
-    path: Path, rows: Rows, shards: Sequence[Shard], names: Sequence[str], only: int | None = None
+    path: Path, rows: Rows, shards: Sequence[Shard], names: Sequence[str], only: Sequence[int] | None = None
 ) -> pa.Table:
     asked = set(names)
     parts: list[tuple[dict[str, list[Any]], int]] = []
     found = set(OWN_COLUMNS)
     every = asked >= found
-    for i, shard in enumerate(shards):
-        if only is not None and i != only:
-            continue
-        records = rows.records(i) if shard.samples else []
+    for i in range(len(shards)) if only is None else only:
+        records = rows.records(i) if shards[i].samples else []
         columns: dict[str, list[Any]] = {}
         for name, values in zip(OWN_COLUMNS, zip(*(r[:4] for r in records), strict=True), strict=False):
             if name in asked:
