@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import random
@@ -310,3 +311,61 @@ def test_headers_agree_with_safetensors_on_thousands_of_files() -> None:
             assert ours == theirs, data
     assert accepted > 1_000
     assert refused > 1_000
+
+
+def test_overflows_are_counted_as_ml_dtypes_casts() -> None:
+    """Finite values that are infinite (or NaN, where the type has no infinity) after the cast."""
+    import ml_dtypes
+
+    from actshard import _native
+
+    edges = [
+        0,
+        1,
+        240,
+        247.9,
+        248,
+        448,
+        463,
+        464,
+        465,
+        57344,
+        61439,
+        61440,
+        65504,
+        65519,
+        65520,
+        65536,
+        1e38,
+        3.4e38,
+        1e39,
+    ]
+    near = [s * np.nextafter(x, x + d) for x in edges for d in (-1, 0, 1) for s in (1, -1)]
+    wide = np.array([*near, np.inf, np.nan])
+    names = [
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e5m2",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+    ]
+    types = [np.dtype(getattr(ml_dtypes, name, name)) for name in names]
+    with np.errstate(all="ignore"):
+        sources = [wide, *(wide.astype(t) for t in types[1:4])]
+        sources += [
+            np.array([0, 239, 248, 464, 465, 61440, 65519, 65520, 2**31 - 1], t) for t in ("i4", "u4", "i8", "u8")
+        ]
+        for source, target in itertools.product(sources, types):
+            if source.dtype.itemsize == 8 and target.itemsize < 4:
+                continue  # ml_dtypes rounds these twice
+            finite = np.isfinite(source.astype("f8"))
+            expected = int((finite & ~np.isfinite(source.astype(target).astype("f8"))).sum())
+            assert _native.count_overflows(source, target) == expected, (source.dtype, target)
+    assert _native.count_overflows(wide, "float16") == int((np.isfinite(wide) & (abs(wide) >= 65520)).sum())
+    many = np.full(3_000_001, 1e6, ">f4")
+    assert _native.count_overflows(many[::2], "float16") == 1_500_001
+    with pytest.raises(actshard.DtypeError):
+        _native.count_overflows(np.zeros(3, "f4"), "int32")

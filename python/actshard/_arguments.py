@@ -55,6 +55,13 @@ def dtype(asked: DTypeLike) -> tuple[np.dtype[Any], str]:
     return found, name
 
 
+def elements(array: Any) -> tuple[NDArray[np.uint8], str]:
+    """An array's elements as flat bytes, copied only if they do not lie together in native order, and their safetensors name."""
+    found = np.asarray(array)
+    native = np.ascontiguousarray(found, found.dtype.newbyteorder("="))
+    return native.reshape(-1).view(np.uint8), name_of(native.dtype)
+
+
 def stored(name: str) -> np.dtype[Any]:
     """The numpy type of a safetensors name."""
     return NUMPY_BY_NAME[name]

@@ -3,6 +3,8 @@
 //! The floating types cast into one another with round-to-nearest-even, in one step: a float64 is never rounded to
 //! float32 on its way to a 16-bit type (that would round twice). Everything else is copied as it is or refused.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
@@ -67,7 +69,7 @@ pub type CastFn = fn(src: &[u8], dst: &mut [u8]);
 
 /// How elements of one type become another while they are copied.
 #[derive(Clone, Copy, Debug)]
-pub struct Cast {
+pub struct Cast<'a> {
     /// Bytes per element read.
     pub from_size: usize,
     /// Bytes per element written.
@@ -78,11 +80,15 @@ pub struct Cast {
     swap: usize,
     /// What `swap` is when it is asked for.
     number: usize,
+    from: DType,
+    to: DType,
+    /// Counts finite values that became infinite.
+    overflows: Option<&'a AtomicU64>,
 }
 
-impl Cast {
+impl Cast<'static> {
     /// The cast from one type to another, if rows may be given so.
-    pub fn between(from: DType, to: DType) -> Result<Cast> {
+    pub fn between(from: DType, to: DType) -> Result<Cast<'static>> {
         let (Some(from_size), Some(to_size)) = (from.size(), to.size()) else {
             return Err(Error::new(
                 Kind::Unsupported,
@@ -116,7 +122,17 @@ impl Cast {
             }
         };
         let number = if from == DType::C64 { 4 } else { from_size };
-        Ok(Cast { from_size, to_size, convert, swap: 1, number })
+        Ok(Cast { from_size, to_size, convert, swap: 1, number, from, to, overflows: None })
+    }
+}
+
+impl<'a> Cast<'a> {
+    /// The same cast, which adds to `counter` how many finite values became infinite.
+    #[must_use]
+    pub fn counting<'b>(self, counter: &'b AtomicU64) -> Cast<'b> {
+        use DType::{BF16, F16, F32, F64};
+        let narrows = matches!((self.from, self.to), (F64, F32 | BF16 | F16) | (F32, BF16 | F16) | (BF16, F16));
+        Cast { overflows: narrows.then_some(counter), ..self }
     }
 
     /// Copies or converts whole elements; `src` and `dst` hold the same number of them.
@@ -130,14 +146,18 @@ impl Cast {
             None => dst.copy_from_slice(src),
             Some(convert) => convert(src, dst),
         }
+        if let Some(counter) = self.overflows {
+            let found = overflowed(self.from, src, self.to, dst);
+            if found > 0 {
+                counter.fetch_add(found, Ordering::Relaxed);
+            }
+        }
     }
-}
 
-impl Cast {
     /// The same cast for elements that lie in the other byte order.
     #[inline]
     #[must_use]
-    pub fn swapped_if(mut self, swapped: bool) -> Cast {
+    pub fn swapped_if(mut self, swapped: bool) -> Cast<'a> {
         self.swap = if swapped { self.number } else { 1 };
         self
     }
@@ -158,6 +178,128 @@ impl Cast {
             straight.apply(block, dst);
         }
     }
+}
+
+/// The bits of infinity, of types that are cast.
+fn infinity(dtype: DType) -> Option<u64> {
+    match dtype {
+        DType::F16 => Some(0x7c00),
+        DType::BF16 => Some(0x7f80),
+        DType::F32 => Some(0x7f80_0000),
+        DType::F64 => Some(0x7ff0_0000_0000_0000),
+        _ => None,
+    }
+}
+
+/// How many elements are finite in `src` and infinite in `dst`, which holds the same elements as another type.
+pub fn overflowed(from: DType, src: &[u8], to: DType, dst: &[u8]) -> u64 {
+    let (Some(finite_below), Some(infinite), Some(from_size), Some(to_size)) =
+        (infinity(from), infinity(to), from.size(), to.size())
+    else {
+        return 0;
+    };
+    // Infinite values are rare: mostly one look at what was just written, still in the cache, is all.
+    if !has(to_size, infinite, dst) {
+        return 0;
+    }
+    let pairs = src.chunks_exact(from_size).zip(dst.chunks_exact(to_size));
+    pairs.filter(|(s, d)| magnitude(d) == infinite && magnitude(s) < finite_below).count() as u64
+}
+
+/// An element's bits but for the sign.
+fn magnitude(element: &[u8]) -> u64 {
+    let mut bits = [0; 8];
+    bits[..element.len()].copy_from_slice(element);
+    u64::from_le_bytes(bits) & (u64::MAX >> (65 - 8 * element.len()))
+}
+
+/// Whether some element has this magnitude. Branch-free so that it vectorises.
+fn has(size: usize, wanted: u64, bytes: &[u8]) -> bool {
+    macro_rules! look {
+        ($t:ty) => {{
+            let elements = bytes.as_chunks::<{ size_of::<$t>() }>().0.iter();
+            elements.fold(0, |any, b| any | <$t>::from(<$t>::from_le_bytes(*b) & (<$t>::MAX >> 1) == wanted as $t)) != 0
+        }};
+    }
+    match size {
+        2 => look!(u16),
+        4 => look!(u32),
+        _ => look!(u64),
+    }
+}
+
+/// How many finite elements become infinite, or NaN where the type has no infinity, when they are cast to `to`.
+///
+/// Fails for types that are not numbers, or too small for either question to have an answer.
+pub fn overflows(from: DType, to: DType, src: &[u8]) -> Result<u64> {
+    use DType::{
+        BF16, Bool, F8E4M3, F8E4M3Fnuz, F8E5M2, F8E5M2Fnuz, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64,
+    };
+    if from == to {
+        return Ok(0);
+    }
+    // What is rounded beyond the largest number: from half a step above it on, where ties go to the even neighbour.
+    let (limit, itself) = match to {
+        F64 => (f64::INFINITY, false),
+        F32 => (f64::from(f32::MAX) + 2f64.powi(103), true),
+        BF16 => (bf16::MAX.to_f64() + 2f64.powi(119), true),
+        F16 => (65_520.0, true),
+        F8E5M2 | F8E5M2Fnuz => (61_440.0, true),
+        F8E4M3 => (464.0, false),
+        F8E4M3Fnuz => (248.0, true),
+        _ => {
+            let (from, to) = (from.numpy_name().unwrap_or(from.name()), to.numpy_name().unwrap_or(to.name()));
+            return Err(Error::new(Kind::DType, format!("cannot count overflows of {from} to {to}: expected a float")));
+        }
+    };
+    let over = |x: f64| if itself { x >= limit } else { x > limit };
+    // Magnitudes grow with their bits: the first that is too large is looked for once.
+    let first = |value: &dyn Fn(u64) -> f64| {
+        let (mut low, mut high) = (0, infinity(from).unwrap_or(0));
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if over(value(middle)) { high = middle } else { low = middle + 1 }
+        }
+        low
+    };
+    macro_rules! floats {
+        ($t:ty, $value:expr) => {{
+            let (first, end) = (first(&$value) as $t, infinity(from).unwrap_or(0) as $t);
+            let elements = src.as_chunks::<{ size_of::<$t>() }>().0.iter();
+            elements.fold(0, |n, b| {
+                let x = <$t>::from_le_bytes(*b) & (<$t>::MAX >> 1);
+                n + u64::from(x >= first && x < end)
+            })
+        }};
+    }
+    macro_rules! integers {
+        ($t:ty) => {{
+            let elements = src.as_chunks::<{ size_of::<$t>() }>().0.iter();
+            elements.fold(0, |n, b| n + u64::from(over((<$t>::from_le_bytes(*b) as f64).abs())))
+        }};
+    }
+    Ok(match from {
+        F16 => floats!(u16, |x| f16::from_bits(x as u16).to_f64()),
+        BF16 => floats!(u16, |x| bf16::from_bits(x as u16).to_f64()),
+        F32 => floats!(u32, |x| f64::from(f32::from_bits(x as u32))),
+        F64 => floats!(u64, f64::from_bits),
+        Bool => 0,
+        I8 => integers!(i8),
+        U8 => integers!(u8),
+        I16 => integers!(i16),
+        U16 => integers!(u16),
+        I32 => integers!(i32),
+        U32 => integers!(u32),
+        I64 => integers!(i64),
+        U64 => integers!(u64),
+        _ => {
+            let name = from.numpy_name().unwrap_or(from.name());
+            return Err(Error::new(
+                Kind::DType,
+                format!("cannot count overflows of {name}: expected floats or integers"),
+            ));
+        }
+    })
 }
 
 fn swap_each<const N: usize>(bytes: &mut [u8]) {
@@ -279,6 +421,58 @@ mod tests {
                 assert!(cast_one::<f32, bf16>(DType::F32, DType::BF16, b).is_nan());
             }
         }
+    }
+
+    /// Values that a cast may make infinite or not, of each floating type.
+    fn around_the_limits(dtype: DType) -> Vec<u8> {
+        let mut values =
+            vec![0.0, -1.5, f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 1e300, -1e300, 1e39, 1e38, -70_000.0];
+        for limit in [
+            65_504.0,
+            65_520.0,
+            f64::from(f32::MAX),
+            f64::from(f32::MAX) + 2f64.powi(103),
+            bf16::MAX.to_f64() + 2f64.powi(119),
+        ] {
+            for step in -3i64..=3 {
+                values.push(f64::from_bits(f64::to_bits(limit).wrapping_add_signed(step)));
+                values.push(-f64::from_bits(f64::to_bits(limit).wrapping_add_signed(step << 29)));
+                values.push(f64::from_bits(f64::to_bits(limit).wrapping_add_signed(step << 45)));
+            }
+        }
+        let mut bytes = vec![0; values.len() * dtype.size().unwrap()];
+        Cast::between(DType::F64, dtype).unwrap().apply(bytemuck::cast_slice(&values), &mut bytes);
+        bytes
+    }
+
+    /// Against casting and looking at every value, for all pairs of types, in both byte orders.
+    #[test]
+    fn overflows_are_what_the_cast_makes_infinite() {
+        let types = [DType::F16, DType::BF16, DType::F32, DType::F64];
+        let wide = |dtype: DType, bytes: &[u8]| {
+            let mut out = vec![0f64; bytes.len() / dtype.size().unwrap()];
+            Cast::between(dtype, DType::F64).unwrap().apply(bytes, bytemuck::cast_slice_mut(&mut out));
+            out
+        };
+        for (from, to) in types.iter().flat_map(|f| types.iter().map(move |t| (*f, *t))) {
+            let src = around_the_limits(from);
+            let count = AtomicU64::new(0);
+            let cast = Cast::between(from, to).unwrap().counting(&count);
+            let mut dst = vec![0; src.len() / cast.from_size * cast.to_size];
+            cast.apply(&src, &mut dst);
+            let plain =
+                wide(from, &src).iter().zip(wide(to, &dst)).filter(|(a, b)| a.is_finite() && b.is_infinite()).count();
+            assert_eq!(overflows(from, to, &src).unwrap(), plain as u64, "{from:?} {to:?}");
+            assert_eq!(count.swap(0, Ordering::Relaxed), plain as u64, "{from:?} {to:?}");
+            let swapped: Vec<u8> = src.chunks(cast.from_size).flat_map(|b| b.iter().rev().copied()).collect();
+            cast.swapped_if(true).apply(&swapped, &mut dst);
+            assert_eq!(count.into_inner(), plain as u64);
+        }
+        let bytes: Vec<u8> = [0i32, 65_519, 65_520, -65_520, i32::MIN].iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(overflows(DType::I32, DType::F16, &bytes).unwrap(), 3);
+        assert_eq!(overflows(DType::I32, DType::F32, &bytes).unwrap(), 0);
+        assert_eq!(overflows(DType::F32, DType::I32, &[]).unwrap_err().kind, Kind::DType);
+        assert_eq!(overflows(DType::C64, DType::F32, &[]).unwrap_err().kind, Kind::DType);
     }
 
     #[test]

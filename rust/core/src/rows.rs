@@ -179,7 +179,7 @@ impl Rows {
         groups: Ints<'_>,
         pick: Pick<'_>,
         items: usize,
-        cast: Cast,
+        cast: Cast<'_>,
         mut out: Out<'_>,
         watch: Watch<'_>,
     ) -> Result<()> {

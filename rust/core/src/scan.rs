@@ -3,11 +3,12 @@
 //! Everything is done on bits in one pass over each row while it is in the cache: magnitudes are OR-ed (a column that is always
 //! zero stays zero), differences to the first row are OR-ed (a column that never changes stays zero), and rows are hashed.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use crate::bytes::Io;
 use crate::bytes::output::Output;
-use crate::dtype::{Cast, DType};
+use crate::dtype::{self, Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::par::gather::{Ints, Out, Pick};
 use crate::par::pool::{self, Stop, Watch};
@@ -49,7 +50,7 @@ pub struct Scan {
     pub places: [Vec<(u64, u64)>; 4],
     /// Values that are no number, and infinite ones.
     pub bad: [u64; 2],
-    /// Per column, all magnitudes OR-ed.
+    /// Per column, all magnitudes (bits without a sign that a zero may have) OR-ed: 0 for a column of zeros.
     pub magnitudes: Vec<u64>,
     /// Per column, all differences to the first row OR-ed.
     pub differences: Vec<u64>,
@@ -167,6 +168,20 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
     Ok(all)
 }
 
+/// [`dtype::overflows`] of many elements, counted by all threads.
+pub fn count_overflows(from: DType, to: DType, elements: &[u8], watch: Watch<'_>) -> Result<u64> {
+    // Also says at once which types there is no answer for.
+    dtype::overflows(from, to, &[])?;
+    let found = AtomicU64::new(0);
+    let parts: Vec<&[u8]> = elements.chunks(PART as usize).collect();
+    let count = |p: usize, _: &Stop| -> Result<()> {
+        found.fetch_add(dtype::overflows(from, to, parts[p])?, Ordering::Relaxed);
+        Ok(())
+    };
+    pool::run(parts.len(), &count, watch)?;
+    Ok(found.into_inner())
+}
+
 /// Neighbouring examples of about [`PART`] bytes together.
 fn cut(counts: &[i64], row_bytes: u64) -> Vec<std::ops::Range<usize>> {
     let mut parts = vec![];
@@ -181,7 +196,7 @@ fn cut(counts: &[i64], row_bytes: u64) -> Vec<std::ops::Range<usize>> {
     parts
 }
 
-/// How the bits of an element are read: all but the sign, and from where on they are no finite number.
+/// Elements as integers of their size.
 trait Bits: Copy + bytemuck::AnyBitPattern + Default {
     fn join(magnitudes: &mut [u64], differences: &mut [u64], mine: &Columns<Self>);
 }
@@ -210,14 +225,15 @@ macro_rules! bits {
             }
         }
 
-        /// One row. Branch-free so that it vectorises; signed, because that is what SSE2 compares.
+        /// One row. Branch-free so that it vectorises; signed, because that is what SSE2 compares. `mask` leaves out a bit
+        /// that is only a sign.
         #[inline]
-        fn $row(row: &[$t], columns: &mut Columns<$t>, infinity: $t) -> Facts {
+        fn $row(row: &[$t], columns: &mut Columns<$t>, mask: $t, infinity: $t) -> Facts {
             let head = row.first().copied().unwrap_or(0);
             let (mut any, mut varies, mut bad) = (0, 0, 0);
             let columns = columns.magnitudes.iter_mut().zip(&mut columns.differences).zip(&columns.first);
             for (x, ((magnitudes, differences), first)) in row.iter().zip(columns) {
-                let magnitude = *x & <$t>::MAX;
+                let magnitude = *x & mask;
                 any |= magnitude;
                 varies |= *x ^ head;
                 bad |= if magnitude >= infinity { -1 } else { 0 };
@@ -241,11 +257,82 @@ enum Kernel {
     Of64(Columns<i64>),
 }
 
+/// What the bits of an element mean.
+#[derive(Clone, Copy)]
+struct Meaning {
+    /// The bits that make it differ from zero: all but the sign, of types that have a zero of either sign.
+    mask: i64,
+    /// From this magnitude on it is infinite or NaN; none is where no magnitude is above it.
+    infinity: i64,
+    /// Bytes of a number; half an element of a complex type.
+    number: usize,
+    /// Of types of one byte: 1 for NaN, 2 for infinity.
+    bytes: Option<&'static [u8; 256]>,
+    /// Whether there is a zero at all.
+    zero: bool,
+}
+
+/// Which bytes of a type are NaN (1) or infinite (2).
+const fn bytes_of(nan: &[(u8, u8)], infinite: &[u8]) -> [u8; 256] {
+    let mut made = [0; 256];
+    let mut k = 0;
+    while k < nan.len() {
+        let mut x = nan[k].0 as usize;
+        while x <= nan[k].1 as usize {
+            made[x] = 1;
+            x += 1;
+        }
+        k += 1;
+    }
+    k = 0;
+    while k < infinite.len() {
+        made[infinite[k] as usize] = 2;
+        k += 1;
+    }
+    made
+}
+
+// Micikevicius et al., "FP8 Formats for Deep Learning", 2022; OCP Microscaling Formats 1.0 for E8M0; FNUZ: the negative zero
+// is the only NaN.
+static E5M2: [u8; 256] = bytes_of(&[(0x7d, 0x7f), (0xfd, 0xff)], &[0x7c, 0xfc]);
+static E4M3: [u8; 256] = bytes_of(&[(0x7f, 0x7f), (0xff, 0xff)], &[]);
+static FNUZ: [u8; 256] = bytes_of(&[(0x80, 0x80)], &[]);
+static E8M0: [u8; 256] = bytes_of(&[(0xff, 0xff)], &[]);
+
+impl Meaning {
+    fn of(dtype: DType) -> Meaning {
+        let size = dtype.size().unwrap_or(1);
+        let signed = i64::MAX >> (64 - 8 * size.min(8));
+        let number = Meaning { mask: -1, infinity: i64::MAX, number: size, bytes: None, zero: true };
+        let float = |infinity| Meaning { mask: signed, infinity, ..number };
+        match dtype {
+            DType::F16 => float(0x7c00),
+            DType::BF16 => float(0x7f80),
+            DType::F32 => float(0x7f80_0000),
+            DType::F64 => float(0x7ff0_0000_0000_0000),
+            DType::C64 => Meaning { mask: 0x7fff_ffff_7fff_ffff, infinity: 0x7f80_0000, number: 4, ..number },
+            DType::F8E5M2 => Meaning { mask: signed, bytes: Some(&E5M2), ..number },
+            DType::F8E4M3 => Meaning { mask: signed, bytes: Some(&E4M3), ..number },
+            DType::F8E4M3Fnuz | DType::F8E5M2Fnuz => Meaning { bytes: Some(&FNUZ), ..number },
+            DType::F8E8M0 => Meaning { bytes: Some(&E8M0), zero: false, ..number },
+            _ => number,
+        }
+    }
+
+    /// Values of a row that are NaN, and infinite ones.
+    fn count(&self, row: &[u8]) -> (u64, u64) {
+        if let Some(bytes) = self.bytes {
+            let of = |kind: u8| row.iter().filter(|b| bytes[usize::from(**b)] == kind).count() as u64;
+            return (of(1), of(2));
+        }
+        count_bad(row, self.number, self.infinity)
+    }
+}
+
 /// A thread's look at some rows.
 struct Look {
     kernel: Kernel,
-    /// Bits of infinity without the sign; 0 for a type that has none.
-    infinity: i64,
+    meaning: Meaning,
     row_bytes: usize,
     width: usize,
     aligned: Vec<u64>,
@@ -268,14 +355,8 @@ impl Look {
             // Wider elements (complex numbers) as their halves.
             n => Kernel::Of64(columns(first, width * n / 8)),
         };
-        let infinity = match dtype {
-            DType::F16 => 0x7c00,
-            DType::BF16 => 0x7f80,
-            DType::F32 => 0x7f80_0000,
-            DType::F64 => 0x7ff0_0000_0000_0000,
-            _ => 0,
-        };
-        Look { kernel, infinity, row_bytes: width * size, width, aligned: vec![], found: Scan::default() }
+        let meaning = Meaning::of(dtype);
+        Look { kernel, meaning, row_bytes: width * size, width, aligned: vec![], found: Scan::default() }
     }
 
     fn example(&mut self, example: u64, bytes: &[u8]) {
@@ -297,7 +378,7 @@ impl Look {
                 odd(Oddity::Constant);
             }
             if facts.bad {
-                let (nan, infinite) = count_bad(row, self.row_bytes / self.width, self.infinity);
+                let (nan, infinite) = self.meaning.count(row);
                 if nan > 0 {
                     odd(Oddity::NotANumber);
                 }
@@ -321,22 +402,21 @@ impl Look {
             place.copy_from_slice(row);
             place
         };
-        let none = self.infinity == 0;
-        match &mut self.kernel {
-            Kernel::Of8(c) => Facts { bad: false, ..row_of_8(bytemuck::cast_slice(row), c, i8::MAX) },
-            Kernel::Of16(c) => {
-                let facts = row_of_16(bytemuck::cast_slice(row), c, if none { i16::MAX } else { self.infinity as i16 });
-                Facts { bad: facts.bad && !none, ..facts }
-            }
-            Kernel::Of32(c) => {
-                let facts = row_of_32(bytemuck::cast_slice(row), c, if none { i32::MAX } else { self.infinity as i32 });
-                Facts { bad: facts.bad && !none, ..facts }
-            }
-            Kernel::Of64(c) => {
-                let facts = row_of_64(bytemuck::cast_slice(row), c, if none { i64::MAX } else { self.infinity });
-                Facts { bad: facts.bad && !none, ..facts }
-            }
-        }
+        let Meaning { mask, infinity, number, bytes, zero } = self.meaning;
+        // A type without infinities may still have the largest magnitude: nothing is bad about that.
+        let floats = infinity != i64::MAX;
+        let facts = match &mut self.kernel {
+            Kernel::Of8(c) => row_of_8(bytemuck::cast_slice(row), c, mask as i8, i8::MAX),
+            Kernel::Of16(c) => row_of_16(bytemuck::cast_slice(row), c, mask as i16, infinity.min(0x7fff) as i16),
+            Kernel::Of32(c) => row_of_32(bytemuck::cast_slice(row), c, mask as i32, infinity.min(0x7fff_ffff) as i32),
+            Kernel::Of64(c) => row_of_64(bytemuck::cast_slice(row), c, mask, infinity),
+        };
+        let bad = match bytes {
+            Some(bytes) => row.iter().fold(0, |any, b| any | bytes[usize::from(*b)]) != 0,
+            // The halves of a complex element are looked at one by one.
+            None => floats && (facts.bad || number != self.row_bytes / self.width.max(1)),
+        };
+        Facts { zero: facts.zero && zero, bad, ..facts }
     }
 
     fn done(mut self) -> Scan {
@@ -348,6 +428,10 @@ impl Look {
             Kernel::Of16(c) => Bits::join(m, d, c),
             Kernel::Of32(c) => Bits::join(m, d, c),
             Kernel::Of64(c) => Bits::join(m, d, c),
+        }
+        if !self.meaning.zero && self.found.rows > 0 {
+            // No column is zeros: one more bit that no element has.
+            m.iter_mut().for_each(|m| *m |= 1 << 8);
         }
         self.found
     }
@@ -411,6 +495,33 @@ mod tests {
         look.done()
     }
 
+    #[test]
+    fn bytes_and_complex_numbers_that_are_no_numbers_are_found() {
+        // (type, NaN among all bytes, infinite ones), as ml_dtypes counts them.
+        for (dtype, nan, infinite) in [
+            (DType::F8E5M2, 6, 2),
+            (DType::F8E4M3, 2, 0),
+            (DType::F8E4M3Fnuz, 1, 0),
+            (DType::F8E5M2Fnuz, 1, 0),
+            (DType::F8E8M0, 1, 0),
+            (DType::U8, 0, 0),
+            (DType::I8, 0, 0),
+        ] {
+            let bytes: Vec<u8> = (0..=255).collect();
+            let found = look_at(dtype, 256, &bytes);
+            assert_eq!(found.bad, [nan, infinite], "{dtype:?}");
+            assert_eq!(found.odd[..2], [u64::from(nan > 0), u64::from(infinite > 0)]);
+        }
+        let zeros = |dtype, bytes: &[u8]| look_at(dtype, 2, bytes).odd[Oddity::Zero as usize];
+        assert_eq!([0x80, 0].map(|b| zeros(DType::F8E4M3, &[b, 0])), [1, 1]);
+        assert_eq!([0x80, 0].map(|b| zeros(DType::F8E5M2Fnuz, &[b, 0])), [0, 1]);
+        assert_eq!(zeros(DType::F8E8M0, &[0, 0]), 0);
+        let complex = |values: [f32; 4]| look_at(DType::C64, 2, bytemuck::cast_slice(&values));
+        assert_eq!(complex([1.0, f32::NAN, f32::INFINITY, f32::INFINITY]).bad, [1, 2]);
+        assert_eq!(complex([-0.0, 0.0, 0.0, -0.0]).odd[Oddity::Zero as usize], 1);
+        assert_eq!(complex([-1.0, 0.0, 0.0, -0.0]).bad, [0, 0]);
+    }
+
     proptest! {
         /// Against counting in the plainest way.
         #[test]
@@ -453,6 +564,23 @@ mod tests {
             prop_assert_eq!(look_at(DType::BF16, bits.len(), &bytes).bad[1], brain);
             prop_assert_eq!(look_at(DType::I16, bits.len(), &bytes).bad, [0, 0]);
             prop_assert_eq!(look_at(DType::U8, bytes.len(), &bytes).bad, [0, 0]);
+        }
+
+        /// Against looking at each element as what it is.
+        #[test]
+        fn integers_have_no_sign_to_leave_out(bytes in prop::collection::vec(prop_oneof![Just(0u8), Just(0x80), any::<u8>()], 8..40)) {
+            let bytes = &bytes[..bytes.len() / 8 * 8];
+            for dtype in [DType::Bool, DType::U8, DType::I8, DType::U16, DType::I16, DType::U32, DType::I32, DType::U64, DType::I64] {
+                let size = dtype.size().unwrap();
+                let found = look_at(dtype, 8 / size, bytes);
+                let zeros = bytes.chunks(8).filter(|row| row.iter().all(|b| *b == 0)).count() as u64;
+                prop_assert_eq!(found.odd[Oddity::Zero as usize], zeros);
+                prop_assert_eq!(found.bad, [0, 0]);
+                for column in 0..8 / size {
+                    let dead = bytes.chunks(8).all(|row| row[column * size..][..size].iter().all(|b| *b == 0));
+                    prop_assert_eq!(found.magnitudes[column] == 0, dead);
+                }
+            }
         }
 
         #[test]

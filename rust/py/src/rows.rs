@@ -1,6 +1,7 @@
 //! The rows of a dataset, as Python sees them.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
@@ -21,7 +22,7 @@ use numpy::{
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyInt};
+use pyo3::types::{PyDict, PyInt, PyList};
 
 use crate::{buffer, detach, errors, pickle, stream, write};
 
@@ -442,7 +443,10 @@ impl Rows {
     }
 
     /// One row per (example, token); `tokens=None` means each example's last.
-    #[pyo3(signature = (group, examples, tokens, out, dtype))]
+    ///
+    /// A list given as `overflows` gets the number of finite values that became infinite, if there are any.
+    #[pyo3(signature = (group, examples, tokens, out, dtype, overflows=None))]
+    #[allow(clippy::too_many_arguments)]
     fn gather<'py>(
         &self,
         py: Python<'py>,
@@ -451,6 +455,7 @@ impl Rows {
         tokens: Option<&Bound<'py, PyAny>>,
         out: Option<&Bound<'py, PyAny>>,
         dtype: Option<&Bound<'py, PyAny>>,
+        overflows: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let mut dims: Vec<usize> = Vec::new();
         let (e, t) = match tokens {
@@ -496,11 +501,11 @@ impl Rows {
             None => Pick::Last { examples: e.ints()? },
             Some(t) => Pick::Tokens { examples: e.ints()?, tokens: t.ints()? },
         };
-        self.fill(py, Ints::One(group as i64), pick, items, &dims, out, dtype)
+        self.fill(py, Ints::One(group as i64), pick, items, &dims, out, dtype, overflows)
     }
 
     /// Every token of each example, example after example, from one group or from one per example.
-    #[pyo3(signature = (groups, examples, out, dtype))]
+    #[pyo3(signature = (groups, examples, out, dtype, overflows=None))]
     fn gather_whole<'py>(
         &self,
         py: Python<'py>,
@@ -508,6 +513,7 @@ impl Rows {
         examples: PyReadonlyArray1<'py, i64>,
         out: Option<&Bound<'py, PyAny>>,
         dtype: Option<&Bound<'py, PyAny>>,
+        overflows: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let ids = examples.as_slice()?;
         let groups = groups_of(py, groups, ids.len())?;
@@ -517,7 +523,7 @@ impl Rows {
             .try_fold(0usize, |n, &t| n.checked_add(usize::try_from(t).ok()?))
             .ok_or_else(|| errors::raise(py, &Error::new(Kind::Argument, "more rows than this machine can address")))?;
         let pick = Pick::Whole { examples: Ints::Each(ids) };
-        self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.row().width], out, dtype)
+        self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.row().width], out, dtype, overflows)
     }
 
     /// Sums over rows of a group: a dict of arrays, one element per column.
@@ -597,6 +603,7 @@ impl Rows {
         dims: &[usize],
         out: Option<&Bound<'py, PyAny>>,
         dtype: Option<&Bound<'py, PyAny>>,
+        overflows: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let stored = self.descr.bind(py);
         let (descr, to) = match dtype {
@@ -626,7 +633,12 @@ impl Rows {
             return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
         }
         let dataset = self.dataset(py)?;
+        let counter = AtomicU64::new(0);
+        let cast = cast.counting(&counter);
         detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
+        if let (Some(list), found @ 1..) = (overflows, counter.into_inner()) {
+            list.append(found)?;
+        }
         Ok(result)
     }
 

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::bytes::output::Output;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
-use actshard_core::stream::plan::{Plan, Settings, Shuffle};
+use actshard_core::stream::plan::{PIECE_BYTES, Plan, Settings, Shuffle};
 use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
 use actshard_core::stream::{items_in, stats};
@@ -16,10 +16,6 @@ use pyo3::types::{PyDict, PySlice};
 use crate::buffer::{self, Lent};
 use crate::rows::{Rows, dtype_of};
 use crate::{detach, errors};
-
-/// What a window reads in one go, at least, where examples are as long: any disk gives its full rate from here on
-/// (docs/streams.md), and the shorter pieces are the more examples a window has. It decides orders: never change it.
-const PIECE: u64 = 64 << 10;
 
 /// The tokens that are read: from which on; how many of every example, or of each; which of those, flag after flag; or the
 /// last of each.
@@ -133,7 +129,7 @@ impl Stream {
             groups,
             interleaved,
             window: window.max(1),
-            piece: PIECE / row.bytes as u64,
+            piece: PIECE_BYTES / row.bytes as u64,
         };
         let plan = Plan::new(settings, selection, &units).map_err(raise)?;
         let item = if stacked && !interleaved { vec![per_item, row.width] } else { vec![row.width] };
@@ -156,6 +152,17 @@ impl Stream {
     #[getter]
     fn window(&self) -> u64 {
         self.core.plan.settings.window
+    }
+
+    /// Picks of a unit, at least, where examples are long enough; 0 for rows longer than a piece.
+    #[getter]
+    fn piece(&self) -> u64 {
+        self.core.plan.settings.piece
+    }
+
+    /// Finite values that became infinite on the way, since this was last asked.
+    fn take_overflows(&self) -> u64 {
+        self.core.convert.take_overflows()
     }
 
     /// Examples and tokens of picks by number.

@@ -11,7 +11,7 @@ use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUnty
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::rows::{Rows, dtype_of};
+use crate::rows::{Rows, dtype_of, helper};
 use crate::{buffer, detach, errors};
 
 /// Columns of a table of pieces: source, first byte, bytes, file, offset.
@@ -102,6 +102,16 @@ pub fn cast_into(
         return Err(errors::raise(py, &Error::new(Kind::Internal, "an array that cannot be written as one block")));
     };
     detach::detached(py, |watch| cast::cast(how, src, dst, watch))
+}
+
+/// How many finite values of an array become infinite (NaN, where there is no infinity) as another type.
+#[pyfunction]
+pub fn count_overflows(py: Python<'_>, array: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let (bytes, from): (PyReadonlyArray1<'_, u8>, String) = helper(py, "elements")?.call1((array,))?.extract()?;
+    let (_, to): (Bound<'_, PyAny>, String) = helper(py, "dtype")?.call1((dtype,))?.extract()?;
+    let (from, to) = (dtype_of(py, &from)?, dtype_of(py, &to)?);
+    let bytes = bytes.as_slice()?;
+    detach::detached(py, |watch| scan::count_overflows(from, to, bytes, watch))
 }
 
 /// `Rows.scan`: a look at every value of a group.

@@ -13,7 +13,7 @@ type Part<'a> = Mutex<Option<(&'a [u8], &'a mut [u8])>>;
 const PART: usize = 1 << 18;
 
 /// Copies or converts all elements of `src` into `dst`.
-pub fn cast(how: Cast, src: &[u8], dst: &mut [u8], watch: Watch<'_>) -> Result<()> {
+pub fn cast(how: Cast<'_>, src: &[u8], dst: &mut [u8], watch: Watch<'_>) -> Result<()> {
     let (from, to) = (how.from_size, how.to_size);
     if !src.len().is_multiple_of(from) || dst.len() != src.len() / from * to {
         let detail = format!("{} bytes of {from} do not fill {} of {to}", src.len(), dst.len());

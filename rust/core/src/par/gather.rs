@@ -180,7 +180,7 @@ struct Job<'a, L: ?Sized> {
     groups: Ints<'a>,
     only: Range<u64>,
     pick: Pick<'a>,
-    cast: Cast,
+    cast: Cast<'a>,
     row_bytes: usize,
     /// Bits of an entry's key that hold the address.
     address_bits: u32,
@@ -238,7 +238,7 @@ pub fn gather<L: Layout + ?Sized>(
     source: &Source<'_, L>,
     pick: Pick<'_>,
     items: usize,
-    cast: Cast,
+    cast: Cast<'_>,
     out: Out<'_>,
     watch: Watch<'_>,
 ) -> Result<()> {
@@ -619,7 +619,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
     /// Copies what can be looked at: mapped files and memory.
     fn copy_seen(&self, files: &[Arc<OpenFile>], pieces: &[Piece], out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let bytes: Vec<&[u8]> = files.iter().map(|f| f.bytes().unwrap_or_default()).collect();
-        let casts: Vec<Cast> = files.iter().map(|f| self.cast.swapped_if(f.place().swapped)).collect();
+        let casts: Vec<Cast<'_>> = files.iter().map(|f| self.cast.swapped_if(f.place().swapped)).collect();
         let mut scout = Scout::new(files, pieces);
         for (at, block) in pieces.chunks(BLOCK).enumerate() {
             if stop.is_set() {

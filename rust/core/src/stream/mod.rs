@@ -16,4 +16,4 @@ pub mod rescale;
 pub mod select;
 pub mod stats;
 
-pub use pool::items_in;
+pub use plan::items_in;

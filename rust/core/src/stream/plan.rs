@@ -20,6 +20,22 @@ use super::select::Selection;
 use crate::error::{Error, Kind, Result};
 use crate::rows::Units;
 
+/// Bytes that a window reads in one go, at least, where examples are as long: any disk gives its full rate from here on
+/// (docs/streams.md), and the shorter pieces are the more examples a window has.
+///
+/// Decides the orders of [`Shuffle::Window`], which are a promise: never change it.
+pub const PIECE_BYTES: u64 = 64 << 10;
+
+/// Bytes that an item of a window is counted with beside its rows.
+///
+/// Decides the orders of [`Shuffle::Window`], which are a promise: never change it, whatever a pool takes.
+pub const ITEM_BYTES: u64 = 28;
+
+/// Items of a window: as many of so many bytes as `memory` holds.
+pub fn items_in(memory: u64, item_bytes: u64) -> u64 {
+    memory / item_bytes.saturating_add(ITEM_BYTES)
+}
+
 /// How rows are shuffled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shuffle {
@@ -405,6 +421,13 @@ mod tests {
 
     fn of(item: Item) -> Key {
         (item.example, item.token, item.group)
+    }
+
+    /// Users' orders depend on these numbers.
+    #[test]
+    fn windows_are_as_large_as_ever() {
+        assert_eq!((PIECE_BYTES, ITEM_BYTES), (65_536, 28));
+        assert_eq!([items_in(1 << 30, 3072), items_in(1000, 72), items_in(99, 72)], [346_368, 10, 0]);
     }
 
     proptest! {

@@ -17,11 +17,6 @@ use crate::par::gather::{Ints, Out, Pick};
 use crate::par::pool::{self, Stop, Watch};
 use crate::rows::Rows;
 
-/// Items of so many bytes that a pool can hold: a slot takes a little beside its rows.
-pub fn items_in(memory: u64, item_bytes: u64) -> u64 {
-    memory / item_bytes.saturating_add((size_of::<Kept>() + 3 * size_of::<u32>()) as u64)
-}
-
 /// Read at once, at most, while a window is filled: how long a stop waits.
 const READ: usize = 64 << 20;
 const NO_SLOT: u32 = u32::MAX;

@@ -1,8 +1,10 @@
 //! Rows that are centred and scaled while they are copied: `(row - center) * scale`, or with the result brought to a given norm.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use bytemuck::{Pod, Zeroable};
 
-use crate::dtype::{Cast, DType};
+use crate::dtype::{Cast, DType, overflowed};
 use crate::error::{Error, Kind, Result};
 
 /// What rows are multiplied by, after the centre was subtracted.
@@ -22,15 +24,18 @@ pub struct Convert {
     from: usize,
     to: usize,
     width: usize,
-    plain: Cast,
+    plain: Cast<'static>,
+    types: (DType, DType),
     change: Option<Change>,
+    /// Finite values that became infinite since this was asked for.
+    overflows: AtomicU64,
 }
 
 #[derive(Debug)]
 struct Change {
     wide: bool,
-    read: Cast,
-    write: Cast,
+    read: Cast<'static>,
+    write: Cast<'static>,
     center: Vec<f64>,
     scale: Scale,
 }
@@ -62,7 +67,9 @@ impl Convert {
         } else {
             Some(Change { wide, read: Cast::between(from, middle)?, write: Cast::between(middle, to)?, center, scale })
         };
-        Ok(Convert { from: width * plain.from_size, to: width * plain.to_size, width, plain, change })
+        let (types, overflows) = ((from, to), AtomicU64::new(0));
+        let (from, to) = (width * plain.from_size, width * plain.to_size);
+        Ok(Convert { from, to, width, plain, types, change, overflows })
     }
 
     /// Bytes of a stored row.
@@ -76,15 +83,20 @@ impl Convert {
     }
 
     /// The cast, where it is all there is to do.
-    pub fn cast(&self) -> Option<Cast> {
-        self.change.is_none().then_some(self.plain)
+    pub fn cast(&self) -> Option<Cast<'_>> {
+        self.change.is_none().then(|| self.plain.counting(&self.overflows))
+    }
+
+    /// Finite values that became infinite since the last call.
+    pub fn take_overflows(&self) -> u64 {
+        self.overflows.swap(0, Ordering::Relaxed)
     }
 
     /// Converts a row of a group.
     #[inline]
     pub fn row(&self, group: usize, src: &[u8], dst: &mut [u8], scratch: &mut Scratch) {
         let Some(change) = &self.change else {
-            return self.plain.apply(src, dst);
+            return self.plain.counting(&self.overflows).apply(src, dst);
         };
         if change.wide {
             scratch.1.resize(self.width, 0.0);
@@ -92,6 +104,10 @@ impl Convert {
         } else {
             scratch.0.resize(self.width, 0.0);
             change.apply(group, src, dst, &mut scratch.0);
+        }
+        let found = overflowed(self.types.0, src, self.types.1, dst);
+        if found > 0 {
+            self.overflows.fetch_add(found, Ordering::Relaxed);
         }
     }
 }
@@ -206,7 +222,26 @@ mod tests {
         let src = half::f16::from_f32(2.0).to_le_bytes();
         convert.row(0, &src, bytemuck::cast_slice_mut(&mut out), &mut Scratch::default());
         assert_eq!(out, [4.5]);
+        assert_eq!(convert.take_overflows(), 0);
         assert!(Convert::new(DType::I32, DType::I32, 1, 1, vec![0.5], Scale::None).is_err());
         assert!(Convert::new(DType::I32, DType::I32, 1, 1, vec![], Scale::None).is_ok());
+    }
+
+    /// Whether a cast or a factor made them infinite; what was infinite before is not counted.
+    #[test]
+    fn overflows_are_counted() {
+        let row = [1e30f32, f32::INFINITY, 1.0, -3e38];
+        for (to, scale, expected) in [
+            (DType::F16, Scale::None, 2),
+            (DType::F16, Scale::By(vec![1e-30; 4]), 1),
+            (DType::F32, Scale::By(vec![10.0; 4]), 1),
+            (DType::F32, Scale::None, 0),
+        ] {
+            let convert = Convert::new(DType::F32, to, 4, 1, vec![], scale).unwrap();
+            let mut out = vec![0; convert.to()];
+            convert.row(0, bytemuck::cast_slice(&row), &mut out, &mut Scratch::default());
+            assert_eq!(convert.take_overflows(), expected, "{to:?}");
+            assert_eq!(convert.take_overflows(), 0);
+        }
     }
 }
