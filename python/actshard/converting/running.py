@@ -16,9 +16,9 @@ from actshard.converting.planning import Asked, Loss, ask, columns_for, fitted, 
 from actshard.errors import ArgumentError, ExistsError, FormatError
 from actshard.opening import open_quietly
 from actshard.store import Store
+from actshard.writing.existing import check_same, complete_at
 from actshard.writing.sink import Sink
 from actshard.writing.target import Block, Target
-from actshard.writing.writer import check_same, complete_at
 
 _AT_ONCE = 8192
 """Examples asked for their lengths at once."""

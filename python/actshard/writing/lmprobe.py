@@ -8,8 +8,12 @@ end, so that all shards have working names until then.
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,8 +24,9 @@ from numpy.typing import NDArray
 import actshard
 from actshard import _native
 from actshard._arguments import name_of
-from actshard.errors import ArgumentError, FormatError, from_os
+from actshard.errors import ActshardWarning, ArgumentError, FormatError, from_os
 from actshard.formats.lmprobe import TOKEN_LISTS
+from actshard.writing.columns import as_text
 from actshard.writing.target import (
     FLOATS,
     LOGITS,
@@ -36,7 +41,7 @@ from actshard.writing.target import (
     positive,
     uniform,
 )
-from actshard.writing.work import make_folder, rename
+from actshard.writing.work import make_folder, rename, sync_folders
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,7 +53,15 @@ SHARD_BYTES = 1 << 30
 OWN_COLUMNS = frozenset(
     ("shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
 )
+MADE_UP = "made_up"
+"""Field of the metadata that lists columns which are not the user's: lmprobe needs a text of each example to tell them apart."""
+OWN_METADATA = ("format_version", "model", "num_prompts", "prompt_ordering", "tensors")
+"""Fields of the metadata that say what the files are."""
+_INT32 = (1 << 31) - 1
 _ROWS_AT_ONCE = 65_536
+_TOKENS_AT_ONCE = 1 << 23
+"""Tokens whose addresses are in memory at a time."""
+_WORKING = re.compile(r"\.(last|rest)-(-?\d+)-(\d+)\.part")
 _INDEX = "index/train-00000-of-00001.parquet"
 
 
@@ -63,8 +76,16 @@ class LmprobeTarget(Target):
         "revision": "its exact revision",
     }
 
+    decides: ClassVar[tuple[str, ...]] = ("dtype", "storage")
+
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
+        if taken := sorted(set(OWN_METADATA) & spec.metadata.keys()):
+            raise ArgumentError(f"metadata: lmprobe's {taken[0]!r} is what the files are; give yours another name")
+        # Room for the longest header that a shard of any size can have.
+        longest = {"dtype": "BF16", "shape": [10**15, spec.d_model], "data_offsets": [0, 10**18]}
+        texts = (json.dumps({f"hidden.layer_{la}": longest}, separators=(",", ":")) for la in spec.layers)
+        self.header = max(HEADER, -(-(max(map(len, texts)) + 8) // 64) * 64)
         self.storage = spec.options.get("storage")
         if self.storage not in (None, "pooled", "full_sequence"):
             raise ArgumentError(f'storage: expected "pooled" or "full_sequence", found {self.storage!r}')
@@ -85,6 +106,8 @@ class LmprobeTarget(Target):
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
+        if config["storage"] not in (None, "pooled", "full_sequence"):
+            raise ValueError(f"storage {config['storage']!r}")
         self.storage, self.created = config["storage"], config["created"]
 
     def take_tokens(self, found: int) -> None:
@@ -102,7 +125,94 @@ class LmprobeTarget(Target):
     @property
     def rows_per_shard(self) -> int:
         """Of shards with a row per example."""
-        return max(1, self.limit // self.row_bytes)
+        return min(max(1, self.limit // self.row_bytes), _INT32)
+
+    @property
+    def most_tokens(self) -> tuple[int, str] | None:
+        return (_INT32, "and lmprobe counts them in 32 bits")
+
+    # -- columns ---------------------------------------------------------------------------------------------------
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        is_ = pa.types
+        types = {field.name: field.type for field in schema}
+        taken = OWN_COLUMNS | ({"num_tokens"} if self.full else set())
+        if found := sorted(taken & types.keys()):
+            raise ArgumentError(f"columns: lmprobe writes {found[0]!r} itself; give yours another name")
+        if (label := types.get("label")) is not None and not _is_label(label):
+            raise ArgumentError(
+                f"label: lmprobe keeps 32-bit integers, or text; found {label}: give one of them, or call the column something else"
+            )
+        counts = types.get("num_tokens")
+        if counts is not None and not (is_.is_integer(counts) or is_.is_null(counts)):
+            raise ArgumentError(f"num_tokens: expected 32-bit integers, found {counts}")
+        text = next((name for name in TEXTS if name in types), None)
+        if text is not None and not _is_text(types[text]):
+            raise ArgumentError(f"{text}: expected texts, which lmprobe finds examples by, found {types[text]}")
+        self._check_arrays(schema)
+        try:
+            with pq.ParquetWriter(io.BytesIO(), schema):
+                pass
+        except pa.ArrowException as error:
+            raise ArgumentError(
+                f"columns: lmprobe keeps them in parquet, which cannot hold one of these: {error}"
+            ) from error
+
+    def _check_arrays(self, schema: pa.Schema) -> None:
+        """Logits and router logits have files of their own: arrays, the same for every layer."""
+        import pyarrow as pa
+
+        routers = [name for name in schema.names if _is_router(name)]
+        logits = [name for name in LOGITS if name in schema.names]
+        for name in (*logits, *routers):
+            kind = schema.field(name).type
+            value = kind.value_type if pa.types.is_fixed_size_list(kind) else None
+            if value is None or not (pa.types.is_integer(value) or pa.types.is_floating(value)):
+                raise ArgumentError(f"{name}: expected (batch, k) numbers, found {kind}")
+        if logits:
+            if len(logits) < len(LOGITS):
+                raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found one of them")
+            values, indices = (schema.field(name).type for name in LOGITS)
+            if values.list_size != indices.list_size or not pa.types.is_integer(indices.value_type):
+                raise ArgumentError(f"logits: expected as many token indices as values, found {values} and {indices}")
+        first = [(schema.field(name).type, schema.field(name).metadata) for name in routers[:1]]
+        if any((schema.field(name).type, schema.field(name).metadata) != first[0] for name in routers):
+            raise ArgumentError("router: expected as many experts of the same type in every layer")
+
+    def check_values(self, table: pa.Table, first: int) -> None:
+        import pyarrow as pa
+
+        for name in ("label", "num_tokens"):
+            if name in table.column_names and not _is_text(table.schema.field(name).type):
+                _int32(name, table[name], first)
+        for name in table.column_names:
+            if name in LOGITS or _is_router(name):
+                arrays = arrays_in(table, name)
+                if name == LOGITS[1] and arrays.size and not 0 <= arrays.min() <= arrays.max() <= _INT32:
+                    raise ArgumentError(f"{name}, from example {first}: expected 32-bit token indices")
+                if any(chunk.flatten().null_count for chunk in pa.chunked_array(table[name]).chunks):
+                    raise ArgumentError(f"{name}, from example {first}: expected numbers, found nulls")
+
+    def turned(self, schema: pa.Schema) -> dict[str, str]:
+        made = {}
+        text = next((name for name in TEXTS if name in schema.names), None)
+        for name in ("label", text):
+            if name is not None and name in schema.names:
+                kind = schema.field(name).type
+                if not (_is_label(kind) if name == "label" else _is_text(kind)):
+                    made[name] = f"{name} becomes text: lmprobe has no place for {kind}"
+        return made
+
+    def turn(self, table: pa.Table) -> pa.Table:
+        import pyarrow as pa
+
+        for name in self.turned(table.schema):
+            at = table.schema.get_field_index(name)
+            table = table.set_column(at, pa.field(name, pa.string()), as_text(table[name]))
+        return table
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -115,6 +225,19 @@ class LmprobeTarget(Target):
         if self.full and len(lengths):
             self._assign(lengths[:, 0])
         self.n = len(lengths)
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        if self.dtype is None:
+            return
+        shard, row = divmod(len(lengths), self.rows_per_shard)
+        held = {"last": [self.rows_per_shard] * shard + [row] * (row > 0), "rest": self._rest}
+        for path in (self.root / "tensors").glob(".*.part"):
+            named = _WORKING.fullmatch(path.name)
+            kind, layer, number = named.groups() if named is not None else ("", "", "")
+            if not kind or int(layer) not in self.spec.layers or int(number) >= len(held[kind]):
+                path.unlink()
+            elif path.stat().st_size > (size := self.header + held[kind][int(number)] * self.row_bytes):
+                os.truncate(path, size)
 
     def _assign(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The sequence shard of each example and its first row there; greedy, as lmprobe's writer is.
@@ -149,7 +272,7 @@ class LmprobeTarget(Target):
 
         def add(start: NDArray[np.int64], rows: NDArray[np.int64], path: list[Path], at: NDArray[np.int64]) -> None:
             number = np.array([files.setdefault(p, len(files)) for p in path], np.int64)
-            table = np.stack([np.zeros_like(start), start * size, rows * size, number, HEADER + at * size], axis=1)
+            table = np.stack([np.zeros_like(start), start * size, rows * size, number, self.header + at * size], axis=1)
             pieces.append(table[rows > 0])
 
         # An example without tokens still has a row of zeros, for its address to point to.
@@ -166,7 +289,7 @@ class LmprobeTarget(Target):
         for layer in self.spec.layers:
             for s, r in zip(last[none > 0].tolist(), row[none > 0].tolist(), strict=True):
                 path = self._working(layer, "last", s)
-                sizes[path] = max(sizes.get(path, 0), HEADER + (r + 1) * size)
+                sizes[path] = max(sizes.get(path, 0), self.header + (r + 1) * size)
         self.put([block.bytes], [(path, sizes[path]) for path in files], np.concatenate(pieces))
         self._dirty |= set(files)
         self.n += len(block)
@@ -191,7 +314,7 @@ class LmprobeTarget(Target):
             shards += [{"num_prompts": p, "num_tokens": r} for p, r in zip(counts, self._rest, strict=True)]
         else:
             shards = [{"num_prompts": c} for c in lasts]
-        wrote: list[Path] = []
+        wrote: list[str | os.PathLike[str]] = []
         for layer in self.spec.layers:
             for kind, rows, offset in (("last", lasts, 0), ("rest", self._rest, len(lasts))):
                 for i, count in enumerate(rows):
@@ -200,9 +323,11 @@ class LmprobeTarget(Target):
         tensors = {"hidden_layers": self._descriptor(shards, len(lasts))}
         columns = self._columns(examples, tokens)
         tensors |= self._beside(examples, columns)
-        _native.sync_files([*wrote, self.root / "tensors"])
+        _native.sync_files(wrote)
+        sync_folders([self.root / "tensors"])
         for stray in (self.root / "tensors").glob(".*.part"):
             stray.unlink()
+        sync_folders([self.root / "tensors"])
         self._write_index(examples, columns, tensors)
 
     def _counts(self, tokens: NDArray[np.int64]) -> list[int]:
@@ -221,7 +346,7 @@ class LmprobeTarget(Target):
         shards = per_layer * len(self.spec.layers)
         rows = int(np.maximum(tokens, 1).sum()) * len(self.spec.layers)
         self._rest, self._weight = [], 0
-        return shards, shards + 1, rows * self.row_bytes + shards * HEADER
+        return shards, shards + 1, rows * self.row_bytes + shards * self.header
 
     def _complete(self, working: Path, name: str, layer: int, rows: int) -> Path:
         """Gives a shard its header and its name."""
@@ -232,12 +357,12 @@ class LmprobeTarget(Target):
         assert self.dtype is not None
         tensor = {"dtype": name_of(self.dtype), "shape": shape, "data_offsets": [0, end]}
         text = json.dumps({f"hidden.layer_{layer}": tensor}, separators=(",", ":")).encode()
-        if len(text) > HEADER - 8:
-            raise FormatError(f"layer {layer}, {shape}: no safetensors header of {HEADER - 8} bytes tells this")
+        if len(text) > self.header - 8:
+            raise FormatError(f"layer {layer}, {shape}: no safetensors header of {self.header - 8} bytes tells this")
         try:
             with working.open("r+b") as file:
-                file.write((HEADER - 8).to_bytes(8, "little") + text.ljust(HEADER - 8))
-                file.truncate(HEADER + end)
+                file.write((self.header - 8).to_bytes(8, "little") + text.ljust(self.header - 8))
+                file.truncate(self.header + end)
         except OSError as error:
             raise from_os(error, working, "write") from error
         _native.sync_files([working])
@@ -273,18 +398,23 @@ class LmprobeTarget(Target):
         text = next((given.pop(name) for name in TEXTS if name in given), None)  # "text" itself, if it is there
         last, row = np.divmod(np.arange(n), self.rows_per_shard)
         made: dict[str, Any] = {
-            "text": pa.array([""] * n) if text is None else text.cast(pa.string()),
             "label": _label(given.pop("label", None), n),
             "num_tokens": self._num_tokens(given.pop("num_tokens", None), tokens),
             "shard_index": pa.array(last.astype(np.int32)),
             "row_offset": pa.array(row.astype(np.int32)),
         }
+        if text is not None:
+            made["text"] = text.cast(pa.string()) if _is_text(text.type) else as_text(text)
         if self.full:
             made["token_offset"] = pa.array(row)
-        if taken := sorted(OWN_COLUMNS & given.keys()):
-            raise ArgumentError(f"columns: lmprobe writes {taken[0]!r} itself; give yours another name")
+        for name in sorted(OWN_COLUMNS & given.keys()):  # of a release that looked at names only now
+            given[f"given_{name}"] = given.pop(name)
+            self._tell(f"column {name!r} is called 'given_{name}': lmprobe writes one of that name itself")
         made |= {name: given[name] for name in sorted(given)}
         return made
+
+    def _tell(self, said: str) -> None:
+        warnings.warn(f"{self.root}: {said}", ActshardWarning, stacklevel=2)
 
     def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
         """Of pooled data the prompts' own, which only the caller knows: null where nobody says, as lmprobe has it."""
@@ -292,9 +422,7 @@ class LmprobeTarget(Target):
 
         if self.full:
             if column is not None:
-                raise ArgumentError(
-                    "columns: lmprobe writes 'num_tokens' of full sequences itself; give yours another name"
-                )
+                self._tell("column 'num_tokens' is left out: lmprobe writes that of full sequences itself")
             return pa.array(tokens.astype(np.int32))
         if column is None:
             return pa.nulls(len(tokens), pa.int32())
@@ -406,11 +534,16 @@ class LmprobeTarget(Target):
             "prompt_ordering": "given",
             "tensors": tensors,
             "provenance": provenance,
-            **{k: v for k, v in meta.items() if k not in ("name", "revision")},
+            **{k: v for k, v in meta.items() if k not in ("name", "revision", MADE_UP)},
         }
+        no_text = "text" not in columns
+        if no_text:
+            info[MADE_UP] = ["text"]
         keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in info.items()}
         lists = [(name, pa.list_(pa.int64())) for name in TOKEN_LISTS] if self.full else []
         fields = [pa.field(name, column.type) for name, column in columns.items()] + [pa.field(*f) for f in lists]
+        if no_text:
+            fields.append(pa.field("text", pa.string()))
         # lmprobe's order: its own columns, then all others by name.
         core = ["text", "label", "num_tokens", "shard_index", "row_offset"]
         core += [c for c in ("shard_index_logits", "row_offset_logits", "token_offset") if c in columns]
@@ -422,11 +555,13 @@ class LmprobeTarget(Target):
         self._rest, self._weight = [], 0
         lasts = -(-len(examples) // self.rows_per_shard)
         try:
-            with pq.ParquetWriter(temporary, schema) as writer:
-                for first in range(0, len(examples), _ROWS_AT_ONCE):
-                    part = table.slice(first, _ROWS_AT_ONCE)
+            with temporary.open("wb") as file, pq.ParquetWriter(file, schema) as writer:
+                for first, last in _slices(examples.lengths[:, 0], self.full):
+                    part = table.slice(first, last - first)
+                    if no_text:
+                        part = part.append_column("text", pa.array([self._text_of(i) for i in range(first, last)]))
                     if self.full:
-                        tokens = examples.lengths[first : first + _ROWS_AT_ONCE, 0]
+                        tokens = examples.lengths[first:last, 0]
                         for (name, _), values in zip(lists, self._token_lists(tokens, first, lasts), strict=True):
                             part = part.append_column(name, values)
                     writer.write_table(part.select(schema.names).cast(schema))
@@ -434,7 +569,12 @@ class LmprobeTarget(Target):
             raise from_os(error, temporary, "write") from error
         _native.sync_files([temporary])
         rename(temporary, index)
-        _native.sync_files([index.parent, self.root])
+        sync_folders([index.parent])
+
+    def _text_of(self, example: int) -> str:
+        """What lmprobe finds an example by that has no text: the same text for all would be the same example."""
+        part = "" if self.spec.part is None else f" of part {self.spec.part[0]}"
+        return f"example {example}{part}"
 
     def _token_lists(self, tokens: NDArray[np.int64], first: int, lasts: int) -> tuple[pa.Array, pa.Array]:
         """Shard and row of every token of some examples: the last in its own shard, all before in a sequence shard."""
@@ -452,6 +592,41 @@ class LmprobeTarget(Target):
         return pa.ListArray.from_arrays(offsets, pa.array(ids)), pa.ListArray.from_arrays(offsets, pa.array(rows))
 
 
+def _slices(tokens: NDArray[np.int64], full: bool) -> list[tuple[int, int]]:
+    """Examples to write at a time: so many, or as many as have so many tokens, but one at least."""
+    made, first = [], 0
+    while first < len(tokens):
+        last = min(first + _ROWS_AT_ONCE, len(tokens))
+        if full:
+            ends = np.cumsum(tokens[first:last])
+            last = first + max(1, int(np.searchsorted(ends, _TOKENS_AT_ONCE, "right")))
+        made.append((first, last))
+        first = last
+    return made
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))
+
+
+def _is_label(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind)) or _is_text(kind)
+
+
+def _int32(name: str, column: Any, first: int) -> None:
+    """Raises ArgumentError for integers of more than 32 bits."""
+    import pyarrow as pa
+
+    try:
+        column.cast(pa.int32())
+    except pa.ArrowException as error:
+        raise ArgumentError(f"{name}, from example {first}: lmprobe keeps 32-bit integers: {error}") from error
+
+
 def _label(column: pa.ChunkedArray | None, n: int) -> Any:
     """Labels as lmprobe has them: int32 if all are integers, or none is there; text otherwise."""
     import pyarrow as pa
@@ -461,9 +636,9 @@ def _label(column: pa.ChunkedArray | None, n: int) -> Any:
     if pa.types.is_integer(column.type) or pa.types.is_boolean(column.type):
         try:
             return column.cast(pa.int32())
-        except pa.ArrowInvalid as error:
-            raise ArgumentError(f"label: lmprobe keeps 32-bit integers, or text: {error}") from error
-    return column.cast(pa.string())
+        except pa.ArrowInvalid:
+            pass  # of a release that looked at values only now: text, as lmprobe makes of labels that are no integers
+    return as_text(column)
 
 
 def _is_router(name: str) -> bool:

@@ -22,18 +22,18 @@ from numpy.typing import NDArray
 import actshard
 from actshard import _native
 from actshard.errors import ArgumentError
-from actshard.writing.target import TEXTS, Block, Examples, Spec, Target, flag, only, positive
-from actshard.writing.work import make_folder, rename, write_json
+from actshard.writing.target import TEXTS, Block, Examples, Spec, Target, check_times, flag, only, positive
+from actshard.writing.work import make_folder, rename, sync_folders, write_json
 
 if TYPE_CHECKING:
-    pass
+    import pyarrow as pa
 
 SHARD_BYTES = 100_000_000
 """Before compression; the text recommends 50 to 500 MB."""
 PREVIEW = 200
 """Characters of text_preview, as the text says."""
 SAMPLES_PER_MACHINE = 1_000_000_000
-"""Sample numbers of part i begin at i times this, unless the columns have a sample_idx or num_examples= is given."""
+"""Sample numbers of part or machine i begin at i times this: no part knows how many examples the others have."""
 _ALIGN = 64
 _NAMED = ("model_name", "model_architecture", "model_params", "dataset_name", "dataset_config", "dataset_split")
 
@@ -47,7 +47,9 @@ class PickleTarget(Target):
         "level": "gzip's level, 1 to 9 (default: 1)",
         "machine_id": "of a distributed extraction (default: the part's number)",
         "total_machines": "of a distributed extraction",
+        "samples_per_machine": f"sample numbers of machine or part i begin at i times this (default: {SAMPLES_PER_MACHINE:,})",
     }
+    unique: ClassVar[str | None] = "sample_idx"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -56,10 +58,21 @@ class PickleTarget(Target):
         if self.level > 9:
             raise ArgumentError(f"level: expected 1 to 9, found {self.level}")
         part, parts = spec.part or (0, 1)
-        self.machine = spec.options.get("machine_id", part)
-        self.machines = spec.options.get("total_machines", parts)
+        machine = spec.options.get("machine_id")
+        if machine is not None and (type(machine) is not int or not 0 <= machine < 1 << 31):
+            raise ArgumentError(f"machine_id: expected a number from 0, found {machine!r}")
+        self.machine = part if machine is None else machine
+        self.machines = positive(spec.options, "total_machines", parts) or parts
+        if "total_machines" in spec.options and self.machine >= self.machines:
+            raise ArgumentError(f"machine_id: expected 0 to {self.machines - 1}, found {self.machine}")
         self.block_bytes = spec.shard_bytes or SHARD_BYTES
-        self.base = part * (spec.num_examples or SAMPLES_PER_MACHINE)
+        self.per_machine = positive(spec.options, "samples_per_machine", SAMPLES_PER_MACHINE) or SAMPLES_PER_MACHINE
+        # The text's machine_id * samples_per_machine + local_sample_idx; parts of a machine are machines of their own.
+        self.base = (
+            part if machine is None else machine if spec.part is None else machine * parts + part
+        ) * self.per_machine
+        if self.base + self.per_machine > 1 << 63:
+            raise ArgumentError(f"samples_per_machine: {self.per_machine} makes sample numbers beyond 64 bits")
         self.created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.began = time.monotonic()
         self.shards: list[dict[str, Any]] = []
@@ -71,11 +84,32 @@ class PickleTarget(Target):
 
     def config(self) -> dict[str, Any]:
         own = {"compress": self.compress, "level": self.level, "shard_bytes": self.block_bytes}
-        return {**super().config(), **own, "machine": [self.machine, self.machines], "created": self.created}
+        machine = {"machine": [self.machine, self.machines], "base": self.base, "per_machine": self.per_machine}
+        return {**super().config(), **own, **machine, "created": self.created}
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
         self.created = config["created"]
+        if "base" not in config:
+            # Begun by release 0.1, which counted from the number of this part's own examples.
+            self.base = (self.spec.part or (0, 1))[0] * (self.spec.num_examples or SAMPLES_PER_MACHINE)
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        import pyarrow as pa
+
+        name = "sample_idx"
+        if name in schema.names and not pa.types.is_integer(schema.field(name).type):
+            raise ArgumentError(f"{name}: expected another integer for every example, found {schema.field(name).type}")
+
+    def check_values(self, table: pa.Table, first: int) -> None:
+        check_times(table, first)
+        if "sample_idx" not in table.column_names:
+            self._check_room(first + len(table))
+
+    def _check_room(self, n: int) -> None:
+        """Raises if sample numbers of so many examples are those of the next machine."""
+        if n > self.per_machine:
+            raise ArgumentError(f"samples_per_machine: expected at least {n}, found {self.per_machine}")
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
@@ -85,6 +119,7 @@ class PickleTarget(Target):
             path = self.root / shard["filename"]
             if not path.exists():
                 rename(_working(path), path)
+        sync_folders([self.root])
 
     def write(self, block: Block) -> None:
         number = len(self.shards) + len(self._new) + 1
@@ -112,7 +147,7 @@ class PickleTarget(Target):
         for path in self._new:
             rename(_working(path), path)
         if self._new:
-            _native.sync_files([self.root])
+            sync_folders([self.root])
         self.shards += self._added
         self._new, self._added = [], []
 
@@ -175,7 +210,6 @@ class PickleTarget(Target):
                 self.shards, n, config, self.created, self.machine, self.machines, time.monotonic() - self.began
             ),
         )
-        _native.sync_files([self.root])
 
 
 def shard_listing(
@@ -301,6 +335,8 @@ class Opcodes:
 
 def _safe(value: Any) -> Any:
     """What no reader has to import anything for; dates and decimals as their text."""
+    if isinstance(value, np.generic):
+        value = value.item()  # arrow's half floats are numpy's
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, decimal.Decimal) and value == int(value):

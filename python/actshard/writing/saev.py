@@ -8,9 +8,10 @@ saev's own writer leaves when examples come out even.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,10 @@ from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredErr
 from actshard.formats._json import read_json
 from actshard.formats.saev import ITEMSIZE, hashes
 from actshard.writing.target import PATCH_LABELS, Block, Examples, Spec, Target, array_of, flag, positive
-from actshard.writing.work import FOLDER, rename, write_json
+from actshard.writing.work import FOLDER, rename, sync_folders, write_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FAMILIES = ("bird-mae", "clip", "dinov2", "dinov3", "fake-clip", "pe-core", "pe-spatial", "siglip")
 """What saev's loaders accept; of all other models, its own word for a model that is none of them: fake-clip."""
@@ -39,6 +43,7 @@ class SaevTarget(Target):
         "max_tokens_per_shard": f"token vectors per shard, over all layers (default: {BUDGET:,}, or what shard_bytes= holds)",
     }
     metadata_keys = ("family", "ckpt", "data", "dataset", "pixel_agg")
+    decides: ClassVar[tuple[str, ...]] = ("dtype", "_tokens")
     ragged = False
     holds_columns = False
     names_itself = True
@@ -132,7 +137,10 @@ class SaevTarget(Target):
         }
 
     def adopt(self, config: dict[str, Any]) -> None:
-        self._tokens = config["tokens"]
+        tokens = config["tokens"]
+        if tokens is not None and (type(tokens) is not int or tokens < 1):
+            raise ValueError(f"tokens {tokens!r}")
+        self._tokens = tokens
 
     def metadata(self, n: int) -> dict[str, Any]:
         """metadata.json of n examples, its fields in the order that HASH is made of."""
@@ -213,6 +221,45 @@ class SaevTarget(Target):
         self.n = len(lengths)
         self.has_labels = states[-1]["labels"]
 
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        n = len(lengths)
+        if self._tokens is None:
+            return
+        held = {self._shard(n // self.eps): n % self.eps * self.example_bytes}
+        held[self.root / "labels.bin"] = n * (self._tokens - self.cls)
+        for path, size in held.items():
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
+        for path in self.root.glob(f"acts*{_PART}"):
+            if path.name[4:10].isdigit() and int(path.name[4:10]) > n // self.eps:
+                path.unlink()
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        import pyarrow as pa
+
+        if other := [name for name in schema.names if name != PATCH_LABELS]:
+            raise NotStoredError(f"saev holds no columns, only labels=; found {other[0]!r}")
+        for field in schema:
+            if not pa.types.is_fixed_size_list(field.type) or not pa.types.is_uint8(field.type.value_type):
+                raise ArgumentError(f"labels: expected (batch, content tokens) uint8, found {field.type}")
+
+    def check_values(self, table: pa.Table, first: int) -> None:
+        if PATCH_LABELS in table.column_names:
+            self._checked(table[PATCH_LABELS], len(table))
+
+    def _checked(self, column: Any, n: int) -> NDArray[np.uint8]:
+        """Labels, if they are as many as there are content tokens."""
+        assert self._tokens is not None
+        content = self._tokens - self.cls
+        if column.null_count:
+            raise ArgumentError("labels: expected for all examples or for none")
+        labels = array_of(column)
+        if labels.shape != (n, content) or labels.dtype != np.uint8:
+            raise ArgumentError(
+                f"labels: expected ({n}, {content}) uint8, one per content token, found {labels.shape} {labels.dtype}"
+            )
+        return np.ascontiguousarray(labels)
+
     def write(self, block: Block) -> None:
         eps, size = self.eps, self.example_bytes
         first, end = self.n, self.n + len(block)
@@ -242,15 +289,8 @@ class SaevTarget(Target):
             raise ArgumentError("labels: expected for all examples or for none")
         if not has:
             return None
-        assert self._tokens is not None
         assert block.columns is not None
-        labels = array_of(block.columns[PATCH_LABELS])
-        content = self._tokens - self.cls
-        if labels.shape != (len(block), content) or labels.dtype != np.uint8:
-            raise ArgumentError(
-                f"labels: expected ({len(block)}, {content}) uint8, one per content token, found {labels.shape} {labels.dtype}"
-            )
-        return np.ascontiguousarray(labels)
+        return self._checked(block.columns[PATCH_LABELS], len(block))
 
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
         return sorted(self._dirty), {"labels": self.has_labels}
@@ -259,6 +299,7 @@ class SaevTarget(Target):
         for path in sorted(self._dirty):
             if path.name.endswith(_PART) and int(path.name[4:10]) < self.n // self.eps:
                 rename(path, path.with_name(path.name.removesuffix(_PART)))
+        sync_folders([self.root])
         self._dirty.clear()
 
     def finish(self, examples: Examples) -> None:
@@ -267,23 +308,21 @@ class SaevTarget(Target):
         last = self._shard(len(counts) - 1)
         # A crash may have left more in it than was counted.
         size = counts[-1] * self.example_bytes
-        with last.open("r+b") as file:
-            file.truncate(size)
+        os.truncate(last, size)
         if self.protocol == "2.1":
             self.put([], [(last, self.budget_of(n) // self.per_example * self.example_bytes)], [])
         if self.has_labels:
-            with (self.root / "labels.bin").open("r+b") as file:
-                file.truncate(n * (self.per_example // len(self.spec.layers) - self.cls))
+            os.truncate(self.root / "labels.bin", n * (self.per_example // len(self.spec.layers) - self.cls))
             _native.sync_files([self.root / "labels.bin"])
         _native.sync_files([last])
         rename(last, last.with_name(last.name.removesuffix(_PART)))
         for stray in self.root.glob(f"acts*{_PART}"):
             stray.unlink()
+        sync_folders([self.root])
         name = "n_ex" if self.protocol == "2.0" else "n_examples"
         listing = [{"name": f"acts{i:06}.bin", name: count} for i, count in enumerate(counts)]
         write_json(self.root / "shards.json", listing)
         write_json(self.root / "metadata.json", self.metadata(n))
-        _native.sync_files([self.root])
 
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         n, eps = len(tokens), self.eps

@@ -6,10 +6,12 @@ The thread that makes blocks and the one that writes them meet in a queue of two
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import shutil
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _native
-from actshard.errors import ActshardError, ArgumentError, ClosedError, ExistsError, FormatError
+from actshard.errors import (
+    ActshardError,
+    ActshardWarning,
+    ArgumentError,
+    ClosedError,
+    ExistsError,
+    FormatError,
+    InternalError,
+    from_os,
+)
+from actshard.writing.columns import Columns, together
+from actshard.writing.existing import complete_at
 from actshard.writing.target import Block, Examples, Target
-from actshard.writing.work import Journal, make_folder, rename
+from actshard.writing.work import EMPTY, Journal, make_folder, rename, sync_folders, write_json
 
 COMMIT_BYTES = 1 << 30
 """Data between two commits, about: what a crash costs at most."""
@@ -44,8 +57,7 @@ class Sink:
         self._since = 0
         self.written_bytes = 0
         """Bytes of rows brought to files so far."""
-        begun = self.journal.exists()
-        if begun and not resume:
+        if self.journal.exists() and not resume:
             self.journal.read()
             raise ExistsError(
                 f"holds {self.journal.examples} examples of a dataset that is not finished: resume=True continues it, "
@@ -57,21 +69,15 @@ class Sink:
         try:
             if self.journal.exists():
                 self.journal.read()
+            else:
+                self._refuse_finished(resume)
             if self.journal.config:
-                self._agree(self.journal.config)
-                self._configured = True
-                lengths = self._lengths_so_far()
-                if len(lengths) != self.journal.examples:
-                    raise FormatError(
-                        f"expected {self.journal.examples} examples, found tables of {len(lengths)}",
-                        path=self.journal.folder,
-                    )
-                if self.journal.commits:
-                    target.restore([c["state"] for c in self.journal.commits], lengths)
+                self._continue(self.journal.config)
+            self.columns = Columns(target, self.journal.tables())
         except BaseException:
             self.journal.lock.release()
             raise
-        self.committed = self.journal.examples
+        self.committed = self._handed = self.journal.examples
         self._queue: queue.Queue[tuple[str, Block | None] | None] = queue.Queue(1)
         self._free: queue.Queue[NDArray[np.uint8] | None] = queue.Queue()
         for _ in range(2 if 3 * target.block_bytes > MEMORY else 3):
@@ -79,12 +85,55 @@ class Sink:
         self._thread = threading.Thread(target=self._work, name="actshard-writer", daemon=True)
         self._thread.start()
 
+    def _refuse_finished(self, resume: bool) -> None:
+        """Raises ExistsError if the dataset was finished between the first look and the lock."""
+        found = complete_at(self.target)
+        if found is None and resume:
+            found = self.target.alike()
+        if found is not None:
+            self.journal.remove()
+            with contextlib.suppress(OSError):
+                self.target.root.rmdir()  # saev's, which has another name now
+            raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=found)
+
+    def _continue(self, config: dict[str, Any]) -> None:
+        """Goes on after what is committed."""
+        self._agree(config)
+        self._configured = True
+        lengths = self._lengths_so_far()
+        if len(lengths) != self.journal.examples:
+            raise FormatError(
+                f"expected {self.journal.examples} examples, found tables of {len(lengths)}",
+                path=self.journal.folder,
+            )
+        if self.journal.commits:
+            try:
+                self.target.restore([c["state"] for c in self.journal.commits], lengths)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                if isinstance(error, ActshardError):
+                    raise
+                raise FormatError(
+                    f"expected a state of {self.target.format}: {error!r}", path=self.journal.path
+                ) from error
+        if not self.journal.closing:
+            self.target.forget(lengths)
+
     def _agree(self, config: dict[str, Any]) -> None:
         """What is asked for now is what was asked for then; what is left open now is as it was."""
         asked = self.target.config()
-        self.target.adopt(config)
+        try:
+            self.target.adopt(config)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ActshardError):
+                raise
+            raise FormatError(
+                f"line 1: field 'config': expected what a writer of {self.target.format} asks for: {error!r}",
+                path=self.journal.path,
+            ) from error
         for name, value in asked.items():
-            if value is not None and value != config.get(name) and name != "created":
+            # As JSON has it: the journal knows no tuples, and no keys but texts. Earlier releases did not note everything.
+            same = name not in config or _as_json(value) == _as_json(config[name])
+            if value is not None and not same and name != "created":
                 raise ArgumentError(
                     f"{name}: the unfinished dataset in {self.target.root} was begun with {config.get(name)!r}, "
                     f"found {value!r}; say the same, or begin elsewhere"
@@ -94,7 +143,7 @@ class Sink:
 
     def memory(self, rows: int) -> NDArray[Any]:
         """Memory for a block of so many rows, waiting for one to be written; it goes back with :meth:`put`."""
-        self._check()
+        self.check()
         need = rows * self.target.row_bytes
         held: NDArray[np.uint8] | None = None
         while True:
@@ -102,7 +151,7 @@ class Sink:
                 held = self._free.get(timeout=0.5)
                 break
             except queue.Empty:
-                self._check()
+                self.check()
         if held is None or held.size < need:
             held = np.empty(max(need, min(self.target.block_bytes, 4 * need)), np.uint8)
         dtype = self.target.dtype
@@ -110,16 +159,30 @@ class Sink:
         return held[:need].view(dtype).reshape(rows, self.target.spec.d_model)
 
     def put(self, block: Block) -> None:
-        """Hands a block over; its memory is not the caller's any more."""
-        self._check()
+        """Hands a block over; its memory is not the caller's any more. Its columns may be more than those of the first."""
+        self.check()
+        fitted = self.columns.fit(block.columns, self._handed, alike=False)
+        self.columns.keep(fitted)
+        self.put_fitted(Block(block.memory, block.lengths, fitted.table))
+
+    def put_fitted(self, block: Block) -> None:
+        """The same of a block whose columns are known to fit."""
+        self.check()
+        self._handed += len(block)
         self._send(("block", block))
+
+    def give_back(self, memory: NDArray[Any]) -> None:
+        """Memory that is not needed after all."""
+        while isinstance(memory.base, np.ndarray):
+            memory = memory.base
+        self._free.put(memory if memory.dtype == np.uint8 else None)
 
     def commit(self) -> int:
         """Waits until everything handed over is safe on the disk: how many examples that is."""
-        self._check()
+        self.check()
         self._send(("commit", None))
         self._queue.join()
-        self._check()
+        self.check()
         return self.committed
 
     def _send(self, what: tuple[str, Block | None]) -> None:
@@ -128,9 +191,10 @@ class Sink:
                 self._queue.put(what, timeout=0.5)
                 return
             except queue.Full:
-                self._check()
+                self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises what went wrong in the background."""
         if self._pid != os.getpid():
             raise ClosedError(
                 f"this writer belongs to process {self._pid}; create one in each process (part=)", path=self.target.root
@@ -146,34 +210,56 @@ class Sink:
         """Commits everything and completes the dataset: where it is."""
         self.commit()
         target = self.target
-        if self.committed == 0:
-            self.abort()
-            with contextlib.suppress(OSError):
-                shutil.rmtree(self.journal.folder)
-                target.root.rmdir()
-            raise ArgumentError("nothing was appended: a dataset has at least one example")
         expected = target.spec.num_examples
+        if self.committed == 0 and (target.spec.part is None or expected is not None):
+            self._forget()
+            raise ArgumentError("nothing was appended: a dataset has at least one example")
         if expected is not None and expected != self.committed:
             self.abort()
             raise ArgumentError(
                 f"num_examples: expected {expected}, {self.committed} were appended; they are kept, resume=True appends the others"
             )
+        if self.committed == 0:
+            return self._finish_empty()
         self._stop()
         self._closed = True
         try:
             if not self.journal.finished:
-                self.journal.close()
                 lengths, columns = self.read_back()
+                # From here on nothing is refused: every check was made when the examples were given.
+                self.journal.close()
                 target.finish(Examples(lengths, columns))
                 self.journal.finish()
             place = target.place()
             if place != target.root:
                 self._move(place)
+            sync_folders([place.parent])
             self.journal.remove()
-            _native.sync_files([place, place.parent])
+            sync_folders([place])
+        except OSError as error:
+            if isinstance(error, ActshardError):
+                raise
+            raise from_os(error, error.filename or target.root, "finish") from error
         finally:
             self.journal.lock.release()
         return place
+
+    def _finish_empty(self) -> Path:
+        """Finishes a part without examples: merging has to know that it is none that is missing."""
+        spec = self.target.spec
+        assert spec.part is not None
+        said = {"actshard": 1, "examples": 0, "format": self.target.format, "layers": list(spec.layers)}
+        write_json(spec.path / EMPTY, {**said, "d_model": spec.d_model, "part": list(spec.part)})
+        self._forget()
+        return spec.path
+
+    def _forget(self) -> None:
+        """Stops, and leaves no trace of a dataset without examples."""
+        self._closed = True
+        self._stop()
+        self.journal.remove()
+        with contextlib.suppress(OSError):
+            self.target.root.rmdir()
 
     def _move(self, place: Path) -> None:
         try:
@@ -211,12 +297,24 @@ class Sink:
                     if kind == "commit" or self._since >= COMMIT_BYTES:
                         self._commit()
             except BaseException as error:
-                self._error = error
+                self._error = self._told(error)
             finally:
                 self._queue.task_done()
         self._queue.task_done()
 
+    def _told(self, error: BaseException) -> BaseException:
+        """An error as one of ours."""
+        if isinstance(error, ActshardError | MemoryError) or not isinstance(error, Exception):
+            return error
+        if isinstance(error, OSError):
+            made = from_os(error, error.filename or self.target.root, "write")
+        else:
+            made = InternalError(f"{type(error).__name__}: {error}", path=self.target.root)
+        made.__cause__ = error
+        return made
+
     def _write(self, block: Block) -> None:
+        self.target.settle(block)
         self._configure()
         make_folder(self.target.root)
         self.target.write(block)
@@ -224,10 +322,7 @@ class Sink:
         self.written_bytes += size
         self._since += size
         self._waiting.append(Block(block.memory[:0], block.lengths, block.columns))
-        base = block.memory
-        while isinstance(base.base, np.ndarray):
-            base = base.base
-        self._free.put(base if base.dtype == np.uint8 else None)
+        self.give_back(block.memory)
 
     def _configure(self) -> None:
         if not self._configured:
@@ -238,7 +333,9 @@ class Sink:
         if not self._waiting:
             return
         paths, state = self.target.dirty()
-        _native.sync_files(list(paths))
+        folders = {path.parent for path in paths}
+        _native.sync_files([path for path in paths if path not in folders])
+        sync_folders(sorted(folders))
         self.target.committed()
         self.journal.commit(self.target.n, _table(self._waiting), state)
         self._waiting.clear()
@@ -250,7 +347,14 @@ class Sink:
     def _lengths_so_far(self) -> NDArray[np.int64]:
         layers = len(self.target.spec.layers)
         parts = [_lengths(table, layers) for table in self.journal.tables()]
-        return np.concatenate(parts) if parts else np.zeros((0, layers), np.int64)
+        if not parts:
+            return np.zeros((0, layers), np.int64)
+        if all(part.strides[1] == 0 or layers == 1 for part in parts):
+            # One number per example, however many layers there are.
+            return np.broadcast_to(
+                np.concatenate([part[:, 0] for part in parts])[:, None], (self.journal.examples, layers)
+            )
+        return np.concatenate(parts)
 
     def read_back(self) -> tuple[NDArray[np.int64], Any]:
         """Lengths and columns of all committed examples; columns stay on the disk until they are looked at."""
@@ -263,10 +367,15 @@ class Sink:
         if not any(t.num_columns for t in tables):
             return lengths, None
         try:
-            joined = pa.concat_tables(tables, promote_options="permissive")
+            every, mixed = together(tables)
         except pa.ArrowException as error:
-            raise ArgumentError(f"columns: types of different batches do not fit together: {error}") from error
-        return lengths, joined
+            raise FormatError(
+                f"columns of different commits do not fit together: {error}", path=self.journal.folder
+            ) from error
+        for name in mixed:
+            said = f"column {name!r} was appended with different types by an earlier release: its values are texts"
+            warnings.warn(f"{self.target.root}: {said}", ActshardWarning, stacklevel=2)
+        return lengths, every
 
 
 def _table(blocks: list[Block]) -> Any:
@@ -286,13 +395,17 @@ def _table(blocks: list[Block]) -> Any:
             for field, values in zip(block.columns.schema, block.columns.columns, strict=True):
                 known = known.append_column(field, values)
         tables.append(known)
-    try:
-        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
-    except pa.ArrowException as error:
-        raise ArgumentError(f"columns: types of different batches do not fit together: {error}") from error
+    every, _ = together(tables)
+    return every.combine_chunks()
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def _lengths(table: Any, layers: int) -> NDArray[np.int64]:
+    if _BY_LAYER not in table.column_names and _TOKENS in table.column_names and not table[_TOKENS].null_count:
+        return np.broadcast_to(table[_TOKENS].to_numpy()[:, None], (table.num_rows, layers))
     made = np.zeros((table.num_rows, layers), np.int64)
     if _TOKENS in table.column_names:
         column = table[_TOKENS]

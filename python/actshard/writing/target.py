@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -87,8 +87,9 @@ class Examples:
 class Target(ABC):
     """A dataset of one format while it is written.
 
-    Calls come in this order: :meth:`restore` if it was begun before; then :meth:`write` any number of times, and now and then
-    :meth:`dirty`, a sync of what that names, :meth:`committed`; at last :meth:`finish`. All from one thread.
+    Calls come in this order: :meth:`restore` and :meth:`forget` if it was begun before; then :meth:`settle` and :meth:`write` any
+    number of times, and now and then :meth:`dirty`, a sync of what that names and of the folders it is in, :meth:`committed`; at
+    last :meth:`finish`. All from one thread. What is checked is checked by the thread that appends, before anything is kept.
     """
 
     format: ClassVar[str]
@@ -101,6 +102,10 @@ class Target(ABC):
     ragged = True
     """Whether examples may differ in their tokens."""
     holds_columns = True
+    unique: ClassVar[str | None] = None
+    """A column of integers of which no two examples may have the same."""
+    decides: ClassVar[tuple[str, ...]] = ("dtype",)
+    """Attributes that the first examples decide where nothing was asked for."""
     names_itself = False
     """Whether the finished dataset's folder is named by the format, below the path that is asked for."""
 
@@ -151,6 +156,39 @@ class Target(ABC):
         """Tokens of every example, once it is decided; None where they may differ."""
         return None
 
+    @property
+    def most_tokens(self) -> tuple[int, str] | None:
+        """The most tokens that an example may have, where they differ, and what says so; None: any number."""
+        return None
+
+    def check_columns(self, schema: pa.Schema) -> None:  # noqa: B027 -- a format may hold any
+        """Raises for columns that the format cannot hold, by their names and types.
+
+        Called with the columns of the first examples, and again when one is new or its type was open. A conversion calls it
+        with the columns of its source, before anything is written.
+
+        Raises:
+            ArgumentError: a name that the format uses itself, or a type that it has no place for.
+            NotStoredError: the format holds no columns.
+        """
+
+    def turned(self, schema: pa.Schema) -> dict[str, str]:
+        """Columns that a conversion has to turn into another type, each with what becomes of it; :meth:`turn` does it.
+
+        What is appended is never turned: :meth:`check_columns` refuses it.
+        """
+        return {}
+
+    def turn(self, table: pa.Table) -> pa.Table:
+        """The same columns with those of :meth:`turned` as the format holds them."""
+        return table
+
+    def check_values(self, table: pa.Table, first: int) -> None:  # noqa: B027 -- a format may hold any
+        """Raises ArgumentError for values that the format cannot hold, of examples that begin with number ``first``."""
+
+    def settle(self, block: Block) -> None:  # noqa: B027 -- most formats have nothing left to decide
+        """Decides what is still open, from the first block: the journal, written next, has to know everything."""
+
     def config(self) -> dict[str, Any]:
         """What a resumed writer has to agree with; None in it is not decided yet."""
         return {
@@ -184,6 +222,9 @@ class Target(ABC):
     @abstractmethod
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         """Goes on after commits with these states and examples of these lengths."""
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:  # noqa: B027 -- some formats write whole files only
+        """Removes what files hold beyond examples of these lengths, perhaps none: it was written and never counted."""
 
     @abstractmethod
     def write(self, block: Block) -> None:
@@ -256,6 +297,36 @@ def only(dtype: np.dtype[Any], names: Sequence[str], format: str, why: str) -> N
     if name not in names:
         held = " or ".join(str(NUMPY_BY_NAME[n]) for n in names)
         raise DtypeError(f"{format} holds {held}, not {dtype}{why}; dtype='{NUMPY_BY_NAME[names[-1]]}' converts")
+
+
+def values_of(name: str, column: Any, first: int) -> list[Any]:
+    """A column as Python's values.
+
+    Raises:
+        ArgumentError: dates and times that Python does not have.
+    """
+    import pyarrow as pa
+
+    try:
+        made: list[Any] = column.to_pylist()
+    except (pa.ArrowException, ValueError, OverflowError, ImportError) as error:
+        raise ArgumentError(
+            f"columns: {name!r}, from example {first}: {column.type} values that Python cannot tell: {error}"
+        ) from error
+    return made
+
+
+def check_times(table: pa.Table, first: int) -> None:
+    """Raises ArgumentError for times that cannot be written as text or as Python's values: nanoseconds, years beyond 9999."""
+    import pyarrow as pa
+
+    for name, kind in zip(table.schema.names, table.schema.types, strict=True):
+        if _has(kind, pa.types.is_temporal):
+            values_of(name, table[name], first)
+
+
+def _has(kind: pa.DataType, wanted: Callable[[pa.DataType], bool]) -> bool:
+    return wanted(kind) or any(_has(kind.field(i).type, wanted) for i in range(kind.num_fields))
 
 
 def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> NDArray[Any]:

@@ -17,16 +17,17 @@ import errno
 import fcntl
 import json
 import os
-import shutil
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from io import BufferedWriter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actshard import _native
-from actshard.errors import ActshardError, FormatError, LockedError, from_os
+from actshard.errors import ActshardError, FileAccessError, FormatError, LockedError, from_os
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,7 +36,12 @@ FOLDER = ".actshard"
 JOURNAL = "journal.jsonl"
 PARTS = ".parts"
 """Folder of the parts of a dataset, until they are merged."""
+EMPTY = ".empty.json"
+"""What a part without examples is: a file that says so, in the part's folder."""
+MERGING = "merging.json"
+"""A merge's own file in the working folder."""
 VERSION = 1
+_TABLE = re.compile(r"examples-\d{6,12}\.arrow")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _held: dict[str, int] = {}
 """Folders locked by this process, and by which process in truth: a forked child inherits the table, not the lock."""
@@ -55,10 +61,21 @@ class Lock:
         with _held_lock:
             if _held.get(self._key) == os.getpid():
                 raise LockedError("another writer of this process is at work here", path=self.path.parent.parent)
-            try:
-                file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except OSError as error:
-                raise from_os(error, self.path, "open") from error
+            while self._file is None:
+                self._file = self._try()
+            _held[self._key] = os.getpid()
+
+    def _try(self) -> int | None:
+        """The file, locked; None if it was removed meanwhile, by a writer that had finished."""
+        try:
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            make_folder(self.path.parent)
+            return None
+        except OSError as error:
+            raise from_os(error, self.path, "open") from error
+        mine = False
+        try:
             try:
                 # A record lock: it belongs to this process alone, and no child that is forked later holds on to it.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,21 +83,38 @@ class Lock:
             except OSError as error:
                 taken = isinstance(error, BlockingIOError | PermissionError)
                 if not taken and error.errno not in _NO_LOCKS:
-                    os.close(file)
-                    raise from_os(error, self.path, "lock") from error
+                    raise
                 # A file system without locks: what the file says has to do.
                 taken = taken or self._is_alive(file)
             if taken:
                 said = self._who(file)
-                os.close(file)
                 raise LockedError(
                     f"another writer is at work here{said}; wait for it, or stop it", path=self.path.parent.parent
                 )
+            if not self._is_there(file):
+                return None
             who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(who).encode(), 0)
-            self._file = file
-            _held[self._key] = os.getpid()
+            mine = True
+        except ActshardError:
+            raise
+        except OSError as error:
+            raise from_os(error, self.path, "lock") from error
+        finally:
+            if not mine:
+                with contextlib.suppress(OSError):
+                    os.close(file)
+        return file
+
+    def _is_there(self, file: int) -> bool:
+        """Whether the path still means this file."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return False
+        held = os.fstat(file)
+        return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
     @staticmethod
     def _is_alive(file: int) -> bool:
@@ -114,7 +148,8 @@ class Lock:
             if mine:  # not a forked child's copy
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._file, 0)
-            os.close(self._file)
+            with contextlib.suppress(OSError):
+                os.close(self._file)
             self._file = None
 
 
@@ -150,11 +185,13 @@ class Journal:
         except OSError as error:
             raise from_os(error, self.path, "read") from error
         self.config, self.commits, self.closing, self.finished, self._valid = {}, [], False, False, 0
-        for number, line in enumerate(data.splitlines(keepends=True), 1):
+        lines = [line + b"\n" for line in data.split(b"\n")]
+        lines[-1] = lines[-1][:-1]
+        for number, line in enumerate(filter(None, lines), 1):
             try:
                 record = json.loads(line)
                 whole = line.endswith(b"\n") and isinstance(record, dict)
-            except ValueError:
+            except (ValueError, RecursionError):
                 whole = False
             if not whole:
                 if self._valid + len(line) < len(data):
@@ -165,13 +202,35 @@ class Journal:
             if number == 1:
                 if record.get("actshard") != VERSION:
                     raise FormatError("line 1: expected the journal of an actshard writer", path=self.path)
+                if not isinstance(record.get("config"), dict):
+                    raise FormatError("line 1: field 'config': expected what was asked for, found none", path=self.path)
                 self.config = record["config"]
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
                 self.finished = bool(record.get("finished"))
             else:
+                self._check(number, record)
                 self.commits.append(record)
             self._valid += len(line)
+
+    def _check(self, number: int, record: dict[str, Any]) -> None:
+        """Raises FormatError unless a line is a commit that can follow those before."""
+        examples, table = record.get("examples"), record.get("table")
+        for name, right, expected in (
+            (
+                "examples",
+                type(examples) is int and self.examples <= examples < 1 << 62,
+                f"a number from {self.examples}",
+            ),
+            ("state", isinstance(record.get("state"), dict), "an object"),
+            ("table", table is None or (isinstance(table, str) and _TABLE.fullmatch(table)), "examples-NNNNNN.arrow"),
+        ):
+            if not right:
+                raise FormatError(
+                    f"line {number}: field '{name}': expected {expected}, found {record.get(name)!r:.60}",
+                    path=self.path,
+                    offset=self._valid,
+                )
 
     @property
     def examples(self) -> int:
@@ -208,21 +267,30 @@ class Journal:
             if "table" in record:
                 path = self.folder / record["table"]
                 try:
-                    with pa.memory_map(str(path)) as source:
-                        yield pa.ipc.open_file(source).read_all()
-                except (pa.ArrowException, OSError) as error:
+                    # Mapped, so that columns stay on the disk until they are looked at.
+                    with path.open("rb") as file, pa.memory_map(_name_for_arrow(path, file.fileno())) as source:
+                        table = pa.ipc.open_file(source).read_all()
+                except (pa.ArrowException, OSError, ValueError) as error:
                     raise FormatError(f"expected what an earlier commit wrote: {error}", path=path) from error
+                yield table
 
     def remove(self) -> None:
-        """Removes the working folder."""
+        """Removes the working folder, which is locked: the lock goes last, so that nobody takes it before that."""
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                if path != self.lock.path:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+        with contextlib.suppress(OSError):
+            self.lock.path.unlink()
+            self.folder.rmdir()
         self.lock.release()
-        # A reader may look in at any moment: without its journal the folder means nothing any more.
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def moved(self, root: Path) -> None:
         """The dataset's folder has another name now."""
         self.folder = root / FOLDER
         self.path = self.folder / JOURNAL
+        self.lock.path = self.folder / self.lock.path.name
 
     def _append(self, record: dict[str, Any]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
@@ -246,11 +314,37 @@ def _write_table(path: Path, table: pa.Table) -> None:
     import pyarrow as pa
 
     try:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        with path.open("wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
     except OSError as error:
         raise from_os(error, path, "write") from error
     _native.sync_files([path])
+    _native.sync_files([path.parent])
+
+
+def _name_for_arrow(path: Path, file: int) -> str:
+    """A name of an open file that pyarrow takes: it knows no path that is not UTF-8."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return f"/dev/fd/{file}"
+    return str(path)
+
+
+def tidy(root: Path) -> None:
+    """Removes what is left in a finished dataset of a writer that was killed after its last step."""
+    journal = Journal(root)
+    if not journal.folder.is_dir() or (journal.folder / MERGING).exists():
+        return
+    with contextlib.suppress(ActshardError):  # somebody is at work, or the folder cannot be written
+        journal.lock.take()
+        try:
+            if journal.exists():
+                journal.read()
+            if journal.finished or not journal.exists():
+                journal.remove()
+        finally:
+            journal.lock.release()
 
 
 def unfinished(root: Path) -> Journal | None:
@@ -266,28 +360,58 @@ def unfinished(root: Path) -> Journal | None:
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Writes a JSON file under another name and renames it: it is whole or not there."""
-    write_bytes(path, json.dumps(value, indent=indent, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+    try:
+        data = json.dumps(value, indent=indent, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # lone surrogates, which only an escape can say
+        data = json.dumps(value, indent=indent).encode()
+    write_bytes(path, data)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Writes a small file under another name and renames it: it is whole or not there."""
+    with whole_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BufferedWriter]:
+    """A file to write under another name; it gets its own, on the disk too, when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
+        if isinstance(error, ActshardError):
+            raise
         raise from_os(error, path, "write") from error
+    sync_folders([path.parent])
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it."""
+    """Makes a folder and those above it; their names are on the disk when it returns."""
+    made = []
     try:
+        at = path
+        while not at.is_dir():
+            made.append(at)
+            at = at.parent
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise from_os(error, path, "make") from error
+    sync_folders(folder.parent for folder in made)
+
+
+def sync_folders(folders: Iterable[Path]) -> None:
+    """Brings the names in folders to the disk. A folder that may be written but not read cannot be synced."""
+    for folder in dict.fromkeys(folders):
+        try:
+            _native.sync_files([folder])
+        except FileAccessError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+                raise
 
 
 def rename(source: Path, target: Path) -> None:

@@ -7,8 +7,7 @@ axis; their names, which the text has no place for, are the attribute ``layers``
 
 from __future__ import annotations
 
-import decimal
-import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,20 +18,22 @@ from numpy.typing import NDArray
 
 import actshard
 from actshard import _native
-from actshard.errors import ArgumentError
-from actshard.writing.target import TEXTS, Block, Examples, Spec, Target, array_of, only, positive, uniform
-from actshard.writing.work import make_folder, write_bytes, write_json
+from actshard.errors import ArgumentError, FormatError
+from actshard.formats.zarr import ACTIVATIONS
+from actshard.writing.target import Block, Examples, Spec, Target, check_times, only, positive, uniform
+from actshard.writing.work import make_folder, sync_folders, write_json
+from actshard.writing.zarr_columns import Placed, place
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-NODE = "arrays/activations"
+NODE = ACTIVATIONS
 CHUNK_BYTES = 1 << 20
 """The middle of the text's 0.5 to 2 MB."""
 _SMALL_CHUNK = 1 << 20
 """Samples per chunk of a per-sample array: one chunk for most."""
-_LINES = {"prompt": "prompts", "response": "responses"}
-"""Text files that the text names; all other texts are in extra_metadata.jsonl."""
+OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_chunks", "layers")
+"""Attributes that say what the arrays are."""
 
 
 class ZarrTarget(Target):
@@ -50,6 +51,10 @@ class ZarrTarget(Target):
         self._chunk = positive(spec.options, "chunk_tokens", None)
         if spec.shard_bytes is not None:
             raise ArgumentError("shard_bytes: a Zarr store has chunks; chunk_tokens= decides their size")
+        if taken := sorted(set(OWN_ATTRIBUTES) & spec.metadata.keys()):
+            raise ArgumentError(
+                f"metadata: a Zarr store's {taken[0]!r} is what its arrays are; give yours another name"
+            )
         self.longest = 0
         self.created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self._dirty: set[Path] = set()
@@ -63,7 +68,10 @@ class ZarrTarget(Target):
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
-        self._chunk, self.created = config["chunk"], config["created"]
+        chunk = config["chunk"]
+        if chunk is not None and (type(chunk) is not int or chunk < 1):
+            raise ValueError(f"chunk {chunk!r}")
+        self._chunk, self.created = chunk, config["created"]
 
     def _choose_chunk(self, longest: int) -> int:
         """T_chunk: a power of two, which divides the usual T_max, of 0.5 to 1 MiB; what is shorter is one chunk."""
@@ -78,11 +86,51 @@ class ZarrTarget(Target):
         assert self._chunk is not None
         return self._chunk
 
+    @property
+    def most_tokens(self) -> tuple[int, str] | None:
+        return None if self.t_max is None else (self.t_max, f"t_max is {self.t_max}: leave it out, or make it larger")
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        if "i" in schema.names:
+            raise ArgumentError("columns: 'i' is what Zarr stores call a sample's number; give yours another name")
+
+    def check_values(self, table: pa.Table, first: int) -> None:
+        check_times(table, first)
+
+    def settle(self, block: Block) -> None:
+        self._choose_chunk(max(int(block.lengths.max(initial=0)), 0))
+
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
         self.longest = max(int(lengths.max(initial=0)), 0)
+        if self._chunk is None and states:
+            chunk = states[-1].get("chunk")
+            self._chunk = chunk if type(chunk) is int and chunk > 0 else self._found_chunk(lengths[:, 0])
+
+    def _found_chunk(self, tokens: NDArray[np.int64]) -> int | None:
+        """T_chunk as the files have it: release 0.1 did not note the length that it chose.
+
+        Raises:
+            FormatError: files of different lengths. A resumed writer of that release chose again.
+        """
+        size, found = self.row_bytes, None
+        for i in np.flatnonzero(tokens > 0).tolist():
+            for layer in range(len(self.spec.layers)):
+                path = self.root / NODE / f"{i}.{layer}.0.0"
+                held = path.stat().st_size if path.exists() else 0
+                if held == 0 or held % size or (found is not None and held != found):
+                    raise FormatError(
+                        f"expected a chunk of {found or size} bytes, found {held}: its writer was resumed by a release that chose "
+                        "another chunk length, and the store cannot be continued; begin again elsewhere",
+                        path=path,
+                    )
+                found = held
+        return None if found is None else found // size
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        self._drop_uncounted(len(lengths))
 
     def write(self, block: Block) -> None:
         tokens = uniform(block.lengths, "zarr", self.spec.layers)
@@ -113,7 +161,7 @@ class ZarrTarget(Target):
         self.longest = max(self.longest, int(tokens.max(initial=0)))
 
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
-        return [*sorted(self._dirty), *([self.root / NODE] if self._dirty else [])], {}
+        return sorted(self._dirty), {"chunk": self._chunk}
 
     def committed(self) -> None:
         self._dirty.clear()
@@ -124,18 +172,22 @@ class ZarrTarget(Target):
         tokens = examples.lengths[:, 0]
         self._drop_uncounted(len(examples))
         t_max = self.t_max or max(self.longest, 1)
+        self._choose_chunk(t_max)  # decided long ago, unless no example has a token
         assert self.dtype is not None
         shape = (len(examples), len(self.spec.layers), t_max, self.spec.d_model)
         arrays: dict[str, dict[str, Any]] = {
             NODE: array_meta(shape, (1, 1, self.chunk, self.spec.d_model), self.dtype),
         }
-        small = {"seq_len": tokens.astype(np.int32)}
-        texts: dict[str, dict[str, list[Any]]] = {}
+        self._small(
+            Placed("seq_len", (len(examples),), np.dtype(np.int32), lambda part: tokens[part].astype(np.int32)), arrays
+        )
         if examples.columns is not None:
-            place_columns(examples.columns, small, texts)
-        for name, values in small.items():
-            self._small(name, values, arrays)
-        self._texts(texts, len(examples))
+            small, texts = place(examples.columns)
+            for array in small:
+                self._small(array, arrays)
+            for lines in texts:
+                make_folder(self.root / lines.file.parent)
+                lines.write(self.root)
         attributes = {
             "schema_version": "1.0",
             "num_layers": len(self.spec.layers),
@@ -162,70 +214,28 @@ class ZarrTarget(Target):
         """Chunks of samples that a crash kept from being counted."""
         folder = self.root / NODE
         if folder.is_dir():
-            for path in folder.iterdir():
-                first = path.name.split(".", 1)[0]
-                if first.isdigit() and int(first) >= n:
-                    path.unlink()
+            with os.scandir(folder) as entries:
+                late = [e.path for e in entries if (first := e.name.split(".", 1)[0]).isdecimal() and int(first) >= n]
+            for path in late:
+                Path(path).unlink()
 
-    def _small(self, name: str, values: NDArray[Any], arrays: dict[str, dict[str, Any]]) -> None:
+    def _small(self, array: Placed, arrays: dict[str, dict[str, Any]]) -> None:
         """A per-sample array, as one chunk or a few."""
-        node = f"arrays/{name}"
-        per = max(1, min(len(values), _SMALL_CHUNK))
-        chunks = (per, *(max(1, n) for n in values.shape[1:]))
-        arrays[node] = array_meta(values.shape, chunks, values.dtype)
+        node, shape = f"arrays/{array.name}", array.shape
+        per = max(1, min(shape[0], _SMALL_CHUNK))
+        chunks = (per, *(max(1, n) for n in shape[1:]))
+        arrays[node] = array_meta(shape, chunks, array.dtype)
         make_folder(self.root / node)
-        wrote = []
-        for i, first in enumerate(range(0, len(values), per)):
-            part = np.ascontiguousarray(values[first : first + per])
-            name = ".".join([str(i)] + ["0"] * (values.ndim - 1))
+        wrote: list[str | os.PathLike[str]] = []
+        for i, first in enumerate(range(0, shape[0], per)):
+            part = np.ascontiguousarray(array.values(slice(first, first + per)), array.dtype)
+            name = ".".join([str(i)] + ["0"] * (len(shape) - 1))
             full = part.nbytes // max(1, len(part)) * per
             path = self.root / node / name
             self.put([part.reshape(-1).view(np.uint8)], [(path, full)], [(0, 0, part.nbytes, 0, 0)])
             wrote.append(path)
-        _native.sync_files([*wrote, self.root / node])
-
-    def _texts(self, texts: dict[str, dict[str, list[Any]]], n: int) -> None:
-        for file, columns in texts.items():
-            make_folder(self.root / "text")
-            lines = (
-                json.dumps(
-                    {"i": i, **{name: values[i] for name, values in columns.items()}},
-                    ensure_ascii=False,
-                    default=_as_json,
-                )
-                for i in range(n)
-            )
-            data = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
-            write_bytes(self.root / "text" / f"{file}.jsonl", data)
-
-
-def _as_json(value: Any) -> Any:
-    """Integers beyond 64 bits come through arrow as decimals; bytes and dates are their text."""
-    return int(value) if isinstance(value, decimal.Decimal) and value == int(value) else str(value)
-
-
-def place_columns(columns: pa.Table, small: dict[str, NDArray[Any]], texts: dict[str, dict[str, list[Any]]]) -> None:
-    """Columns of numbers without a gap are arrays; texts, lists and what has gaps are lines of JSON."""
-    import pyarrow as pa
-
-    own_text = next((name for name in ("prompt", *TEXTS) if name in columns.column_names), None)
-    for name in columns.column_names:
-        column = columns[name]
-        kind = column.type
-        number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
-        array = pa.types.is_fixed_size_list(kind) and not pa.types.is_nested(kind.value_type)
-        half = columns.schema.field(name).metadata is not None  # a type that arrow does not have, nor Zarr
-        if (
-            (number or (array and not half))
-            and not column.null_count
-            and name not in small
-            and name.isprintable()
-            and "/" not in name
-        ):
-            small[name] = array_of(column)
-            continue
-        told = "prompt" if name == own_text else name
-        texts.setdefault(_LINES.get(told, "extra_metadata"), {})[told] = column.to_pylist()
+        _native.sync_files(wrote)
+        sync_folders([self.root / node])
 
 
 def array_meta(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -235,7 +245,7 @@ def array_meta(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype[Any]
         "compressor": None,
         "dimension_separator": ".",
         "dtype": dtype.str,
-        "fill_value": False if dtype.kind == "b" else 0.0 if dtype.kind == "f" else 0,
+        "fill_value": {"b": False, "f": 0.0, "S": ""}.get(dtype.kind, 0),
         "filters": None,
         "order": "C",
         "shape": [int(n) for n in shape],
@@ -257,4 +267,3 @@ def write_store(root: Path, arrays: Mapping[str, Mapping[str, Any]], attributes:
     write_json(root / ".zmetadata", {"metadata": listed, "zarr_consolidated_format": 1})
     write_json(root / ".zattrs", attributes)
     write_json(root / ".zgroup", group)
-    _native.sync_files([root / "arrays", root])

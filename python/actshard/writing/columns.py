@@ -1,0 +1,333 @@
+"""The columns of a dataset while it is written: their types are decided by the first examples and hold for all that follow.
+
+What cannot be kept is refused when it is given, and not when the dataset is finished: by then there would be no way back.
+A type is still open where nothing but nulls was seen, inside lists and dicts too; a dict may get new fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import ActshardError, ArgumentError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard.writing.target import Target
+
+RESERVED = "actshard."
+"""Names of columns that the journal's tables use themselves begin with it."""
+_RUNS = 16
+"""Sorted runs of identifiers that are searched one by one; more are sorted into one."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Columns of some examples that can be kept, and what is decided once they are."""
+
+    table: pa.Table | None
+    schema: pa.Schema
+    ids: NDArray[np.int64] | None
+
+
+class Columns:
+    """What was decided about a dataset's columns; :meth:`fit` changes nothing, :meth:`keep` does."""
+
+    def __init__(self, target: Target, tables: Iterable[pa.Table]) -> None:
+        """Begins with what was committed before."""
+        import pyarrow as pa
+
+        self._target = target
+        self._schema: pa.Schema | None = None
+        self._ids: list[NDArray[np.int64]] = []
+        for table in tables:
+            own = table.drop_columns([c for c in table.column_names if c.startswith(RESERVED)])
+            self._schema = own.schema if self._schema is None else (joined(self._schema, own.schema) or self._schema)
+            if target.unique is not None and target.unique in own.column_names:
+                column = own[target.unique]
+                if pa.types.is_integer(column.type) and not column.null_count:
+                    self._ids.append(np.sort(column.to_numpy().astype(np.int64)))
+
+    def fit(self, table: pa.Table | None, first: int, *, alike: bool) -> Fitted:
+        """The columns of some examples as the dataset keeps them.
+
+        Args:
+            table: one row per example; None: nothing is known of them.
+            first: the number of the first example, for messages.
+            alike: whether the columns have to be those of the first examples, by name and kind. A conversion, which has no say
+                in what its source holds, may bring new ones and wider numbers.
+
+        Raises:
+            ArgumentError, NotStoredError: columns that the format cannot hold, or of another type than before.
+        """
+        import pyarrow as pa
+
+        if table is not None:
+            table = plain(table)
+        known = self._schema
+        schema = pa.schema([]) if table is None else table.schema
+        if known is not None and alike and set(schema.names) != set(known.names):
+            raise ArgumentError(f"columns: expected {sorted(known.names)}, as before, found {sorted(schema.names)}")
+        made = schema if known is None else joined(known, schema, wide=not alike)
+        if made is None:
+            assert known is not None
+            for field in schema:
+                if field.name in known.names and _merged_field(known.field(field.name), field, wide=not alike) is None:
+                    raise ArgumentError(
+                        f"columns: {field.name!r}: expected {known.field(field.name).type}, as before, found {field.type}; a "
+                        "column has one type: convert the values, or give them another name"
+                    )
+        assert made is not None
+        if known is None or made != known:
+            self._target.check_columns(made)
+        if table is not None:
+            table = cast(table, made, first)
+            self._target.check_values(table, first)
+        return Fitted(table, made, self._new_ids(table, first))
+
+    def keep(self, fitted: Fitted) -> None:
+        """These examples are part of the dataset now."""
+        self._schema = fitted.schema
+        if fitted.ids is not None and len(fitted.ids):
+            self._ids.append(fitted.ids)
+            if len(self._ids) > _RUNS:
+                self._ids = [np.sort(np.concatenate(self._ids))]
+
+    def _new_ids(self, table: pa.Table | None, first: int) -> NDArray[np.int64] | None:
+        """The examples' own identifiers, sorted, where a format has some; no two examples may share one."""
+        import pyarrow as pa
+
+        name = self._target.unique
+        if table is None or name is None or name not in table.column_names:
+            return None
+        column = table[name]
+        if column.null_count or not pa.types.is_integer(column.type):
+            raise ArgumentError(
+                f"{name}: expected an integer for every example, found {column.type} with nulls or others"
+            )
+        values = column.to_numpy()
+        if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
+            raise ArgumentError(f"{name}: expected 64-bit integers, found {values.max()}")
+        ids = np.sort(values.astype(np.int64))
+        again = ids[1:][ids[1:] == ids[:-1]]
+        for run in self._ids:
+            if again.size or not len(run) or not len(ids) or ids[0] > run[-1] or ids[-1] < run[0]:
+                continue
+            at = np.minimum(np.searchsorted(run, ids), len(run) - 1)
+            again = ids[run[at] == ids]
+        if again.size:
+            raise ArgumentError(f"{name}: expected another integer for every example, found {int(again[0])} twice")
+        return ids
+
+
+def plain(table: pa.Table) -> pa.Table:
+    """A table without encodings of its batches: dictionaries, runs and extensions are the values that they stand for."""
+    fields = [field.with_type(_plain_type(field.type)) for field in table.schema]
+    if all(a.type == b.type for a, b in zip(fields, table.schema, strict=True)):
+        return table
+    import pyarrow as pa
+
+    columns = [
+        column if field.type == column.type else _as_type(column, field.type)
+        for field, column in zip(fields, table.columns, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, schema=pa.schema(fields))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain_type(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_decimal(kind) and kind.scale == 0:
+        # Integers beyond 64 bits: as many digits as there may be, whatever the first have.
+        return pa.decimal128(38) if kind.precision <= 38 else pa.decimal256(76)
+    return kind
+
+
+def joined(known: pa.Schema, new: pa.Schema, *, wide: bool = True) -> pa.Schema | None:
+    """The columns of both; None where a type does not fit. ``wide``: numbers may need a wider type than the known one."""
+    import pyarrow as pa
+
+    fields = []
+    for field in known:
+        made = _merged_field(field, new.field(field.name), wide=wide) if field.name in new.names else field
+        if made is None:
+            return None
+        fields.append(made)
+    return pa.schema([*fields, *(field for field in new if field.name not in known.names)])
+
+
+def _merged_field(known: pa.Field, new: pa.Field, *, wide: bool) -> pa.Field | None:
+    import pyarrow as pa
+
+    kind = merged(known.type, new.type, wide=wide)
+    told = {k: v for k, v in (known.metadata or {}).items() if k == b"dtype"}
+    tells = {k: v for k, v in (new.metadata or {}).items() if k == b"dtype"}
+    if kind is None or (told != tells and not pa.types.is_null(new.type) and not pa.types.is_null(known.type)):
+        return None
+    return (known if not pa.types.is_null(known.type) else new).with_type(kind)
+
+
+def merged(known: pa.DataType, new: pa.DataType, *, wide: bool) -> pa.DataType | None:
+    """The type that holds both; None: there is not one."""
+    import pyarrow as pa
+
+    is_ = pa.types
+    if known.equals(new) or is_.is_null(new):
+        return known
+    if is_.is_null(known):
+        return new
+    if (is_.is_list(known) or is_.is_large_list(known)) and (is_.is_list(new) or is_.is_large_list(new)):
+        value = merged(known.value_type, new.value_type, wide=wide)
+        large = is_.is_large_list(known) or (wide and is_.is_large_list(new))
+        return None if value is None else pa.large_list(value) if large else pa.list_(value)
+    if is_.is_fixed_size_list(known) and is_.is_fixed_size_list(new):
+        value = merged(known.value_type, new.value_type, wide=wide)
+        return None if value is None or known.list_size != new.list_size else pa.list_(value, known.list_size)
+    if is_.is_struct(known) and is_.is_struct(new):
+        mine, other = pa.schema(list(known)), pa.schema(list(new))
+        if len(set(mine.names)) < len(mine.names) or len(set(other.names)) < len(other.names):
+            return None
+        both = joined(mine, other, wide=wide)
+        return None if both is None else pa.struct(list(both))
+    whole = [is_.is_integer(t) for t in (known, new)]
+    real = [is_.is_floating(t) for t in (known, new)]
+    if (whole[0] or real[0]) and (whole[1] or real[1]):
+        if wide:
+            try:
+                schemas = [pa.schema([("x", t)]) for t in (known, new)]
+                return pa.unify_schemas(schemas, promote_options="permissive").field("x").type
+            except pa.ArrowException:
+                return None
+        return known if real[0] or whole[1] else None
+    if (whole[0] or is_.is_decimal(known)) and (whole[1] or is_.is_decimal(new)):
+        if is_.is_decimal(known) and (whole[1] or new.scale == known.scale):
+            return known if whole[1] or not wide or known.bit_width >= new.bit_width else new
+        return new if wide and whole[0] and new.scale == 0 else None
+    for kinds in ((is_.is_string, is_.is_large_string), (is_.is_binary, is_.is_large_binary)):
+        if any(k(known) for k in kinds) and any(k(new) for k in kinds):
+            return known if not wide or kinds[1](known) else new
+    if is_.is_timestamp(known) and is_.is_timestamp(new):
+        return known if known.tz == new.tz else None
+    return None
+
+
+def cast(table: pa.Table, schema: pa.Schema, first: int) -> pa.Table:
+    """The same rows with all columns of a schema, in its order; columns that are not there are null.
+
+    Raises:
+        ArgumentError: a value that the column's type cannot hold as it is.
+    """
+    import pyarrow as pa
+
+    if table.schema.equals(schema):
+        return table
+    columns = []
+    for field in schema:
+        if field.name not in table.column_names:
+            columns.append(pa.nulls(table.num_rows, field.type))
+            continue
+        column = table[field.name]
+        if column.type != field.type:
+            made = None
+            try:
+                made = _as_type(column, field.type)
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                raise ArgumentError(
+                    f"columns: {field.name!r}, from example {first}: expected {field.type}, as before, found {column.type}: {error}"
+                ) from error
+            if _loses(column, made):
+                raise ArgumentError(
+                    f"columns: {field.name!r}, from example {first}: expected {field.type}, as before, found "
+                    f"values of {column.type} that it does not hold exactly"
+                )
+            column = made
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _as_type(column: Any, kind: pa.DataType) -> Any:
+    import pyarrow as pa
+
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    try:
+        return column.cast(kind, safe=not (number and pa.types.is_floating(column.type)))
+    except pa.ArrowException:
+        if not pa.types.is_nested(kind):
+            raise
+    # Dicts and lists whose insides differ: there is no cast for all of them.
+    return pa.chunked_array([pa.array(column.to_pylist(), type=kind)])
+
+
+def _loses(column: Any, made: Any) -> bool:
+    """Whether floats changed on their way to a narrower type."""
+    import pyarrow as pa
+
+    if not (pa.types.is_floating(column.type) and pa.types.is_floating(made.type)):
+        return False
+    if made.type.bit_width >= column.type.bit_width:
+        return False
+    a, b = (c.drop_null().to_numpy().astype(np.float64) for c in (column, made))
+    return not np.array_equal(a, b, equal_nan=True)
+
+
+def as_text(column: Any) -> Any:
+    """A column as texts, numbers as Python prints them: 0.0, not 0."""
+    import pyarrow as pa
+
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.cast(pa.string())
+    chunks = [
+        pa.array([None if v is None else str(v) for v in chunk.to_pylist()], pa.string())
+        for chunk in (column.chunks if isinstance(column, pa.ChunkedArray) else [column])
+    ]
+    return pa.chunked_array(chunks, pa.string())
+
+
+def together(tables: list[pa.Table]) -> tuple[pa.Table, list[str]]:
+    """Columns of all commits as one table, and names of those whose types do not fit together, which are texts then.
+
+    What is appended fits since types are decided by the first examples; a journal of an earlier release may hold anything.
+    """
+    import pyarrow as pa
+
+    schema: pa.Schema | None = None
+    mixed: dict[str, None] = {}
+    for table in tables:
+        if schema is None:
+            schema = table.schema
+            continue
+        for field in table.schema:
+            if field.name not in schema.names:
+                schema = schema.append(field)
+                continue
+            at = schema.get_field_index(field.name)
+            made = None if field.name in mixed else _merged_field(schema.field(at), field, wide=True)
+            if made is None:
+                mixed[field.name] = None
+                made = pa.field(field.name, pa.string())
+            schema = schema.set(at, made)
+    assert schema is not None
+    parts = []
+    for table in tables:
+        for name in mixed:
+            if name in table.column_names:
+                at = table.schema.get_field_index(name)
+                table = table.set_column(at, name, as_text(table[name]))  # noqa: PLW2901 -- the same table
+        try:
+            parts.append(cast(table, schema, 0))
+        except ActshardError:
+            raise
+    return pa.concat_tables(parts), list(mixed)

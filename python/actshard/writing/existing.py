@@ -1,0 +1,75 @@
+"""What is at a dataset's place already: a finished dataset, such as is asked for or another, or something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actshard.errors import ExistsError
+from actshard.formats._json import Fields, read_json
+from actshard.writing.target import Target, refuse_existing
+from actshard.writing.work import EMPTY, FOLDER, Journal, tidy
+
+
+def complete_at(target: Target) -> Path | None:
+    """The finished dataset, if that is what is there. What else is there is refused."""
+    found = _finished(target)
+    if found is not None:
+        tidy(found)
+    return found
+
+
+def _finished(target: Target) -> Path | None:
+    if target.spec.part is not None and (target.spec.path / EMPTY).is_file():
+        return target.spec.path
+    found = target.existing(None)
+    if found is not None or target.names_itself:
+        return found
+    journal = Journal(target.root)
+    if journal.exists():
+        journal.read()
+        return target.root if journal.finished else None
+    if _looks_finished(target):
+        return target.root
+    refuse_existing(target.root)
+    return None
+
+
+def _looks_finished(target: Target) -> bool:
+    """Whether a dataset of this format is in the folder."""
+    from actshard import formats
+
+    root = target.root
+    if not root.is_dir() or not any(p.name != FOLDER for p in root.iterdir()):
+        return False
+    return bool(formats.load(target.format).detect(root).matches)
+
+
+def check_same(target: Target, path: Path) -> int:
+    """How many examples a finished dataset has; ExistsError if it is none such as the target would make."""
+    from actshard.opening import open_quietly
+
+    wanted = {
+        "format": target.format,
+        "layers": list(target.spec.layers),
+        "d_model": target.spec.d_model,
+        "dtype": None if target.dtype is None else str(target.dtype),
+        "num_examples": target.spec.num_examples,
+    }
+    if target.spec.part is not None and (path / EMPTY).is_file():
+        fields = Fields(read_json(path / EMPTY), path / EMPTY)
+        found = {**fields.value, "dtype": wanted["dtype"], "num_examples": 0}
+    else:
+        store = open_quietly(path, target.format, "auto")
+        found = {
+            "format": store.format,
+            "layers": list(store.layers),
+            "d_model": store.d_model,
+            "dtype": str(store.dtype),
+            "num_examples": store.num_examples,
+        }
+    for name, value in wanted.items():
+        if value is not None and value != found.get(name):
+            raise ExistsError(f"holds another dataset: its {name} {found.get(name)}, asked for was {value}", path=path)
+    examples = found["num_examples"]
+    assert isinstance(examples, int)
+    return examples

@@ -1,0 +1,232 @@
+"""What ``append`` was given, whatever it was: activations as arrays of rows, everything else as one table."""
+
+from __future__ import annotations
+
+import decimal
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from actshard import _arguments, _native
+from actshard._arguments import name_of
+from actshard.errors import ActshardError, ArgumentError, DtypeError
+from actshard.writing.columns import RESERVED
+from actshard.writing.target import FLOATS, LOGITS, PATCH_LABELS, ROUTER, list_column
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class GivenExamples:
+    """What append() was given, whatever it was."""
+
+    def __init__(self, given: Any, lengths: ArrayLike | None, layers: int, d_model: int) -> None:
+        self.dense: NDArray[Any] | None = None
+        self.items: list[NDArray[Any]] = []
+        self.one_row = False
+        expected = f"(batch, {layers}, tokens, {d_model}), (batch, {layers}, {d_model}), or a list of ({layers}, tokens, {d_model})"
+        if isinstance(given, list | tuple):
+            self.items = [as_numpy(x) for x in given]
+            self.one_row = bool(self.items) and all(x.ndim == 2 for x in self.items)
+            self.items = [x[:, None, :] if x.ndim == 2 else x for x in self.items]
+            for i, x in enumerate(self.items):
+                if x.ndim != 3 or x.shape[0] != layers or x.shape[2] != d_model:
+                    raise ArgumentError(f"activations: expected {expected}, found {x.shape} at {i}")
+                if x.dtype != self.items[0].dtype:
+                    raise DtypeError(
+                        f"activations: expected one type, found {self.items[0].dtype} and {x.dtype} at {i}"
+                    )
+            if lengths is not None:
+                raise ArgumentError("lengths: of a list the arrays tell; lengths= is for padded batches")
+            self.tokens = np.array([x.shape[1] for x in self.items], np.int64)
+            self.dtype = self.items[0].dtype if self.items else np.dtype(np.float32)
+            return
+        dense = as_numpy(given)
+        self.one_row = dense.ndim == 3
+        dense = dense[:, :, None, :] if dense.ndim == 3 else dense
+        if dense.ndim != 4 or dense.shape[1] != layers or dense.shape[3] != d_model:
+            raise ArgumentError(f"activations: expected {expected}, found {as_numpy(given).shape}")
+        self.dense, self.dtype = dense, dense.dtype
+        self.tokens = np.full(len(dense), dense.shape[2], np.int64)
+        if lengths is not None:
+            self.tokens, shape = _arguments.index(
+                as_numpy(lengths) if not isinstance(lengths, list | tuple) else lengths, "lengths"
+            )
+            if shape != [len(dense)] or (
+                len(dense) and not 0 <= self.tokens.min() <= self.tokens.max() <= dense.shape[2]
+            ):
+                raise ArgumentError(
+                    f"lengths: expected {len(dense)} integers of 0 to {dense.shape[2]}, found {lengths!r:.80}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def copy(self, part: slice, tokens: NDArray[np.int64], out: NDArray[Any], dtype: np.dtype[Any]) -> None:
+        """Copies examples, cut or filled up with zeros to so many tokens, one after the other."""
+        if self.dense is not None and (tokens == self.dense.shape[2]).all() and (self.tokens[part] == tokens).all():
+            convert(self.dense[part], out, dtype)
+            return
+        at = 0
+        for i, want in zip(range(part.start, part.stop), tokens.tolist(), strict=True):
+            array = self.items[i] if self.dense is None else self.dense[i]
+            has = min(int(self.tokens[i]), want)
+            layers = array.shape[0]
+            place = out[at : at + layers * want].reshape(layers, want, out.shape[1])
+            if has == want:
+                convert(array[:, :has], place, dtype)
+            else:
+                place[:, has:] = 0
+                for layer in range(layers):
+                    convert(array[layer, :has], place[layer, :has], dtype)
+            at += layers * want
+
+
+def convert(source: NDArray[Any], out: NDArray[Any], dtype: np.dtype[Any]) -> None:
+    """Copies an array into C-contiguous memory of another type."""
+    contiguous = np.ascontiguousarray(source)
+    if contiguous.nbytes < 1 << 16 and contiguous.dtype == dtype:
+        out.reshape(-1)[:] = contiguous.reshape(-1)
+        return
+    raw = contiguous.reshape(-1).view(np.uint8)
+    _native.cast_into(raw, name_of(contiguous.dtype), out.reshape(-1), name_of(dtype))
+
+
+def overflows(array: NDArray[Any], dtype: np.dtype[Any]) -> int:
+    """How many finite values a type does not hold."""
+    narrow, wide = _finite(dtype), _finite(array.dtype)
+    if narrow is None or (wide is not None and wide <= narrow):
+        return 0
+    count: int = _native.count_overflows(np.ascontiguousarray(array), dtype)
+    return count
+
+
+def _finite(dtype: np.dtype[Any]) -> float | None:
+    """The largest finite value of a type of floats."""
+    import ml_dtypes
+
+    limits: Any = ml_dtypes.finfo
+    return float(limits(dtype).max) if name_of(dtype) in FLOATS else None
+
+
+def as_numpy(value: Any) -> NDArray[Any]:
+    """An array's or a tensor's numbers as numpy: bfloat16 too, from any device."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        tensor = value.detach().to("cpu")
+        if tensor.dtype == torch.bfloat16:
+            bits: NDArray[Any] = tensor.contiguous().view(torch.int16).numpy()
+            return bits.view(_arguments.NUMPY_BY_NAME["BF16"])
+        try:
+            plain: NDArray[Any] = tensor.numpy()
+        except (TypeError, RuntimeError) as error:
+            raise ArgumentError(f"expected a tensor of numbers, found {tensor.dtype}: {error}") from error
+        return plain
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ArgumentError(f"expected an array or a tensor, found {type(value).__name__}: {error}") from error
+    if array.dtype.kind not in "biuf" and array.dtype not in _arguments.NUMPY_BY_NAME.values():
+        raise ArgumentError(f"expected an array of numbers, found {array.dtype} from {type(value).__name__}")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def table_of(
+    columns: Mapping[str, Any] | pa.Table | None,
+    labels: ArrayLike | None,
+    logits: tuple[ArrayLike, ArrayLike] | None,
+    router: Mapping[int, ArrayLike] | None,
+    n: int,
+) -> pa.Table | None:
+    """Everything per example as one table."""
+    import pyarrow as pa
+
+    fields: list[pa.Field] = []
+    values: list[Any] = []
+    if columns is not None and not isinstance(columns, Mapping | pa.Table):
+        raise ArgumentError(f"columns: expected values by name, found {type(columns).__name__}")
+    if isinstance(columns, pa.Table):
+        given = list(zip(columns.schema, columns.columns, strict=True))
+    else:
+        given = [(pa.field(_name(name), pa.null()), column) for name, column in (columns or {}).items()]
+    for field, column in given:
+        if not isinstance(column, pa.Array | pa.ChunkedArray):
+            field, column = _column(field.name, column, n)  # noqa: PLW2901 -- the same column
+        else:
+            field = pa.field(_name(field.name), column.type, metadata=_element_type(field))  # noqa: PLW2901
+        if len(column) != n:
+            raise ArgumentError(f"columns: {field.name!r}: expected {n} values, one per example, found {len(column)}")
+        fields.append(field)
+        values.append(column)
+    arrays: dict[str, Any] = {}
+    if labels is not None:
+        arrays[PATCH_LABELS] = as_numpy(labels)
+        if arrays[PATCH_LABELS].dtype != np.uint8:
+            raise DtypeError(f"labels: expected uint8, found {arrays[PATCH_LABELS].dtype}")
+    if logits is not None:
+        if not isinstance(logits, tuple | list) or len(logits) != len(LOGITS):
+            raise ArgumentError("logits: expected (values, indices)")
+        arrays |= dict(zip(LOGITS, (as_numpy(a) for a in logits), strict=True))
+    if router is not None and not isinstance(router, Mapping):
+        raise ArgumentError(f"router: expected arrays by layer, found {type(router).__name__}")
+    for layer, of_layer in (router or {}).items():
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+            raise ArgumentError(f"router: expected a layer, found {layer!r}")
+        arrays[f"{ROUTER}{int(layer)}"] = as_numpy(of_layer)
+    for name, array in arrays.items():
+        if array.ndim != 2 or len(array) != n or array.shape[1] == 0:
+            raise ArgumentError(f"{name}: expected ({n}, k) numbers, found {array.shape}")
+        field, column = list_column(name, array)
+        fields.append(field)
+        values.append(column)
+    names = [field.name for field in fields]
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ArgumentError(f"columns: {twice[0]!r} is given twice")
+    return pa.Table.from_arrays(values, schema=pa.schema(fields)) if fields else None
+
+
+def _name(name: Any) -> str:
+    made = str(name)
+    try:
+        made.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(f"columns: {made!r}: expected a name of Unicode characters") from error
+    if made.startswith(RESERVED):
+        raise ArgumentError(f"columns: {made!r}: names that begin with {RESERVED!r} are used by the journal")
+    return made
+
+
+def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
+    """What :func:`list_column` notes about a type that arrow does not have; nothing else that a field says of itself is kept."""
+    said = (field.metadata or {}).get(b"dtype")
+    return None if said is None else {b"dtype": said}
+
+
+def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
+    """A column as arrow has it."""
+    import pyarrow as pa
+
+    column = given
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(column, torch.Tensor):
+        column = as_numpy(column)
+    try:
+        if hasattr(column, "__array__") and not isinstance(column, np.ndarray):
+            column = np.asarray(column)
+        if isinstance(column, np.ndarray) and column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1]:
+            return list_column(name, column)
+        if isinstance(column, np.ndarray) and column.ndim != 1:
+            column = column.tolist()
+        if isinstance(column, list | tuple) and any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in column):
+            if any(v is not None and type(v) is not int for v in column):
+                raise ArgumentError(f"columns: {name!r}: expected {n} values of one type, found integers and others")
+            column = [v if v is None else decimal.Decimal(v) for v in column]  # beyond 64 bits
+        made = pa.array(column)
+    except ActshardError:
+        raise
+    except (pa.ArrowException, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+        raise ArgumentError(f"columns: {name!r}: expected {n} values of one type: {error}") from error
+    return pa.field(name, made.type), made

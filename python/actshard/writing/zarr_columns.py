@@ -1,0 +1,162 @@
+"""Where the columns of a Zarr store go, as the published text has it.
+
+Numbers without a gap are arrays with one entry per sample; texts, lists and what has gaps are lines of JSON. ``sample_key`` is an
+array of ``S64``, or ``meta/sample_index.jsonl`` where it does not fit, and stands in every line of prompts and responses.
+"""
+
+from __future__ import annotations
+
+import decimal
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.formats.zarr import ACTIVATIONS, PROMPT, RESPONSE
+from actshard.writing.target import TEXTS, array_of
+from actshard.writing.work import whole_file
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KEY = "sample_key"
+KEY_BYTES = 64
+_LINES = {"prompt": "text/prompts.jsonl", "response": "text/responses.jsonl", KEY: "meta/sample_index.jsonl"}
+"""Text files that the text names; all other texts are in extra_metadata.jsonl."""
+_OTHERS = "text/extra_metadata.jsonl"
+_WITH_KEY = (_LINES["prompt"], _LINES["response"])
+_NARROW: dict[str, Any] = {"prompt_len": np.int32, "response_len": np.int32, "hallu_label": np.int8, "split": np.int8}
+"""Types that the text gives; values that do not fit keep theirs."""
+_TAKEN = frozenset(node.removeprefix("arrays/") for node in (ACTIVATIONS, PROMPT, RESPONSE)) | {"seq_len"}
+"""Arrays that a reader takes for rows or lengths."""
+_LONGEST_NAME = 200
+"""Bytes of a folder's name; file systems have 255."""
+_AT_ONCE = 16_384
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A per-sample array to be written, some samples at a time."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    values: Callable[[slice], NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A file with a line of JSON per sample."""
+
+    file: Path
+    columns: Mapping[str, Any]
+    n: int
+
+    def write(self, root: Path) -> None:
+        """Writes it, some samples at a time."""
+        with whole_file(root / self.file) as out:
+            for first in range(0, self.n, _AT_ONCE):
+                count = min(_AT_ONCE, self.n - first)
+                part = [column.slice(first, count).to_pylist() for column in self.columns.values()]
+                lines = (
+                    json.dumps(
+                        {"i": i, **dict(zip(self.columns, values, strict=True))}, ensure_ascii=False, default=_as_json
+                    )
+                    for i, values in enumerate(zip(*part, strict=True), first)
+                )
+                out.write("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+
+
+def place(columns: pa.Table) -> tuple[list[Placed], list[Lines]]:
+    """Arrays and lines of these columns."""
+    own_text = next((name for name in ("prompt", *TEXTS) if name in columns.column_names), None)
+    arrays: list[Placed] = []
+    texts: dict[str, dict[str, Any]] = {}
+    for field, column in zip(columns.schema, columns.columns, strict=True):
+        found = _key(column) if field.name == KEY else _number(field, column)
+        if found is not None:
+            arrays.append(found)
+            continue
+        told = "prompt" if field.name == own_text else field.name
+        texts.setdefault(_LINES.get(told, _OTHERS), {})[told] = column
+    if KEY in columns.column_names:
+        for file in _WITH_KEY:
+            if file in texts:
+                texts[file] = {KEY: columns[KEY], **texts[file]}
+    return arrays, [Lines(Path(file), of_file, len(columns)) for file, of_file in texts.items()]
+
+
+def _key(column: pa.ChunkedArray) -> Placed | None:
+    """Keys as bytes of a fixed length, if each comes back from them as it is."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = column.type
+    texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    if column.null_count or not (texts or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        return None
+    held = column.cast(pa.large_binary())
+    if not len(held) or pc.max(pc.binary_length(held)).as_py() > KEY_BYTES:
+        return None
+    if texts and not pc.all(pc.string_is_ascii(column)).as_py():
+        return None
+    for chunk in held.chunks:
+        data = chunk.buffers()[2]
+        # numpy's fixed-length bytes have no zero byte at their end.
+        if data is not None and b"\0" in data.to_pybytes():
+            return None
+
+    def values(part: slice) -> NDArray[Any]:
+        return np.array(held[part].to_pylist(), f"S{KEY_BYTES}")
+
+    return Placed(KEY, (len(held),), np.dtype(f"S{KEY_BYTES}"), values)
+
+
+def _number(field: pa.Field, column: pa.ChunkedArray) -> Placed | None:
+    """An array of numbers, if that is what a column is."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    name, kind = field.name, field.type
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    array = pa.types.is_fixed_size_list(kind) and (
+        pa.types.is_integer(kind.value_type)
+        or pa.types.is_floating(kind.value_type)
+        or pa.types.is_boolean(kind.value_type)
+    )
+    half = field.metadata is not None  # a type that arrow does not have, nor Zarr
+    if not (number or (array and not half)) or column.null_count or name in _TAKEN or not _names_a_folder(name):
+        return None
+    if array and any(chunk.flatten().null_count for chunk in column.chunks):
+        return None
+    first = array_of(column[:1])
+    shape, dtype = (len(column), *first.shape[1:]), first.dtype
+    narrow = _NARROW.get(name)
+    if narrow is not None and pa.types.is_integer(kind) and len(column):
+        ends, limits = pc.min_max(column).as_py(), np.iinfo(np.dtype(narrow))
+        if limits.min <= ends["min"] <= ends["max"] <= limits.max:
+            dtype = np.dtype(narrow)
+    return Placed(name, shape, dtype, lambda part: array_of(column[part]).astype(dtype, copy=False))
+
+
+def _names_a_folder(name: str) -> bool:
+    return (
+        bool(name)
+        and name.isprintable()
+        and "/" not in name
+        and not name.startswith(".")
+        and len(name.encode()) <= _LONGEST_NAME
+    )
+
+
+def _as_json(value: Any) -> Any:
+    """Integers beyond 64 bits come through arrow as decimals, half floats as numpy's; bytes and dates are their text."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return int(value) if isinstance(value, decimal.Decimal) and value == int(value) else str(value)
