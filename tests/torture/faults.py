@@ -29,8 +29,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import actshard
 from tests.torture import jobs
+
+import actshard
 
 STRACE = shutil.which("strace")
 FULL = ("ENOSPC", "EIO", "EDQUOT", "EINTR")

@@ -24,7 +24,7 @@ from actshard import tokens
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
 LAYERS, WIDTH, N = [1, 4], 8, 11
 VERBS = ("create", "convert", "merge")
-JOBS = tuple(f"{verb}-{format}" for verb in VERBS for format in FORMATS) + ("tokenize-consolidated", "tokenize-sharded")
+JOBS = (*(f"{verb}-{format}" for verb in VERBS for format in FORMATS), "tokenize-consolidated", "tokenize-sharded")
 GOLDEN = Path(__file__).parents[1] / "golden"
 Tell = Callable[[int], None]
 
@@ -110,7 +110,7 @@ def prepare(job: str, folder: Path) -> None:
 
 def result(job: str, folder: Path) -> Path | None:
     """Where the result is, if it opens as a finished one."""
-    verb, what = job.split("-")
+    verb, _ = job.split("-")
     path = folder / "d"
     if verb == "tokenize":
         try:

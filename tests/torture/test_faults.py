@@ -11,7 +11,6 @@ import random
 from pathlib import Path
 
 import pytest
-
 from tests.torture import durability, faults, jobs
 from tests.torture.budget import TORTURE, runs
 
