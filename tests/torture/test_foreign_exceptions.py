@@ -1,0 +1,46 @@
+"""Whatever a public function is called with, only an ActshardError or a TypeError comes out."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.torture import calls
+from tests.torture.budget import TORTURE, runs
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("calls")
+    calls.prepare(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    """A call that wants to hold what an argument merely claims gets a MemoryError, not the whole machine."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("call", calls.CALLS, ids=lambda c: c.name)
+def test_only_our_exceptions_come_out(root: Path, call: calls.Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(root)
+
+    @settings(
+        max_examples=runs(25, 5_000), deadline=None, derandomize=not TORTURE, suppress_health_check=list(HealthCheck)
+    )
+    @given(st.data())
+    def generated(data: st.DataObject) -> None:
+        function = call.make(root)
+        drawn = data.draw(calls.arguments(call, function))
+        calls.attempt(call, function, drawn, root)
+
+    generated()
