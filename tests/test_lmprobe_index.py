@@ -613,3 +613,87 @@ def test_index_that_is_a_broken_link_is_missing(lmprobe_copy: Copy) -> None:
     (path / PART).symlink_to("nowhere")
     with refuses(actshard.MissingFileError, path / PART):
         actshard.open(path)
+
+
+def test_texts_that_repeat_are_not_expanded(lmprobe_copy: Copy) -> None:
+    """A few kB of parquet can hold the same long text thousands of times: it is read once, and heads and blocks are small."""
+    path = lmprobe_copy("pooled_f32")
+    (part,) = (path / "index").glob("*.parquet")
+    table = pq.read_table(part)
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * len(table), pa.int32()), pa.array(["x" * (32 << 20)]))
+    coded = table.set_column(0, "text", text).replace_schema_metadata(None)
+    with pq.ParquetWriter(part, coded.schema, compression="zstd", store_schema=False) as writer:
+        writer.write_table(coded)
+        writer.add_key_value_metadata(table.schema.metadata)
+    assert part.stat().st_size < 100_000
+    del coded, table, text
+    store = actshard.open(path)
+    found = store.read_columns(["text"])
+    assert found["text"].nbytes < 64 << 20
+    assert len(found["text"][27].as_py()) == 32 << 20
+    assert store.contents.head_columns is not None
+    assert store.contents.head_columns(["text"], 3).num_rows == 3
+    assert actshard.verify(path).codes() == {"duplicate-text"}
+
+
+def test_the_head_is_the_beginning_of_the_table(lmprobe_copy: Copy) -> None:
+    for variant in ("pooled_f32", "fullseq_logits_router"):
+        store = actshard.open(lmprobe_copy(variant))
+        assert store.contents.head_columns is not None
+        assert store.contents.column_batches is not None
+        names = list(store.contents.column_names)
+        whole = store.read_columns(names)
+        for n in (1, 3, len(store)):
+            assert store.contents.head_columns(names, n).equals(whole.slice(0, n))
+        assert pa.concat_tables(store.contents.column_batches(names)).equals(whole)
+        with refuses(actshard.NotStoredError, store.path, "no column 'x'"):
+            store.contents.head_columns(["x"], 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["num_tokens", "shard_index", "row_offset", "token_shard_ids", "shard_index_logits", "text", "label"]
+)
+def test_a_column_that_is_there_twice_is_found_by_verify(lmprobe_copy: Copy, name: str) -> None:
+    def twice(table: Any, meta: dict[str, Any]) -> Any:
+        return table.append_column(name, table[name])
+
+    path = lmprobe_copy("fullseq_logits_router", change=twice)
+    found = [f for f in actshard.verify(path).findings if f.severity == "error"]
+    assert any("column" in (f.place or "") + f.found and "twice" in f.found and f.code == "format" for f in found), (
+        found
+    )
+    if name in ("shard_index", "row_offset", "token_shard_ids"):
+        with pytest.raises(actshard.FormatError, match=f"column '{name}' is there twice"):
+            actshard.open(path)
+        return
+    with pytest.warns(actshard.ActshardWarning, match=f"column '{name}' is there twice"):
+        store = actshard.open(path)
+    with pytest.raises(actshard.FormatError, match=f"column '{name}' is there twice"):
+        store.read_columns([name])
+
+
+def test_token_counts_of_another_type_are_a_finding(lmprobe_copy: Copy) -> None:
+    def structs(table: Any, meta: dict[str, Any]) -> Any:
+        at = table.column_names.index("num_tokens")
+        return table.set_column(at, "num_tokens", pa.array([{"n": 1}] * len(table)))
+
+    assert "column-type" in actshard.verify(lmprobe_copy("fullseq_f32", change=structs)).codes()
+
+
+def test_prompts_that_share_a_text_are_found_by_verify(lmprobe_copy: Copy) -> None:
+    """lmprobe finds rows by text: it reads the last one's for all."""
+
+    def texts(make: Callable[[int], Any]) -> Any:
+        return lambda table, meta: table.set_column(
+            0, "text", pa.array([make(i) for i in range(len(table))], pa.string())
+        )
+
+    for k, (make, place) in enumerate(
+        [(lambda i: "", "27 prompts"), (lambda i: f"{max(i, 3)}", "3 prompts"), (lambda i: None, "27 prompts")]
+    ):
+        path = lmprobe_copy("pooled_f32", change=texts(make))
+        (finding,) = actshard.verify(path).findings
+        assert (finding.code, finding.severity) == ("duplicate-text", "warning")
+        assert finding.found.startswith(place), k
+        shutil.rmtree(path)
+    assert actshard.verify(lmprobe_copy("pooled_f32")).findings == []

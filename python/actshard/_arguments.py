@@ -149,11 +149,11 @@ def size(value: int | str, what: str) -> int:
     words = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if words is not None:
         unit = next((n for name, n in _UNITS.items() if name.lower() == words[2].lower()), None)
-        found = None if unit is None else int(float(words[1]) * unit)
+        found = None if unit is None or len(words[1]) > 30 else int(float(words[1]) * unit)
     else:
         found = int(value) if isinstance(value, int | np.integer) and not isinstance(value, bool) else None
     if found is None or not 0 <= found < 1 << 62:
-        raise ArgumentError(f'{what}: expected a number of bytes or a size such as "512MiB", found {value!r}')
+        raise ArgumentError(f'{what}: expected a number of bytes or a size such as "512MiB", found {value!r:.80}')
     return found
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -121,10 +123,12 @@ class UnknownFormatError(FormatError):
 
     Attributes:
         candidates: ``(path, format)`` of datasets found below the path.
+        ambiguous: whether several formats recognise the path itself.
     """
 
     kind = "unknown_format"
     candidates: tuple[tuple[Path, str], ...] = ()
+    ambiguous: bool = False
 
 
 class UnsupportedError(ActshardError, NotImplementedError):
@@ -185,6 +189,12 @@ class DiskFullError(ActshardError, OSError):
     """The disk is full, or this user's share of it. What was committed before stays, and can be continued."""
 
     kind = "disk_full"
+
+
+class NoMemoryError(ActshardError, MemoryError):
+    """The system has not enough memory for what a dataset or an argument asks for."""
+
+    kind = "no_memory"
 
 
 class ExistsError(ActshardError, FileExistsError):
@@ -262,7 +272,33 @@ def from_native(
     return error
 
 
-def from_os(error: OSError, path: str | os.PathLike[str], doing: str) -> ActshardError:
+@contextmanager
+def boundary(path: Any, doing: str) -> Iterator[None]:
+    """Turns what the system, or Python itself, raises inside the block into an ActshardError with a path.
+
+    Args:
+        path: what the block works on; named where the error names no file. Anything that is no path is not named.
+        doing: a verb, for messages.
+    """
+    try:
+        yield
+    except (ActshardError, BrokenPipeError):  # a closed pipe is an output of the caller, never a file of a dataset
+        raise
+    except OSError as error:
+        named = error.filename if isinstance(error.filename, str | bytes) and error.filename else path
+        raise from_os(error, _as_path(named), doing) from error
+    except MemoryError as error:
+        said = " ".join(str(error).split())[:200] or "out of memory"
+        raise NoMemoryError(f"cannot {doing}: {said}", path=_as_path(path)) from error
+    except RecursionError as error:
+        raise FormatError(f"cannot {doing}: it is nested too deep", path=_as_path(path)) from error
+
+
+def _as_path(value: Any) -> Path | None:
+    return Path(os.fsdecode(value)) if isinstance(value, str | bytes | os.PathLike) else None
+
+
+def from_os(error: OSError, path: str | os.PathLike[str] | None, doing: str) -> ActshardError:
     """The exception for what the system said about ``path``; ``doing`` is a verb."""
     made: ActshardError
     if isinstance(error, FileNotFoundError):
@@ -271,9 +307,11 @@ def from_os(error: OSError, path: str | os.PathLike[str], doing: str) -> Actshar
         made = NotAFileError("expected a regular file, found a folder", path=path)
     elif error.errno in (errno.ENOSPC, errno.EDQUOT):
         made = DiskFullError(f"cannot {doing}: the disk is full ({error.strerror})", path=path)
+    elif error.errno == errno.ENOMEM:
+        made = NoMemoryError(f"cannot {doing}: {error.strerror}", path=path)
     else:
         made = FileAccessError(f"cannot {doing}: {error.strerror or error}", path=path)
     if isinstance(made, OSError):
         made.errno = error.errno
-        made.filename = os.fspath(path)
+        made.filename = None if path is None else os.fspath(path)
     return made

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 
 from actshard import _arguments, _native
-from actshard.errors import ArgumentError, ExistsError, FormatError, MissingFileError, UnfinishedError, from_os
+from actshard.errors import (
+    ArgumentError,
+    ExistsError,
+    FormatError,
+    MissingFileError,
+    UnfinishedError,
+    boundary,
+    from_os,
+)
 from actshard.formats._contents import Options
 from actshard.formats._json import Fields, read_json
 from actshard.formats.lmprobe import TOKEN_LISTS, Dataset
@@ -101,6 +109,11 @@ def merge(
         ArgumentError: ``physical`` for another format, or stores with different chunks.
     """
     root = _arguments.local_path(path)
+    with boundary(root, "merge"):
+        return _merged(root, parts, physical)
+
+
+def _merged(root: Path, parts: Sequence[str | os.PathLike[str]] | None, physical: bool) -> Path:
     marker = root / FOLDER / _MARKER
     if not marker.exists():
         if parts is None and not (root / PARTS).is_dir():

@@ -15,6 +15,7 @@ from actshard.errors import (
     MissingFileError,
     UnfinishedError,
     UnknownFormatError,
+    boundary,
     from_os,
 )
 from actshard.formats._contents import Contents, Evidence, Options
@@ -27,6 +28,10 @@ _STANDS_FOR = 3
 """How far below a path its only dataset may lie to be opened by it: ``saev/shards/<HASH>``."""
 _LOOK_AT_MOST = 2_000
 """Folders looked into at most, so that a mistyped "/" answers at once."""
+LEDGER = "shard_ledger.json"
+"""The file that makes a folder a token cache."""
+TOKENS = "levanter"
+"""The format's name of token caches."""
 
 
 def open(
@@ -79,14 +84,25 @@ def open_quietly(
     """Opens without warnings: workers reopen what their parent has been warned of."""
     if io not in ("auto", "mmap", "pread"):
         raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
-    together = [_resolve(p) for p in path] if isinstance(path, list | tuple) else None
+    with boundary(path, "open"):
+        return _opened(path, format, io, decoded_memory, checksums)
+
+
+def _opened(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    format: str | None,
+    io: str,
+    decoded_memory: int | str,
+    checksums: bool,
+) -> Store:
+    together = [existing(p) for p in path] if isinstance(path, list | tuple) else None
     if together is not None:
         root = _common(together)
         name = format if format is not None else detect(together[0])
     else:
-        # Lists and tuples were taken above; no other sequence is a path, which _resolve says.
-        root = _resolve(path)  # type: ignore[arg-type]
-        _check_finished(root)
+        # Lists and tuples were taken above; no other sequence is a path, which existing() says.
+        root = existing(path)  # type: ignore[arg-type]
+        check_finished(root)
         if format is not None:
             name = format
         else:
@@ -106,8 +122,6 @@ def open_quietly(
         if error.path is None:  # from the core, which knows numbers and not whose they are
             error.path = root
         raise
-    except OSError as error:  # a folder that may not be looked into
-        raise from_os(error, error.filename or root, "look at") from error
     return Store(contents, io=mode, asked=(together or root, name, io, decoded_memory, checksums))
 
 
@@ -124,7 +138,8 @@ def _common(paths: Sequence[Path]) -> Path:
     return Path(os.path.commonpath(paths))
 
 
-def _resolve(path: str | os.PathLike[str]) -> Path:
+def existing(path: str | os.PathLike[str]) -> Path:
+    """A local path at which there is something; MissingFileError if there is nothing."""
     root = _arguments.local_path(path)
     try:
         root.stat()
@@ -135,15 +150,18 @@ def _resolve(path: str | os.PathLike[str]) -> Path:
     return root
 
 
-def _check_finished(root: Path) -> None:
-    """Raises UnfinishedError for what a writer of ours has left or is still at, ArgumentError for what holds no activations."""
-    if (root / "shard_ledger.json").is_file():
+def check_finished(root: Path) -> None:
+    """Raises UnfinishedError for what a writer has left or is still writing, ArgumentError for what holds no activations."""
+    if is_cache_itself(root):
         raise ArgumentError("is a token cache and holds no activations: actshard.tokens.open_cache opens it", path=root)
-    parts = root / PARTS
-    if parts.is_dir():
+    parts = root if root.name == PARTS else root / PARTS
+    try:
+        count = sum(1 for _ in parts.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # there are none, or a merge has just removed them
+        count = None
+    if count is not None:
         raise UnfinishedError(
-            f"holds {sum(1 for _ in parts.iterdir())} parts of a dataset: when all are written, actshard.merge (or the command) "
-            "makes one of them",
+            f"holds {count} parts of a dataset: when all are written, actshard.merge (or the command) makes one of them",
             path=root,
         )
     journal = unfinished(root) if root.is_dir() else None
@@ -153,6 +171,31 @@ def _check_finished(root: Path) -> None:
             "(create or convert with resume continues it)",
             path=root,
         )
+
+
+def is_cache_itself(root: Path) -> bool:
+    """Whether a folder is a token cache, and not one above it."""
+    return (root / LEDGER).is_file()
+
+
+def find_any(root: Path) -> tuple[Path, str]:
+    """What a path stands for, activations or tokens: the dataset and its format, ``"levanter"`` for a token cache.
+
+    The dataset *at* the path wins; then the one that :func:`open` would open below it; then the only token cache below it.
+    """
+    if is_cache_itself(root):
+        return root, TOKENS
+    try:
+        return find(root)
+    except UnknownFormatError as error:
+        if error.candidates or error.ambiguous:
+            raise
+        from actshard.tokens import cache as caches
+
+        try:
+            return caches.find(root), TOKENS
+        except MissingFileError:
+            raise error from None
 
 
 def find(root: Path) -> tuple[Path, str]:
@@ -169,7 +212,7 @@ def find(root: Path) -> tuple[Path, str]:
         (only,) = error.candidates
         if len(only[0].relative_to(root).parts) > _STANDS_FOR:
             raise
-        _check_finished(only[0])
+        check_finished(only[0])
         return only
 
 
@@ -180,11 +223,13 @@ def detect(root: Path) -> str:
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise UnknownFormatError(
+        several = UnknownFormatError(
             f"looks like {' and like '.join(matches)}; say which with format=: "
             + "; ".join(f"{name}: {evidence[name].found}" for name in matches),
             path=root,
         )
+        several.ambiguous = True
+        raise several
     candidates = tuple(_datasets_below(root))
     if candidates:
         listed = ", ".join(f"{path.relative_to(root)} ({name})" for path, name in candidates[:20])
@@ -224,6 +269,8 @@ def _datasets_below(root: Path) -> Iterator[tuple[Path, str]]:
                 if looked > _LOOK_AT_MOST:
                     return
                 path = folder / child
+                if is_cache_itself(path):
+                    continue  # its arrays are no activations
                 matches = [name for name in formats.names() if _evidence(name, path).matches]
                 if matches:
                     yield path, "/".join(matches)

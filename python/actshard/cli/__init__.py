@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json as json_module
 import os
 import sys
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import actshard
-from actshard.errors import ActshardError, UnknownFormatError
+from actshard.errors import ActshardError, UnknownFormatError, boundary
 
 app = typer.Typer(
     name="actshard",
@@ -95,7 +96,7 @@ def bench_stream_command(
     memory: Annotated[str, typer.Option(help="Of the pool of --shuffle window.")] = "1GiB",
     tokens: Annotated[str, typer.Option(help="content, all, last or special.")] = "content",
     dtype: Annotated[str, typer.Option(help="Convert while copying.")] = "",
-    io: Annotated[str, typer.Option(help="mmap, pread or auto.")] = "auto",
+    mode: Annotated[str, typer.Option("--io", help="mmap, pread or auto.")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Stop after so long, or after an epoch.")] = 30.0,
     format: FormatOption = None,
@@ -104,7 +105,7 @@ def bench_stream_command(
     """Stream a dataset: bytes per second, time to the first batch, and how well the settings shuffle."""
     from actshard.cli import bench_stream as verb
 
-    store = actshard.open(path, format, io=io)
+    store = actshard.open(path, format, io=mode)
     found = verb.run(
         store,
         _layers_named(store, layer),
@@ -269,11 +270,12 @@ def verify_command(
     format: FormatOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Check everything a format promises. Exit status: 0 nothing wrong, 1 warnings, 2 errors."""
+    """Check everything a format promises. Exit status: 0 nothing wrong, 1 warnings, 2 errors, 3 could not check."""
     from actshard.cli import verify as verb
 
     report = verb.run(path, format, deep, quiet=json)
     _print(json, report.as_dict, lambda: verb.show(report))
+    _checked.append(path)
     raise typer.Exit(report.status)
 
 
@@ -286,23 +288,52 @@ def demo_command() -> None:
 
 
 def _cache_at(path: Path, format: str | None) -> Any:
-    """The token cache at a path, if one is there and no format of activations was asked for."""
-    from actshard.tokens.cache import is_cache, open_cache
+    """The token cache that a path stands for; None if it stands for activations, or for nothing that is known."""
+    from actshard.opening import TOKENS, existing, find_any
 
-    return open_cache(path) if format in (None, "levanter") and is_cache(path) else None
+    if format not in (None, TOKENS):
+        return None
+    if format is None:
+        try:
+            path, found = find_any(existing(path))
+        except ActshardError:
+            return None  # actshard.open says why
+        if found != TOKENS:
+            return None
+    from actshard.tokens.cache import open_cache
+
+    return open_cache(path)
 
 
 def _print(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> None:
-    if json:
-        typer.echo(json_module.dumps(data(), indent=2, ensure_ascii=False, default=str))
-    else:
+    if not json:
         pretty()
+        return
+    text = json_module.dumps(data(), indent=2, ensure_ascii=False, default=str)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # a lone surrogate of a file's name or text, or a terminal without Unicode
+        text = json_module.dumps(data(), indent=2, default=str)
+    typer.echo(text)
+
+
+_COULD_NOT_CHECK = 3
+_checked: list[Path] = []
+"""Paths of which ``verify`` has made a report."""
 
 
 def main() -> None:
-    """Runs the command; an actshard error is one line on stderr and exit status 1, never a traceback."""
+    """Runs the command; an actshard error is one line on stderr and exit status 1, never a traceback.
+
+    ``verify`` exits with 3 where it could not check, whatever the reason: 1 and 2 are its findings.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names and texts come from files: what the terminal cannot show is shown escaped.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        with boundary(None, "run the command"):
+            app()
     except UnknownFormatError as error:
         from rich.markup import escape
 
@@ -317,8 +348,23 @@ def main() -> None:
         # `actshard info ... | head`: the reader has seen enough. Python would complain once more while exiting.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+    except SystemExit as stop:
+        if stop.code and _verifies() and not _checked:  # wrong options
+            raise SystemExit(_COULD_NOT_CHECK) from None
+        raise
+    except Exception:
+        if not _verifies():
+            raise
+        import traceback
+
+        traceback.print_exc()
+        raise SystemExit(_COULD_NOT_CHECK) from None
+
+
+def _verifies() -> bool:
+    return next((word for word in sys.argv[1:] if not word.startswith("-")), "") == "verify"
 
 
 def _fail(message: str) -> None:
     typer.echo(f"actshard: {message}", err=True)
-    raise SystemExit(1)
+    raise SystemExit(_COULD_NOT_CHECK if _verifies() else 1)

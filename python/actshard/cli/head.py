@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.markup import escape
@@ -10,6 +10,9 @@ from rich.table import Table
 
 from actshard.cli._format import console, one_line
 from actshard.store import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _LAYERS_AT_MOST = 8
 _TEXTS = ("text", "text_preview", "prompt", "response")
@@ -20,9 +23,8 @@ _SHOWN = (*_TEXTS, "label", "hallu_label", "split", "sample_key")
 def rows(store: Store, n: int) -> list[dict[str, Any]]:
     """The first examples: text, label, tokens, and each layer's norm at the last token."""
     n = min(n, store.num_examples)
-    held = store.info()["columns"]
-    columns = [name for name in _SHOWN if name in held]
-    table = store.read_columns(columns).slice(0, n).to_pydict() if columns else {}
+    columns = [name for name in _SHOWN if name in store.contents.column_names]
+    table = first_rows(store, columns, n).to_pydict() if columns else {}
     counts = store.tokens_of(range(min(n, len(store))))
     made: list[dict[str, Any]] = [
         {"example": i, **{name: table[name][i] for name in columns}, "tokens": int(counts[i])} for i in range(n)
@@ -38,6 +40,12 @@ def rows(store: Store, n: int) -> list[dict[str, Any]]:
             values, times = np.unique(store.labels[i], return_counts=True)
             row["labels"] = {int(v): int(t) for v, t in zip(values, times, strict=True)}
     return made
+
+
+def first_rows(store: Store, columns: list[str], n: int) -> pa.Table:
+    """Columns of the first examples, read without those of all others where the format can."""
+    head = store.contents.head_columns
+    return head(columns, n) if head is not None else store.read_columns(columns).slice(0, n)
 
 
 def show(store: Store, n: int) -> None:

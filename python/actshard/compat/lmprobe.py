@@ -18,16 +18,26 @@ from __future__ import annotations
 
 import json
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import actshard
-from actshard.errors import ArgumentError, MissingExtraError, MissingFileError, NotStoredError, UnsupportedError
+from actshard._arguments import local_path
+from actshard.errors import (
+    ArgumentError,
+    MissingExtraError,
+    MissingFileError,
+    NotStoredError,
+    UnsupportedError,
+    boundary,
+)
 
 __all__ = ["ActivationStore", "load_activation_dataset", "load_activations"]
+
+
+_POOLINGS = ("last_token", "mean", "first_token", "max")
 
 
 class LostError(MissingFileError):
@@ -35,12 +45,14 @@ class LostError(MissingFileError):
 
 
 def _open(dataset: str | PathLike[str]) -> actshard.Store:
-    if not Path(dataset).exists():
-        raise MissingFileError(
-            "expected a folder with index/ and tensors/, found nothing; huggingface_hub.snapshot_download fetches a repository",
-            path=Path(dataset),
-        )
-    return actshard.open(dataset, format="lmprobe")
+    path = local_path(dataset, "dataset")
+    with boundary(path, "look at"):
+        if not path.exists():
+            raise MissingFileError(
+                "expected a folder with index/ and tensors/, found nothing; huggingface_hub.snapshot_download fetches a repository",
+                path=path,
+            )
+    return actshard.open(path, format="lmprobe")
 
 
 def _layers(store: actshard.Store, layers: list[int] | None) -> list[int]:
@@ -84,8 +96,6 @@ def _pooled(store: actshard.Store, layer: int, examples: NDArray[np.int64], pool
             path=store.path,
         )
     ways = {"mean": lambda x: x.mean(axis=0), "first_token": lambda x: x[0], "max": lambda x: x.max(axis=0)}
-    if pooling not in ways:
-        raise ArgumentError(f"pooling: expected one of {['last_token', *ways]}, found {pooling!r}")
     made = np.empty((len(examples), store.d_model), np.float32)
     for first in range(0, len(examples), 256):
         some = examples[first : first + 256]
@@ -122,6 +132,10 @@ def load_activations(
         LostError: (a FileNotFoundError) prompts that it does not hold, or a pooling that cannot be computed.
     """
     store = _open(dataset)
+    if pooling not in (*_POOLINGS, _stored_pooling(store)):
+        raise ArgumentError(f"pooling: expected one of {list(_POOLINGS)}, found {pooling!r}")
+    if not store.layers:
+        raise LostError("holds no hidden states, of which activations are pooled", path=store.path)
     names = _layers(store, layers)
     examples = _places(store, prompts)
     found = {layer: _pooled(store, layer, examples, pooling) for layer in names}
@@ -152,7 +166,8 @@ def load_activation_dataset(
 
     Args:
         repo_id: a folder.
-        tensors: ``["hidden_layers"]``, ``["logits_topk"]``, ``["router_logits"]`` or several; None means all there are.
+        tensors: ``["hidden_layers"]``, ``["logits_topk"]``, ``["router_logits"]`` or several; None means all. Types that the
+            dataset does not hold are left out.
         layers: hidden layers; None means all.
         token: ignored.
     """
@@ -162,9 +177,8 @@ def load_activation_dataset(
         raise MissingExtraError.of("load_activation_dataset", "torch") from error
     store = _open(repo_id)
     held = store.metadata.get("tensors", {})
-    if tensors is not None and (unknown := [t for t in tensors if t not in held]):
-        raise ArgumentError(f"Tensor types {unknown} not in dataset. Available: {sorted(held)}")
-    wanted = list(held) if tensors is None else tensors
+    # A type that is not there is left out, as lmprobe does.
+    wanted = list(held) if tensors is None else [t for t in tensors if t in held]
     found: dict[str, Any] = {}
     if "hidden_layers" in wanted:
         for layer in store.layers if layers is None else [x for x in store.layers if x in layers]:

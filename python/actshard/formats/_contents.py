@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,8 @@ class Contents:
     head_columns: Callable[[Sequence[str], int], pa.Table] | None = None
     """Reads columns by name of the first n examples, and no file that holds none of them; None: ``columns`` is as cheap. Types are
     those of the part that is read: a column may be null there and hold text further on."""
+    column_batches: Callable[[Sequence[str]], Iterator[pa.Table]] | None = None
+    """Reads columns of all examples in order, some at a time; None where a format has them only as a whole."""
     has_logits: bool = False
     router_layers: tuple[int, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None

@@ -12,6 +12,9 @@ from actshard.errors import FormatError, MissingFileError, NotAFileError, from_o
 MAX_BYTES = 256 << 20
 """No metadata file of any format comes near this."""
 
+MAX_VALUES = 4_000_000
+"""Nor holds as many values: an empty list is two bytes of a file and more than 60 in memory."""
+
 MAX_DEPTH = 100
 """Nor nests like this; Python's own limit depends on who calls."""
 
@@ -41,6 +44,11 @@ def read_json(path: Path) -> Any:
 
 def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
     """Parses JSON text found in ``path``."""
+    values = text.count(",") + text.count("[") + text.count("{")
+    if values > MAX_VALUES:
+        raise FormatError(
+            f"expected metadata, found about {values} JSON values (at most {MAX_VALUES} are read)", path=path
+        )
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)

@@ -54,6 +54,8 @@ ROUTER_KEY = "router.layer_{layer}"
 _PART = re.compile(r"(?P<split>.+)-(?P<index>\d{5})-of-(?P<total>\d{5})\.parquet")
 _BATCH_ROWS = 16_384
 _FILES_AT_MOST = 1 << 20
+_EXPANDED, _EXPANSION = 256 << 20, 64
+"""A column's texts are plain up to so many bytes, and so many for each byte of the index; beyond, they stay a dictionary."""
 
 
 def detect(path: Path) -> Evidence:
@@ -114,19 +116,22 @@ class Dataset:
         if self.num_rows == 0:
             raise FormatError("the index has no rows", path=self.parts[0])
         claimed = self.metadata.get("num_prompts")
+        twice = sorted({name for name in self.names if self.names.count(name) > 1})
+        if twice:
+            self.warnings.append(f"column '{twice[0]}' is there twice: the table cannot be read, activations can")
         if claimed is not None and claimed != self.num_rows:
             self.warnings.append(f"num_prompts is {show(claimed)}, but the index has {self.num_rows} rows")
 
     # -- the index -------------------------------------------------------------------------------------------------
 
-    def _file(self, part: Path) -> Any:
+    def _file(self, part: Path, coded: Sequence[str] = ()) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         if part.exists() and not part.is_file():
             raise NotAFileError("expected a regular file, found a folder or a special file", path=part)
         try:
-            return pq.ParquetFile(part)
+            return pq.ParquetFile(part, read_dictionary=list(coded))
         except OSError as error:
             if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
                 raise from_os(error, part, "open") from error
@@ -192,26 +197,73 @@ class Dataset:
             raise NotStoredError(
                 f"holds no column {unknown[0]!r}; the columns are {', '.join(self.names)}", path=self.path
             )
+        self._refuse_twice(names)
         tables = []
         for part in self.parts:
             try:
-                tables.append(pq.read_table(part, columns=list(names), partitioning=None))
+                # A value that repeats is stored once: 12 kB of parquet can hold 5 GB of texts. It is read once, too.
+                texts = [n for n in names if _is_text(self.schema.field(n).type)]
+                table = pq.read_table(part, columns=list(names), partitioning=None, read_dictionary=texts)
+                tables.append(_plain_texts(table, texts, _EXPANDED + _EXPANSION * part.stat().st_size))
             except (pa.ArrowException, OSError, ValueError) as error:
+                if isinstance(error, ActshardError):
+                    raise
                 raise FormatError(f"cannot read columns {list(names)}: {_one_line(error)}", path=part) from error
+        kinds = [{n: t.schema.field(n).type for n in names} for t in tables]
+        mixed = [
+            n for n in names if any(k[n] != kinds[0][n] for k in kinds) and any(map(_is_coded, (k[n] for k in kinds)))
+        ]
+        if mixed:  # one part's texts were left as a dictionary
+            tables = [_coded(t, mixed) for t in tables]
         try:
             whole = pa.concat_tables(tables, promote_options="default")
         except pa.ArrowException as error:
             raise FormatError(f"the index's parts do not fit together: {_one_line(error)}", path=self.path) from error
         return whole.select(list(names)).replace_schema_metadata(None)
 
-    def batches(self, names: Sequence[str]) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
-        """Columns batch by batch, with the part and the first row's number in it."""
+    def _refuse_twice(self, names: Sequence[str]) -> None:
+        twice = [name for name in names if self.names.count(name) > 1]
+        if twice:
+            raise FormatError(f"column '{twice[0]}' is there twice", path=self.parts[0])
+
+    def head(self, names: Sequence[str], n: int) -> pa.Table:
+        """Columns of the first n rows; no more of the index is decoded than the batches that hold them."""
+        import pyarrow as pa
+
+        tables, left = [], n
+        for table in self.column_batches(names, min(max(n, 1), _BATCH_ROWS)):
+            tables.append(table.slice(0, left))
+            left -= len(tables[-1])
+            if left <= 0:
+                break
+        return pa.concat_tables(tables, promote_options="default")
+
+    def column_batches(self, names: Sequence[str], rows: int = _BATCH_ROWS) -> Iterator[pa.Table]:
+        """Columns of all rows in order, some rows at a time. Texts that would expand too far stay dictionaries."""
+        import pyarrow as pa
+
+        unknown = [name for name in names if name not in self.names]
+        if unknown:
+            raise NotStoredError(
+                f"holds no column {unknown[0]!r}; the columns are {', '.join(self.names)}", path=self.path
+            )
+        self._refuse_twice(names)
+        texts = [n for n in names if _is_text(self.schema.field(n).type)]
+        for part, _, batch in self.batches(names, rows, texts):
+            table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
+            if table.num_columns:
+                yield _plain_texts(table.select(list(names)), texts, _EXPANDED + _EXPANSION * part.stat().st_size)
+
+    def batches(
+        self, names: Sequence[str], rows: int = _BATCH_ROWS, coded: Sequence[str] = ()
+    ) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
+        """Columns batch by batch, with the part and the first row's number in it; texts named in ``coded`` as dictionaries."""
         import pyarrow as pa
 
         for part in self.parts:
             row = 0
             try:
-                for batch in self._file(part).iter_batches(batch_size=_BATCH_ROWS, columns=list(names)):
+                for batch in self._file(part, coded).iter_batches(batch_size=rows, columns=list(names)):
                     yield part, row, batch
                     row += batch.num_rows
             except (pa.ArrowException, OSError, ValueError) as error:
@@ -227,9 +279,7 @@ class Dataset:
         missing = [name for name in names if name not in self.names]
         if missing:
             raise FormatError(f"expected a column '{missing[0]}', found {list(self.names)}", path=self.parts[0])
-        twice = [name for name in names if self.names.count(name) > 1]
-        if twice:
-            raise FormatError(f"column '{twice[0]}' is there twice", path=self.parts[0])
+        self._refuse_twice(names)
         addresses = Addresses(shards)
         done = 0
         for part, row, batch in self.batches(names):
@@ -306,6 +356,8 @@ class Dataset:
             rows=rows,
             column_names=tuple(name for name in self.names if name not in TOKEN_LISTS),
             columns=self.columns,
+            head_columns=self.head,
+            column_batches=self.column_batches,
             files=self.files,
             model=model if isinstance(model, str) else None,
             provenance=provenance,
@@ -583,6 +635,43 @@ def _json_or_text(value: bytes, part: Path) -> Any:
     except (ValueError, RecursionError):
         return text
     return parse_json(text, part)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+def _is_coded(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_dictionary(kind))
+
+
+def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
+    """The table with dictionaries of texts as plain texts, but for those whose values would take more than ``most`` bytes."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for at, name in enumerate(table.column_names):
+        column = table[name]
+        if name not in texts or not _is_coded(column.type):
+            continue
+        size = 0
+        for chunk in column.chunks:
+            lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
+            size += int(pc.sum(lengths.cast(pa.int64())).as_py() or 0)
+        if size <= most:
+            table = table.set_column(at, name, column.cast(column.type.value_type))
+    return table
+
+
+def _coded(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    for name in names:
+        if not _is_coded(table.schema.field(name).type):
+            table = table.set_column(table.column_names.index(name), name, table[name].dictionary_encode())
+    return table
 
 
 def _one_line(error: BaseException) -> str:

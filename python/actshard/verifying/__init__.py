@@ -14,18 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actshard import _arguments, formats
-from actshard.errors import ActshardError, ArgumentError, MissingFileError
-from actshard.opening import find, open_quietly
+from actshard import formats
+from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
+from actshard.opening import TOKENS, check_finished, existing, find_any, is_cache_itself, open_quietly
 from actshard.verifying.report import CODES, Finding, Report
-from actshard.writing.work import PARTS, unfinished
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
 
-_TOKENS = "levanter"
-
 _WARNINGS = (
     (r"is not the hash of its metadata", "hash-mismatch"),
+    (r"^column '.*' is there twice", "format"),
     (r"not in ascending order", "layer-order"),
     (r"newer than actshard knows|MAJOR version", "version"),
     (r"^labels\.bin: expected", "truncated"),
@@ -73,60 +71,58 @@ def verify(
         MissingFileError: there is nothing at the path.
         ArgumentError: a format that is none.
     """
-    root = _arguments.local_path(path)
-    names = (*formats.names(), _TOKENS)
+    root = existing(path)
+    names = (*formats.names(), TOKENS)
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
-    if not root.exists():
-        raise MissingFileError("expected a dataset, found nothing", path=root)
-    report = Report(root, format, deep)
-    tell = progress or (lambda what, done, total: None)
-    from actshard.tokens import cache as caches
+    report = Report(root, format, bool(deep))
+    with report.noting(root):
+        _check(root, format, report, progress or (lambda what, done, total: None))
+    return report
 
-    if format == _TOKENS or (format is None and caches.is_cache(root)):
+
+def _check(root: Path, format: str | None, report: Report, tell: Callable[[str, int, int], object]) -> None:
+    if format != TOKENS and not is_cache_itself(root):
+        check_finished(root)
+    if format is None:
+        root, format = _find(root)
+    elif format == TOKENS:
+        from actshard.tokens.cache import find
+
+        root = find(root)
+    report.path, report.format = root, format
+    if format == TOKENS:
         from actshard.verifying import levanter
 
-        report.format = _TOKENS
-        with report.noting(root):
-            report.path = caches.find(root)
-            levanter.check(report.path, report, tell)
-        return report
-    try:
-        if root.is_dir() and (unfinished(root) is not None or (root / PARTS).is_dir()):
-            with report.noting(root):
-                open_quietly(root, format, "auto")
-            return report
-        if format is None:
-            root, format = _find(root)
-        report.path, report.format = root, format
-    except ActshardError as error:
-        report.error(error, root)
-        return report
+        levanter.check(root, report, tell)
+        return
     from actshard.verifying import lmprobe, pickle, saev, zarr
 
     checks: dict[str, Any] = {"saev": saev, "lmprobe": lmprobe, "zarr": zarr, "pickle": pickle}
-    checks[format].check(root, report, tell)
+    with report.noting(root):
+        checks[format].check(root, report, tell)
     try:
         store = open_quietly(root, format, "auto")
     except ActshardError as error:
         if not report.errors:
             report.error(error, root)
-        return report
+        return
     for warning in store.warnings:
         code = next((code for pattern, code in _WARNINGS if re.search(pattern, warning)), "reader-warning")
         report.add(code, root, warning)
     report.count("examples", store.num_examples)
-    if deep and store.layers:
+    if report.deep and store.layers:
         from actshard.verifying.deep import check_values
 
         check_values(store, report, tell)
-    return report
 
 
 def _find(root: Path) -> tuple[Path, str]:
     try:
-        return find(root)
-    except ActshardError:
+        return find_any(root)
+    except UnknownFormatError as error:
+        if error.candidates or error.ambiguous:
+            raise
         # A broken dataset may be recognised by nothing but what it still has.
         guessed = _guess(root)
         if guessed is None:

@@ -38,7 +38,9 @@ def check(root: Path, report: Report, tell: Any) -> None:
     if router is not None:
         with report.noting(dataset.parts[0]):
             _check_router(dataset, router, named, report)
-    _check_columns(dataset, report)
+    with report.noting(dataset.parts[0]):
+        _check_columns(dataset, report)
+        _check_texts(dataset, report)
     folder = dataset.root / "tensors"
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
@@ -155,7 +157,10 @@ def _check_hidden(dataset: Dataset, fields: Fields, named: set[Path], report: Re
 
 def _check_addresses(dataset: Dataset, counts: list[int], lasts: int, full: bool, report: Report, tell: Any) -> None:
     """Every address once, in range, and no row without one."""
-    if any(name not in dataset.names for name in ("shard_index", "row_offset", *(TOKEN_LISTS if full else ()))):
+    import pyarrow as pa
+
+    addresses = ("shard_index", "row_offset", *(TOKEN_LISTS if full else ()))
+    if any(dataset.names.count(name) != 1 for name in addresses):
         return  # opening says so
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     times = np.zeros(int(starts[-1]), np.uint8)
@@ -179,8 +184,13 @@ def _check_addresses(dataset: Dataset, counts: list[int], lasts: int, full: bool
             )
         return np.where(inside, starts[np.where(inside, shard, 0)] + row, -1)
 
-    names = ["shard_index", "row_offset", *(TOKEN_LISTS if full else ())]
-    has_counts = "num_tokens" in dataset.names
+    names = list(addresses)
+    has_counts = dataset.names.count("num_tokens") == 1
+    if has_counts:
+        kind = dataset.schema.field("num_tokens").type
+        has_counts = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
+        if not has_counts:
+            report.add("column-type", dataset.parts[0], str(kind), "integers", "column 'num_tokens'")
     done = 0
     for part, row, batch in dataset.batches([*names, *(["num_tokens"] if has_counts else [])]):
         tell("addresses", done, dataset.num_rows)
@@ -294,6 +304,8 @@ def _check_logits(dataset: Dataset, fields: Fields, named: set[Path], report: Re
     if any(name not in dataset.names for name in columns):
         report.add("metadata", dataset.parts[0], "no such columns", f"columns {columns[0]} and {columns[1]}")
         return
+    if any(dataset.names.count(name) > 1 for name in columns):
+        return  # _check_columns says so
     for part, row, batch in dataset.batches(list(columns)):
         shard, at = (int64_of(batch.column(name), name, part, row) for name in columns)
         inside = (shard >= 0) & (shard < len(counts))
@@ -329,6 +341,8 @@ def _check_columns(dataset: Dataset, report: Report) -> None:
     """Columns of lists that lmprobe types by their first row."""
     import pyarrow as pa
 
+    for name in sorted({name for name in dataset.names if dataset.names.count(name) > 1}):
+        report.add("format", dataset.parts[0], "it is there twice", "columns of different names", f"column '{name}'")
     for field in dataset.schema:
         if (
             field.name in ("token_perplexity", "token_ids")
@@ -336,3 +350,36 @@ def _check_columns(dataset: Dataset, report: Report) -> None:
             and pa.types.is_string(field.type.value_type)
         ):
             report.add("column-type", dataset.parts[0], "lists of text", "lists of numbers", f"column '{field.name}'")
+
+
+def _check_texts(dataset: Dataset, report: Report) -> None:
+    """lmprobe finds a prompt's rows by its text: of equal texts it reads the last one's for all."""
+    if dataset.names.count("text") != 1:
+        return
+    import pyarrow as pa
+
+    hashes: list[NDArray[np.int64]] = []
+    for table in dataset.column_batches(["text"]):
+        for chunk in table["text"].chunks:
+            coded = pa.types.is_dictionary(chunk.type)
+            values = _hashes((chunk.dictionary if coded else chunk).to_pylist())
+            if coded:
+                at = chunk.indices.fill_null(len(values)).to_numpy(zero_copy_only=False)
+                values = np.append(values, hash(repr(None)))[at]
+            hashes.append(values)
+    each = np.concatenate(hashes) if hashes else np.zeros(0, np.int64)
+    _, first, times = np.unique(each, return_index=True, return_counts=True)
+    again = len(each) - len(first)
+    if again:
+        row = int(first[times > 1].min())
+        report.add(
+            "duplicate-text",
+            dataset.parts[0],
+            f"{again} prompts whose text another one has, the first is row {row}",
+            "a text of its own for every prompt",
+            "column 'text'",
+        )
+
+
+def _hashes(values: list[Any]) -> NDArray[np.int64]:
+    return np.fromiter((hash(v if isinstance(v, str) else repr(v)) for v in values), np.int64, len(values))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actshard.errors import ActshardError
+from actshard.errors import ActshardError, boundary
 from actshard.formats._json import show
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -94,6 +94,11 @@ CODES: dict[str, tuple[str, str, str]] = {
         "an example has no tokens, but a last token's address",
         "expect a row that means nothing",
     ),
+    "duplicate-text": (
+        WARNING,
+        "prompts share a text: lmprobe, which finds rows by text, reads the same rows for all of them",
+        "read it with actshard or by the index's addresses, or write it again with a text for each prompt",
+    ),
     "column-type": (WARNING, "a column has a type that its values do not", "cast it when reading"),
     "chunk-size": (ERROR, "a chunk file has another size than its chunk", "write the sample again"),
     "chunk-missing": (
@@ -141,6 +146,7 @@ _BY_KIND = {
     "unfinished": "unfinished",
     "unknown_format": "unknown-format",
     "missing_extra": "unsupported",
+    "no_memory": "unreadable",
 }
 
 
@@ -186,6 +192,9 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
     """How much was looked at: files, examples, rows, bytes."""
+    _seen: set[Finding] = field(default_factory=set, init=False, repr=False, compare=False)
+    _wrong: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Codes and messages of errors by file: what :meth:`error` does not note twice."""
 
     @property
     def ok(self) -> bool:
@@ -228,8 +237,11 @@ class Report:
         severity, _, remedy = CODES[code]
         text = found if isinstance(found, str) else show(found)
         made = Finding(code, severity, path, place, expected, text, remedy)
-        if made not in self.findings:
+        if made not in self._seen:
+            self._seen.add(made)
             self.findings.append(made)
+            if severity == ERROR:
+                self._wrong |= {(path, code), (path, text)}
 
     def count(self, what: str, n: int = 1) -> None:
         """Notes how much was looked at."""
@@ -240,10 +252,7 @@ class Report:
         code = code or _code_of(error)
         where = error.path or path
         place = None if error.offset is None else f"byte {error.offset}"
-        if any(
-            f.path == where and f.severity == ERROR and (f.code == code or f.found == error.detail)
-            for f in self.findings
-        ):
+        if (where, code) in self._wrong or (where, error.detail) in self._wrong:
             return
         self.add(code, where, error.detail, place=place)
 
@@ -251,14 +260,16 @@ class Report:
     def noting(self, path: Path, code: str | None = None) -> Iterator[None]:
         """Notes what goes wrong inside, and goes on after it."""
         try:
-            yield
+            with boundary(path, "check"):
+                yield
         except ActshardError as error:
             self.error(error, path, code)
 
     def field(self, path: Path, read: Callable[[], Any]) -> Any:
         """A field's value; None, and a finding, if it is not what it should be."""
         try:
-            return read()
+            with boundary(path, "check"):
+                return read()
         except ActshardError as error:
             self.error(error, path, "metadata")
             return None
@@ -272,6 +283,8 @@ def _code_of(error: ActshardError) -> str:
     detail = error.detail
     if "field '" in detail:
         return "metadata"
+    if detail.startswith("column"):  # a column that is there twice is no duplicate sample
+        return "format"
     if "sha256" in detail:
         return "checksum"
     if "size_bytes" in detail:
