@@ -452,6 +452,7 @@ def test_masks_of_every_kind() -> None:
     assert got == [(e, t + 1) for e, t in np.argwhere(patches).tolist()]
 
 
+@pytest.mark.filterwarnings("ignore::actshard.OverflowWarning")
 @pytest.mark.parametrize("dtype", [None, "float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("name", ["saev", "bfloat16", "zarr"])
 def test_rows_are_converted_centred_and_scaled(name: str, shuffle: str | None, dtype: Any) -> None:

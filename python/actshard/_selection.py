@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import ArgumentError, NotStoredError
+from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -19,12 +20,25 @@ Tokens = Literal["content", "all", "last", "special"]
 Mask = Any
 """A bool per example, a bool array per example, a 2-D bool array, or a function of ``store.table`` that gives one of these."""
 
+COMPARED = "; compare a column of store.table with .to_numpy() == x or pyarrow.compute.equal(column, x): column == x is one bool"
+
 _Native = (
     tuple[int, int]
     | tuple[int, NDArray[np.int64]]
     | tuple[int, NDArray[np.int64], NDArray[np.bool_]]
     | tuple[NDArray[np.int64]]
 )
+
+
+def column(values: Any) -> Any:
+    """A column of arrow, polars or pandas as numpy, flags that are unknown as False; anything else as it is."""
+    if isinstance(values, np.ndarray) or not hasattr(values, "to_numpy"):
+        return values
+    if not hasattr(values, "fill_null"):
+        return values.to_numpy()
+    if str(getattr(values, "type", getattr(values, "dtype", ""))).lower() in ("bool", "boolean"):
+        values = values.fill_null(False)
+    return values.to_numpy(zero_copy_only=False) if hasattr(values, "type") else values.to_numpy()
 
 
 def select(
@@ -35,36 +49,63 @@ def select(
     Raises:
         ArgumentError: words or masks that make no sense.
         NotStoredError: labels or special tokens that the dataset does not have, or layers that hold different tokens.
+        FileAccessError: more examples than there is memory for a flag each.
     """
+    try:
+        return _select(store, layers, tokens, ignore_labels, keep)
+    except MemoryError as error:
+        detail = f"not enough memory for the flags of {store.num_examples} examples"
+        raise FileAccessError(detail, path=store.path) from error
+
+
+def _select(store: Store, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int], keep: Mask) -> _Native:
     if tokens not in ("content", "all", "last", "special"):
         raise ArgumentError(f'tokens: expected "content", "all", "last" or "special", found {tokens!r}')
-    stored = _stored(store, layers)
     special = store.special_tokens
+    if tokens == "special" and special == 0:
+        raise NotStoredError(
+            'tokens="special": the dataset stores no special tokens, or does not say which', path=store.path
+        )
+    if isinstance(ignore_labels, str | bytes) or not np.iterable(ignore_labels):
+        raise ArgumentTypeError(f"ignore_labels: expected a list of integers, found {type(ignore_labels).__name__}")
+    ignore_labels = list(ignore_labels)
+    each = store.contents.tokens_each
+    if each is not None and not ignore_labels and keep is None and store.content_lengths is None:
+        # By arithmetic, in no memory, however many examples there are.
+        if tokens == "last":
+            return (each - 1, 1) if each else (0, 0)
+        first = special if tokens == "content" else 0
+        return first, min(each, special) if tokens == "special" else max(each - first, 0)
+    stored = _stored(store, layers)
     if tokens == "special":
-        if special == 0:
-            raise NotStoredError(
-                'tokens="special": the dataset stores no special tokens, or does not say which', path=store.path
-            )
         first, counts = 0, np.minimum(stored, special)
     elif tokens == "content":
         first, counts = special, np.maximum(stored - special, 0)
     else:
         first, counts = 0, stored
-    flags = [
-        f for f in (_unlabelled(store, tokens, ignore_labels, stored), _kept(store, keep, stored)) if f is not None
-    ]
+    if (lengths := store.content_lengths) is not None and tokens in ("content", "last"):
+        # Rows that fill up shorter examples are no content.
+        has = np.minimum(stored, special + lengths)
+        if not ignore_labels and keep is None:
+            return (has - 1,) if tokens == "last" else (special, np.maximum(has - special, 0))
+        ends = np.cumsum(stored)
+        filled = np.arange(int(stored.sum())) - np.repeat(ends - stored, stored) < np.repeat(has, stored)
+    else:
+        has, filled = stored, None
+    masks = (_unlabelled(store, tokens, ignore_labels, stored), _kept(store, keep, stored), filled)
+    flags = [f for f in masks if f is not None]
     if not flags:
         if tokens == "last":
             same = _same(stored)
             return (stored - 1,) if same is None else (same - 1, 1) if same else (0, 0)
         same = _same(counts)
         return (first, counts) if same is None else (first, same)
-    wanted = flags[0] if len(flags) == 1 else flags[0] & flags[1]  # one flag for each stored token
+    wanted = functools.reduce(np.logical_and, flags)  # one flag for each stored token
     ends = np.cumsum(stored)
     if tokens == "last":
         last = np.full(len(stored), -1, np.int64)
-        has = stored > 0
-        last[has] = np.where(wanted[ends[has] - 1], stored[has] - 1, -1)
+        some = has > 0
+        last[some] = np.where(wanted[(ends - stored + has)[some] - 1], has[some] - 1, -1)
         return (last,)
     if len(wanted) != counts.sum():
         local = np.arange(len(wanted)) - np.repeat(ends - stored, stored)
@@ -97,7 +138,6 @@ def _unlabelled(
     store: Store, tokens: Tokens, ignore: Sequence[int], stored: NDArray[np.int64]
 ) -> NDArray[np.bool_] | None:
     """False for every stored token whose label is to be ignored; special tokens have none."""
-    ignore = list(ignore)
     if not ignore:
         return None
     if any(isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= 255 for x in ignore):
@@ -122,10 +162,11 @@ def _kept(store: Store, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.boo
         keep = ask(store.table)
         if keep is None:
             raise ArgumentError("keep: the function gave None, expected flags")
-    if hasattr(keep, "fill_null"):  # an arrow array: what is unknown is not kept
-        keep = keep.fill_null(False).to_numpy(zero_copy_only=False)
-    elif hasattr(keep, "to_numpy"):
-        keep = keep.to_numpy()
+    keep = column(keep)
+    if isinstance(keep, bool | np.bool_):
+        raise ArgumentTypeError(f"keep: expected one flag for each example, found {keep}{COMPARED}")
+    if not isinstance(keep, np.ndarray) and not (hasattr(keep, "__len__") and hasattr(keep, "__iter__")):
+        raise ArgumentTypeError(f"keep: expected flags or a function of the table, found {type(keep).__name__}")
     n, special = len(stored), store.special_tokens
     if isinstance(keep, np.ndarray) and keep.dtype != object:
         if keep.dtype != np.bool_:
@@ -139,11 +180,15 @@ def _kept(store: Store, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.boo
     elif n and all(isinstance(x, bool | np.bool_) for x in keep):
         return np.repeat(np.asarray(keep, np.bool_), stored)
     parts = []
+    padded = isinstance(keep, np.ndarray) and _same(stored) is None
     for i, (flags, t) in enumerate(zip(keep, stored.tolist(), strict=True)):
-        part = np.asarray(flags)
+        try:
+            part = np.asarray(flags)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"keep[{i}]: expected a bool array, found {type(flags).__name__}") from error
         if part.dtype != np.bool_ or part.ndim != 1:
             raise ArgumentError(f"keep[{i}]: expected a bool array, found {part.dtype} {part.shape}")
-        if isinstance(keep, np.ndarray) and len(part) > t and _same(stored) is None:
+        if padded and len(part) > t:
             part = part[:t]  # a padded rectangle
         if len(part) == t - special and special:
             part = np.concatenate([np.ones(special, np.bool_), part])

@@ -22,6 +22,10 @@ class ActshardWarning(UserWarning):
     """Something about a dataset that its reader should know, and that does not keep it from being read."""
 
 
+class OverflowWarning(ActshardWarning):
+    """Finite values became infinite while they were converted to a narrower type."""
+
+
 class ActshardError(Exception):
     """The root of all of actshard's exceptions.
 
@@ -174,7 +178,7 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 
 class ClosedError(ActshardError, ValueError):
-    """The store was closed."""
+    """The store was closed, or another loop over the same stream has begun."""
 
     kind = "closed"
 

@@ -1,10 +1,8 @@
-"""How well a stream is shuffled: what its batches hold, beside batches drawn by lot.
+"""How well a stream is shuffled, relative to a uniformly random order of the same rows.
 
-Three numbers, each with what an ideal shuffle (every order of all rows as likely) gives on the same dataset:
-
-- distinct examples per batch: a batch of few examples has rows that resemble each other;
-- entropy of the examples in a batch, divided by that of an ideal batch: 1 if examples come in equal shares;
-- how far apart two rows come that are stored side by side (the median, in rows): near ones are in the same batch, or the next.
+- distinct examples per batch: rows of one example resemble each other;
+- entropy of example ids within a batch, divided by that of a uniformly random batch;
+- the median distance, in rows, between rows that are stored side by side.
 """
 
 from __future__ import annotations
@@ -63,7 +61,8 @@ def measure(batches: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], *, s
 
     The ideal is drawn from the same rows: they should be an epoch, or much of one.
     """
-    full = [b for b in batches if len(b[0]) == max(len(x[0]) for x in batches)] if batches else []
+    most = max((len(b[0]) for b in batches), default=0)
+    full = [b for b in batches if len(b[0]) == most]
     if not full:
         return Quality(0.0, 0.0, 1.0, 0.0, 0.0)
     examples = np.concatenate([b[0] for b in batches])

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+_DEVIATIONS: weakref.WeakValueDictionary[int, NDArray[np.float64]] = weakref.WeakValueDictionary()
+"""Arrays that :attr:`Stats.std` returned, by id: as ``scale=`` they would do the opposite of what is meant."""
 
-@dataclass(frozen=True, eq=False)
+
+def is_deviation(value: object) -> bool:
+    """Whether this is the very array that :attr:`Stats.std` returned; nothing computed from it is."""
+    return _DEVIATIONS.get(id(value)) is value and value is not None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Stats:
     """Statistics of a layer's rows; arrays are ``(d_model,)``.
 
@@ -20,6 +29,7 @@ class Stats:
         mean, variance: float64; the variance is that of the population (divided by n). NaN where no value is finite.
         min, max: float64, of finite values; infinite where there are none.
         nan, inf: int64 counts.
+        std, inverse_std: float64, computed from the variance.
         mean_norm: the mean L2 norm of the rows whose values are all finite; NaN where there are none.
     """
 
@@ -34,8 +44,30 @@ class Stats:
 
     @property
     def std(self) -> NDArray[np.float64]:
-        """The square root of the variance."""
-        return np.sqrt(self.variance)
+        """The square root of the variance, float64.
+
+        ``stream(scale=)`` multiplies: :attr:`inverse_std` standardizes rows, this is refused there.
+        """
+        made: NDArray[np.float64] = np.sqrt(self.variance)
+        _DEVIATIONS[id(made)] = made
+        return made
+
+    @property
+    def inverse_std(self) -> NDArray[np.float64]:
+        """``1 / std``, float64; 1 for a column without variance.
+
+        ``store.stream(..., center=stats.mean, scale=stats.inverse_std)`` gives every column mean 0 and variance 1.
+        """
+        std = np.sqrt(self.variance)
+        made: NDArray[np.float64] = 1 / np.where(std > 0, std, 1.0)
+        return made
+
+    def __repr__(self) -> str:
+        bad = int(self.nan.sum()), int(self.inf.sum())
+        return (
+            f"<actshard.Stats of {self.rows} rows of {len(self.mean)}: mean norm {self.mean_norm:.6g}, "
+            f"{bad[0]} NaN and {bad[1]} infinite values>"
+        )
 
     @classmethod
     def of(cls, sums: dict[str, Any]) -> Stats:

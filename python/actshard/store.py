@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import itertools
+import json
+import operator
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +18,18 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, _native
-from actshard._selection import Mask, Tokens, select
-from actshard.errors import ArgumentError, ClosedError, LayerError, NotStoredError, OutOfRangeError
+from actshard._selection import COMPARED, Mask, Tokens, column, select
+from actshard.errors import (
+    ActshardError,
+    ActshardWarning,
+    ArgumentError,
+    ArgumentTypeError,
+    ClosedError,
+    LayerError,
+    NotStoredError,
+    OutOfRangeError,
+    OverflowWarning,
+)
 from actshard.formats._contents import Contents, Logits, Router
 from actshard.stats import Stats
 from actshard.stream import Scale, Shuffle, Stream
@@ -23,6 +38,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard._native import Rows
+
+_SAMPLES = 8
+"""Rows that a dataset is told from others by."""
 
 _SLAB_BYTES = 32 << 20
 """Sequences read together share blocks of about this size: large enough for huge pages, small enough to keep."""
@@ -60,6 +78,9 @@ class Store:
         self.layers = contents.layers
         self.d_model = contents.d_model
         self._token_counts: NDArray[np.int64] | None = None
+        self._identity: str | None = None
+        self._lengths: NDArray[np.int64] | None = None
+        self._lengths_read = False
         self.num_examples = contents.num_examples
         self.metadata = contents.metadata
         self.warnings = contents.warnings
@@ -115,7 +136,10 @@ class Store:
 
     def tokens_in(self, layer: int) -> NDArray[np.int64]:
         """``(num_examples,)`` int64: tokens stored per example in one layer; 0 for an example that lacks it."""
-        return self._rows.tokens_of(self._group(layer), np.arange(self.num_examples))
+        group, each = self._group(layer), self._contents.tokens_each
+        if each is not None:
+            return np.broadcast_to(np.int64(each), (self.num_examples,))
+        return self._rows.tokens_of(group, np.arange(self.num_examples))
 
     def __len__(self) -> int:
         return self.num_examples
@@ -138,10 +162,20 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Gives maps and file descriptors back at once. Views stay valid; reading rows raises ClosedError."""
+        """Unmaps and closes all files at once. Views stay valid, and streams that are being read finish.
+
+        Afterwards reading rows, labels and columns raises ClosedError; what is known without reading (layers, metadata,
+        num_examples) stays.
+        """
         closed = _Closed(self.path)
+        held = [self._rows, self._extras.get("logits"), self._extras.get("router")]
         self._rows = closed
-        self._extras = {"logits": closed, "router": closed}
+        self._table = None
+        self._extras = {"logits": closed, "router": closed, "labels": closed}
+        for one in held:
+            for rows in (one.values, one.indices) if isinstance(one, Logits) else (getattr(one, "rows", one),):
+                if rows is not None and not isinstance(rows, _Without):
+                    rows.close()
 
     def group_of(self, layer: int) -> int:
         """The position of a layer in :attr:`layers`.
@@ -152,11 +186,50 @@ class Store:
         return self._group(layer)
 
     def _group(self, layer: int) -> int:
-        try:
-            return self._groups[layer]
-        except (KeyError, TypeError):
-            pass
-        raise LayerError(f"layer {layer!r} is not stored; the layers are {_short(self.layers, 200)}", path=self.path)
+        if type(layer) is int and (found := self._groups.get(layer)) is not None:
+            return found
+        # True and 1.0 are equal to 1 and no layer's name.
+        name: Any = None
+        if not isinstance(layer, bool | np.bool_ | float | np.floating):
+            with contextlib.suppress(TypeError):
+                name = operator.index(layer)
+        if name in self._groups:
+            return self._groups[name]
+        what = f"layer {layer!r:.100} is not stored; the layers are {_short(self.layers, 200)}"
+        if isinstance(layer, list | tuple | np.ndarray):
+            what += "; stream(), and sequences() with a layer for each example, take several"
+        raise LayerError(what, path=self.path)
+
+    def _numbers(self, examples: Any) -> Any:
+        """Masks and columns as integers; anything else as it is."""
+        if type(examples) is int or examples is None:
+            return examples
+        examples = column(examples)
+        if isinstance(examples, list) and examples and all(isinstance(x, bool | np.bool_) for x in examples):
+            examples = np.array(examples)
+        if isinstance(examples, bool | np.bool_):
+            raise ArgumentTypeError(
+                f"examples: expected integers or one flag for each example, found {examples}{COMPARED}"
+            )
+        if not isinstance(examples, np.ndarray):
+            return examples
+        if examples.dtype == np.bool_:
+            if examples.shape != (self.num_examples,):
+                raise ArgumentError(
+                    f"examples: expected one flag for each of {self.num_examples} examples, found booleans {examples.shape}"
+                )
+            return np.flatnonzero(examples)
+        if examples.size == 0:
+            warnings.warn(f"examples: no example was chosen{COMPARED}", ActshardWarning, stacklevel=3)
+        return examples
+
+    def _overflowed(self, found: list[int], layer: Any, dtype: Any) -> None:
+        warnings.warn(
+            f"{self.path}: layer {layer}: {found[0]} finite values became infinite as {np.dtype(_arguments.dtype(dtype)[0])}; "
+            "a wider dtype= holds them",
+            OverflowWarning,
+            stacklevel=3,
+        )
 
     def gather(
         self,
@@ -171,12 +244,13 @@ class Store:
 
         Args:
             layer: a name from :attr:`layers`.
-            examples: integers, 0 to ``num_examples - 1``.
+            examples: integers, 0 to ``num_examples - 1``, or a mask: one bool for each example, as numpy or arrow array.
             tokens: integers; negative counts from the example's end. For saev, stored positions: 0 is CLS where there is one.
                 Broadcast together with ``examples``.
             out: a writable C-contiguous buffer of exactly the right size (a numpy array, a CPU torch tensor, any buffer); it is
                 filled and returned. Large outputs that were dropped are recycled anyway; ``out`` makes it certain.
             dtype: convert while copying, in the same pass: float16, bfloat16, float32 or float64. None keeps the stored type.
+                Finite values that are too large for it become infinite, with an :class:`~actshard.OverflowWarning`.
 
         Returns:
             ``(n, d_model)`` for n indices (1 for two plain integers), a copy that the caller owns; indices of more dimensions
@@ -188,7 +262,16 @@ class Store:
             MissingFileError, TruncatedFileError, FormatError: a file is missing, was truncated after opening, or holds fewer rows
                 than the index says.
         """
-        rows: NDArray[Any] = self._rows.gather(self._group(layer), examples, tokens, out, dtype)
+        group = self._group(layer)
+        if type(examples) is not int:
+            examples = self._numbers(examples)
+        if dtype is None:
+            rows: NDArray[Any] = self._rows.gather(group, examples, tokens, out, None)
+            return rows
+        lost: list[int] = []
+        rows = self._rows.gather(group, examples, tokens, out, dtype, lost)
+        if lost:
+            self._overflowed(lost, layer, dtype)
         return rows
 
     def last_tokens(
@@ -203,7 +286,7 @@ class Store:
 
         Args:
             layer: a name from :attr:`layers`.
-            examples: integers; None means all, in order.
+            examples: integers or a mask, as in :meth:`gather`; None means all, in order.
             out: as in :meth:`gather`.
             dtype: as in :meth:`gather`.
 
@@ -213,7 +296,20 @@ class Store:
         Raises:
             As :meth:`gather`.
         """
-        rows: NDArray[Any] = self._rows.gather(self._group(layer), examples, None, out, dtype)
+        group = self._group(layer)
+        examples = self._numbers(examples)
+        tokens = None
+        if (lengths := self.content_lengths) is not None:
+            examples = np.arange(self.num_examples) if examples is None else examples
+            wanted, shape = _arguments.index(examples, "examples")
+            if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
+                raise self._out_of_range(wanted)
+            examples = wanted.reshape(shape)
+            tokens = (self.special_tokens + lengths[wanted] - 1).reshape(shape)
+        lost: list[int] = []
+        rows: NDArray[Any] = self._rows.gather(group, examples, tokens, out, dtype, lost)
+        if lost:
+            self._overflowed(lost, layer, dtype)
         return rows
 
     def sequence(self, example: int, layer: int, *, out: Any = None, dtype: DTypeLike | None = None) -> NDArray[Any]:
@@ -230,16 +326,23 @@ class Store:
             ``dtype`` was asked for: no byte is copied until it is looked at, and the view keeps the file mapped after the store
             is gone. A copy otherwise.
 
+            A view shows the file: if that is cut short while a view is held, looking at the lost part kills the process
+            (SIGBUS), as with any memory-mapped array. ``io="pread"`` and ``out=`` give copies. All other reads copy, and check
+            the file's length before.
+
         Raises:
             As :meth:`gather`.
         """
         group = self._group(layer)
         one = self._example(example)
-        if out is None and dtype is None:
+        if out is None and (dtype is None or _arguments.dtype(dtype)[0] == self.dtype):
             view = self._rows.view(group, one)
             if view is not None:
                 return view
-        copy: NDArray[Any] = self._rows.gather_whole(group, np.array([one], np.int64), out, dtype)
+        lost: list[int] = []
+        copy: NDArray[Any] = self._rows.gather_whole(group, np.array([one], np.int64), out, dtype, lost)
+        if lost:
+            self._overflowed(lost, layer, dtype)
         return copy
 
     def sequences(
@@ -248,7 +351,7 @@ class Store:
         """All stored tokens of many examples, read in parallel.
 
         Args:
-            examples: integers, 0 to ``num_examples - 1``.
+            examples: integers, 0 to ``num_examples - 1``, or a mask, as in :meth:`gather`.
             layer: a name from :attr:`layers`, or one for each example: ``sequences([4, 4, 9], [0, 7, 7])`` reads two layers of
                 example 4 and one of example 9.
             dtype: as in :meth:`gather`.
@@ -260,29 +363,35 @@ class Store:
         Raises:
             As :meth:`gather`.
         """
-        wanted, shape = _arguments.index(examples, "examples")
+        wanted, shape = _arguments.index(self._numbers(examples), "examples")
         group = self._groups_of(layer, wanted.size)
         if len(shape) != 1:
             raise ArgumentError(f"examples: expected one dimension, found {len(shape)}")
         if wanted.size == 0:
             return []
         if wanted.min() < 0 or wanted.max() >= self.num_examples:
-            bad = wanted[(wanted < 0) | (wanted >= self.num_examples)][0]
-            raise OutOfRangeError(
-                f"example {bad} is out of range: the dataset has {self.num_examples} examples", path=self.path
-            )
+            raise self._out_of_range(wanted)
         itemsize = self.dtype.itemsize if dtype is None else _arguments.dtype(dtype)[0].itemsize
         ends = np.cumsum(self._rows.tokens_of(group, wanted))
         slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
         starts = [0, *(np.flatnonzero(np.diff(slab)) + 1).tolist(), wanted.size]
         found: list[NDArray[Any]] = []
+        lost: list[int] = []
         for first, last in itertools.pairwise(starts):
             groups = group[first:last] if isinstance(group, np.ndarray) else group
-            block = self._rows.gather_whole(groups, wanted[first:last], None, dtype)
+            block = self._rows.gather_whole(groups, wanted[first:last], None, dtype, lost)
             before = int(ends[first - 1]) if first else 0
             stops = (ends[first:last] - before).tolist()
             found.extend(block[a:b] for a, b in zip([0, *stops], stops, strict=False))
+        if lost:
+            self._overflowed([sum(lost)], layer, dtype)
         return found
+
+    def _out_of_range(self, examples: NDArray[np.int64]) -> OutOfRangeError:
+        bad = examples[(examples < 0) | (examples >= self.num_examples)][0]
+        return OutOfRangeError(
+            f"example {bad} is out of range: the dataset has {self.num_examples} examples", path=self.path
+        )
 
     def stream(
         self,
@@ -314,8 +423,9 @@ class Store:
         Args:
             layer: a name from :attr:`layers`, a list of names, or ``"all"``. Several layers share one order.
             batch_size: rows per batch (an aligned row has all its layers). The last batch of an epoch may be shorter.
-            shuffle: ``None``: stored order, example after example. ``"window"`` (recommended): examples in a random order are read
-                whole into a pool of ``memory`` bytes, and its rows given out in a random order while the next pool is filled.
+            shuffle: ``None``: stored order, example after example. ``"window"`` (recommended): pieces of examples, of 64 KiB or
+                more, are read in a random order into a pool of ``memory`` bytes, whose rows are given out in a random order
+                while the next pool is filled.
                 ``"exact"``: all rows in a random order; needs no memory, and a disk that is good at random reads.
             seed: decides every random order, with the epoch.
             epoch: each has another order; it counts up by itself.
@@ -332,7 +442,8 @@ class Store:
                 ``batch_size * world_size`` is the same.
             dtype: convert while copying, as in :meth:`gather`.
             center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from every row.
-            scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: multiplied after that. ``"unit-norm"`` and ``"sqrt-d"``
+            scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: rows are multiplied by it after that. To standardize
+                columns: ``center=stats.mean, scale=stats.inverse_std``. ``"unit-norm"`` and ``"sqrt-d"``
                 bring every row's L2 norm to 1 or to sqrt(d_model).
             memory: of the pool, in bytes or as ``"512MiB"``. It is part of what decides the order of ``shuffle="window"``.
             reuse: write batches into three arrays in turn: a batch is valid until the next one is asked for.
@@ -415,9 +526,9 @@ class Store:
         return self._rows
 
     def _groups_of(self, layer: int | Sequence[int], n: int) -> int | NDArray[np.int64]:
-        if isinstance(layer, int | np.integer) or not np.iterable(layer):
-            return self._group(int(layer) if isinstance(layer, np.integer) else layer)
-        groups = np.array([self._group(int(x) if isinstance(x, np.integer) else x) for x in layer], np.int64)
+        if isinstance(layer, int | np.integer | str) or not np.iterable(layer):
+            return self._group(layer)
+        groups = np.array([self._group(x) for x in layer], np.int64)
         if groups.size != n:
             raise ArgumentError(f"layer: expected one layer, or one for each of {n} examples, found {groups.size}")
         return groups
@@ -436,6 +547,7 @@ class Store:
         in the store's layout already): :meth:`read_columns` gives them. Holds texts, labels and ids for lmprobe; saev stores
         nothing about an example but its number, ``example_idx``.
         """
+        self._check_not_closed()
         if self._table is None:
             self._table = self.read_columns(self._contents.column_names)
         return self._table
@@ -446,18 +558,59 @@ class Store:
         Raises:
             NotStoredError: no such column.
         """
+        self._check_not_closed()
         return self._contents.columns(list(names))
+
+    def _check_not_closed(self) -> None:
+        if isinstance(self._rows, _Closed):
+            self._rows.gather()
+
+    @property
+    def identity(self) -> str:
+        """A digest of the dataset's shape and of a few of its rows: the same wherever the dataset lies, another for another one."""
+        if self._identity is None:
+            shape = [self.format, list(self.layers), self.d_model, self.dtype.name, self.num_examples]
+            digest = hashlib.sha256(json.dumps(shape).encode())
+            n = self.num_examples
+            # Of what is decoded together only the beginning, which was looked at when it was opened. Last tokens: those at the
+            # beginning of a text may be the same in any dataset of a model.
+            few = range(min(n, 1)) if self._contents.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
+            for example in few:
+                try:
+                    digest.update(self._rows.gather(0, example, None, None, None).tobytes())
+                except ClosedError:
+                    raise
+                except ActshardError:
+                    digest.update(b"unreadable")
+            self._identity = digest.hexdigest()[:16]
+        return self._identity
+
+    @property
+    def content_lengths(self) -> NDArray[np.int64] | None:
+        """``(num_examples,)`` int64: content tokens of each example, where shorter ones were filled up with rows of zeros.
+
+        saev's examples all have as many tokens; actshard keeps their lengths beside. Streams, statistics and :meth:`last_tokens`
+        leave the zeros out; :meth:`gather` and :meth:`sequence` read what is stored. None where nothing was filled up.
+        """
+        if not self._lengths_read:
+            self._lengths, self._lengths_read = self._contents.content_lengths(), True
+        return self._lengths
 
     @property
     def labels(self) -> NDArray[np.uint8] | None:
         """saev's patch labels, ``(num_examples, patches)`` uint8, read-only, without a column for CLS; None if there are none.
 
+        Read into memory when first asked for, then kept.
+
         lmprobe keeps one label per example: ``store.table["label"]``.
         """
         if "labels" not in self._extras:
             self._extras["labels"] = self._contents.labels()
-        found: NDArray[np.uint8] | None = self._extras["labels"]
-        return found
+        found = self._extras["labels"]
+        if isinstance(found, _Closed):
+            found.gather()
+        labels: NDArray[np.uint8] | None = found
+        return labels
 
     def logits(self, examples: ArrayLike | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
         """Top-k logits at each example's last token.
@@ -495,7 +648,7 @@ class Store:
         if isinstance(router, _Closed):
             router.gather()
         assert isinstance(router, Router)
-        if layer not in router.layers:
+        if isinstance(layer, bool | np.bool_ | float | np.floating) or layer not in router.layers:
             raise LayerError(
                 f"router of layer {layer!r} is not stored; those of {_short(router.layers)} are", path=self.path
             )
@@ -518,14 +671,16 @@ class Store:
                 present += 1
             except OSError:
                 missing += 1
-        counts = self.token_counts if self._contents.counts_are_cheap or self._token_counts is not None else None
+        each = self._contents.tokens_each
+        known = self._contents.counts_are_cheap or self._token_counts is not None
+        counts = self.token_counts if each is None and known else None
         return {
             "format": self.format,
             "path": str(self.path),
             "model": self._contents.model,
             "examples": self.num_examples,
-            "tokens": None if counts is None else int(counts.sum()),
-            "tokens_per_example": None
+            "tokens": (None if each is None else each * self.num_examples) if counts is None else int(counts.sum()),
+            "tokens_per_example": (None if each is None else [each, each] if self.num_examples else [0, 0])
             if counts is None
             else [int(counts.min()), int(counts.max())]
             if len(counts)

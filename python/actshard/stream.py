@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,15 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
 from actshard._selection import Mask, Tokens, select
-from actshard.errors import ArgumentError, NotStoredError
+from actshard.errors import (
+    ActshardWarning,
+    ArgumentError,
+    ArgumentTypeError,
+    ClosedError,
+    NotStoredError,
+    OverflowWarning,
+)
+from actshard.stats import is_deviation
 
 if TYPE_CHECKING:
     from actshard.store import Store
@@ -28,7 +36,7 @@ _RING = 3
 """Arrays of a stream that reuses them: one with the user, one ready, one being filled."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Batch:
     """Rows of a stream.
 
@@ -51,12 +59,20 @@ class Batch:
     def __len__(self) -> int:
         return len(self.examples)
 
+    def __repr__(self) -> str:
+        labels = "" if self.labels is None else f", labels {self.labels.dtype}"
+        layers = sorted(set(self.layers.tolist()))
+        return f"<actshard.Batch: {tuple(self.activations.shape)} {self.activations.dtype}, layers {layers}{labels}>"
+
 
 class Stream:
     """Batches of a store's rows. Made by :meth:`Store.stream`, where every argument is explained.
 
     ``for batch in stream`` reads one epoch; the next loop reads the next one, in another order. A loop that was left early
     begins again with the first batch of its epoch, unless a state was loaded in between. Pickles as its store and its state.
+
+    A stream has one loop at a time: when another one begins, the iterator of the first raises :class:`ClosedError`. Two streams
+    of one store can be read side by side.
 
     Attributes:
         epoch: the epoch that is being read, or comes next.
@@ -100,6 +116,8 @@ class Stream:
         groups = [store.group_of(x) for x in self._layers]
         if interleave and one:
             raise ArgumentError("interleave: there is only one layer")
+        if shuffle not in (None, "window", "exact"):
+            raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         self.store = store
         self.batch_size = _whole(batch_size, "batch_size", 1)
         self.rank, self.world_size = _whole(rank, "rank", 0), _whole(world_size, "world_size", 1)
@@ -144,7 +162,9 @@ class Stream:
             )
         self._step = 0
         self._resume: int | None = None
+        self._chosen: int | None = None
         self._live: Any = lambda: None
+        self._elsewhere: Any = lambda: False
 
     @property
     def num_rows(self) -> int:
@@ -186,44 +206,86 @@ class Stream:
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next loop reads. The one of a state that was just loaded goes on where the state was."""
-        if _whole(epoch, "epoch", 0) != self.epoch:
-            self.epoch, self._step, self._resume = int(epoch), 0, None
+        """Chooses the epoch that the next loop reads; a loop that is being read is not changed.
+
+        The epoch of a state that was just loaded goes on where the state was taken.
+        """
+        epoch = _whole(epoch, "epoch", 0)
+        live = self._live()
+        if live is not None and live.reads:
+            self._chosen = epoch
+            return
+        self._chosen = None
+        if epoch != self.epoch:
+            self.epoch, self._step, self._resume = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream is, as plain values (JSON holds them): a few hundred bytes, whatever was read.
 
         The state is after the last batch that was handed out; it is the same on every rank. Loading it into a stream of the
-        same settings, in any process and with any number of threads or workers, gives exactly the batches that were left.
+        same dataset, wherever that lies, and of the same settings, in any process and with any number of threads or workers,
+        gives exactly the batches that were left.
+
+        Raises:
+            ArgumentError: workers of a ``DataLoader`` read this stream: their position is not known here.
         """
+        if self._elsewhere():
+            raise ArgumentError(
+                "state_dict: workers of a DataLoader read this stream, and this process does not know how far they are; use "
+                "torchdata's StatefulDataLoader and its state_dict(), or num_workers=0"
+            )
+        return self.state()
+
+    def state(self) -> dict[str, Any]:
+        """:meth:`state_dict` of this process's own loop: for actshard's own rooms."""
         pending = self._resume if self._resume is not None else self._step
-        return {"version": 1, "epoch": self.epoch, "batch": pending, "settings": self._settings()}
+        return {"version": 2, "epoch": self.epoch, "batch": pending, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where a state was taken; the next loop reads what was left of that epoch.
 
+        A state of an older release does not name its dataset: it is loaded, with a warning, if everything it names agrees.
+
         Raises:
             ArgumentError: the state is of another dataset or other settings, which would give other batches.
         """
-        if not isinstance(state, dict) or state.get("version") != 1 or not isinstance(state.get("settings"), dict):
-            raise ArgumentError("load_state_dict: expected what state_dict() gave")
-        mine = self._settings()
-        differ = [k for k in {**mine, **state["settings"]} if mine.get(k) != state["settings"].get(k)]
+        if (
+            not isinstance(state, dict)
+            or state.get("version") not in (1, 2)
+            or not isinstance(state.get("settings"), dict)
+        ):
+            raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
+        mine, theirs = self._settings(), state["settings"]
+        names: set[str] = mine.keys() | theirs.keys()
+        if old := "dataset" not in theirs:
+            names -= _SINCE_2
+        differ = [k for k in names if mine.get(k) != theirs.get(k)]
         if differ:
-            what = ", ".join(f"{k}: {state['settings'].get(k)!r} then, {mine.get(k)!r} now" for k in sorted(differ))
-            raise ArgumentError(f"load_state_dict: the state is of another stream, whose batches differ ({what})")
-        epoch, batch = _whole(state["epoch"], "epoch", 0), _whole(state["batch"], "batch", 0)
+            what = ", ".join(f"{k}: {theirs.get(k)!r} then, {mine.get(k)!r} now" for k in sorted(differ))
+            which = "another dataset" if differ == ["dataset"] else "another stream"
+            raise ArgumentError(f"load_state_dict: the state is of {which}, whose batches differ ({what})")
+        epoch, batch = _whole(state.get("epoch"), "epoch", 0), _whole(state.get("batch"), "batch", 0)
         if batch > len(self):
             raise ArgumentError(f"load_state_dict: batch {batch} of {len(self)}")
-        self.close()
+        if old:
+            warnings.warn(
+                f"load_state_dict: a state of an older release does not name its dataset; check that it is {self.store.path}",
+                ActshardWarning,
+                stacklevel=2,
+            )
+        self._supersede("a state was loaded into this stream")
         if batch == len(self) and batch:
             epoch, batch = epoch + 1, 0
-        self.epoch, self._step, self._resume = epoch, batch, batch
+        self.epoch, self._step, self._resume, self._chosen = epoch, batch, batch, None
 
     def _settings(self) -> dict[str, Any]:
-        """All that decides which rows make up which batch."""
+        """All that decides which rows make up which batch, and what is in them."""
         o = self._options
         made: dict[str, Any] = {
+            "dataset": self.store.identity,
+            "format": self.store.format,
+            "d_model": self.store.d_model,
+            "stored": self.store.dtype.name,
             "examples": self.store.num_examples,
             "rows": self.num_rows,
             "layers": self._layers,
@@ -236,8 +298,14 @@ class Stream:
             "drop_last": self.drop_last,
             "world_size": self.world_size,
         }
+        for name in ("center", "scale"):
+            if o[name] is not None:
+                made[name] = hashlib.sha256(o[name].tobytes()).hexdigest()[:16]
+        if o["norm"] is not None:
+            made["scale"] = o["norm"]
         if self.shuffle == "window":
             made["window"] = int(self._native.window)
+            made["units"] = f"{self._native.units:016x}"
         return made
 
     def _fingerprint(self) -> str:
@@ -257,12 +325,16 @@ class Stream:
 
         The batches themselves do not depend on ``every``. Iterating over the stream is ``batches(0, 1)``.
         """
+        self._turn()
         return self.batches_from((self._resume or 0) + _whole(first, "first", 0), every)
 
     def batches_from(self, batch: int, every: int = 1) -> Iterator[Batch]:
         """Reads batches ``batch``, ``batch + every``, ... of the epoch."""
-        self.close()
         self.store.check_open()
+        # Read while the files are as they were opened; a state may be asked for when they are closed.
+        _ = self.store.identity
+        self._supersede("another loop over this stream was begun; make a stream for each")
+        self._turn()
         self._resume = None
         self._step = batch
         made = _Batches(self, batch, every)
@@ -273,14 +345,25 @@ class Stream:
         """The same stream at the beginning of its epoch; the two share the selection and the open store."""
         made = Stream.__new__(Stream)
         made.__dict__.update(self.__dict__)
-        made._step, made._resume, made._live = 0, None, lambda: None
+        made._step, made._resume, made._chosen, made._live = 0, None, None, lambda: None
+        made._elsewhere = lambda: False
         return made
 
     def close(self) -> None:
-        """Stops reading ahead. The stream can be used again."""
+        """Stops reading ahead, and ends the loop that is being read. The stream can be used again."""
         live = self._live()
         if live is not None:
             live.close()
+
+    def _turn(self) -> None:
+        """Begins the epoch that was chosen while a loop was being read."""
+        if self._chosen is not None:
+            self.epoch, self._step, self._resume, self._chosen = self._chosen, 0, None, None
+
+    def _supersede(self, why: str) -> None:
+        live = self._live()
+        if live is not None:
+            live.close(why)
 
     def _ring(self) -> list[NDArray[Any]] | None:
         """What batches are written into, if that is to be reused."""
@@ -293,10 +376,11 @@ class Stream:
             return [np.empty(self._shape, self.dtype) for _ in range(_RING)]
         return None
 
-    def _labels_of(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any] | None:
-        labels = self.store.labels
+    def _labels_of(
+        self, labels: NDArray[np.uint8] | None, examples: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> NDArray[Any] | None:
         special = self.store.special_tokens
-        if labels is None or self._tokens == "special":
+        if labels is None:
             return None
         if self._tokens != "all" or not special:
             return labels[examples, tokens - special]
@@ -306,14 +390,20 @@ class Stream:
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        del state["_native"], state["_live"]
+        del state["_native"], state["_live"], state["_elsewhere"]
+        if self._chosen is not None:
+            live = self._live()
+            if live is None or not live.reads:
+                state |= {"epoch": self._chosen, "_step": 0, "_resume": None, "_chosen": None}
+                return state
+            state["_chosen"] = None
         if self._step:
             state["_resume"] = self._resume if self._resume is not None else self._step
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._live = lambda: None
+        self._live, self._elsewhere = lambda: None, lambda: False
         self._native = self.store.native_stream(self._selection, self._options)
 
 
@@ -327,9 +417,18 @@ class _Batches:
         self._epoch = stream.epoch
         self._layers = np.array(stream.layers, np.int64)
         self._done = False
+        self._why: str | None = None
+        self._overflows = 0
+        # Kept, like the files, until the loop ends, also if the store is closed.
+        self._labels = None if stream._tokens == "special" else stream.store.labels
         self._ring = stream._ring()
         self._begin()
         _LIVE.add(self)
+
+    @property
+    def reads(self) -> bool:
+        """Whether more batches may come."""
+        return not self._done
 
     def _begin(self) -> None:
         self._pid = os.getpid()
@@ -339,25 +438,47 @@ class _Batches:
         return self
 
     def __next__(self) -> Batch:
+        stream = self._stream
+        found = None
+        if not self._done:
+            if self._pid != os.getpid():
+                self._begin()  # a forked child has no thread of its parent's
+            native = self._native
+            found = None if native is None else native.next()
+        # Asked after waiting: another thread may have closed this, or begun another loop.
+        if self._why is not None:
+            raise ClosedError(self._why, path=stream.store.path)
         if self._done:
             raise StopIteration
-        if self._pid != os.getpid():
-            self._begin()  # a forked child has no thread of its parent's
-        found = self._native.next()
-        stream = self._stream
         if found is None:
             self.close()
             if stream.epoch == self._epoch and stream._live() is self:
                 stream.epoch, stream._step = stream.epoch + 1, 0
+                stream._turn()
             raise StopIteration
         activations, examples, tokens, groups = found
         self._next += self._every
         if stream._live() is self:
             stream._step = min(self._next - self._every + 1, len(stream))
+        if more := stream._native.take_overflows():
+            self._warn(more)
         layers = self._layers if groups is None else self._layers[groups]
         if stream._buffers is not None:
             activations = self._yours(activations)
-        return Batch(activations, examples, tokens, layers, stream._labels_of(examples, tokens))
+        return Batch(activations, examples, tokens, layers, stream._labels_of(self._labels, examples, tokens))
+
+    def _warn(self, more: int) -> None:
+        """Once for every loop: batches that overflow tend to come by the thousand."""
+        if not self._overflows:
+            stream = self._stream
+            named = ", ".join(map(str, stream.layers))
+            warnings.warn(
+                f"{stream.store.path}: layers {named}: {more} finite values became infinite as {stream.dtype}, and perhaps "
+                "more to come; a wider dtype= or a smaller scale= holds them",
+                OverflowWarning,
+                stacklevel=3,
+            )
+        self._overflows += more
 
     def _yours(self, activations: NDArray[Any]) -> Any:
         """The caller's own object for the buffer that was filled."""
@@ -370,18 +491,25 @@ class _Batches:
                 return theirs if whole else theirs[: len(activations)]
         return activations
 
-    def close(self) -> None:
-        """Ends the thread."""
+    def close(self, why: str | None = None) -> None:
+        """Ends the thread; ``why`` is raised when another batch is asked for, if there might have been one."""
+        if not self._done:
+            self._why = why
         self._done = True
         native, self._native = self._native, None
-        _LIVE.discard(self)
-        if native is not None and self._pid == os.getpid():
-            native.stop()
+        if native is not None:
+            _LIVE.discard(self)
+            if self._pid == os.getpid():
+                native.stop()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):
+        # Nothing is left to do when the interpreter ends, and little is left to do it with.
+        if getattr(self, "_native", None) is not None:
             self.close()
 
+
+_SINCE_2 = {"dataset", "format", "d_model", "stored", "center", "scale", "units"}
+"""Settings that states of version 1 do not have."""
 
 _LIVE: weakref.WeakSet[_Batches] = weakref.WeakSet()
 
@@ -403,10 +531,18 @@ def _vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.flo
     """A factor or offset per column, or per layer and column, flat."""
     if value is None:
         return None
+    if is_deviation(value):
+        raise ArgumentError(
+            f"{what}: rows are multiplied by it, and this is stats.std; stats.inverse_std divides by it"
+        )
     try:
         if hasattr(value, "detach"):
             value = value.detach().cpu().double().numpy()
+        if np.asarray(value).dtype == np.bool_:
+            raise ArgumentTypeError(f"{what}: expected numbers, found {value!r:.50}")
         array = np.asarray(value, np.float64)
+    except ArgumentError:
+        raise
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"{what}: expected numbers, found {type(value).__name__}") from error
     if array.ndim == 0:

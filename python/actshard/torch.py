@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard._selection import Mask, Tokens
-from actshard.errors import ArgumentError, InternalError, MissingExtraError, OutOfRangeError
+from actshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    InternalError,
+    MissingExtraError,
+    OutOfRangeError,
+    UnsupportedError,
+)
 from actshard.stream import Batch, Stream
 
 if TYPE_CHECKING:
@@ -65,7 +72,21 @@ def pinned(stream: Stream, count: int = 3) -> list[torch.Tensor]:
 
     Copy with ``non_blocking=True`` and synchronise before ``count - 1`` more batches were asked for.
     """
-    return [torch.empty(stream.batch_shape, dtype=_dtype(stream.dtype), pin_memory=True) for _ in range(count)]
+    if not isinstance(count, int) or isinstance(count, bool) or count < 2:
+        raise ArgumentError(f"count: expected an integer from 2 on, found {count!r}")
+    dtype = _dtype(_stream(stream).dtype)
+    try:
+        return [torch.empty(stream.batch_shape, dtype=dtype, pin_memory=True) for _ in range(count)]
+    except RuntimeError as error:
+        raise UnsupportedError(f"memory cannot be pinned here: {str(error).splitlines()[0]}") from error
+
+
+def _stream(given: Any) -> Stream:
+    if not isinstance(given, Stream):
+        raise ArgumentTypeError(
+            f"stream: expected an actshard.Stream (store.stream(...)), found {type(given).__name__}"
+        )
+    return given
 
 
 def _dtype(dtype: np.dtype[Any]) -> torch.dtype:
@@ -77,31 +98,54 @@ def _dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 def batches(stream: Stream) -> Iterator[dict[str, Any]]:
     """What is left of a stream's epoch, as dicts of tensors."""
-    for batch in stream:
-        yield tensors(batch)
+    return (tensors(batch) for batch in _stream(stream))
+
+
+class _Batch(dict[str, Any]):
+    """A batch of its own: a loader that puts several together would add a dimension to each."""
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise ArgumentError(
+        "DataLoader: expected batch_size=None, as actshard.torch.IterableDataset gives whole batches; their size is that of "
+        "store.stream(layer, batch_size)"
+    )
+
+
+# torch's own way for collating further types; where it is not to be had, a loader's batch_size is not checked.
+_COLLATE = getattr(getattr(data._utils, "collate", None), "default_collate_fn_map", None)
+if _COLLATE is not None:
+    _COLLATE[_Batch] = _refuse
 
 
 class IterableDataset(data.IterableDataset):
     """Whole batches of a stream, as dicts of tensors; for ``DataLoader(..., batch_size=None)``.
 
     With workers each reads every n-th batch, so that the loader gives the same batches in the same order as without; the memory of
-    a window is shared among them. Every pass over the loader is the next epoch, also where the loader starts its workers anew.
+    a window is shared among them. Every pass over the loader is the next epoch, whether it keeps its workers or starts new ones.
     ``state_dict`` and ``load_state_dict`` are those of torchdata's ``StatefulDataLoader``.
     """
 
     def __init__(self, stream: Stream) -> None:
         super().__init__()
-        self.stream = stream
-        # Seen by all workers, whether forked or spawned: the epoch that comes next, and of which pass which epoch is the first.
-        self._shared = torch.tensor([stream.epoch, -1, 0], dtype=torch.int64).share_memory_()
+        self.stream = _stream(stream)
+        # Seen by all workers, whether forked or spawned: the epoch that comes next, which set of workers reads, how many passes
+        # workers have begun, and the epochs of their last passes.
+        self._shared = torch.tensor([stream.epoch, -1, 0] + [-1] * (2 * _PASSES), dtype=torch.int64).share_memory_()
         self._passes: tuple[int, int] = (-1, 0)
         self._at: dict[str, int] | None = None
         self._now: dict[str, int] | None = None
+        self._begun = 0
+        stream._elsewhere = self._read_by_workers
+
+    def _read_by_workers(self) -> bool:
+        """Whether workers began to read after this process did."""
+        return data.get_worker_info() is None and int(self._shared[_BEGUN]) != self._begun
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next pass; call it between passes."""
+        """Chooses the epoch of the next pass, also of workers that persist; call it between passes."""
         self.stream.set_epoch(epoch)
-        self._shared[_NEXT] = epoch
+        self._shared[_NEXT] = int(epoch)
         self._at = None
 
     def __len__(self) -> int:
@@ -112,6 +156,10 @@ class IterableDataset(data.IterableDataset):
         stream = self.stream
         return {**self.__dict__, "stream": stream if stream.resumes else stream.afresh()}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.stream._elsewhere = self._read_by_workers
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = data.get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
@@ -119,15 +167,17 @@ class IterableDataset(data.IterableDataset):
         epoch = self._agree(worker, None if at is None else at["epoch"])
         if at is None:
             resumes = stream.resumes and stream.epoch == epoch
-            at = {"epoch": epoch, "next": first + (stream.state_dict()["batch"] if resumes else 0)}
+            at = {"epoch": epoch, "next": first + (stream.state()["batch"] if resumes else 0)}
         self._now = at
+        if worker is None:
+            self._begun = int(self._shared[_BEGUN])
         stream.set_epoch(epoch)
         return self._read(at, first, every)
 
     def _read(self, at: dict[str, int], first: int, every: int) -> Iterator[dict[str, Any]]:
         for batch in self.stream.batches_from(at["next"], every):
             at["next"] += every
-            yield tensors(batch)
+            yield _Batch(tensors(batch))
         self._now = {"epoch": at["epoch"] + 1, "next": first}
 
     def _agree(self, worker: Any, epoch: int | None) -> int:
@@ -141,21 +191,30 @@ class IterableDataset(data.IterableDataset):
         token = worker.seed - worker.id
         count = self._passes[1] + 1 if self._passes[0] == token else 0
         self._passes = (token, count)
+        # Each pass has a place of its own, so that a worker that is late by one still finds its epoch.
+        place = _BEGUN + 1 + 2 * (count % _PASSES)
         if worker.id == 0:
+            epoch = int(shared[_NEXT]) if epoch is None else epoch
+            shared[_NEXT] = epoch + 1
             if count == 0:
-                shared[_FIRST] = shared[_NEXT] if epoch is None else epoch
-                shared[_PASS] = token
-            found = int(shared[_FIRST]) + count
-            shared[_NEXT] = found + 1
-            return found
+                shared[_BEGUN + 1 :] = -1
+            shared[place + 1] = epoch
+            shared[place] = count
+            shared[_SET] = token
+            shared[_BEGUN] += 1
+            return epoch
         for _ in range(300_000):
-            if int(shared[_PASS]) == token:
-                return int(shared[_FIRST]) + count
+            if int(shared[_SET]) == token and int(shared[place]) == count:
+                return int(shared[place + 1])
             time.sleep(0.001)
         raise InternalError("worker 0 of the loader did not begin to read within five minutes")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this worker is; plain values."""
+        """Where this worker, or this process where there are none, is; plain values.
+
+        Raises:
+            ArgumentError: workers read, and this is not one of them: use the ``state_dict`` of torchdata's loader.
+        """
         state = self.stream.state_dict()
         worker = data.get_worker_info()
         first = 0 if worker is None else worker.id
@@ -168,12 +227,16 @@ class IterableDataset(data.IterableDataset):
         Raises:
             ArgumentError: it is of another stream.
         """
-        mine = self.stream.state_dict()
+        if not isinstance(state, dict) or not {"stream", "epoch", "next"} <= state.keys():
+            raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
+        mine = self.stream.state()
         self.stream.load_state_dict({**mine, "settings": state["stream"], "epoch": state["epoch"], "batch": 0})
         self._at = {"epoch": int(state["epoch"]), "next": int(state["next"])}
 
 
-_NEXT, _PASS, _FIRST = range(3)
+_NEXT, _SET, _BEGUN = range(3)
+_PASSES = 8
+"""Passes whose epochs are kept for workers that are late."""
 
 
 class _Items(list[dict[str, Any]]):

@@ -10,7 +10,8 @@ Fields, keys, types and errors are those of OSU-NLP-Group/saev as of March 2026.
   ``drop_last``, which upstream ignores;
 - :class:`IndexedDataset` reads special tokens right (upstream divides where it should take the remainder), takes ``"all"``, and
   reads whole batches with ``__getitems__``;
-- a dump does not have to lie in ``.../saev/shards/``.
+- a dump does not have to lie in ``.../saev/shards/``;
+- rows of zeros that fill up shorter examples are left out by the loaders, where actshard wrote the dump.
 
 What is otherwise: ``n_threads``, ``min_buffer_fill``, ``batch_timeout_s``, ``log_every_s`` and ``debug`` are accepted and have no
 effect: a window is filled before its first batch, and there is nothing to wait for. ``buffer_size`` batches are how much the
@@ -20,18 +21,21 @@ shuffled loader holds. Upstream's ``data`` field is a pickle; it is never unpick
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import enum
+import fcntl
 import json
 import logging
 import math
 import os
 import pathlib
+import re
 import shutil
 import stat
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,11 +45,13 @@ from actshard.errors import (
     ActshardError,
     ActshardWarning,
     ArgumentError,
+    ArgumentTypeError,
     MissingExtraError,
     MissingFileError,
     OutOfRangeError,
     UnsafePickleError,
     UnsupportedError,
+    from_os,
 )
 from actshard.formats.saev import hashes
 from actshard.stream import Stream
@@ -56,6 +62,8 @@ except ImportError as error:
     raise MissingExtraError.of("actshard.compat.saev", "torch") from error
 
 __all__ = [
+    "Example",
+    "ExampleBatch",
     "Index",
     "IndexMap",
     "IndexedConfig",
@@ -95,6 +103,63 @@ class NotDoneError(UnsupportedError, RuntimeError):
     """What saev's loader does not do either."""
 
 
+def _expect(name: str, value: Any, kind: Any, words: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ArgumentTypeError(f"{name}: expected {words}, found {value!r:.80}")
+
+
+def _integer(name: str, value: Any, least: int | None = None) -> None:
+    _expect(name, value, int | np.integer, "an integer")
+    if least is not None and value < least:
+        raise ArgumentError(f"{name}: expected an integer from {least} on, found {value}")
+
+
+def _check(cfg: Any) -> None:
+    """Types of a configuration's values, when it is made; a path given as text becomes a Path, other sequences of labels a list."""
+    for field in dataclasses.fields(cfg):
+        name, value = field.name, getattr(cfg, field.name)
+        if name == "shards":
+            _expect(name, value, str | os.PathLike, "a path")
+            object.__setattr__(cfg, name, pathlib.Path(value))
+        elif name == "tokens":
+            if value not in ("special", "content", "all"):
+                raise ArgumentError(f'tokens: expected "special", "content" or "all", found {value!r:.80}')
+        elif name == "layer":
+            if value != "all":
+                _expect(name, value, int | np.integer, 'an integer or "all"')
+        elif name == "ignore_labels":
+            _expect(name, value, list | tuple, "a list of integers")
+            for label in value:
+                _integer(name, label)
+            object.__setattr__(cfg, name, list(value))
+        elif isinstance(field.default, bool):
+            _expect(name, value, bool, "a bool")
+        elif isinstance(field.default, int):
+            _integer(name, value, {"batch_size": 1, "seed": 0}.get(name))
+        else:
+            _expect(name, value, int | float | np.number, "a number")
+
+
+class Example(TypedDict, total=False):
+    """An item of :class:`IndexedDataset`."""
+
+    act: Any
+    example_idx: int
+    token_idx: int
+    token_label: int
+    layer: int
+
+
+class ExampleBatch(TypedDict, total=False):
+    """A batch of the loaders."""
+
+    act: Any
+    example_idx: Any
+    token_idx: Any
+    token_labels: Any
+    layer: Any
+
+
 class PixelAgg(enum.Enum):
     """How pixel labels became patch labels."""
 
@@ -121,17 +186,27 @@ class Metadata:
     protocol: str = "2.1"
 
     def __post_init__(self) -> None:
+        for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
+            _integer(name, getattr(self, name), 1)
+        for name in ("family", "ckpt", "data", "dtype", "protocol"):
+            _expect(name, getattr(self, name), str, "text")
+        _expect("cls_token", self.cls_token, bool, "a bool")
+        _expect("pixel_agg", self.pixel_agg, PixelAgg, "a PixelAgg")
+        _expect("layers", self.layers, tuple, "a tuple of integers")
+        for layer in self.layers:
+            _integer("layers", layer)
+        if not self.layers:
+            raise WrongError("layers: expected at least one layer")
         if self.examples_per_shard < 1:
             raise WrongError("At least one example per shard must fit; increase max_tokens_per_shard.")
-        if not isinstance(self.data, str):
-            raise TypeError("data: expected base64 text")
 
     @classmethod
     def load(cls, shards_dir: pathlib.Path | str) -> Metadata:
         """Reads ``metadata.json``.
 
         Raises:
-            MissingFileError, FormatError: there is none, or it lacks a field.
+            MissingFileError, FormatError: there is none, or a field is missing or damaged.
+            UnsupportedError: another major version of the protocol.
         """
         from actshard.formats._json import Fields, read_json
 
@@ -142,9 +217,20 @@ class Metadata:
         needed = (f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING)
         if lacking := [name for name in needed if name not in values]:
             raise fields.error(lacking[0], "a field of protocol 2.1; actshard.open reads older dumps")
-        values["layers"] = tuple(fields.value["layers"])
-        values["dataset"] = pathlib.Path(fields.text("dataset"))
-        values["pixel_agg"] = PixelAgg(values.get("pixel_agg", "majority"))
+        for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
+            values[name] = fields.integer(name)
+        for name in ("family", "ckpt", "data", "dataset", "dtype", "protocol"):
+            if name in values:
+                values[name] = fields.text(name)
+        values["cls_token"] = fields.boolean("cls_token")
+        values["layers"] = fields.integers("layers")
+        values["dataset"] = pathlib.Path(values["dataset"])
+        known = [agg.value for agg in PixelAgg]
+        if values.get("pixel_agg", known[0]) not in known:
+            raise fields.error("pixel_agg", " or ".join(map(repr, known)))
+        values["pixel_agg"] = PixelAgg(values.get("pixel_agg", known[0]))
+        if not re.fullmatch(r"2\.\d{1,6}(\.\d{1,6})?", values.get("protocol", "2.1")):
+            raise UnsupportedError(f"protocol: expected 2.1, found {values['protocol']!r:.50}", path=path)
         return cls(**values)
 
     def _plain(self) -> dict[str, Any]:
@@ -344,6 +430,9 @@ class IndexedConfig:
     layer: int | Literal["all"] = -2
     debug: bool = False
 
+    def __post_init__(self) -> None:
+        _check(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class OrderedConfig:
@@ -360,6 +449,7 @@ class OrderedConfig:
     log_every_s: float = 30.0
 
     def __post_init__(self) -> None:
+        _check(self)
         if self.tokens != "content":
             raise NotDoneError(f'tokens: the ordered loader reads "content" only, found {self.tokens!r}')
 
@@ -384,6 +474,9 @@ class ShuffledConfig:
     log_every_s: float = 30.0
     use_tmpdir: bool = False
 
+    def __post_init__(self) -> None:
+        _check(self)
+
 
 def make_ordered_config(shuffled_cfg: ShuffledConfig, **overrides: Any) -> OrderedConfig:
     """An ordered loader's settings from a shuffled one's; ``overrides`` win, and one that there is no field for is a TypeError."""
@@ -405,12 +498,17 @@ def _open(folder: pathlib.Path) -> tuple[Metadata, actshard.Store]:
 class IndexedDataset(torch.utils.data.Dataset):
     """Rows by number.
 
+    Every stored token has a number, also those that only fill up shorter examples.
+
     An item is ``{"act": (d_model,) float32, "example_idx": int, "token_idx": int}``, with ``"token_label": int`` where the dump has
     labels and the token one. With ``layer="all"`` also ``"layer": int``, the layer's name. ``token_idx`` counts content tokens; -1
     is CLS. :class:`IndexMap` tells the order. Loaders that ask for whole batches get them from ``__getitems__`` in one read.
     """
 
+    Example = Example
+
     def __init__(self, cfg: IndexedConfig) -> None:
+        _expect("cfg", cfg, IndexedConfig, "an IndexedConfig")
         self.cfg = cfg
         self.md, self._store = _open(cfg.shards)
         self.index_map = IndexMap(self.md, cfg.tokens, cfg.layer)
@@ -486,9 +584,22 @@ class IndexedDataset(torch.utils.data.Dataset):
         return made
 
 
+class _Reservoir:
+    """What a monitor asks a loader's buffer."""
+
+    def __init__(self, loader: _Loader) -> None:
+        self._loader = loader
+
+    def fill(self) -> float:
+        """The share of the buffer that is filled: windows are filled before their first batch, so 1 within a loop, else 0."""
+        live = self._loader._live
+        return 1.0 if live is not None and live.reads else 0.0
+
+
 class _Loader:
     """What both loaders have."""
 
+    ExampleBatch = ExampleBatch
     cfg: OrderedConfig | ShuffledConfig
 
     def __init__(self) -> None:
@@ -515,6 +626,11 @@ class _Loader:
         return self.cfg.drop_last
 
     @property
+    def reservoir(self) -> _Reservoir:
+        """The buffer, as far as a monitor asks for it."""
+        return _Reservoir(self)
+
+    @property
     def manager_pid(self) -> int:
         """-1: there is no manager process, which upstream says of one that does not run."""
         return -1
@@ -526,8 +642,9 @@ class _Loader:
         return full + bool(rest and not self.cfg.drop_last)
 
     def _batches(self, stream: Stream) -> Iterator[Any]:
-        """A stream's batches; failures as upstream's users catch them."""
-        self._stop()
+        """A stream's batches; failures as upstream's users catch them. The loop before, if there is one, fails."""
+        if self._live is not None:
+            self._live.close("another loop over this loader was begun; make a loader for each")
         live: Any = iter(stream)
         self._live = live
         try:
@@ -564,12 +681,15 @@ class OrderedDataLoader(_Loader):
 
     def __init__(self, cfg: OrderedConfig) -> None:
         super().__init__()
+        _expect("cfg", cfg, OrderedConfig, "an OrderedConfig")
         self.cfg: OrderedConfig = cfg
         self.md, self._store = _open(cfg.shards)
         if cfg.layer != "all" and cfg.layer not in self.md.layers:
             raise WrongError(f"Layer {cfg.layer} not in {self.md.layers}")
         layers = len(self.md.layers) if cfg.layer == "all" else 1
-        self._n_samples = self.md.n_examples * self.md.content_tokens_per_example * layers
+        lengths = self._store.content_lengths
+        content = self.md.n_examples * self.md.content_tokens_per_example if lengths is None else int(lengths.sum())
+        self._n_samples = content * layers
         self._cls = int(self.md.cls_token)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -600,6 +720,7 @@ class ShuffledDataLoader(_Loader):
 
     def __init__(self, cfg: ShuffledConfig) -> None:
         super().__init__()
+        _expect("cfg", cfg, ShuffledConfig, "a ShuffledConfig")
         self.cfg: ShuffledConfig = cfg
         self.logger = logging.getLogger("shuffled.DataLoader")
         if not pathlib.Path(cfg.shards).is_dir():
@@ -647,19 +768,41 @@ class ShuffledDataLoader(_Loader):
 
 
 def _copy_to_tmpdir(source: pathlib.Path, logger: logging.Logger) -> pathlib.Path:
-    """A copy on this machine's own disk, made once per job; ``.copy_complete`` says that it is whole."""
+    """A copy on this machine's own disk, made once per job: by the first process of a node, while the others wait.
+
+    The folder has its name when it is whole. ``.copy_complete`` in it says that it is one of these.
+    """
     root = os.environ.get("TMPDIR")
     if not root:
         logger.warning("use_tmpdir=True but $TMPDIR not set; using original path")
         return source
     target = pathlib.Path(root) / os.environ.get("SLURM_JOB_ID", "nojob") / "saev" / "shards" / source.name
     marker = target / ".copy_complete"
-    if marker.exists():
-        logger.info("Reusing existing TMPDIR copy: %s", target)
-        return target
-    target.mkdir(parents=True, exist_ok=True)
-    files = [f for f in source.iterdir() if f.is_file()]
-    with concurrent.futures.ThreadPoolExecutor(min(8, len(files)) or 1) as pool:
-        list(pool.map(lambda f: shutil.copy2(f, target / f.name), files))
-    marker.touch()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_name(f".{target.name}.lock")):
+            if marker.exists():
+                logger.info("Reusing existing TMPDIR copy: %s", target)
+                return target
+            # Of a process that was killed; or of a release that copied into the folder itself.
+            copy = target.with_name(f".{target.name}.copying")
+            for left in (copy, target):
+                if left.exists():
+                    shutil.rmtree(left)
+            copy.mkdir()
+            files = [f for f in source.iterdir() if f.is_file()]
+            with concurrent.futures.ThreadPoolExecutor(min(8, len(files)) or 1) as pool:
+                list(pool.map(lambda f: shutil.copy2(f, copy / f.name), files))
+            (copy / marker.name).touch()
+            copy.rename(target)
+    except OSError as error:
+        raise from_os(error, error.filename or target, "copy to $TMPDIR") from error
     return target
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process has it; the lock of one that died is free."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -79,6 +79,10 @@ class Contents:
     extras: tuple[str, ...] = ()
     """What is stored beside hidden states, in words: patch labels, logits, router tensors."""
     warnings: tuple[str, ...] = ()
+    tokens_each: int | None = None
+    """How many tokens each example has, where all have as many: so that no list of them is needed."""
+    content_lengths: Callable[[], NDArray[np.int64] | None] = lambda: None
+    """Content tokens of each example, where rows after them only fill the example up; None: there are no such rows."""
     special_tokens: int = 0
     """Tokens at the front of every example that stand for none of its content, such as saev's CLS."""
     counts_are_cheap: bool = True

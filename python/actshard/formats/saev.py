@@ -6,6 +6,8 @@
     shards.json        [{"name": "acts000000.bin", "n_examples": 3}, ...]; absent in the first months
     acts000000.bin     C-ordered (examples_per_shard, layers, tokens, d_model) native float32, no header
     labels.bin         optional: (n_examples, content tokens) uint8
+    actshard_lengths.bin  optional, of actshard: (n_examples,) little-endian uint32, content tokens before the rows of zeros that
+                       fill shorter examples up; saev's loaders read only the files above
 
 Sources: the protocol text (2.0), and what OSU-NLP-Group/saev wrote from October 2024 to March 2026. The text's names lived
 for five days; each field is taken by whichever of its names is present, never by the version string. The text lets the
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 from actshard._native import Rows
 from actshard.errors import (
     ActshardError,
+    FileAccessError,
     FormatError,
     MissingFileError,
     NotAFileError,
@@ -54,6 +57,8 @@ CHECKPOINT = ("ckpt", "vit_ckpt", "model_ckpt", "model")
 
 LAST_KNOWN = (2, 1)
 ITEMSIZE = 4
+LENGTHS = "actshard_lengths.bin"
+"""How many tokens examples had before they were filled up to the same number."""
 
 
 def detect(path: Path) -> Evidence:
@@ -112,6 +117,13 @@ def open(path: Path, options: Options) -> Contents:
     if labels.exists() and labels.is_file() and labels.stat().st_size != n * content:
         warnings.append(f"labels.bin: expected {n} x {content} = {n * content} bytes, found {labels.stat().st_size}")
 
+    lengths = path / LENGTHS
+    if lengths.exists():
+        warnings.append(
+            f"shorter examples were filled up to {content} tokens with rows of zeros: streams, statistics and last_tokens leave "
+            "those out, sequence, and saev's own loaders, do not"
+        )
+
     rows = Rows.strided(
         [(shard, count * per_example) for shard, count in shards if count],
         num_examples=n,
@@ -140,14 +152,16 @@ def open(path: Path, options: Options) -> Contents:
         token_counts=lambda: np.broadcast_to(np.int64(tokens), (n,)),
         rows=rows,
         column_names=("example_idx",),
-        columns=lambda names: _columns(path, n, names),
+        tokens_each=tokens,
+        content_lengths=lambda: _content_lengths(lengths, n, content),
+        columns=lambda names: _columns(path, n, names, [shard for shard, count in shards if count]),
         files=lambda: [shard for shard, _ in shards],
         model=model or None,
         provenance=provenance,
         extras=("patch labels",) if labels.is_file() else (),
         special_tokens=int(cls),
         warnings=tuple(warnings),
-        labels=lambda: _labels(labels, n, content, options.io),
+        labels=lambda: _labels(labels, n, content),
     )
 
 
@@ -316,35 +330,79 @@ def hashes(metadata: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _labels(path: Path, n: int, content: int, io: str) -> NDArray[np.uint8] | None:
+def _labels(path: Path, n: int, content: int) -> NDArray[np.uint8] | None:
+    """Read, not mapped: a mapping of a file that is cut short later kills the process."""
+    read = _whole(path, (n, content), np.dtype(np.uint8))
+    if read is not None:
+        read.flags.writeable = False
+    return read
+
+
+def _content_lengths(path: Path, n: int, content: int) -> NDArray[np.int64] | None:
+    read = _whole(path, (n,), np.dtype("<u4"))
+    if read is None:
+        return None
+    if len(bad := np.flatnonzero(read > content)):
+        raise FormatError(
+            f"expected at most {content} content tokens, found {read[bad[0]]} of example {bad[0]}",
+            path=path,
+            offset=4 * int(bad[0]),
+        )
+    return read.astype(np.int64)
+
+
+def _whole(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """A small file's elements, which must be exactly so many; None if there is no such file."""
     if not path.exists():
         return None
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     try:
         if not path.is_file():
             raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
-        size = path.stat().st_size
-        if size != n * content:
-            kind = TruncatedFileError if size < n * content else FormatError
-            raise kind(
-                f"expected {n} x {content} = {n * content} bytes, found {size}",
-                path=path,
-                offset=min(size, n * content),
-            )
-        if io == "mmap":
-            return np.asarray(np.memmap(path, np.uint8, "r", shape=(n, content)))
-        read = np.fromfile(path, np.uint8).reshape(n, content)
+        found = path.stat().st_size
+        if found == size:
+            _check_sparse(size, [path], path)
+            read = np.fromfile(path, dtype)
+            found = read.nbytes
+        if found != size:
+            kind = TruncatedFileError if found < size else FormatError
+            product = " x ".join(map(str, (*shape, *([dtype.itemsize] if dtype.itemsize > 1 else []))))
+            raise kind(f"expected {product} = {size} bytes, found {found}", path=path, offset=min(found, size))
+    except MemoryError as error:
+        raise FileAccessError(f"not enough memory to read {size} bytes", path=path) from error
     except OSError as error:
         if isinstance(error, ActshardError):
             raise
         raise from_os(error, path, "read") from error
-    read.flags.writeable = False
-    return read
+    return read.reshape(shape)
 
 
-def _columns(path: Path, n: int, names: Sequence[str]) -> pa.Table:
+def _check_sparse(claimed: int, files: Sequence[Path], path: Path) -> None:
+    """A sparse file claims any size: nothing large is allocated for one of which next to nothing is on the disk."""
+    if claimed <= _MODEST:
+        return
+    try:
+        there = sum(file.stat().st_blocks * 512 for file in files)
+    except OSError as error:
+        raise from_os(error, path, "look at") from error
+    if claimed > 64 * there:
+        raise UnsupportedError(
+            f"expected data, found a sparse file: {there} bytes on the disk claim {claimed}", path=path
+        )
+
+
+_MODEST = 1 << 30
+"""Bytes that are allocated without a look at the disk."""
+
+
+def _columns(path: Path, n: int, names: Sequence[str], shards: Sequence[Path]) -> pa.Table:
     import pyarrow as pa
 
     unknown = [name for name in names if name != "example_idx"]
     if unknown:
         raise NotStoredError(f"holds no column {unknown[0]!r}; a saev dataset's only column is example_idx", path=path)
-    return pa.table({name: np.arange(n, dtype=np.int64) for name in names})
+    _check_sparse(8 * n * len(names), shards, path)
+    try:
+        return pa.table({name: np.arange(n, dtype=np.int64) for name in names})
+    except MemoryError as error:
+        raise FileAccessError(f"not enough memory for a table of {n} rows", path=path) from error

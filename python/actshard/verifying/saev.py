@@ -8,12 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actshard.errors import ActshardError
+from actshard.errors import ActshardError, from_os
 from actshard.formats._json import Fields, read_json
-from actshard.formats.saev import BUDGET, CHECKPOINT, CONTENT_TOKENS, D_MODEL, FAMILY, ITEMSIZE, N_EXAMPLES
+from actshard.formats.saev import BUDGET, CHECKPOINT, CONTENT_TOKENS, D_MODEL, FAMILY, ITEMSIZE, LENGTHS, N_EXAMPLES
 from actshard.verifying.report import Report
 
-_KNOWN = {"metadata.json", "shards.json", "labels.bin"}
+_MISSING = 16
+"""Missing shards that are named one by one."""
 
 
 def check(root: Path, report: Report, tell: Any) -> None:
@@ -61,16 +62,28 @@ def check(root: Path, report: Report, tell: Any) -> None:
     for shard in present:
         if shard not in listed:
             report.add("unlisted-file", shard, f"a shard that shards.json does not name ({len(listing)} are named)")
-    labels = root / "labels.bin"
-    if labels.is_file() and labels.stat().st_size != n * content:
-        code = "truncated" if labels.stat().st_size < n * content else "too-long"
-        report.add(code, labels, f"{labels.stat().st_size} bytes", f"{n} x {content} = {n * content} bytes")
+    for path, need, sizes in (
+        (root / "labels.bin", n * content, f"{n} x {content}"),
+        (root / LENGTHS, n * 4, f"{n} x 4"),
+    ):
+        try:
+            found = path.stat().st_size if path.is_file() else need
+        except OSError as error:
+            report.error(from_os(error, path, "look at"), path)
+            continue
+        if found != need:
+            report.add("truncated" if found < need else "too-long", path, f"{found} bytes", f"{sizes} = {need} bytes")
 
 
 def _listing(root: Path, report: Report, n: int, eps: int, metadata: Fields) -> list[tuple[Path, int]]:
     """Shards with the examples they should hold: as shards.json says, or as its metadata do where that is broken."""
-    expected = [(root / f"acts{i:06}.bin", min(eps, n - first)) for i, first in enumerate(range(0, n, eps))]
     path = root / "shards.json"
+    # As many as metadata claim, but no more than there are files, and a few that are missing.
+    count = -(-n // eps)
+    present = sum(1 for _ in root.glob("acts*.bin"))
+    expected = [(root / f"acts{i:06}.bin", min(eps, n - i * eps)) for i in range(min(count, present + _MISSING))]
+    if count > len(expected):
+        report.add("missing-file", root, f"{present} shards", f"{count} shards ({n} examples, {eps} per shard)")
     if not path.exists() and "protocol" not in metadata.value:
         return expected
     try:

@@ -154,10 +154,10 @@ impl Stream {
         self.core.plan.settings.window
     }
 
-    /// Picks of a unit, at least, where examples are long enough; 0 for rows longer than a piece.
+    /// A digest of the units that windows are made of.
     #[getter]
-    fn piece(&self) -> u64 {
-        self.core.plan.settings.piece
+    fn units(&self) -> u64 {
+        self.core.plan.units_digest()
     }
 
     /// Finite values that became infinite on the way, since this was last asked.

@@ -218,6 +218,14 @@ impl Plan {
         if *interleaved { &groups[item.group..=item.group] } else { groups }
     }
 
+    /// A digest of the units that windows are made of: with another one, an order would be another.
+    pub fn units_digest(&self) -> u64 {
+        match &self.units {
+            Pieces::Equal { count, size } => key(&[0, *count, *size]),
+            Pieces::Between(bounds) => key(bounds),
+        }
+    }
+
     /// Examples and tokens of picks.
     pub fn locate(&self, picks: &[i64]) -> Result<(Vec<i64>, Vec<i64>)> {
         let n = self.selection.len();
