@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,27 +20,48 @@ import numpy as np
 
 from actshard import _arguments, _native
 from actshard.errors import (
+    ActshardError,
     ArgumentError,
+    ArgumentTypeError,
+    DiskFullError,
     ExistsError,
+    FileAccessError,
     FormatError,
+    InterruptedReadError,
+    LockedError,
     MissingFileError,
+    NoMemoryError,
     UnfinishedError,
+    UnsupportedError,
     boundary,
     from_os,
 )
 from actshard.formats._contents import Options
-from actshard.formats._json import Fields, read_json
+from actshard.formats._json import Fields, read_json, show
 from actshard.formats.lmprobe import TOKEN_LISTS, Dataset
 from actshard.formats.pickle import machines_in, open_many
 from actshard.formats.saev import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, N_EXAMPLES, hashes
-from actshard.formats.zarr import Member, members_of
-from actshard.opening import find, open_quietly
+from actshard.formats.zarr import ACTIVATIONS, Member, is_group, members_of
+from actshard.opening import existing, find, open_quietly
+from actshard.writing.columns import together
+from actshard.writing.lmprobe import MADE_UP
 from actshard.writing.pickle import shard_listing
 from actshard.writing.target import Examples, Spec, refuse_existing
-from actshard.writing.work import FOLDER, PARTS, Lock, make_folder, rename, unfinished, write_json
+from actshard.writing.work import (
+    EMPTY,
+    FOLDER,
+    MERGING,
+    PARTS,
+    Lock,
+    make_folder,
+    rename,
+    tidy,
+    unfinished,
+    write_json,
+)
 from actshard.writing.zarr import ZarrTarget
 
-_MARKER = "merging.json"
+_MARKER = MERGING
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")
 
 
@@ -90,99 +111,208 @@ def merge(
     parts: Sequence[str | os.PathLike[str]] | None = None,
     *,
     physical: bool = False,
+    different_models: bool = False,
 ) -> Path:
     """Makes one dataset of parts.
+
+    Everything that can be refused is refused before a file is moved, linked or written; what is refused leaves nothing behind. A
+    merge that was killed, or stopped by a full disk, is finished by the same call; another call is refused until then.
 
     Args:
         path: the dataset: where :func:`actshard.create` was called with ``part=``, or a new folder for ``parts``.
         parts: datasets of one format to put together, in this order; they stay as they are (files are linked where they can be).
             None: the parts that were written below ``path``, in the order of their numbers; they become the dataset.
         physical: Zarr stores become one store, not a run of several with a manifest.
+        different_models: join datasets of different models too; the result keeps the first one's name.
 
     Returns:
-        The dataset's folder (for saev ``path/<HASH>``). Done already, it is told again.
+        Path of the merged dataset (for saev ``path/<HASH>``). If the merge is already done, returns the same path.
 
     Raises:
         UnfinishedError: a part is missing, or is not finished; the message lists them.
         FormatError: parts that are not of one kind, or two of which have the same sample numbers.
         ExistsError: another dataset is there. LockedError: another process is merging.
-        ArgumentError: ``physical`` for another format, or stores with different chunks.
+        ArgumentError: ``physical`` for another format, or stores with different chunks; another merge was begun here.
     """
     root = _arguments.local_path(path)
+    asked = _asked(parts, physical)
     with boundary(root, "merge"):
-        return _merged(root, parts, physical)
+        return _merged(root, asked, different_models)
 
 
-def _merged(root: Path, parts: Sequence[str | os.PathLike[str]] | None, physical: bool) -> Path:
+@dataclass(frozen=True)
+class _Asked:
+    """What a call asks for."""
+
+    parts: tuple[Path, ...] | None
+    physical: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"parts": None if self.parts is None else [str(p) for p in self.parts], "physical": self.physical}
+
+
+def _asked(parts: Any, physical: bool) -> _Asked:
+    if parts is None:
+        return _Asked(None, bool(physical))
+    if isinstance(parts, str | bytes | os.PathLike) or not isinstance(parts, Iterable):
+        raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
+    return _Asked(tuple(_arguments.local_path(p, "parts") for p in parts), bool(physical))
+
+
+def _merged(root: Path, asked: _Asked, different_models: bool) -> Path:
     marker = root / FOLDER / _MARKER
-    if not marker.exists():
-        if parts is None and not (root / PARTS).is_dir():
-            return _there(root)
-        make_folder(root / FOLDER)
-    lock = Lock(root / FOLDER)
-    lock.take()
+    if not marker.exists() and asked.parts is None and not (root / PARTS).is_dir():
+        return _there(root, asked.physical)
+    lock = _locked(root)
     try:
+        if not marker.exists():
+            if asked.parts is None and not (root / PARTS).is_dir():  # another process has merged them meanwhile
+                _leave(root)
+                return _there(root, asked.physical)
+            try:
+                _begin(root, asked, marker, different_models)
+            except BaseException:
+                if not marker.exists():
+                    _leave(root)
+                raise
+        plan, listed = _begun(root, asked, marker)
         try:
-            plan = _begin(root, parts, physical, marker)
-        except BaseException:
-            if not marker.exists():
-                # Nothing was begun: nothing stays.
-                shutil.rmtree(root / FOLDER, ignore_errors=True)
-                with contextlib.suppress(OSError):
-                    root.rmdir()
+            place = root / listed["place"] if listed.get("finished") else _DO[plan.format](plan)
+        except ActshardError as error:
+            # A disk can get room again; what contradicts itself will do so again.
+            if not plan.move and not isinstance(
+                error, DiskFullError | FileAccessError | InterruptedReadError | NoMemoryError
+            ):
+                _undo(root)
             raise
-        listed = read_json(marker)
-        place = Path(listed["place"]) if listed.get("finished") else _DO[plan.format](plan)
         if not listed.get("finished"):
-            write_json(marker, {**listed, "finished": True, "place": str(place)})
+            write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
             shutil.rmtree(root / PARTS, ignore_errors=True)
+        _leave(root)
     finally:
         lock.release()
-    shutil.rmtree(root / FOLDER, ignore_errors=True)
     _native.sync_files([root])
     return place
 
 
-def _there(root: Path) -> Path:
+def _locked(root: Path) -> Lock:
+    """The lock of a merge; a folder that another process removes meanwhile, as it has finished, is made again."""
+    for _ in range(3):
+        make_folder(root / FOLDER)
+        lock = Lock(root / FOLDER)
+        with contextlib.suppress(MissingFileError):
+            lock.take()
+            return lock
+    raise LockedError("another merge is at work here; wait for it", path=root)
+
+
+def _leave(root: Path) -> None:
+    """Removes the working folder, the marker last: without it, nobody would know how to go on; and the dataset's if it is empty."""
+    folder = root / FOLDER
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.name != _MARKER:
+                entry.unlink()
+    with contextlib.suppress(OSError):
+        (folder / _MARKER).unlink(missing_ok=True)
+        folder.rmdir()
+        root.rmdir()
+
+
+def _undo(root: Path) -> None:
+    """Removes what a merge has made of datasets that stay: its folder was empty before."""
+    for entry in root.iterdir():
+        if entry.name != FOLDER:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    _leave(root)
+
+
+def _there(root: Path, physical: bool) -> Path:
     """A dataset that was merged before."""
     if not root.exists():
         raise MissingFileError("expected parts of a dataset, found nothing", path=root)
     if unfinished(root) is not None:
         raise UnfinishedError("expected parts of a dataset, found one whose writer has not finished", path=root)
-    return find(root)[0]
+    found, format = find(root)
+    if physical and (format != "zarr" or not is_group(found)):
+        raise ArgumentError(
+            "physical: is merged already, and is a run of several stores: merge it into a new folder "
+            "(parts=[this one], physical=True)"
+            if format == "zarr"
+            else _ONLY_ZARR.format(format),
+            path=found,
+        )
+    tidy(found)
+    return found
 
 
-def _begin(root: Path, parts: Sequence[str | os.PathLike[str]] | None, physical: bool, marker: Path) -> _Merge:
-    """What to merge: as it was begun, or checked now."""
-    if marker.exists():
-        found = Fields(read_json(marker), marker)
-        names = tuple(Path(p) for p in found.value["parts"])
-        return _Merge(root, found.text("format"), names, found.boolean("move"), {"physical": found.boolean("physical")})
-    if parts is None:
+_ONLY_ZARR = "physical: is for Zarr stores; {} datasets are always one"
+
+
+def _begun(root: Path, asked: _Asked, marker: Path) -> tuple[_Merge, dict[str, Any]]:
+    """The merge that was begun here, which has to be the one that is asked for."""
+    found = Fields(read_json(marker), marker)
+    format = found.text("format")
+    names = found.value.get("parts")
+    move, physical = found.boolean("move"), found.boolean("physical")
+    if format not in _DO:
+        raise found.error("format", f"one of {', '.join(_DO)}")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) and n and "\0" not in n for n in names):
+        raise found.error("parts", "a list of paths")
+    if found.value.get("finished"):
+        place = Path(os.path.normpath(root / found.text("place")))
+        if place not in (root, root / place.name):
+            raise found.error("place", "the dataset's folder")
+        found.value["place"] = str(place)
+    before = found.value.get("asked")
+    if before is None:  # begun by an earlier release
+        same = move == (asked.parts is None) and physical == asked.physical
+    else:
+        same = before == asked.as_dict()
+    if not same:
+        of = "the parts that were written here" if move else ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        remedy = "the same call finishes it" + ("" if move else f"; or remove {root} to begin another")
+        raise ArgumentError(
+            f"a merge of {of}{' with physical=True' if physical else ''} was begun here and is not finished, another is asked for: "
+            f"{remedy}",
+            path=root,
+        )
+    return _Merge(root, format, tuple(root / n for n in names), move, {"physical": physical}), found.value
+
+
+def _begin(root: Path, asked: _Asked, marker: Path, different_models: bool) -> None:
+    """Checks everything that can be wrong with a merge, and notes it: from there on it is to be finished."""
+    if asked.parts is None:
         sources = _own_parts(root)
     else:
-        sources = [find(_arguments.local_path(p, "parts"))[0] for p in parts]
-        if not sources:
+        if not asked.parts:
             raise ArgumentError("parts: expected at least one dataset")
+        sources = [find(existing(p))[0] for p in asked.parts]
         if len(set(sources)) < len(sources):
             raise ArgumentError("parts: a dataset is in the list twice")
+        if (root / PARTS).exists():
+            raise ExistsError(
+                "holds parts of a dataset of its own: merge without parts=, or into another folder", path=root
+            )
         refuse_existing(root)
-    format = _check_alike(sources)
+    format = _check_alike(sources, different_models)
+    if asked.physical and format != "zarr":
+        raise ArgumentError(_ONLY_ZARR.format(format))
     if format == "zarr":
         sources = [store for s in sources for store in members_of(s)]  # a run is its stores
     if format == "pickle":
         sources = [m for s in sources for m in ([s] if (s / "metadata.json").exists() else machines_in(s))]
-    if physical and format != "zarr":
-        raise ArgumentError(f"physical: is for Zarr stores; {format} datasets are always one")
-    if parts is None and format != "saev":
+    if asked.parts is None and format != "saev":
         refuse_existing(root)
-    made = {"parts": [str(s) for s in sources], "format": format, "move": parts is None, "physical": physical}
-    if format == "zarr" and physical:
-        _check_chunks(sources)
+    move = asked.parts is None
+    plan = _Merge(root, format, tuple(sources), move, {"physical": asked.physical})
+    _CHECK[format](plan)
+    # A dataset that is moved while it is merged takes its parts along.
+    names = [os.path.relpath(s, root) if move else str(s) for s in sources]
+    made = {"parts": names, "format": format, "move": move, "physical": asked.physical, "asked": asked.as_dict()}
     write_json(marker, made)
     _native.sync_files([marker.parent, root])
-    return _Merge(root, format, tuple(sources), parts is None, {"physical": physical})
 
 
 def _own_parts(root: Path) -> list[Path]:
@@ -198,8 +328,11 @@ def _own_parts(root: Path) -> list[Path]:
         raise UnfinishedError(f"expected parts of one number of parts, found {sorted(counts)}", path=root / PARTS)
     (total,) = counts
     missing = [i for i in range(total) if i not in found]
-    made, behind = [], []
+    made, behind, empty = [], [], []
     for i, folder in sorted(found.items()):
+        if (folder / EMPTY).is_file():
+            empty.append(i)
+            continue
         below = [folder, *(p for p in folder.glob(".writing-*") if p.is_dir())]
         if any(unfinished(p) is not None for p in below):
             behind.append(i)
@@ -212,15 +345,21 @@ def _own_parts(root: Path) -> list[Path]:
             if some
         ]
         raise UnfinishedError(f"expected {total} finished parts, {' and '.join(said)}", path=root / PARTS)
+    if not made:
+        raise UnfinishedError(f"expected examples in one of {total} parts, found none in any", path=root / PARTS)
     return made
 
 
-def _check_alike(sources: Sequence[Path]) -> str:
+_DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
+"""What the descriptors of lmprobe's tensors have to agree on."""
+
+
+def _check_alike(sources: Sequence[Path], different_models: bool) -> str:
     """The format of datasets of one kind."""
     first: Any = None
     for path in sources:
         store = open_quietly(path, None, "auto")
-        kind = {
+        kind: dict[str, Any] = {
             "format": store.format,
             "layers": list(store.layers),
             "d_model": store.d_model,
@@ -233,46 +372,102 @@ def _check_alike(sources: Sequence[Path]) -> str:
             kind["patch labels"] = store.labels is not None
         if store.format == "lmprobe":
             kind["columns"] = sorted(store.contents.column_names)
-            kind["tensors"] = {k: v.get("storage") for k, v in store.metadata["tensors"].items()}
+            kind["tensors"] = {
+                k: {name: v.get(name) for name in _DESCRIBED} if isinstance(v, dict) else v
+                for k, v in store.metadata["tensors"].items()
+            }
+        if not different_models:
+            kind["model"] = store.contents.model
         if first is None:
             first = kind
         for name, value in kind.items():
             if first.get(name) != value:
+                asked = "; different_models=True (--different-models) joins them" if name == "model" else ""
+                expected, differs = show(first.get(name)), show(value)
+                if name == "tensors":
+                    expected, differs = _difference(first[name], dict(value))
                 raise FormatError(
-                    f"expected {name} {first.get(name)} as in {sources[0].name}, found {value}", path=path
+                    f"expected {name} {expected} as in {sources[0].name}, found {differs}{asked}", path=path
                 )
     return str(first["format"])
+
+
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
+    """The first descriptors that differ."""
+    name = next(k for k in [*a, *b] if a.get(k) != b.get(k))
+    return show({name: a.get(name)}), show({name: b.get(name)})
 
 
 # -- saev ----------------------------------------------------------------------------------------------------------
 
 
-def _eps(metadata: dict[str, Any]) -> int:
-    fields = Fields(metadata, Path("metadata.json"))
-    tokens = fields.integer(*CONTENT_TOKENS) + bool(metadata.get("cls_token", True))
-    return fields.integer(*BUDGET) // (tokens * len(metadata["layers"]))
+@dataclass(frozen=True)
+class _Dump:
+    """What a saev dump's metadata say of its files."""
+
+    fields: Fields
+    layers: int
+    tokens: int
+    """Of an example, CLS included."""
+    content: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Dump:
+        fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
+        # As saev's reader has it: before layers was a list, the last n_layers were recorded, and every model had a CLS token.
+        listed = "layers" in fields.value
+        layers = len(fields.integers("layers")) if listed else fields.integer("n_layers")
+        content = fields.integer(*CONTENT_TOKENS)
+        special = fields.boolean("cls_token") if listed or "cls_token" in fields.value else True
+        return cls(fields, layers, content + special, content)
+
+    @property
+    def eps(self) -> int:
+        """Examples per shard."""
+        return self.fields.integer(*BUDGET) // (self.tokens * self.layers)
+
+    @property
+    def examples(self) -> int:
+        return self.fields.integer(*N_EXAMPLES)
+
+
+def _saev_place(plan: _Merge, dumps: Sequence[_Dump]) -> tuple[Path, dict[str, Any]]:
+    """Where the merged dump belongs, which its metadata decide, and these."""
+    first = dumps[0].fields
+    largest = max(dumps, key=lambda d: d.eps)
+    # A small dump has a small shard: the largest of them is what all get.
+    budget = {first.name(*BUDGET): largest.fields.integer(*BUDGET)}
+    metadata = {**first.value, **budget, first.name(*N_EXAMPLES): sum(d.examples for d in dumps)}
+    recipe = next((i for i, h in enumerate(hashes(first.value)) if h == plan.parts[0].name), 0)
+    return plan.path / hashes(metadata)[recipe], metadata
+
+
+def _check_saev(plan: _Merge) -> None:
+    place, _ = _saev_place(plan, [_Dump.of(p) for p in plan.parts])
+    if place.exists():
+        raise ExistsError(
+            "expected nothing, found the dataset that these parts would make: remove one of the two", path=place
+        )
+    for path in plan.parts:
+        files = open_quietly(path, "saev", "auto").contents.files()
+        odd = next((f for i, f in enumerate(files) if f.name != f"acts{i:06}.bin"), None)
+        if odd is not None:
+            raise UnsupportedError(f"shards have other names than saev's ({odd.name}): convert it first", path=path)
 
 
 def _saev(plan: _Merge) -> Path:
     """Shards all hold as many examples: those of a part that begins at a multiple are taken, others are put together anew."""
-    described = [read_json(p / "metadata.json") for p in plan.parts]
-    first = described[0]
-    fields = Fields(first, plan.parts[0] / "metadata.json")
+    dumps = [_Dump.of(p) for p in plan.parts]
+    fields = dumps[0].fields
     name = fields.name(*N_EXAMPLES)
-    counts = [Fields(m, p / "metadata.json").integer(*N_EXAMPLES) for m, p in zip(described, plan.parts, strict=True)]
-    # A small dump has a small shard: the largest of them is what all get.
-    each = [_eps(m) for m in described]
+    counts = [d.examples for d in dumps]
+    each = [d.eps for d in dumps]
     eps, n = max(each), sum(counts)
-    budget = {fields.name(*BUDGET): described[each.index(eps)][fields.name(*BUDGET)]}
-    content = fields.integer(*CONTENT_TOKENS)
-    tokens = content + bool(first.get("cls_token", True))
-    size = tokens * len(first["layers"]) * fields.integer(*D_MODEL) * ITEMSIZE
-    metadata = {**first, **budget, name: n}
-    recipe = next((i for i, h in enumerate(hashes(first)) if h == plan.parts[0].name), 0)
-    place = plan.path / hashes(metadata)[recipe]
-    if place.exists():
-        listed = read_json(place / "metadata.json")
-        if listed != metadata:
+    content = dumps[0].content
+    size = dumps[0].tokens * dumps[0].layers * fields.integer(*D_MODEL) * ITEMSIZE
+    place, metadata = _saev_place(plan, dumps)
+    if place.exists():  # named before a crash: there was nothing when the merge began
+        if read_json(place / "metadata.json") != metadata:
             raise ExistsError("expected nothing, found another dataset of this name", path=place)
         return place
     work = plan.path / ".merging"
@@ -324,6 +519,44 @@ def _saev(plan: _Merge) -> Path:
 # -- lmprobe -------------------------------------------------------------------------------------------------------
 
 
+_HIDDEN_FILE = "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
+_BESIDE = ("logits_topk", "router_logits")
+
+
+def _lmprobe_schema(datasets: Sequence[Dataset]) -> Any:
+    """The columns of all indexes."""
+    import pyarrow as pa
+
+    try:
+        return pa.unify_schemas([d.schema.remove_metadata() for d in datasets], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise FormatError(f"columns of the parts do not fit together: {' '.join(str(error).split())[:300]}") from error
+
+
+def _check_lmprobe(plan: _Merge) -> None:
+    datasets = [Dataset(p, "auto") for p in plan.parts]
+    for path, dataset in zip(plan.parts, datasets, strict=True):
+        twice = sorted({n for n in dataset.names if dataset.names.count(n) > 1})
+        if twice:
+            raise FormatError(f"column '{twice[0]}' is there twice", path=dataset.parts[0])
+        known = {*_BESIDE, *([dataset.hidden.where.removeprefix("tensors.")] if dataset.hidden is not None else [])}
+        unknown = sorted(set(dataset.metadata["tensors"]) - known)
+        if unknown:
+            raise UnsupportedError(f"tensors {unknown} are not of a type that can be merged", path=path)
+        if dataset.hidden is not None:
+            layers = dataset.hidden.integers("layers")
+            shards = dataset.hidden.items("shards")
+            name = dataset.pattern(dataset.hidden, "file_pattern", layers, len(shards))
+            if len({name(layer, 0) for layer in layers}) < len(layers):
+                raise UnsupportedError("several layers are in one file: convert it first", path=path)
+            if dataset.hidden.has("last_token_shards"):
+                dataset.hidden.integer("last_token_shards", minimum=0)
+        missing = next((f for f in dataset.files() if not f.is_file()), None)
+        if missing is not None:
+            raise MissingFileError("expected a file, found nothing: a dataset is merged whole", path=missing)
+    _lmprobe_schema(datasets)
+
+
 def _lmprobe(plan: _Merge) -> Path:
     """Tensor files get new numbers; the index is written again with the addresses they mean."""
     import pyarrow as pa
@@ -333,46 +566,57 @@ def _lmprobe(plan: _Merge) -> Path:
     hidden = [d.hidden for d in datasets]
     described = [h.value if h is not None else {"shards": [], "layers": []} for h in hidden]
     full = described[0].get("storage") == "full_sequence"
-    lasts = [int(h.get("last_token_shards", 0)) if full else len(h["shards"]) for h in described]
+    lasts = [int(h.get("last_token_shards", len(h["shards"]))) if full else len(h["shards"]) for h in described]
     rests = [len(h["shards"]) - k for h, k in zip(described, lasts, strict=True)]
     total = sum(lasts)
     last_at, rest_at = _before(lasts), _before(rests)
     merged_shards = [s for h, k in zip(described, lasts, strict=True) for s in h["shards"][:k]]
     merged_shards += [s for h, k in zip(described, lasts, strict=True) for s in h["shards"][k:]]
-    for p, h in enumerate(described):
-        for layer in h["layers"]:
-            for s in range(len(h["shards"])):
+    for p, h in enumerate(hidden):
+        if h is None:
+            continue
+        shards = h.items("shards")
+        layers = h.integers("layers")
+        name = datasets[p].pattern(h, "file_pattern", layers, len(shards))
+        for layer in layers:
+            for s, shard in enumerate(shards):
                 new = last_at[p] + s if s < lasts[p] else total + rest_at[p] + s - lasts[p]
-                name = f"tensors/hidden_layer{layer:03d}_shard{{:03d}}.safetensors"
-                if h["shards"][s].get("num_tokens", 1):
-                    plan.take(plan.parts[p] / name.format(s), plan.path / name.format(new))
+                if shard.value.get("num_tokens", 1):
+                    target = plan.path / _HIDDEN_FILE.format(layer=layer, shard=new)
+                    plan.take(datasets[p].inside(h, name(layer, s)), target)
     tensors = dict(datasets[0].metadata["tensors"])
     if hidden[0] is not None:
         key = hidden[0].where.removeprefix("tensors.")
-        tensors[key] = {**described[0], "shards": merged_shards} | ({"last_token_shards": total} if full else {})
+        tensors[key] = {**described[0], "file_pattern": _HIDDEN_FILE, "shards": merged_shards}
+        tensors[key] |= {"last_token_shards": total} if full else {}
     beside_at: dict[str, list[int]] = {}
-    for kind, stem in (("logits_topk", "logits_topk"), ("router_logits", "router_logits")):
+    for kind in _BESIDE:
         if kind not in tensors:
             continue
-        each = [d.metadata["tensors"][kind]["shards"] for d in datasets]
+        every = [Fields(d.metadata["tensors"][kind], d.parts[0], f"tensors.{kind}") for d in datasets]
+        each = [fields.items("shards") for fields in every]
         beside_at[kind] = _before([len(s) for s in each])
-        shards = []
+        listed = []
         for p, of_part in enumerate(each):
-            for s, shard in enumerate(of_part):
-                name = f"tensors/{stem}_{beside_at[kind][p] + s:03d}.safetensors"
-                plan.take(plan.parts[p] / f"tensors/{stem}_{s:03d}.safetensors", plan.path / name)
-                shards.append({**shard, "file": name})
-        tensors[kind] = {**tensors[kind], "shards": shards}
+            files = datasets[p].files_of(every[p], len(of_part))
+            for s, (shard, source) in enumerate(zip(of_part, files, strict=True)):
+                file = f"tensors/{kind}_{beside_at[kind][p] + s:03d}.safetensors"
+                plan.take(source, plan.path / file)
+                listed.append({**shard.value, "file": file})
+        tensors[kind] = {**tensors[kind], "file_pattern": f"tensors/{kind}_{{shard:03d}}.safetensors", "shards": listed}
     metadata = {**datasets[0].metadata, "tensors": tensors, "num_prompts": sum(d.num_rows for d in datasets)}
+    # Texts that the writer made up, to tell examples apart, have to do so in the whole.
+    made_up = [isinstance(d.metadata.get(MADE_UP), list) and "text" in d.metadata[MADE_UP] for d in datasets]
+    if not all(made_up):
+        metadata.pop(MADE_UP, None)
     keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in metadata.items()}
-    schema = pa.unify_schemas(
-        [d.schema.remove_metadata() for d in datasets], promote_options="permissive"
-    ).with_metadata(keys)
+    schema = _lmprobe_schema(datasets).with_metadata(keys)
     index = plan.path / "index" / "train-00000-of-00001.parquet"
     make_folder(index.parent)
     temporary = index.with_name(f".{index.name}.part")
     try:
         with pq.ParquetWriter(temporary, schema) as writer:
+            done = 0
             for p, dataset in enumerate(datasets):
                 for _, _, batch in dataset.batches(list(dataset.names)):
                     columns = {n: batch.column(n) for n in batch.schema.names}
@@ -388,6 +632,9 @@ def _lmprobe(plan: _Merge) -> Path:
                         columns[TOKEN_LISTS[0]] = _renumbered(
                             columns[TOKEN_LISTS[0]], lasts[p], last_at[p], total + rest_at[p]
                         )
+                    if made_up[p]:
+                        columns["text"] = pa.array([f"example {i}" for i in range(done, done + batch.num_rows)])
+                    done += batch.num_rows
                     table = pa.table({n: columns.get(n, pa.nulls(batch.num_rows)) for n in schema.names})
                     writer.write_table(table.cast(schema))
     except OSError as error:
@@ -429,6 +676,8 @@ def _check_chunks(sources: Sequence[Path]) -> None:
         (array,) = member.arrays if len(member.arrays) == 1 else (None,)
         if (
             array is None
+            or array.node != ACTIVATIONS
+            or array.fill not in (0, None)
             or array.how
             or array.swapped
             or member.version != 2
@@ -443,6 +692,20 @@ def _check_chunks(sources: Sequence[Path]) -> None:
             raise ArgumentError(
                 f"physical: {path} has chunks {list(array.chunks)}, {sources[0]} {list(first)}; write with the same chunk_tokens=, "
                 "or merge them by a manifest"
+            )
+
+
+def _check_zarr(plan: _Merge) -> None:
+    if not plan.options["physical"]:
+        return
+    _check_chunks(plan.parts)
+    stores = [open_quietly(p, "zarr", "auto") for p in plan.parts]
+    tables = [s.read_columns([n for n in s.contents.column_names if n != "seq_len"]) for s in stores]
+    if tables[0].num_columns:
+        _, mixed = together([t.slice(0, 0) for t in tables])
+        if mixed:
+            raise FormatError(
+                f"columns {mixed} have types that do not fit together: a manifest holds the stores as they are"
             )
 
 
@@ -528,31 +791,54 @@ _OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_ch
 # -- pickle --------------------------------------------------------------------------------------------------------
 
 
-def _pickle(plan: _Merge) -> Path:
-    """Shards get new numbers; the lists of them become one."""
-    described = [read_json(p / "metadata.json") for p in plan.parts]
-    if all((p / s["filename"]).exists() for p, m in zip(plan.parts, described, strict=True) for s in m["shards"]):
-        open_many(plan.path, list(plan.parts), Options("mmap"))  # refuses sample numbers that are there twice
+def _check_pickle(plan: _Merge) -> None:
+    open_many(plan.path, list(plan.parts), Options("pread"))  # refuses sample numbers that are there twice
+    missing = next((source for source, _ in _pickle_plan(plan)[0] if not source.is_file()), None)
+    if missing is not None:
+        raise MissingFileError("expected a shard, found nothing", path=missing)
+
+
+def _pickle_plan(plan: _Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
+    """Each shard with its new name, and the list of them all."""
+    described = [Fields(read_json(p / "metadata.json"), p / "metadata.json") for p in plan.parts]
+    moves: list[tuple[Path, str]] = []
     shards: list[dict[str, Any]] = []
     for part, metadata in zip(plan.parts, described, strict=True):
-        for shard in metadata["shards"]:
+        for shard in metadata.items("shards"):
             number = len(shards) + 1
-            suffix = ".pkl.gz" if shard["filename"].endswith(".gz") else ".pkl"
-            name = f"shard_{number:04d}{suffix}"
-            plan.take(part / shard["filename"], plan.path / name)
-            shards.append({**shard, "shard_id": number, "filename": name})
-    first = described[0]
-    config = dict(first["extraction_config"])
-    layers = list(dict.fromkeys(la for s in shards for la in s["layers"]))
-    longest = [m["extraction_config"].get("max_seq_length", 1) for m in described]
-    config |= {"layers_extracted": config.get("layers_extracted", layers), "max_seq_length": max(longest)}
-    seconds = [m.get("statistics", {}).get("extraction_duration_seconds") for m in described]
+            file = shard.text("filename")
+            name = f"shard_{number:04d}{'.pkl.gz' if file.endswith('.gz') else '.pkl'}"
+            moves.append((part / file, name))
+            shards.append({**shard.value, "shard_id": number, "filename": name})
+    configs = [Fields(m.value.get("extraction_config"), m.path, "extraction_config").value for m in described]
+    config = dict(configs[0])
+    layers = list(dict.fromkeys(la for s in shards for la in s.get("layers", [])))
+    longest = [c["max_seq_length"] for c in configs if isinstance(c.get("max_seq_length"), int)]
+    config |= {"layers_extracted": config.get("layers_extracted", layers), "max_seq_length": max(longest, default=1)}
+    statistics = [m.value.get("statistics") for m in described]
+    seconds = [s.get("extraction_duration_seconds") if isinstance(s, dict) else None for s in statistics]
     known = [s for s in seconds if isinstance(s, int | float)]
-    samples = sum(s["num_samples"] for s in shards)
-    listing = shard_listing(shards, samples, config, first.get("created_at", ""), 0, 1, sum(known) if known else None)
+    samples = sum(
+        Fields(s, plan.parts[0] / "metadata.json", "shards").integer("num_samples", minimum=0) for s in shards
+    )
+    created = described[0].value.get("created_at", "")
+    return moves, shard_listing(shards, samples, config, created, 0, 1, sum(known) if known else None)
+
+
+def _pickle(plan: _Merge) -> Path:
+    """Shards get new numbers; the lists of them become one."""
+    moves, listing = _pickle_plan(plan)
+    for source, name in moves:
+        plan.take(source, plan.path / name)
     write_json(plan.path / "metadata.json", listing)
     _native.sync_files([plan.path])
     return plan.path
 
 
+_CHECK: dict[str, Callable[[_Merge], None]] = {
+    "saev": _check_saev,
+    "lmprobe": _check_lmprobe,
+    "zarr": _check_zarr,
+    "pickle": _check_pickle,
+}
 _DO = {"saev": _saev, "lmprobe": _lmprobe, "zarr": _zarr, "pickle": _pickle}

@@ -254,10 +254,13 @@ def merge_command(
     physical: Annotated[
         bool, typer.Option("--physical", help="Make one Zarr store, not a run with a manifest.")
     ] = False,
+    different_models: Annotated[
+        bool, typer.Option("--different-models", help="Join datasets of different models too.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Make one dataset of the parts that many processes wrote, or of several datasets. Killed, run it again."""
-    made = actshard.merge(path, part or None, physical=physical)
+    made = actshard.merge(path, part or None, physical=physical, different_models=different_models)
     store = actshard.open(made)
     found = {"path": str(made), "format": store.format, "examples": store.num_examples}
     _print(json, lambda: found, lambda: typer.echo(f"{made}: {store.num_examples:,} examples, {store.format}"))
