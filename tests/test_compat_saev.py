@@ -6,9 +6,12 @@ import dataclasses
 import gc
 import itertools
 import json
+import os
 import pickle
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -583,3 +586,94 @@ def test_nothing_is_left_over(labelled: Dump) -> None:
     gc.collect()
     names = [(t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
     assert "actshard-ahead" not in names
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layers", None), ("layers", []), ("layers", [True]), ("content_tokens_per_example", None), ("cls_token", "yes"),
+        ("max_tokens_per_shard", "x"), ("max_tokens_per_shard", 0), ("pixel_agg", None), ("pixel_agg", "other"),
+        ("pixel_agg", []), ("data", {}), ("dataset", 3), ("family", None), ("dtype", 1), ("d_model", -1), ("protocol", "3.0"),
+        ("protocol", 2), ("n_examples", 1e3),
+    ],
+)  # fmt: skip
+def test_damaged_metadata_are_our_errors(field: str, value: Any, tmp_path: Path) -> None:
+    dump = tmp_path / "dump"
+    shutil.copytree(saev_dump(GOLDEN / "saev/v21_cls_labels_multishard"), dump)
+    metadata = json.loads((dump / "metadata.json").read_text())
+    (dump / "metadata.json").write_text(json.dumps({**metadata, field: value}))
+    for read in (saev.Metadata.load, lambda p: saev.IndexedDataset(saev.IndexedConfig(shards=p, layer=5))):
+        with pytest.raises(actshard.ActshardError) as caught:
+            read(dump)
+        assert caught.value.path == dump / "metadata.json"
+        assert field in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_size", 2.5), ("batch_size", 0), ("batch_size", True), ("batch_size", "8"), ("shards", 5), ("shards", None),
+        ("layer", 1.0), ("layer", None), ("layer", True), ("tokens", "some"), ("ignore_labels", 1), ("ignore_labels", ["a"]),
+        ("ignore_labels", {1}), ("drop_last", 1), ("seed", -1), ("seed", 1.5), ("buffer_size", "64"), ("min_buffer_fill", "x"),
+        ("use_tmpdir", "no"),
+    ],
+)  # fmt: skip
+def test_settings_are_checked_when_they_are_made(field: str, value: Any) -> None:
+    for config in (saev.IndexedConfig, saev.OrderedConfig, saev.ShuffledConfig):
+        if field in {f.name for f in dataclasses.fields(config)}:
+            with pytest.raises(actshard.ActshardError, match=field):
+                config(**{field: value})
+    for config, loader in (
+        (saev.IndexedConfig, saev.IndexedDataset),
+        (saev.OrderedConfig, saev.OrderedDataLoader),
+        (saev.ShuffledConfig, saev.ShuffledDataLoader),
+    ):
+        assert config(shards="some/dump").shards == Path("some/dump")  # type: ignore[arg-type]
+        with pytest.raises(actshard.ArgumentError, match="cfg"):
+            loader(1)  # type: ignore[arg-type]
+
+
+def test_what_a_monitor_asks_a_loader() -> None:
+    dump = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+    for loader in (
+        saev.ShuffledDataLoader(saev.ShuffledConfig(shards=dump, layer=5, batch_size=4)),
+        saev.OrderedDataLoader(saev.OrderedConfig(shards=dump, layer=5, batch_size=4)),
+    ):
+        assert loader.reservoir.fill() == 0
+        for batch in loader:
+            assert loader.reservoir.fill() == 1
+            assert batch.keys() <= set(loader.ExampleBatch.__annotations__)
+        assert loader.reservoir.fill() == 0
+        with pytest.raises(actshard.ActshardError, match="another loop"):
+            list(zip(loader, loader, strict=False))
+    dataset = saev.IndexedDataset(saev.IndexedConfig(shards=dump, layer=5))
+    assert dataset[0].keys() <= set(dataset.Example.__annotations__)
+
+
+def test_ranks_of_a_node_share_one_copy(tmp_path: Path) -> None:
+    """Processes that begin together: each reads a whole copy, none writes into what another has mapped."""
+    dump = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+    code = (
+        "import logging, os, pathlib, shutil, sys, time\n"
+        "from actshard.compat import saev\n"
+        "real, copied = shutil.copy2, []\n"
+        "def slow(a, b): time.sleep(0.02); copied.append(real(a, b)); return b\n"
+        "shutil.copy2 = slow\n"
+        "loader = saev.ShuffledDataLoader(saev.ShuffledConfig(shards=pathlib.Path(sys.argv[1]), layer=5, use_tmpdir=True))\n"
+        "print(len(copied), sum(float(b['act'].sum()) for b in loader))\n"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONWARNINGS": "ignore", "SLURM_JOB_ID": "7"}
+    # What an older release left of a copy that was killed.
+    left = tmp_path / "7/saev/shards" / dump.name
+    left.mkdir(parents=True)
+    (left / "acts000000.bin").write_bytes(b"half")
+    started = [
+        subprocess.Popen([sys.executable, "-c", code, str(dump)], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    said = [p.communicate(timeout=300)[0].split() for p in started]
+    assert all(p.returncode == 0 for p in started)
+    files = sum(f.is_file() for f in dump.iterdir())
+    assert sorted(int(n) for n, _ in said) == [0, 0, files]
+    assert len({total for _, total in said}) == 1
+    assert (left / ".copy_complete").exists()

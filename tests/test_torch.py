@@ -52,9 +52,8 @@ def test_loaders_give_the_streams_batches(shuffle: Any, workers: int, method: An
     assert len(loader) == len(reference)
     for epoch in range(3):
         assert [plain(b) for b in loader] == want[epoch]
-    if not persistent:
-        dataset.set_epoch(1)
-        assert [plain(b) for b in loader] == want[1]
+    dataset.set_epoch(1)
+    assert [plain(b) for b in loader] == want[1]
 
 
 @pytest.mark.parametrize("workers", [0, 2, 3])
@@ -178,3 +177,55 @@ def test_an_error_in_a_worker_is_ours(tmp_path: Any) -> None:
     shard.unlink()
     with pytest.raises(FileNotFoundError, match=shard.name):
         drain(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_an_epoch_is_chosen_for_workers_that_persist(workers: int, method: str) -> None:
+    reference = stream("exact")
+    want = [[plain(b) for b in reference] for _ in range(6)]
+    dataset = actshard.torch.IterableDataset(stream("exact"))
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=workers, multiprocessing_context=method, persistent_workers=True
+    )
+    for chosen, expected in ((None, 0), (4, 4), (None, 5), (1, 1), (1, 1), (0, 0), (None, 1)):
+        if chosen is not None:
+            dataset.set_epoch(chosen)
+        assert [plain(b) for b in loader] == want[expected]
+
+
+def test_the_state_of_a_stream_that_workers_read_is_refused() -> None:
+    for persistent in (False, True):
+        s = stream("exact")
+        dataset = actshard.torch.IterableDataset(s)
+        assert s.state_dict()["batch"] == 0
+        loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=persistent)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        for state in (s.state_dict, dataset.state_dict):
+            with pytest.raises(actshard.ArgumentError, match="StatefulDataLoader"):
+                state()
+        del batches, loader
+        # Read here again, it is known here again.
+        alone = iter(DataLoader(dataset, batch_size=None))
+        next(alone)
+        assert s.state_dict()["batch"] == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_loader_that_batches_batches_is_refused(workers: int, batch_size: int) -> None:
+    dataset = actshard.torch.IterableDataset(stream(None))
+    with pytest.raises(actshard.ArgumentError, match="batch_size=None"):
+        next(iter(DataLoader(dataset, batch_size=batch_size, num_workers=workers)))
+
+
+def test_what_is_no_stream_is_refused_at_once() -> None:
+    store: Any = actshard.open(SAEV)
+    for make in (actshard.torch.IterableDataset, actshard.torch.batches, actshard.torch.pinned):
+        with pytest.raises(actshard.ArgumentError, match=r"expected an actshard\.Stream"):
+            make(store)
+    if not torch.cuda.is_available():
+        with pytest.raises(actshard.UnsupportedError, match="pinned"):
+            actshard.torch.pinned(stream(None))
