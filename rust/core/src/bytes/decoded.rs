@@ -5,6 +5,7 @@
 //! forked while another thread held it decodes again instead of hanging.
 
 use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -75,25 +76,25 @@ impl Kept for Block {
     }
 }
 
-/// Decoded things by number.
+/// Decoded things by number, or by another key.
 #[derive(Debug)]
-pub struct Cache<T = Block> {
+pub struct Cache<T = Block, K = u64> {
     budget: u64,
-    state: Mutex<State<T>>,
+    state: Mutex<State<T, K>>,
 }
 
 #[derive(Debug)]
-struct State<T> {
-    blocks: HashMap<u64, (Arc<T>, u64)>,
-    /// The same numbers by when they were used last.
-    by_age: BTreeMap<u64, u64>,
+struct State<T, K> {
+    blocks: HashMap<K, (Arc<T>, u64)>,
+    /// The same keys by when they were used last.
+    by_age: BTreeMap<u64, K>,
     now: u64,
     used: u64,
 }
 
-impl<T: Kept> Cache<T> {
+impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
     /// Keeps at most `budget` bytes.
-    pub fn new(budget: u64) -> Cache<T> {
+    pub fn new(budget: u64) -> Cache<T, K> {
         let state = State { blocks: HashMap::new(), by_age: BTreeMap::new(), now: 0, used: 0 };
         Cache { budget, state: Mutex::new(state) }
     }
@@ -104,7 +105,7 @@ impl<T: Kept> Cache<T> {
     }
 
     /// A block, if it is kept.
-    pub fn get(&self, number: u64) -> Option<Arc<T>> {
+    pub fn get(&self, number: K) -> Option<Arc<T>> {
         let mut guard = try_briefly(&self.state)?;
         let State { blocks, by_age, now, .. } = &mut *guard;
         let (block, used_at) = blocks.get_mut(&number)?;
@@ -117,7 +118,7 @@ impl<T: Kept> Cache<T> {
 
     /// Keeps a block in place of those that were not used for longest; one larger than the budget in place of all, until
     /// the next: who reads from it goes on reading from it.
-    pub fn put(&self, number: u64, block: &Arc<T>) {
+    pub fn put(&self, number: K, block: &Arc<T>) {
         let bytes = block.size() as u64;
         let Some(mut guard) = try_briefly(&self.state) else { return };
         if guard.blocks.contains_key(&number) {
@@ -132,7 +133,7 @@ impl<T: Kept> Cache<T> {
     }
 
     /// Forgets a block: a better one follows.
-    pub fn remove(&self, number: u64) {
+    pub fn remove(&self, number: K) {
         if let Some(mut guard) = try_briefly(&self.state)
             && let Some((block, used_at)) = guard.blocks.remove(&number)
         {
@@ -154,7 +155,7 @@ impl<T: Kept> Cache<T> {
     }
 }
 
-impl<T: Kept> State<T> {
+impl<T: Kept, K: Copy + Eq + Hash> State<T, K> {
     fn shrink(&mut self, to: u64) {
         while self.used > to
             && let Some((_, number)) = self.by_age.pop_first()

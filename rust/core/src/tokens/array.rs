@@ -6,44 +6,25 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 
 use zarrs::array::BytesToBytesCodecTraits;
 
-use super::frame::{Frame, HEADER, Planes};
+pub use super::blocks::BlockCache;
+use super::blocks::{Key, Stamp, new_array};
+use super::frame::{Frame, HEADER, Planes, most_stored};
 use super::meta::{Coding, Meta};
 use crate::bytes::codecs::{self, CodedArray, Decode};
-use crate::bytes::decoded::Cache;
 use crate::bytes::{Body, Io, OpenFile, Opened, Place, Slots, View, map_or_read, open_regular, pread};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::par::pool::Watch;
 
-/// Decoded blocks of many arrays, within one budget.
-#[derive(Debug)]
-pub struct BlockCache {
-    blocks: Cache<Planes>,
-    arrays: AtomicU32,
-}
-
-impl BlockCache {
-    /// Keeps at most `budget` bytes.
-    pub fn new(budget: u64) -> BlockCache {
-        BlockCache { blocks: Cache::new(budget), arrays: AtomicU32::new(0) }
-    }
-
-    /// Bytes kept now.
-    pub fn used(&self) -> u64 {
-        self.blocks.used()
-    }
-}
-
 /// Bytes of a range that are asked for ahead.
 const PREFETCHED: usize = 32 << 10;
 const PAGE: usize = 4096;
-
-/// Bits of a block's number within its array; the array's number stands above them.
-const BLOCK_BITS: u32 = 40;
+/// Bytes of fill values that are handed over at once.
+const FILLED: usize = 64 << 10;
 
 /// What is known of an inner chunk's frame.
 mod seen {
@@ -54,11 +35,26 @@ mod seen {
 /// A file of an array, and its index.
 #[derive(Debug)]
 pub struct Shard {
-    /// None where there is no such file: every number is 0.
+    /// None where there is no such file: every number is the fill value.
     file: Option<Arc<OpenFile>>,
-    /// Offset and length of each inner chunk.
+    /// Offset and length of each inner chunk; empty where there is no file.
     index: Box<[(u64, u64)]>,
+    /// As long as the index.
     seen: Box<[AtomicU8]>,
+    stamp: Stamp,
+}
+
+impl Shard {
+    /// The file, and where in it an inner chunk is stored, if it is.
+    fn stored(&self, chunk: usize) -> Option<(&Arc<OpenFile>, u64, u64)> {
+        let (offset, len) = *self.index.get(chunk)?;
+        Some((self.file.as_ref().filter(|_| offset != u64::MAX)?, offset, len))
+    }
+
+    /// Whether an inner chunk is known to be a stored frame.
+    fn is_plain(&self, chunk: usize) -> bool {
+        self.seen.get(chunk).is_some_and(|seen| seen.load(Ordering::Relaxed) == seen::STORED)
+    }
 }
 
 impl Opened for Shard {
@@ -106,8 +102,8 @@ enum Found<'a> {
     Decoded(Arc<Planes>, usize),
     /// Read into memory.
     Read(Vec<u8>),
-    /// Nowhere: they are all 0.
-    Zero,
+    /// Nowhere: they are all the fill value.
+    Fill,
 }
 
 impl Array {
@@ -116,10 +112,9 @@ impl Array {
     pub fn open(folder: PathBuf, io: Io, cache: Arc<BlockCache>, elements: Option<u64>) -> Result<Array> {
         let meta = Meta::read(&folder)?;
         let files = Slots::new(elements.map_or(64, |n| n.div_ceil(meta.outer)));
-        let number = u64::from(cache.arrays.fetch_add(1, Ordering::Relaxed));
         let foreign =
             (meta.coding == Coding::Foreign).then(|| CodedArray::new(folder.clone(), "/".to_string(), meta.sharded));
-        Ok(Array { folder, meta, io, files, cache, number, foreign })
+        Ok(Array { folder, meta, io, files, cache, number: new_array(), foreign })
     }
 
     /// The type of its elements.
@@ -143,20 +138,20 @@ impl Array {
 
     fn open_shard(&self, number: u64) -> Result<Shard> {
         let path = self.meta.file(&self.folder, number);
-        let chunks = if self.meta.sharded { self.meta.per_file() as usize } else { 1 };
-        let seen: Box<[AtomicU8]> = (0..chunks).map(|_| AtomicU8::new(seen::NOTHING)).collect();
         let (file, len) = match open_regular(&path) {
             Ok(found) => found,
             Err(error) if error.kind == Kind::NotFound => {
-                return Ok(Shard { file: None, index: vec![(u64::MAX, u64::MAX); chunks].into(), seen });
+                return Ok(Shard { file: None, index: Box::default(), seen: Box::default(), stamp: Stamp::default() });
             }
             Err(error) => return Err(error),
         };
+        let stamp = Stamp::of(&file.metadata().map_err(|e| Error::from_io(&e, &path, "look at"))?);
         let index = if self.meta.sharded { self.read_index(&file, &path, len)? } else { vec![(0, len)] };
+        let seen = index.iter().map(|_| AtomicU8::new(seen::NOTHING)).collect();
         let body = map_or_read(file, &path, len, self.io)?;
         let place = Place { start: 0, end: len, unit: 1, step: 1, used: 1, column: 0, swapped: false };
         let file = Arc::new(OpenFile::new(path, body, len, place));
-        Ok(Shard { file: Some(file), index: index.into(), seen })
+        Ok(Shard { file: Some(file), index: index.into(), seen, stamp })
     }
 
     /// A shard's index (sharding codec of Zarr 3): offset and length per inner chunk, and their checksum.
@@ -170,35 +165,11 @@ impl Array {
             .at(path));
         };
         let at = if self.meta.index_at_end { at } else { 0 };
+        // The memory is bounded by the length of the file, which was compared above.
         let mut raw = vec![0u8; bytes as usize];
         pread::read_exact_at(file, &mut raw, at).map_err(|e| Error::from_io(&e, path, "read"))?;
-        let (entries, crc) = raw.split_at(self.meta.per_file() as usize * 16);
-        if let Ok(crc) = <[u8; 4]>::try_from(crc) {
-            let (told, found) = (u32::from_le_bytes(crc), crc32c::crc32c(entries));
-            if told != found {
-                return Err(Error::new(
-                    Kind::Format,
-                    format!(
-                        "the checksum of the shard's index is {found:08x}, expected {told:08x}: the file was cut or damaged"
-                    ),
-                )
-                .at(path)
-                .byte(at));
-            }
-        }
-        let number = |b: &[u8]| b.first_chunk::<8>().map_or(u64::MAX, |b| u64::from_le_bytes(*b));
-        let index: Vec<(u64, u64)> = entries.as_chunks::<16>().0.iter().map(|e| (number(e), number(&e[8..]))).collect();
-        for (chunk, (offset, n)) in index.iter().enumerate() {
-            if (*offset, *n) != (u64::MAX, u64::MAX) && offset.checked_add(*n).is_none_or(|end| end > len) {
-                return Err(Error::new(
-                    Kind::Format,
-                    format!("inner chunk {chunk}: expected {n} bytes at {offset}, but the file ends at {len}"),
-                )
-                .at(path)
-                .byte(at + 16 * chunk as u64));
-            }
-        }
-        Ok(index)
+        let index = parse_index(&raw, &self.meta, len);
+        index.map_err(|(within, error)| error.at(path).byte(at + within))
     }
 
     /// Calls `each` with the pieces of a range in order: the piece, the shard it is in, and how many numbers lie before it.
@@ -232,11 +203,7 @@ impl Array {
     }
 
     fn find<'a>(&self, shard: &'a Shard, piece: Piece) -> Result<Found<'a>> {
-        if self.meta.coding == Coding::Foreign {
-            return self.find_foreign(shard, piece);
-        }
-        let (offset, len) = shard.index[piece.chunk];
-        let Some(file) = shard.file.as_ref().filter(|_| offset != u64::MAX) else { return Ok(Found::Zero) };
+        let Some((file, offset, len)) = shard.stored(piece.chunk) else { return Ok(Found::Fill) };
         let item = self.meta.item();
         let bytes = self.meta.inner as usize * item;
         let bad = |detail: String| Error::new(Kind::Format, detail).at(file.path()).byte(offset);
@@ -248,8 +215,15 @@ impl Array {
                 Err(bad(format!("expected an inner chunk of {bytes} bytes, found {len}")))
             };
         }
-        if shard.seen[piece.chunk].load(Ordering::Relaxed) == seen::STORED {
+        if shard.is_plain(piece.chunk) {
             return lies(HEADER);
+        }
+        if len > most_stored(bytes) {
+            let most = most_stored(bytes);
+            return Err(bad(format!("expected an encoded inner chunk of at most {most} bytes, found {len}")));
+        }
+        if self.meta.coding == Coding::Foreign {
+            return self.find_foreign(shard, file, piece);
         }
         if len < HEADER as u64 {
             return Err(bad(format!("expected a blosc frame, found {len} bytes")));
@@ -259,30 +233,37 @@ impl Array {
             Some(all) => header.copy_from_slice(&all[offset as usize..offset as usize + HEADER]),
             None => read(file, &mut header, offset)?,
         }
-        let frame = Frame::parse(&header, len, bytes, item).map_err(bad)?;
-        if frame == Frame::Stored {
-            shard.seen[piece.chunk].store(seen::STORED, Ordering::Relaxed);
-            return lies(HEADER);
-        }
-        // A frame decoded by blocks has as many numbers in each as in the first.
-        let (per_block, most) = match &frame {
-            Frame::Blocks(blocks) => (blocks.numbers(0), blocks.count()),
-            _ => (self.meta.inner as usize, 1),
+        let blocks = match Frame::parse(&header, len, bytes, item).map_err(bad)? {
+            Frame::Stored => {
+                if let Some(seen) = shard.seen.get(piece.chunk) {
+                    seen.store(seen::STORED, Ordering::Relaxed);
+                }
+                return lies(HEADER);
+            }
+            Frame::Blocks(blocks) => Some(blocks),
+            Frame::Other => None,
         };
+        // All blocks but the last have as many numbers as the first; a frame that c-blosc decodes is one block here.
+        let per_block = blocks.map_or(self.meta.inner as usize, |blocks| blocks.numbers(0));
         let block = piece.first / per_block;
-        let in_block = match &frame {
-            Frame::Blocks(blocks) => blocks.numbers(block),
-            _ => per_block,
-        };
-        let chunk = piece.file * self.meta.per_file() + piece.chunk as u64;
-        let key = self.key(chunk, most, block);
+        let in_block = blocks.map_or(per_block, |blocks| blocks.numbers(block));
+        let key = self.key(shard, piece, block);
         let first = piece.first - block * per_block;
-        if let Some(key) = key
-            && let Some(held) = self.cache.blocks.get(key)
-            && held.numbers() >= (first + piece.n).min(in_block)
-        {
+        let kept = || self.cache.get(key).filter(|held| held.numbers() >= (first + piece.n).min(in_block));
+        if let Some(held) = kept() {
             return Ok(Found::Decoded(held, first));
         }
+        // A second thread that needs the block waits, and finds it then.
+        let _turn = match blocks {
+            Some(_) => {
+                let turn = self.cache.turn(key);
+                if let Some(held) = kept() {
+                    return Ok(Found::Decoded(held, first));
+                }
+                Some(turn)
+            }
+            None => None,
+        };
         if let (Some(map), Some(descriptor)) = (file.map(), file.file())
             && pread::is_cached(descriptor, offset) == pread::Cached::No
         {
@@ -298,8 +279,8 @@ impl Array {
                 &owned
             }
         };
-        let planes = match &frame {
-            Frame::Blocks(blocks) => {
+        let planes = match blocks {
+            Some(blocks) => {
                 if let Some(at) = blocks.stored(whole, block) {
                     let from = at + first * item;
                     let n = piece.n.min(in_block - first) * item;
@@ -309,27 +290,21 @@ impl Array {
                     return Ok(Found::Read(whole[from..from + n].to_vec()));
                 }
                 // As far as it is needed; the second time in full.
-                let again = key.is_some_and(|key| self.cache.blocks.get(key).is_some());
+                let again = self.cache.get(key).is_some();
                 let upto = if again { in_block } else { first + piece.n };
                 blocks.decode(whole, block, upto).map_err(bad)?
             }
-            _ => Planes::whole(
+            None => Planes::whole(
                 self.decode_whole(whole, bytes, file.path()).map_err(|e| e.byte(offset))?,
                 item,
                 per_block,
             ),
         };
-        let planes = Arc::new(planes);
-        if let Some(key) = key {
-            self.cache.blocks.remove(key);
-            self.cache.blocks.put(key, &planes);
-        }
-        Ok(Found::Decoded(planes, first))
+        Ok(Found::Decoded(self.cache.put(key, planes), first))
     }
 
-    fn key(&self, chunk: u64, blocks: usize, block: usize) -> Option<u64> {
-        let within = chunk.checked_mul(blocks as u64)?.checked_add(block as u64)?;
-        (within < 1 << BLOCK_BITS && self.number < 1 << (64 - BLOCK_BITS)).then_some(self.number << BLOCK_BITS | within)
+    fn key(&self, shard: &Shard, piece: Piece, block: usize) -> Key {
+        Key { array: self.number, file: piece.file, stamp: shard.stamp, chunk: piece.chunk, block }
     }
 
     fn as_it_is<'a>(&self, file: &'a OpenFile, at: u64, n: usize) -> Result<Found<'a>> {
@@ -356,26 +331,26 @@ impl Array {
         })
     }
 
-    fn find_foreign<'a>(&self, shard: &'a Shard, piece: Piece) -> Result<Found<'a>> {
-        let (Some(coded), Some(file)) = (&self.foreign, &shard.file) else { return Ok(Found::Zero) };
-        let per_file = if self.meta.sharded { self.meta.per_file() } else { 1 };
-        let chunk = piece.file * per_file + piece.chunk as u64;
-        let key = self.key(chunk, 1, 0);
-        if let Some(key) = key
-            && let Some(held) = self.cache.blocks.get(key)
-        {
+    /// Decodes an inner chunk that is stored, with zarrs.
+    fn find_foreign<'a>(&self, shard: &'a Shard, file: &OpenFile, piece: Piece) -> Result<Found<'a>> {
+        let Some(coded) = &self.foreign else { return Ok(Found::Fill) };
+        let key = self.key(shard, piece, 0);
+        if let Some(held) = self.cache.get(key) {
             return Ok(Found::Decoded(held, piece.first));
         }
+        let per_file = if self.meta.sharded { self.meta.per_file() } else { 1 };
+        let chunk = piece.file * per_file + piece.chunk as u64;
         let numbers = self.meta.inner as usize;
         let bytes = numbers * self.meta.item();
         let Some(made) = coded.chunk(&self.meta.indices(chunk), bytes as u64, file.path())? else {
-            return Ok(Found::Zero);
+            return Ok(Found::Fill);
         };
-        let planes = Arc::new(Planes::whole(made, self.meta.item(), numbers));
-        if let Some(key) = key {
-            self.cache.blocks.put(key, &planes);
-        }
-        Ok(Found::Decoded(planes, piece.first))
+        Ok(Found::Decoded(self.cache.put(key, Planes::whole(made, self.meta.item(), numbers)), piece.first))
+    }
+
+    /// The fill value's bytes.
+    fn fill(&self) -> &[u8] {
+        &self.meta.fill[..self.meta.item()]
     }
 
     /// Hands the numbers of a range to `each`, in order: as bytes, with how many numbers came before.
@@ -385,7 +360,14 @@ impl Array {
                 Found::Stored(bytes) => each(bytes, before),
                 Found::Read(bytes) => each(bytes, before),
                 Found::Decoded(planes, first) => each(&planes.bytes(*first, piece), before),
-                Found::Zero => each(&vec![0u8; piece * self.meta.item()], before),
+                Found::Fill => {
+                    let at_once = (FILLED / self.meta.item()).min(piece);
+                    let some = self.fill().repeat(at_once);
+                    for first in (0..piece).step_by(at_once.max(1)) {
+                        let n = at_once.min(piece - first);
+                        each(&some[..n * self.meta.item()], before + first);
+                    }
+                }
             }
             Ok(())
         })
@@ -407,7 +389,7 @@ impl Array {
                     Found::Stored(bytes) => bytes.len() / item,
                     Found::Read(bytes) => bytes.len() / item,
                     Found::Decoded(planes, first) => planes.numbers().saturating_sub(*first),
-                    Found::Zero => piece.n,
+                    Found::Fill => piece.n,
                 }
                 .min(piece.n);
                 if got == 0 {
@@ -441,9 +423,11 @@ impl Array {
                 Found::Decoded(planes, first) => {
                     planes.narrow(*first, to) || to_int32(dtype, &planes.bytes(*first, n), to)
                 }
-                Found::Zero => {
-                    to.fill(0);
-                    true
+                Found::Fill => {
+                    let mut one = [0];
+                    let fits = to_int32(dtype, self.fill(), &mut one);
+                    to.fill(one[0]);
+                    fits
                 }
             };
             if fits {
@@ -503,45 +487,82 @@ impl Array {
         }
     }
 
-    /// Looks at everything that the first `elements` elements need: files, indices, frames; with `deep` every block is decoded.
-    /// What is wrong goes to `tell`, with whether it is only not there (and reads as zeros).
+    /// Numbers of the files that may be there, in ascending order.
+    pub fn existing(&self) -> Result<Vec<u64>> {
+        self.meta.existing(&self.folder)
+    }
+
+    /// Checks everything that the first `elements` elements need: files, indices, frames; with `deep` every block is decoded.
+    /// What is wrong goes to `tell`, with whether it is only not there (and reads as the fill value).
+    ///
+    /// The work depends on the files that are there, not on how many the number of elements would need.
     pub fn check(&self, elements: u64, deep: bool, tell: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
+        let files = elements.div_ceil(self.meta.outer);
+        let mut existing = self.existing()?;
+        existing.retain(|number| *number < files);
+        let mut next = 0;
+        for number in existing {
+            self.tell_missing(next..number, tell);
+            self.check_file(number, elements, deep, tell, watch)?;
+            next = number + 1;
+        }
+        self.tell_missing(next..files, tell);
+        Ok(())
+    }
+
+    fn tell_missing(&self, files: std::ops::Range<u64>, tell: &mut dyn FnMut(Error, bool)) {
+        let path = self.meta.file(&self.folder, files.start);
+        let detail = match files.end.saturating_sub(files.start) {
+            0 => return,
+            1 => "is not there: its elements read as the fill value".to_string(),
+            n => format!("this file and the {} after it are not there: their elements read as the fill value", n - 1),
+        };
+        tell(Error::new(Kind::NotFound, detail).at(&path), true);
+    }
+
+    fn check_file(
+        &self,
+        number: u64,
+        elements: u64,
+        deep: bool,
+        tell: &mut dyn FnMut(Error, bool),
+        watch: Watch<'_>,
+    ) -> Result<()> {
+        let shard = match self.shard(number) {
+            Ok(shard) => shard,
+            Err(error) => {
+                tell(error, false);
+                return Ok(());
+            }
+        };
+        if shard.file.is_none() {
+            self.tell_missing(number..number + 1, tell);
+            return Ok(());
+        }
         let mut held = Held::default();
-        for number in 0..elements.div_ceil(self.meta.outer) {
+        let first = number * self.meta.outer;
+        let within = (elements - first).min(self.meta.outer);
+        let (mut absent, mut last) = (0u64, 0);
+        for chunk in 0..shard.index.len().min(within.div_ceil(self.meta.inner) as usize) {
             if watch() {
                 return Err(Error::new(Kind::Interrupted, "interrupted"));
             }
-            let path = self.meta.file(&self.folder, number);
-            let shard = match self.shard(number) {
-                Ok(shard) => shard,
-                Err(error) => {
-                    tell(error, false);
-                    continue;
-                }
-            };
-            if shard.file.is_none() {
-                tell(Error::new(Kind::NotFound, "is not there: its elements read as 0").at(&path), true);
+            if shard.stored(chunk).is_none() {
+                absent += 1;
+                last = chunk;
                 continue;
             }
-            let first = number * self.meta.outer;
-            let within = (elements - first).min(self.meta.outer);
-            let (mut absent, mut last) = (0u64, 0);
-            for (chunk, entry) in shard.index.iter().enumerate().take(within.div_ceil(self.meta.inner) as usize) {
-                if entry.0 == u64::MAX && self.meta.coding != Coding::Foreign {
-                    absent += 1;
-                    last = chunk;
-                    continue;
-                }
-                let start = first + chunk as u64 * self.meta.inner;
-                let n = if deep { (elements - start).min(self.meta.inner) as usize } else { 1 };
-                if let Err(error) = self.visit(&mut held, start, n, &mut |_, _, _| Ok(())) {
-                    tell(error, false);
-                }
+            let start = first + chunk as u64 * self.meta.inner;
+            let n = if deep { (elements - start).min(self.meta.inner) as usize } else { 1 };
+            if let Err(error) = self.visit(&mut held, start, n, &mut |_, _, _| Ok(())) {
+                tell(error, false);
             }
-            if absent > 0 {
-                let detail = format!("{absent} inner chunks are not there (the last is {last}): they read as 0");
-                tell(Error::new(Kind::NotFound, detail).at(&path), true);
-            }
+        }
+        if absent > 0 {
+            let path = self.meta.file(&self.folder, number);
+            let detail =
+                format!("{absent} inner chunks are not there (the last is {last}): they read as the fill value");
+            tell(Error::new(Kind::NotFound, detail).at(&path), true);
         }
         Ok(())
     }
@@ -551,12 +572,14 @@ impl Array {
         let Some((array, number, shard)) = &held.0 else { return };
         let (file, within) = (start / self.meta.outer, start % self.meta.outer);
         let (chunk, first) = ((within / self.meta.inner) as usize, within % self.meta.inner);
-        if *array != self.number || *number != file || shard.seen[chunk].load(Ordering::Relaxed) != seen::STORED {
+        if *array != self.number || *number != file || !shard.is_plain(chunk) {
             return;
         }
-        if let Some(map) = shard.file.as_ref().and_then(|file| file.map()) {
+        if let Some((file, offset, _)) = shard.stored(chunk)
+            && let Some(map) = file.map()
+        {
             // Processors fetch ahead by themselves, but never into the next page.
-            let begin = shard.index[chunk].0 as usize + HEADER + first as usize * self.meta.item();
+            let begin = offset as usize + HEADER + first as usize * self.meta.item();
             let end = begin + n.min(PREFETCHED / self.meta.item()) * self.meta.item();
             map.prefetch(begin);
             for page in (begin.next_multiple_of(PAGE)..end).step_by(PAGE) {
@@ -571,10 +594,8 @@ impl Array {
         let item = self.meta.item() as u64;
         let mut all_there = true;
         let _ = self.pieces(held, start, n, &mut |shard, piece, _| {
-            let (offset, len) = shard.index[piece.chunk];
-            let Some(file) = shard.file.as_ref().filter(|_| offset != u64::MAX) else { return Ok(()) };
-            let stored = shard.seen[piece.chunk].load(Ordering::Relaxed) == seen::STORED;
-            let (at, n) = if stored {
+            let Some((file, offset, len)) = shard.stored(piece.chunk) else { return Ok(()) };
+            let (at, n) = if shard.is_plain(piece.chunk) {
                 (offset + HEADER as u64 + piece.first as u64 * item, piece.n as u64 * item)
             } else {
                 (offset, len)
@@ -589,6 +610,38 @@ impl Array {
         });
         all_there
     }
+}
+
+/// Offset and length of each inner chunk, from the bytes of a shard's index (sharding codec of Zarr 3) in a file of `len` bytes;
+/// both are [`u64::MAX`] for chunks that are not stored. An error says where in the index.
+pub fn parse_index(raw: &[u8], meta: &Meta, len: u64) -> Result<Vec<(u64, u64)>, (u64, Error)> {
+    let damaged = |within: usize, detail: String| (within as u64, Error::new(Kind::Format, detail));
+    let chunks = meta.per_file() as usize;
+    let (Some((entries, crc)), true) = (raw.split_at_checked(chunks * 16), raw.len() as u64 == meta.index_bytes())
+    else {
+        return Err(damaged(0, format!("expected an index of {} bytes, found {}", meta.index_bytes(), raw.len())));
+    };
+    if let Ok(crc) = <[u8; 4]>::try_from(crc) {
+        let (told, found) = (u32::from_le_bytes(crc), crc32c::crc32c(entries));
+        if told != found {
+            let detail = format!(
+                "the checksum of the shard's index is {found:08x}, expected {told:08x}: the file was cut or damaged"
+            );
+            return Err(damaged(0, detail));
+        }
+    }
+    let number = |b: &[u8]| {
+        let bytes = b.first_chunk::<8>().copied().unwrap_or([0xff; 8]);
+        if meta.index_big_endian { u64::from_be_bytes(bytes) } else { u64::from_le_bytes(bytes) }
+    };
+    let index: Vec<(u64, u64)> = entries.as_chunks::<16>().0.iter().map(|e| (number(e), number(&e[8..]))).collect();
+    for (chunk, (offset, n)) in index.iter().enumerate() {
+        if (*offset, *n) != (u64::MAX, u64::MAX) && offset.checked_add(*n).is_none_or(|end| end > len) {
+            let detail = format!("inner chunk {chunk}: expected {n} bytes at {offset}, but the file ends at {len}");
+            return Err(damaged(16 * chunk, detail));
+        }
+    }
+    Ok(index)
 }
 
 fn read(file: &OpenFile, out: &mut [u8], at: u64) -> Result<()> {

@@ -12,6 +12,8 @@ use crate::bytes::lz4;
 
 /// Bytes before the blocks.
 pub const HEADER: usize = 16;
+/// Fewer numbers in a block are never split (`MIN_BUFFERSIZE` in blosc.c: frames from before the flag rely on it).
+const SPLIT_FROM: usize = 128;
 /// Numbers have at most this many bytes.
 const WIDEST: usize = 8;
 const SHUFFLED: u8 = 0x1;
@@ -19,6 +21,12 @@ const STORED: u8 = 0x2;
 const BIT_SHUFFLED: u8 = 0x4;
 const UNSPLIT: u8 = 0x10;
 const LZ4: u8 = 1;
+
+/// Most bytes of an encoded chunk that decodes to `bytes`: no codec makes data much longer (c-blosc: by its header), so a
+/// longer one is damaged, and reading it would take memory that only a length in a file asks for.
+pub fn most_stored(bytes: usize) -> u64 {
+    bytes as u64 * 2 + (64 << 10)
+}
 
 /// What a frame's header says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +79,7 @@ impl Frame {
         if flags >> 5 != LZ4 || flags & BIT_SHUFFLED != 0 || !whole || (shuffled && usize::from(typesize) != item) {
             return Ok(Frame::Other);
         }
-        let split = flags & UNSPLIT == 0 && typesize > 1;
+        let split = flags & UNSPLIT == 0 && typesize > 1 && block / usize::from(typesize) >= SPLIT_FROM;
         if (split && usize::from(typesize) != item) || item > WIDEST {
             return Ok(Frame::Other);
         }

@@ -1,7 +1,7 @@
 //! A field of a token cache: rows of any lengths, one after another, in one array or in those of many shards.
 //!
-//! An array `offsets` tells where rows end in an array `data`; its element 0 is the number of rows (`formats/levanter.md` 1.3).
-//! Shards follow one another: rows and elements are numbered through all of them.
+//! The array `offsets` holds the end of each row in the array `data`; its element 0 is the number of rows (`formats/levanter.md`
+//! 1.3). Shards follow one another: rows and elements are numbered through all of them.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::par::pool::Watch;
 pub struct Part {
     /// The folder that holds `offsets` and `data`.
     pub folder: PathBuf,
-    /// Rows and elements, where a ledger tells them; the array's own otherwise.
+    /// Rows and elements, where a ledger has them; the array's own otherwise.
     pub counts: Option<(u64, u64)>,
 }
 
@@ -114,18 +114,19 @@ impl Field {
                 None => {
                     let offsets = field.array(part, Which::Offsets)?;
                     let rows = one(&offsets, 0)?;
+                    check_files(&offsets, rows)?;
                     (rows, if rows == 0 { 0 } else { one(&offsets, rows)? })
                 }
             };
             let (all_rows, all) = (field.rows[part].checked_add(rows), field.elements[part].checked_add(elements));
-            let (Some(all_rows), Some(all)) = (all_rows, all.filter(|n| *n < 1 << 60)) else {
+            let (Some(all_rows), Some(all)) = (all_rows.filter(|n| *n < MOST), all.filter(|n| *n < MOST)) else {
                 return Err(Error::new(Kind::Format, format!("{rows} rows of {elements} elements are more than fit"))
                     .at(&field.parts[part].folder));
             };
             field.rows.push(all_rows);
             field.elements.push(all);
         }
-        // The first part that has elements tells the type; the others are held against it when they are opened.
+        // The dtype is that of the first part with elements; the others are compared with it when they are opened.
         let typed = (0..field.parts.len()).find(|p| field.elements[p + 1] > field.elements[*p]).unwrap_or(0);
         if !field.parts.is_empty() {
             field.dtype = Meta::read(&field.parts[typed].folder.join(Which::Data.name()))?.dtype;
@@ -148,7 +149,7 @@ impl Field {
         self.dtype
     }
 
-    /// Whether some part has other elements than the first; an array of shapes is told apart by its folder.
+    /// The `shapes` folder of the first part that has rows; `None` for rows of one axis.
     pub fn shapes_folder(&self) -> Option<PathBuf> {
         let typed = (0..self.parts.len()).find(|p| self.rows[p + 1] > self.rows[*p]).unwrap_or(0);
         let folder = self.parts.get(typed)?.folder.join(Which::Shapes.name());
@@ -176,21 +177,20 @@ impl Field {
         })
     }
 
-    /// How many rows a ledger says a shard has, held against the shard when it is opened.
+    /// Compares the rows that a ledger counts for a shard with the shard, when it is opened.
     fn check_rows(&self, part: usize, offsets: &Array) -> Result<()> {
         let Some((rows, _)) = self.parts[part].counts else { return Ok(()) };
         let found = one(offsets, 0)?;
         if found == rows {
-            return Ok(());
+            return check_files(offsets, rows);
         }
         Err(Error::new(Kind::Format, format!("the ledger counts {rows} rows here, offsets[0] is {found}"))
             .at(offsets.folder()))
     }
 
-    /// What a ledger says of a shard's elements, held against the shard when it is opened.
+    /// Compares a shard's dtype with the field's, and its elements with those that a ledger counts, when it is opened.
     fn check_part(&self, part: usize, data: &Array) -> Result<()> {
-        let Some((rows, elements)) = self.parts[part].counts else { return Ok(()) };
-        if data.dtype() != self.dtype && elements > 0 {
+        if data.dtype() != self.dtype && self.elements[part + 1] > self.elements[part] {
             return Err(Error::new(
                 Kind::Format,
                 format!(
@@ -201,6 +201,7 @@ impl Field {
             )
             .at(data.folder()));
         }
+        let Some((rows, elements)) = self.parts[part].counts else { return Ok(()) };
         let offsets = self.array(part, Which::Offsets)?;
         let last = if rows == 0 { 0 } else { one(&offsets, rows)? };
         if last != elements {
@@ -227,6 +228,8 @@ impl Field {
     /// [`Field::bounds`] in memory that is used again.
     pub fn bounds_into(&self, cursor: &mut Cursor, first: u64, n: usize, out: &mut Vec<u64>) -> Result<()> {
         out.clear();
+        let no_memory =
+            |_| Error::new(Kind::Access, format!("no memory for the bounds of {n} rows; read fewer at once"));
         let end = first.checked_add(n as u64).filter(|end| *end <= self.num_rows());
         let Some(end) = end else {
             return Err(Error::new(Kind::OutOfRange, format!("row {first}: the cache has {} rows", self.num_rows())));
@@ -235,6 +238,7 @@ impl Field {
             out.push(self.start_of(cursor, first)?);
             return Ok(());
         }
+        out.try_reserve(n + 1).map_err(no_memory)?;
         let mut at = first;
         while at < end {
             let part = Self::part_of(&self.rows, at);
@@ -376,17 +380,16 @@ impl Field {
 
     /// Sizes of a row's axes but the last, for fields of more than one.
     pub fn shape(&self, row: u64) -> Result<Vec<u64>> {
+        if row >= self.num_rows() {
+            return Err(Error::new(Kind::OutOfRange, format!("row {row}: the cache has {} rows", self.num_rows())));
+        }
         let part = Self::part_of(&self.rows, row);
         let shapes = self.array(part, Which::Shapes)?;
         let width = shapes.meta().width;
+        let first = (row - self.rows[part]).checked_mul(width);
+        let first = first.ok_or_else(|| Error::new(Kind::Format, "a shape beyond 2^64").at(shapes.folder()))?;
         let mut out = vec![];
-        each_number(
-            &shapes,
-            &mut Held::default(),
-            (row - self.rows[part]) * width,
-            width as usize,
-            &mut |_, value| out.push(value),
-        )?;
+        each_number(&shapes, &mut Held::default(), first, width as usize, &mut |_, value| out.push(value))?;
         Ok(out)
     }
 
@@ -409,11 +412,16 @@ impl Field {
         }
         // Ends of rows in ascending order, block by block.
         const ROWS: u64 = 1 << 18;
-        let (mut cursor, mut bounds, mut first) = (Cursor::default(), vec![], 0);
-        while first < self.num_rows() {
+        const MOST_TOLD: usize = 100;
+        let (mut cursor, mut bounds, mut first, mut told) = (Cursor::default(), vec![], 0, 0);
+        while first < self.num_rows() && told < MOST_TOLD {
+            if watch() {
+                return Err(Error::new(Kind::Interrupted, "interrupted"));
+            }
             let n = (self.num_rows() - first).min(ROWS);
             if let Err(error) = self.bounds_into(&mut cursor, first, n as usize, &mut bounds) {
                 tell(error, false);
+                told += 1;
             }
             first += n;
         }
@@ -428,7 +436,7 @@ fn each_number(array: &Array, held: &mut Held, from: u64, n: usize, each: &mut d
         macro_rules! numbers {
             ($t:ty) => {
                 for b in bytes.as_chunks::<{ size_of::<$t>() }>().0 {
-                    // A negative number is far too large, and told as such.
+                    // A negative number becomes one far too large, which is refused as such.
                     each(*at, <$t>::from_le_bytes(*b) as i64 as u64);
                     *at += 1;
                 }
@@ -449,6 +457,25 @@ fn each_number(array: &Array, held: &mut Held, from: u64, n: usize, each: &mut d
         return Ok(());
     }
     Err(Error::new(Kind::Format, format!("expected integers, found {}", dtype.name())).at(array.folder()))
+}
+
+/// Rows and elements of a field are fewer.
+const MOST: u64 = 1 << 60;
+
+/// Refuses more rows than the files of `offsets` have room for: files of zeros may be absent, but not those that row ends
+/// other than 0 lie in. So the work of going through all rows is bounded by what is there.
+fn check_files(offsets: &Array, rows: u64) -> Result<()> {
+    let outer = offsets.meta().outer;
+    if rows < outer {
+        return Ok(());
+    }
+    let files = offsets.existing()?.len() as u64;
+    if rows / outer < files {
+        return Ok(());
+    }
+    let detail =
+        format!("element 0 counts {rows} rows, expected {} files of {outer} elements, found {files}", rows / outer + 1);
+    Err(Error::new(Kind::Format, detail).at(offsets.folder()))
 }
 
 fn one(array: &Array, at: u64) -> Result<u64> {

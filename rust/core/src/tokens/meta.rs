@@ -1,20 +1,23 @@
-//! What a `zarr.json` of a token cache says: where chunks lie, and who decodes them.
+//! The `zarr.json` of a token cache: chunk sizes, file names, codecs and the fill value.
 //!
-//! Levanter writes one kind only (`formats/levanter.md` 1.2); what else its reader accepts (1.6) is read here too, and whatever
-//! remains of Zarr is left to the `zarrs` crate, one inner chunk at a time.
+//! Levanter writes one kind only (`formats/levanter.md` 1.2). The other kinds that its reader accepts (1.6) are read here too.
+//! Inner chunks of all other codecs are decoded by the `zarrs` crate, one at a time; shard indexes are always read here.
 
-use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::bytes::open_regular;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 
-/// Metadata of ours is some hundreds of bytes.
+/// Largest `zarr.json` that is read; Levanter's has some hundreds of bytes.
 const MOST: u64 = 1 << 20;
-/// Elements of an inner chunk that may be asked for: far more than Levanter's 262,144.
+/// Most elements of an inner chunk: far more than Levanter's 262,144. Bounds the memory of decoding one.
 const MOST_INNER: u64 = 1 << 24;
+/// Most inner chunks of a file, whoever decodes them: Levanter's have 512. Bounds the memory of an index.
+const MOST_PER_FILE: u64 = 1 << 20;
 /// Elements an array may claim to have; Levanter's claim 2^54.
 const MOST_ELEMENTS: u64 = 1 << 60;
 
@@ -48,6 +51,10 @@ pub struct Meta {
     pub index_at_end: bool,
     /// Whether it ends in a checksum.
     pub index_checked: bool,
+    /// Whether its numbers are big-endian.
+    pub index_big_endian: bool,
+    /// The element of chunks that are not stored, little-endian; the first [`Meta::item`] bytes count.
+    pub fill: [u8; 8],
     prefix: &'static str,
     separator: char,
     columns: bool,
@@ -57,11 +64,15 @@ impl Meta {
     /// Reads `zarr.json` in the array's folder.
     pub fn read(folder: &Path) -> Result<Meta> {
         let path = folder.join("zarr.json");
-        let len = fs::metadata(&path).map_err(|e| Error::from_io(&e, &path, "look at"))?.len();
-        if len > MOST {
-            return Err(Error::new(Kind::Format, format!("expected metadata, found {len} bytes")).at(&path));
+        let (file, _) = open_regular(&path)?;
+        let mut text = vec![];
+        // The length that the file reports is not relied on: special files report 0.
+        file.take(MOST + 1).read_to_end(&mut text).map_err(|e| Error::from_io(&e, &path, "read"))?;
+        if text.len() as u64 > MOST {
+            return Err(
+                Error::new(Kind::Format, format!("expected at most {MOST} bytes of metadata, found more")).at(&path)
+            );
         }
-        let text = fs::read(&path).map_err(|e| Error::from_io(&e, &path, "read"))?;
         Meta::parse(&text).map_err(|e| e.at(&path))
     }
 
@@ -87,24 +98,27 @@ impl Meta {
             .ok_or_else(|| wrong(&json, "chunk_key_encoding", "the default encoding or that of version 2"))?;
 
         let codecs = json["codecs"].as_array().map_or(&[][..], Vec::as_slice);
-        let zero = match &json["fill_value"] {
-            Value::Number(n) => n.as_f64() == Some(0.0),
-            Value::Bool(b) => !b,
-            _ => false,
-        };
+        let fill = fill_value(dtype, &json["fill_value"])
+            .ok_or_else(|| wrong(&json, "fill_value", &format!("a value of type {name}")))?;
         let sharding = match codecs {
-            [only] if only["name"] == "sharding_indexed" => Some(&only["configuration"]),
+            [only] if is_named(only, "sharding_indexed") => Some(&only["configuration"]),
             _ => None,
         };
+        let elements = product(&outer).filter(|n| *n <= MOST_ELEMENTS);
+        let elements = elements.ok_or_else(|| {
+            wrong(grid, "configuration", &format!("a chunk_shape of at most {MOST_ELEMENTS} elements"))
+        })?;
         let mut meta = Meta {
             dtype,
             width,
-            outer: product(&outer).unwrap_or(0),
-            inner: product(&outer).unwrap_or(0),
+            outer: elements,
+            inner: elements,
             coding: coding(codecs),
             sharded: false,
             index_at_end: true,
             index_checked: false,
+            index_big_endian: false,
+            fill,
             prefix,
             separator,
             columns: shape.len() == 2,
@@ -113,31 +127,33 @@ impl Meta {
             let inner = sizes(&sharding["chunk_shape"]).filter(|c| {
                 c.len() == outer.len() && c[0] > 0 && outer[0].is_multiple_of(c[0]) && c.get(1) == outer.get(1)
             });
-            let inner = inner.ok_or_else(|| wrong(sharding, "chunk_shape", "a divisor of the outer chunk"))?;
+            let inner = inner.and_then(|inner| product(&inner));
+            meta.inner = inner.ok_or_else(|| wrong(sharding, "chunk_shape", "a divisor of the outer chunk"))?;
             meta.sharded = true;
-            meta.inner = product(&inner).unwrap_or(0);
             meta.coding = coding(sharding["codecs"].as_array().map_or(&[][..], Vec::as_slice));
-            let (at_end, understood) = match sharding.get("index_location").and_then(Value::as_str) {
-                None | Some("end") => (true, true),
-                Some("start") => (false, true),
-                _ => (true, false),
+            meta.index_at_end = match sharding.get("index_location") {
+                None => true,
+                Some(place) if place == "end" => true,
+                Some(place) if place == "start" => false,
+                Some(_) => return Err(wrong(sharding, "index_location", "\"start\" or \"end\"")),
             };
-            meta.index_at_end = at_end;
-            match sharding["index_codecs"].as_array().map(Vec::as_slice) {
-                Some([bytes]) if little(bytes) && understood => {}
-                Some([bytes, crc]) if little(bytes) && crc["name"] == "crc32c" && understood => {
-                    meta.index_checked = true;
-                }
-                _ => meta.coding = Coding::Foreign,
-            }
-        }
-        if !zero {
-            meta.coding = Coding::Foreign;
+            // The sharding codec allows only codecs of a fixed size here; other libraries write these two.
+            let (numbers, checked) = match sharding["index_codecs"].as_array().map(Vec::as_slice) {
+                Some([bytes]) => (bytes, false),
+                Some([bytes, crc]) if is_named(crc, "crc32c") => (bytes, true),
+                _ => return Err(wrong(sharding, "index_codecs", "bytes, or bytes and crc32c")),
+            };
+            meta.index_checked = checked;
+            meta.index_big_endian = match endian(numbers) {
+                Some(Endian::Little) => false,
+                Some(Endian::Big) => true,
+                None => return Err(wrong(sharding, "index_codecs", "bytes, or bytes and crc32c")),
+            };
         }
         if !(1..=MOST_INNER).contains(&meta.inner) {
             return Err(wrong(&json, "chunk_grid", &format!("chunks of 1 to {MOST_INNER} elements")));
         }
-        if meta.sharded && meta.coding != Coding::Foreign && meta.outer / meta.inner > 1 << 20 {
+        if meta.sharded && meta.per_file() > MOST_PER_FILE {
             return Err(wrong(&json, "codecs", "at most 1,048,576 inner chunks in a file"));
         }
         Ok(meta)
@@ -156,6 +172,37 @@ impl Meta {
     /// Bytes of a file's index.
     pub fn index_bytes(&self) -> u64 {
         self.per_file() * 16 + if self.index_checked { 4 } else { 0 }
+    }
+
+    /// The folder of the files, and what file names (or those of folders of files) begin with there.
+    fn files(&self, folder: &Path) -> (PathBuf, &'static str) {
+        match self.prefix.strip_suffix('/') {
+            Some(below) => (folder.join(below), ""),
+            None => (folder.to_path_buf(), self.prefix),
+        }
+    }
+
+    /// Numbers of the outer chunks that may have a file, in ascending order: from one look at the folder.
+    pub fn existing(&self, folder: &Path) -> Result<Vec<u64>> {
+        let (folder, begins) = self.files(folder);
+        let entries = match std::fs::read_dir(&folder) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(vec![]),
+            Err(e) => return Err(Error::from_io(&e, &folder, "list")),
+        };
+        let mut found = vec![];
+        for entry in entries {
+            let name = entry.map_err(|e| Error::from_io(&e, &folder, "list"))?.file_name();
+            let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(begins)) else { continue };
+            let digits = match self.columns {
+                true if self.separator == '.' => rest.strip_suffix(".0"),
+                _ => Some(rest),
+            };
+            let number = digits.and_then(|digits| digits.parse::<u64>().ok().filter(|n| n.to_string() == digits));
+            found.extend(number);
+        }
+        found.sort_unstable();
+        Ok(found)
     }
 
     /// The file of an outer chunk.
@@ -210,17 +257,85 @@ fn naming(encoding: &Value) -> Option<(&'static str, char)> {
     }
 }
 
-fn little(codec: &Value) -> bool {
-    codec["name"] == "bytes"
-        && codec.get("configuration").and_then(|c| c.get("endian")).is_none_or(|endian| endian == "little")
+/// Codecs without a configuration may be given by their names alone.
+fn is_named(codec: &Value, name: &str) -> bool {
+    codec == name || codec["name"] == name
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Endian {
+    Little,
+    Big,
+}
+
+/// The byte order of a codec that is `bytes`.
+fn endian(codec: &Value) -> Option<Endian> {
+    if !is_named(codec, "bytes") {
+        return None;
+    }
+    match codec.get("configuration").and_then(|c| c.get("endian")) {
+        None => Some(Endian::Little),
+        Some(endian) if endian == "little" => Some(Endian::Little),
+        Some(endian) if endian == "big" => Some(Endian::Big),
+        Some(_) => None,
+    }
 }
 
 fn coding(codecs: &[Value]) -> Coding {
     match codecs {
-        [bytes] if little(bytes) => Coding::Plain,
-        [bytes, blosc] if little(bytes) && blosc["name"] == "blosc" => Coding::Blosc,
+        [bytes] if endian(bytes) == Some(Endian::Little) => Coding::Plain,
+        [bytes, blosc] if endian(bytes) == Some(Endian::Little) && is_named(blosc, "blosc") => Coding::Blosc,
         _ => Coding::Foreign,
     }
+}
+
+/// The bytes of a fill value, little-endian (Zarr 3, "Fill value": numbers, names of special floats, bits in hexadecimal).
+fn fill_value(dtype: DType, value: &Value) -> Option<[u8; 8]> {
+    macro_rules! integer {
+        ($t:ty) => {{
+            let whole = match value {
+                Value::Bool(false) => 0,
+                Value::Number(n) if n.as_f64() == Some(0.0) => 0,
+                Value::Number(n) => n.as_u64().map(i128::from).or_else(|| n.as_i64().map(i128::from))?,
+                _ => return None,
+            };
+            <$t>::try_from(whole).ok()?.to_le_bytes().to_vec()
+        }};
+    }
+    macro_rules! float {
+        ($t:ty, $from:expr, $bits:ty) => {{
+            let from = $from;
+            match value {
+                Value::Bool(false) => from(0.0).to_le_bytes().to_vec(),
+                Value::Number(n) => from(n.as_f64()?).to_le_bytes().to_vec(),
+                Value::String(text) => match text.as_str() {
+                    "NaN" => from(f64::NAN).to_le_bytes().to_vec(),
+                    "Infinity" => from(f64::INFINITY).to_le_bytes().to_vec(),
+                    "-Infinity" => from(f64::NEG_INFINITY).to_le_bytes().to_vec(),
+                    hex => <$bits>::from_str_radix(hex.strip_prefix("0x")?, 16).ok()?.to_le_bytes().to_vec(),
+                },
+                _ => return None,
+            }
+        }};
+    }
+    let bytes = match dtype {
+        DType::I64 => integer!(i64),
+        DType::U64 => integer!(u64),
+        DType::I32 => integer!(i32),
+        DType::U32 => integer!(u32),
+        DType::I16 => integer!(i16),
+        DType::U16 => integer!(u16),
+        DType::I8 => integer!(i8),
+        DType::U8 => integer!(u8),
+        DType::F64 => float!(f64, |x: f64| x, u64),
+        DType::F32 => float!(f32, |x: f64| x as f32, u32),
+        DType::F16 => float!(half::f16, half::f16::from_f64, u16),
+        DType::BF16 => float!(half::bf16, half::bf16::from_f64, u16),
+        _ => return None,
+    };
+    let mut fill = [0; 8];
+    fill.get_mut(..bytes.len())?.copy_from_slice(&bytes);
+    Some(fill)
 }
 
 fn is(json: &Value, field: &str, expected: &Value) -> Result<()> {
