@@ -260,8 +260,13 @@ impl Simple {
 }
 
 impl Feistel {
+    /// Numbers outside the domain stay where they are. A walk from within always ends: it is on a cycle of a permutation, and
+    /// comes back to where it began at the latest.
     #[inline]
     fn at(&self, x: u64) -> u64 {
+        if x >= self.n {
+            return x;
+        }
         let mask = (1u64 << self.right) - 1;
         let mut value = x;
         loop {
@@ -445,11 +450,9 @@ impl Order {
     }
 
     fn map_simple(&self, simple: &Simple, numbers: &[i64], out: &mut [i64]) -> Result<()> {
-        for x in numbers {
-            self.checked(*x)?;
-        }
+        // Each number is read once: another thread may write to the caller's memory between a check and its use.
         for (to, x) in out.iter_mut().zip(numbers) {
-            *to = simple.at(*x as u64) as i64;
+            *to = simple.at(self.checked(*x)?) as i64;
         }
         Ok(())
     }
@@ -480,6 +483,20 @@ mod tests {
         assert_eq!(split(key(0), 0), [1_797_259_609, 2_579_123_966]);
         assert_eq!(fold_in(key(0), 7), [2_716_826_189, 292_468_403]);
         assert_eq!(seed_of(key(0)), 31_327_077);
+    }
+
+    #[test]
+    fn a_walk_ends_for_numbers_outside_the_order_too() {
+        for n in 0..200 {
+            for seed in 0..4 {
+                for how in [How::Feistel, How::Linear] {
+                    let order = Simple::new(how, n, key(seed));
+                    for x in (n..n + 300).chain([1 << 40, u64::MAX]) {
+                        let _ = order.at(x);
+                    }
+                }
+            }
+        }
     }
 
     proptest! {

@@ -239,7 +239,8 @@ impl ArrayWriter {
                 "index_codecs": [endian, {"name": "crc32c"}],
             }, "name": "sharding_indexed"}],
             "data_type": dtype.numpy_name(),
-            "fill_value": 0,
+            // As tensorstore writes it for Levanter: 0.0 for floats.
+            "fill_value": if is_float(dtype) { json!(0.0) } else { json!(0) },
             "node_type": "array",
             "shape": if columns { json!([LENGTH, width]) } else { json!([LENGTH]) },
             "zarr_format": 3,
@@ -459,6 +460,10 @@ impl ArrayWriter {
     }
 }
 
+fn is_float(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
+}
+
 fn patch_first(file: &File, path: &Path, bytes: &[u8; 8], per_file: usize) -> Result<()> {
     let io = |e: std::io::Error| Error::from_io(&e, path, "write");
     let len = file.metadata().map_err(io)?.len();
@@ -490,6 +495,10 @@ fn compressed(frames: &[Vec<u8>], item: usize) -> Result<Vec<Vec<u8>>> {
 }
 
 /// A field that is being written.
+///
+/// A write that fails leaves counters, buffers and files in different states: bytes of a row may be written whose end is not.
+/// So after a failure, an interrupt or a panic in the middle, the writer refuses everything: the field has to be written again.
+/// Arguments are checked before anything changes; a refused call leaves the writer as it was.
 #[derive(Debug)]
 pub struct FieldWriter {
     data: ArrayWriter,
@@ -497,6 +506,8 @@ pub struct FieldWriter {
     shapes: Option<ArrayWriter>,
     rows: u64,
     elements: u64,
+    /// Set before the first step of a change, cleared after the last.
+    unfinished: bool,
 }
 
 impl FieldWriter {
@@ -510,6 +521,7 @@ impl FieldWriter {
             shapes: shapes.transpose()?,
             rows: 0,
             elements: 0,
+            unfinished: false,
         })
     }
 
@@ -518,21 +530,49 @@ impl FieldWriter {
         (self.rows, self.elements)
     }
 
-    /// Appends rows: their elements one after another, and how many each has.
-    pub fn append(&mut self, elements: &[u8], lengths: &[i64], shapes: &[i64]) -> Result<()> {
-        let total = lengths.iter().try_fold(0u64, |n, l| n.checked_add(u64::try_from(*l).ok()?));
-        if total != Some((elements.len() / self.data.item) as u64) {
-            return Err(Error::new(Kind::Internal, "rows of other lengths than their elements"));
-        }
-        self.data.append(elements)?;
-        self.ends(lengths.iter().map(|l| l.unsigned_abs()))?;
-        if let Some(writer) = &mut self.shapes {
-            if shapes.len() != lengths.len() * writer.width {
-                return Err(Error::new(Kind::Internal, "rows of several axes need the sizes of all but the last"));
-            }
-            writer.append(bytemuck::cast_slice(shapes))?;
+    /// Refuses to go on after a change that did not end.
+    fn whole(&self) -> Result<()> {
+        if self.unfinished {
+            let detail =
+                "an earlier write to this field failed in the middle, so its rows are not whole; write the field again";
+            return Err(Error::new(Kind::Argument, detail).at(&self.data.folder));
         }
         Ok(())
+    }
+
+    fn change(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        self.unfinished = true;
+        work(self)?;
+        self.unfinished = false;
+        Ok(())
+    }
+
+    /// Appends rows: their elements one after another, and how many each has.
+    pub fn append(&mut self, elements: &[u8], lengths: &[i64], shapes: &[i64]) -> Result<()> {
+        self.whole()?;
+        // Read once: another thread may write to the caller's memory meanwhile.
+        let lengths: Option<Vec<u64>> = lengths.iter().map(|l| u64::try_from(*l).ok()).collect();
+        let lengths = lengths.ok_or_else(|| Error::new(Kind::Argument, "a row of a negative length"))?;
+        let total = lengths.iter().try_fold(0u64, |n, l| n.checked_add(*l));
+        let held = (elements.len() / self.data.item) as u64;
+        if total != Some(held) || !elements.len().is_multiple_of(self.data.item) {
+            let detail = format!("expected lengths that sum to the {held} elements of the rows");
+            return Err(Error::new(Kind::Argument, detail));
+        }
+        let axes = self.shapes.as_ref().map_or(0, |writer| writer.width);
+        if shapes.len() != lengths.len() * axes {
+            let detail =
+                format!("expected the sizes of {axes} axes for each of {} rows, found {}", lengths.len(), shapes.len());
+            return Err(Error::new(Kind::Argument, detail));
+        }
+        self.change(|field| {
+            field.data.append(elements)?;
+            field.ends(lengths.into_iter())?;
+            match &mut field.shapes {
+                Some(writer) => writer.append(bytemuck::cast_slice(shapes)),
+                None => Ok(()),
+            }
+        })
     }
 
     fn ends(&mut self, lengths: impl Iterator<Item = u64>) -> Result<()> {
@@ -552,10 +592,23 @@ impl FieldWriter {
 
     /// Appends all rows of another field. What is stored is copied and not decoded.
     pub fn extend(&mut self, field: &Field, watch: Watch<'_>) -> Result<()> {
+        self.whole()?;
+        let item = field.dtype().size().unwrap_or(0);
+        if field.num_elements() > 0 && item != self.data.item {
+            let detail = format!("expected elements of {} bytes, found {}", self.data.item, field.dtype().name());
+            return Err(Error::new(Kind::DType, detail));
+        }
+        self.change(|writer| writer.take_all(field, watch))
+    }
+
+    fn take_all(&mut self, field: &Field, watch: Watch<'_>) -> Result<()> {
         const ROWS: usize = 1 << 16;
         let mut cursor = Cursor::default();
         let mut row = 0;
         while row < field.num_rows() {
+            if watch() {
+                return Err(Error::new(Kind::Interrupted, "interrupted"));
+            }
             let n = (field.num_rows() - row).min(ROWS as u64) as usize;
             let bounds = field.bounds(&mut cursor, row, n)?;
             self.ends(bounds.windows(2).map(|b| b[1] - b[0]))?;
@@ -581,6 +634,7 @@ impl FieldWriter {
 
     /// Writes what is left, the number of rows last, and waits for the disk.
     pub fn finish(self) -> Result<(u64, u64)> {
+        self.whole()?;
         self.data.finish(None)?;
         if let Some(shapes) = self.shapes {
             shapes.finish(None)?;
@@ -605,6 +659,67 @@ mod tests {
     fn reopened(folder: &Path, io: Io) -> Field {
         let parts = vec![Part { folder: folder.to_path_buf(), counts: None }];
         Field::open(parts, io, Arc::new(BlockCache::new(1 << 20))).unwrap()
+    }
+
+    const SMALL: How = How { storage: Storage::Plain, direct: false, inner: 64, per_file: 1 };
+
+    #[test]
+    fn a_writer_that_failed_once_makes_no_field() {
+        for storage in [Storage::Plain, Storage::Lz4] {
+            // Enough frames that those which wait for being compressed together are written too.
+            for (file, rows) in [("data/c/1", 600), ("offsets/c/1", 600), ("data/c/0", 600)] {
+                let folder = tempfile::tempdir().unwrap();
+                let mut writer = FieldWriter::create(folder.path(), DType::I32, 1, How { storage, ..SMALL }).unwrap();
+                let block = folder.path().join(file);
+                fs::create_dir_all(&block).unwrap();
+                let row: Vec<i32> = (0..64).collect();
+                let mut append =
+                    |n: usize| (0..n).try_for_each(|_| writer.append(bytemuck::cast_slice(&row), &[64], &[]));
+                assert!(append(rows).is_err(), "{file}");
+                // Room was made; the rows that were taken before are still not whole.
+                fs::remove_dir(&block).unwrap();
+                assert!(append(1).unwrap_err().detail.contains("earlier write"));
+                assert!(writer.finish().unwrap_err().detail.contains("earlier write"));
+            }
+        }
+    }
+
+    #[test]
+    fn a_writer_that_panicked_makes_no_field() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writer = FieldWriter::create(folder.path(), DType::I32, 1, SMALL).unwrap();
+        let panic = |_: &mut FieldWriter| -> Result<()> { panic!("in the middle") };
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| writer.change(panic))).is_err());
+        assert!(writer.append(&[0; 4], &[1], &[]).is_err() && writer.finish().is_err());
+    }
+
+    #[test]
+    fn a_refused_append_changes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut writer = FieldWriter::create(folder.path(), DType::I32, 2, SMALL).unwrap();
+        writer.append(&[1; 8], &[2], &[1]).unwrap();
+        for (elements, lengths, shapes) in
+            [(8usize, 1i64, 1usize), (8, 3, 1), (7, 1, 1), (8, -2, 1), (8, 2, 0), (8, 2, 2)]
+        {
+            assert!(writer.append(&vec![2; elements], &[lengths], &vec![1; shapes]).is_err());
+        }
+        writer.append(&[3; 12], &[3], &[1]).unwrap();
+        assert_eq!(writer.finish().unwrap(), (2, 5));
+        let field = reopened(folder.path(), Io::Mmap);
+        let mut out = vec![0u8; 20];
+        field.copy(&mut Cursor::default(), 0, &mut out).unwrap();
+        assert_eq!(out, [vec![1; 8], vec![3; 12]].concat());
+        assert_eq!((field.shape(1).unwrap(), field.num_rows()), (vec![1], 2));
+    }
+
+    #[test]
+    fn fill_values_are_written_as_tensorstore_writes_them() {
+        for (dtype, fill) in [(DType::F32, "\"fill_value\":0.0,"), (DType::I32, "\"fill_value\":0,")] {
+            let folder = tempfile::tempdir().unwrap();
+            FieldWriter::create(folder.path(), dtype, 1, SMALL).unwrap();
+            let text = fs::read_to_string(folder.path().join("data/zarr.json")).unwrap();
+            assert!(text.contains(fill), "{text}");
+        }
     }
 
     proptest! {
