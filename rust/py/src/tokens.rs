@@ -1,7 +1,10 @@
 //! Token caches, as Python sees them.
 
+use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
+use std::time::Duration;
 
 use actshard_core::bytes::Io;
 use actshard_core::tokens::array::BlockCache as Blocks;
@@ -11,7 +14,11 @@ use actshard_core::tokens::order::{self, Key};
 use actshard_core::tokens::pack::{Overlong, Packer};
 use actshard_core::tokens::write::{FieldWriter, How, Storage};
 use actshard_core::{Error, Kind};
-use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
+use numpy::{
+    PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
+    PyUntypedArrayMethods,
+};
+use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 
 use crate::rows::dtype_of;
@@ -41,6 +48,7 @@ impl BlockCache {
 pub struct TokenField {
     field: Arc<Field>,
     descr: Py<PyArrayDescr>,
+    has_shapes: bool,
 }
 
 /// Tokens, weights and segment ids of a batch.
@@ -55,6 +63,20 @@ type Runs<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
 
 fn argument(py: Python<'_>, detail: impl Into<String>) -> PyErr {
     errors::raise(py, &Error::new(Kind::Argument, detail))
+}
+
+/// A new array; one that there is no memory for is an error of ours, for its size may be a damaged file's.
+fn empty<'py>(
+    py: Python<'py>,
+    descr: &Bound<'py, PyArrayDescr>,
+    dims: &[usize],
+) -> PyResult<Bound<'py, PyUntypedArray>> {
+    let size = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d));
+    let too_large = || argument(py, format!("no memory for an array of shape {dims:?}; read less at once"));
+    if size.is_none_or(|n| isize::try_from(n).is_err()) {
+        return Err(too_large());
+    }
+    buffer::empty(py, descr, dims).map_err(|e| if e.is_instance_of::<PyMemoryError>(py) { too_large() } else { e })
 }
 
 /// Indices of `most` members, negative ones from the end.
@@ -76,7 +98,7 @@ impl TokenField {
         if let Some(view) = view {
             return buffer::over_map(py, view, self.descr.bind(py), &[range.len()]);
         }
-        let mut out = buffer::empty(py, self.descr.bind(py), &[range.len()])?;
+        let mut out = empty(py, self.descr.bind(py), &[range.len()])?;
         if let Some(bytes) = buffer::bytes_mut(&mut out) {
             detach::detached(py, |_| self.field.copy(&mut Cursor::default(), range.start, bytes))?;
         }
@@ -94,7 +116,7 @@ fn filled<'py>(
     fill: impl FnOnce(Batch<'_>, actshard_core::par::pool::Watch<'_>) -> actshard_core::Result<()> + Send,
 ) -> PyResult<Examples<'py>> {
     let int32 = PyArrayDescr::new(py, "int32")?;
-    let make = |descr: &Bound<'py, PyArrayDescr>| buffer::empty(py, descr, &[n, length]);
+    let make = |descr: &Bound<'py, PyArrayDescr>| empty(py, descr, &[n, length]);
     let mut tokens = make(&int32)?;
     let mut weights = if weights { Some(make(&PyArrayDescr::new(py, "float32")?)?) } else { None };
     let mut segments = if segments { Some(make(&int32)?) } else { None };
@@ -148,10 +170,14 @@ impl TokenField {
         let io = Io::from_name(io).ok_or_else(|| argument(py, format!("io: {io:?}")))?;
         let parts = parts.into_iter().map(|(folder, counts)| Part { folder, counts }).collect();
         let blocks = Arc::clone(&cache.blocks);
-        let field = detach::detached(py, |_| Field::open(parts, io, blocks))?;
+        let (field, has_shapes) = detach::detached(py, |_| {
+            let field = Field::open(parts, io, blocks)?;
+            let has_shapes = field.shapes_folder().is_some();
+            Ok((field, has_shapes))
+        })?;
         let name = field.dtype().numpy_name().unwrap_or("uint8");
         let descr = PyArrayDescr::new(py, name)?.unbind();
-        Ok(TokenField { field: Arc::new(field), descr })
+        Ok(TokenField { field: Arc::new(field), descr, has_shapes })
     }
 
     #[getter]
@@ -171,7 +197,7 @@ impl TokenField {
 
     #[getter]
     fn has_shapes(&self) -> bool {
-        self.field.shapes_folder().is_some()
+        self.has_shapes
     }
 
     /// A row: a read-only view where it is stored in one piece, else a copy.
@@ -221,7 +247,7 @@ impl TokenField {
             Ok((ranges, offsets))
         })?;
         let total = offsets.last().map_or(0, |n| *n as usize);
-        let mut out = buffer::empty(py, self.descr.bind(py), &[total])?;
+        let mut out = empty(py, self.descr.bind(py), &[total])?;
         if let Some(bytes) = buffer::bytes_mut(&mut out) {
             detach::detached(py, |watch| batch::ranges(&self.field, &ranges, bytes, watch))?;
         }
@@ -236,13 +262,15 @@ impl TokenField {
         ))
     }
 
-    /// Everything that is wrong with the files: kind, detail, path, byte, and whether something is only not there.
+    /// Everything that is wrong with the files: kind, detail, path, byte, and whether something is only not there. Of more than
+    /// 10,000 problems the first.
     fn check(&self, py: Python<'_>, deep: bool) -> PyResult<Vec<Problem>> {
+        const MOST: usize = 10_000;
         detach::detached(py, |watch| {
-            let mut found: Vec<Problem> = vec![];
+            let (mut found, mut known): (Vec<Problem>, HashSet<Problem>) = (vec![], HashSet::new());
             let mut tell = |e: Error, absent: bool| {
                 let problem = (e.kind.code(), e.detail, e.path, e.offset, absent);
-                if !found.contains(&problem) {
+                if known.len() < MOST && known.insert(problem.clone()) {
                     found.push(problem);
                 }
             };
@@ -309,6 +337,21 @@ impl TokenField {
     }
 }
 
+/// Memory for `n` numbers, which may be far too many: an error then, and neither a panic nor an abort.
+fn zeros(n: Option<usize>, what: &str) -> actshard_core::Result<Vec<i32>> {
+    let mut made = room(n, what)?;
+    made.resize(n.unwrap_or(0), 0);
+    Ok(made)
+}
+
+/// An empty list with room for `n` members.
+fn room<T>(n: Option<usize>, what: &str) -> actshard_core::Result<Vec<T>> {
+    let mut made = vec![];
+    let had = n.is_some_and(|n| made.try_reserve_exact(n).is_ok());
+    let many = n.map_or_else(|| "too many".to_string(), |n| n.to_string());
+    if had { Ok(made) } else { Err(Error::new(Kind::Argument, format!("no memory for {what}: {many} numbers"))) }
+}
+
 /// Which rows of some fields go into which example: first row, one past the last, and so on.
 #[pyfunction]
 pub fn pack_rows<'py>(
@@ -347,30 +390,85 @@ pub fn pack_rows<'py>(
 #[pyfunction]
 pub fn run_lengths<'py>(py: Python<'py>, segments: PyReadonlyArray2<'py, i32>, most: usize) -> PyResult<Runs<'py>> {
     let [examples, length] = [segments.shape()[0], segments.shape()[1]];
-    let mut lengths = vec![0; examples.saturating_mul(most)];
-    let mut counts = vec![0; examples];
     let segments = segments.as_slice()?;
-    detach::detached(py, |_| batch::run_lengths(segments, length, most, &mut lengths, &mut counts))?;
+    let (lengths, counts) = detach::detached(py, |_| {
+        let mut lengths = zeros(examples.checked_mul(most), "the runs of the batch")?;
+        let mut counts = zeros(Some(examples), "the runs of the batch")?;
+        batch::run_lengths(segments, length, most, &mut lengths, &mut counts)?;
+        Ok((lengths, counts))
+    })?;
     Ok((PyArray1::from_vec(py, lengths), PyArray1::from_vec(py, counts)))
 }
 
 /// A field that is being written.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct TokenFieldWriter {
-    writer: Mutex<Option<FieldWriter>>,
+    state: Mutex<Writing>,
+    idle: Condvar,
+}
+
+/// Who has the writer. It is taken out while a call works, so that no lock is held while Python code (a signal handler) runs.
+enum Writing {
+    Idle(Box<FieldWriter>),
+    Busy(ThreadId),
+    Done,
+}
+
+/// Gives the writer back when a call ends, also when it panics.
+struct Given<'a> {
+    owner: &'a TokenFieldWriter,
+    writer: Option<Box<FieldWriter>>,
+}
+
+impl Drop for Given<'_> {
+    fn drop(&mut self) {
+        let mut state = self.owner.state.lock().unwrap_or_else(PoisonError::into_inner);
+        *state = self.writer.take().map_or(Writing::Done, Writing::Idle);
+        self.owner.idle.notify_all();
+    }
 }
 
 impl TokenFieldWriter {
+    /// Takes the writer, after other threads' calls. A call from within a call (by a signal handler) is refused: it would wait for
+    /// itself.
+    fn take(&self, watch: actshard_core::par::pool::Watch<'_>) -> actshard_core::Result<Given<'_>> {
+        const LOOK: Duration = Duration::from_millis(20);
+        loop {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            match &*state {
+                Writing::Busy(thread) if *thread == thread::current().id() => {
+                    let detail = "this field is being written by a call that this call interrupted";
+                    return Err(Error::new(Kind::Argument, detail));
+                }
+                Writing::Busy(_) => {
+                    drop(self.idle.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0);
+                    if watch() {
+                        return Err(Error::new(Kind::Interrupted, "interrupted"));
+                    }
+                }
+                Writing::Done => {
+                    return Err(Error::new(Kind::Argument, "this field is finished, or finishing it failed"));
+                }
+                Writing::Idle(_) => {
+                    let taken = std::mem::replace(&mut *state, Writing::Busy(thread::current().id()));
+                    if let Writing::Idle(writer) = taken {
+                        return Ok(Given { owner: self, writer: Some(writer) });
+                    }
+                }
+            }
+        }
+    }
+
     fn with<T: Send>(
         &self,
         py: Python<'_>,
         work: impl FnOnce(&mut FieldWriter, actshard_core::par::pool::Watch<'_>) -> actshard_core::Result<T> + Send,
     ) -> PyResult<T> {
         detach::detached(py, |watch| {
-            let mut slot = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-            match slot.as_mut() {
+            let mut given = self.take(watch)?;
+            match given.writer.as_mut() {
                 Some(writer) => work(writer, watch),
-                None => Err(Error::new(Kind::Argument, "this field is finished")),
+                None => Err(Error::new(Kind::Internal, "no writer")),
             }
         })
     }
@@ -390,7 +488,7 @@ impl TokenFieldWriter {
         let dtype = dtype_of(py, dtype)?;
         let storage = Storage::from_name(storage).ok_or_else(|| argument(py, format!("storage: {storage:?}")))?;
         let writer = detach::detached(py, |_| FieldWriter::create(&folder, dtype, axes, How::new(storage, direct)))?;
-        Ok(TokenFieldWriter { writer: Mutex::new(Some(writer)) })
+        Ok(TokenFieldWriter { state: Mutex::new(Writing::Idle(Box::new(writer))), idle: Condvar::new() })
     }
 
     /// Appends rows: the bytes of their elements, how many elements each has, and the sizes of all axes but the last.
@@ -418,9 +516,9 @@ impl TokenFieldWriter {
 
     /// Writes what is left: rows and elements.
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        detach::detached(py, |_| {
-            let writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner).take();
-            writer.ok_or_else(|| Error::new(Kind::Argument, "this field is finished"))?.finish()
+        detach::detached(py, |watch| {
+            let writer = self.take(watch)?.writer.take();
+            writer.ok_or_else(|| Error::new(Kind::Internal, "no writer"))?.finish()
         })
     }
 }
@@ -453,7 +551,7 @@ impl TokenOrder {
 
     fn map<'py>(&self, py: Python<'py>, numbers: PyReadonlyArray1<'py, i64>) -> PyResult<Bound<'py, PyUntypedArray>> {
         let numbers = numbers.as_slice()?;
-        let mut out = buffer::empty(py, &PyArrayDescr::new(py, "int64")?, &[numbers.len()])?;
+        let mut out = empty(py, &PyArrayDescr::new(py, "int64")?, &[numbers.len()])?;
         if let Some(bytes) = buffer::bytes_mut(&mut out) {
             let out = cast_mut(py, bytes)?;
             detach::detached(py, |watch| self.order.map(numbers, out, watch))?;
@@ -474,8 +572,12 @@ pub fn jax_key(seed: u64) -> (u32, u32) {
 
 /// `jax.random.split`.
 #[pyfunction]
-pub fn jax_split(key: Key, n: u32) -> Vec<(u32, u32)> {
-    (0..n).map(|i| order::split(key, i).into()).collect()
+pub fn jax_split(py: Python<'_>, key: Key, n: u32) -> PyResult<Vec<(u32, u32)>> {
+    detach::detached(py, |_| {
+        let mut keys = room(usize::try_from(n).ok(), "keys")?;
+        keys.extend((0..n).map(|i| <(u32, u32)>::from(order::split(key, i))));
+        Ok(keys)
+    })
 }
 
 /// `jax.random.fold_in`.
@@ -494,7 +596,8 @@ pub fn jax_randint30(key: Key) -> u64 {
 #[pyfunction]
 pub fn jax_permutation(py: Python<'_>, key: Key, n: u32) -> PyResult<Bound<'_, PyArray1<u32>>> {
     let ids = detach::detached(py, |_| {
-        let mut ids: Vec<u32> = (0..n).collect();
+        let mut ids = room(usize::try_from(n).ok(), "a permutation")?;
+        ids.extend(0..n);
         order::shuffle(key, &mut ids);
         Ok(ids)
     })?;
