@@ -136,38 +136,64 @@ impl Error {
             _ => Kind::Access,
         };
         let detail = match kind {
+            Kind::NotFound if doing.contains("write") => {
+                format!("cannot {doing}: the folder that it is to be in does not exist")
+            }
             Kind::NotFound => "expected a file, found nothing".to_string(),
+            Kind::NotAFile if error.kind() == io::ErrorKind::NotADirectory => {
+                format!("cannot {doing}: a file stands where a folder of this path should")
+            }
             Kind::NotAFile => "expected a regular file, found a folder".to_string(),
             Kind::DiskFull => format!("cannot {doing}: the disk is full ({error})"),
+            _ if error.raw_os_error().is_some_and(is_out_of_descriptors) => {
+                format!("cannot {doing}: {error}; raise the limit of open files (`ulimit -n`) or close other files")
+            }
             _ => format!("cannot {doing}: {error}"),
         };
         let mut made = Error::new(kind, detail).at(path);
         made.errno = error.raw_os_error();
         made
     }
+
+    /// The process or the system has no file descriptor left.
+    pub(crate) fn is_out_of_descriptors(&self) -> bool {
+        self.errno.is_some_and(is_out_of_descriptors)
+    }
+}
+
+/// EMFILE and ENFILE: numbers that all Unix systems share.
+pub(crate) fn is_out_of_descriptors(errno: i32) -> bool {
+    matches!(errno, 23 | 24)
+}
+
+/// Names, keys and paths come from files and archives: a line break or a terminal escape in one must not forge a line of a
+/// log. U+2028 and U+2029 break lines too.
+fn write_escaped(f: &mut fmt::Formatter<'_>, text: &str) -> fmt::Result {
+    for c in text.chars() {
+        if c.is_control() || matches!(c, '\u{2028}' | '\u{2029}') {
+            write!(f, "{}", c.escape_default())?;
+        } else {
+            f.write_char(c)?;
+        }
+    }
+    Ok(())
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(path) = &self.path {
-            write!(f, "{}: ", path.display())?;
+            write_escaped(f, &path.to_string_lossy())?;
+            f.write_str(": ")?;
         }
         if let Some(offset) = self.offset {
             write!(f, "byte {offset}: ")?;
         }
-        // Names and keys come from files: a line break or a terminal escape in one must not forge a line of a log.
-        for c in self.detail.chars() {
-            if c.is_control() {
-                write!(f, "{}", c.escape_default())?;
-            } else {
-                f.write_char(c)?;
-            }
-        }
-        Ok(())
+        write_escaped(f, &self.detail)
     }
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
 
@@ -175,5 +201,22 @@ mod tests {
     fn what_files_say_cannot_break_the_line() {
         let error = Error::new(Kind::Header, "unknown dtype 'F\r\n\u{1b}[2J'").byte(9);
         assert_eq!(error.to_string(), "byte 9: unknown dtype 'F\\r\\n\\u{1b}[2J'");
+        let error = Error::new(Kind::NotFound, "gone\u{2028}").at(Path::new("/data/a\nb\u{1b}[2J"));
+        assert_eq!(error.to_string(), "/data/a\\nb\\u{1b}[2J: gone\\u{2028}");
+    }
+
+    #[test]
+    fn a_file_in_place_of_a_folder_and_a_folder_that_is_missing_are_named_as_such() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        std::fs::write(&file, b"x").unwrap();
+        let inside = file.join("inside");
+        let error = Error::from_io(&std::fs::File::open(&inside).unwrap_err(), &inside, "open");
+        assert_eq!(error.kind, Kind::NotAFile);
+        assert!(error.detail.contains("a file stands where a folder"), "{error}");
+        let missing = folder.path().join("none").join("a");
+        let error = Error::from_io(&std::fs::File::create(&missing).unwrap_err(), &missing, "open to write");
+        assert_eq!(error.kind, Kind::NotFound);
+        assert!(error.detail.contains("folder") && error.detail.contains("does not exist"), "{error}");
     }
 }

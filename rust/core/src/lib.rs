@@ -22,6 +22,9 @@
 #[cfg(target_endian = "big")]
 compile_error!("actshard reads little-endian rows in place; a big-endian host would need a byte-swapping read path");
 
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("actshard maps whole files and counts bytes in usize; a 32-bit host cannot address them");
+
 pub mod bytes;
 pub mod dtype;
 pub mod error;

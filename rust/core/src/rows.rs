@@ -163,13 +163,13 @@ impl Rows {
     }
 
     /// [`hint`]s at rows of these.
-    pub fn hint(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize) -> Result<()> {
+    pub fn hint(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize) {
         let only = 0..u64::MAX;
         match self {
             Rows::Strided(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
             Rows::Table(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
             Rows::Chunked(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
-            Rows::Shards(_) => Ok(()),
+            Rows::Shards(_) => {}
         }
     }
 

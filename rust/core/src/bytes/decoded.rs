@@ -71,8 +71,12 @@ pub trait Kept {
 }
 
 impl Kept for Block {
+    /// What it takes of memory, not what it holds: the rest of a reused mapping is as resident.
     fn size(&self) -> usize {
-        self.len
+        match &self.memory {
+            Memory::Heap(_) => self.len,
+            Memory::Recycled(output) => output.capacity(),
+        }
     }
 }
 

@@ -1,11 +1,12 @@
-//! Mapped files: the only room that maps, and with it the only `unsafe` of this crate (map, and prefetch from the map).
+//! Mapped files: the only module that maps. (The other `unsafe` of this crate calls C libraries: `inflate`, `lz4`.)
 //!
-//! An honest note on what mapping can promise. A Rust slice over mapped bytes assumes that nobody changes or truncates
-//! the file while the slice lives, and no program can force other programs to keep that promise. What we do: files are
-//! opened read-only; the length is compared with the mapped length before each gather
-//! ([`super::OpenFile::check_length`]), so that a shard truncated *before* a read is an error and not a SIGBUS; and
-//! bytes are only ever copied out as plain numbers, so that a concurrent overwrite gives mixed values, not a broken
-//! invariant. Who must be safe against truncation *during* a read asks for `io="pread"`, which never maps.
+//! The limits of what mapping can promise. A Rust slice over mapped bytes assumes that no process changes or truncates the
+//! file while the slice lives, and no program can force others to keep that promise. Files are opened read-only, and their
+//! length is compared with the mapped length before each gather ([`super::OpenFile::check_length`]), so that a shard
+//! truncated *before* a read is an error and not a SIGBUS. Rows are copied out as plain numbers: a concurrent overwrite gives
+//! mixed values. Pickles, gzip members and compressed blocks are parsed in the mapping: their parsers are written for
+//! hostile input, check every offset against the slice's length and rely on no byte being the same when read twice; libdeflate
+//! and LZ4 (C) promise the same of their input. `io="pread"` never maps, and is safe against truncation *during* a read.
 //!
 //! The mapping is advised RANDOM: the default readahead (128 KiB to 8 MiB per fault) would read a hundred times what a
 //! cold random row needs. What will be needed is hinted row by row instead ([`Map::will_need`]).
@@ -26,9 +27,9 @@ pub struct Map {
 impl Map {
     /// Maps the first `len` bytes of `file`; `len` is not zero.
     pub fn open(file: &File, len: usize) -> io::Result<Map> {
-        // SAFETY: `file` is open for reading and `len` was read from it just before (files.rs `open`), so every page is
-        // backed. Truncation and overwriting by others are the contract's open end; the module header tells how it is
-        // kept as small as it can be.
+        // SAFETY: `file` is open for reading, and each caller (`files::map_or_read`, `ChunkFiles::view`, `Shards::stored`) took
+        // `len` from it or compared it with its length just before, so every page is backed. Truncation and overwriting by
+        // others remain possible; the module header says what limits them.
         let inner = unsafe { MmapOptions::new().len(len).map(file)? };
         // Advice only: a kernel that refuses it still reads correctly.
         let _ = inner.advise(Advice::Random);

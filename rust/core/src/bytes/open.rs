@@ -6,13 +6,14 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use super::decoded::Block;
 use super::mmap::Map;
-use super::pread;
-use crate::error::{Error, Kind, Result};
+use super::{evict, pread};
+use crate::error::{Error, Kind, Result, is_out_of_descriptors};
 
 /// Where rows stand in a file. Address `a` (an [`Address`](crate::layout::Address)'s `row`) is byte `start + a * unit`; the
 /// row there has `used` bytes, the next row of a run begins `step` bytes later, and nothing may end after `end`.
@@ -89,11 +90,11 @@ pub struct OpenFile {
 impl OpenFile {
     /// A file whose `len` bytes were looked at just now. Takes a share of the descriptors that may be kept, if one is left.
     pub fn new(path: PathBuf, body: Body, len: u64, place: Place) -> OpenFile {
-        let kept = match body {
-            Body::Mapped(..) | Body::Read(_) => keep_one(),
-            Body::Memory(_) | Body::Fill(_) => false,
-        };
-        OpenFile { path, body, len, place, kept }
+        let holds = matches!(body, Body::Mapped(..) | Body::Read(_));
+        if holds {
+            OPEN.fetch_add(1, Ordering::Relaxed);
+        }
+        OpenFile { path, body, len, place, kept: holds && keep_one() }
     }
 
     /// The path it was opened by.
@@ -169,6 +170,9 @@ impl OpenFile {
 
 impl Drop for OpenFile {
     fn drop(&mut self) {
+        if self.file().is_some() {
+            OPEN.fetch_sub(1, Ordering::Relaxed);
+        }
         if self.kept {
             KEPT.fetch_sub(1, Ordering::Relaxed);
         }
@@ -177,16 +181,22 @@ impl Drop for OpenFile {
 
 /// Files this process keeps open, over all datasets.
 static KEPT: AtomicUsize = AtomicUsize::new(0);
+/// And all that are open, also for a single call.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
 
 /// Half of the descriptors this process may have; the rest is the program's.
 pub(crate) fn budget() -> usize {
-    static BUDGET: OnceLock<usize> = OnceLock::new();
-    // A forked child may find this being initialised forever only if the fork hit the few nanoseconds of the first
-    // call ever; whoever makes a table of files makes that call before any file is touched.
-    *BUDGET.get_or_init(|| {
-        let soft = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-        soft.map_or(4096, |n| usize::try_from(n / 2).unwrap_or(4096)).clamp(16, 65_536)
-    })
+    // Not a OnceLock: a child forked while another thread initialised it would wait for that thread.
+    static BUDGET: AtomicUsize = AtomicUsize::new(0);
+    match BUDGET.load(Ordering::Relaxed) {
+        0 => {
+            let soft = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+            let budget = soft.map_or(4096, |n| usize::try_from(n / 2).unwrap_or(4096)).clamp(16, 65_536);
+            BUDGET.store(budget, Ordering::Relaxed);
+            budget
+        }
+        budget => budget,
+    }
 }
 
 /// Files that one thread of `threads` may hold open at once without keeping them: all threads together stay within half of
@@ -195,8 +205,34 @@ pub(crate) fn files_at_once(threads: usize) -> usize {
     (budget() / 2 / threads.max(1)).clamp(2, 1024)
 }
 
+/// Whether all threads together hold so many files open that none should open a second one. Callers may be many more than
+/// our own threads, so their number says nothing.
+pub(crate) fn descriptors_are_scarce() -> bool {
+    OPEN.load(Ordering::Relaxed) > budget() + budget() / 2
+}
+
+/// A share of the descriptors that may be kept: a free one, or that of a file that was not used lately.
 fn keep_one() -> bool {
-    KEPT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < budget()).then_some(n + 1)).is_ok()
+    let take = || KEPT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < budget()).then_some(n + 1)).is_ok();
+    take() || (evict(false) > 0 && take())
+}
+
+/// Opens a file to read. Where the process has no descriptor left, kept ones are closed first; then those of other threads'
+/// reads are waited for, a moment.
+pub(crate) fn open_to_read(path: &Path) -> std::io::Result<File> {
+    const TRIES: usize = 20;
+    let mut tries = 0;
+    loop {
+        match File::open(path) {
+            Err(error) if tries < TRIES && error.raw_os_error().is_some_and(is_out_of_descriptors) => {
+                if evict(true) == 0 {
+                    tries += 1;
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            other => return other,
+        }
+    }
 }
 
 /// Rows that lie one after another, as bytes in a shared mapping: they stay readable when the dataset is closed. A view keeps
@@ -261,7 +297,7 @@ pub(crate) fn open_regular(path: &Path) -> Result<(File, u64)> {
         let what = if meta.is_dir() { "a folder" } else { "a special file" };
         return Err(Error::new(Kind::NotAFile, format!("expected a regular file, found {what}")).at(path));
     }
-    let file = File::open(path).map_err(|e| Error::from_io(&e, path, "open"))?;
+    let file = open_to_read(path).map_err(|e| Error::from_io(&e, path, "open"))?;
     let meta = file.metadata().map_err(|e| Error::from_io(&e, path, "look at"))?;
     Ok((file, meta.len()))
 }

@@ -41,7 +41,7 @@ impl Output {
             return Ok(Output { memory: Memory::Heap(vec![0; len.div_ceil(8)]), len });
         }
         if let Ok(mut freed) = FREED.try_lock() {
-            let most = len.saturating_mul(2).max(4 * GRAIN);
+            let most = (len + len / 4).max(2 * GRAIN);
             if let Some(at) = freed.iter().rposition(|map| (len..=most).contains(&map.len())) {
                 return Ok(Output { memory: Memory::Pages(Some(freed.remove(at))), len });
             }
@@ -60,6 +60,14 @@ impl Output {
 }
 
 impl Output {
+    /// Bytes of memory that it takes, all of which may be resident: those of the mapping that it reuses.
+    pub fn capacity(&self) -> usize {
+        match &self.memory {
+            Memory::Heap(eights) => eights.len() * 8,
+            Memory::Pages(map) => map.as_ref().map_or(0, |map| map.len()),
+        }
+    }
+
     /// What is in it.
     pub fn bytes(&self) -> &[u8] {
         match &self.memory {
@@ -96,6 +104,16 @@ impl Drop for Output {
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_reused_block_is_not_much_larger_than_asked_for() {
+        for len in [RECYCLE_FROM, 3 * GRAIN, 64 << 20] {
+            // Freed last, so that whatever fits is taken from here; other tests may take it first, and that is as good.
+            drop(Output::new(len * 2).unwrap());
+            let output = Output::new(len).unwrap();
+            assert!(output.capacity() >= len && output.capacity() <= (len + len / 4).max(2 * GRAIN), "{len}");
+        }
+    }
 
     #[test]
     fn outputs_are_as_long_as_asked_for_and_aligned() {

@@ -21,7 +21,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::bytes::pread::{self, Cached};
-use crate::bytes::{Body, Files, OpenFile, files_at_once, outside};
+use crate::bytes::{Body, Files, OpenFile, descriptors_are_scarce, files_at_once, outside};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::layout::{Address, Layout};
@@ -308,9 +308,13 @@ pub fn gather<L: Layout + ?Sized>(
     pool::run(parts.len(), &work, watch)
 }
 
-/// Tells the kernel that rows will be gathered soon, if a few of them look as if they were not in memory. What it cannot do
-/// is left to the gather, errors too.
-pub fn hint<L: Layout + ?Sized>(source: &Source<'_, L>, pick: Pick<'_>, items: usize) -> Result<()> {
+/// Starts reading rows into the page cache, if a few of them look as if they were not in it. A hint never fails: whatever is
+/// wrong with these rows is an error of their gather.
+pub fn hint<L: Layout + ?Sized>(source: &Source<'_, L>, pick: Pick<'_>, items: usize) {
+    let _ = try_hint(source, pick, items);
+}
+
+fn try_hint<L: Layout + ?Sized>(source: &Source<'_, L>, pick: Pick<'_>, items: usize) -> Result<()> {
     const LOOKS: usize = 8;
     let &Source { files, layout, groups, ref only } = source;
     let row_bytes = files.row().bytes;
@@ -548,8 +552,13 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             let file = match opened.entry(number) {
                 MapEntry::Occupied(known) => *known.get(),
                 MapEntry::Vacant(_) if cut.files.len() >= files_at_once => break,
+                // With something to copy already, a thread does not ask for more of what all threads together lack.
+                MapEntry::Vacant(_) if !cut.files.is_empty() && descriptors_are_scarce() => break,
                 MapEntry::Vacant(new) => {
-                    let open = self.files.get(number)?;
+                    let open = match self.files.get(number) {
+                        Err(error) if !cut.files.is_empty() && error.is_out_of_descriptors() => break,
+                        open => open?,
+                    };
                     open.check_length()?;
                     cut.files.push(open);
                     *new.insert(cut.files.len() - 1)

@@ -1,14 +1,15 @@
 //! Our own thread pool: survives being forked, watches for Ctrl-C, and never outlives a call's borrow.
 //!
 //! rayon's global pool is not used: a forked child inherits its bookkeeping but none of its threads, and the first
-//! `install` there waits forever. This pool remembers the process it was made in; a child makes a new one. The slot
-//! that holds it is only ever tried, never waited for: if a fork caught another thread inside it, the child works on
-//! the calling thread instead of hanging.
+//! `install` there waits forever. This pool remembers the process it was made in; a child makes a new one. So does the
+//! count of callers: those of the parent do not exist in a child. The slot that holds the pool is only ever tried, never
+//! waited for, and locked for as long as a pointer takes to copy: if a fork caught another thread inside it, the child
+//! works on the calling thread instead of hanging.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Duration;
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -20,23 +21,35 @@ const LOOK: Duration = Duration::from_millis(20);
 /// Asked now and then on the calling thread; `true` means stop.
 pub type Watch<'a> = &'a mut dyn FnMut() -> bool;
 
-/// Callers at work now, of all threads of this process.
-static CALLERS: AtomicUsize = AtomicUsize::new(0);
+/// Callers at work now, of all threads of this process: the process id in the upper half, their number in the lower. A
+/// forked child inherits the parent's number but not its threads, so a number under another id is zero.
+static CALLERS: AtomicU64 = AtomicU64::new(0);
 
-static POOL: Mutex<Option<(u32, Arc<Pool>)>> = Mutex::new(None);
+/// The process that made a pool, and the pool.
+type Owned = Option<(u32, Arc<Pool>)>;
+
+static POOL: Mutex<Owned> = Mutex::new(None);
 
 /// The threads beside the caller.
 struct Pool {
     threads: ThreadPool,
     #[cfg(target_os = "linux")]
-    seats: seats::Seats,
+    seat: seat::Seat,
 }
 
 /// Threads used for large reads: `ACTSHARD_NUM_THREADS`, or the processors this process may use.
 pub fn num_threads() -> usize {
-    // Asked once: counting processors reads control group files, which costs more than a small gather.
-    static COUNT: OnceLock<usize> = OnceLock::new();
-    *COUNT.get_or_init(count_threads)
+    // Asked once: counting processors reads control group files, which costs more than a small gather. Not a OnceLock: a
+    // child that was forked while another thread counted would wait for that thread. Counting twice gives the same.
+    static COUNT: AtomicUsize = AtomicUsize::new(0);
+    match COUNT.load(Ordering::Relaxed) {
+        0 => {
+            let count = count_threads();
+            COUNT.store(count, Ordering::Relaxed);
+            count
+        }
+        count => count,
+    }
 }
 
 fn count_threads() -> usize {
@@ -52,40 +65,54 @@ fn count_threads() -> usize {
 /// The pool of this process, or `None` where none can be had.
 fn current() -> Option<Arc<Pool>> {
     let pid = std::process::id();
-    // Building the pool holds the lock for about a millisecond, once; a neighbour waits that long, not forever.
+    let mine = |slot: &MutexGuard<'_, Owned>| {
+        slot.as_ref().filter(|(owner, _)| *owner == pid).map(|(_, pool)| Arc::clone(pool))
+    };
+    if let Some(pool) = mine(&try_slot()?) {
+        return Some(pool);
+    }
+    // Built without the lock, which takes about a millisecond: two threads may both build one, the second is dropped.
+    let made = Arc::new(build()?);
+    let mut slot = try_slot()?;
+    if let Some(first) = mine(&slot) {
+        return Some(first);
+    }
+    // The parent's threads do not exist here; dropping its pool would signal them through locks that one of them may have
+    // held.
+    if let Some(parents) = slot.replace((pid, Arc::clone(&made))) {
+        std::mem::forget(parents);
+    }
+    Some(made)
+}
+
+/// The lock, if it can be had at once or after another thread copied a pointer.
+fn try_slot() -> Option<MutexGuard<'static, Owned>> {
     for _ in 0..200 {
-        if let Ok(mut slot) = POOL.try_lock() {
-            if let Some((owner, pool)) = slot.as_ref()
-                && *owner == pid
-            {
-                return Some(Arc::clone(pool));
-            }
-            // The parent's threads do not exist here; dropping its pool would signal them through locks that one of
-            // them may have held.
-            if let Some(parents) = slot.take() {
-                std::mem::forget(parents);
-            }
-            #[cfg(target_os = "linux")]
-            let seats = seats::Seats::new();
-            let mut builder = ThreadPoolBuilder::new()
-                .num_threads(num_threads().saturating_sub(1).max(1))
-                .thread_name(|i| format!("actshard-{i}"));
-            #[cfg(target_os = "linux")]
-            {
-                builder = builder.start_handler(seats.register());
-            }
-            let threads = builder.build().ok()?;
-            let pool = Arc::new(Pool {
-                threads,
-                #[cfg(target_os = "linux")]
-                seats,
-            });
-            *slot = Some((pid, Arc::clone(&pool)));
-            return Some(pool);
+        match POOL.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => std::thread::yield_now(),
         }
-        std::thread::sleep(Duration::from_micros(100));
     }
     None
+}
+
+fn build() -> Option<Pool> {
+    let mut builder = ThreadPoolBuilder::new()
+        .num_threads(num_threads().saturating_sub(1).max(1))
+        .thread_name(|i| format!("actshard-{i}"));
+    #[cfg(target_os = "linux")]
+    let seat = seat::Seat::default();
+    #[cfg(target_os = "linux")]
+    {
+        builder = builder.start_handler(seat.register());
+    }
+    let threads = builder.build().ok()?;
+    Some(Pool {
+        threads,
+        #[cfg(target_os = "linux")]
+        seat,
+    })
 }
 
 /// Runs `work` on one of our threads and waits: for libraries that use "the current" rayon pool, which must be ours. Where
@@ -119,12 +146,30 @@ thread_local! {
     static BUSY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Counts a caller out, also when it unwinds.
-struct Caller;
+/// A caller at work; counted out when dropped, also while unwinding.
+struct Caller {
+    pid: u32,
+}
+
+impl Caller {
+    /// Counts a caller in: also returns how many others there are.
+    fn enter() -> (Caller, usize) {
+        let pid = std::process::id();
+        let enter = |now| Some(u64::from(pid) << 32 | (callers_of(now, pid) + 1));
+        let before = CALLERS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enter).unwrap_or(0);
+        (Caller { pid }, callers_of(before, pid) as usize)
+    }
+}
+
+fn callers_of(now: u64, pid: u32) -> u64 {
+    if now >> 32 == u64::from(pid) { now & u64::from(u32::MAX) } else { 0 }
+}
 
 impl Drop for Caller {
     fn drop(&mut self) {
-        CALLERS.fetch_sub(1, Ordering::Relaxed);
+        // A caller that forked inside its work is dropped in the child as well, where it was never counted.
+        let leave = |now| (callers_of(now, self.pid) > 0).then(|| now - 1);
+        let _ = CALLERS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, leave);
     }
 }
 
@@ -138,8 +183,7 @@ pub fn are_free() -> bool {
 /// alone.
 pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
     let stop = Stop::default();
-    let others = CALLERS.fetch_add(1, Ordering::Relaxed);
-    let _caller = Caller;
+    let (_caller, others) = Caller::enter();
     // Each caller works itself: where there are as many as processors, waking more threads would only cost.
     let workers = num_threads().saturating_sub(1 + others).min(parts.saturating_sub(1));
     let pool = if workers > 0 && !BUSY.get() { current() } else { None };
@@ -202,23 +246,23 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
 
     let mut interrupted = false;
     #[cfg(target_os = "linux")]
-    pool.seats.keep_off_this_processor();
+    let kept_off = if others == 0 { pool.seat.keep_off_this_processor() } else { None };
     pool.threads.in_place_scope(|scope| {
         for _ in 0..workers {
             scope.spawn(|_| {
+                #[cfg(target_os = "linux")]
+                if let Some(before) = &kept_off {
+                    seat::give_back(before);
+                }
                 let _leave = Leave(&running, &finished);
                 while do_one() {}
             });
         }
         // The caller works too: it is awake, and a small request is done before the others are.
-        let mut looked = Instant::now();
         while do_one() {
-            if looked.elapsed() >= LOOK {
-                if watch() {
-                    interrupted = true;
-                    stop.set();
-                }
-                looked = Instant::now();
+            if !interrupted && watch() {
+                interrupted = true;
+                stop.set();
             }
         }
         let mut left = running.lock().unwrap_or_else(PoisonError::into_inner);
@@ -244,61 +288,55 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
     }
 }
 
-/// Where our threads may run.
+/// Where the one thread of a pool of one wakes up.
 ///
-/// A thread that is woken runs where the scheduler puts it, and in a virtual machine that can be beside the one that woke
-/// it while another processor idles: a halted virtual processor looks "preempted", and Linux does not take such for idle
-/// (`available_idle_cpu`). Measured on two processors: a gather of 10.7 ms in place of 5.6. So before our threads are
-/// woken they are told to keep off the caller's processor; nothing else about where they run is decided here.
+/// A thread that is woken runs where the scheduler puts it, and in a virtual machine of two processors that can be beside the
+/// one that woke it while the other idles: a halted virtual processor looks "preempted", and Linux does not take such for idle
+/// (`available_idle_cpu`). So the thread is told to keep off the caller's processor before it is woken, and gives itself its
+/// own mask back as the first thing it does: no mask outlives the wake, whatever the user pins later. Where there are
+/// more processors the scheduler finds an idle one, and nothing is done.
 #[cfg(target_os = "linux")]
-mod seats {
-    use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
-    use std::sync::{Arc, Mutex};
+mod seat {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicI32, Ordering};
 
     use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
-    /// The threads, and the processor they were told to keep off last.
-    pub struct Seats {
-        threads: Arc<Mutex<Vec<AtomicI32>>>,
-        off: AtomicUsize,
+    /// The thread of a pool of one; 0 before it has started.
+    #[derive(Default)]
+    pub struct Seat {
+        thread: Arc<AtomicI32>,
     }
 
-    impl Seats {
-        pub fn new() -> Seats {
-            Seats { threads: Arc::default(), off: AtomicUsize::new(usize::MAX) }
-        }
-
-        /// What each thread calls when it starts.
+    impl Seat {
+        /// Called by each thread when it starts.
         pub fn register(&self) -> impl Fn(usize) + Send + Sync + 'static {
-            let threads = Arc::clone(&self.threads);
-            move |_| {
-                if let Ok(mut threads) = threads.lock() {
-                    threads.push(AtomicI32::new(gettid().as_raw_nonzero().get()));
-                }
-            }
+            let thread = Arc::clone(&self.thread);
+            move |_| thread.store(gettid().as_raw_nonzero().get(), Ordering::Relaxed)
         }
 
-        /// Hints only: a system that refuses leaves the threads where they are.
-        pub fn keep_off_this_processor(&self) {
-            let here = sched_getcpu();
-            if self.off.load(Ordering::Relaxed) == here {
-                return;
+        /// Keeps the thread off the caller's processor; returns the mask that it had. A hint: a system that refuses leaves
+        /// the thread where it is. Only one caller at a time may do this, or one would take the other's mask for the
+        /// thread's own.
+        pub fn keep_off_this_processor(&self) -> Option<CpuSet> {
+            if super::num_threads() != 2 {
+                return None;
             }
-            // What this process may use now, containers and taskset included.
-            let Ok(allowed) = sched_getaffinity(None) else { return };
-            let mut others: CpuSet = allowed;
-            others.unset(here);
-            if others.count() == 0 {
-                return;
+            let thread = Pid::from_raw(self.thread.load(Ordering::Relaxed))?;
+            let before = sched_getaffinity(Some(thread)).ok()?;
+            let mut others = before;
+            others.unset(sched_getcpu());
+            if others.count() == 0 || others.count() == before.count() {
+                return None;
             }
-            let Ok(threads) = self.threads.try_lock() else { return };
-            for thread in threads.iter() {
-                if let Some(tid) = Pid::from_raw(thread.load(Ordering::Relaxed)) {
-                    let _ = sched_setaffinity(Some(tid), &others);
-                }
-            }
-            self.off.store(here, Ordering::Relaxed);
+            sched_setaffinity(Some(thread), &others).ok()?;
+            Some(before)
         }
+    }
+
+    /// Gives the calling thread its mask back.
+    pub fn give_back(before: &CpuSet) {
+        let _ = sched_setaffinity(None, before);
     }
 }
 
@@ -306,6 +344,13 @@ mod seats {
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
+
+    #[test]
+    fn callers_of_another_process_are_not_counted() {
+        let here = u64::from(std::process::id());
+        assert_eq!(callers_of((here + 1) << 32 | 7, here as u32), 0);
+        assert_eq!(callers_of(here << 32 | 7, here as u32), 7);
+    }
 
     #[test]
     fn every_part_runs_once() {

@@ -1,7 +1,8 @@
 //! The thread that reads ahead: it makes batches until enough are ready, and waits for the consumer to take one.
 //!
-//! The consumer may stop at any time; the thread then ends within the time of one part of a gather. It never touches Python,
-//! so that an interpreter that goes away does not have to wait for it.
+//! The consumer may stop at any time, from any thread, also while another waits for a batch; the thread then ends within the
+//! time of one part of a gather. Chunks that the zarr package decodes call Python from this thread: whoever stops it and waits
+//! must not hold the GIL.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -69,6 +70,8 @@ struct State<M> {
     spare: Vec<M>,
     /// Nothing comes after what is ready, but perhaps an error.
     finished: Option<Option<Error>>,
+    /// The thread touches no memory of a batch any more.
+    ended: bool,
 }
 
 impl<M> Shared<M> {
@@ -88,7 +91,7 @@ impl<M> Shared<M> {
 /// Batches that are being read.
 pub struct Ahead<M> {
     shared: Arc<Shared<M>>,
-    thread: Option<JoinHandle<()>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
     pid: u32,
 }
 
@@ -99,7 +102,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
             Supply::New(make) => (Some(make), vec![]),
             Supply::Recycled(spare) => (None, spare),
         };
-        let state = State { ready: VecDeque::new(), spare, finished: None };
+        let state = State { ready: VecDeque::new(), spare, finished: None, ended: false };
         let shared =
             Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), stop: AtomicBool::new(false) });
         let theirs = Arc::clone(&shared);
@@ -111,24 +114,30 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
                 Ok(Err(error)) => Some(error),
                 Err(_) => Some(Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it")),
             };
-            theirs.lock().finished = Some(error);
+            let mut state = theirs.lock();
+            (state.finished, state.ended) = (Some(error), true);
+            drop(state);
             theirs.changed.notify_all();
         };
         let thread = std::thread::Builder::new()
             .name("actshard-ahead".to_owned())
             .spawn(work)
             .map_err(|e| Error::new(Kind::Access, format!("cannot start a thread: {e}")))?;
-        Ok(Ahead { shared, thread: Some(thread), pid: std::process::id() })
+        Ok(Ahead { shared, thread: Mutex::new(Some(thread)), pid: std::process::id() })
     }
 
-    /// The next batch, when it is ready; `None` after the last. An error comes when all batches before it were taken, and
-    /// again whenever one is asked for after it.
+    /// The next batch, when it is ready; `None` after the last, and when it was stopped meanwhile. An error comes when all
+    /// batches before it were taken, and again whenever one is asked for after it. The watch is asked without any lock: it may
+    /// run code that stops this very iterator.
     pub fn next(&self, watch: Watch<'_>) -> Result<Option<Batch<M>>> {
         if self.is_inherited() {
             return Err(Error::new(Kind::Argument, "a stream's iterator was carried into a forked process"));
         }
         let mut state = self.shared.lock();
         loop {
+            if self.shared.stopped() {
+                return Ok(None);
+            }
             if let Some(batch) = state.ready.pop_front() {
                 self.shared.changed.notify_all();
                 return Ok(Some(batch));
@@ -156,16 +165,34 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
         }
     }
 
-    /// Ends the thread, and waits for it.
-    pub fn stop(&mut self) {
+    /// Ends the thread, and waits until it touches no memory of a batch any more. A watch that says stop ends the waiting and
+    /// not the thread, which may hang in a read of a network file system.
+    pub fn stop(&self, watch: Watch<'_>) -> Result<()> {
         if self.is_inherited() {
-            return;
+            return Ok(());
         }
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.changed.notify_all();
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
+        if self.is_own_thread() {
+            return Ok(());
         }
+        let mut state = self.shared.lock();
+        while !state.ended {
+            state = self.shared.wait(state);
+            if !state.ended {
+                drop(state);
+                if watch() {
+                    return Err(Error::new(Kind::Interrupted, "interrupted"));
+                }
+                state = self.shared.lock();
+            }
+        }
+        // What was read and not taken.
+        state.ready.clear();
+        state.spare.clear();
+        drop(state);
+        self.join();
+        Ok(())
     }
 }
 
@@ -174,21 +201,31 @@ impl<M> Ahead<M> {
     pub fn is_inherited(&self) -> bool {
         self.pid != std::process::id()
     }
+
+    /// The garbage collector may drop an iterator on the very thread that reads for it, while that calls Python.
+    fn is_own_thread(&self) -> bool {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        thread.as_ref().is_some_and(|thread| thread.thread().id() == std::thread::current().id())
+    }
+
+    fn join(&self) {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread.filter(|thread| thread.thread().id() != std::thread::current().id()) {
+            let _ = thread.join();
+        }
+    }
 }
 
 impl<M> Drop for Ahead<M> {
     fn drop(&mut self) {
-        let thread = self.thread.take();
         if self.is_inherited() {
-            std::mem::forget(thread);
+            std::mem::forget(self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take());
             std::mem::forget(Arc::clone(&self.shared));
             return;
         }
         self.shared.stop.store(true, Ordering::Relaxed);
         self.shared.changed.notify_all();
-        if let Some(thread) = thread {
-            let _ = thread.join();
-        }
+        self.join();
     }
 }
 
@@ -210,9 +247,20 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
         let windows = settings.shuffle == Shuffle::Window;
         let mut pool = None;
         let mut scratch: Vec<u8> = vec![];
+        // The window that the last batch ended in, and why the one after it cannot be read.
+        let (mut window, mut broken) = (0, None);
         let watch = &mut || self.shared.stopped();
         let batches = (self.wanted.first..plan.batches()).step_by(self.wanted.every.max(1) as usize);
         for batch in batches {
+            // An error of the next window waits until a batch needs that window.
+            let ends_in =
+                if windows { epoch.own(batch).end.checked_sub(1).map_or(0, |last| epoch.window_of(last)) } else { 0 };
+            if ends_in > window
+                && let Some(error) = broken.take()
+            {
+                return Err(error);
+            }
+            window = ends_in;
             let len = epoch.batch_len(batch) as usize;
             let bytes = len * plan.rows_per_item() * convert.to();
             let Some(mut memory) = self.memory(&mut make, bytes)? else { return Ok(()) };
@@ -233,8 +281,10 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
             if !self.hand_over(Batch { memory, len, examples, tokens, groups }) {
                 return Ok(());
             }
-            if let Some(pool) = &mut pool {
-                pool.refill(watch)?;
+            if let Some(pool) = &mut pool
+                && broken.is_none()
+            {
+                broken = pool.refill(watch).err();
             }
         }
         Ok(())

@@ -188,7 +188,7 @@ impl<'a> Pool<'a> {
             let soon = (held.read + places + at_once as u64).min(n);
             let unknown = held.hinted.max(held.read)..soon;
             if unknown.end - unknown.start >= places.min(n - held.read) / 2 {
-                self.hint(held, unknown.clone())?;
+                self.hint(held, unknown.clone());
                 held.hinted = soon;
             }
             let wanted = self.wanted(held, held.read..held.read + places);
@@ -217,9 +217,9 @@ impl<'a> Pool<'a> {
         wanted
     }
 
-    fn hint(&self, held: &Held, places: Range<u64>) -> Result<()> {
+    fn hint(&self, held: &Held, places: Range<u64>) {
         if self.rows.decodes() {
-            return Ok(());
+            return;
         }
         let (mut examples, mut tokens, mut groups) = (vec![], vec![], vec![]);
         for (_, item) in self.wanted(held, places) {
@@ -230,7 +230,7 @@ impl<'a> Pool<'a> {
             }
         }
         let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
-        self.rows.hint(Ints::Each(&groups), pick, groups.len())
+        self.rows.hint(Ints::Each(&groups), pick, groups.len());
     }
 
     fn fetch(&mut self, held: &mut Held, wanted: &[(u32, Item)], watch: Watch<'_>) -> Result<()> {

@@ -79,6 +79,11 @@ impl Opened for Array {
     fn may_keep(&self) -> bool {
         true
     }
+
+    /// Its files do, each in a slot of its own.
+    fn holds_descriptor(&self) -> bool {
+        false
+    }
 }
 
 /// The file that was read from last: whoever reads many ranges finds it again without a lock, and its length is looked at once.

@@ -114,14 +114,31 @@ impl Drop for Leave<'_> {
 /// More files than this are brought to the disk with all else that their file system has in memory, by one call.
 const MANY: usize = 256;
 
+/// A dataset may lie on several file systems: its folders may be mounts, or symlinks to other disks.
+#[cfg(target_os = "linux")]
+fn one_of_each_file_system(paths: &[PathBuf]) -> Result<Vec<&Path>> {
+    use std::os::unix::fs::MetadataExt;
+    let mut found: Vec<(u64, &Path)> = vec![];
+    for path in paths {
+        let device = std::fs::metadata(path).map_err(|e| Error::from_io(&e, path, "look at"))?.dev();
+        if !found.iter().any(|(known, _)| *known == device) {
+            found.push((device, path));
+        }
+    }
+    Ok(found.into_iter().map(|(_, path)| path).collect())
+}
+
 /// Waits until what was written to these files is on the disk.
 pub fn sync(paths: &[PathBuf], watch: Watch<'_>) -> Result<()> {
     #[cfg(target_os = "linux")]
     if paths.len() > MANY {
-        // They are all of one dataset.
-        let path = &paths[0];
-        let file = File::open(path).map_err(|e| Error::from_io(&e, path, "open"))?;
-        return rustix::fs::syncfs(&file).map_err(|e| Error::from_io(&e.into(), path, "bring to the disk"));
+        let each = one_of_each_file_system(paths)?;
+        let one = |i: usize| {
+            let path = each[i];
+            let file = File::open(path).map_err(|e| Error::from_io(&e, path, "open"))?;
+            rustix::fs::syncfs(&file).map_err(|e| Error::from_io(&e.into(), path, "bring to the disk"))
+        };
+        return on_threads(each.len(), &one, watch);
     }
     on_threads(
         paths.len(),
@@ -195,6 +212,26 @@ mod tests {
         assert_eq!(copied.len(), 90_003);
         assert_eq!(copied[3..], std::fs::read(&a).unwrap()[7..90_007]);
         assert_eq!(copy_range(&a, 0, 100_001, &b, 0, &mut || false).unwrap_err().kind, Kind::Truncated);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn many_files_are_synced_on_each_of_their_file_systems() {
+        use std::os::unix::fs::MetadataExt;
+        let folder = tempfile::tempdir().unwrap();
+        let mut paths: Vec<PathBuf> = (0..MANY).map(|i| folder.path().join(format!("{i}"))).collect();
+        for path in &paths {
+            std::fs::write(path, b"x").unwrap();
+        }
+        // Another file system than that of a folder for temporary files, if only the kernel's.
+        let other = PathBuf::from("/proc/self/status");
+        assert_ne!(std::fs::metadata(&other).unwrap().dev(), std::fs::metadata(&paths[0]).unwrap().dev());
+        paths.push(other.clone());
+        paths.push(folder.path().join("0"));
+        assert_eq!(one_of_each_file_system(&paths).unwrap(), [paths[0].as_path(), other.as_path()]);
+        // A file that is not there is told, wherever it stands in the list.
+        paths.push(folder.path().join("none"));
+        assert_eq!(sync(&paths, &mut || false).unwrap_err().kind, Kind::NotFound);
     }
 
     #[test]
