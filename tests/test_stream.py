@@ -712,3 +712,29 @@ def test_stats_count_what_is_no_number(tmp_path: Path) -> None:
     assert np.isnan(found.mean_norm)
     with pytest.raises(ZeroDivisionError):
         opened("saev").stats(5, progress=lambda done, total: 1 / 0)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_error_of_the_next_window_comes_when_all_batches_before_it_were_taken(tmp_path: Path, every: int) -> None:
+    n = 60
+    with actshard.create(tmp_path / "new", "saev", layers=[0], d_model=4, max_tokens_per_shard=1) as writer:
+        writer.append([np.full((1, 1, 4), i, np.float32) for i in range(n)])
+    options = {"shuffle": "window", "seed": 3, "memory": 20 * 44}
+    stream = actshard.open(writer.path).stream(0, 3, **options)
+    order = [int(e) for batch in stream for e in batch.examples]
+    size = -(-n // -(-n // stream._native.window))
+    assert n // 4 < size < n // 2
+    wanted = [example for at, example in enumerate(order) if at // 3 % every == 0 and at >= size]
+    for broken in wanted[:: len(wanted) // 3]:
+        stream = actshard.open(writer.path).stream(0, 3, **options)
+        shard = writer.path / f"acts{broken:06}.bin"
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[:5])
+        read: list[int] = []
+        batches = stream.batches(every=every) if every > 1 else iter(stream)
+        with pytest.raises(actshard.TruncatedFileError):
+            read.extend(e for batch in batches for e in batch.examples)
+        window = order.index(broken) // size
+        before = [b for b in range(-(-n // 3)) if (b + 1) * 3 <= window * size][::every]
+        assert read[: 3 * len(before)] == [e for b in before for e in order[3 * b : 3 * b + 3]]
+        shard.write_bytes(whole)

@@ -6,10 +6,11 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, TryLockError};
 
 use actshard_core::bytes::View;
 use actshard_core::bytes::output::Output;
+use actshard_core::{Error, Kind};
 use numpy::npyffi::{
     self, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, PyArray_Descr,
     PyArrayObject, npy_intp,
@@ -17,6 +18,8 @@ use numpy::npyffi::{
 use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
+
+use crate::errors;
 
 /// Keeps mapped bytes alive for the arrays that look at them.
 #[pyclass(frozen, module = "actshard._native")]
@@ -75,32 +78,110 @@ pub fn over_output<'py>(
     if failed { Err(PyErr::fetch(py)) } else { Ok(array) }
 }
 
-/// The bytes of an array, for a thread to fill.
-pub struct Lent {
+/// Ranges of memory that calls of ours are writing to now, with the process that does: a child inherits the list, but not the
+/// threads that would clear it. Locked for a few comparisons at a time.
+static WRITING: Mutex<Vec<(u32, usize, usize)>> = Mutex::new(vec![]);
+
+/// The list, if it can be had at once or after another thread compared some numbers: a fork may have made the thread that
+/// locked it disappear, and its child then writes without claims.
+fn writing() -> Option<MutexGuard<'static, Vec<(u32, usize, usize)>>> {
+    for _ in 0..1000 {
+        match WRITING.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+        }
+    }
+    None
+}
+
+/// The bytes of a caller's array, which no other call of ours writes to as long as this lives. It keeps the array alive.
+pub struct Claim {
+    pid: u32,
     data: *mut u8,
     len: usize,
-    /// Which of the arrays lent.
-    pub number: usize,
-    /// Keeps the bytes alive.
     _array: Py<PyUntypedArray>,
 }
 
-// SAFETY: the pointer is to the data of an array that `_array` keeps alive, wherever this goes, and a Lent cannot be copied.
-unsafe impl Send for Lent {}
+// SAFETY: the pointer is to the data of an array that `_array` keeps alive, wherever this goes, and a Claim cannot be copied.
+unsafe impl Send for Claim {}
 
-impl AsMut<[u8]> for Lent {
+impl Claim {
+    /// Claims the whole of an array that [`is_plain_and_writable`]; an ArgumentError if it is not, or if another thread has a
+    /// claim to some of its bytes.
+    pub fn new(array: &Bound<'_, PyUntypedArray>, what: &str) -> PyResult<Claim> {
+        let refuse = |detail: String| errors::raise(array.py(), &Error::new(Kind::Argument, detail));
+        if !is_plain_and_writable(array) {
+            return Err(refuse(format!("{what}: expected a writable C-contiguous array")));
+        }
+        let (pid, len) = (std::process::id(), array.len() * array.dtype().itemsize());
+        // SAFETY: the pointer is to the live array object that `array` refers to.
+        let data = unsafe { (*array.as_array_ptr()).fields.data }.cast::<u8>();
+        let (start, end) = (data.addr(), data.addr() + len);
+        let free = writing().is_none_or(|mut writing| {
+            writing.retain(|(owner, ..)| *owner == pid);
+            let free = len == 0 || !writing.iter().any(|(_, from, to)| *from < end && start < *to);
+            if free {
+                writing.push((pid, start, end));
+            }
+            free
+        });
+        if !free {
+            return Err(refuse(format!("{what}: another read is writing to this memory; give each its own")));
+        }
+        Ok(Claim { pid, data, len, _array: array.clone().unbind() })
+    }
+
+    /// Whether this memory has a byte of that.
+    pub fn overlaps<T>(&self, other: &[T]) -> bool {
+        let other = other.as_ptr_range();
+        other.start.addr() < self.data.addr() + self.len && self.data.addr() < other.end.addr()
+    }
+
+    fn listed(&self) -> (u32, usize, usize) {
+        (self.pid, self.data.addr(), self.data.addr() + self.len)
+    }
+}
+
+impl AsMut<[u8]> for Claim {
     fn as_mut(&mut self) -> &mut [u8] {
-        // SAFETY: `data` points to `len` writable bytes of the array that `_array` keeps alive. That nobody else writes there
-        // meanwhile is the same promise as that of `bytes_mut`.
+        if self.len == 0 {
+            return &mut [];
+        }
+        // SAFETY: `data` points to `len` bytes of an array that is writable and C-contiguous (checked in `new`) and that `_array`
+        // keeps alive; numpy resizes no array that is referred to twice. No other slice of ours covers them (WRITING). Memory of
+        // numpy's that was never written is initialised as far as the compiler can know: it comes out of a foreign function. That
+        // Python code does not write there meanwhile is the caller's promise, as everywhere in numpy; a race gives mixed numbers.
         unsafe { std::slice::from_raw_parts_mut(self.data, self.len) }
     }
 }
 
-/// An array whose bytes a thread may fill; `None` if it cannot be written as one block.
-pub fn lend(mut array: Bound<'_, PyUntypedArray>, number: usize) -> Option<Lent> {
-    let bytes = bytes_mut(&mut array)?;
-    let (data, len) = (bytes.as_mut_ptr(), bytes.len());
-    Some(Lent { data, len, number, _array: array.unbind() })
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Some(mut writing) = writing()
+            && let Some(at) = writing.iter().position(|claimed| *claimed == self.listed())
+        {
+            writing.swap_remove(at);
+        }
+    }
+}
+
+/// The bytes of an array, for a thread to fill.
+pub struct Lent {
+    claim: Claim,
+    /// Which of the arrays lent.
+    pub number: usize,
+}
+
+impl AsMut<[u8]> for Lent {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.claim.as_mut()
+    }
+}
+
+/// An array whose bytes a thread may fill.
+pub fn lend(array: &Bound<'_, PyUntypedArray>, number: usize) -> PyResult<Lent> {
+    Ok(Lent { claim: Claim::new(array, "buffers")?, number })
 }
 
 /// A read-only C-contiguous array over mapped bytes; `dims` x the element size is their number.
@@ -170,12 +251,12 @@ pub fn is_plain_and_writable(array: &Bound<'_, PyUntypedArray>) -> bool {
     flags & NPY_ARRAY_WRITEABLE != 0 && flags & NPY_ARRAY_C_CONTIGUOUS != 0
 }
 
-/// The bytes of an array that [`is_plain_and_writable`]; `None` otherwise.
-///
-/// The borrow is the caller's promise to numpy's users that nobody else writes there meanwhile; numpy has no way to
-/// enforce it, and a race gives mixed numbers.
+/// The bytes of a new array, of which no other reference exists; `None` for any other array. Those of a caller are
+/// [`Claim`]ed.
 pub fn bytes_mut<'a>(array: &'a mut Bound<'_, PyUntypedArray>) -> Option<&'a mut [u8]> {
-    if !is_plain_and_writable(array) {
+    // SAFETY: the pointer is to the live object that `array` refers to, and the GIL is held.
+    let references = unsafe { pyo3::ffi::Py_REFCNT(array.as_ptr()) };
+    if references != 1 || !is_plain_and_writable(array) {
         return None;
     }
     let len = array.len() * array.dtype().itemsize();
@@ -183,6 +264,7 @@ pub fn bytes_mut<'a>(array: &'a mut Bound<'_, PyUntypedArray>) -> Option<&'a mut
         return Some(&mut []);
     }
     let raw: *mut PyArrayObject = array.as_array_ptr();
-    // SAFETY: the array is live for 'a, writable and C-contiguous (checked above), so `data` points to len bytes.
+    // SAFETY: the array is live for 'a, writable and C-contiguous (checked above), so `data` points to len bytes. The only
+    // reference to it is borrowed for 'a, so no other code reaches them. As to memory that was never written, see `Claim`.
     Some(unsafe { std::slice::from_raw_parts_mut((*raw).fields.data.cast::<u8>(), len) })
 }

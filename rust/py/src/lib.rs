@@ -19,6 +19,7 @@ mod tokens;
 mod write;
 
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 use actshard_core::Kind;
 use actshard_core::bytes::{codecs, pread};
@@ -39,28 +40,30 @@ fn header_tuple(header: safetensors::Header) -> HeaderTuple {
 /// Reads and checks the header of a safetensors file.
 #[pyfunction]
 fn safetensors_header(py: Python<'_>, path: PathBuf) -> PyResult<HeaderTuple> {
-    detach::detached(py, |_| safetensors::read_header_at(&path).map(header_tuple))
+    detach::guarded(py, || detach::detached(py, |_| safetensors::read_header_at(&path).map(header_tuple)))
 }
 
 /// Checks the header of a safetensors file held in memory.
 #[pyfunction]
 fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
-    detach::detached(py, |_| safetensors::parse_bytes(data).map(header_tuple))
+    detach::guarded(py, || detach::detached(py, |_| safetensors::parse_bytes(data).map(header_tuple)))
 }
 
 /// A whole small array of a Zarr store: the bytes of its elements, or a list of strings' bytes.
 #[pyfunction]
 fn read_zarr(py: Python<'_>, store: PathBuf, node: String, most: u64) -> PyResult<Bound<'_, PyAny>> {
-    Ok(match detach::detached(py, |_| codecs::read_whole(&store, &node, most))? {
-        codecs::Whole::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
-        codecs::Whole::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
+    detach::guarded(py, || {
+        Ok(match detach::detached(py, |_| codecs::read_whole(&store, &node, most))? {
+            codecs::Whole::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
+            codecs::Whole::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
+        })
     })
 }
 
 /// Why the core's codecs cannot read a Zarr array, or None.
 #[pyfunction]
 fn zarr_problem(py: Python<'_>, store: PathBuf, node: String) -> PyResult<Option<String>> {
-    detach::detached(py, |_| Ok(codecs::problem(&store, &node)))
+    detach::guarded(py, || detach::detached(py, |_| Ok(codecs::problem(&store, &node))))
 }
 
 /// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.
@@ -83,8 +86,11 @@ fn header_reasons() -> Vec<&'static str> {
 
 /// Whether a path lies on a network or user-space file system.
 #[pyfunction]
-fn is_network(path: PathBuf) -> bool {
-    pread::is_network(&path)
+fn is_network(py: Python<'_>, path: PathBuf) -> PyResult<bool> {
+    detach::guarded(py, || {
+        // Without the GIL: statfs of a network file system whose server is gone does not come back.
+        detach::detached(py, |_| Ok(pread::is_network(&path)))
+    })
 }
 
 /// Threads that large reads use.
@@ -93,15 +99,35 @@ fn num_threads() -> usize {
     pool::num_threads()
 }
 
+/// How often reads took the GIL to look for signals, for tests.
+#[pyfunction]
+fn looks() -> u64 {
+    detach::LOOKS.load(Ordering::Relaxed)
+}
+
+/// Panics, for the test of what becomes of a panic.
+#[pyfunction]
+#[allow(clippy::panic, reason = "the test needs a panic")]
+fn panic_for_test(py: Python<'_>, detached: bool) -> PyResult<()> {
+    detach::guarded(py, || {
+        if detached {
+            return detach::detached(py, |_| std::panic::panic_any("on purpose"));
+        }
+        std::panic::panic_any("on purpose")
+    })
+}
+
 /// How this extension was built.
 #[pyfunction]
 fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
-    let info = PyDict::new(py);
-    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
-    info.set_item("profile", if cfg!(debug_assertions) { "debug" } else { "release" })?;
-    info.set_item("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS))?;
-    info.set_item("abi", "abi3-py311")?;
-    Ok(info)
+    detach::guarded(py, || {
+        let info = PyDict::new(py);
+        info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+        info.set_item("profile", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+        info.set_item("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS))?;
+        info.set_item("abi", "abi3-py311")?;
+        Ok(info)
+    })
 }
 
 /// The native half of actshard.
@@ -141,5 +167,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(header_reasons, m)?)?;
     m.add_function(wrap_pyfunction!(is_network, m)?)?;
     m.add_function(wrap_pyfunction!(num_threads, m)?)?;
+    m.add_function(wrap_pyfunction!(looks, m)?)?;
+    m.add_function(wrap_pyfunction!(panic_for_test, m)?)?;
     m.add_function(wrap_pyfunction!(build_info, m)?)
 }

@@ -1,7 +1,7 @@
 //! The rows of a dataset, as Python sees them.
 
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
@@ -68,8 +68,10 @@ impl Addresses {
         shards: PyReadonlyArray1<'_, i64>,
         rows: PyReadonlyArray1<'_, i64>,
     ) -> PyResult<()> {
-        let (shards, rows) = (shards.as_slice()?, rows.as_slice()?);
-        self.with(py, |b| b.push_last(shards, rows))
+        detach::guarded(py, || {
+            let (shards, rows) = (shards.as_slice()?, rows.as_slice()?);
+            self.with(py, |b| b.push_last(shards, rows))
+        })
     }
 
     fn push_tokens(
@@ -80,9 +82,11 @@ impl Addresses {
         row_ends: PyReadonlyArray1<'_, i64>,
         rows: PyReadonlyArray1<'_, i64>,
     ) -> PyResult<()> {
-        let (id_ends, ids, row_ends, rows) =
-            (id_ends.as_slice()?, ids.as_slice()?, row_ends.as_slice()?, rows.as_slice()?);
-        self.with(py, |b| b.push_tokens(id_ends, ids, row_ends, rows))
+        detach::guarded(py, || {
+            let (id_ends, ids, row_ends, rows) =
+                (id_ends.as_slice()?, ids.as_slice()?, row_ends.as_slice()?, rows.as_slice()?);
+            self.with(py, |b| b.push_tokens(id_ends, ids, row_ends, rows))
+        })
     }
 }
 
@@ -184,17 +188,13 @@ pub(crate) fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, Py
 }
 
 /// Whether the output lies over an index array: Rust may not read what it is writing.
-fn overlaps(pick: &Pick<'_>, out: &[u8]) -> bool {
+fn overlaps(groups: &Ints<'_>, pick: &Pick<'_>, out: &buffer::Claim) -> bool {
     let (examples, tokens) = match pick {
         Pick::Tokens { examples, tokens } => (examples, Some(tokens)),
         Pick::Last { examples } | Pick::Whole { examples } => (examples, None),
     };
-    let out = out.as_ptr_range();
-    [Some(examples), tokens].into_iter().flatten().any(|ints| match ints {
-        Ints::Each(xs) => {
-            let xs = xs.as_ptr_range();
-            xs.start.cast::<u8>() < out.end && out.start < xs.end.cast::<u8>()
-        }
+    [Some(groups), Some(examples), tokens].into_iter().flatten().any(|ints| match ints {
+        Ints::Each(xs) => out.overlaps(xs),
         Ints::One(_) | Ints::Count => false,
     })
 }
@@ -235,12 +235,15 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        let files = files.into_iter().map(|(path, rows)| RowFile { path, rows: RowsIn::Raw(rows) }).collect();
-        let layout =
-            Strided::new(num_examples, examples_per_file, num_groups, num_tokens).map_err(|e| errors::raise(py, &e))?;
-        let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
-        let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
-        Rows::new(py, Dataset::Strided(files, layout), io, descr)
+        detach::guarded(py, || {
+            let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
+            let made = detach::detached(py, |_| {
+                let files = files.into_iter().map(|(path, rows)| RowFile { path, rows: RowsIn::Raw(rows) }).collect();
+                let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
+                Ok(Dataset::Strided(FileTable::new(files, width, dtype, io)?, layout))
+            })?;
+            Rows::new(py, made, io, descr)
+        })
     }
 
     /// Rows at listed places: `files[g * shards + s]` holds group g's shard s as the 2-D tensor of that key.
@@ -257,12 +260,17 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        let files = files.into_iter().map(|(path, key)| RowFile { path, rows: RowsIn::Tensor(key) }).collect();
-        let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let table = builder.ok_or_else(used).and_then(|b| b.finish(num_groups)).map_err(|e| errors::raise(py, &e))?;
-        let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
-        let files = FileTable::new(files, width, dtype, io).map_err(|e| errors::raise(py, &e))?;
-        Rows::new(py, Dataset::Table(files, table), io, descr)
+        detach::guarded(py, || {
+            let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
+            let made = detach::detached(py, |_| {
+                let files = files.into_iter().map(|(path, key)| RowFile { path, rows: RowsIn::Tensor(key) }).collect();
+                // Another thread may be adding addresses, without the GIL.
+                let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let table = builder.ok_or_else(used)?.finish(num_groups)?;
+                Ok(Dataset::Table(FileTable::new(files, width, dtype, io)?, table))
+            })?;
+            Rows::new(py, made, io, descr)
+        })
     }
 
     /// Rows of chunked arrays: `members` are (examples, arrays by number, in token order), `lengths` one per array of a
@@ -282,46 +290,50 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
-        let arrays = arrays
-            .into_iter()
-            .map(|(folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded)| ChunkArray {
-                naming: Naming { folder, metadata, prefix, separator },
-                shape,
-                chunk,
-                fill,
-                content: match coded {
-                    None => Content::Plain { swapped },
-                    Some(DecodedBy::Zarrs(store, node, inner)) => {
-                        Content::Coded(Box::new(CodedArray::new(store, node, inner)))
+        detach::guarded(py, || {
+            let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
+            let arrays = arrays
+                .into_iter()
+                .map(|(folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded)| ChunkArray {
+                    naming: Naming { folder, metadata, prefix, separator },
+                    shape,
+                    chunk,
+                    fill,
+                    content: match coded {
+                        None => Content::Plain { swapped },
+                        Some(DecodedBy::Zarrs(store, node, inner)) => {
+                            Content::Coded(Box::new(CodedArray::new(store, node, inner)))
+                        }
+                        Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(Callback(decode))),
+                    },
+                })
+                .collect();
+            let files = detach::detached(py, |_| ChunkFiles::new(arrays, width, dtype, decoded_memory, io))?;
+            let grids = files.grids();
+            let unknown = || errors::raise(py, &Error::new(Kind::Internal, "a member of unknown arrays"));
+            let members = members
+                .into_iter()
+                .map(|(examples, parts)| {
+                    let parts = parts
+                        .into_iter()
+                        .map(|p| grids.get(p).copied().ok_or_else(unknown))
+                        .collect::<PyResult<_>>()?;
+                    Ok(Member { examples, parts })
+                })
+                .collect::<PyResult<_>>()?;
+            let lengths = lengths
+                .iter()
+                .map(|each| match each.extract::<u64>() {
+                    Ok(same) => Ok(Lengths::Same(same)),
+                    Err(_) => {
+                        let each: PyReadonlyArray1<'_, u32> = each.extract()?;
+                        Ok(Lengths::Each(each.as_slice()?.to_vec()))
                     }
-                    Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(Callback(decode))),
-                },
-            })
-            .collect();
-        let files = ChunkFiles::new(arrays, width, dtype, decoded_memory, io).map_err(|e| errors::raise(py, &e))?;
-        let grids = files.grids();
-        let unknown = || errors::raise(py, &Error::new(Kind::Internal, "a member of unknown arrays"));
-        let members = members
-            .into_iter()
-            .map(|(examples, parts)| {
-                let parts =
-                    parts.into_iter().map(|p| grids.get(p).copied().ok_or_else(unknown)).collect::<PyResult<_>>()?;
-                Ok(Member { examples, parts })
-            })
-            .collect::<PyResult<_>>()?;
-        let lengths = lengths
-            .iter()
-            .map(|each| match each.extract::<u64>() {
-                Ok(same) => Ok(Lengths::Same(same)),
-                Err(_) => {
-                    let each: PyReadonlyArray1<'_, u32> = each.extract()?;
-                    Ok(Lengths::Each(each.as_slice()?.to_vec()))
-                }
-            })
-            .collect::<PyResult<_>>()?;
-        let layout = Chunked::new(num_groups, members, lengths).map_err(|e| errors::raise(py, &e))?;
-        Rows::new(py, Dataset::Chunked(files, layout), io, descr)
+                })
+                .collect::<PyResult<_>>()?;
+            let layout = detach::detached(py, |_| Chunked::new(num_groups, members, lengths))?;
+            Rows::new(py, Dataset::Chunked(files, layout), io, descr)
+        })
     }
 
     /// Rows of pickle shards; the first is looked into, it alone says what a row is.
@@ -334,23 +346,25 @@ impl Rows {
         decoded_memory: u64,
         io: &str,
     ) -> PyResult<Rows> {
-        let io = io_of(py, io)?;
-        let specs = shards
-            .into_iter()
-            .map(|(path, compressed, size, sha256, samples, ids, layers, limit)| ShardSpec {
-                path,
-                compressed,
-                size,
-                sha256,
-                samples,
-                ids,
-                layers,
-                limit,
-            })
-            .collect();
-        let shards = detach::detached(py, |watch| Shards::open(specs, layers, decoded_memory, io, watch))?;
-        let descr = helper(py, "stored")?.call1((shards.row().dtype.name(),))?.extract()?;
-        Rows::new(py, Dataset::Shards(Box::new(shards)), io, descr)
+        detach::guarded(py, || {
+            let io = io_of(py, io)?;
+            let specs = shards
+                .into_iter()
+                .map(|(path, compressed, size, sha256, samples, ids, layers, limit)| ShardSpec {
+                    path,
+                    compressed,
+                    size,
+                    sha256,
+                    samples,
+                    ids,
+                    layers,
+                    limit,
+                })
+                .collect();
+            let shards = detach::detached(py, |watch| Shards::open(specs, layers, decoded_memory, io, watch))?;
+            let descr = helper(py, "stored")?.call1((shards.row().dtype.name(),))?.extract()?;
+            Rows::new(py, Dataset::Shards(Box::new(shards)), io, descr)
+        })
     }
 
     /// The numpy type of a row.
@@ -376,23 +390,27 @@ impl Rows {
 
     /// `sample_idx` of every sample of a pickle shard, in the order of its examples.
     fn samples(&self, py: Python<'_>, shard: usize) -> PyResult<Vec<i64>> {
-        let dataset = self.dataset(py)?;
-        let shards = as_shards(py, &dataset)?;
-        let first = shards.first_of(shard).map_err(|e| errors::raise(py, &e))?;
-        detach::detached(py, |watch| {
-            let prepared = shards.prepare(Some(&mut std::iter::once(first)), watch)?;
-            Ok(prepared.samples().collect())
+        detach::guarded(py, || {
+            let dataset = self.dataset(py)?;
+            let shards = as_shards(py, &dataset)?;
+            let first = shards.first_of(shard).map_err(|e| errors::raise(py, &e))?;
+            detach::detached(py, |watch| {
+                let prepared = shards.prepare(Some(&mut std::iter::once(first)), watch)?;
+                Ok(prepared.samples().collect())
+            })
         })
     }
 
     /// For every sample of a pickle shard: `(sample_idx, text_preview, shape, layers, metadata)`.
     fn records<'py>(&self, py: Python<'py>, shard: usize) -> PyResult<Vec<Bound<'py, PyAny>>> {
-        let dataset = self.dataset(py)?;
-        let shards = as_shards(py, &dataset)?;
-        let values = detach::detached(py, |_| shards.values(shard))?;
-        pickle::records(py, &values).map_err(|e| match e {
-            pickle::Failed::Python(raised) => raised,
-            pickle::Failed::Core(e) => errors::raise(py, &e.at(&shards.specs()[shard].path)),
+        detach::guarded(py, || {
+            let dataset = self.dataset(py)?;
+            let shards = as_shards(py, &dataset)?;
+            let values = detach::detached(py, |_| shards.values(shard))?;
+            pickle::records(py, &values).map_err(|e| match e {
+                pickle::Failed::Python(raised) => raised,
+                pickle::Failed::Core(e) => errors::raise(py, &e.at(&shards.specs()[shard].path)),
+            })
         })
     }
 
@@ -407,8 +425,10 @@ impl Rows {
 
     /// Tokens stored per example, int64; for a strided layout every example has as many.
     fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let dataset = self.dataset(py)?;
-        Ok(PyArray1::from_vec(py, detach::detached(py, |watch| dataset.token_counts(watch))?))
+        detach::guarded(py, || {
+            let dataset = self.dataset(py)?;
+            Ok(PyArray1::from_vec(py, detach::detached(py, |watch| dataset.token_counts(watch))?))
+        })
     }
 
     /// Tokens stored for each of these examples, in one group or one group each.
@@ -418,8 +438,10 @@ impl Rows {
         groups: &Bound<'py, PyAny>,
         examples: PyReadonlyArray1<'py, i64>,
     ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-        let (groups, ids) = (groups_of(py, groups, examples.as_slice()?.len())?, examples.as_slice()?);
-        Ok(PyArray1::from_vec(py, self.count(py, groups.ints()?, ids)?))
+        detach::guarded(py, || {
+            let (groups, ids) = (groups_of(py, groups, examples.as_slice()?.len())?, examples.as_slice()?);
+            Ok(PyArray1::from_vec(py, self.count(py, groups.ints()?, ids)?))
+        })
     }
 
     /// Bytes that the address table holds in memory.
@@ -433,12 +455,14 @@ impl Rows {
     /// Closes files and drops mappings and decoded bytes. Views keep their own mappings; reads under way, and streams that
     /// were begun, finish; later reads raise ClosedError.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).take();
-        detach::detached(py, |_| {
-            if let Some(held) = held {
-                held.release();
-            }
-            Ok(())
+        detach::guarded(py, || {
+            let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).take();
+            detach::detached(py, |_| {
+                if let Some(held) = held {
+                    held.release();
+                }
+                Ok(())
+            })
         })
     }
 
@@ -457,51 +481,53 @@ impl Rows {
         dtype: Option<&Bound<'py, PyAny>>,
         overflows: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let mut dims: Vec<usize> = Vec::new();
-        let (e, t) = match tokens {
-            None if examples.is_none() => {
-                dims.push(self.examples as usize);
-                (Index::All, None)
-            }
-            None => {
-                let e = match Index::quick(examples) {
-                    Some(Index::One(x)) => {
-                        dims.push(1);
-                        Index::One(x)
+        detach::guarded(py, || {
+            let mut dims: Vec<usize> = Vec::new();
+            let (e, t) = match tokens {
+                None if examples.is_none() => {
+                    dims.push(self.examples as usize);
+                    (Index::All, None)
+                }
+                None => {
+                    let e = match Index::quick(examples) {
+                        Some(Index::One(x)) => {
+                            dims.push(1);
+                            Index::One(x)
+                        }
+                        Some(e) => {
+                            dims.extend(e.len());
+                            e
+                        }
+                        None => {
+                            let (e, shape): (PyReadonlyArray1<'_, i64>, Vec<usize>) =
+                                helper(py, "index")?.call1((examples, "examples"))?.extract()?;
+                            dims = shape;
+                            Index::Each(e)
+                        }
+                    };
+                    (e, None)
+                }
+                Some(tokens) => match (Index::quick(examples), Index::quick(tokens)) {
+                    (Some(e), Some(t)) if e.len().is_none() || t.len().is_none() || e.len() == t.len() => {
+                        dims.push(e.len().or(t.len()).unwrap_or(1));
+                        (e, Some(t))
                     }
-                    Some(e) => {
-                        dims.extend(e.len());
-                        e
-                    }
-                    None => {
-                        let (e, shape): (PyReadonlyArray1<'_, i64>, Vec<usize>) =
-                            helper(py, "index")?.call1((examples, "examples"))?.extract()?;
+                    _ => {
+                        let (e, t, shape): (PyReadonlyArray1<'_, i64>, PyReadonlyArray1<'_, i64>, Vec<usize>) =
+                            helper(py, "broadcast")?.call1((examples, tokens))?.extract()?;
                         dims = shape;
-                        Index::Each(e)
+                        (Index::Each(e), Some(Index::Each(t)))
                     }
-                };
-                (e, None)
-            }
-            Some(tokens) => match (Index::quick(examples), Index::quick(tokens)) {
-                (Some(e), Some(t)) if e.len().is_none() || t.len().is_none() || e.len() == t.len() => {
-                    dims.push(e.len().or(t.len()).unwrap_or(1));
-                    (e, Some(t))
-                }
-                _ => {
-                    let (e, t, shape): (PyReadonlyArray1<'_, i64>, PyReadonlyArray1<'_, i64>, Vec<usize>) =
-                        helper(py, "broadcast")?.call1((examples, tokens))?.extract()?;
-                    dims = shape;
-                    (Index::Each(e), Some(Index::Each(t)))
-                }
-            },
-        };
-        let items = dims.iter().product();
-        dims.push(self.row().width);
-        let pick = match &t {
-            None => Pick::Last { examples: e.ints()? },
-            Some(t) => Pick::Tokens { examples: e.ints()?, tokens: t.ints()? },
-        };
-        self.fill(py, Ints::One(group as i64), pick, items, &dims, out, dtype, overflows)
+                },
+            };
+            let items = dims.iter().product();
+            dims.push(self.row().width);
+            let pick = match &t {
+                None => Pick::Last { examples: e.ints()? },
+                Some(t) => Pick::Tokens { examples: e.ints()?, tokens: t.ints()? },
+            };
+            self.fill(py, Ints::One(group as i64), pick, items, &dims, out, dtype, overflows)
+        })
     }
 
     /// Every token of each example, example after example, from one group or from one per example.
@@ -515,15 +541,17 @@ impl Rows {
         dtype: Option<&Bound<'py, PyAny>>,
         overflows: Option<&Bound<'py, PyList>>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let ids = examples.as_slice()?;
-        let groups = groups_of(py, groups, ids.len())?;
-        let counts = self.count(py, groups.ints()?, ids)?;
-        let rows = counts
-            .iter()
-            .try_fold(0usize, |n, &t| n.checked_add(usize::try_from(t).ok()?))
-            .ok_or_else(|| errors::raise(py, &Error::new(Kind::Argument, "more rows than this machine can address")))?;
-        let pick = Pick::Whole { examples: Ints::Each(ids) };
-        self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.row().width], out, dtype, overflows)
+        detach::guarded(py, || {
+            let ids = examples.as_slice()?;
+            let groups = groups_of(py, groups, ids.len())?;
+            let counts = self.count(py, groups.ints()?, ids)?;
+            let rows =
+                counts.iter().try_fold(0usize, |n, &t| n.checked_add(usize::try_from(t).ok()?)).ok_or_else(|| {
+                    errors::raise(py, &Error::new(Kind::Argument, "more rows than this machine can address"))
+                })?;
+            let pick = Pick::Whole { examples: Ints::Each(ids) };
+            self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.row().width], out, dtype, overflows)
+        })
     }
 
     /// Sums over rows of a group: a dict of arrays, one element per column.
@@ -535,7 +563,7 @@ impl Rows {
         tokens: stream::Tokens<'py>,
         progress: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        stream::stats_of(py, self, group, tokens, progress)
+        detach::guarded(py, || stream::stats_of(py, self, group, tokens, progress))
     }
 
     /// What every value of a group is: oddities, columns, a hash per example.
@@ -546,16 +574,18 @@ impl Rows {
         group: usize,
         progress: Option<Bound<'py, PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        write::scan_of(py, self, group, progress)
+        detach::guarded(py, || write::scan_of(py, self, group, progress))
     }
 
     /// An example's rows in place, read-only, or None where they do not lie together in one mapped file.
     fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
-        let dataset = self.dataset(py)?;
-        let found = detach::detached(py, |watch| dataset.view(self.io, group, example, watch))?;
-        let Some((view, rows)) = found else { return Ok(None) };
-        let dims = [rows as usize, self.row().width];
-        buffer::over_map(py, view, self.descr.bind(py), &dims).map(Some)
+        detach::guarded(py, || {
+            let dataset = self.dataset(py)?;
+            let found = detach::detached(py, |watch| dataset.view(self.io, group, example, watch))?;
+            let Some((view, rows)) = found else { return Ok(None) };
+            let dims = [rows as usize, self.row().width];
+            buffer::over_map(py, view, self.descr.bind(py), &dims).map(Some)
+        })
     }
 }
 
@@ -618,28 +648,31 @@ impl Rows {
         let size: usize = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).ok_or_else(|| {
             errors::raise(py, &Error::new(Kind::Argument, "more bytes than this machine can address"))
         })?;
-        let (mut array, result) = match out {
-            None => {
-                let array = buffer::empty(py, &descr, dims)?;
-                (array.clone(), array.into_any())
-            }
-            Some(out) => (self.writable(py, out, &descr, dims, size)?, out.clone()),
+        let dataset = self.dataset(py)?;
+        let counter = &AtomicU64::new(0);
+        let cast = cast.counting(counter);
+        let tell = |counter: &AtomicU64| match (overflows, counter.load(Ordering::Relaxed)) {
+            (Some(list), found @ 1..) => list.append(found),
+            _ => Ok(()),
         };
-        let Some(bytes) = buffer::bytes_mut(&mut array) else {
-            return Err(errors::raise(py, &Error::new(Kind::Internal, "an output that cannot be written")));
+        let Some(out) = out else {
+            let mut array = buffer::empty(py, &descr, dims)?;
+            let Some(bytes) = buffer::bytes_mut(&mut array) else {
+                return Err(errors::raise(py, &Error::new(Kind::Internal, "a new array that cannot be written")));
+            };
+            detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
+            tell(counter)?;
+            return Ok(array.into_any());
         };
-        if overlaps(&pick, bytes) {
+        let mut claim = buffer::Claim::new(&self.writable(py, out, &descr, dims, size)?, "out")?;
+        if overlaps(&groups, &pick, &claim) {
             let detail = "out: shares memory with the indices, which would be overwritten while they are read";
             return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
         }
-        let dataset = self.dataset(py)?;
-        let counter = AtomicU64::new(0);
-        let cast = cast.counting(&counter);
-        detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
-        if let (Some(list), found @ 1..) = (overflows, counter.into_inner()) {
-            list.append(found)?;
-        }
-        Ok(result)
+        let into = Out::Dense(claim.as_mut());
+        detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, into, watch))?;
+        tell(counter)?;
+        Ok(out.clone())
     }
 
     /// The caller's buffer as an array whose bytes are exactly the output.

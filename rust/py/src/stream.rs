@@ -33,25 +33,27 @@ pub enum Tokens<'py> {
 
 fn selection(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<Selection> {
     let each = |counts: &[i64]| counts.iter().map(|n| u64::try_from(*n).unwrap_or(0)).collect::<Vec<_>>();
-    let made = match tokens {
-        Tokens::Same((first, count)) => Selection::same(examples, first, count),
+    match tokens {
+        Tokens::Same((first, count)) => Selection::same(examples, first, count).map_err(|e| errors::raise(py, &e)),
         Tokens::Counts((first, counts)) => {
-            let counts = each(counts.as_slice()?);
-            detach::detached(py, |_| Ok(Selection::counted(first, counts.into_iter())))?
+            let counts = counts.as_slice()?;
+            detach::detached(py, |_| Selection::counted(first, each(counts).into_iter()))
         }
         Tokens::Kept((first, counts, keep)) => {
-            let (counts, keep) = (each(counts.as_slice()?), keep.as_slice()?);
-            detach::detached(py, |_| Ok(Selection::masked(first, counts.into_iter(), keep)))?
+            let (counts, keep) = (counts.as_slice()?, keep.as_slice()?);
+            detach::detached(py, |_| Selection::masked(first, each(counts).into_iter(), keep))
         }
-        Tokens::Each((tokens,)) => Selection::one_of_each(tokens.as_slice()?.iter().map(|t| u32::try_from(*t).ok())),
-    };
-    made.map_err(|e| errors::raise(py, &e))
+        Tokens::Each((tokens,)) => {
+            let tokens = tokens.as_slice()?;
+            detach::detached(py, |_| Selection::one_of_each(tokens.iter().map(|t| u32::try_from(*t).ok())))
+        }
+    }
 }
 
 /// How many tokens are selected.
 #[pyfunction]
 pub fn count_selected(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<u64> {
-    Ok(selection(py, examples, tokens)?.len())
+    detach::guarded(py, || Ok(selection(py, examples, tokens)?.len()))
 }
 
 /// What a stream of rows is: from where, in which order, as what. Cheap to begin and to begin again.
@@ -88,52 +90,53 @@ impl Stream {
         scale: Option<PyReadonlyArray1<'_, f64>>,
         norm: Option<f64>,
     ) -> PyResult<Stream> {
-        let raise = |e: Error| errors::raise(py, &e);
-        let rows = rows.dataset(py)?;
-        let row = rows.row();
-        let selection = selection(py, rows.examples(), tokens)?;
-        let per_item = if interleaved { 1 } else { groups.len() };
-        let shuffle = match shuffle {
-            None => Shuffle::Stored,
-            Some("window") => Shuffle::Window,
-            Some("exact") => Shuffle::Exact,
-            Some(other) => {
-                let detail = format!("shuffle must be None, 'window' or 'exact', not '{other}'");
+        detach::guarded(py, || {
+            let raise = |e: Error| errors::raise(py, &e);
+            let rows = rows.dataset(py)?;
+            let row = rows.row();
+            let selection = selection(py, rows.examples(), tokens)?;
+            let per_item = if interleaved { 1 } else { groups.len() };
+            let shuffle = match shuffle {
+                None => Shuffle::Stored,
+                Some("window") => Shuffle::Window,
+                Some("exact") => Shuffle::Exact,
+                Some(other) => {
+                    let detail = format!("shuffle must be None, 'window' or 'exact', not '{other}'");
+                    return Err(raise(Error::new(Kind::Argument, detail)));
+                }
+            };
+            let center = center.map(|c| c.as_slice().map(<[f64]>::to_vec)).transpose()?.unwrap_or_default();
+            let scale = match (scale, norm) {
+                (Some(by), _) => Scale::By(by.as_slice()?.to_vec()),
+                (None, Some(norm)) => Scale::ToNorm(norm),
+                (None, None) => Scale::None,
+            };
+            let to = dtype_of(py, dtype)?;
+            if to.size() != Some(descr.itemsize()) {
+                return Err(raise(Error::new(Kind::Internal, "a stream of another numpy type")));
+            }
+            let convert = Convert::new(row.dtype, to, row.width, groups.len(), center, scale).map_err(raise)?;
+            let window = items_in(memory, (row.bytes * per_item) as u64);
+            if window == 0 && shuffle == Shuffle::Window {
+                let detail = format!("memory: {memory} bytes hold no row of {} bytes", row.bytes * per_item);
                 return Err(raise(Error::new(Kind::Argument, detail)));
             }
-        };
-        let center = center.map(|c| c.as_slice().map(<[f64]>::to_vec)).transpose()?.unwrap_or_default();
-        let scale = match (scale, norm) {
-            (Some(by), _) => Scale::By(by.as_slice()?.to_vec()),
-            (None, Some(norm)) => Scale::ToNorm(norm),
-            (None, None) => Scale::None,
-        };
-        let to = dtype_of(py, dtype)?;
-        if to.size() != Some(descr.itemsize()) {
-            return Err(raise(Error::new(Kind::Internal, "a stream of another numpy type")));
-        }
-        let convert = Convert::new(row.dtype, to, row.width, groups.len(), center, scale).map_err(raise)?;
-        let window = items_in(memory, (row.bytes * per_item) as u64);
-        if window == 0 && shuffle == Shuffle::Window {
-            let detail = format!("memory: {memory} bytes hold no row of {} bytes", row.bytes * per_item);
-            return Err(raise(Error::new(Kind::Argument, detail)));
-        }
-        let units = rows.units().map_err(raise)?;
-        let settings = Settings {
-            shuffle,
-            seed,
-            batch: batch_size,
-            rank,
-            ranks: world_size,
-            drop_last,
-            groups,
-            interleaved,
-            window: window.max(1),
-            piece: PIECE_BYTES / row.bytes as u64,
-        };
-        let plan = Plan::new(settings, selection, &units).map_err(raise)?;
-        let item = if stacked && !interleaved { vec![per_item, row.width] } else { vec![row.width] };
-        Ok(Stream { core: Arc::new(Core { rows, plan, convert }), descr: descr.unbind(), item })
+            let settings = Settings {
+                shuffle,
+                seed,
+                batch: batch_size,
+                rank,
+                ranks: world_size,
+                drop_last,
+                groups,
+                interleaved,
+                window: window.max(1),
+                piece: PIECE_BYTES / row.bytes as u64,
+            };
+            let plan = detach::detached(py, |_| Plan::new(settings, selection, &rows.units()?))?;
+            let item = if stacked && !interleaved { vec![per_item, row.width] } else { vec![row.width] };
+            Ok(Stream { core: Arc::new(Core { rows, plan, convert }), descr: descr.unbind(), item })
+        })
     }
 
     /// Batches of this rank.
@@ -167,9 +170,11 @@ impl Stream {
 
     /// Examples and tokens of picks by number.
     fn locate<'py>(&self, py: Python<'py>, picks: PyReadonlyArray1<'py, i64>) -> PyResult<TwoArrays<'py>> {
-        let picks = picks.as_slice()?;
-        let found = detach::detached(py, |_| self.core.plan.locate(picks))?;
-        Ok((PyArray1::from_vec(py, found.0), PyArray1::from_vec(py, found.1)))
+        detach::guarded(py, || {
+            let picks = picks.as_slice()?;
+            let found = detach::detached(py, |_| self.core.plan.locate(picks))?;
+            Ok((PyArray1::from_vec(py, found.0), PyArray1::from_vec(py, found.1)))
+        })
     }
 
     /// Begins to read batches `first`, `first + every`, ... of an epoch, into new arrays or into these.
@@ -181,35 +186,35 @@ impl Stream {
         every: u64,
         buffers: Option<Vec<Bound<'_, PyUntypedArray>>>,
     ) -> PyResult<Batches> {
-        let mut lent = vec![];
-        let kept = buffers.is_some();
-        for (number, array) in buffers.unwrap_or_default().iter().enumerate() {
-            let one = buffer::lend(array.clone(), number);
-            let refused = || Error::new(Kind::Argument, "buffers must be writable and C-contiguous");
-            let one = one.ok_or_else(|| errors::raise(py, &refused()))?;
-            lent.push((array.clone().unbind(), one));
-        }
-        let (arrays, lent): (Vec<_>, Vec<_>) = lent.into_iter().unzip();
-        let ahead = if arrays.is_empty() && !kept { 1 } else { arrays.len() };
-        let supply = if kept {
-            Supply::Recycled(lent.into_iter().map(Memory::Lent).collect())
-        } else {
-            Supply::New(Box::new(|bytes| {
-                let made = Output::new(bytes);
-                made.map(Memory::New)
-                    .map_err(|e| Error::new(Kind::Access, format!("cannot allocate {bytes} bytes for a batch: {e}")))
-            }))
-        };
-        let core = Arc::clone(&self.core);
-        let wanted = Wanted { first, every: every.max(1) };
-        let ahead = Ahead::start(core, epoch, wanted, supply, ahead).map_err(|e| errors::raise(py, &e))?;
-        Ok(Batches {
-            ahead: Mutex::new(Some(ahead)),
-            given: Mutex::new(None),
-            arrays,
-            descr: self.descr.clone_ref(py),
-            item: self.item.clone(),
-            interleaved: self.core.plan.settings.interleaved,
+        detach::guarded(py, || {
+            let mut lent = vec![];
+            let kept = buffers.is_some();
+            for (number, array) in buffers.unwrap_or_default().iter().enumerate() {
+                lent.push((array.clone().unbind(), buffer::lend(array, number)?));
+            }
+            let (arrays, lent): (Vec<_>, Vec<_>) = lent.into_iter().unzip();
+            let ahead = if arrays.is_empty() && !kept { 1 } else { arrays.len() };
+            let supply = if kept {
+                Supply::Recycled(lent.into_iter().map(Memory::Lent).collect())
+            } else {
+                Supply::New(Box::new(|bytes| {
+                    let made = Output::new(bytes);
+                    made.map(Memory::New).map_err(|e| {
+                        Error::new(Kind::Access, format!("cannot allocate {bytes} bytes for a batch: {e}"))
+                    })
+                }))
+            };
+            let core = Arc::clone(&self.core);
+            let wanted = Wanted { first, every: every.max(1) };
+            let ahead = Ahead::start(core, epoch, wanted, supply, ahead).map_err(|e| errors::raise(py, &e))?;
+            Ok(Batches {
+                ahead: Mutex::new(Some(Arc::new(ahead))),
+                given: Mutex::new(vec![]),
+                arrays,
+                descr: self.descr.clone_ref(py),
+                item: self.item.clone(),
+                interleaved: self.core.plan.settings.interleaved,
+            })
         })
     }
 }
@@ -232,9 +237,11 @@ impl AsMut<[u8]> for Memory {
 /// Batches on their way.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Batches {
-    ahead: Mutex<Option<Ahead<Memory>>>,
-    /// What the consumer has, if it is to come back.
-    given: Mutex<Option<Lent>>,
+    /// `None` once stopped. Locked only with the GIL held and to copy or take the pointer: never while a batch is waited for,
+    /// when a signal handler on the same thread may stop these very batches.
+    ahead: Mutex<Option<Arc<Ahead<Memory>>>>,
+    /// Buffers that the consumer has, and that are filled again from the next call on.
+    given: Mutex<Vec<Lent>>,
     arrays: Vec<Py<PyUntypedArray>>,
     descr: Py<PyArrayDescr>,
     item: Vec<usize>,
@@ -251,53 +258,51 @@ type BatchTuple<'py> =
 impl Batches {
     /// The next batch, or None after the last.
     fn next<'py>(&self, py: Python<'py>) -> PyResult<Option<BatchTuple<'py>>> {
-        let Batch { memory, len, examples, tokens, groups } = {
+        detach::guarded(py, || {
+            let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let Some(ahead) = ahead else { return Ok(None) };
+            let given = std::mem::take(&mut *self.given.lock().unwrap_or_else(PoisonError::into_inner));
             let next = detach::detached(py, |watch| {
-                let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
-                let Some(ahead) = ahead.as_ref() else { return Ok(None) };
-                if let Some(lent) = self.given.lock().unwrap_or_else(PoisonError::into_inner).take() {
+                for lent in given {
                     ahead.give_back(Memory::Lent(lent));
                 }
                 ahead.next(watch)
             })?;
-            match next {
-                Some(batch) => batch,
-                None => return Ok(None),
-            }
-        };
-        let dims: Vec<usize> = std::iter::once(len).chain(self.item.iter().copied()).collect();
-        let array = match memory {
-            Memory::New(output) => buffer::over_output(py, output, self.descr.bind(py), &dims)?.into_any(),
-            Memory::Lent(lent) => {
-                let array = self.arrays[lent.number].bind(py).clone();
-                *self.given.lock().unwrap_or_else(PoisonError::into_inner) = Some(lent);
-                if array.shape()[0] == len {
-                    array.into_any()
-                } else {
-                    array.get_item(PySlice::new(py, 0, len as isize, 1))?
+            let Some(Batch { memory, len, examples, tokens, groups }) = next else { return Ok(None) };
+            let dims: Vec<usize> = std::iter::once(len).chain(self.item.iter().copied()).collect();
+            let array = match memory {
+                Memory::New(output) => buffer::over_output(py, output, self.descr.bind(py), &dims)?.into_any(),
+                Memory::Lent(lent) => {
+                    let array = self.arrays[lent.number].bind(py).clone();
+                    self.given.lock().unwrap_or_else(PoisonError::into_inner).push(lent);
+                    if array.shape()[0] == len {
+                        array.into_any()
+                    } else {
+                        array.get_item(PySlice::new(py, 0, len as isize, 1))?
+                    }
                 }
-            }
-        };
-        let groups = self.interleaved.then(|| PyArray1::from_vec(py, groups));
-        Ok(Some((array, PyArray1::from_vec(py, examples), PyArray1::from_vec(py, tokens), groups)))
+            };
+            let groups = self.interleaved.then(|| PyArray1::from_vec(py, groups));
+            Ok(Some((array, PyArray1::from_vec(py, examples), PyArray1::from_vec(py, tokens), groups)))
+        })
     }
 
-    /// Ends the thread; what it read is dropped.
+    /// Ends the thread and drops the batches that it read ahead. A call of `next` that waits returns None.
     fn stop(&self, py: Python<'_>) -> PyResult<()> {
-        // Without the GIL from the first lock on: who waits for a batch holds it and asks for signals, and the thread may be
-        // decoding with Python's help.
-        detach::detached(py, |_| {
+        detach::guarded(py, || {
             let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
-            drop(ahead);
-            Ok(())
+            // Without the GIL: the thread may be decoding with Python's help.
+            detach::detached(py, |watch| ahead.map_or(Ok(()), |ahead| ahead.stop(watch)))
         })
     }
 }
 
 impl Drop for Batches {
     fn drop(&mut self) {
-        // The same when nobody said stop. What could fail here is a panic that has been reported.
-        let _ = Python::attach(|py| self.stop(py));
+        let ahead = self.ahead.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(ahead) = ahead else { return };
+        // Not interruptible: an exception raised here would be lost. What could fail is a panic, which has been reported.
+        let _ = Python::attach(|py| detach::detached(py, |_| ahead.stop(&mut || false)));
     }
 }
 

@@ -26,21 +26,25 @@ pub fn write_pieces(
     pieces: PyReadonlyArray2<'_, i64>,
     direct: bool,
 ) -> PyResult<()> {
-    let bad = || errors::raise(py, &Error::new(Kind::Internal, "pieces that are no table of five columns"));
-    if pieces.shape()[1] != COLUMNS {
-        return Err(bad());
-    }
-    let numbers = pieces.as_slice()?;
-    let mut table = Vec::with_capacity(numbers.len() / COLUMNS);
-    for row in numbers.as_chunks::<COLUMNS>().0 {
-        let [Ok(source), Ok(start), Ok(bytes), Ok(file), Ok(offset)] = row.map(u64::try_from) else {
-            return Err(bad());
-        };
-        table.push(Piece { source: source as usize, start, bytes, file: file as usize, offset });
-    }
-    let bytes = sources.iter().map(|s| s.as_slice()).collect::<Result<Vec<_>, _>>()?;
-    let targets: Vec<Target> = files.into_iter().map(|(path, size)| Target { path, size }).collect();
-    detach::detached(py, |watch| write::write(&bytes, &targets, &table, direct, watch))
+    detach::guarded(py, || {
+        let bad = || Error::new(Kind::Internal, "pieces that are no table of five columns");
+        if pieces.shape()[1] != COLUMNS {
+            return Err(errors::raise(py, &bad()));
+        }
+        let numbers = pieces.as_slice()?;
+        let bytes = sources.iter().map(|s| s.as_slice()).collect::<Result<Vec<_>, _>>()?;
+        detach::detached(py, |watch| {
+            let mut table = Vec::with_capacity(numbers.len() / COLUMNS);
+            for row in numbers.as_chunks::<COLUMNS>().0 {
+                let [Ok(source), Ok(start), Ok(bytes), Ok(file), Ok(offset)] = row.map(u64::try_from) else {
+                    return Err(bad());
+                };
+                table.push(Piece { source: source as usize, start, bytes, file: file as usize, offset });
+            }
+            let targets: Vec<Target> = files.into_iter().map(|(path, size)| Target { path, size }).collect();
+            write::write(&bytes, &targets, &table, direct, watch)
+        })
+    })
 }
 
 fn digested(found: Digested) -> (u64, String) {
@@ -56,20 +60,22 @@ pub fn write_segments(
     segments: Vec<PyReadonlyArray1<'_, u8>>,
     level: Option<u32>,
 ) -> PyResult<(u64, String)> {
-    let bytes = segments.iter().map(|s| s.as_slice()).collect::<Result<Vec<_>, _>>()?;
-    detach::detached(py, |watch| write::write_segments(&path, &bytes, level, watch)).map(digested)
+    detach::guarded(py, || {
+        let bytes = segments.iter().map(|s| s.as_slice()).collect::<Result<Vec<_>, _>>()?;
+        detach::detached(py, |watch| write::write_segments(&path, &bytes, level, watch)).map(digested)
+    })
 }
 
 /// `(size, SHA-256)` of a file.
 #[pyfunction]
 pub fn digest_file(py: Python<'_>, path: PathBuf) -> PyResult<(u64, String)> {
-    detach::detached(py, |watch| write::digest(&path, watch)).map(digested)
+    detach::guarded(py, || detach::detached(py, |watch| write::digest(&path, watch)).map(digested))
 }
 
 /// Waits until files and folders are on the disk.
 #[pyfunction]
 pub fn sync_files(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<()> {
-    detach::detached(py, |watch| write::sync(&paths, watch))
+    detach::guarded(py, || detach::detached(py, |watch| write::sync(&paths, watch)))
 }
 
 /// Copies a range of bytes between files.
@@ -82,7 +88,9 @@ pub fn copy_range(
     target: PathBuf,
     offset: u64,
 ) -> PyResult<()> {
-    detach::detached(py, |watch| write::copy_range(&source, start, size, &target, offset, watch))
+    detach::guarded(py, || {
+        detach::detached(py, |watch| write::copy_range(&source, start, size, &target, offset, watch))
+    })
 }
 
 /// Converts the elements of one array into another, with all threads.
@@ -91,27 +99,32 @@ pub fn cast_into(
     py: Python<'_>,
     source: PyReadonlyArray1<'_, u8>,
     source_dtype: &str,
-    mut target: Bound<'_, PyUntypedArray>,
+    target: Bound<'_, PyUntypedArray>,
     target_dtype: &str,
 ) -> PyResult<()> {
-    let how = dtype_of(py, source_dtype)
-        .and_then(|from| Ok((from, dtype_of(py, target_dtype)?)))
-        .and_then(|(from, to)| Cast::between(from, to).map_err(|e| errors::raise(py, &e)))?;
-    let src = source.as_slice()?;
-    let Some(dst) = buffer::bytes_mut(&mut target) else {
-        return Err(errors::raise(py, &Error::new(Kind::Internal, "an array that cannot be written as one block")));
-    };
-    detach::detached(py, |watch| cast::cast(how, src, dst, watch))
+    detach::guarded(py, || {
+        let how = dtype_of(py, source_dtype)
+            .and_then(|from| Ok((from, dtype_of(py, target_dtype)?)))
+            .and_then(|(from, to)| Cast::between(from, to).map_err(|e| errors::raise(py, &e)))?;
+        let src = source.as_slice()?;
+        let mut dst = buffer::Claim::new(&target, "target")?;
+        if dst.overlaps(src) {
+            return Err(errors::raise(py, &Error::new(Kind::Argument, "target: shares memory with the source")));
+        }
+        detach::detached(py, |watch| cast::cast(how, src, dst.as_mut(), watch))
+    })
 }
 
 /// How many finite values of an array become infinite (NaN, where there is no infinity) as another type.
 #[pyfunction]
 pub fn count_overflows(py: Python<'_>, array: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<u64> {
-    let (bytes, from): (PyReadonlyArray1<'_, u8>, String) = helper(py, "elements")?.call1((array,))?.extract()?;
-    let (_, to): (Bound<'_, PyAny>, String) = helper(py, "dtype")?.call1((dtype,))?.extract()?;
-    let (from, to) = (dtype_of(py, &from)?, dtype_of(py, &to)?);
-    let bytes = bytes.as_slice()?;
-    detach::detached(py, |watch| scan::count_overflows(from, to, bytes, watch))
+    detach::guarded(py, || {
+        let (bytes, from): (PyReadonlyArray1<'_, u8>, String) = helper(py, "elements")?.call1((array,))?.extract()?;
+        let (_, to): (Bound<'_, PyAny>, String) = helper(py, "dtype")?.call1((dtype,))?.extract()?;
+        let (from, to) = (dtype_of(py, &from)?, dtype_of(py, &to)?);
+        let bytes = bytes.as_slice()?;
+        detach::detached(py, |watch| scan::count_overflows(from, to, bytes, watch))
+    })
 }
 
 /// `Rows.scan`: a look at every value of a group.
