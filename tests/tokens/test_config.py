@@ -138,6 +138,14 @@ def test_a_missing_cache_is_missing(in_golden, tmp_path) -> None:
     assert len(config.open("a")) == 30
 
 
+def hub(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
+    """A hub whose datasets are all at this commit."""
+    module = types.ModuleType("huggingface_hub")
+    info = types.SimpleNamespace(sha=commit)
+    module.HfApi = lambda: types.SimpleNamespace(dataset_info=lambda name, revision, timeout: info)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+
+
 def test_datasets_of_the_hub_come_through_their_library(monkeypatch, in_golden, tmp_path) -> None:
     """The library is stood in for: what it is asked for, shard by shard, is what is built."""
     asked: list[Any] = []
@@ -156,8 +164,9 @@ def test_datasets_of_the_hub_come_through_their_library(monkeypatch, in_golden, 
 
     module = types.ModuleType("datasets")
     module.load_dataset = load_dataset
-    module.exceptions = types.SimpleNamespace(DatasetsError=RuntimeError)
+    module.get_dataset_split_names = lambda path, config_name, revision: ["train", "test"]
     monkeypatch.setitem(sys.modules, "datasets", module)
+    hub(monkeypatch, "a" * 40)
     source = tokens.HfDatasetSourceConfig(id="owner/name", name="small")
     config = tokens.LmDataConfig(
         tokenizer=LLAMA, cache_dir=str(tmp_path / "caches"), components={"hub": tokens.DatasetComponent(source=source)}
@@ -165,7 +174,7 @@ def test_datasets_of_the_hub_come_through_their_library(monkeypatch, in_golden, 
     (plan,) = config.build()
     assert plan.cache is not None
     assert plan.cache.ledger.shard_rows == {"00000_0": 3, "00001_1": 2}
-    assert asked[0] == ("owner/name", {"split": "train", "streaming": True, "name": "small", "revision": None})
+    assert asked[0] == ("owner/name", {"split": "train", "streaming": True, "name": "small", "revision": "a" * 40})
     assert [p.state for p in config.build()] == ["done"]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(actshard.MissingExtraError, match=r"actshard\[datasets\]"):

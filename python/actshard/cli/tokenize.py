@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,8 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
     made = []
     for plan in config.plans(components or None):
         with watching(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
-            (done,) = config.build([plan.component], splits=(plan.split,), progress=_always(watch), **options)
-        made.append(_told(done))
+            made.append(_told(config.build_plan(plan, watch, **options)))
     return made
-
-
-def _always(watch: Watch | None) -> Callable[[CachePlan], Watch | None]:
-    return lambda plan: watch
 
 
 def plans(file: Path, components: list[str] | None) -> list[dict[str, Any]]:

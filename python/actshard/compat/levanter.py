@@ -7,6 +7,10 @@ Levanter is installed they are its ``AsyncDataset`` and yield its ``GrugLmExampl
 :class:`LmExample`, which has the same attributes. Neither JAX nor TensorStore reads anything.
 
 What padding counts is what Levanter of June 2026 makes of it; ``loss_mask_padding=True`` gives the later behaviour.
+
+Configurations, components, sources and formats are those of :mod:`actshard.tokens` by Levanter's names
+(``TextLmDatasetFormat`` is :class:`actshard.tokens.TextFormat`). Where Levanter is installed its own format and source objects are
+taken too. ``NamedLmDataset`` is Levanter's own. Not here: direct and concatenated components, preferences, traces.
 """
 
 from __future__ import annotations
@@ -15,14 +19,33 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard import tokens
-from actshard.errors import ArgumentError
+from actshard._arguments import local_path
+from actshard.errors import ArgumentError, ExistsError, MissingExtraError, OutOfRangeError
+from actshard.tokens import config as configs
+from actshard.tokens import formats
+from actshard.tokens import ledger as ledgers
+from actshard.tokens.building import Build, Options
 from actshard.tokens.cache import open_cache
+from actshard.tokens.processing import WEIGHTS
+
+LmDatasetFormatBase = formats.FormatBase
+TextLmDatasetFormat = formats.TextFormat
+ChatLmDatasetFormat = formats.ChatFormat
+PrebuiltLmDatasetFormat = formats.PrebuiltFormat
+SupervisedLmDatasetFormat = formats.SupervisedFormat
+LmDatasetSourceConfigBase = configs.DatasetSourceConfigBase
+UrlDatasetSourceConfig = configs.UrlDatasetSourceConfig
+HfDatasetSourceConfig = configs.HfDatasetSourceConfig
+DatasetComponent = configs.DatasetComponent
+BlockShuffleConfig = configs.BlockShuffleConfig
+DEFAULT_LM_DATA_SHUFFLE = BlockShuffleConfig()
 
 try:
     from levanter.data import AsyncDataset
@@ -85,9 +108,18 @@ def _examples(batch: tokens.Batch) -> list[Any]:
 def _length_of(position: Any) -> int:
     """The length that a haliax axis, or an integer, stands for."""
     size = getattr(position, "size", position)
-    if not isinstance(size, int):
+    if not isinstance(size, int | np.integer) or isinstance(size, bool):
         raise ArgumentError(f"Pos: expected an axis or a length, found {type(position).__name__}")
-    return size
+    return int(size)
+
+
+def _from_start(indices: Sequence[int], most: int) -> list[int]:
+    """Indices that Levanter takes: from 0 on; negative ones are errors there."""
+    made = [int(i) for i in indices]
+    for i in made:
+        if not 0 <= i < most:
+            raise OutOfRangeError(f"index {i}: there are {most}")
+    return made
 
 
 class _Dataset(AsyncDataset):
@@ -109,11 +141,11 @@ class _Dataset(AsyncDataset):
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[Any]:
         """Some examples, in this order; the same may be asked for more than once."""
-        return self._read(list(indices)) if len(indices) else []
+        return self._read(_from_start(indices, self._count())) if len(indices) else []
 
     async def getitem_async(self, index: int) -> Any:
         """One example."""
-        return self._read([index])[0]
+        return self._read(_from_start([index], self._count()))[0]
 
 
 class TreeCache(_Dataset):
@@ -127,6 +159,54 @@ class TreeCache(_Dataset):
     def load(cache_dir: str | os.PathLike[str], exemplar: Any = None, options: Any = None) -> TreeCache:
         """Opens a finished cache; types are those on disk, so neither exemplar nor options are needed."""
         return TreeCache(open_cache(cache_dir))
+
+    @staticmethod
+    def build_or_load(cache_dir: str | os.PathLike[str], shard_source: Any, processor: Any, options: Any = None) -> Any:
+        """Opens the cache if it is there. A processor of Levanter's cannot build one here; :func:`build_lm_dataset_cache` can."""
+        if (local_path(cache_dir, "cache_dir") / ledgers.NAME).exists():
+            return TreeCache.load(cache_dir)
+        raise ArgumentError(
+            "cache_dir: there is no cache, and processors of Levanter run in Levanter only", path=cache_dir
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Always: others cannot be loaded."""
+        return True
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each shard holds its own arrays."""
+        return self.ledger.layout == ledgers.SHARDED
+
+    @property
+    def store(self) -> Any:
+        """Levanter's own store of the same files, read by TensorStore."""
+        return self._levanters().store
+
+    def jagged_array_tree(self) -> Any:
+        """Levanter's own arrays of the same files, read by TensorStore; Levanter's own datasets ask for them."""
+        return self._levanters().jagged_array_tree()
+
+    def _levanters(self) -> Any:
+        try:
+            from levanter.store.cache import TreeCache as Theirs
+        except ImportError as error:
+            raise MissingExtraError(
+                "Levanter's own arrays need Levanter, which is not installed", path=self.cache.path
+            ) from error
+        made: dict[str, Any] = {}
+        for name in self.cache.fields:
+            *above, last = name.split("/")
+            place = made
+            for part in above:
+                place = place.setdefault(part, {})
+            place[last] = np.zeros(0, self.cache.dtype(name))
+        return Theirs.load(str(self.cache.path), made)
+
+    def flat_field_num_rows(self, field: str) -> int:
+        """Rows of a field."""
+        return len(self.cache.view(field))
 
     def _count(self) -> int:
         return len(self.cache)
@@ -143,13 +223,13 @@ class TreeCache(_Dataset):
     def __getitem__(self, item: int | slice) -> Any:
         if isinstance(item, slice):
             return self.cache.rows(range(*item.indices(len(self.cache))))
-        return self.cache[item]
+        return self.cache[_from_start([item], len(self))[0]]
 
     def get_batch_sync(self, indices_or_slice: Sequence[int] | slice, *, timeout: float | None = None) -> Sequence[Any]:
         """Rows, at once."""
         if isinstance(indices_or_slice, slice):
             indices_or_slice = range(*indices_or_slice.indices(len(self.cache)))
-        return self.cache.rows(list(indices_or_slice))
+        return self.cache.rows(_from_start(indices_or_slice, len(self)))
 
     def flat_field_length(self, field: str) -> int:
         """Elements of all rows of a field."""
@@ -170,7 +250,7 @@ def _cache(given: Any) -> tokens.TokenCache:
 
 
 class TokenSeqDataset(_Dataset):
-    """Windows: dicts of ``input_ids`` and, if asked for, ``loss_weights``."""
+    """Windows: dicts of ``input_ids`` and, if asked for, ``loss_weights``, of the types that are stored."""
 
     def __init__(self, doc_cache: Any, seq_len: int, loss_weights_key: str | None = None) -> None:
         self.doc_cache = doc_cache
@@ -182,11 +262,16 @@ class TokenSeqDataset(_Dataset):
         return len(self.windows)
 
     def _read(self, indices: Sequence[int]) -> list[Any]:
-        made: list[dict[str, Any]] = [{"input_ids": row} for row in self.windows.get_batch(indices)]
+        starts = self.windows.starts(indices).tolist()
+        made = [{"input_ids": row} for row in self._ranges(self.windows.input_ids_key, starts)]
         if self.loss_weights_key is not None:
-            for one, weights in zip(made, self.windows.weights(indices), strict=True):
+            for one, weights in zip(made, self._ranges(self.loss_weights_key, starts), strict=True):
                 one["loss_weights"] = weights
         return made
+
+    def _ranges(self, field: str, starts: list[int]) -> list[NDArray[Any]]:
+        view = self.windows.cache.view(field)
+        return [np.array(view.elements(start, start + self.seq_len)) for start in starts]
 
 
 class _Examples(_Dataset):
@@ -290,3 +375,178 @@ class PrebuiltLmDataset(_Examples):
             eos_id=eos_id,
             block_cross_document_attention=block_cross_document_attention,
         )
+
+
+class _Training(_Dataset):
+    """The mixture that a configuration trains on."""
+
+    def __init__(self, mixture: tokens.Mixture) -> None:
+        self.mixture = mixture
+
+    def _count(self) -> int:
+        return len(self.mixture) if self.mixture.is_finite else 1 << 62
+
+    async def async_len(self) -> int:
+        return len(self.mixture)
+
+    def is_finite(self) -> bool:
+        return self.mixture.is_finite
+
+    def _read(self, indices: Sequence[int]) -> list[Any]:
+        return _examples(self.mixture.get_batch(indices))
+
+
+class _Prepared(_Examples):
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+
+@dataclass(frozen=True)
+class LmDataConfig(tokens.LmDataConfig):
+    """Levanter's ``data:`` block, with Levanter's signatures; see :class:`actshard.tokens.LmDataConfig`.
+
+    Padding counts as in Levanter of June 2026 unless ``loss_mask_padding=True``.
+    """
+
+    loss_mask_padding: bool = False
+
+    def train_set(self, Pos: Any, batch_schedule: Any, *, key: Any = 0) -> Any:  # noqa: N803
+        """The mixture, as an asynchronous dataset. ``batch_schedule`` is a batch size, or Levanter's schedule of a constant one."""
+        size = _batch_size(batch_schedule)
+        return _Training(super().train_set(_length_of(Pos), size, key=key))
+
+    def train_sets(
+        self,
+        Pos: Any,  # noqa: N803 -- Levanter's name
+        *,
+        initial_batch_size: int | None = None,
+        key: Any = 0,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Components' training examples; asynchronous datasets, unless :meth:`train_set` asks."""
+        made = super().train_sets(_length_of(Pos), key=key, batch_size=batch_size or initial_batch_size)
+        return made if batch_size is not None else {name: _Prepared(one) for name, one in made.items()}
+
+    def validation_sets(self, Pos: Any) -> Any:  # noqa: N803
+        """Components' validation examples, as asynchronous datasets."""
+        return {name: _Prepared(one) for name, one in super().validation_sets(_length_of(Pos)).items()}
+
+    def build_caches(self, split: str) -> dict[str, TreeCache]:
+        """Builds what is missing of a split, and opens all of it."""
+        made = self.build(splits=(split,)) if self.auto_build_caches else [p for p in self.plans() if p.split == split]
+        found = {}
+        for plan in made:
+            wanted = split != "train" or self._has_weight(plan.component)
+            if wanted:
+                found[plan.component] = TreeCache(plan.cache or open_cache(plan.path))
+        return found
+
+
+def _batch_size(schedule: Any) -> int:
+    at = getattr(schedule, "batch_size_at_step", None)
+    if at is None:
+        if isinstance(schedule, bool) or not isinstance(schedule, int | np.integer) or schedule < 1:
+            raise ArgumentError(f"batch_schedule: expected a batch size, found {schedule!r}")
+        return int(schedule)
+    if not isinstance(getattr(schedule, "schedule", 0), int):
+        raise ArgumentError("batch_schedule: schedules that change the batch size are not supported")
+    return int(at(0))
+
+
+def dataset_for_component(
+    component: Any,
+    Pos: Any,  # noqa: N803 -- Levanter's name
+    cache: Any,
+    *,
+    eos_id: int | None,
+    block_cross_document_attention: bool,
+    loss_mask_padding: bool = False,
+) -> Any:
+    """The examples of a component, as an asynchronous dataset; ``cache`` is a :class:`TreeCache`."""
+    form, apart = formats.as_format(component.format), block_cross_document_attention
+    if isinstance(form, formats.PrebuiltFormat):
+        return PrebuiltLmDataset(
+            cache,
+            Pos,
+            input_ids_key=form.input_ids_key,
+            loss_weights_key=form.loss_weights_key,
+            loss_weight_transform=form.loss_weight_transform,
+            eos_id=eos_id,
+            block_cross_document_attention=apart,
+        )
+    if isinstance(form, formats.TextFormat | formats.SupervisedFormat) and not component.pack:
+        weights = WEIGHTS if isinstance(form, formats.SupervisedFormat) else None
+        windows = TokenSeqDataset(cache, _length_of(Pos), weights)
+        return CausalLmDataset(windows, Pos, eos_id=eos_id, block_cross_document_attention=apart)
+    made = DatasetComponent(format=form, pack=component.pack)
+    return _Prepared(
+        tokens.dataset_for_component(
+            made,
+            _cache(cache),
+            _length_of(Pos),
+            eos_id=eos_id,
+            block_cross_document_attention=apart,
+            loss_mask_padding=loss_mask_padding,
+        )
+    )
+
+
+def build_lm_dataset_cache(
+    cache_dir: str | os.PathLike[str],
+    source: Any,
+    format: Any,
+    tokenizer: Any,
+    options: Any = None,
+    enforce_eos: bool = True,
+) -> TreeCache:
+    """Builds a cache, or opens the one that is there.
+
+    Args:
+        cache_dir: the folder.
+        source: what :func:`actshard.tokens.build_cache` takes, or one of Levanter's sources of shards.
+        format: a format, of here or of Levanter.
+        tokenizer: what :func:`actshard.tokens.load_tokenizer` takes, or Levanter's.
+        options: Levanter's; they do not change what is built, and are not used.
+        enforce_eos: whether texts end in eos.
+    """
+    if hasattr(source, "shard_names") and hasattr(source, "open_shard"):
+
+        def shard(name: str) -> tokens.RowSource:
+            return tokens.RowSource(name, lambda: source.open_shard(name))
+
+        source = [shard(name) for name in source.shard_names]
+    return TreeCache(tokens.build_cache(source, cache_dir, tokenizer, format, enforce_eos=enforce_eos))
+
+
+def load_lm_dataset_cache(
+    cache_dir: str | os.PathLike[str], format: Any, tokenizer: Any, enforce_eos: bool = True
+) -> TreeCache:
+    """Opens a cache that is there, if it was built with this tokenizer and format.
+
+    Raises:
+        MissingFileError: there is none.
+        ExistsError: it was built otherwise; the message says how.
+    """
+    cache = open_cache(cache_dir)
+    build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, Options(enforce_eos=enforce_eos))
+    expected, found = build.process.metadata(), cache.ledger.preprocessor
+    for key, value in expected.items():
+        if found and found.get(key) != value:
+            raise ExistsError(f"was built with {key} {found.get(key)!r} in place of {value!r}", path=cache.path)
+    return TreeCache(cache)
+
+
+def cached_token_count(cache_path: str | os.PathLike[str], field: str = "input_ids") -> int:
+    """Tokens of a finished cache."""
+    return open_cache(Path(cache_path)).view(field).num_elements
+
+
+try:
+    from levanter.data.text import NamedLmDataset
+except ImportError:
+
+    class NamedLmDataset:  # type: ignore[no-redef]
+        """Levanter's wrapper of examples into named arrays, which needs Levanter."""
+
+        def __init__(self, dataset: Any, Pos: Any) -> None:  # noqa: N803 -- Levanter's name
+            raise MissingExtraError("NamedLmDataset makes arrays of haliax: it needs Levanter, which is not installed")

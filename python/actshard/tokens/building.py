@@ -1,8 +1,8 @@
 """``build_cache``: from files of records to a token cache.
 
-Each file becomes a shard, a cache of its own, in a folder below the cache's; a build that is interrupted goes on with the shards it
-has. In the end the shards are put together (*consolidated*: one array per field, by copying bytes) or stay what they are
-(*sharded*), and the ledger is written. Nothing is a cache before that.
+Each file becomes a shard, a cache of its own, in the working folder (`placing.py`). An interrupted build continues
+with the shards it has. In the end the shards are put together (*consolidated*: one array per field, by copying bytes) or stay
+what they are (*sharded*), the ledger is written, and all of it is put in its place. Nothing is a cache before that.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,18 +28,19 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from actshard import _native, errors
-from actshard.errors import ArgumentError, DtypeError, ExistsError, InternalError, from_os
-from actshard.tokens import formats, shards
+from actshard._arguments import local_path
+from actshard.errors import ArgumentError, DtypeError, ExistsError, InternalError
+from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
-from actshard.tokens.cache import WORK, TokenCache, open_cache
-from actshard.tokens.formats import Format, PrebuiltFormat
+from actshard.tokens.cache import TokenCache, open_cache
+from actshard.tokens.formats import ChatFormat, FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import CONSOLIDATED, OURS, SHARDED, Ledger
-from actshard.tokens.processing import Processor, processor
+from actshard.tokens.processing import ChatProcessor, Processor, processor
 from actshard.tokens.shards import Counts, Task, build_shard
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.writing import FieldWriters, checked_storage
-from actshard.writing.work import Lock
+from actshard.writing.work import write_json
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
@@ -74,7 +77,7 @@ def build_cache(
     sources: str | os.PathLike[str] | Iterable[Any],
     out: str | os.PathLike[str],
     tokenizer: Any = None,
-    format: Format | Mapping[str, Any] | str | None = None,
+    format: FormatBase | Mapping[str, Any] | str | None = None,
     *,
     layout: str = CONSOLIDATED,
     storage: str = "plain",
@@ -107,7 +110,8 @@ def build_cache(
         on_error: ``"raise"``, or ``"skip"``: records that cannot be used are left out, counted in the ledger and warned of.
         jobs: processes; as many as processors and files if not given.
         keep_shards: leave the shards of a consolidated cache beside it, as Levanter does.
-        overwrite: replace a cache that was built otherwise.
+        overwrite: replace a cache that was built otherwise. It stays readable until the new one is whole. Only what its ledger
+            names is removed: other files and caches in the folder stay.
         progress: called with :class:`Progress` now and then.
 
     Returns:
@@ -115,7 +119,8 @@ def build_cache(
 
     Raises:
         FormatError: a record that cannot be used; the message names file and line.
-        ExistsError: a cache that was built otherwise is there; the message says how it differs.
+        ExistsError: a cache that was built otherwise is there; the message says how it differs. Or other files stand where
+            the cache's would be.
         LockedError: another process is building it.
         MissingFileError, ArgumentError, MissingExtraError: sources, options or libraries that are not there.
     """
@@ -166,11 +171,11 @@ class Build:
         sources: str | os.PathLike[str] | Iterable[Any],
         out: str | os.PathLike[str],
         tokenizer: Any,
-        format: Format | Mapping[str, Any] | str | None,
+        format: FormatBase | Mapping[str, Any] | str | None,
         options: Options,
         progress: Watch | None = None,
     ) -> None:
-        self.out = Path(os.path.abspath(Path(out).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
+        self.out = local_path(out, "out")
         self.layout, self.storage = options.layout, options.storage
         self.skip, self.jobs = options.on_error == "skip", options.jobs
         self.keep_shards, self.overwrite = options.keep_shards, options.overwrite
@@ -192,6 +197,8 @@ class Build:
         self._counts: dict[str, Counts] = {}
         self._done: dict[str, Ledger] = {}
         self._pending_bytes = 0
+        self._files_done = 0
+        self._now: tuple[Any, ...] | None = None
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -204,7 +211,8 @@ class Build:
         }
 
     def _identity(self, source: AnySource) -> str:
-        return _digest({"settings": self._settings, "source": source.identity(), "storage": self._shard_storage})
+        made = {"settings": self._settings, "source": source.identity(), "storage": self._shard_storage}
+        return _digest(made | {"now": self._now} if self._tells_time else made)
 
     @property
     def _shard_storage(self) -> str:
@@ -227,31 +235,53 @@ class Build:
 
     def run(self) -> TokenCache:
         """Builds what is not there."""
-        if not self._is_finished():
-            work = self.out / WORK
-            try:
-                work.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise from_os(error, self.out, "make") from error
-            lock = Lock(work)
-            lock.take()
-            try:
-                if not self._is_finished():  # another process may have been faster
-                    self._build(work)
-            finally:
-                lock.release()
-        self._clean()
+        if self._is_finished():
+            self._clean()
+        else:
+            self._make()
         self._warn()
         return open_cache(self.out)
 
+    def _make(self) -> None:
+        work = self.out / placing.WORK
+        lock = placing.take_lock(work)
+        try:
+            placing.recover(self.out, work)
+            if not self._is_finished():  # another process may have been faster
+                self._build(work)
+            placing.clear(work)
+        finally:
+            placing.clear_if_idle(work)
+            lock.release()
+
+    def _clean(self) -> None:
+        """Removes what a build of this same cache left that was killed when the cache was there already."""
+        work = self.out / placing.WORK
+        if not os.path.lexists(work):
+            return
+        try:
+            lock = placing.take_lock(work)
+        except errors.ActshardError:  # somebody is at work, or this is not ours to write
+            return
+        try:
+            mine = placing.read_state(work).get("cache") in (None, _digest(self._whole_identity()))
+            if mine and self._is_finished():
+                placing.clear(work)
+        finally:
+            lock.release()
+
     def _is_finished(self) -> bool:
-        if not (self.out / ledgers.NAME).exists():
+        """Whether the cache is there. Nothing is changed.
+
+        Raises:
+            ExistsError: another one is there, and is not to be replaced.
+        """
+        if not os.path.lexists(self.out / ledgers.NAME):
             return False
         try:
             ledger = ledgers.read(self.out)
         except errors.ActshardError as error:
             if self.overwrite:
-                self._remove_all()
                 return False
             raise ExistsError(
                 f"a cache is here that cannot be read ({error.detail}); overwrite=True replaces it", path=self.out
@@ -264,7 +294,6 @@ class Build:
             return True
         if not self.overwrite:
             raise ExistsError(f"a finished cache is here that {differs}; overwrite=True replaces it", path=self.out)
-        self._remove_all()
         return False
 
     def _difference(self, ledger: Ledger, own: dict[str, Any] | None) -> str | None:
@@ -288,32 +317,70 @@ class Build:
                 return what.get(key, f"has the {key} {own.get(key)} in place of {said}")
         return None
 
-    def _remove_all(self) -> None:
-        (self.out / ledgers.NAME).unlink(missing_ok=True)
-        for entry in self.out.iterdir():
-            if entry.name != WORK and entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
+    def _entries(self, names: list[str]) -> list[str]:
+        """Entries of the finished cache's folder, but the ledger."""
+        fields = list(dict.fromkeys(name.split("/")[0] for name in names))
+        kept = [source.shard for source in self.sources] if self.keep_shards or self.layout == SHARDED else []
+        return kept if self.layout == SHARDED else fields + kept
+
+    def _refuse_foreign(self, names: list[str]) -> None:
+        """Refuses what stands in the way before hours are spent on what could not be put in its place."""
+        try:
+            mine = placing.owned(self.out)
+        except errors.ActshardError as error:
+            raise ExistsError(
+                f"a cache is here whose ledger cannot be read ({error.detail}), so that it is not known what belongs to it; "
+                "remove the folder, or choose another",
+                path=self.out,
+            ) from error
+        arrays = [f"{name}/{part}" for name in names for part in ("offsets", "data")]
+        shards_kept = [entry for entry in self._entries(names) if entry in {source.shard for source in self.sources}]
+        inner = [f"{shard}/{path}" for shard in shards_kept for path in (ledgers.NAME, *arrays)]
+        placing.refuse_foreign(self.out, [ledgers.NAME, *(arrays if self.layout == CONSOLIDATED else []), *inner], mine)
+
+    def _begin(self, work: Path) -> tuple[Any, ...] | None:
+        """Makes the working folder ready; the time that chat templates see: that of the build's first beginning."""
+        settings, cache = _digest(self._settings), _digest(self._whole_identity())
+        said = placing.read_state(work)
+        now = said.get("now") if said.get("settings") == settings else None
+        if not _is_time(now):
+            # The name of the time zone and its offset too, which templates may ask for.
+            here = time.localtime()
+            now = [*here, here.tm_zone, here.tm_gmtoff]
+        state = {"actshard": 1, "settings": settings, "cache": cache, "now": now}
+        if state != said:
+            write_json(work / placing.STATE, state)
+        shards_of_this = {source.shard for source in self.sources}
+        for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.STATE, placing.NEW)]:
+            placing.remove(entry)
+        placing.make(work / placing.NEW)
+        for entry in [e for e in (work / placing.NEW).iterdir() if e.name not in shards_of_this]:
+            placing.remove(entry)
+        return tuple(now) if isinstance(now, list) and isinstance(self.format, ChatFormat) else None
 
     def _build(self, work: Path) -> None:
-        self.built = True
         names = list(self.process.fields)
-        for leftover in work.iterdir():
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
+        with placing.os_errors(self.out, "build the cache at"):
+            self._refuse_foreign(names)
+            self._now = self._begin(work)
+        self.built = True
+        self._warn_of_no_eos()
+        new = work / placing.NEW
         pending: list[tuple[AnySource, Task]] = []
         for source in self.sources:
-            folder = self.out / source.shard
+            folder = new / source.shard
             identity = self._identity(source)
             done = shards.finished(folder, identity, names)
             if done is not None:
                 self._done[source.shard] = done
                 continue
-            shutil.rmtree(folder, ignore_errors=True)
-            # Of this process alone: what a killed one was writing is nobody's.
-            staged = work / f"{source.shard}.{os.getpid()}"
-            task = Task(folder, staged, identity, self._shard_storage, self.skip, self._copies)
+            placing.remove(folder)
+            # Of this process alone: a worker of a killed build may still be ending.
+            staged = work / "staged" / f"{source.shard}.{os.getpid()}"
+            task = Task(folder, staged, identity, self._shard_storage, self.skip, self._copies, self._now)
             pending.append((source, task))
         self._pending_bytes = sum(source.size() for source, _ in pending)
+        self._files_done = len(self._done)
         self._build_shards(pending)
         for source, task in pending:
             done = shards.finished(task.folder, task.identity, names)
@@ -321,6 +388,23 @@ class Build:
                 raise InternalError(f"shard {source.shard} is not there after it was built", path=task.folder)
             self._done[source.shard] = done
         self._finish(work, names)
+
+    @property
+    def _tells_time(self) -> bool:
+        """Whether rows depend on when they are made."""
+        return isinstance(self.process, ChatProcessor) and "strftime_now" in self.process.template
+
+    def _warn_of_no_eos(self) -> None:
+        known = self.tokenizer is None or self.tokenizer.eos_id is not None or self.tokenizer.backend is None
+        if known or not self.options["enforce_eos"] or not isinstance(self.format, TextFormat | SupervisedFormat):
+            return
+        warnings.warn(
+            f"{self.out}: the tokenizer names no eos token, so documents are stored without one and their borders are lost in "
+            "windows; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); enforce_eos=False "
+            "if that is meant",
+            errors.ActshardWarning,
+            stacklevel=6,
+        )
 
     def _build_shards(self, pending: list[tuple[AnySource, Task]]) -> None:
         files = [(source, task) for source, task in pending if isinstance(source, Source)]
@@ -335,6 +419,7 @@ class Build:
                     self._report()
 
                 build_shard(source, self.process, task, tell)
+                self._files_done += 1
             return
         _Workers(self, jobs, max(1, processors // jobs)).run(files)
 
@@ -342,11 +427,10 @@ class Build:
         if self._tell is None:
             return
         counts = self._counts.values()
-        done = sum(1 for s in self.sources if (self.out / s.shard / ledgers.NAME).exists())
         self._tell(
             Progress(
                 files=len(self.sources),
-                files_done=len(self.sources) if stage != "tokenizing" else done,
+                files_done=len(self.sources) if stage != "tokenizing" else self._files_done,
                 rows=sum(c.rows for c in counts),
                 tokens=sum(c.tokens for c in counts),
                 bytes=sum(c.bytes for c in counts),
@@ -371,9 +455,13 @@ class Build:
         counts_of = {
             shard: {name: ledger.field_counts.get(name, 0) for name in sorted(names)} for shard, ledger in done.items()
         }
+        if self._tells_time and self._now is not None:
+            own["now"] = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.struct_time(self._now))
+        new = work / placing.NEW
         if self.layout == CONSOLIDATED:
             self._report("consolidating")
-            self._consolidate(work, names)
+            with placing.os_errors(work, "put shards together in"):
+                self._consolidate(work, names)
         Ledger(
             total_num_rows=sum(rows.values()),
             shard_rows=rows,
@@ -384,42 +472,30 @@ class Build:
             layout=self.layout,
             metadata={"preprocessor_metadata": self.process.metadata()},
             extra={OURS: own},
-        ).write(self.out)
+        ).write(new)
+        placing.swap(self.out, work, placing.NEW, [*self._entries(names), ledgers.NAME])
 
     def _consolidate(self, work: Path, names: list[str]) -> None:
         """One array per field out of those of all shards: stored numbers are copied, the files of an only shard are linked."""
-        merged = work / "merged"
+        merged, new = work / "merged", work / placing.NEW
         filled = [source.shard for source in self.sources if self._done[source.shard].total_num_rows]
-        if len(filled) == 1 and self.storage == "plain" and _linked(self.out / filled[0], merged, names):
+        if len(filled) == 1 and self.storage == "plain" and _linked(new / filled[0], merged, names):
             pass
         else:
             writers = FieldWriters(merged, self.process.fields, self.storage)
             cache = _native.BlockCache(0)
             for name in names:
                 for shard in filled:
-                    writers.extend(name, _native.TokenField([(self.out / shard / name, None)], "mmap", cache))
+                    writers.extend(name, _native.TokenField([(new / shard / name, None)], "mmap", cache))
             writers.finish()
-        for name in names:
-            target = self.out / name
-            shutil.rmtree(target, ignore_errors=True)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (merged / name).rename(target)
-        ledgers.sync_folder(self.out)
-
-    def _clean(self) -> None:
-        """Removes what a finished cache does not need."""
-        shutil.rmtree(self.out / WORK, ignore_errors=True)
-        if self.layout == CONSOLIDATED and not self.keep_shards:
-            for source in self.sources:
-                folder = self.out / source.shard
-                if (folder / ledgers.NAME).is_file() and _is_ours(folder):
-                    shutil.rmtree(folder, ignore_errors=True)
+        placing.sync_tree(merged)
+        for entry in sorted(merged.iterdir()):
+            entry.rename(new / entry.name)
+        ledgers.sync_folder(new)
 
     def _warn(self) -> None:
         if not self.skipped:
             return
-        import warnings
-
         total = sum(self.skipped.values())
         first = f"; the first: {self.problems[0]}" if self.problems else ""
         warnings.warn(
@@ -427,13 +503,6 @@ class Build:
             errors.ActshardWarning,
             stacklevel=4,
         )
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        return OURS in ledgers.read(folder).extra
-    except errors.ActshardError:
-        return False
 
 
 def _linked(source: Path, target: Path, names: list[str]) -> bool:
@@ -461,6 +530,14 @@ def _id_dtype(dtype: DTypeLike | None) -> str | None:
     if name not in ID_DTYPES:
         raise DtypeError(f"dtype: token ids are stored as {', '.join(ID_DTYPES)}, not {name}")
     return name
+
+
+def _is_time(value: Any) -> bool:
+    """Whether this is what ``time.struct_time`` is made of."""
+    try:
+        return isinstance(value, list) and len(value) == 11 and bool(time.strftime("%c", time.struct_time(value)))
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def _digest(value: Any) -> str:
@@ -553,6 +630,7 @@ class _Workers:
                 with suppress(OSError):
                     process.stdin.close()
             status = process.wait()
+            self._build._files_done += status == 0
             if status:
                 raise InternalError(
                     f"the process that built shard {shard} ended with status {status}", path=self._build.out

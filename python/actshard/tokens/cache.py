@@ -26,10 +26,9 @@ from actshard.errors import (
 from actshard.opening import network_io
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
+from actshard.tokens.placing import WORK, os_errors
 
 TOKENS = "input_ids"
-WORK = ".actshard-build"
-"""Where a build stages what it makes."""
 _SHARD = re.compile(r"\d{5}_")
 _DEPTH = 3
 """How far below a path its only cache may lie to be opened by it: ``cache/web/train``."""
@@ -50,10 +49,12 @@ def is_cache(path: str | os.PathLike[str]) -> bool:
 def find(path: str | os.PathLike[str]) -> Path:
     """The cache that a path stands for: itself, or the only split below it."""
     root = _arguments.local_path(path)
-    if (root / ledgers.NAME).exists():
-        return root
-    below = _below(root)
-    if (root / WORK).exists() or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
+    with os_errors(root, "look into"):
+        if (root / ledgers.NAME).exists():
+            return root
+        working = (root / WORK).exists()
+        below = _below(root)
+    if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(
             f"holds shards of a token cache, but no {ledgers.NAME}: its build was interrupted, or is at work; build it again",
             path=root,

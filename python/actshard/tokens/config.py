@@ -5,18 +5,31 @@ Field names, defaults and places of caches are Levanter's, so that one file serv
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import ActshardWarning, ArgumentError, FormatError, MissingExtraError, MissingFileError
+from actshard._arguments import local_path
+from actshard.errors import (
+    ActshardWarning,
+    ArgumentError,
+    ArgumentTypeError,
+    FormatError,
+    MissingExtraError,
+    MissingFileError,
+    from_os,
+)
 from actshard.formats._json import show
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.building import Build, Options, Watch
@@ -29,14 +42,19 @@ from actshard.tokens.examples import (
     TokenSeqDataset,
 )
 from actshard.tokens.formats import (
+    FORMATS,
     ChatFormat,
-    Format,
+    FormatBase,
     PrebuiltFormat,
     SupervisedFormat,
     TextFormat,
     as_format,
+    check_pack,
+    check_types,
     known,
     nearest,
+    of_levanter,
+    within,
 )
 from actshard.tokens.orders import (
     DEFAULT_IO_BLOCK,
@@ -59,19 +77,31 @@ SPLITS = ("train", "validation")
 _OPTIONS = [f.name for f in fields(Options) if f.name != "enforce_eos"]
 
 
+class DatasetSourceConfigBase(ABC):
+    """Where a component's records come from."""
+
+    @abstractmethod
+    def sources(self, split: str) -> list[Any]:
+        """What :func:`build_cache` takes; empty if there is none of the split."""
+
+
 @dataclass(frozen=True)
-class UrlDatasetSourceConfig:
+class UrlDatasetSourceConfig(DatasetSourceConfigBase):
     """Files of records.
 
     Attributes:
         train_urls, validation_urls: paths and globs of each split.
-        tags, cache_dir: as in Levanter; the component's own are what counts.
+        tags, cache_dir, format: as in Levanter; the component's own are what counts.
     """
 
     train_urls: tuple[str, ...] = ()
     validation_urls: tuple[str, ...] = ()
     tags: tuple[str, ...] | None = None
     cache_dir: str | None = None
+    format: FormatBase = field(default_factory=TextFormat)
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     def sources(self, split: str) -> list[Any]:
         """What :func:`build_cache` takes; empty if there is none of the split."""
@@ -79,14 +109,15 @@ class UrlDatasetSourceConfig:
 
 
 @dataclass(frozen=True)
-class HfDatasetSourceConfig:
+class HfDatasetSourceConfig(DatasetSourceConfigBase):
     """A dataset of the Hugging Face hub, through the ``datasets`` library (extra ``datasets``).
 
     Attributes:
-        id, name, revision: of the dataset.
+        id, name, revision: of the dataset. A branch, a tag or no revision is resolved to its commit when a build begins: caches of
+            one commit are not continued with another's records.
         stream: read while downloading.
         splits: those it has; None: all.
-        tags, cache_dir: as in Levanter.
+        tags, cache_dir, format: as in Levanter; the component's own are what counts.
     """
 
     id: str
@@ -96,27 +127,38 @@ class HfDatasetSourceConfig:
     splits: tuple[str, ...] | None = None
     tags: tuple[str, ...] | None = None
     cache_dir: str | None = None
+    format: FormatBase = field(default_factory=TextFormat)
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     def sources(self, split: str) -> list[Any]:
-        """A source for each of the dataset's shards; empty if it has no such split."""
+        """A source for each of the dataset's shards; empty if it has no such split.
+
+        Raises:
+            FormatError: the library cannot load it; the message says why.
+            MissingExtraError: the library is not installed.
+        """
         if self.splits is not None and split not in self.splits:
             return []
         try:
             import datasets
         except ImportError as error:
             raise MissingExtraError.of(f"the dataset {self.id} of the Hugging Face hub", "datasets") from error
-        options = {"name": self.name, "revision": self.revision}
+        version = self._version()
+        revision = self.revision if Path(self.id).is_dir() else version or self.revision
+
+        def names() -> Any:
+            return datasets.get_dataset_split_names(self.id, config_name=self.name, revision=revision)
 
         def load() -> Any:
+            options = {"name": self.name, "revision": revision}
             return datasets.load_dataset(self.id, split=split, streaming=self.stream, **options)
 
-        try:
-            dataset = load()
-        except ValueError:  # there is no such split
+        if split not in self._asked(names):
             return []
-        except (OSError, datasets.exceptions.DatasetsError) as error:
-            raise FormatError(f"the datasets library cannot load {self.id}: {error}") from error
-        told = f"{self.id}/{self.name}/{self.revision}/{split}"
+        dataset = self._asked(load)
+        told = f"{self.id}/{self.name}/{version or self.revision}/{split}"
         shards = getattr(dataset, "num_shards", None) if self.stream else None
         if not shards or not hasattr(dataset, "shard"):
             return [RowSource("data", load, told=told)]
@@ -126,8 +168,41 @@ class HfDatasetSourceConfig:
 
         return [RowSource(str(i), part(i), told=f"{told}/{i}") for i in range(shards)]
 
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        try:
+            return ask()
+        except Exception as error:  # of the library, of those that it uses, of a dataset's own script
+            raise FormatError(
+                f"the datasets library cannot load {self.id}: {type(error).__name__}: {str(error)[:500]}"
+            ) from error
 
-Source = UrlDatasetSourceConfig | HfDatasetSourceConfig
+    def _version(self) -> str | None:
+        """The commit of the hub that is read, or a digest of a local folder's files; None if it cannot be known."""
+        folder = Path(self.id)
+        if folder.is_dir():
+            found = sorted(p for p in folder.rglob("*") if p.is_file())
+            listed = [(str(p.relative_to(folder)), (s := p.stat()).st_size, s.st_mtime_ns) for p in found]
+            return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:40]
+        if self.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.revision):
+            return self.revision
+        try:
+            from huggingface_hub import HfApi
+
+            sha = HfApi().dataset_info(self.id, revision=self.revision, timeout=30).sha
+        except Exception:  # no hub, no such dataset: loading it says so
+            sha = None
+        if not isinstance(sha, str):
+            warnings.warn(
+                f"{self.id}: its commit cannot be asked for, so a change of the dataset between two runs of a build would not be "
+                "noticed; give revision= a commit",
+                ActshardWarning,
+                stacklevel=4,
+            )
+            return None
+        return sha
+
+
+Source = DatasetSourceConfigBase
 
 
 @dataclass(frozen=True)
@@ -146,11 +221,21 @@ class DatasetComponent:
 
     source: Source | None = None
     cache_dir: str | None = None
-    format: Format = field(default_factory=TextFormat)
+    format: FormatBase = field(default_factory=TextFormat)
     pack: bool | int | str | None = None
     tags: tuple[str, ...] | None = None
     split: str = "validation"
     flat_cache: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, FormatBase):
+            object.__setattr__(self, "format", as_format(self.format))
+        if self.source is not None and not isinstance(self.source, DatasetSourceConfigBase):
+            kinds = {cls.__name__: cls for cls in (UrlDatasetSourceConfig, HfDatasetSourceConfig)}
+            theirs = of_levanter(self.source, kinds)
+            object.__setattr__(self, "source", theirs if theirs is not None else self.source)
+        check_types(self)
+        check_pack(self.pack)
 
 
 @dataclass(frozen=True)
@@ -160,6 +245,9 @@ class BlockShuffleConfig:
     io_block_size: int = DEFAULT_IO_BLOCK
     window_blocks: int = DEFAULT_WINDOW_BLOCKS
     perm_type: str = "feistel"
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
 
 @dataclass(frozen=True)
@@ -204,6 +292,9 @@ class LmDataConfig:
         max_train_batches: at most so many batches of a dataset.
         num_validation_sequences: so many examples of a dataset's training split are its validation split.
         shuffle_before_trainval_split: whether those are taken from all over it.
+        loss_mask_padding: True: padding of packed examples, and the last token before it, count nothing, as in Levanter since July
+            2026. False: they count 1 without stored weights, as in June 2026. Levanter's YAML has no such key: what it does
+            is a matter of its version.
     """
 
     tokenizer: str = "gpt2"
@@ -225,8 +316,10 @@ class LmDataConfig:
     max_train_batches: Mapping[str, int] | None = None
     num_validation_sequences: Mapping[str, int] | None = None
     shuffle_before_trainval_split: bool = True
+    loss_mask_padding: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.stop_strategy not in STOP_STRATEGIES:
             raise ArgumentError(
                 f"stop_strategy must be one of {', '.join(STOP_STRATEGIES)}, not {self.stop_strategy!r}"
@@ -234,7 +327,9 @@ class LmDataConfig:
         if self.components and self.train_weights is None:
             object.__setattr__(self, "train_weights", dict.fromkeys(self.components, 1.0))
         for weights in self._stages():
-            for name in weights:
+            for name, weight in weights.items():
+                if not 0 <= weight < float("inf"):
+                    raise ArgumentError(f"train_weights.{name}: expected a number of at least 0, found {weight}")
                 if name not in self.components:
                     raise ArgumentError(
                         f"train_weights: no component is called '{name}'{nearest(name, self.components)}"
@@ -252,8 +347,8 @@ class LmDataConfig:
             return []
         return [weights] if isinstance(weights, Mapping) else [stage for _, stage in weights]
 
-    @staticmethod
-    def from_yaml(path: str | os.PathLike[str]) -> LmDataConfig:
+    @classmethod
+    def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a YAML file: this block itself, or a trainer's configuration with a ``data:`` block.
 
         Raises:
@@ -265,24 +360,28 @@ class LmDataConfig:
             import yaml
         except ImportError as error:
             raise MissingExtraError.of("reading YAML", "tokens", path) from error
-        file = Path(path).expanduser()
-        if not file.is_file():
-            raise MissingFileError("expected a YAML file, found nothing", path=file)
+        file = local_path(path)
         try:
+            if not file.is_file():
+                raise MissingFileError("expected a YAML file, found nothing", path=file)
             made = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise FormatError(f"expected YAML: {error}", path=file) from error
+        except OSError as error:
+            if isinstance(error, MissingFileError):
+                raise
+            raise from_os(error, file, "read") from error
         if not isinstance(made, dict):
             raise FormatError(f"expected an object, found {show(made)}", path=file)
         try:
-            return LmDataConfig.from_dict(made["data"] if isinstance(made.get("data"), dict) else made)
+            return cls.from_dict(made["data"] if isinstance(made.get("data"), dict) else made)
         except ArgumentError as error:
             raise FormatError(error.detail, path=file) from error
 
-    @staticmethod
-    def from_dict(given: Mapping[str, Any]) -> LmDataConfig:
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Self:
         """What YAML says, as plain values."""
-        options = _known(given, LmDataConfig, "data")
+        options = _known(given, cls, "data")
         components = options.get("components") or {}
         if not isinstance(components, Mapping):
             raise ArgumentError(f"data.components: expected an object, found {show(components)}")
@@ -292,13 +391,14 @@ class LmDataConfig:
         options["components"] = made
         shuffle = options.get("shuffle")
         if isinstance(shuffle, Mapping):
-            options["shuffle"] = BlockShuffleConfig(**_known(shuffle, BlockShuffleConfig, "data.shuffle"))
+            where = "data.shuffle"
+            options["shuffle"] = within(where, lambda: BlockShuffleConfig(**_known(shuffle, BlockShuffleConfig, where)))
         elif shuffle is not None and not isinstance(shuffle, bool):
             raise ArgumentError(f"data.shuffle: expected true, false or a block shuffle, found {show(shuffle)}")
-        weights = options.get("train_weights")
-        if isinstance(weights, list):
-            options["train_weights"] = [(int(stage[0]), dict(stage[1])) for stage in weights]
-        return LmDataConfig(**options)
+        for name in ("cache_options", "shuffle"):
+            if options.get(name, 0) is None:
+                del options[name]  # "name:" without a value
+        return within("data", lambda: cls(**options))
 
     @cached_property
     def the_tokenizer(self) -> Tokenizer:
@@ -309,12 +409,12 @@ class LmDataConfig:
         """Where Levanter looks for a cache."""
         component = self.components[name]
         if component.cache_dir is not None:
-            root = Path(component.cache_dir)
+            root = local_path(component.cache_dir, f"components.{name}.cache_dir")
         elif self.cache_dir is not None:
-            root = Path(self.cache_dir) / name
+            root = local_path(self.cache_dir, "cache_dir") / name
         else:
             raise ArgumentError(f"component '{name}' has no cache_dir, and the configuration has none")
-        return (root if component.flat_cache else root / split).expanduser()
+        return root if component.flat_cache else root / split
 
     def _has_weight(self, name: str) -> bool:
         return any(weights.get(name, 0) > 0 for weights in self._stages())
@@ -333,8 +433,9 @@ class LmDataConfig:
                 path = self.cache_path(name, which)
                 sources = () if component.source is None else tuple(component.source.sources(which))
                 done = (path / ledgers.NAME).exists()
-                if not sources and not done and (which != "train" or component.source is not None):
-                    continue  # there is no such split, and nobody asks for it
+                asked = which == "train" and (component.source is None or self._has_weight(name))
+                if not sources and not done and not asked:
+                    continue
                 state = "done" if done else "to build" if sources else "missing"
                 made.append(CachePlan(name, which, path, sources, state))
         return made
@@ -362,22 +463,26 @@ class LmDataConfig:
         for plan in self.plans(components):
             if plan.split not in splits:
                 continue
-            if not plan.sources:
-                made.append(plan)
-                continue
-            form = self.components[plan.component].format
-            build = Build(
-                plan.sources,
-                plan.path,
-                None if isinstance(form, PrebuiltFormat) else self.the_tokenizer,
-                form,
-                Options(enforce_eos=self.enforce_eos, **known(options, _OPTIONS, "build")),
-                progress(plan) if progress is not None else None,
-            )
-            cache = build.run()
-            state = "built" if build.built else "done"
-            made.append(CachePlan(plan.component, plan.split, plan.path, plan.sources, state, cache))
+            watch = progress(plan) if progress is not None and plan.sources else None
+            made.append(self.build_plan(plan, watch, **options))
         return made
+
+    def build_plan(self, plan: CachePlan, progress: Watch | None = None, **options: Any) -> CachePlan:
+        """Builds one of :meth:`plans`; options are those of :meth:`build`."""
+        if not plan.sources:
+            return plan
+        form = self.components[plan.component].format
+        build = Build(
+            plan.sources,
+            plan.path,
+            None if isinstance(form, PrebuiltFormat) else self.the_tokenizer,
+            form,
+            Options(enforce_eos=self.enforce_eos, **known(options, _OPTIONS, "build")),
+            progress,
+        )
+        cache = build.run()
+        state = "built" if build.built else "done"
+        return CachePlan(plan.component, plan.split, plan.path, plan.sources, state, cache)
 
     def open(self, name: str, split: str = "train") -> TokenCache:
         """A component's cache, open."""
@@ -396,6 +501,7 @@ class LmDataConfig:
                 seq_len,
                 eos_id=self.the_tokenizer.eos_id,
                 block_cross_document_attention=self.block_cross_document_attention,
+                loss_mask_padding=self.loss_mask_padding,
             )
         return made
 
@@ -533,6 +639,8 @@ def dataset_for_component(
             eos_id=eos_id,
             block_cross_document_attention=apart,
         )
+    if not isinstance(form, TextFormat | SupervisedFormat):
+        raise ArgumentTypeError(f"format: expected one of {', '.join(FORMATS)}, found {type(form).__name__}")
     weights = WEIGHTS if isinstance(form, SupervisedFormat) else None
     if component.pack:
         return PackedTokenDataset(
@@ -568,31 +676,27 @@ def _components(name: str, given: Any) -> dict[str, DatasetComponent]:
     if kind != "cached":
         raise ArgumentError(f"{where}: type must be 'cached', not {kind!r}")
     options = _known(options, DatasetComponent, where)
+    options["format"] = within(where, lambda: as_format(options.get("format")))
     source = options.get("source")
     if source is not None:
-        options["source"], form = _source(source, f"{where}.source")
-        if form is not None and "format" in options:
-            raise ArgumentError(
-                f"{where}: format stands in the component and in its source; Levanter reads the component's"
-            )
-        if form is not None:
+        options["source"] = _source(source, f"{where}.source")
+        form = options["source"].format
+        if form not in (TextFormat(), options["format"]):
             raise ArgumentError(f"{where}.source.format: Levanter reads the component's format; move it there")
-    try:
-        options["format"] = as_format(options.get("format"))
-    except ArgumentError as error:
-        raise ArgumentError(f"{where}: {error.detail}") from error
     options["tags"] = _texts(options.get("tags"), f"{where}.tags")
-    return {name: DatasetComponent(**options)}
+    return {name: within(where, lambda: DatasetComponent(**options))}
 
 
-def _source(given: Any, where: str) -> tuple[Source, Any]:
+def _source(given: Any, where: str) -> UrlDatasetSourceConfig | HfDatasetSourceConfig:
     if not isinstance(given, Mapping):
         raise ArgumentError(f"{where}: expected an object, found {show(given)}")
     options = dict(given)
-    form = options.pop("format", None)
     kind = options.pop("type", "url")
-    kinds: dict[str, type[Source]] = {"url": UrlDatasetSourceConfig, "hf": HfDatasetSourceConfig}
-    if kind not in kinds:
+    kinds: dict[str, type[UrlDatasetSourceConfig | HfDatasetSourceConfig]] = {
+        "url": UrlDatasetSourceConfig,
+        "hf": HfDatasetSourceConfig,
+    }
+    if not isinstance(kind, str) or kind not in kinds:
         raise ArgumentError(f"{where}: type must be 'url' or 'hf', not {kind!r}")
     cls = kinds[kind]
     options = _known(options, cls, where)
@@ -601,7 +705,9 @@ def _source(given: Any, where: str) -> tuple[Source, Any]:
             options[name] = _texts(options[name], f"{where}.{name}") or (() if name.endswith("urls") else None)
     if kind == "hf" and not isinstance(options.get("id"), str):
         raise ArgumentError(f"{where}: expected the dataset's id, found {show(options.get('id'))}")
-    return cls(**options), form
+    if "format" in options:
+        options["format"] = within(where, lambda: as_format(options["format"]))
+    return within(where, lambda: cls(**options))
 
 
 def _texts(value: Any, where: str) -> tuple[str, ...] | None:

@@ -5,6 +5,7 @@ What each class yields is what Levanter's class of that name yields (``docs/form
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _native
-from actshard.errors import ArgumentError, FormatError, NotStoredError
+from actshard.errors import ActshardWarning, ArgumentError, FormatError, NotStoredError
 from actshard.tokens.cache import TOKENS, TokenCache, integers
 
 PACKED_SEGMENTS = 64
@@ -208,6 +209,8 @@ class CausalLmDataset:
         self.windows = windows
         self.eos_id = eos_id
         self.block_cross_document_attention = block_cross_document_attention
+        if eos_id is not None and block_cross_document_attention:
+            _warn_of_no_eos(windows.cache, eos_id)
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -220,6 +223,17 @@ class CausalLmDataset:
 
     def __getitem__(self, index: int) -> Batch:
         return self.get_batch([index])
+
+
+def _warn_of_no_eos(cache: TokenCache, eos_id: int) -> None:
+    """Windows whose documents cannot be kept apart would pass for ones whose documents are."""
+    if cache.ledger.preprocessor.get("append_eos") is False:
+        warnings.warn(
+            f"{cache.path}: was built without eos tokens (append_eos: false), so eos_id={eos_id} separates documents only where "
+            "their texts hold it; build it with a tokenizer that names its eos token",
+            ActshardWarning,
+            stacklevel=3,
+        )
 
 
 def segments_of(pack: bool | int | str | None) -> int:
@@ -416,7 +430,8 @@ class PrebuiltLmDataset:
         seq_len: what every row's length must be; None: that of the first row of a batch.
         input_ids_key: the field of tokens; what the cache's ledger says if not given.
         loss_weights_key: the field of weights; what the ledger says if not given. ``""``: none.
-        loss_weight_transform: applied to the weights of each batch, (b, P) float32, before they are multiplied by the causal mask.
+        loss_weight_transform: applied to the weights of each row, (P,) as they are stored, before they are multiplied by the causal
+            mask, as in Levanter: a row's weights do not depend on its batch.
         eos_id: the token that ends a document; None: no segment ids.
         block_cross_document_attention: False leaves segment ids out.
     """
@@ -428,7 +443,7 @@ class PrebuiltLmDataset:
         *,
         input_ids_key: str | None = None,
         loss_weights_key: str | None = None,
-        loss_weight_transform: Callable[[NDArray[np.float32]], Any] | None = None,
+        loss_weight_transform: Callable[[NDArray[Any]], Any] | None = None,
         eos_id: int | None = None,
         block_cross_document_attention: bool = True,
     ) -> None:
@@ -473,17 +488,21 @@ class PrebuiltLmDataset:
         if self.loss_weights_key is not None:
             held = self.cache.field(self.loss_weights_key)
             self._extents(held, rows, length, self.loss_weights_key)
-            stored = held.rows(rows)[0].reshape(len(rows), length).astype(np.float32, copy=False)
+            stored = held.rows(rows)[0].reshape(len(rows), length)
             made = stored if self.loss_weight_transform is None else self._transformed(stored)
-            weights = made * weights
+            # Chosen, not multiplied: where the mask is 0 a negative weight is 0.0, as XLA makes it, and not -0.0.
+            weights = np.where(weights != 0, made.astype(np.float32, copy=False), np.float32(0))
         return Batch(tokens, weights, segments)
 
-    def _transformed(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _transformed(self, weights: NDArray[Any]) -> NDArray[np.float32]:
         assert self.loss_weight_transform is not None
-        made = np.asarray(self.loss_weight_transform(weights))
-        if made.shape != weights.shape:
-            raise ArgumentError(f"loss_weight_transform made {made.shape} of weights of shape {weights.shape}")
-        return made.astype(np.float32, copy=False)
+        made = np.empty(weights.shape, np.float32)
+        for i, row in enumerate(weights):
+            one = np.asarray(self.loss_weight_transform(row))
+            if one.shape != row.shape:
+                raise ArgumentError(f"loss_weight_transform made {one.shape} of a row's weights of shape {row.shape}")
+            made[i] = one
+        return made
 
     def _extents(
         self, field: _native.TokenField, rows: NDArray[np.int64], length: int | None, name: str

@@ -2,16 +2,99 @@
 
 from __future__ import annotations
 
+import collections.abc
 import difflib
+import functools
+import types
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from actshard.errors import ArgumentError
+import numpy as np
+
+from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.formats._json import show
+
+_Made = TypeVar("_Made")
+_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    type(None): "null",
+    Mapping: "an object",
+    collections.abc.Callable: "a function",
+}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; texts are no lists, and true is no number."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in args)
+    if origin is tuple or origin is collections.abc.Sequence:
+        if not isinstance(value, list | tuple):
+            return False
+        if origin is tuple and args[-1] is not ...:
+            return len(value) == len(args) and all(map(_fits, value, args))
+        return all(_fits(one, args[0]) for one in value)
+    if origin is collections.abc.Mapping:
+        return isinstance(value, Mapping) and all(_fits(k, args[0]) and _fits(v, args[1]) for k, v in value.items())
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if hint in (int, float):
+        number = int | np.integer if hint is int else int | float | np.integer | np.floating
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _named(hint: Any) -> str:
+    """A type in words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_named(one) for one in args))
+    if origin in (tuple, collections.abc.Sequence):
+        inner = {str: "texts", int: "integers", float: "numbers"}.get(args[0], "")
+        return f"a list of {inner}" if inner else "a list"
+    if origin is collections.abc.Mapping:
+        inner = {int: "integers", float: "numbers"}.get(args[1], "")
+        return f"an object of {inner}" if inner else "an object"
+    return _NAMES.get(origin or hint, getattr(hint, "__name__", str(hint)))
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def check_types(made: Any) -> None:
+    """Checks the fields of a dataclass against their types.
+
+    Raises:
+        ArgumentTypeError: the first field of another type, by name.
+    """
+    hints = _hints(made.__class__)
+    for one in fields(made):
+        value = getattr(made, one.name)
+        if not _fits(value, hints[one.name]):
+            raise ArgumentTypeError(f"{one.name}: expected {_named(hints[one.name])}, found {show(value)}")
+
+
+class FormatBase:
+    """What all formats have in common. A subclass that is none of the four here can be read, and not built."""
+
+    type: ClassVar[str] = ""
+
+    @property
+    def token_data_key(self) -> str:
+        """The field of token ids."""
+        return "input_ids"
 
 
 @dataclass(frozen=True)
-class TextFormat:
+class TextFormat(FormatBase):
     """Plain text; stored as ``input_ids``.
 
     Args:
@@ -25,12 +108,13 @@ class TextFormat:
     special_tokens: str = "always"
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.special_tokens not in ("always", "if_missing"):
             raise ArgumentError(f"special_tokens must be 'always' or 'if_missing', not {self.special_tokens!r}")
 
 
 @dataclass(frozen=True)
-class ChatFormat:
+class ChatFormat(FormatBase):
     """Conversations; stored as ``input_ids`` and ``assistant_masks``.
 
     Args:
@@ -58,6 +142,8 @@ class ChatFormat:
     messages_key: str | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_types(self)
+        check_pack(self.pack)
         if self.messages_key is not None:
             if self.messages_field not in ("messages", self.messages_key):
                 raise ArgumentError("messages_field and messages_key are the same; give one of them")
@@ -67,7 +153,7 @@ class ChatFormat:
 
 
 @dataclass(frozen=True)
-class PrebuiltFormat:
+class PrebuiltFormat(FormatBase):
     """Token ids that are there already; stored under the same keys.
 
     Args:
@@ -81,9 +167,17 @@ class PrebuiltFormat:
     loss_weights_key: str | None = None
     loss_weight_transform: Callable[[Any], Any] | None = field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def token_data_key(self) -> str:
+        """The field of token ids."""
+        return self.input_ids_key
+
 
 @dataclass(frozen=True)
-class SupervisedFormat:
+class SupervisedFormat(FormatBase):
     """An input and the target that is learnt; stored as ``input_ids`` and ``loss_weights``.
 
     Args:
@@ -95,33 +189,86 @@ class SupervisedFormat:
     input_key: str = "input"
     target_key: str = "target"
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
 
 Format = TextFormat | ChatFormat | PrebuiltFormat | SupervisedFormat
 FORMATS: dict[str, type[Format]] = {cls.type: cls for cls in (TextFormat, ChatFormat, PrebuiltFormat, SupervisedFormat)}
 
 
-def as_format(given: Format | Mapping[str, Any] | str | None) -> Format:
-    """A format: itself, its name, or the ``format:`` block of Levanter's YAML.
+_LEVANTERS: dict[str, type[Format]] = {
+    "TextLmDatasetFormat": TextFormat,
+    "ChatLmDatasetFormat": ChatFormat,
+    "PrebuiltLmDatasetFormat": PrebuiltFormat,
+    "SupervisedLmDatasetFormat": SupervisedFormat,
+}
+
+
+def check_pack(pack: bool | int | str | None) -> None:
+    """Refuses a word or a negative number that says nothing of packing."""
+    if (isinstance(pack, str) and pack != "pad") or (isinstance(pack, int) and pack < 0):
+        raise ArgumentError(f"pack: expected true, false, 'pad' or a number of documents, found {show(pack)}")
+
+
+def of_levanter(given: Any, kinds: Mapping[str, type[Any]]) -> Any:
+    """The object here of one of Levanter's dataclasses of the same fields; None if it is none of them.
 
     Raises:
-        ArgumentError: there is no such format, or it has no such key.
+        ArgumentError: it has a field that is unknown here, and not at its default.
+    """
+    cls = kinds.get(type(given).__name__)
+    if cls is None or not is_dataclass(given):
+        return None
+    names = {one.name for one in fields(cls)}
+    values = {one.name: getattr(given, one.name) for one in fields(given)}
+    for one in fields(given):
+        if one.name not in names and values[one.name] != one.default:
+            raise ArgumentError(f"{type(given).__name__}.{one.name} is not supported, found {show(values[one.name])}")
+    return cls(**{name: value for name, value in values.items() if name in names})
+
+
+def as_format(given: FormatBase | Mapping[str, Any] | str | None) -> Format:
+    """A format: itself, its name, the ``format:`` block of Levanter's YAML, or a format object of Levanter.
+
+    Raises:
+        ArgumentError: there is no such format, it has no such key, or a value is of another type.
     """
     if given is None:
         return TextFormat()
     if isinstance(given, TextFormat | ChatFormat | PrebuiltFormat | SupervisedFormat):
         return given
-    options: dict[str, Any] = {"type": given} if isinstance(given, str) else dict(given)
+    theirs = of_levanter(given, _LEVANTERS)
+    if theirs is not None:
+        return theirs  # type: ignore[no-any-return]
+    if not isinstance(given, str | Mapping):
+        raise ArgumentTypeError(
+            f"format: expected a format, its name or a dict of its options, found {type(given).__name__}: "
+            f"{', '.join(FORMATS)} can be built"
+        )
+    options: dict[str, Any] = {"type": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}
     name = options.pop("type", TextFormat.type)
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ArgumentError(f"format: there is none called {name!r}{nearest(str(name), FORMATS)}: {', '.join(FORMATS)}")
     cls = FORMATS[name]
-    return cls(**known(options, [f.name for f in fields(cls)], f"format {name}"))
+    where = f"format {name}"
+    return within(where, lambda: cls(**known(options, [f.name for f in fields(cls)], where)))
 
 
 def as_dict(format: Format) -> dict[str, Any]:
     """A format as plain values, without what is a function."""
     values = {name: value for name, value in asdict(format).items() if not callable(value) and name != "messages_key"}
     return {"type": format.type, **values}
+
+
+def within(where: str, make: Callable[[], _Made]) -> _Made:
+    """What is made, with where in a configuration it stands in messages of errors."""
+    try:
+        return make()
+    except ArgumentError as error:
+        if error.detail.startswith(where):
+            raise
+        raise type(error)(f"{where}.{error.detail}") from error
 
 
 def known(options: Mapping[str, Any], names: list[str], where: str) -> dict[str, Any]:

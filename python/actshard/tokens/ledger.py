@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from actshard.errors import FormatError, MissingFileError, UnfinishedError
+from actshard.errors import FormatError, MissingFileError, UnfinishedError, from_os
 from actshard.formats._json import Fields, read_json, show
 
 NAME = "shard_ledger.json"
@@ -65,15 +66,24 @@ class Ledger:
         }
 
     def write(self, folder: Path) -> None:
-        """Writes it into a cache's folder, whole or not at all."""
+        """Writes it into a cache's folder, whole or not at all.
+
+        Raises:
+            DiskFullError, FileAccessError: the system refuses; nothing was changed.
+        """
         path = folder / NAME
         staged = folder / f".{NAME}.{os.getpid()}"
-        with staged.open("w", encoding="utf-8") as file:
-            json.dump(self.as_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(path)
-        sync_folder(folder)
+        try:
+            with staged.open("w", encoding="utf-8") as file:
+                json.dump(self.as_dict(), file)
+                file.flush()
+                os.fsync(file.fileno())
+            staged.replace(path)
+            sync_folder(folder)
+        except OSError as error:
+            with suppress(OSError):
+                staged.unlink(missing_ok=True)
+            raise from_os(error, path, "write") from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -106,7 +116,11 @@ def read(folder: Path) -> Ledger:
         FormatError: it contradicts itself; the message names the field.
     """
     path = folder / NAME
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise from_os(error, folder, "look into") from error
+    if not there:
         raise MissingFileError(f"expected a token cache with a {NAME}, found none", path=folder)
     fields = Fields(read_json(path), path)
     finished = fields.boolean("is_finished") if "is_finished" in fields.value else False

@@ -235,6 +235,10 @@ class Mixture:
             raise ArgumentError(f"a mixture with stop_strategy={self.stop_strategy!r} does not end")
         return self._length
 
+    def __bool__(self) -> bool:
+        """True unless it has no examples: ``if mixture:`` works for mixtures that do not end."""
+        return self._length != 0
+
     @property
     def is_finite(self) -> bool:
         """Whether it ends."""

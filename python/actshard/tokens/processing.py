@@ -8,6 +8,7 @@ batch it is in.
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,9 @@ class Processor(ABC):
     """Keys of a record that are looked at."""
     fields: dict[str, np.dtype[Any]]
     """What is stored, and how."""
+
+    now: time.struct_time | None = None
+    """The time that chat templates see; that of rendering if not set."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -231,7 +235,7 @@ class ChatProcessor(Processor):
         messages = self._messages(record)
         template, variables = self._template(record)
         try:
-            pieces = templates.render(template, messages, self._bos, self._eos, variables)
+            pieces = templates.render(template, messages, self._bos, self._eos, variables, self.now)
         except templates.TemplateProblemError as problem:
             raise _BadRecordError(str(problem)) from problem
         if self.format.encoding == "whole":
@@ -360,7 +364,10 @@ class PrebuiltProcessor(Processor):
                     f"field '{key}': expected {len(ids)} weights, as many as '{self.format.input_ids_key}' has ids, found "
                     f"{len(weights)}"
                 )
-            row[key] = weights.astype(np.float32)
+            with np.errstate(over="ignore"):
+                row[key] = weights.astype(np.float32)
+            if np.isinf(row[key]).any() and weights.dtype.kind == "f" and not np.isinf(weights).any():
+                raise _BadRecordError(f"field '{key}': expected float32 weights, found {np.abs(weights).max()}")
         return row, []
 
     @staticmethod

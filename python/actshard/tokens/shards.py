@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -21,10 +20,12 @@ from typing import Any
 
 import numpy as np
 
+from actshard import _native
 from actshard.errors import ActshardError
-from actshard.tokens import formats
+from actshard.tokens import formats, placing
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import OURS, Ledger
+from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor
 from actshard.tokens.sources import AnySource, Record, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
@@ -34,7 +35,6 @@ _CHARS = 1 << 19
 """Characters that are encoded at once: enough for all processors, little enough for their memory."""
 _RECORDS = 2048
 _TELL_EVERY = 0.25
-SUCCESS = ".success"
 
 
 @dataclass
@@ -66,6 +66,7 @@ class Task:
         storage: how its numbers are stored.
         skip: whether bad records are skipped.
         read_soon: whether the shard is read again when all are there, to be put together.
+        now: the time that chat templates see, as ``time.struct_time`` holds it; a build that is taken up again keeps it.
     """
 
     folder: Path
@@ -74,6 +75,7 @@ class Task:
     storage: str
     skip: bool
     read_soon: bool
+    now: tuple[Any, ...] | None = None
 
 
 Tell = Callable[[Counts], object]
@@ -85,8 +87,10 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: Tell) -
     Raises:
         FormatError: a record that cannot be used, by file and line, unless bad ones are skipped.
     """
-    shutil.rmtree(task.staged, ignore_errors=True)
-    task.staged.mkdir(parents=True)
+    with placing.os_errors(task.staged, "make"):
+        placing.remove(task.staged)
+        task.staged.mkdir(parents=True)
+    process.now = None if task.now is None else time.struct_time(task.now)
     counts = Counts()
     writers = FieldWriters(task.staged, process.fields, task.storage, read_soon=task.read_soon)
     last = time.monotonic()
@@ -125,11 +129,14 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: Tell) -
         metadata={"preprocessor_metadata": process.metadata()},
         extra={OURS: own},
     ).write(task.staged)
-    if rows_made:
-        (task.staged / SUCCESS).touch()
-    shutil.rmtree(task.folder, ignore_errors=True)
-    task.staged.rename(task.folder)
-    ledgers.sync_folder(task.folder.parent)
+    with placing.os_errors(task.folder, "write"):
+        if rows_made:
+            (task.staged / SUCCESS).touch()
+            _native.sync_files([task.staged / SUCCESS])
+        placing.sync_tree(task.staged)
+        placing.remove(task.folder)
+        task.staged.rename(task.folder)
+        ledgers.sync_folder(task.folder.parent)
     tell(counts)
     return counts
 
@@ -194,7 +201,10 @@ def task_as_dict(
 
 def main() -> None:
     """The program: one task, told line by line."""
-    given = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):  # the build was killed before it had said what to do
+        sys.exit(5)
+    given = json.loads(line)
     out = sys.stdout
 
     def follow() -> None:
@@ -228,6 +238,7 @@ def main() -> None:
             made["storage"],
             made["skip"],
             made["read_soon"],
+            None if made["now"] is None else tuple(made["now"]),
         )
         build_shard(source, process, task, tell)
     except ActshardError as error:

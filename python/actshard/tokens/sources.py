@@ -61,11 +61,17 @@ class Source:
 
     def size(self) -> int:
         """Bytes of the file."""
-        return self.path.stat().st_size
+        return self._stat().st_size
+
+    def _stat(self) -> os.stat_result:
+        try:
+            return self.path.stat()
+        except OSError as error:
+            raise from_os(error, self.path, "read") from error
 
     def identity(self) -> dict[str, Any]:
         """What tells this file from another, or from itself after a change."""
-        stat = self.path.stat()
+        stat = self._stat()
         return {"path": os.path.abspath(self.path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}  # noqa: PTH100 -- Path.resolve would follow links
 
     @property
@@ -84,9 +90,9 @@ class Source:
             with self.path.open("rb") as raw:
                 watched = _Watched(raw, tell)
                 if kind == ".parquet":
-                    yield from _parquet(
-                        raw if _compression(self.path) is None else _inflated(watched, self.path), columns, self.path
-                    )
+                    plain = _compression(self.path) is None
+                    share = _share_of(os.fstat(raw.fileno()).st_size, tell) if plain else None
+                    yield from _parquet(raw if plain else _inflated(watched, self.path), columns, self.path, share)
                     return
                 stream = _inflated(watched, self.path)
                 if kind == ".json" and _is_array(stream):
@@ -257,15 +263,35 @@ def _why(line: bytes, error: json.JSONDecodeError) -> str:
     return f"expected a JSON object: {error.msg} at character {error.pos + 1}{whole}"
 
 
-def _parquet(file: Any, columns: Sequence[str], path: Path) -> Iterator[Record]:
+def _share_of(size: int, tell: Callable[[int], object] | None) -> Callable[[int, int], object]:
+    """Tells of a file as many bytes as rows of it were read: parquet is not read from front to back."""
+    told = 0
+
+    def share(rows: int, of: int) -> None:
+        nonlocal told
+        now = size * rows // of if of else size
+        if tell is not None:
+            tell(now - told)
+        told = now
+
+    return share
+
+
+def _parquet(
+    file: Any, columns: Sequence[str], path: Path, share: Callable[[int, int], object] | None = None
+) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         parquet = pq.ParquetFile(file if hasattr(file, "fileno") else pa.BufferReader(file.read()))
         held = [name for name in columns if name in parquet.schema_arrow.names]
-        number = 0
+        number, rows = 0, int(parquet.metadata.num_rows)
+        if share is not None and not rows:
+            share(0, 0)
         for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE, columns=held):
+            if share is not None:
+                share(number + batch.num_rows, rows)
             if not held:  # rows without a column that is wanted are rows still
                 for _ in range(batch.num_rows):
                     number += 1

@@ -87,9 +87,16 @@ def compile_template(template: str) -> None:
 
 
 def render(
-    template: str, messages: Sequence[Any], bos_token: str, eos_token: str, variables: Mapping[str, Any]
+    template: str,
+    messages: Sequence[Any],
+    bos_token: str,
+    eos_token: str,
+    variables: Mapping[str, Any],
+    now: time.struct_time | None = None,
 ) -> list[tuple[str, bool]]:
     """A conversation as pieces of text, in order, each with whether the assistant says it. No piece is empty.
+
+    ``strftime_now`` formats ``now``, or the time of the call if it is not given.
 
     Raises:
         TemplateProblemError: the template says no, or asks for something that is not there.
@@ -99,8 +106,13 @@ def render(
     try:
         compiled = _compiled(template)
         given = [Message(m) for m in messages]
+        own = {} if now is None else {"strftime_now": lambda format: time.strftime(format, now)}
         text = compiled.render(
-            messages=given, add_generation_prompt=False, bos_token=bos_token, eos_token=eos_token, **variables
+            messages=given,
+            add_generation_prompt=False,
+            bos_token=bos_token,
+            eos_token=eos_token,
+            **{**own, **variables},
         )
     except FormatError as error:
         raise TemplateProblemError(error.detail) from error

@@ -162,6 +162,10 @@ def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
     if backend is not None:  # transformers
         bos, eos = tokenizer.bos_token, tokenizer.eos_token
         return _made(backend, str(tokenizer.name_or_path), bos, eos, getattr(tokenizer, "chat_template", None))
+    inner = getattr(tokenizer, "_tokenizer", None)
+    if hasattr(inner, "token_to_id") and hasattr(tokenizer, "name_or_path"):  # Levanter's
+        template = getattr(tokenizer, "chat_template", None)
+        return _made(inner, str(tokenizer.name_or_path), tokenizer.bos_token, tokenizer.eos_token, template)
     if hasattr(tokenizer, "encode_batch") and hasattr(tokenizer, "token_to_id"):
         return _made(tokenizer, "", None, None, None)
     raise ArgumentError(

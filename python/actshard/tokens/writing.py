@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob as globbing
+import json
 import os
-import shutil
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,12 +17,25 @@ from numpy.typing import DTypeLike, NDArray
 
 from actshard import _native
 from actshard._arguments import dtype as native_dtype
-from actshard.errors import ArgumentError, ClosedError, DtypeError, ExistsError, from_os
+from actshard._arguments import local_path
+from actshard.errors import (
+    ActshardError,
+    ArgumentError,
+    ArgumentTypeError,
+    ClosedError,
+    DtypeError,
+    ExistsError,
+    InternalError,
+)
 from actshard.tokens import ledger as ledgers
+from actshard.tokens import placing
+from actshard.tokens.cache import integers
 from actshard.tokens.ledger import Ledger
 
 STORAGES = ("plain", "lz4")
 _NO_SHAPES: NDArray[np.int64] = np.empty(0, np.int64)
+_STAGED = re.compile(r"\.tmp\.\d+\.\d+$")
+_WRITTEN = "written"
 
 
 def checked_storage(storage: str) -> str:
@@ -64,6 +80,9 @@ class FieldWriters:
         """Writes what is left and waits for the disk: rows, and elements of each field."""
         counts = {name: writer.finish() for name, writer in self._writers.items()}
         rows = next(iter(counts.values()))[0] if counts else 0
+        if any(held != rows for held, _ in counts.values()):
+            told = ", ".join(f"{name} {held}" for name, (held, _) in counts.items())
+            raise InternalError(f"fields have different numbers of rows: {told}", path=self.folder)
         return rows, {name: elements for name, (_, elements) in counts.items()}
 
 
@@ -79,14 +98,15 @@ class CacheWriter:
     >>> with tokens.CacheWriter("cache/train", {"input_ids": np.int32}) as writer:
     ...     writer.append([{"input_ids": ids} for ids in documents])
 
-    Nothing is at the path before the writer is closed without an error; then all of it is.
+    Nothing is at the path before the writer is closed without an error; then all of it is. A call that is refused changes nothing.
+    After a write that failed (a full disk) everything but :meth:`abort` is refused: some fields may have the rows, others not.
 
     Args:
         path: the folder to make.
         fields: names and types. Nested fields are named ``"a/b"``.
         storage: ``"plain"`` or ``"lz4"``; see :func:`~actshard.tokens.build_cache`.
-        metadata: the ledger's ``preprocessor_metadata``, for readers that look at it.
-        overwrite: replace what is there.
+        metadata: the ledger's ``preprocessor_metadata``, for readers that look at it: what JSON can hold.
+        overwrite: replace the cache that is there. Only what its ledger names is removed.
 
     Raises:
         ExistsError: something is at the path.
@@ -101,84 +121,172 @@ class CacheWriter:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.path = Path(path).expanduser()
+        self.path = local_path(path)
         if not fields:
             raise ArgumentError("fields: expected at least one")
         for name in fields:
-            if not name or any(part in ("", ".", "..") for part in name.split("/")):
+            if not isinstance(name, str) or not name or any(part in ("", ".", "..") for part in name.split("/")):
                 raise ArgumentError(f"fields: {name!r} is no name of a field")
-        if self.path.exists() and not overwrite and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise ExistsError("something is here already; overwrite=True replaces it", path=self.path)
+        self._overwrite = overwrite
         self._fields = {name: np.dtype(dtype) for name, dtype in fields.items()}
+        for dtype in self._fields.values():
+            _native_name(dtype)
         self._storage = checked_storage(storage)
         self._metadata = dict(metadata) if metadata is not None else None
-        self._staged = self.path.parent / f"{self.path.name}.tmp.{os.getpid()}"
+        try:
+            json.dumps(self._metadata, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"metadata: expected what JSON can hold: {error}") from error
+        with placing.os_errors(self.path, "look at"):
+            self._refuse_foreign()
+        self._staged: Path | None = None
+        self._lock: placing.WorkLock | None = None
         self._writers: FieldWriters | None = None
         self._axes: dict[str, int] = {}
         self._open = True
+        self._failed = ""
+        self._whole: Path | None = None
+
+    def _refuse_foreign(self) -> None:
+        there = os.path.lexists(self.path)
+        if not there or (self.path.is_dir() and not any(self.path.iterdir())):
+            return
+        if not self._overwrite:
+            raise ExistsError("something is here already; overwrite=True replaces a cache", path=self.path)
+        if not self.path.is_dir():
+            raise ExistsError("expected a token cache to replace, found a file; remove it first", path=self.path)
+        arrays = [f"{name}/{part}" for name in self._fields for part in ("offsets", "data", "shapes")]
+        try:
+            mine = placing.owned(self.path)
+        except ActshardError as error:
+            raise ExistsError(
+                f"a cache is here whose ledger cannot be read ({error.detail}), so that it is not known what belongs to it; "
+                "remove the folder first",
+                path=self.path,
+            ) from error
+        placing.refuse_foreign(self.path, [ledgers.NAME, *arrays], mine)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ClosedError("the writer was closed", path=self.path)
+        if self._failed:
+            raise ClosedError(
+                f"an earlier write failed ({self._failed}), so that the cache cannot be finished; abort() and write it anew",
+                path=self.path,
+            )
+        if self._whole is not None:
+            raise ClosedError("the cache is whole and waits for its place; close() again, or abort()", path=self.path)
 
     def append(self, rows: Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]]) -> None:
         """Appends rows: for each a dict with an array, or a list, for every field.
 
         Raises:
-            ArgumentError: a row lacks a field, has another, or an array of another kind.
-            ClosedError: the writer was closed.
+            ArgumentError: a row lacks a field, has another, or an array of another kind. Nothing was appended.
+            ClosedError: the writer was closed, or an earlier write failed.
         """
-        if not self._open:
-            raise ClosedError("the writer was closed", path=self.path)
+        self._check_open()
         batch = list(rows)
         if not batch:
             return
-        arrays = {name: [self._array(row, name, i) for i, row in enumerate(batch)] for name in self._fields}
         for i, row in enumerate(batch):
-            if len(row) != len(self._fields):
-                unknown = sorted(set(row) - set(self._fields))
+            if not isinstance(row, Mapping):
+                raise ArgumentTypeError(f"row {i}: expected a dict of arrays, found {type(row).__name__}")
+            unknown = [name for name in row if name not in self._fields]
+            if unknown:
                 raise ArgumentError(f"row {i}: unknown field '{unknown[0]}'; the cache has {', '.join(self._fields)}")
-        if self._writers is None:
-            self._axes = {name: max(made[0].ndim, 1) for name, made in arrays.items()}
-            self._begin()
-        assert self._writers is not None
+        arrays = {name: [self._array(row, name, i) for i, row in enumerate(batch)] for name in self._fields}
+        held = self._axes or {name: max(made[0].ndim, 1) for name, made in arrays.items()}
+        pieces = {}
         for name, made in arrays.items():
-            axes = self._axes[name]
+            axes = held[name]
             for i, array in enumerate(made):
                 if array.ndim != axes:
                     raise ArgumentError(f"row {i}: field '{name}': expected {axes} axes, found {array.ndim}")
             lengths = np.fromiter((a.size for a in made), np.int64, len(made))
             flat = np.concatenate([a.reshape(-1) for a in made]) if len(made) > 1 else made[0].reshape(-1)
             shapes = np.array([a.shape[:-1] for a in made], np.int64).reshape(-1) if axes > 1 else _NO_SHAPES
-            self._writers.append(name, flat, lengths, shapes)
+            pieces[name] = (flat, lengths, shapes)
+        self._put(held, pieces)
 
     def append_flat(self, elements: Mapping[str, NDArray[Any]], lengths: Mapping[str, Any] | NDArray[Any]) -> None:
-        """Appends rows as flat arrays: elements end to end, and how many each row has (the same in all fields, or by field)."""
-        if not self._open:
-            raise ClosedError("the writer was closed", path=self.path)
-        if set(elements) != set(self._fields):
-            raise ArgumentError(f"expected the fields {', '.join(self._fields)}, found {', '.join(elements) or 'none'}")
-        if self._writers is None:
-            self._axes = dict.fromkeys(self._fields, 1)
-            self._begin()
-        assert self._writers is not None
-        for name, values in elements.items():
-            counts = np.asarray(lengths[name] if isinstance(lengths, Mapping) else lengths, np.int64)
-            if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != np.size(values):
-                raise ArgumentError(f"field '{name}': lengths that do not sum to its {np.size(values)} elements")
-            self._writers.append(name, self._cast(np.asarray(values), name), counts)
+        """Appends rows as flat arrays: elements end to end, and how many each row has (the same in all fields, or by field).
 
-    def _begin(self) -> None:
-        shutil.rmtree(self._staged, ignore_errors=True)
+        Raises:
+            ArgumentError: fields, lengths or values that do not fit. Nothing was appended.
+            ClosedError: the writer was closed, or an earlier write failed.
+        """
+        self._check_open()
+        if not isinstance(elements, Mapping):
+            raise ArgumentTypeError(f"elements: expected arrays by field, found {type(elements).__name__}")
+        if set(elements) != set(self._fields):
+            found = ", ".join(map(str, elements)) or "none"
+            raise ArgumentError(f"expected the fields {', '.join(self._fields)}, found {found}")
+        held = self._axes or dict.fromkeys(self._fields, 1)
+        pieces = {}
+        rows: int | None = None
+        for name in self._fields:
+            if held[name] != 1:
+                raise ArgumentError(f"field '{name}': rows of {held[name]} axes are appended with append()")
+            values = self._asarray(elements[name], f"field '{name}'")
+            counts = _counts(lengths, name)
+            if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != values.size:
+                raise ArgumentError(f"field '{name}': lengths that do not sum to its {values.size} elements")
+            if rows is not None and len(counts) != rows:
+                raise ArgumentError(f"field '{name}': expected the lengths of {rows} rows, found {len(counts)}")
+            rows = len(counts)
+            pieces[name] = (self._cast(values, name).reshape(-1), counts, _NO_SHAPES)
+        self._put(held, pieces)
+
+    def _put(self, axes: dict[str, int], pieces: Mapping[str, tuple[Any, Any, Any]]) -> None:
+        """Writes rows that were checked: what fails from here on leaves fields that do not belong together."""
+        if self._writers is None:
+            self._axes = axes
+            self._writers = self._begun()
         try:
-            self._staged.mkdir(parents=True)
-        except OSError as error:
-            raise from_os(error, self._staged, "make") from error
-        self._writers = FieldWriters(self._staged, self._fields, self._storage, self._axes)
+            for name, (flat, lengths, shapes) in pieces.items():
+                self._writers.append(name, flat, lengths, shapes)
+        except BaseException as error:
+            self._failed = str(error) or type(error).__name__
+            raise
+
+    def _begun(self) -> FieldWriters:
+        """The writers of a folder beside the cache's, which is locked; those of killed writers are removed."""
+        with placing.os_errors(self.path, "make"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for left in self.path.parent.glob(f"{globbing.escape(self.path.name)}.tmp.*"):
+                if _STAGED.search(left.name) and (left / placing.LOCK).is_file() and not left.is_symlink():
+                    with suppress(ActshardError):
+                        lock = placing.take_lock(left)
+                        placing.clear(left)
+                        lock.release()
+            number = 0
+            while True:
+                staged = self.path.parent / f"{self.path.name}.tmp.{os.getpid()}.{number}"
+                try:
+                    staged.mkdir()
+                    break
+                except FileExistsError:
+                    number += 1
+        self._staged = staged
+        self._lock = placing.take_lock(staged)
+        return FieldWriters(staged / placing.NEW, self._fields, self._storage, self._axes)
 
     def _array(self, row: Mapping[str, Any], name: str, i: int) -> NDArray[Any]:
         try:
             value = row[name]
         except KeyError:
             raise ArgumentError(f"row {i}: expected the field '{name}', found {', '.join(row) or 'none'}") from None
-        made = value if type(value) is np.ndarray else np.asarray(value)
+        made = self._asarray(value, f"row {i}: field '{name}'")
         return made if made.dtype == self._fields[name] else self._cast(made, name)
+
+    @staticmethod
+    def _asarray(value: Any, what: str) -> NDArray[Any]:
+        if type(value) is np.ndarray:
+            return value
+        try:
+            return np.asarray(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ArgumentError(f"{what}: expected an array of numbers: {error}") from error
 
     def _cast(self, values: NDArray[Any], name: str) -> NDArray[Any]:
         dtype = self._fields[name]
@@ -190,18 +298,40 @@ class CacheWriter:
             low, high = int(values.min()), int(values.max())
             if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
                 raise DtypeError(f"field '{name}': values from {low} to {high} do not fit {dtype}")
-        return values.astype(dtype)
+            return values.astype(dtype)
+        with np.errstate(over="ignore"):
+            made = values.astype(dtype)
+        if np.isinf(made).any() and np.isinf(made).sum() != np.isinf(values).sum():
+            raise DtypeError(f"field '{name}': values up to {np.abs(values).max()} do not fit {dtype}")
+        return made
 
     def close(self) -> None:
-        """Writes what is left, the ledger last, and puts the cache where it belongs."""
+        """Writes what is left, the ledger last, and puts the cache where it belongs.
+
+        Raises:
+            ExistsError: something came to stand at the path meanwhile. Move it away and close again.
+            ClosedError: an earlier write failed; nothing is left.
+        """
         if not self._open:
             return
-        self._open = False
+        if self._whole is None:
+            try:
+                self._check_open()
+                self._whole = self._finished()
+            except BaseException:
+                self.abort()
+                raise
+        with placing.os_errors(self.path, "put the cache at"):
+            self._place(self._whole)
+        self.abort()
+
+    def _finished(self) -> Path:
+        """The cache, whole and on the disk, but not in its place."""
         if self._writers is None:
             self._axes = dict.fromkeys(self._fields, 1)
-            self._begin()
-        assert self._writers is not None
+            self._writers = self._begun()
         rows, counts = self._writers.finish()
+        new = self._writers.folder
         Ledger(
             total_num_rows=rows,
             shard_rows={"": rows},
@@ -209,14 +339,40 @@ class CacheWriter:
             finished_shards=("",),
             field_counts=dict(sorted(counts.items())),
             metadata={"preprocessor_metadata": self._metadata},
-        ).write(self._staged)
-        replace_folder(self._staged, self.path)
+        ).write(new)
+        placing.sync_tree(new)
+        return new
+
+    def _place(self, new: Path) -> None:
+        self._refuse_foreign()
+        if not self.path.is_symlink():
+            with suppress(OSError):  # not empty
+                self.path.rmdir()
+        if not os.path.lexists(self.path):
+            new.rename(self.path)
+            ledgers.sync_folder(self.path.parent)
+            return
+        work = self.path / placing.WORK
+        lock = placing.take_lock(work)
+        try:
+            placing.recover(self.path, work)
+            placing.remove(work / _WRITTEN)
+            new.rename(work / _WRITTEN)
+            placing.swap(self.path, work, _WRITTEN, sorted(p.name for p in (work / _WRITTEN).iterdir()))
+            placing.clear(work)
+        finally:
+            placing.clear_if_idle(work)
+            lock.release()
 
     def abort(self) -> None:
         """Leaves nothing behind."""
         self._open = False
         self._writers = None
-        shutil.rmtree(self._staged, ignore_errors=True)
+        if self._staged is not None:
+            placing.clear(self._staged)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def __enter__(self) -> CacheWriter:
         return self
@@ -230,16 +386,10 @@ class CacheWriter:
             self.abort()
 
 
-def replace_folder(source: Path, target: Path) -> None:
-    """Renames a folder to a place where another may be. A kill leaves one of them, or none and the new one beside it."""
-    try:
-        if target.exists():
-            old = target.parent / f"{target.name}.old.{os.getpid()}"
-            target.rename(old)
-            source.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            source.rename(target)
-        ledgers.sync_folder(target.parent)
-    except OSError as error:
-        raise from_os(error, target, "put the cache at") from error
+def _counts(lengths: Any, name: str) -> NDArray[np.int64]:
+    if isinstance(lengths, Mapping) and name not in lengths:
+        raise ArgumentError(
+            f"lengths: expected those of field '{name}', found {', '.join(map(str, lengths)) or 'none'}"
+        )
+    given = lengths[name] if isinstance(lengths, Mapping) else lengths
+    return integers(given, "row") if np.size(given) else np.empty(0, np.int64)

@@ -47,15 +47,20 @@ def check(root: Path, report: Report, tell: Callable[[str, int, int], object]) -
 
 def _leftovers(cache: TokenCache, report: Report) -> None:
     sharded = cache.ledger.layout == ledgers.SHARDED
-    for entry in sorted(cache.path.iterdir()):
+    try:
+        entries = sorted(cache.path.iterdir())
+        folders = {entry for entry in entries if entry.is_dir()}
+        ledgers_in = {entry for entry in folders if (entry / ledgers.NAME).exists()}
+    except OSError as error:
+        report.error(errors.from_os(error, error.filename or str(cache.path), "look into"), cache.path)
+        return
+    for entry in entries:
         name = entry.name
         if name in ("___temp", "__shards__", ".actshard-build") or ".tmp." in name or name.endswith(".bak"):
             report.add("leftover", entry, "a build's work, or an older ledger")
-        elif entry.is_dir() and (entry / ledgers.NAME).exists() and not sharded:
+        elif entry in ledgers_in and not sharded and name in cache.ledger.finished_shards:
             report.add("leftover", entry, "the cache of a single file, which is part of the whole")
-        elif (
-            entry.is_dir() and sharded and (entry / ledgers.NAME).exists() and name not in cache.ledger.finished_shards
-        ):
+        elif sharded and entry in ledgers_in and name not in cache.ledger.finished_shards:
             report.add("unlisted-file", entry, "a shard that the ledger does not name")
 
 

@@ -1,0 +1,283 @@
+"""Where a token cache is made, and how it is put in its place: only what a cache's ledger names is ever removed.
+
+.. code-block:: text
+
+    <cache>/.actshard-build/lock          who builds
+    <cache>/.actshard-build/build.json    what is built, and the time that chat templates see
+    <cache>/.actshard-build/new/          the new cache: its shards, then its fields, its ledger last
+    <cache>/.actshard-build/swap.json     the new cache is whole: paths to move out, names to move in
+    <cache>/.actshard-build/old/          the cache that is replaced, until the new one is there
+
+A cache that is replaced stays readable until the new one is whole and on the disk. Then its ledger and arrays are moved out and the
+new ones in, the new ledger last. Once the old ledger has moved, the next build completes the swap whatever it was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from actshard.errors import ActshardError, ExistsError, FormatError, LockedError, MissingFileError, from_os
+from actshard.formats._json import read_json
+from actshard.tokens.ledger import NAME, sync_folder
+from actshard.writing.work import Lock, write_json
+
+WORK = ".actshard-build"
+NEW, OLD, SWAP, STATE, LOCK = "new", "old", "swap.json", "build.json", "lock"
+SUCCESS = ".success"
+_ARRAYS = ("offsets", "data", "shapes")
+
+
+class WorkLock(Lock):
+    """The lock of a working folder, which is removed together with the folder."""
+
+    def is_in_place(self) -> bool:
+        """Whether the locked file is still the one in the folder."""
+        return self._file is not None and os.path.samestat(os.fstat(self._file), self.path.stat())
+
+
+@contextmanager
+def os_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turns what the system says within the block into an ActshardError about ``path``, or the file that it names."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ActshardError):
+            raise
+        raise from_os(error, error.filename if isinstance(error.filename, str) else path, doing) from error
+
+
+def make(folder: Path) -> None:
+    """Makes a folder and those above it; their entries are on the disk afterwards."""
+    missing = [folder, *folder.parents]
+    with os_errors(folder, "make"):
+        made = missing[: next((i for i, p in enumerate(missing) if p.exists()), 0)]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in reversed(made):
+            sync_folder(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Waits until the entries of all folders below one are on the disk, and it itself; files have to be there already."""
+    with os_errors(folder, "write to the disk"):
+        for path, _, _ in os.walk(folder, topdown=False):
+            sync_folder(Path(path))
+
+
+def take_lock(work: Path) -> WorkLock:
+    """The lock of a working folder, which is made if it is not there.
+
+    Raises:
+        LockedError: another process has it.
+    """
+    for _ in range(100):
+        make(work)
+        lock = WorkLock(work)
+        try:
+            lock.take()
+        except MissingFileError:  # removed meanwhile by the process that finished
+            continue
+        # Whoever finishes removes the folder and the lock in it: a lock that is not in the folder any more locks nothing.
+        try:
+            if lock.is_in_place():
+                return lock
+        except OSError:
+            pass
+        lock.release()
+    raise LockedError("other processes build and finish here all the time; try again", path=work.parent)
+
+
+def clear(work: Path) -> None:
+    """Removes a working folder. The lock has been taken, and is the last to go."""
+    with suppress(OSError):
+        for entry in work.iterdir():
+            if entry.name != LOCK:
+                remove(entry)
+        (work / LOCK).unlink(missing_ok=True)
+        work.rmdir()
+
+
+def clear_if_idle(work: Path) -> None:
+    """Removes a working folder that holds nothing of a build. The lock has been taken."""
+    with suppress(OSError):
+        if {entry.name for entry in work.iterdir()} <= {LOCK, STATE}:
+            clear(work)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder of the working folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _safe(name: object) -> bool:
+    """Whether this names something below a cache, and not in a working folder."""
+    if not isinstance(name, str) or not name or "\0" in name or name.startswith("/"):
+        return False
+    parts = PurePosixPath(name).parts
+    return bool(parts) and ".." not in parts and parts[0] != WORK
+
+
+def _real(root: Path, name: str) -> bool:
+    """Whether a path is there, and all above it up to the root are folders and no links."""
+    path = root / name
+    above = [p for p in path.parents if p != root and root in p.parents]
+    return os.path.lexists(path) and all(p.is_dir() and not p.is_symlink() for p in above)
+
+
+def owned(folder: Path) -> list[str]:
+    """Paths below a folder that belong to the cache there, as its ledger says: arrays, ledgers of shards, the ledger first.
+
+    Raises:
+        FormatError: there is a ledger, and it cannot be read.
+    """
+    if not os.path.lexists(folder / NAME):
+        return []
+    return [NAME, *_owned(folder, with_shards=True)]
+
+
+def _owned(folder: Path, *, with_shards: bool) -> list[str]:
+    said = read_json(folder / NAME)
+    if not isinstance(said, dict):
+        raise FormatError("expected an object", path=folder / NAME)
+    counts, shards = said.get("field_counts"), said.get("finished_shards")
+    fields = [name for name in (counts if isinstance(counts, dict) else {}) if _safe(name)]
+    found = [path for name in fields for part in _ARRAYS if _real(folder, path := f"{name}/{part}")]
+    for shard in shards if isinstance(shards, list) and with_shards else []:
+        if not _safe(shard) or not _real(folder, f"{shard}/{NAME}"):
+            continue
+        with suppress(ActshardError):  # a shard without a ledger that can be read is left alone
+            inner = [NAME, SUCCESS, *_owned(folder / shard, with_shards=False)]
+            found += [path for name in inner if _real(folder, path := f"{shard}/{name}")]
+    return list(dict.fromkeys(found))
+
+
+def refuse_foreign(out: Path, wanted: Iterable[str], mine: Iterable[str]) -> None:
+    """Raises ExistsError if something stands where a cache is to be that no ledger names.
+
+    Args:
+        out: the cache's folder.
+        wanted: paths below it that the new cache has.
+        mine: paths below it that belong to the cache that is there.
+    """
+    held = set(mine)
+    for name in wanted:
+        path, above = out / name, [p for p in (out / name).parents if out in p.parents]
+        in_the_way = [p for p in above if os.path.lexists(p) and (p.is_symlink() or not p.is_dir())]
+        if not in_the_way and os.path.lexists(path) and name not in held:
+            in_the_way = [path]
+        if in_the_way:
+            raise ExistsError(
+                "stands where the cache is to be made, and no ledger names it; move it away, or choose another folder",
+                path=in_the_way[0],
+            )
+
+
+def _leaves(root: Path, name: str) -> Iterator[str]:
+    """Paths of a new cache that are moved as one where something of that name is there already."""
+    path = root / name
+    if not path.is_dir() or (path / "zarr.json").exists():
+        yield name
+        return
+    for entry in path.iterdir():
+        yield from _leaves(root, f"{name}/{entry.name}")
+
+
+def swap(out: Path, work: Path, source: str, names: list[str]) -> None:
+    """Puts a new cache in its place, and what it replaces out of it. The lock has been taken.
+
+    Args:
+        out: the cache's folder.
+        work: its working folder.
+        source: the folder of the new cache in it, whole and on the disk.
+        names: its entries; the ledger is moved last.
+
+    Raises:
+        ExistsError: something is in the way that no ledger names. Nothing was moved.
+    """
+    with os_errors(out, "put the cache at"):
+        mine = owned(out)
+        leaves = [leaf for name in names for leaf in _leaves(work / source, name)]
+        refuse_foreign(out, leaves, mine)
+        write_json(work / SWAP, {"actshard": 1, "source": source, "names": names, "old": mine})
+        sync_folder(work)
+    _complete(out, work)
+
+
+def recover(out: Path, work: Path) -> None:
+    """Completes a swap that was interrupted, or drops it if the old cache is still in its place. The lock has been taken."""
+    if not (work / SWAP).exists():
+        return
+    done = _complete(out, work, resumed=True)
+    for entry in work.iterdir():
+        if entry.name == SWAP or (done and entry.name != LOCK):
+            remove(entry)
+
+
+def _complete(out: Path, work: Path, *, resumed: bool = False) -> bool:
+    said = read_json(work / SWAP)
+    if not isinstance(said, dict):
+        raise FormatError("expected an object", path=work / SWAP)
+    old, names, source = said.get("old"), said.get("names"), said.get("source")
+    if (
+        not isinstance(old, list)
+        or not isinstance(names, list)
+        or not all(map(_safe, [*old, *names, source]))
+        or "/" in str(source)
+    ):
+        raise FormatError(f"expected paths below {out}", path=work / SWAP)
+    with os_errors(out, "put the cache at"):
+        if resumed and NAME in old and not os.path.lexists(work / OLD / NAME):
+            return False  # nothing was moved: the old cache is the cache
+        for name in old:  # the ledger first
+            if not os.path.lexists(work / OLD / name) and os.path.lexists(out / name):
+                (work / OLD / name).parent.mkdir(parents=True, exist_ok=True)
+                (out / name).rename(work / OLD / name)
+        for name in old:
+            with suppress(OSError):  # other files are in it
+                for above in (out / name).parents:
+                    if above == out or out not in above.parents:
+                        break
+                    above.rmdir()
+        sync_folder(out)
+        new = work / str(source)
+        for name in names:
+            if name != NAME:
+                _move(new, out, name)
+        sync_folder(out)
+        if os.path.lexists(new / NAME):
+            (new / NAME).rename(out / NAME)
+        sync_folder(out)
+    return True
+
+
+def _move(source: Path, out: Path, name: str) -> None:
+    """Moves an entry to a place where folders of its name may be; one that was moved before is not there any more."""
+    made, target = source / name, out / name
+    if not os.path.lexists(made):
+        return
+    if not os.path.lexists(target):
+        made.rename(target)
+        return
+    if target.is_symlink() or not target.is_dir() or not made.is_dir() or (made / "zarr.json").exists():
+        refuse_foreign(out, [name], [])
+    for entry in sorted(made.iterdir()):
+        _move(source, out, f"{name}/{entry.name}")
+    sync_folder(target)
+    made.rmdir()
+
+
+def read_state(work: Path) -> dict[str, Any]:
+    """What an interrupted build said of itself; empty if it cannot be read."""
+    try:
+        said = read_json(work / STATE)
+    except ActshardError:
+        return {}
+    return said if isinstance(said, dict) else {}
