@@ -156,6 +156,8 @@ class CacheWriter:
         if not self.path.is_dir():
             raise ExistsError("expected a token cache to replace, found a file; remove it first", path=self.path)
         arrays = [f"{name}/{part}" for name in self._fields for part in ("offsets", "data", "shapes")]
+        if (self.path / placing.WORK / placing.SWAP).exists():
+            return  # a cache moves in or out: looked at when that is completed
         try:
             mine = placing.owned(self.path)
         except ActshardError as error:
