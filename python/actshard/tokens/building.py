@@ -29,7 +29,7 @@ from numpy.typing import DTypeLike
 
 from actshard import _native, errors
 from actshard._arguments import local_path
-from actshard.errors import ArgumentError, DtypeError, ExistsError, InternalError
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, ExistsError, InternalError
 from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache, open_cache
@@ -153,12 +153,18 @@ class Options:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise ArgumentError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
-        if self.on_error not in ("raise", "skip"):
+        if not isinstance(self.on_error, str) or self.on_error not in ("raise", "skip"):
             raise ArgumentError(f"on_error must be 'raise' or 'skip', not {self.on_error!r}")
+        if self.jobs is not None and (isinstance(self.jobs, bool) or not isinstance(self.jobs, int)):
+            raise ArgumentTypeError(f"jobs: expected an integer, found {type(self.jobs).__name__}")
         if self.jobs is not None and self.jobs < 1:
             raise ArgumentError(f"jobs must be at least 1, not {self.jobs}")
+        for name in ("enforce_eos", "enforce_bos", "keep_shards", "overwrite"):
+            if not isinstance(value := getattr(self, name), bool | np.bool_):
+                raise ArgumentTypeError(f"{name}: expected true or false, found {value!r}")
+            object.__setattr__(self, name, bool(value))
         checked_storage(self.storage)
         _id_dtype(self.dtype)
 
@@ -525,7 +531,7 @@ def _id_dtype(dtype: DTypeLike | None) -> str | None:
         return None
     try:
         name = np.dtype(dtype).name
-    except TypeError as error:
+    except (TypeError, ValueError, SyntaxError, OverflowError) as error:
         raise DtypeError(f"dtype={dtype!r} is no numpy type") from error
     if name not in ID_DTYPES:
         raise DtypeError(f"dtype: token ids are stored as {', '.join(ID_DTYPES)}, not {name}")

@@ -15,13 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _native
-from actshard.errors import ArgumentError
+from actshard.errors import ArgumentError, ArgumentTypeError
 from actshard.tokens.cache import numbers
 from actshard.tokens.examples import Batch
 
 Key = tuple[int, int]
 """A key of JAX's random numbers: two unsigned 32-bit words."""
 
+_MOST_KEYS = 1 << 20
+"""Keys of one split: each is a pair of Python's integers."""
 STOP_STRATEGIES = ("restart", "first_exhausted", "all_exhausted")
 DEFAULT_IO_BLOCK = 256
 DEFAULT_WINDOW_BLOCKS = 512
@@ -36,21 +38,30 @@ def prng_key(seed: int | Sequence[int] | NDArray[Any]) -> Key:
         return _native.jax_key(int(seed) & (1 << 64) - 1)
     try:
         words = [int(word) for word in np.asarray(seed).reshape(-1)]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"a key is a seed or two unsigned 32-bit words, not {seed!r}") from error
     if len(words) != 2 or any(not 0 <= word < 1 << 32 for word in words):
         raise ArgumentError(f"a key is a seed or two unsigned 32-bit words, not {seed!r}")
     return (words[0], words[1])
 
 
+def _whole(value: Any, what: str, low: int, high: int) -> int:
+    """An integer from ``low`` to below ``high``."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ArgumentTypeError(f"{what}: expected an integer, found {type(value).__name__}")
+    if not low <= value < high:
+        raise ArgumentError(f"{what}: expected {low} to {high - 1}, found {value}")
+    return int(value)
+
+
 def split(key: int | Key, n: int = 2) -> list[Key]:
     """``jax.random.split(key, n)``."""
-    return _native.jax_split(prng_key(key), n)
+    return _native.jax_split(prng_key(key), _whole(n, "n", 0, _MOST_KEYS + 1))
 
 
 def fold_in(key: int | Key, data: int) -> Key:
     """``jax.random.fold_in(key, data)``."""
-    return _native.jax_fold_in(prng_key(key), data)
+    return _native.jax_fold_in(prng_key(key), _whole(data, "data", 0, 1 << 32))
 
 
 def randint30(key: int | Key) -> int:
@@ -122,8 +133,13 @@ def permutation(
     Raises:
         ArgumentError: an argument that makes no sense.
     """
-    if length < 0 or io_block_size < 1 or window_blocks < 1:
-        raise ArgumentError(f"expected sizes of at least 1: {length=}, {io_block_size=}, {window_blocks=}")
+    length = _whole(length, "length", 0, 1 << 62)
+    io_block_size = _whole(io_block_size, "io_block_size", 1, 1 << 62)
+    window_blocks = _whole(window_blocks, "window_blocks", 1, 1 << 62)
+    if era_length is not None:
+        era_length = _whole(era_length, "era_length", 1, 1 << 62)
+    if not all(isinstance(word, str) for word in (kind, perm_type, arithmetic)):
+        raise ArgumentTypeError("kind, perm_type and arithmetic: expected words")
     if arithmetic not in ("exact", "float64"):
         raise ArgumentError(f"arithmetic must be 'exact' or 'float64', not {arithmetic!r}")
     name = kind if kind in ("feistel", "linear") else perm_type
@@ -202,11 +218,19 @@ class Mixture:
         key: int | Key | NDArray[Any] = 0,
         stop_strategy: str = "restart",
     ) -> None:
-        if stop_strategy not in STOP_STRATEGIES:
+        if not isinstance(stop_strategy, str) or stop_strategy not in STOP_STRATEGIES:
             raise ArgumentError(f"stop_strategy must be one of {', '.join(STOP_STRATEGIES)}, not {stop_strategy!r}")
-        if not 1 <= block_size < 1 << 16:
-            raise ArgumentError(f"block_size must be 1 to 65,535, not {block_size}")
-        stages = [(0, weights)] if isinstance(weights, Mapping) else [(int(at), w) for at, w in weights]
+        block_size = _whole(block_size, "block_size", 1, 1 << 16)
+        if not isinstance(datasets, Mapping):
+            raise ArgumentTypeError(f"datasets: expected datasets by name, found {type(datasets).__name__}")
+        for name, dataset in datasets.items():
+            if isinstance(dataset, int | np.integer):
+                _whole(dataset, f"datasets.{name}", 0, 1 << 62)
+            elif not hasattr(dataset, "get_batch") or not hasattr(dataset, "__len__"):
+                raise ArgumentTypeError(
+                    f"datasets.{name}: expected a dataset or a length, found {type(dataset).__name__}"
+                )
+        stages = _stages(weights)
         self.block_size = block_size
         self.stop_strategy = stop_strategy
         self._key = prng_key(key)
@@ -333,6 +357,25 @@ class Mixture:
                 raise ArgumentError("this mixture was made of lengths; make it of datasets to get their examples")
             parts.append((mine, dataset.get_batch(places[mine])))
         return Batch.merged(parts, len(places))
+
+
+def _stages(weights: Any) -> list[tuple[int, Mapping[str, float]]]:
+    """Weights as stages: the first example of each, and its weights."""
+    if isinstance(weights, Mapping):
+        weights = [(0, weights)]
+    if not isinstance(weights, Sequence) or isinstance(weights, str):
+        raise ArgumentTypeError(
+            f"weights: expected weights by name, or a list of stages, found {type(weights).__name__}"
+        )
+    made = []
+    for stage in weights:
+        if not isinstance(stage, Sequence) or len(stage) != 2 or not isinstance(stage[1], Mapping):
+            raise ArgumentTypeError(f"weights: expected stages of (first example, weights), found {stage!r}")
+        for name, weight in stage[1].items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float | np.integer | np.floating):
+                raise ArgumentTypeError(f"weights: expected a number for '{name}', found {type(weight).__name__}")
+        made.append((_whole(stage[0], "weights: a stage's first example", 0, 1 << 62), stage[1]))
+    return made
 
 
 def _checked_starts(starts: list[int], block_size: int) -> list[int]:

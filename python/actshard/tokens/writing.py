@@ -40,7 +40,7 @@ _WRITTEN = "written"
 
 def checked_storage(storage: str) -> str:
     """A storage that there is."""
-    if storage not in STORAGES:
+    if not isinstance(storage, str) or storage not in STORAGES:
         raise ArgumentError(f"storage must be one of {', '.join(STORAGES)}, not {storage!r}")
     return storage
 
@@ -86,6 +86,15 @@ class FieldWriters:
         return rows, {name: elements for name, (_, elements) in counts.items()}
 
 
+def _field_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+    try:
+        made: np.dtype[Any] = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError, OverflowError) as error:
+        raise DtypeError(f"field '{name}': {dtype!r} is no numpy type") from error
+    _native_name(made)
+    return made
+
+
 def _native_name(dtype: np.dtype[Any]) -> str:
     if dtype.kind not in "iuf":
         raise DtypeError(f"a token cache holds integers and floats, not {dtype}")
@@ -122,15 +131,17 @@ class CacheWriter:
         overwrite: bool = False,
     ) -> None:
         self.path = local_path(path)
+        if not isinstance(fields, Mapping):
+            raise ArgumentTypeError(f"fields: expected types by name, found {type(fields).__name__}")
         if not fields:
             raise ArgumentError("fields: expected at least one")
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise ArgumentTypeError(f"metadata: expected a dict, found {type(metadata).__name__}")
         for name in fields:
             if not isinstance(name, str) or not name or any(part in ("", ".", "..") for part in name.split("/")):
                 raise ArgumentError(f"fields: {name!r} is no name of a field")
         self._overwrite = overwrite
-        self._fields = {name: np.dtype(dtype) for name, dtype in fields.items()}
-        for dtype in self._fields.values():
-            _native_name(dtype)
+        self._fields = {name: _field_dtype(name, dtype) for name, dtype in fields.items()}
         self._storage = checked_storage(storage)
         self._metadata = dict(metadata) if metadata is not None else None
         try:
