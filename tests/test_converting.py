@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -70,9 +71,13 @@ def test_there_and_back(tmp_path: Path, source: Path, format: str) -> None:
         back_options["pad"] = True
     back = open_quietly(actshard.convert(there.path, tmp_path / "back", store.format, verify=True, **back_options).path)
     counts = store.token_counts
-    assert "padding" in told or format == "saev" or np.array_equal(made.token_counts, counts)
-    if made.dtype != store.dtype:
-        assert "dtype" in told
+    if np.array_equal(made.token_counts, counts):
+        assert "padding" not in told
+    else:
+        assert format == "saev"
+        assert "padding" in told
+    assert ("dtype" in told) == (made.dtype != store.dtype)
+    assert "overflow" not in told
     for layer in store.layers:
         held = store.tokens_in(layer)
         for e in np.flatnonzero(held).tolist():
@@ -80,7 +85,9 @@ def test_there_and_back(tmp_path: Path, source: Path, format: str) -> None:
             for found in (made.sequence(e, layer), back.sequence(e, layer)):
                 assert np.array_equal(bits(found[: len(want)].astype(want.dtype)), bits(np.ascontiguousarray(want)))
     if format == "saev" and store.format != "saev":
-        assert {"columns"} <= told or set(store.table.column_names) - LAYOUT <= {"sample_idx", "num_tokens"}
+        lost = {n for n in store.table.column_names if n not in LAYOUT and n not in ("sample_idx", "patch_labels")}
+        lost -= {"num_tokens"} if store.format == "lmprobe" and made.token_counts.max() > 1 else set()
+        assert ("columns" in told) == bool(lost), lost
         return
     if store.labels is not None:
         assert back.labels is not None
@@ -134,7 +141,11 @@ def test_some_layers_examples_and_tokens(tmp_path: Path, ragged: Path) -> None:
     assert set(cut.token_counts.tolist()) == {low}
     assert np.array_equal(cut.sequence(3, 5), store.sequence(3, 5)[:low])
     dump = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
-    actshard.convert(dump, tmp_path / "d", "zarr", tokens="content", examples=np.arange(11) % 2 == 0, dtype="float16")
+    half: dict[str, Any] = {"tokens": "content", "examples": np.arange(11) % 2 == 0, "dtype": "float16"}
+    over = actshard.convert(dump, tmp_path / "d", "zarr", overflow="allow", **half)
+    wanted = np.concatenate([actshard.open(dump).sequence(e, la)[1:] for e in range(0, 11, 2) for la in (0, 5, 11)])
+    too_large = int((np.abs(wanted) >= 65_520).sum())
+    assert f"{too_large:,} finite values" in next(x.detail for x in over.losses if x.what == "overflow")
     content = actshard.open(tmp_path / "d")
     assert np.array_equal(content.sequence(1, 5), actshard.open(dump).sequence(2, 5)[1:].astype(np.float16))
     assert content.table["patch_labels"].to_pylist() == actshard.open(dump).labels[::2].tolist()
@@ -278,3 +289,167 @@ def test_the_commands(tmp_path: Path, ragged: Path) -> None:
     told = run("merge", str(tmp_path / "m"), "--part", str(tmp_path / "d"), "--json")
     assert told.returncode == 0, told.stderr
     assert json.loads(told.stdout)["examples"] == 40
+
+
+@pytest.fixture
+def spiky(tmp_path: Path) -> Path:
+    """Values of which 3 are too large for float16, in 600 examples."""
+    rows = np.ones((600, 1, 2, 16), np.float32)
+    rows[7, 0, 1, 3] = 1e6
+    rows[599, 0, 0, :2] = -70_000, 65_520
+    rows[5, 0, 0, 0] = np.inf  # was infinite before
+    with actshard.create(tmp_path / "spiky", "zarr", layers=[0], d_model=16) as writer:
+        writer.append(rows)
+    return tmp_path / "spiky"
+
+
+@pytest.mark.parametrize("format", ["lmprobe", "zarr", "pickle"])
+def test_values_that_overflow_are_refused_or_counted(tmp_path: Path, spiky: Path, format: str) -> None:
+    with refuses(actshard.DtypeError, spiky, "3 finite float32 values.*overflow='allow'"):
+        actshard.convert(spiky, tmp_path / "d", format, dtype="float16")
+    assert not (tmp_path / "d").exists()
+    (planned,) = plan(spiky, tmp_path / "d", format, dtype="float16")
+    assert "overflow" in (planned.refused or "")
+    done = actshard.convert(spiky, tmp_path / "d", format, dtype="float16", overflow="allow", verify=True)
+    (planned,) = plan(spiky, tmp_path / "d", format, dtype="float16", overflow="allow")
+    assert planned.losses == done.losses
+    assert [x.detail for x in done.losses if x.what == "overflow"] == [
+        "3 finite values are too large for float16 and are infinite"
+    ]
+    # Examples that are left out do not count, nor do tokens.
+    some = actshard.convert(spiky, tmp_path / "e", format, dtype="float16", examples=slice(8, 599))
+    assert "overflow" not in {x.what for x in some.losses}
+    last = actshard.convert(spiky, tmp_path / "f", format, dtype="float16", examples=[9, 599], tokens="last")
+    assert "overflow" not in {x.what for x in last.losses}
+    with refuses(actshard.ArgumentError, None, "'refuse' or 'allow'"):
+        actshard.convert(spiky, tmp_path / "g", format, overflow="clip")
+
+
+def test_the_command_does_not_call_infinite_values_the_same(tmp_path: Path, spiky: Path) -> None:
+    told = run("convert", str(spiky), str(tmp_path / "d"), "--to", "zarr", "--dtype", "float16")
+    assert told.returncode == 1
+    assert "overflow" in told.stderr
+    words = ["convert", str(spiky), str(tmp_path / "d"), "--to", "zarr", "--dtype", "float16", "-o", "overflow=allow"]
+    told = run(*words, "--verify")
+    assert told.returncode == 0, told.stderr
+    assert "as float16: the same, but 3 finite values are too large" in told.stdout
+
+
+def stopped(source: Path, target: Path, format: str, **options: Any) -> None:
+    """Begins a conversion and stops it after some commits."""
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int, nbytes: int) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        actshard.convert(source, target, format, progress=stop, **options)
+    assert (target / ".actshard/journal.jsonl").exists()
+
+
+def test_a_conversion_is_not_resumed_from_other_examples_or_another_source(tmp_path: Path, ragged: Path) -> None:
+    stopped(ragged, tmp_path / "d", "pickle", examples=[0, 2, 5])
+    with pytest.raises(actshard.ArgumentError, match="source"):
+        actshard.convert(ragged, tmp_path / "d", "pickle", resume=True, examples=[2, 0, 5])
+    assert actshard.convert(ragged, tmp_path / "d", "pickle", resume=True, examples=[0, 2, 5]).examples == 3
+    stopped(ragged, tmp_path / "e", "pickle")
+    # The same path, and another extraction: as many examples, other values.
+    chunk = sorted((ragged / "arrays/activations").glob("[0-9]*"))[0]
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+
+    moved = tmp_path / "moved"
+    shutil.copytree(ragged, moved, copy_function=shutil.copy)
+    shutil.rmtree(ragged)
+    moved.rename(ragged)
+    with pytest.raises(actshard.ArgumentError, match="source"):
+        actshard.convert(ragged, tmp_path / "e", "pickle", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("format", "columns", "match"),
+    [
+        ("lmprobe", {"num_tokens": [1, 2]}, "num_tokens"),
+        ("lmprobe", {"label": [1, 2**40]}, "label"),
+        ("lmprobe", {"shard_index": [1, 2]}, "shard_index"),
+    ],
+)
+def test_columns_that_the_target_cannot_hold_are_refused_before_anything_is_written(
+    tmp_path: Path, format: str, columns: dict[str, Any], match: str
+) -> None:
+    with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=2) as writer:
+        writer.append(np.ones((2, 1, 3, 2), np.float32), columns=columns)
+    (planned,) = plan(tmp_path / "src", tmp_path / "d", format)
+    assert match in (planned.refused or "")
+    with pytest.raises(actshard.ArgumentError, match=match):
+        actshard.convert(tmp_path / "src", tmp_path / "d", format)
+    assert not (tmp_path / "d").exists()
+
+
+def test_sample_numbers_that_are_not_the_order_are_kept(tmp_path: Path) -> None:
+    """Block by block the first samples count up; of the whole they do not."""
+    for name, ids in (
+        ("gap", [*range(50), *range(70, 120)]),
+        ("turned", [*range(98), 99, 98]),
+        ("plain", list(range(100))),
+    ):
+        with actshard.create(tmp_path / name, "pickle", layers=[0], d_model=8, shard_bytes=2_000) as writer:
+            for i in range(0, 100, 10):
+                some = np.full((10, 1, 2, 8), i, np.float32)
+                writer.append(some, columns={"sample_idx": ids[i : i + 10]})
+        for format in ("lmprobe", "zarr"):
+            made = actshard.open(actshard.convert(tmp_path / name, tmp_path / f"{name}-{format}", format).path)
+            if name == "plain":
+                assert "sample_idx" not in made.table.column_names
+            else:
+                assert made.table["sample_idx"].to_pylist() == ids
+
+
+def test_texts_that_lmprobe_cannot_tell_apart_are_a_loss(tmp_path: Path) -> None:
+    for name, texts in (("own", ["a", "b", "c"]), ("same", ["a", "b", "a"]), ("none", None)):
+        with actshard.create(tmp_path / name, "zarr", layers=[0], d_model=2) as writer:
+            writer.append(np.ones((3, 1, 3, 2), np.float32), columns=None if texts is None else {"prompt": texts})
+        done = actshard.convert(tmp_path / name, tmp_path / f"{name}-made", "lmprobe")
+        told = [x.detail for x in done.losses if x.what == "texts"]
+        assert len(told) == (name != "own"), (name, told)
+        if name == "same":
+            assert told[0].startswith("1 examples share a text")
+        assert actshard.verify(done.path).codes() == ({"duplicate-text"} if name == "same" else set())
+        # Texts that were made up are not the user's: they do not come back.
+        back = actshard.open(actshard.convert(done.path, tmp_path / f"{name}-back", "zarr").path)
+        assert ("prompt" in back.table.column_names or "text" in back.table.column_names) == (texts is not None)
+
+
+def test_sample_keys_stay(tmp_path: Path) -> None:
+    keys = np.array([bytes([97 + i]) * 64 for i in range(3)], "S64")
+    with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=2) as writer:
+        writer.append(np.ones((3, 1, 3, 2), np.float32), columns={"sample_key": keys})
+    before = actshard.open(tmp_path / "src").table["sample_key"].to_pylist()
+    done = actshard.convert(tmp_path / "src", tmp_path / "made", "zarr")
+    assert actshard.open(done.path).table["sample_key"].to_pylist() == before
+    assert done.losses == ()
+
+
+def test_columns_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversion holds the columns of some examples, not the table of all."""
+    from actshard.formats import lmprobe
+
+    n = 5000
+    column = "prompt"
+    with actshard.create(tmp_path / "src", "lmprobe", layers=[0], d_model=2) as writer:
+        writer.append(np.ones((n, 1, 2), np.float32), columns={"text": [f"{i}" for i in range(n)]})
+    monkeypatch.setattr(lmprobe, "_BATCH_ROWS", 100)
+    monkeypatch.setattr(lmprobe.Dataset.column_batches, "__defaults__", (100,))
+
+    def whole(*_: Any) -> Any:
+        raise AssertionError("the whole table was read")
+
+    monkeypatch.setattr(lmprobe.Dataset, "columns", whole)
+    for examples in (None, [3, 4, 4999]):
+        done = actshard.convert(tmp_path / "src", tmp_path / f"made{examples}", "zarr", examples=examples, verify=True)
+        ids = list(range(n)) if examples is None else examples
+        assert actshard.open(done.path).table[column].to_pylist() == [f"{i}" for i in ids]
+    monkeypatch.undo()
+    done = actshard.convert(tmp_path / "src", tmp_path / "turned", "zarr", examples=[4999, 3])
+    assert actshard.open(done.path).table[column].to_pylist() == ["4999", "3"]

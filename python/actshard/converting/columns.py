@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard.formats.lmprobe import TOKEN_LISTS
+from actshard.writing.lmprobe import MADE_UP
 from actshard.writing.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, array_of, list_column
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard.store import Store
+    from actshard.writing.target import Target
 
 DERIVED = {
     "saev": frozenset[str](),
@@ -42,37 +44,59 @@ def _is_full(store: Store) -> bool:
     return isinstance(hidden, dict) and hidden.get("storage") == "full_sequence"
 
 
+class NumbersMatterError(Exception):
+    """Samples are not numbered by their order, although the list of shards says so: their numbers have to be kept."""
+
+
 class Columns:
     """The columns of a store, examples at a time."""
 
-    def __init__(self, store: Store, wanted: bool, labels: NDArray[np.uint8] | None, *, whole: bool) -> None:
+    def __init__(
+        self, store: Store, wanted: bool, labels: NDArray[np.uint8] | None, *, whole: bool, numbers: bool | None = None
+    ) -> None:
+        """``numbers``: keep a column that numbers examples; None: unless it says no more than their order, known beforehand."""
         self.store = store
         self.names = carried(store) if wanted else []
+        self.shared_texts = 0
+        """Examples whose text an earlier one has, where that was looked at."""
+        self.made_up_texts = False
+        """Whether the target has to make up texts, as the source has none; where that was looked at."""
+        self.turned: dict[str, str] = {}
+        """Columns that became of another type for the target, and what became of them."""
         self._whole: pa.Table | None = None
         self._unit: tuple[int, pa.Table] | None = None
+        self._window: _Window | None = None
         self._logits = wanted and store.contents.has_logits
         self.routers: tuple[int, ...] = store.contents.router_layers if wanted else ()
         self.labels = labels
-        self._all = whole
+        self._numbers = (not whole or not _numbered_by_order(store)) if numbers is None else numbers
+        self._without = _fillers(store) if self.names else frozenset()
 
-    def of(self, examples: NDArray[np.int64], unit: int | None, target: str) -> pa.Table | None:
-        """What is known of some examples, for a target format; None: nothing."""
+    def of(self, examples: NDArray[np.int64], unit: int | None, target: Target) -> pa.Table | None:
+        """The columns of some examples, as a target keeps them; None: there are none.
+
+        Raises:
+            NumbersMatterError: a column that was left out cannot be left out.
+        """
         import pyarrow as pa
 
-        if target == "saev":
+        if target.format == "saev":
             if self.labels is None:
                 return None
             field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
         made: list[tuple[pa.Field, Any]] = []
-        table = _one_text(self._table(examples, unit), target)
+        table = _one_text(self._table(examples, unit), target.format)
         for field, column in zip(table.schema, table.columns, strict=True):
-            numbers = field.name == NUMBERS.get(self.store.format) != NUMBERS.get(target)
-            if numbers and self._all and _counts_up(column, examples):
+            if field.name == NUMBERS.get(self.store.format) != NUMBERS.get(target.format) and not self._numbers:
+                if not _counts_up(column, examples):
+                    raise NumbersMatterError(
+                        f"{field.name}: samples are not numbered as their shards' sample_id_range says"
+                    )
                 continue
             if field.name == PATCH_LABELS and self.labels is not None:
                 continue
-            if target == "lmprobe" and (field.name in LOGITS or field.name.startswith(ROUTER)):
+            if target.format == "lmprobe" and (field.name in LOGITS or field.name.startswith(ROUTER)):
                 made.append(_as_array(field, column))
                 continue
             if pa.types.is_dictionary(field.type):
@@ -86,7 +110,9 @@ class Columns:
         made += [list_column(f"{ROUTER}{layer}", self.store.router(layer, examples)) for layer in self.routers]
         if not made:
             return None
-        return pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
+        whole = pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
+        self.turned |= target.turned(whole.schema)
+        return target.turn(whole)
 
     def _table(self, examples: NDArray[np.int64], unit: int | None) -> pa.Table:
         contents = self.store.contents
@@ -96,8 +122,16 @@ class Columns:
                 keep = [n for n in table.column_names if n not in DERIVED[self.store.format]]
                 self._unit = (unit, table.select(keep if self.names else []))
             return self._unit[1].take(examples - contents.units[unit])
+        names = [n for n in self.names if n not in self._without]
+        if contents.column_batches is not None and self._whole is None and names:
+            if self._window is None:
+                self._window = _Window(lambda: contents.column_batches(names))  # type: ignore[misc]
+            found = self._window.rows(examples)
+            if found is not None:
+                return found
         if self._whole is None:
-            self._whole = _without_fillers(self.store.read_columns(self.names), self.store.format)
+            self._window = None
+            self._whole = self.store.read_columns(names)
         whole = self._whole
         first, n = int(examples[0]) if len(examples) else 0, len(examples)
         if n and (np.diff(examples) == 1).all():
@@ -105,20 +139,84 @@ class Columns:
         return whole.take(examples)
 
 
-def _without_fillers(table: pa.Table, format: str) -> pa.Table:
-    """Without columns that a format always has and that say nothing here: lmprobe's without a text, a label or a count."""
+class _Window:
+    """Rows of columns that are read in order: of the whole table, only what some examples need is in memory."""
+
+    def __init__(self, begin: Callable[[], Iterator[pa.Table]]) -> None:
+        self._begin = begin
+        self._batches = begin()
+        self._held: list[pa.Table] = []
+        self._first = self._last = 0
+
+    def rows(self, examples: NDArray[np.int64]) -> pa.Table | None:
+        """Rows of ascending examples; None where they are not, or lie before those asked for last."""
+        import pyarrow as pa
+
+        if not len(examples) or (np.diff(examples) < 0).any():
+            return None
+        low, high = int(examples[0]), int(examples[-1])
+        if low < self._first:
+            if low:
+                return None
+            self._batches, self._held, self._first, self._last = self._begin(), [], 0, 0  # another pass
+        while self._last <= high:
+            batch = next(self._batches, None)
+            if batch is None:
+                return None
+            self._held.append(batch)
+            self._last += batch.num_rows
+            while self._held and self._first + self._held[0].num_rows <= low:
+                self._first += self._held.pop(0).num_rows
+        table = pa.concat_tables(self._held, promote_options="default")
+        if high - low + 1 == len(examples):
+            return table.slice(low - self._first, len(examples))
+        return table.take(examples - self._first)
+
+
+def _numbered_by_order(store: Store) -> bool:
+    """Whether a column that numbers examples says no more than their order: for pickle shards, by their sample_id_range."""
+    if store.format != "pickle":
+        return True
+    found: Any = store.metadata.get("shards")
+    if not isinstance(found, list):
+        return False
+    at = 0
+    for shard in found:
+        if not isinstance(shard, dict):
+            return False
+        ids, count = shard.get("sample_id_range"), shard.get("num_samples")
+        if count == 0:
+            continue
+        if not isinstance(count, int) or ids != [at, at + count - 1]:
+            return False
+        at += count
+    return True
+
+
+def _fillers(store: Store) -> frozenset[str]:
+    """Columns that a format always has and that say nothing here: lmprobe's without a text, a label or a count."""
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    if format != "lmprobe":
-        return table
-    said_nothing = []
-    for name in ("text", "label", "num_tokens"):
-        column = table[name] if name in table.column_names else None
-        if column is not None and (
-            column.null_count == len(column) or (name == "text" and pc.all(pc.equal(column, "")).as_py())
-        ):
-            said_nothing.append(name)
-    return table.drop_columns(said_nothing)
+    if store.format != "lmprobe":
+        return frozenset()
+    made_up = store.metadata.get(MADE_UP)
+    empty = {name for name in ("text", "label", "num_tokens") if name in store.contents.column_names}
+    found = {"text"} & empty if isinstance(made_up, list) and "text" in made_up else set()
+    empty -= found
+    read = store.contents.column_batches
+    batches = read(sorted(empty)) if read is not None and empty else iter(())
+    for table in batches:
+        for name in sorted(empty):
+            column = table[name]
+            nothing = column.null_count == len(column)
+            if name == "text" and not nothing and not column.null_count and pa.types.is_string(column.type):
+                nothing = not pc.max(pc.binary_length(column)).as_py()
+            if not nothing:
+                empty.discard(name)
+        if not empty:
+            break
+    return frozenset(found | empty)
 
 
 def _one_text(table: pa.Table, target: str) -> pa.Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,16 +16,21 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
-from actshard.converting.columns import Columns, carried, dropped, saev_labels
-from actshard.errors import ActshardError, ArgumentError, NotStoredError, OutOfRangeError
+from actshard.converting.columns import Columns, NumbersMatterError, carried, dropped, saev_labels
+from actshard.errors import ActshardError, ArgumentError, NotStoredError, OutOfRangeError, boundary
 from actshard.formats.saev import BUDGET, CHECKPOINT, D_MODEL, FAMILY
 from actshard.formats.zarr import Member, members_of
 from actshard.opening import open_quietly
 from actshard.store import Store
-from actshard.writing.target import Target
+from actshard.writing.columns import Columns as Decided
+from actshard.writing.lmprobe import MADE_UP
+from actshard.writing.target import TEXTS, Target
 from actshard.writing.writer import make_target, targets
 
 TOKENS = ("all", "content", "last")
+OVERFLOW = ("refuse", "allow")
+_ROWS_LOOKED_AT = 256 << 20
+"""Bytes of rows of which a plan counts the values that overflow."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,8 @@ class Loss:
     """Something of the source that the result will not have."""
 
     what: str
-    """A stable word: dtype, tokens, padding, columns, labels, logits, router, special_tokens, empty_examples, layout."""
+    """A stable word: dtype, overflow, tokens, padding, columns, texts, layers, labels, logits, router, special_tokens,
+    empty_examples, layout."""
     detail: str
 
     def __str__(self) -> str:
@@ -165,7 +173,10 @@ def ask(
     if isinstance(examples, slice):
         ids = np.arange(store.num_examples)[examples]
     elif examples is not None:
-        array = np.asarray(examples)
+        try:
+            array = np.asarray(examples)
+        except (ValueError, TypeError) as error:
+            raise ArgumentError(f"examples: expected integers, a slice or a mask: {error}") from error
         if array.dtype == np.bool_ and array.shape == (store.num_examples,):
             ids = np.flatnonzero(array)
         else:
@@ -235,7 +246,8 @@ def settle(
             "path": str(store.path),
             "examples": None
             if ids is None
-            else [len(ids), int(np.bitwise_xor.reduce(ids * 2_654_435_761 + np.arange(len(ids))))],
+            else [len(ids), hashlib.sha256(np.ascontiguousarray(ids, np.int64).tobytes()).hexdigest()],
+            "files": fingerprint(store),
             "layers": list(asked.layers),
             "tokens": asked.tokens,
             "pad": asked.pad,
@@ -243,6 +255,68 @@ def settle(
         }
     }
     return target
+
+
+def fingerprint(store: Store) -> str:
+    """A digest of names, sizes and times of a dataset's files: another dataset under the same path has another one.
+
+    Of more than some thousand files evenly spread ones count; what is beside them in the dataset's folder always does.
+    """
+    digest = hashlib.sha256(f"{store.num_examples}".encode())
+    files = store.contents.files()
+    files = files[:: max(1, -(-len(files) // _FILES_LOOKED_AT))]
+    for folder in dict.fromkeys([store.path, *(f.parent for f in files[:1])]):
+        if folder.is_dir():
+            files += sorted(Path(e.path) for e in itertools.islice(os.scandir(folder), _FILES_LOOKED_AT) if e.is_file())
+    for file in files:
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            continue  # a chunk of fill values, or a shard that was not downloaded
+        said = f"{os.path.relpath(file, store.path)}\0{found.st_size}\0{found.st_mtime_ns}\n"
+        digest.update(said.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:32]
+
+
+def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Columns:
+    """The columns that go along, of which the target can hold all: before anything is written.
+
+    Where the source has to be decoded, only those of its first part are looked at.
+
+    Raises:
+        ArgumentError, NotStoredError: a column that the format cannot hold, by name, type or value.
+    """
+    columns = columns_for(asked, target, numbers=numbers)
+    checker = Decided(target, [])
+    units = asked.store.contents.units
+    hashes: list[NDArray[np.int64]] = []
+    at = 0
+    try:
+        while at < asked.count:
+            ids = asked.ids(at, min(at + _COLUMNS_AT_ONCE, asked.count))
+            unit = None
+            if units is not None:
+                unit = int(np.searchsorted(units, ids[0], "right")) - 1
+                ids = ids[: max(1, int(np.argmin(np.append((ids >= units[unit]) & (ids < units[unit + 1]), False))))]
+            found = checker.fit(columns.of(ids, unit, target), at, alike=False)
+            checker.keep(found)
+            at += len(ids)
+            text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
+            columns.made_up_texts |= text is None
+            if target.format == "lmprobe" and text is not None and found.table is not None:
+                texts = found.table[text].to_pylist()
+                hashes.append(np.fromiter(map(hash, texts), np.int64, len(texts)))
+            if unit is not None:
+                break
+    except NumbersMatterError:
+        return checked(asked, target, numbers=True)
+    each = np.concatenate(hashes) if hashes else np.zeros(0, np.int64)
+    columns.shared_texts = len(each) - len(np.unique(each))
+    return columns
+
+
+_COLUMNS_AT_ONCE = 16_384
+_FILES_LOOKED_AT = 4096
 
 
 def targets_own(format: str) -> Mapping[str, str]:
@@ -263,7 +337,7 @@ def _pooled(store: Store) -> bool:
 
 
 _OWN_SIZES = {
-    "lmprobe": {"format_version", "num_prompts", "prompt_ordering", "tensors", "model"},
+    "lmprobe": {"format_version", "num_prompts", "prompt_ordering", "tensors", "model", MADE_UP},
     "zarr": {
         "num_layers",
         "hidden_size",
@@ -370,8 +444,8 @@ def _of_saev(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {k: v for k, v in given.items() if v is not None}, own
 
 
-def losses(asked: Asked, target: Target) -> list[Loss]:
-    """What the result will not have."""
+def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -> list[Loss]:
+    """What the result will not have; ``overflows``: finite values that are infinite there."""
     store, format = asked.store, asked.format
     made: list[Loss] = []
     if target.dtype is not None and target.dtype != store.dtype:
@@ -385,6 +459,8 @@ def losses(asked: Asked, target: Target) -> list[Loss]:
                 f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "every value stays"),
             )
         )
+    if overflows:
+        made.append(Loss("overflow", f"{overflows:,} finite values are too large for {target.dtype} and are infinite"))
     counts = asked.chosen(asked.stored)
     if asked.tokens != "all":
         left = int(asked.stored.sum() - counts.sum())
@@ -426,7 +502,18 @@ def losses(asked: Asked, target: Target) -> list[Loss]:
             made.append(Loss("logits", "saev has no place for them"))
         if store.contents.router_layers:
             made.append(Loss("router", "saev has no place for it"))
-    elif format != "lmprobe" and (store.contents.has_logits or store.contents.router_layers):
+    else:
+        made += [Loss("columns", said) for said in columns.turned.values()]
+    if format == "lmprobe" and columns.shared_texts:
+        made.append(
+            Loss(
+                "texts",
+                f"{columns.shared_texts:,} examples share a text with another: lmprobe finds rows by text and reads one's for all",
+            )
+        )
+    if format == "lmprobe" and columns.made_up_texts:
+        made.append(Loss("texts", "the source has none: they are made up, since lmprobe finds rows by text"))
+    if format not in ("lmprobe", "saev") and (store.contents.has_logits or store.contents.router_layers):
         made.append(
             Loss("layout", "logits and router tensors become columns, which store.logits() does not read there")
         )
@@ -445,9 +532,10 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     return labels if labels is not None and labels.shape[1] == content else None
 
 
-def columns_for(asked: Asked, target: Target) -> Columns:
+def columns_for(asked: Asked, target: Target, numbers: bool | None = None) -> Columns:
     """The columns that go along."""
-    return Columns(asked.store, target.holds_columns, labels_for(asked, target), whole=asked.examples is None)
+    labels = labels_for(asked, target)
+    return Columns(asked.store, target.holds_columns, labels, whole=asked.examples is None, numbers=numbers)
 
 
 def plan(
@@ -464,50 +552,84 @@ def plan(
     tokens_per_example: int | None = None,
     shard_bytes: int | str | None = None,
     src_format: str | None = None,
+    overflow: str = "refuse",
     **options: Any,
 ) -> list[Plan]:
-    """What :func:`actshard.convert` would write: for one format, or for all (None) side by side. Nothing is written."""
-    store = source(src, src_format, "auto")
+    """What :func:`actshard.convert` would write: for one format, or for all (None) side by side. Nothing is written.
+
+    Values that a narrower ``dtype`` cannot hold are counted where all rows are at most 256 MiB; of more nothing is read.
+    """
+    if overflow not in OVERFLOW:
+        raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
     root = _arguments.local_path(dst, "dst")
-    made = []
-    for name in [format] if format is not None else list(targets()):
-        own = {k: v for k, v in options.items() if format is not None or k in targets_own(name)}
-        sized = None if name == "zarr" and format is None else shard_bytes
-        try:
-            asked = ask(store, name, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate)
-            target = settle(
-                asked,
-                dst,
-                dtype=dtype,
-                tokens_per_example=tokens_per_example,
-                shard_bytes=sized,
-                metadata=None,
-                options=own,
+    with boundary(root, "convert"):
+        store = source(src, src_format, "auto")
+        return [
+            _plan(
+                store,
+                root,
+                name,
+                format is not None,
+                {"layers": layers, "examples": examples, "tokens": tokens, "pad": pad, "truncate": truncate},
+                {
+                    "dtype": dtype,
+                    "tokens_per_example": tokens_per_example,
+                    "shard_bytes": shard_bytes,
+                    "metadata": None,
+                },
+                options,
+                overflow,
             )
-            counts = asked.chosen(asked.stored)
-            if target.tokens is not None:
-                fitted(asked, target, counts, 0)
-                counts = np.full_like(counts, target.tokens)
-            shards, files, size = target.estimate(counts, has_labels=labels_for(asked, target) is not None)
-            made.append(
-                Plan(
-                    name,
-                    target.place() if name != "saev" else root,
-                    asked.count,
-                    asked.names,
-                    int(counts.sum()) * len(asked.layers),
-                    str(target.dtype),
-                    shards,
-                    files,
-                    size,
-                    tuple(losses(asked, target)),
-                )
-            )
-        except ActshardError as error:
-            if format is not None and not isinstance(error, ArgumentError | TypeError):
-                raise
-            made.append(Plan(name, root, 0, (), 0, None, 0, 0, 0, (), refused=error.detail))
-    return made
+            for name in ([format] if format is not None else list(targets()))
+        ]
+
+
+def _plan(
+    store: Store,
+    root: Path,
+    name: str,
+    only: bool,
+    wanted: dict[str, Any],
+    sizes: dict[str, Any],
+    options: Mapping[str, Any],
+    overflow: str,
+) -> Plan:
+    """For one format, which is the only one that is asked for, or one of all."""
+    from actshard.converting.running import overflowed, overflows
+
+    own = {k: v for k, v in options.items() if only or k in targets_own(name)}
+    if name == "zarr" and not only:
+        sizes = {**sizes, "shard_bytes": None}
+    try:
+        asked = ask(store, name, **wanted)
+        target = settle(asked, root, options=own, **sizes)
+        counts = asked.chosen(asked.stored)
+        if target.tokens is not None:
+            fitted(asked, target, counts, 0)
+            counts = np.full_like(counts, target.tokens)
+        columns = checked(asked, target)
+        lost = 0
+        if int(counts.sum()) * len(asked.layers) * store.d_model * store.dtype.itemsize <= _ROWS_LOOKED_AT:
+            lost = overflows(asked, target, asked.count)
+            if lost and overflow == "refuse":
+                raise overflowed(asked, target, lost)
+        shards, files, size = target.estimate(counts, has_labels=labels_for(asked, target) is not None)
+        return Plan(
+            name,
+            target.place() if name != "saev" else root,
+            asked.count,
+            asked.names,
+            int(counts.sum()) * len(asked.layers),
+            str(target.dtype),
+            shards,
+            files,
+            size,
+            tuple(losses(asked, target, columns, lost)),
+        )
+    except ActshardError as error:
+        if only and not isinstance(error, ArgumentError | TypeError | NotStoredError):
+            raise
+        return Plan(name, root, 0, (), 0, None, 0, 0, 0, (), refused=error.detail)
 
 
 def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) -> None:

@@ -12,11 +12,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from actshard.converting.planning import Asked, Loss, ask, columns_for, fitted, losses, settle, source
-from actshard.errors import ArgumentError, ExistsError, FormatError
+from actshard import _arguments, _native
+from actshard.converting.columns import Columns, NumbersMatterError
+from actshard.converting.planning import (
+    OVERFLOW,
+    Asked,
+    Loss,
+    ask,
+    checked,
+    columns_for,
+    fitted,
+    losses,
+    settle,
+    source,
+)
+from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
+from actshard.writing.given import convert as to_type
 from actshard.writing.sink import Sink
 from actshard.writing.target import Block, Target
 
@@ -74,6 +88,7 @@ def convert(
     resume: bool = False,
     exist_ok: bool = False,
     verify: bool = False,
+    overflow: str = "refuse",
     progress: Progress | None = None,
     **options: Any,
 ) -> Conversion:
@@ -100,6 +115,8 @@ def convert(
         resume: continue a conversion that was interrupted; also where none was begun.
         exist_ok: if the result is there already, finished, leave it.
         verify: compare every row of the result with the source afterwards.
+        overflow: ``"refuse"`` raises where a finite value is too large for ``dtype``; ``"allow"`` stores it as infinity and counts
+            it in ``losses``.
         progress: called with (examples done, examples in all, bytes done) after every block.
         options: the target format's own; see :func:`actshard.create`.
 
@@ -112,57 +129,118 @@ def convert(
         FormatError: ``verify`` found a row that differs.
     """
     began = time.perf_counter()
-    store = source(src, src_format, "pread")
-    asked = ask(store, format, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate)
-    target = settle(
-        asked,
-        dst,
-        dtype=dtype,
-        tokens_per_example=tokens_per_example,
-        shard_bytes=shard_bytes,
-        metadata=metadata,
-        options=options,
-    )
-    if store.contents.counts_are_cheap and target.tokens is not None:
-        fitted(
-            asked, target, asked.chosen(asked.stored), 0
-        )  # before the first row is written, not at the one that does not fit
-    there = complete_at(target)
-    if there is not None:
-        if not (exist_ok or resume):
-            raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=there)
-        path, begun, size = there, check_same(target, there), 0
-    else:
-        path, begun, size = _write(asked, target, resume, progress)
-    # Now that every shard was looked into, lengths cost nothing.
-    lost = tuple(losses(asked, target))
-    if verify:
-        compare(asked, target, path)
-    return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, lost, verify)
+    if overflow not in OVERFLOW:
+        raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
+    root = _arguments.local_path(dst, "dst")
+    with boundary(root, "convert"):
+        store = source(src, src_format, "pread")
+        asked = ask(store, format, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate)
+
+        def settled() -> Target:
+            return settle(
+                asked,
+                root,
+                dtype=dtype,
+                tokens_per_example=tokens_per_example,
+                shard_bytes=shard_bytes,
+                metadata=metadata,
+                options=options,
+            )
+
+        target = settled()
+        if store.contents.counts_are_cheap and target.tokens is not None:
+            # Before the first row is written, not at the one that does not fit.
+            fitted(asked, target, asked.chosen(asked.stored), 0)
+        lost = 0
+        there = complete_at(target)
+        if there is not None:
+            if not (exist_ok or resume):
+                raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=there)
+            columns = columns_for(asked, target)
+            path, begun, size = there, check_same(target, there), 0
+        else:
+            columns = checked(asked, target)
+            try:
+                path, begun, size, lost = _write(asked, target, columns, resume, progress, overflow)
+            except NumbersMatterError:
+                # The list of shards says that samples are numbered by their order, and they are not.
+                target = settled()
+                columns = checked(asked, target, numbers=True)
+                path, begun, size, lost = _write(asked, target, columns, False, progress, overflow)
+        if verify:
+            lost = compare(asked, target, path)
+        # Now that every shard was looked into, lengths cost nothing.
+        told = tuple(losses(asked, target, columns, lost))
+    return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, told, verify)
 
 
-def _write(asked: Asked, target: Target, resume: bool, progress: Progress | None) -> tuple[Path, int, int]:
+def _write(
+    asked: Asked, target: Target, columns: Columns, resume: bool, progress: Progress | None, overflow: str
+) -> tuple[Path, int, int, int]:
+    """Writes what is missing: the dataset, examples that were there, bytes, and values that overflowed."""
     sink = Sink(target, resume=resume)
     begun = sink.committed
-    columns = columns_for(asked, target)
+    lost = 0
     try:
+        if begun and overflow == "allow":
+            lost = overflows(asked, target, begun)
         done = begun
         size = 0
         for ids, counts, unit in blocks(asked, target, begun):
             lengths = lengths_of(target, counts)
             rows = int(np.maximum(lengths, 0).sum())
+            table = columns.of(ids, unit, target)
             memory = sink.memory(rows)
-            read(asked, ids, counts, lengths, memory)
-            sink.put(Block(memory, lengths, columns.of(ids, unit, target.format)))
+            over: list[int] = []
+            read(asked, ids, counts, lengths, memory, over)
+            if sum(over) and overflow == "refuse":
+                raise overflowed(asked, target, sum(over), f" of examples {done} to {done + len(ids) - 1}")
+            lost += sum(over)
+            sink.put(Block(memory, lengths, table))
             done += len(ids)
             size += rows * target.row_bytes
             del memory
             if progress is not None:
                 progress(done, asked.count, size)
-        return sink.finish(), begun, size
+        return sink.finish(), begun, size, lost
+    except (ArgumentError, DtypeError, NumbersMatterError) as error:
+        if begun:
+            sink.abort()
+            if isinstance(error, NumbersMatterError):
+                raise FormatError(str(error), path=asked.store.path) from error
+        else:
+            sink.discard()  # what is refused leaves nothing behind that another call would stumble over
+        raise
     except BaseException:
         sink.abort()
         raise
+
+
+def overflowed(asked: Asked, target: Target, count: int, where: str = "") -> DtypeError:
+    """The error for values that the result's type cannot hold."""
+    wider = "bfloat16 (where the format holds it) or float32" if str(target.dtype) == "float16" else "a wider one"
+    return DtypeError(
+        f"dtype: {count:,} finite {asked.store.dtype} values{where} are too large for {target.dtype} and would become infinite: "
+        f"store {wider}, or overflow='allow' (-o overflow=allow) lets them",
+        path=asked.store.path,
+    )
+
+
+def overflows(asked: Asked, target: Target, stop: int) -> int:
+    """How many values of the first examples become infinite as the result's type."""
+    if target.dtype is None or target.dtype == asked.store.dtype:
+        return 0
+    lost: list[int] = []
+    at = 0
+    for ids, counts, _ in blocks(asked, target, 0, 16 << 20):
+        if at >= stop:
+            break
+        part = slice(0, stop - at)
+        lengths = lengths_of(target, counts[part])
+        memory = np.empty((int(np.maximum(lengths, 0).sum()), target.spec.d_model), target.dtype)
+        read(asked, ids[part], counts[part], lengths, memory, lost)
+        at += len(ids)
+    return sum(lost)
 
 
 def blocks(
@@ -228,8 +306,12 @@ def read(
     counts: NDArray[np.int64],
     lengths: NDArray[np.int64],
     memory: NDArray[Any],
+    lost: list[int] | None = None,
 ) -> None:
-    """Fills memory: of each example and layer the tokens taken, cut or filled up with zeros to ``lengths``."""
+    """Fills memory: of each example and layer the tokens taken, cut or filled up with zeros to ``lengths``.
+
+    ``lost`` gets counts of finite values that became infinite.
+    """
     store, rows = asked.store, asked.store.rows
     layers = len(asked.layers)
     held = counts.reshape(-1) >= 0
@@ -238,19 +320,26 @@ def read(
     if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
         out = memory.reshape(len(ids), layers, store.d_model)
         for k, group in enumerate(asked.groups.tolist()):
-            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), None, None, memory.dtype)
+            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), None, None, memory.dtype, lost)
         return
     whole = rows.tokens_of(groups, examples)
     into = (np.cumsum(want) - want)[held]
     if (whole == taken).all() and int(taken.sum()) == len(memory) and (taken == want[held]).all():
-        rows.gather_whole(groups, examples, memory, memory.dtype)
+        rows.gather_whole(groups, examples, memory, memory.dtype, lost)
         return
-    every = rows.gather_whole(groups, examples, None, memory.dtype)
+    # Overflows are counted of the tokens that are taken, so the others may not be cast with them.
+    every = rows.gather_whole(groups, examples, None, None if lost is not None else memory.dtype)
     keep = np.minimum(taken, want[held])
     start = np.cumsum(whole) - whole + asked.skipped(whole)
     within = np.arange(int(keep.sum())) - np.repeat(np.cumsum(keep) - keep, keep)
     memory[:] = 0
-    memory[np.repeat(into, keep) + within] = every[np.repeat(start, keep) + within]
+    taken_rows = every[np.repeat(start, keep) + within]
+    if lost is not None and taken_rows.dtype != memory.dtype:
+        lost.append(_native.count_overflows(taken_rows, memory.dtype))
+        cast = np.empty(taken_rows.shape, memory.dtype)
+        to_type(taken_rows, cast, memory.dtype)
+        taken_rows = cast
+    memory[np.repeat(into, keep) + within] = taken_rows
 
 
 def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -262,8 +351,8 @@ def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return counts
 
 
-def compare(asked: Asked, target: Target, path: Path) -> None:
-    """Compares every row of a result with its source.
+def compare(asked: Asked, target: Target, path: Path) -> int:
+    """Compares every row of a result with its source, as the result's type: how many finite values are infinite there.
 
     Raises:
         FormatError: a row differs; the message names it.
@@ -275,11 +364,12 @@ def compare(asked: Asked, target: Target, path: Path) -> None:
         raise FormatError(f"expected {target.dtype}, found {result.dtype}", path=path)
     again = ask(result, target.format, layers=asked.names, examples=None, tokens="all", pad=False, truncate=False)
     at = 0
+    lost: list[int] = []
     for ids, counts, _ in blocks(asked, target, 0, 16 << 20):
         lengths = lengths_of(target, counts)
         rows = int(np.maximum(lengths, 0).sum())
         wanted = np.empty((rows, target.spec.d_model), target.dtype)
-        read(asked, ids, counts, lengths, wanted)
+        read(asked, ids, counts, lengths, wanted, lost)
         places = np.arange(at, at + len(ids))
         held = lengths.reshape(-1) >= 0
         groups, examples = np.tile(again.groups, len(ids))[held], np.repeat(places, len(asked.layers))[held]
@@ -303,6 +393,7 @@ def compare(asked: Asked, target: Target, path: Path) -> None:
                 path=path,
             )
         at += len(ids)
+    return sum(lost)
 
 
 def store_name(store: Store) -> str:
