@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.tokens.conftest import GOLDEN, expected
+from tests.tokens.conftest import GOLDEN, GPT2, LLAMA, expected, write_lines
 
 import actshard
+from actshard import tokens
 from actshard.compat import levanter
 
 
@@ -76,3 +79,127 @@ def test_rows_and_flat_fields() -> None:
     assert windows.is_finite()
     with pytest.raises(actshard.ArgumentError, match="Pos"):
         levanter.ChatDataset(cache, "position")
+
+
+NAMES = """
+    LmDataConfig DatasetComponent LmDatasetSourceConfigBase HfDatasetSourceConfig UrlDatasetSourceConfig LmDatasetFormatBase
+    ChatLmDatasetFormat PrebuiltLmDatasetFormat TextLmDatasetFormat SupervisedLmDatasetFormat TokenSeqDataset CausalLmDataset
+    ChatDataset PackedTokenDataset PrebuiltLmDataset dataset_for_component BlockShuffleConfig DEFAULT_LM_DATA_SHUFFLE
+    load_lm_dataset_cache build_lm_dataset_cache cached_token_count NamedLmDataset
+"""
+
+
+def test_names_of_levanters_text_are_here(tmp_path: Path) -> None:
+    """Every name of its API section, and what its code imports beside them."""
+    assert [name for name in NAMES.split() if not hasattr(levanter, name)] == []
+    source = levanter.HfDatasetSourceConfig(id="a/b", format=levanter.TextLmDatasetFormat(text_key="body"))
+    assert isinstance(source, levanter.LmDatasetSourceConfigBase)
+    assert isinstance(source.format, levanter.LmDatasetFormatBase)
+    with pytest.raises(actshard.MissingExtraError, match="needs Levanter"):
+        levanter.NamedLmDataset(None, 3)
+
+    class Own(levanter.LmDatasetFormatBase):
+        """Somebody's."""
+
+    rows = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(actshard.ArgumentError, match="found Own"):
+        tokens.build_cache(rows, tmp_path / "c", str(GOLDEN / LLAMA), Own())
+
+
+def test_a_configuration_trains_as_the_one_of_tokens_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(GOLDEN)
+    components = {
+        "web": levanter.DatasetComponent(
+            levanter.UrlDatasetSourceConfig(train_urls=["text_gpt2style_single/train.jsonl"]), pack=True
+        )
+    }
+    given: dict[str, Any] = {"tokenizer": GPT2, "cache_dir": str(tmp_path / "caches"), "components": components}
+    config = levanter.LmDataConfig(**given)
+    caches = config.build_caches("train")
+    assert [len(cache) for cache in caches.values()] == [50]
+    ours = tokens.LmDataConfig(**given, loss_mask_padding=False).train_set(64, 8, key=3).get_batch(range(16))
+    made = asyncio.run(config.train_set(Axis64(), 8, key=3).get_batch(range(16)))
+    assert np.array_equal(np.stack([e.tokens for e in made]), ours.tokens)
+    assert np.array_equal(np.stack([e.loss_weight for e in made]), ours.loss_weight)
+    dataset = levanter.dataset_for_component(
+        components["web"], Axis64(), caches["web"], eos_id=0, block_cross_document_attention=True
+    )
+    assert np.array_equal(
+        np.stack([e.tokens for e in batch(dataset)]),
+        np.stack([e.tokens for e in batch(levanter.PackedTokenDataset(caches["web"], 64))]),
+    )
+    held = levanter.load_lm_dataset_cache(tmp_path / "caches/web/train", levanter.TextLmDatasetFormat(), GPT2)
+    assert levanter.cached_token_count(held.cache.path) == held.flat_field_length("input_ids")
+    with pytest.raises(actshard.ExistsError, match="append_eos"):
+        levanter.load_lm_dataset_cache(held.cache.path, levanter.TextLmDatasetFormat(), GPT2, enforce_eos=False)
+    again = levanter.build_lm_dataset_cache(
+        tmp_path / "again", ["text_gpt2style_single/train.jsonl"], levanter.TextLmDatasetFormat(), GPT2
+    )
+    assert np.array_equal(again.cache.view("input_ids").elements(), held.cache.view("input_ids").elements())
+
+
+class Axis64:
+    """What a haliax axis looks like."""
+
+    size = 64
+
+
+def test_format_objects_of_levanter_are_understood(tmp_path: Path) -> None:
+    """Levanter's own dataclasses, which have the same fields: as many as are known, and no others silently."""
+
+    @dataclass(frozen=True)
+    class TextLmDatasetFormat:
+        text_key: str = "text"
+
+    @dataclass(frozen=True)
+    class PrebuiltLmDatasetFormat:
+        input_ids_key: str = "input_ids"
+        something_new: bool = False
+
+    rows = write_lines(tmp_path / "a.jsonl", [{"body": "one"}])
+    made = tokens.build_cache(rows, tmp_path / "c", str(GOLDEN / LLAMA), TextLmDatasetFormat("body"))
+    assert len(made) == 1
+    rows = write_lines(tmp_path / "b.jsonl", [{"ids": [1, 2]}])
+    assert len(tokens.build_cache(rows, tmp_path / "d", format=PrebuiltLmDatasetFormat("ids"))) == 1
+    with pytest.raises(actshard.ArgumentError, match="something_new is not supported"):
+        tokens.build_cache(rows, tmp_path / "e", format=PrebuiltLmDatasetFormat("ids", True))
+    with pytest.raises(TypeError, match="found object"):
+        tokens.build_cache(rows, tmp_path / "e", format=object())
+
+
+def test_a_transform_is_given_a_row(tmp_path: Path) -> None:
+    """As in Levanter: what a row's weights become does not depend on the batch it is in."""
+    with tokens.CacheWriter(tmp_path / "c", {"input_ids": np.int32, "w": np.float32}) as writer:
+        writer.append([{"input_ids": [1, 2, 3], "w": [1, 2, 4]}, {"input_ids": [4, 5, 6], "w": [10, 5, -1]}])
+    cache = levanter.TreeCache.load(tmp_path / "c")
+
+    def read(transform: Any, indices: list[int]) -> list[list[float]]:
+        dataset = levanter.PrebuiltLmDataset(
+            cache, 3, input_ids_key="input_ids", loss_weights_key="w", loss_weight_transform=transform
+        )
+        return [e.loss_weight.tolist() for e in asyncio.run(dataset.get_batch(indices))]
+
+    assert read(lambda w: w / w.max(), [0, 1]) == [[0.25, 0.5, 0], [1, 0.5, 0]]
+    assert read(lambda w: w / w.max(), [0]) == [[0.25, 0.5, 0]]
+    assert read(lambda w: w * (np.arange(len(w)) > 0), [0, 1]) == [[0, 2, 0], [0, 5, 0]]
+    assert not np.signbit(read(None, [1])[0][-1])
+    with pytest.raises(actshard.ArgumentError, match="of a row's weights"):
+        read(lambda w: w[:2], [0])
+
+
+def test_members_of_a_tree_cache() -> None:
+    cache = levanter.TreeCache.load(GOLDEN / "text_gpt2style_single" / "cache" / "train")
+    assert (cache.is_finished, cache.is_sharded) == (True, False)
+    assert levanter.TreeCache.load(GOLDEN / "text_llama3style_sharded" / "cache").is_sharded
+    assert cache.flat_field_num_rows("input_ids") == len(cache) == 50
+    assert len(levanter.TreeCache.build_or_load(cache.cache.path, None, None)) == 50
+    with pytest.raises(actshard.MissingExtraError, match="need Levanter"):
+        cache.jagged_array_tree()
+    windows = levanter.TokenSeqDataset(cache, 64)
+    (one,) = asyncio.run(windows.get_batch([2]))
+    assert one["input_ids"].dtype == cache.cache.dtype("input_ids") == np.int64
+    assert np.array_equal(one["input_ids"], windows.windows.get_batch([2])[0])
+    for dataset in (cache, windows):
+        for wrong in (-1, 1 << 40):
+            with pytest.raises(IndexError):
+                asyncio.run(dataset.get_batch([wrong]))

@@ -179,3 +179,85 @@ def test_datasets_of_the_hub_come_through_their_library(monkeypatch, in_golden, 
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(actshard.MissingExtraError, match=r"actshard\[datasets\]"):
         config.plans()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("trainer:", "  enforce_eos: 'false'\ntrainer:"), r"data.enforce_eos: expected true or false, found .false."),
+        (
+            ("mixture_block_size: 16", "mixture_block_size: '16'"),
+            r"data.mixture_block_size: expected an integer, found .16.",
+        ),
+        (("io_block_size: 4", "io_block_size: yes"), r"data.shuffle.io_block_size: expected an integer, found true"),
+        (("tags: [a, b]", "flat_cache: 'no'"), r"data.components.web.flat_cache: expected true or false, found .no."),
+        (("text_key: body", "text_key: 3"), r"data.components.web.*text_key: expected a text, found 3"),
+        (("pack: 4", "pack: dense"), r"data.components.chat.*pack: expected true, false, 'pad' or a number"),
+        (("web: 0.75", "web: '0.75'"), r"data.train_weights: expected an object of numbers"),
+        (("web: 0.75", "web: -1"), r"train_weights.web: expected a number of at least 0"),
+        (("cache_dir: {root}", "cache_dir: [a]"), r"data.cache_dir: expected a text or null"),
+        (
+            ("type: url,", "type: url, cache_dir: 3,"),
+            r"data.components.web.source.cache_dir: expected a text or null, found 3",
+        ),
+        (
+            ("trainer:", "  num_validation_sequences: {{web: many}}\ntrainer:"),
+            r"data.num_validation_sequences: expected",
+        ),
+    ],
+)
+def test_values_of_other_types_are_named_with_their_place(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "data.yaml"
+    assert change[0] in YAML
+    path.write_text(YAML.replace(*change).format(root=tmp_path))
+    with pytest.raises(actshard.FormatError, match=said) as caught:
+        tokens.LmDataConfig.from_yaml(path)
+    assert caught.value.path == path
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    for make in (
+        lambda: tokens.LmDataConfig(enforce_eos="false"),  # type: ignore[arg-type]
+        lambda: tokens.UrlDatasetSourceConfig("a.jsonl"),  # type: ignore[arg-type]
+        lambda: tokens.TextFormat(text_key=None),  # type: ignore[arg-type]
+        lambda: tokens.DatasetComponent(flat_cache="no"),  # type: ignore[arg-type]
+        lambda: tokens.DatasetComponent(source="a.jsonl"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="expected") as caught:
+            make()
+        assert isinstance(caught.value, actshard.ArgumentError)
+
+
+def test_a_source_may_repeat_the_format_of_its_component(tmp_path: Path) -> None:
+    text = YAML.format(root=tmp_path)
+    path = tmp_path / "data.yaml"
+    path.write_text(text.replace("type: url,", "type: url, format: {type: text, text_key: body},"))
+    assert tokens.LmDataConfig.from_yaml(path).components["web"].source.format == tokens.TextFormat("body")
+    path.write_text(text.replace("type: url,", "type: url, format: {type: chat},"))
+    with pytest.raises(actshard.FormatError, match="move it there"):
+        tokens.LmDataConfig.from_yaml(path)
+
+
+def test_padding_counts_as_the_configuration_says(in_golden, tmp_path) -> None:
+    """docs/tokens.md: True is Levanter since July 2026, False June's; the golden examples are June's."""
+    component = tokens.DatasetComponent(
+        cache_dir=str(GOLDEN / "chat_llama3style" / "cache"), format=tokens.ChatFormat(mask_user_turns=False), pack=4
+    )
+    made = {}
+    for masking in (True, False):
+        config = tokens.LmDataConfig(
+            tokenizer=LLAMA, components={"a": component}, shuffle=False, loss_mask_padding=masking
+        )
+        dataset = config.train_sets(128)["a"]
+        made[masking] = dataset.get_batch(range(len(dataset)))
+    padding = made[True].segment_ids < 0
+    assert padding.any()
+    assert (made[True].loss_weight[padding] == 0).all()
+    assert (made[False].loss_weight[padding][:-1] == 1).any()
+    default = tokens.LmDataConfig(tokenizer=LLAMA, components={"a": component}, shuffle=False).train_sets(128)["a"]
+    assert np.array_equal(default.get_batch(range(len(default))).loss_weight, made[True].loss_weight)
+
+
+def test_a_mixture_that_does_not_end_is_true() -> None:
+    assert tokens.Mixture({"a": 3}, {"a": 1})
+    assert tokens.Mixture({"a": 3}, {"a": 1}, stop_strategy="all_exhausted")
