@@ -249,7 +249,10 @@ class Sink:
         spec = self.target.spec
         assert spec.part is not None
         said = {"actshard": 1, "examples": 0, "format": self.target.format, "layers": list(spec.layers)}
-        write_json(spec.path / EMPTY, {**said, "d_model": spec.d_model, "part": list(spec.part)})
+        whole = self.journal.folder / "empty.json"
+        write_json(whole, {**said, "d_model": spec.d_model, "part": list(spec.part)})
+        rename(whole, spec.path / EMPTY)
+        sync_folders([spec.path])
         self._forget()
         return spec.path
 
