@@ -9,7 +9,6 @@ same call resumes; a finished dataset reads back whole, and ``verify(deep=True)`
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -26,9 +25,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.torture.budget import machine_settings
 
 import actshard
-from tests.torture.budget import machine_settings
 
 LAYERS, WIDTH = [3, 7], 4
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
@@ -36,7 +35,12 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "saev": [{"max_tokens_per_shard": 12}, {"protocol": "2.0", "max_tokens_per_shard": 30}, {"cls_token": True}],
     "lmprobe": [{"shard_bytes": 150}, {"storage": "full_sequence", "shard_bytes": 16}, {"dtype": "float64"}],
     "zarr": [{"chunk_tokens": 2}, {"t_max": 9}, {"chunk_tokens": 3, "t_max": 7}, {"dtype": "float16"}],
-    "pickle": [{"shard_bytes": 200}, {"compress": False}, {"compress": False, "shard_bytes": 1}, {"samples_per_machine": 500}],
+    "pickle": [
+        {"shard_bytes": 200},
+        {"compress": False},
+        {"compress": False, "shard_bytes": 1},
+        {"samples_per_machine": 500},
+    ],
 }
 TEXT = {"lmprobe": "text", "zarr": "prompt", "pickle": "text_preview"}
 METADATA: dict[str, list[dict[str, Any]]] = {
@@ -58,7 +62,15 @@ COLUMNS: dict[str, Callable[[int], Any]] = {
     "activations": lambda i: i,
     "nothing": lambda _: None,
 }
-FINE = {"zero-token-example", "wide-dtype", "zero-row", "constant-row", "constant-column", "zero-column", "zero-example"}
+FINE = {
+    "zero-token-example",
+    "wide-dtype",
+    "zero-row",
+    "constant-row",
+    "constant-column",
+    "zero-column",
+    "zero-example",
+}
 
 
 def example(number: int, tokens: int, dtype: str) -> np.ndarray:
@@ -99,7 +111,11 @@ def contents(path: Path, names: list[str]) -> tuple[list[list[np.ndarray]], dict
     table = store.table if names else None
     columns = {name: [plain(v) for v in table[name].to_pylist()] for name in names} if table is not None else {}
     found = actshard.verify(path, deep=True).findings
-    leftover = [f"left over: {p.name}" for p in path.rglob(".*") if p.name not in (".zgroup", ".zattrs", ".zarray", ".zmetadata")]
+    leftover = [
+        f"left over: {p.name}"
+        for p in path.rglob(".*")
+        if p.name not in (".zgroup", ".zattrs", ".zarray", ".zmetadata")
+    ]
     return rows, columns, [str(f) for f in found if f.code not in FINE] + leftover
 
 
@@ -184,7 +200,14 @@ class WriterMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def begin(
-        self, format: str, parts: int | None, columns: list[str], text: bool, tokens: int, pooled: bool, data: st.DataObject
+        self,
+        format: str,
+        parts: int | None,
+        columns: list[str],
+        text: bool,
+        tokens: int,
+        pooled: bool,
+        data: st.DataObject,
     ) -> None:
         self.format, self.fixed = format, tokens if format == "saev" else 1 if pooled else None
         self.names = [] if format == "saev" else columns
@@ -195,7 +218,14 @@ class WriterMachine(RuleBasedStateMachine):
         self.dtype = own.get("dtype", "float32")
         self.most = own.get("t_max", 6)
         metadata = data.draw(st.sampled_from(METADATA[format]))
-        whole = {"path": self.folder / "d", "format": format, "layers": LAYERS, "d_model": WIDTH, "metadata": metadata, **own}
+        whole = {
+            "path": self.folder / "d",
+            "format": format,
+            "layers": LAYERS,
+            "d_model": WIDTH,
+            "metadata": metadata,
+            **own,
+        }
         self.parts = [
             Part({**whole, "part": None if parts is None else (i, parts)}, 1000 * i) for i in range(parts or 1)
         ]
@@ -225,7 +255,9 @@ class WriterMachine(RuleBasedStateMachine):
     def append(self, index: int, lengths: list[int], dense: bool) -> None:
         part = self.writer(index)
         if part.complete:
-            error, _, _ = part.ask("append", self.arguments(part, [2], dense)) if part.child is not None else (True, 0, 0)
+            error, _, _ = (
+                part.ask("append", self.arguments(part, [2], dense)) if part.child is not None else (True, 0, 0)
+            )
             assert error
             return
         lengths = [self.fixed or min(n, self.most) for n in lengths]
@@ -257,7 +289,21 @@ class WriterMachine(RuleBasedStateMachine):
     @rule(
         index=st.integers(0, 2),
         what=st.sampled_from(
-            ["width", "layers", "kind", "words", "names", "count", "mixed", "type", "reserved", "ids", "lengths", "tokens", "raw"]
+            [
+                "width",
+                "layers",
+                "kind",
+                "words",
+                "names",
+                "count",
+                "mixed",
+                "type",
+                "reserved",
+                "ids",
+                "lengths",
+                "tokens",
+                "raw",
+            ]
         ),
     )
     def append_what_is_refused(self, index: int, what: str) -> None:

@@ -103,12 +103,10 @@ class PickleTarget(Target):
 
     def check_values(self, table: pa.Table, first: int) -> None:
         check_times(table, first)
-        if "sample_idx" not in table.column_names:
-            self._check_room(first + len(table))
 
-    def _check_room(self, n: int) -> None:
-        """Raises if sample numbers of so many examples are those of the next machine."""
-        if n > self.per_machine:
+    def check_count(self, n: int, columns: Sequence[str]) -> None:
+        # More would have the numbers of the next machine.
+        if n > self.per_machine and "sample_idx" not in columns:
             raise ArgumentError(f"samples_per_machine: expected at least {n}, found {self.per_machine}")
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:

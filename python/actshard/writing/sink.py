@@ -161,7 +161,7 @@ class Sink:
     def put(self, block: Block) -> None:
         """Hands a block over; its memory is not the caller's any more. Its columns may be more than those of the first."""
         self.check()
-        fitted = self.columns.fit(block.columns, self._handed, alike=False)
+        fitted = self.columns.fit(block.columns, self._handed, len(block), alike=False)
         self.columns.keep(fitted)
         self.put_fitted(Block(block.memory, block.lengths, fitted.table))
 

@@ -186,6 +186,9 @@ class Target(ABC):
     def check_values(self, table: pa.Table, first: int) -> None:  # noqa: B027 -- a format may hold any
         """Raises ArgumentError for values that the format cannot hold, of examples that begin with number ``first``."""
 
+    def check_count(self, n: int, columns: Sequence[str]) -> None:  # noqa: B027 -- a format may hold any
+        """Raises ArgumentError if the format cannot hold n examples with columns of these names."""
+
     def settle(self, block: Block) -> None:  # noqa: B027 -- most formats have nothing left to decide
         """Decides what is still open, from the first block: the journal, written next, has to know everything."""
 

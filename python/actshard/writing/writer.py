@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
-from actshard.errors import ActshardError, ArgumentError, ClosedError, DtypeError, ExistsError, from_os
+from actshard.errors import ActshardError, ArgumentError, ClosedError, DtypeError, ExistsError, FormatError, from_os
+from actshard.formats._json import parse_json
 from actshard.writing.columns import Fitted, together
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import GivenExamples, overflows, table_of
@@ -25,6 +26,10 @@ from actshard.writing.work import PARTS, Journal
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+_AROUND = 10
+"""Levels of a metadata file that may lie around what a user gives."""
 
 
 class Writer:
@@ -196,7 +201,7 @@ class Writer:
                 tokens = self._fitted(tokens)
         tokens = self._cut(tokens)
         dtype = target.take_dtype(examples.dtype)
-        fitted = sink.columns.fit(table, self._appended, alike=True)
+        fitted = sink.columns.fit(table, self._appended, len(examples), alike=True)
         if self._overflow == "refuse" and examples.dtype != dtype:
             self._refuse_overflow(examples, dtype)
         return tokens, dtype, fitted
@@ -413,7 +418,9 @@ def make_target(
     for name, given in (("metadata", metadata or {}), ("options", options)):
         try:
             # As JSON has them: what is resumed is compared with what was read back, which knows no tuples.
-            told[name] = json.loads(json.dumps(dict(given)))
+            told[name] = _as_json(dict(given))
+        except FormatError as error:
+            raise ArgumentError(f"{name}: expected what JSON can hold: {error.detail}") from error
         except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"{name}: expected what JSON can hold: {error}") from error
     names, shape = _arguments.index(layers, "layers")
@@ -450,6 +457,16 @@ def make_target(
         options=told["options"],
     )
     return known[format](spec)
+
+
+def _as_json(value: dict[str, Any]) -> dict[str, Any]:
+    """What comes back from a metadata file; raises for what a reader would refuse there: no numbers, ever deeper lists."""
+    within = "[" * _AROUND + json.dumps(value, allow_nan=False) + "]" * _AROUND
+    made: Any = parse_json(within, "metadata")
+    for _ in range(_AROUND):
+        (made,) = made
+    found: dict[str, Any] = made
+    return found
 
 
 def create(
