@@ -529,10 +529,9 @@ def test_every_native_function_that_can_fail_goes_through_a_gate() -> None:
     plain = {"dtypes", "error_kinds", "header_reasons", "num_threads", "looks"}
     plain |= {"descr", "width", "io", "batches", "items", "window", "inflated", "table_bytes", "used", "has_shapes"}
     plain |= {"num_rows", "num_elements", "piece", "units", "take_overflows"}
+    plain |= {"parameters", "jax_key", "jax_fold_in", "jax_randint30"}
     found = 0
     for source in (Path(__file__).parents[1] / "rust/py/src").glob("*.rs"):
-        if source.name in ("tokens.rs", "pickle.rs"):
-            continue
         text = source.read_text()
         functions = [m.end() for m in re.finditer(r"#\[pyfunction\](?:\n#\[[^\n]*)*\n", text)]
         for block in re.finditer(r"#\[pymethods\]\nimpl.*?\n}\n", text, re.S):

@@ -131,11 +131,13 @@ fn text<'py>(py: Python<'py>, utf8: &[u8]) -> PyResult<Bound<'py, PyAny>> {
 /// Everything in a pickle of plain data and numpy arrays, as a stock reader would give it.
 #[pyfunction]
 pub fn load_pickle<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
-    let tree = detach::detached(py, |_| machine::parse(data))?;
-    let mut maker = Maker { py, tree: &tree, input: data, made: HashMap::new(), open: HashSet::new() };
-    maker.make(tree.root()).map_err(|failed| match failed {
-        Failed::Python(raised) => raised,
-        Failed::Core(error) => errors::raise(py, &error),
+    detach::guarded(py, || {
+        let tree = detach::detached(py, |_| machine::parse(data))?;
+        let mut maker = Maker { py, tree: &tree, input: data, made: HashMap::new(), open: HashSet::new() };
+        maker.make(tree.root()).map_err(|failed| match failed {
+            Failed::Python(raised) => raised,
+            Failed::Core(error) => errors::raise(py, &error),
+        })
     })
 }
 
@@ -147,21 +149,23 @@ pub fn load_pickle_file<'py>(
     compressed: bool,
     limit: u64,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let read = |_: actshard_core::par::pool::Watch<'_>| {
-        let stored = std::fs::read(&path).map_err(|e| Error::from_io(&e, &path, "read"))?;
-        let data = if compressed {
-            inflate::inflate_beside(&stored, limit, &|| Ok(())).map_err(|e| e.at(&path))?
-        } else {
-            Block::from(stored)
+    detach::guarded(py, || {
+        let read = |_: actshard_core::par::pool::Watch<'_>| {
+            let stored = std::fs::read(&path).map_err(|e| Error::from_io(&e, &path, "read"))?;
+            let data = if compressed {
+                inflate::inflate_beside(&stored, limit, &|| Ok(())).map_err(|e| e.at(&path))?
+            } else {
+                Block::from(stored)
+            };
+            let tree = machine::parse(&data).map_err(|e| e.at(&path))?;
+            Ok((data, tree))
         };
-        let tree = machine::parse(&data).map_err(|e| e.at(&path))?;
-        Ok((data, tree))
-    };
-    let (data, tree) = detach::detached(py, read)?;
-    let mut maker = Maker { py, tree: &tree, input: &data, made: HashMap::new(), open: HashSet::new() };
-    maker.make(tree.root()).map_err(|failed| match failed {
-        Failed::Python(raised) => raised,
-        Failed::Core(error) => errors::raise(py, &error.at(&path)),
+        let (data, tree) = detach::detached(py, read)?;
+        let mut maker = Maker { py, tree: &tree, input: &data, made: HashMap::new(), open: HashSet::new() };
+        maker.make(tree.root()).map_err(|failed| match failed {
+            Failed::Python(raised) => raised,
+            Failed::Core(error) => errors::raise(py, &error.at(&path)),
+        })
     })
 }
 

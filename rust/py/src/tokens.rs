@@ -167,17 +167,19 @@ impl TokenField {
         io: &str,
         cache: &BlockCache,
     ) -> PyResult<TokenField> {
-        let io = Io::from_name(io).ok_or_else(|| argument(py, format!("io: {io:?}")))?;
-        let parts = parts.into_iter().map(|(folder, counts)| Part { folder, counts }).collect();
-        let blocks = Arc::clone(&cache.blocks);
-        let (field, has_shapes) = detach::detached(py, |_| {
-            let field = Field::open(parts, io, blocks)?;
-            let has_shapes = field.shapes_folder().is_some();
-            Ok((field, has_shapes))
-        })?;
-        let name = field.dtype().numpy_name().unwrap_or("uint8");
-        let descr = PyArrayDescr::new(py, name)?.unbind();
-        Ok(TokenField { field: Arc::new(field), descr, has_shapes })
+        detach::guarded(py, || {
+            let io = Io::from_name(io).ok_or_else(|| argument(py, format!("io: {io:?}")))?;
+            let parts = parts.into_iter().map(|(folder, counts)| Part { folder, counts }).collect();
+            let blocks = Arc::clone(&cache.blocks);
+            let (field, has_shapes) = detach::detached(py, |_| {
+                let field = Field::open(parts, io, blocks)?;
+                let has_shapes = field.shapes_folder().is_some();
+                Ok((field, has_shapes))
+            })?;
+            let name = field.dtype().numpy_name().unwrap_or("uint8");
+            let descr = PyArrayDescr::new(py, name)?.unbind();
+            Ok(TokenField { field: Arc::new(field), descr, has_shapes })
+        })
     }
 
     #[getter]
@@ -202,25 +204,29 @@ impl TokenField {
 
     /// A row: a read-only view where it is stored in one piece, else a copy.
     fn row<'py>(&self, py: Python<'py>, row: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
-        let (range, view) = detach::detached(py, |_| {
-            let mut cursor = Cursor::default();
-            let range = self.field.row(&mut cursor, row)?;
-            Ok((range, self.field.view(&mut cursor, range.start, range.len())?))
-        })?;
-        match view {
-            Some(view) => buffer::over_map(py, view, self.descr.bind(py), &[range.len()]),
-            None => self.copied(py, range),
-        }
+        detach::guarded(py, || {
+            let (range, view) = detach::detached(py, |_| {
+                let mut cursor = Cursor::default();
+                let range = self.field.row(&mut cursor, row)?;
+                Ok((range, self.field.view(&mut cursor, range.start, range.len())?))
+            })?;
+            match view {
+                Some(view) => buffer::over_map(py, view, self.descr.bind(py), &[range.len()]),
+                None => self.copied(py, range),
+            }
+        })
     }
 
     /// Elements of all rows one after another, likewise.
     fn elements<'py>(&self, py: Python<'py>, start: u64, n: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
-        let Some(end) = start.checked_add(n).filter(|end| *end <= self.field.num_elements()) else {
-            let held = self.field.num_elements();
-            let detail = format!("elements {start} to {}: the field has {held}", start.saturating_add(n));
-            return Err(errors::raise(py, &Error::new(Kind::OutOfRange, detail)));
-        };
-        self.copied(py, Range { start, end })
+        detach::guarded(py, || {
+            let Some(end) = start.checked_add(n).filter(|end| *end <= self.field.num_elements()) else {
+                let held = self.field.num_elements();
+                let detail = format!("elements {start} to {}: the field has {held}", start.saturating_add(n));
+                return Err(errors::raise(py, &Error::new(Kind::OutOfRange, detail)));
+            };
+            self.copied(py, Range { start, end })
+        })
     }
 
     /// Rows one after another, and where each begins and the last ends.
@@ -229,59 +235,65 @@ impl TokenField {
         py: Python<'py>,
         rows: PyReadonlyArray1<'py, i64>,
     ) -> PyResult<(Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<i64>>)> {
-        let rows = indices(py, rows.as_slice()?, self.field.num_rows(), "row")?;
-        let (ranges, offsets) = detach::detached(py, |_| {
-            let mut ranges = Vec::with_capacity(rows.len());
-            let mut offsets = Vec::with_capacity(rows.len() + 1);
-            let mut total = 0i64;
-            let mut cursor = Cursor::default();
-            let mut bounds = vec![];
-            offsets.push(0);
-            for row in &rows {
-                self.field.bounds_into(&mut cursor, *row, 1, &mut bounds)?;
-                let range = Range { start: bounds[0], end: bounds[1] };
-                total += range.len() as i64;
-                ranges.push(range);
-                offsets.push(total);
+        detach::guarded(py, || {
+            let rows = indices(py, rows.as_slice()?, self.field.num_rows(), "row")?;
+            let (ranges, offsets) = detach::detached(py, |_| {
+                let mut ranges = Vec::with_capacity(rows.len());
+                let mut offsets = Vec::with_capacity(rows.len() + 1);
+                let mut total = 0i64;
+                let mut cursor = Cursor::default();
+                let mut bounds = vec![];
+                offsets.push(0);
+                for row in &rows {
+                    self.field.bounds_into(&mut cursor, *row, 1, &mut bounds)?;
+                    let range = Range { start: bounds[0], end: bounds[1] };
+                    total += range.len() as i64;
+                    ranges.push(range);
+                    offsets.push(total);
+                }
+                Ok((ranges, offsets))
+            })?;
+            let total = offsets.last().map_or(0, |n| *n as usize);
+            let mut out = empty(py, self.descr.bind(py), &[total])?;
+            if let Some(bytes) = buffer::bytes_mut(&mut out) {
+                detach::detached(py, |watch| batch::ranges(&self.field, &ranges, bytes, watch))?;
             }
-            Ok((ranges, offsets))
-        })?;
-        let total = offsets.last().map_or(0, |n| *n as usize);
-        let mut out = empty(py, self.descr.bind(py), &[total])?;
-        if let Some(bytes) = buffer::bytes_mut(&mut out) {
-            detach::detached(py, |watch| batch::ranges(&self.field, &ranges, bytes, watch))?;
-        }
-        Ok((out, PyArray1::from_vec(py, offsets)))
+            Ok((out, PyArray1::from_vec(py, offsets)))
+        })
     }
 
     /// Where rows begin, and the last ends, in elements.
     fn bounds<'py>(&self, py: Python<'py>, first: u64, n: u64) -> PyResult<Bound<'py, PyArray1<u64>>> {
-        Ok(PyArray1::from_vec(
-            py,
-            detach::detached(py, |_| self.field.bounds(&mut Cursor::default(), first, n as usize))?,
-        ))
+        detach::guarded(py, || {
+            Ok(PyArray1::from_vec(
+                py,
+                detach::detached(py, |_| self.field.bounds(&mut Cursor::default(), first, n as usize))?,
+            ))
+        })
     }
 
     /// Everything that is wrong with the files: kind, detail, path, byte, and whether something is only not there. Of more than
     /// 10,000 problems the first.
     fn check(&self, py: Python<'_>, deep: bool) -> PyResult<Vec<Problem>> {
-        const MOST: usize = 10_000;
-        detach::detached(py, |watch| {
-            let (mut found, mut known): (Vec<Problem>, HashSet<Problem>) = (vec![], HashSet::new());
-            let mut tell = |e: Error, absent: bool| {
-                let problem = (e.kind.code(), e.detail, e.path, e.offset, absent);
-                if known.len() < MOST && known.insert(problem.clone()) {
-                    found.push(problem);
-                }
-            };
-            self.field.check(deep, &mut tell, watch)?;
-            Ok(found)
+        detach::guarded(py, || {
+            const MOST: usize = 10_000;
+            detach::detached(py, |watch| {
+                let (mut found, mut known): (Vec<Problem>, HashSet<Problem>) = (vec![], HashSet::new());
+                let mut tell = |e: Error, absent: bool| {
+                    let problem = (e.kind.code(), e.detail, e.path, e.offset, absent);
+                    if known.len() < MOST && known.insert(problem.clone()) {
+                        found.push(problem);
+                    }
+                };
+                self.field.check(deep, &mut tell, watch)?;
+                Ok(found)
+            })
         })
     }
 
     /// Sizes of a row's axes but the last.
     fn shape(&self, py: Python<'_>, row: u64) -> PyResult<Vec<u64>> {
-        detach::detached(py, |_| self.field.shape(row))
+        detach::guarded(py, || detach::detached(py, |_| self.field.shape(row)))
     }
 
     /// Examples of `length` elements; example `i` begins at element `i * stride`, and there are `count` of them.
@@ -300,14 +312,16 @@ impl TokenField {
         segments: bool,
         eos: Option<i64>,
     ) -> PyResult<Examples<'py>> {
-        let mut starts = indices(py, numbers.as_slice()?, count, "example")?;
-        for start in &mut starts {
-            *start = start.saturating_mul(stride);
-        }
-        let field = field.map(|f| Arc::clone(&f.field));
-        let loss = loss_of(py, loss, field.as_deref())?;
-        filled(py, starts.len(), length, weights, segments, |batch, watch| {
-            batch::windows(&self.field, &starts, loss, eos, batch, watch)
+        detach::guarded(py, || {
+            let mut starts = indices(py, numbers.as_slice()?, count, "example")?;
+            for start in &mut starts {
+                *start = start.saturating_mul(stride);
+            }
+            let field = field.map(|f| Arc::clone(&f.field));
+            let loss = loss_of(py, loss, field.as_deref())?;
+            filled(py, starts.len(), length, weights, segments, |batch, watch| {
+                batch::windows(&self.field, &starts, loss, eos, batch, watch)
+            })
         })
     }
 
@@ -325,15 +339,17 @@ impl TokenField {
         right: bool,
         mask_padding: bool,
     ) -> PyResult<Examples<'py>> {
-        if packs.shape()[1] != 2 {
-            return Err(argument(py, "packs are pairs of rows"));
-        }
-        let numbers = indices(py, packs.as_slice()?, self.field.num_rows().saturating_add(1), "row")?;
-        let packs = numbers.as_chunks::<2>().0;
-        let field = field.map(|f| Arc::clone(&f.field));
-        let loss = loss_of(py, loss, field.as_deref())?;
-        let packing = Packing { tokens: &self.field, loss, right, mask_padding };
-        filled(py, packs.len(), length, true, segments, |batch, watch| batch::packed(packing, packs, batch, watch))
+        detach::guarded(py, || {
+            if packs.shape()[1] != 2 {
+                return Err(argument(py, "packs are pairs of rows"));
+            }
+            let numbers = indices(py, packs.as_slice()?, self.field.num_rows().saturating_add(1), "row")?;
+            let packs = numbers.as_chunks::<2>().0;
+            let field = field.map(|f| Arc::clone(&f.field));
+            let loss = loss_of(py, loss, field.as_deref())?;
+            let packing = Packing { tokens: &self.field, loss, right, mask_padding };
+            filled(py, packs.len(), length, true, segments, |batch, watch| batch::packed(packing, packs, batch, watch))
+        })
     }
 }
 
@@ -361,43 +377,47 @@ pub fn pack_rows<'py>(
     segments: u64,
     overlong: &str,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
-    const ROWS: u64 = 1 << 18;
-    let how = Overlong::from_name(overlong).ok_or_else(|| argument(py, format!("slice_strategy: {overlong:?}")))?;
-    let fields: Vec<Arc<Field>> = fields.iter().map(|f| Arc::clone(&f.field)).collect();
-    let rows = fields.iter().map(|f| f.num_rows()).min().unwrap_or(0);
-    let packs = detach::detached(py, |watch| {
-        let mut packer = Packer::new(most, segments, how, fields.len());
-        let mut cursors: Vec<Cursor> = fields.iter().map(|_| Cursor::default()).collect();
-        let mut bounds: Vec<Vec<u64>> = vec![vec![]; fields.len()];
-        let mut first = 0;
-        while first < rows {
-            if watch() {
-                return Err(Error::new(Kind::Interrupted, "interrupted"));
+    detach::guarded(py, || {
+        const ROWS: u64 = 1 << 18;
+        let how = Overlong::from_name(overlong).ok_or_else(|| argument(py, format!("slice_strategy: {overlong:?}")))?;
+        let fields: Vec<Arc<Field>> = fields.iter().map(|f| Arc::clone(&f.field)).collect();
+        let rows = fields.iter().map(|f| f.num_rows()).min().unwrap_or(0);
+        let packs = detach::detached(py, |watch| {
+            let mut packer = Packer::new(most, segments, how, fields.len());
+            let mut cursors: Vec<Cursor> = fields.iter().map(|_| Cursor::default()).collect();
+            let mut bounds: Vec<Vec<u64>> = vec![vec![]; fields.len()];
+            let mut first = 0;
+            while first < rows {
+                if watch() {
+                    return Err(Error::new(Kind::Interrupted, "interrupted"));
+                }
+                let n = (rows - first).min(ROWS) as usize;
+                for ((field, bounds), cursor) in fields.iter().zip(&mut bounds).zip(&mut cursors) {
+                    field.bounds_into(cursor, first, n, bounds)?;
+                }
+                packer.push(&bounds)?;
+                first += n as u64;
             }
-            let n = (rows - first).min(ROWS) as usize;
-            for ((field, bounds), cursor) in fields.iter().zip(&mut bounds).zip(&mut cursors) {
-                field.bounds_into(cursor, first, n, bounds)?;
-            }
-            packer.push(&bounds)?;
-            first += n as u64;
-        }
-        Ok(packer.finish().into_iter().flatten().map(|n| n as i64).collect::<Vec<_>>())
-    })?;
-    Ok(PyArray1::from_vec(py, packs))
+            Ok(packer.finish().into_iter().flatten().map(|n| n as i64).collect::<Vec<_>>())
+        })?;
+        Ok(PyArray1::from_vec(py, packs))
+    })
 }
 
 /// Lengths of the runs of equal segment ids of each example, and how many there are.
 #[pyfunction]
 pub fn run_lengths<'py>(py: Python<'py>, segments: PyReadonlyArray2<'py, i32>, most: usize) -> PyResult<Runs<'py>> {
-    let [examples, length] = [segments.shape()[0], segments.shape()[1]];
-    let segments = segments.as_slice()?;
-    let (lengths, counts) = detach::detached(py, |_| {
-        let mut lengths = zeros(examples.checked_mul(most), "the runs of the batch")?;
-        let mut counts = zeros(Some(examples), "the runs of the batch")?;
-        batch::run_lengths(segments, length, most, &mut lengths, &mut counts)?;
-        Ok((lengths, counts))
-    })?;
-    Ok((PyArray1::from_vec(py, lengths), PyArray1::from_vec(py, counts)))
+    detach::guarded(py, || {
+        let [examples, length] = [segments.shape()[0], segments.shape()[1]];
+        let segments = segments.as_slice()?;
+        let (lengths, counts) = detach::detached(py, |_| {
+            let mut lengths = zeros(examples.checked_mul(most), "the runs of the batch")?;
+            let mut counts = zeros(Some(examples), "the runs of the batch")?;
+            batch::run_lengths(segments, length, most, &mut lengths, &mut counts)?;
+            Ok((lengths, counts))
+        })?;
+        Ok((PyArray1::from_vec(py, lengths), PyArray1::from_vec(py, counts)))
+    })
 }
 
 /// A field that is being written.
@@ -485,10 +505,13 @@ impl TokenFieldWriter {
         storage: &str,
         direct: bool,
     ) -> PyResult<TokenFieldWriter> {
-        let dtype = dtype_of(py, dtype)?;
-        let storage = Storage::from_name(storage).ok_or_else(|| argument(py, format!("storage: {storage:?}")))?;
-        let writer = detach::detached(py, |_| FieldWriter::create(&folder, dtype, axes, How::new(storage, direct)))?;
-        Ok(TokenFieldWriter { state: Mutex::new(Writing::Idle(Box::new(writer))), idle: Condvar::new() })
+        detach::guarded(py, || {
+            let dtype = dtype_of(py, dtype)?;
+            let storage = Storage::from_name(storage).ok_or_else(|| argument(py, format!("storage: {storage:?}")))?;
+            let writer =
+                detach::detached(py, |_| FieldWriter::create(&folder, dtype, axes, How::new(storage, direct)))?;
+            Ok(TokenFieldWriter { state: Mutex::new(Writing::Idle(Box::new(writer))), idle: Condvar::new() })
+        })
     }
 
     /// Appends rows: the bytes of their elements, how many elements each has, and the sizes of all axes but the last.
@@ -499,26 +522,32 @@ impl TokenFieldWriter {
         lengths: PyReadonlyArray1<'_, i64>,
         shapes: PyReadonlyArray1<'_, i64>,
     ) -> PyResult<()> {
-        let (elements, lengths, shapes) = (elements.as_slice()?, lengths.as_slice()?, shapes.as_slice()?);
-        self.with(py, |writer, _| writer.append(elements, lengths, shapes))
+        detach::guarded(py, || {
+            let (elements, lengths, shapes) = (elements.as_slice()?, lengths.as_slice()?, shapes.as_slice()?);
+            self.with(py, |writer, _| writer.append(elements, lengths, shapes))
+        })
     }
 
     /// Appends all rows of another field.
     fn extend(&self, py: Python<'_>, field: PyRef<'_, TokenField>) -> PyResult<()> {
-        let field = Arc::clone(&field.field);
-        self.with(py, |writer, watch| writer.extend(&field, watch))
+        detach::guarded(py, || {
+            let field = Arc::clone(&field.field);
+            self.with(py, |writer, watch| writer.extend(&field, watch))
+        })
     }
 
     /// Rows and elements so far.
     fn counts(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        self.with(py, |writer, _| Ok(writer.counts()))
+        detach::guarded(py, || self.with(py, |writer, _| Ok(writer.counts())))
     }
 
     /// Writes what is left: rows and elements.
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        detach::detached(py, |watch| {
-            let writer = self.take(watch)?.writer.take();
-            writer.ok_or_else(|| Error::new(Kind::Internal, "no writer"))?.finish()
+        detach::guarded(py, || {
+            detach::detached(py, |watch| {
+                let writer = self.take(watch)?.writer.take();
+                writer.ok_or_else(|| Error::new(Kind::Internal, "no writer"))?.finish()
+            })
         })
     }
 }
@@ -534,29 +563,33 @@ impl TokenOrder {
     /// `kind`: "simple", "block" with (io, window), "era" with (era,).
     #[new]
     fn new(py: Python<'_>, kind: &str, how: &str, length: u64, key: Key, sizes: Vec<u64>) -> PyResult<TokenOrder> {
-        let how = match how {
-            "feistel" => order::How::Feistel,
-            "linear" => order::How::Linear,
-            "linear-float64" => order::How::LinearFloat64,
-            _ => return Err(argument(py, format!("no permutation is called {how:?}"))),
-        };
-        let order = detach::detached(py, |_| match (kind, &sizes[..]) {
-            ("simple", []) => order::Order::simple(how, length, key),
-            ("block", [io, window]) => order::Order::block(how, length, *io, *window, key),
-            ("era", [era]) => order::Order::era(how, length, *era, key),
-            _ => Err(Error::new(Kind::Argument, format!("no order is called {kind:?}"))),
-        })?;
-        Ok(TokenOrder { order })
+        detach::guarded(py, || {
+            let how = match how {
+                "feistel" => order::How::Feistel,
+                "linear" => order::How::Linear,
+                "linear-float64" => order::How::LinearFloat64,
+                _ => return Err(argument(py, format!("no permutation is called {how:?}"))),
+            };
+            let order = detach::detached(py, |_| match (kind, &sizes[..]) {
+                ("simple", []) => order::Order::simple(how, length, key),
+                ("block", [io, window]) => order::Order::block(how, length, *io, *window, key),
+                ("era", [era]) => order::Order::era(how, length, *era, key),
+                _ => Err(Error::new(Kind::Argument, format!("no order is called {kind:?}"))),
+            })?;
+            Ok(TokenOrder { order })
+        })
     }
 
     fn map<'py>(&self, py: Python<'py>, numbers: PyReadonlyArray1<'py, i64>) -> PyResult<Bound<'py, PyUntypedArray>> {
-        let numbers = numbers.as_slice()?;
-        let mut out = empty(py, &PyArrayDescr::new(py, "int64")?, &[numbers.len()])?;
-        if let Some(bytes) = buffer::bytes_mut(&mut out) {
-            let out = cast_mut(py, bytes)?;
-            detach::detached(py, |watch| self.order.map(numbers, out, watch))?;
-        }
-        Ok(out)
+        detach::guarded(py, || {
+            let numbers = numbers.as_slice()?;
+            let mut out = empty(py, &PyArrayDescr::new(py, "int64")?, &[numbers.len()])?;
+            if let Some(bytes) = buffer::bytes_mut(&mut out) {
+                let out = cast_mut(py, bytes)?;
+                detach::detached(py, |watch| self.order.map(numbers, out, watch))?;
+            }
+            Ok(out)
+        })
     }
 
     fn parameters(&self) -> Vec<u64> {
@@ -573,10 +606,12 @@ pub fn jax_key(seed: u64) -> (u32, u32) {
 /// `jax.random.split`.
 #[pyfunction]
 pub fn jax_split(py: Python<'_>, key: Key, n: u32) -> PyResult<Vec<(u32, u32)>> {
-    detach::detached(py, |_| {
-        let mut keys = room(usize::try_from(n).ok(), "keys")?;
-        keys.extend((0..n).map(|i| <(u32, u32)>::from(order::split(key, i))));
-        Ok(keys)
+    detach::guarded(py, || {
+        detach::detached(py, |_| {
+            let mut keys = room(usize::try_from(n).ok(), "keys")?;
+            keys.extend((0..n).map(|i| <(u32, u32)>::from(order::split(key, i))));
+            Ok(keys)
+        })
     })
 }
 
@@ -595,11 +630,13 @@ pub fn jax_randint30(key: Key) -> u64 {
 /// `jax.random.permutation(key, numpy.arange(n))`.
 #[pyfunction]
 pub fn jax_permutation(py: Python<'_>, key: Key, n: u32) -> PyResult<Bound<'_, PyArray1<u32>>> {
-    let ids = detach::detached(py, |_| {
-        let mut ids = room(usize::try_from(n).ok(), "a permutation")?;
-        ids.extend(0..n);
-        order::shuffle(key, &mut ids);
-        Ok(ids)
-    })?;
-    Ok(PyArray1::from_vec(py, ids))
+    detach::guarded(py, || {
+        let ids = detach::detached(py, |_| {
+            let mut ids = room(usize::try_from(n).ok(), "a permutation")?;
+            ids.extend(0..n);
+            order::shuffle(key, &mut ids);
+            Ok(ids)
+        })?;
+        Ok(PyArray1::from_vec(py, ids))
+    })
 }

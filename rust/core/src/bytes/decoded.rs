@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::ops::Deref;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -84,7 +85,7 @@ impl Kept for Block {
 #[derive(Debug)]
 pub struct Cache<T = Block, K = u64> {
     budget: u64,
-    state: Mutex<State<T, K>>,
+    state: ForkMutex<State<T, K>>,
 }
 
 #[derive(Debug)]
@@ -99,8 +100,8 @@ struct State<T, K> {
 impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
     /// Keeps at most `budget` bytes.
     pub fn new(budget: u64) -> Cache<T, K> {
-        let state = State { blocks: HashMap::new(), by_age: BTreeMap::new(), now: 0, used: 0 };
-        Cache { budget, state: Mutex::new(state) }
+        let empty = || State { blocks: HashMap::new(), by_age: BTreeMap::new(), now: 0, used: 0 };
+        Cache { budget, state: ForkMutex::new(empty(), empty()) }
     }
 
     /// Bytes that may be kept.
@@ -110,7 +111,7 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
 
     /// A block, if it is kept.
     pub fn get(&self, number: K) -> Option<Arc<T>> {
-        let mut guard = try_briefly(&self.state)?;
+        let mut guard = self.state.lock_briefly()?;
         let State { blocks, by_age, now, .. } = &mut *guard;
         let (block, used_at) = blocks.get_mut(&number)?;
         by_age.remove(used_at);
@@ -124,7 +125,7 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
     /// the next: who reads from it goes on reading from it.
     pub fn put(&self, number: K, block: &Arc<T>) {
         let bytes = block.size() as u64;
-        let Some(mut guard) = try_briefly(&self.state) else { return };
+        let Some(mut guard) = self.state.lock_briefly() else { return };
         if guard.blocks.contains_key(&number) {
             return;
         }
@@ -138,7 +139,7 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
 
     /// Forgets a block: a better one follows.
     pub fn remove(&self, number: K) {
-        if let Some(mut guard) = try_briefly(&self.state)
+        if let Some(mut guard) = self.state.lock_briefly()
             && let Some((block, used_at)) = guard.blocks.remove(&number)
         {
             guard.by_age.remove(&used_at);
@@ -148,14 +149,14 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
 
     /// Throws out until `bytes` more would fit, as far as there is something to throw out.
     pub fn make_room(&self, bytes: u64) {
-        if let Some(mut guard) = try_briefly(&self.state) {
+        if let Some(mut guard) = self.state.lock_briefly() {
             guard.shrink(self.budget.saturating_sub(bytes));
         }
     }
 
     /// Bytes kept now.
     pub fn used(&self) -> u64 {
-        try_briefly(&self.state).map_or(0, |guard| guard.used)
+        self.state.lock_briefly().map_or(0, |guard| guard.used)
     }
 }
 
@@ -168,6 +169,40 @@ impl<T: Kept, K: Copy + Eq + Hash> State<T, K> {
                 self.used -= block.size() as u64;
             }
         }
+    }
+}
+
+/// A lock that a forked child can do without: where a thread that does not exist there holds it, the child finds that out
+/// once, after a few milliseconds, and goes on with a value of its own.
+#[derive(Debug)]
+pub(crate) struct ForkMutex<T> {
+    first: Mutex<T>,
+    spare: Mutex<T>,
+    /// The process that made it.
+    pid: u32,
+    /// In this process, or in the one it was forked from, the first is locked for ever.
+    lost: AtomicBool,
+}
+
+impl<T> ForkMutex<T> {
+    /// Protects a value; `spare` is what a child that lost it starts from.
+    pub(crate) fn new(first: T, spare: T) -> ForkMutex<T> {
+        let (first, spare) = (Mutex::new(first), Mutex::new(spare));
+        ForkMutex { first, spare, pid: std::process::id(), lost: AtomicBool::new(false) }
+    }
+
+    /// The lock, as by [`try_briefly`].
+    pub(crate) fn lock_briefly(&self) -> Option<MutexGuard<'_, T>> {
+        if !self.lost.load(Ordering::Relaxed) {
+            if let Some(guard) = try_briefly(&self.first) {
+                return Some(guard);
+            }
+            if std::process::id() == self.pid {
+                return None;
+            }
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        try_briefly(&self.spare)
     }
 }
 
@@ -190,6 +225,18 @@ pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    #[test]
+    fn a_child_that_lost_the_lock_keeps_blocks_all_the_same() {
+        let mut cache: Cache = Cache::new(10);
+        cache.put(1, &Arc::new(Block::from(vec![0; 4])));
+        // As after a fork: made by another process, and locked by a thread that does not exist.
+        cache.state.pid = 0;
+        std::mem::forget(cache.state.first.lock().unwrap());
+        assert!(cache.get(1).is_none());
+        cache.put(1, &Arc::new(Block::from(vec![0; 5])));
+        assert_eq!((cache.get(1).unwrap().len(), cache.used()), (5, 5));
+    }
 
     #[test]
     fn what_is_larger_than_the_budget_is_kept_alone() {
