@@ -26,7 +26,7 @@ LAYERS, WIDTH, N = [1, 4], 64, 48
 OPTIONS: dict[str, dict[str, Any]] = {
     "saev": {"max_tokens_per_shard": 5 * 2 * 6},
     "lmprobe": {"shard_bytes": 12_000, "storage": "full_sequence"},
-    "zarr": {"chunk_tokens": 2},
+    "zarr": {},
     "pickle": {"shard_bytes": 20_000},
 }
 

@@ -335,6 +335,10 @@ def test_what_a_kill_left_in_a_finished_dataset_is_removed_by_the_next_call(
     assert len(again) == 1
     assert not folder.exists()
     check(writer.path, examples([4]))
+    folder.mkdir()
+    again = create(tmp_path / "d", format, resume=True)  # saev's name is not known to such a call
+    assert again.complete
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("format", FORMATS)

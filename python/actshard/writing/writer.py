@@ -22,7 +22,7 @@ from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import GivenExamples, overflows, table_of
 from actshard.writing.sink import Sink
 from actshard.writing.target import Block, Spec, Target
-from actshard.writing.work import PARTS, Journal
+from actshard.writing.work import PARTS, Journal, tidy
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -86,6 +86,7 @@ class Writer:
         if not self._exist_ok:
             raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=found)
         self._appended = check_same(target, found)
+        tidy(found)
         self.path = found
         self.complete = True
         return True
