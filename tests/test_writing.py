@@ -577,7 +577,7 @@ def test_killed_while_it_is_finished_it_is_finished_by_the_next(
     wanted = examples([3] * 7)
     own: dict[str, Any] = {"max_tokens_per_shard": 18} if format == "saev" else {}
     steps = 0
-    rename = actshard.writing.work.rename
+    rename, sync = actshard.writing.work.rename, actshard._native.sync_files
     for fail_at in range(60):
         path = tmp_path / str(fail_at)
         writer = actshard.create(path, format, layers=LAYERS, d_model=WIDTH, **own)
@@ -599,7 +599,6 @@ def test_killed_while_it_is_finished_it_is_finished_by_the_next(
                 raise KeyboardInterrupt
             sync(paths)
 
-        sync = actshard._native.sync_files
         monkeypatch.setattr(actshard._native, "sync_files", failing_sync)
         for module in ("saev", "lmprobe", "pickle"):
             monkeypatch.setattr(f"actshard.writing.{module}.rename", failing)

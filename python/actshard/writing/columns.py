@@ -53,13 +53,13 @@ class Columns:
                 if pa.types.is_integer(column.type) and not column.null_count:
                     self._ids.append(np.sort(column.to_numpy().astype(np.int64)))
 
-    def fit(self, table: pa.Table | None, first: int, count: int, *, alike: bool) -> Fitted:
+    def fit(self, table: pa.Table | None, first: int, count: int | None = None, *, alike: bool) -> Fitted:
         """The columns of some examples as the dataset keeps them.
 
         Args:
             table: one row per example; None: nothing is known of them.
             first: the number of the first example.
-            count: how many examples they are.
+            count: how many examples they are; None: as many as the table has rows.
             alike: whether the columns have to be those of the first examples, by name and kind. A conversion, which has no say
                 in what its source holds, may bring new ones and wider numbers.
 
@@ -68,6 +68,8 @@ class Columns:
         """
         import pyarrow as pa
 
+        if count is None:
+            count = 0 if table is None else len(table)
         self._target.check_count(first + count, () if table is None else table.column_names)
         if table is not None:
             table = plain(table)
