@@ -205,3 +205,16 @@ def test_lmprobes_store_and_folds() -> None:
         held.get_activations()
     with pytest.raises(NotImplementedError):
         lmprobe.ActivationStore.from_cache("m", [], layers=[0])
+
+
+def test_lmprobe_types_that_a_dataset_lacks_are_left_out_and_poolings_are_checked(tmp_path: Path) -> None:
+    """As lmprobe does: a missing tensor type is skipped; an unknown pooling is a ValueError; no hidden states, no activations."""
+    pooled, logits = GOLDEN / "lmprobe/pooled_f32", GOLDEN / "lmprobe/logits_only"
+    for dataset in (pooled, GOLDEN / "lmprobe/fullseq_f32"):
+        with pytest.raises(ValueError, match="pooling"):
+            lmprobe.load_activations(dataset, pooling="nonsense")
+    with pytest.raises(FileNotFoundError, match="no hidden states"):
+        lmprobe.load_activations(logits)
+    pytest.importorskip("torch")
+    found, _ = lmprobe.load_activation_dataset(pooled, tensors=["hidden_layers", "logits_topk"])
+    assert sorted(found) == ["hidden.layer_0", "hidden.layer_1", "hidden.layer_2"]

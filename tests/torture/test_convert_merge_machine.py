@@ -1,0 +1,348 @@
+"""Conversions and merges, interrupted anywhere and asked again: done as an undisturbed one, or refused; nothing else.
+
+A case makes sources, runs the verb undisturbed, then again with an interruption: a forked child that is killed after some
+milliseconds, or an exception at the n-th change of the disk. Then comes a call with other arguments, and then the same call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import shutil
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tests.torture.budget import machine_settings, runs
+
+import actshard
+from actshard import merging
+from actshard.converting import running
+from actshard.formats.lmprobe import TOKEN_LISTS
+from actshard.writing import sink, work
+
+FORMATS = ("saev", "lmprobe", "zarr", "pickle")
+SMALL: dict[str, dict[str, Any]] = {
+    "saev": {"max_tokens_per_shard": 24},
+    "lmprobe": {"shard_bytes": 300},
+    "zarr": {"chunk_tokens": 2},
+    "pickle": {"shard_bytes": 900, "compress": False},
+}
+
+
+class Interrupted(actshard.DiskFullError):
+    """The exception that the machine raises: a disk that is full for a moment."""
+
+
+class Steps:
+    """Raises at the n-th change of the disk."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(*arguments: Any, **named: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                raise Interrupted("injected")
+            return function(*arguments, **named)
+
+        return stepped
+
+
+@contextlib.contextmanager
+def interrupted_at(n: int) -> Iterator[Steps]:
+    steps = Steps(n)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (work, merging, sink):
+            for name in ("rename", "write_json", "make_folder", "write_bytes"):
+                if hasattr(module, name):
+                    patch.setattr(module, name, steps(getattr(module, name)))
+        patch.setattr(work.Journal, "_append", steps(work.Journal._append))
+        patch.setattr(merging, "_link", steps(merging._link))
+        patch.setattr(running, "read", steps(running.read))
+        yield steps
+
+
+def digest(path: Path) -> dict[str, str]:
+    return {
+        str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest()
+        for p in sorted(path.rglob("*"))
+        if p.is_file()
+    }
+
+
+def values(path: Path) -> tuple[Any, ...]:
+    """Everything that a dataset holds, times of day and files' names aside."""
+    store = actshard.open(path)
+    table = {n: store.table[n].to_pylist() for n in store.table.column_names if n not in ("layers",)}
+    rows = [
+        store.sequence(e, la).tobytes() for la in store.layers for e in np.flatnonzero(store.tokens_in(la)).tolist()
+    ]
+    labels = None if store.labels is None else store.labels.tobytes()
+    return store.format, store.layers, store.d_model, str(store.dtype), store.token_counts.tolist(), labels, table, rows
+
+
+def make(path: Path, format: str, seed: int, small: bool, part: tuple[int, int] | None = None) -> Path:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 7))
+    lengths = [3] * n if format == "saev" else rng.integers(1, 6, n).tolist()
+    columns = {} if format == "saev" else {"columns": {"label": rng.integers(0, 9, n).tolist()}}
+    if format == "pickle" and part is None:
+        columns["columns"]["sample_idx"] = list(range(seed * 100, seed * 100 + n))
+    if format == "lmprobe":
+        columns["columns"]["text"] = [f"{seed}:{i}" for i in range(n)]
+    own = SMALL[format] if small else {}
+    if format == "lmprobe":
+        own = {**own, "storage": "full_sequence"}
+    with actshard.create(path, format, layers=[1, 4], d_model=6, part=part, **own) as writer:
+        writer.append([rng.standard_normal((2, t, 6)).astype(np.float32) for t in lengths], **columns)
+    return writer.path
+
+
+class ConvertMergeMachine(RuleBasedStateMachine):
+    """One verb at a time, disturbed and finished."""
+
+    root: Path
+
+    @initialize(
+        verb=st.sampled_from(["convert", "parts", "datasets"]),
+        source=st.sampled_from(FORMATS),
+        to=st.sampled_from(FORMATS),
+        small=st.booleans(),
+        physical=st.booleans(),
+        seed=st.integers(0, 50),
+    )
+    def begin(self, verb: str, source: str, to: str, small: bool, physical: bool, seed: int) -> None:
+        warnings.simplefilter("ignore")
+        small |= verb != "convert" and physical  # stores of different chunks are refused as one
+        self.root = Path(os.environ["ACTSHARD_MACHINE_FOLDER"]) / f"{random.getrandbits(60):x}"
+        self.root.mkdir()
+        self.verb, self.physical = verb, physical and source == "zarr"
+        self.done: Path | None = None
+        self.begun = False
+        if verb == "convert":
+            self.sources = [make(self.root / "source", source, seed, small)]
+            self.options: dict[str, Any] = {**(SMALL[to] if small else {}), "pad": to == "saev"}
+            self.to = to
+        elif verb == "parts":
+            self.sources = []
+            for name in ("wanted", "target"):
+                for i in (1, 0, 2):
+                    make(self.root / name, source, seed + i, small, (i, 3))
+        else:
+            self.sources = [make(self.root / f"s{i}", source, seed + i, small) for i in range(3)]
+        self.before = [digest(s) for s in self.sources]
+        self.wanted = values(self.call("wanted"))
+
+    def call(self, name: str, **other: Any) -> Path:
+        path = self.root / name
+        if self.verb == "convert":
+            given = {"resume": True, **self.options, **other}
+            return actshard.convert(self.sources[0], path, self.to, **given).path
+        if self.verb == "parts":
+            return actshard.merge(path, **{"physical": self.physical, **other})
+        return actshard.merge(path, **{"parts": self.sources, "physical": self.physical, **other})
+
+    @precondition(lambda self: self.done is None)
+    @rule(n=st.integers(1, 60))
+    def exception(self, n: int) -> None:
+        with interrupted_at(n) as steps:
+            try:
+                made = self.call("target")
+            except actshard.ActshardError:
+                if steps.left > 0:
+                    raise
+                self.begun = True
+                return
+        self.finished(made)
+
+    @precondition(lambda self: self.done is None)
+    @rule(milliseconds=st.floats(0, 30))
+    def kill(self, milliseconds: float) -> None:
+        child = os.fork()
+        if child == 0:
+            try:
+                self.call("target")
+            finally:
+                os._exit(0)
+        time.sleep(milliseconds / 1000)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        self.begun = True
+
+    @precondition(lambda self: self.done is None and self.begun)
+    @rule(which=st.integers(0, 2))
+    def other_arguments(self, which: int) -> None:
+        """Another call is refused, or done as it says; it never becomes the first."""
+        if self.verb == "convert":
+            other = [
+                {"layers": [4]},
+                {"examples": [0]},
+                {"dtype": "float64" if self.to != "saev" else "float32", "layers": [4, 1]},
+            ][which]
+        elif self.verb == "parts":
+            other = [{"physical": not self.physical}, {"parts": [self.root / "wanted"]}, {"parts": []}][which]
+        else:
+            other = [{"parts": self.sources[::-1]}, {"parts": self.sources[:2]}, {"parts": None}][which]
+        try:
+            path = self.call("target", **other)
+        except actshard.ActshardError:
+            return
+        store = actshard.open(path)
+        if self.verb == "convert":
+            assert store.layers == tuple(other.get("layers", store.layers))
+            assert len(store) == (1 if "examples" in other else len(store))
+        elif "physical" in other:
+            assert values(path) == self.wanted
+        else:  # nothing had been begun, or it was finished by the killed call
+            parts = other["parts"]
+            wanted = self.wanted if parts is None else self.merged(parts)
+            assert values(path)[4:] == wanted[4:]
+        self.done = path
+        shutil.rmtree(self.root / "target")
+        self.done, self.begun = (self.root, True) if self.verb == "parts" else (None, False)
+
+    def merged(self, parts: list[Path]) -> tuple[Any, ...]:
+        path = actshard.merge(self.root / f"m{random.getrandbits(60):x}", parts, physical=self.physical)
+        return values(path)
+
+    @precondition(lambda self: self.done is None)
+    @rule()
+    def same(self) -> None:
+        try:
+            self.finished(self.call("target"))
+        except actshard.ExistsError:
+            # Killed after its last step: finished, and a merge of datasets that stay has nobody to say so to.
+            assert self.verb == "datasets"
+            assert self.begun
+            self.finished(next(iter(self.found())))
+
+    @precondition(lambda self: self.done is not None)
+    @rule()
+    def again(self) -> None:
+        """What is finished stays as it is."""
+        before = digest(self.root / "target")
+        with contextlib.suppress(actshard.ExistsError):
+            assert self.call("target") == self.done
+        assert digest(self.root / "target") == before
+
+    def found(self) -> list[Path]:
+        target = self.root / "target"
+        return [target] if actshard.open(target).path == target else [actshard.open(target).path]
+
+    def finished(self, path: Path) -> None:
+        assert values(path) == self.wanted
+        report = actshard.verify(path, deep=True)
+        bad = [f for f in report.findings if f.severity == "error" or f.code in ("unlisted-file", "unfinished")]
+        assert bad == []
+        assert not [p for p in path.rglob("*") if p.name.endswith(".part") or p.name in (".parts", ".merging")]
+        self.done = path
+
+    @invariant()
+    def sources_are_as_they_were(self) -> None:
+        if hasattr(self, "before"):
+            assert [digest(s) for s in self.sources] == self.before
+
+    def teardown(self) -> None:
+        if hasattr(self, "root"):
+            if self.done is None and hasattr(self, "wanted"):
+                self.same()
+            shutil.rmtree(self.root, ignore_errors=True)
+
+
+def test_conversions_and_merges_are_done_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTSHARD_MACHINE_FOLDER", str(tmp_path))
+    run_state_machine_as_test(ConvertMergeMachine, settings=machine_settings(10, 10_000, steps=6))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("source", FORMATS)
+def test_every_pair_of_formats_is_resumed_at_default_options(tmp_path: Path, source: str, to: str) -> None:
+    made = make(tmp_path / "s", source, 3, small=False)
+    own = {"pad": True} if to == "saev" else {}
+    wanted = values(actshard.convert(made, tmp_path / "wanted", to, **own).path)
+    chance = random.Random(f"{source}{to}")
+    for k in range(runs(1, 20)):
+        path = tmp_path / f"t{k}"
+        with interrupted_at(chance.randrange(1, 20)) as steps:
+            try:
+                actshard.convert(made, path, to, resume=True, **own)
+            except actshard.ActshardError:
+                assert steps.left <= 0
+        done = actshard.convert(made, path, to, resume=True, verify=True, **own)
+        assert values(done.path) == wanted
+        assert actshard.verify(done.path, deep=True).ok
+
+
+# -- naive oracles beside fast paths --------------------------------------------------------------------------------
+
+
+def test_merged_saev_shards_hold_the_parts_one_after_another(tmp_path: Path) -> None:
+    """Of any sizes of parts and shards: row by row what the parts hold, with shards of one size."""
+    chance = random.Random(5)
+    for k in range(runs(6, 500)):
+        sizes = [chance.randrange(1, 9) for _ in range(chance.randrange(1, 5))]
+        parts, wanted = [], []
+        for i, n in enumerate(sizes):
+            rows = np.random.default_rng(k * 10 + i).standard_normal((n, 2, 3, 4)).astype(np.float32)
+            own = {"max_tokens_per_shard": 6 * chance.randrange(1, 6)}
+            with actshard.create(tmp_path / f"{k}-{i}", "saev", layers=[0, 1], d_model=4, **own) as writer:
+                writer.append(rows)
+            parts.append(writer.path)
+            wanted.append(rows)
+        made = actshard.merge(tmp_path / f"{k}-made", parts)
+        files = sorted(made.glob("acts*.bin"))
+        flat = np.concatenate([np.fromfile(f, np.float32) for f in files])
+        every = np.concatenate(wanted)
+        assert np.array_equal(flat[: every.size], every.reshape(-1))
+        assert not flat[every.size :].any()
+        assert len({f.stat().st_size for f in files}) == 1
+
+
+def test_lmprobe_addresses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """Each token's shard and row, assigned one by one: last tokens in shards of their own, the others greedily behind."""
+    chance = random.Random(6)
+    for k in range(runs(6, 500)):
+        lengths = [chance.randrange(0, 6) for _ in range(chance.randrange(1, 30))]
+        if not any(lengths):
+            continue
+        row, limit = 4 * 4, 4 * 4 * chance.randrange(1, 9)
+        with actshard.create(
+            tmp_path / f"{k}", "lmprobe", layers=[0], d_model=4, storage="full_sequence", shard_bytes=limit
+        ) as writer:
+            writer.append([np.ones((1, n, 4), np.float32) for n in lengths])
+        per = max(1, limit // row)
+        lasts = -(-len(lengths) // per)
+        shard, at, used = -1, 0, 0
+        ids: list[list[int]] = []
+        rows: list[list[int]] = []
+        for i, n in enumerate(lengths):
+            rest = max(n - 1, 0)
+            if rest and (shard < 0 or (used and (used + rest) * row > limit)):
+                shard, at, used = shard + 1, 0, 0
+            ids.append([lasts + shard] * rest + [i // per] * (n > 0))
+            rows.append([*range(at, at + rest), *([i % per] if n else [])])
+            at, used = at + rest, used + rest
+        store = actshard.open(tmp_path / f"{k}")
+        found = store.read_columns([*TOKEN_LISTS, "shard_index", "row_offset"])
+        assert found[TOKEN_LISTS[0]].to_pylist() == ids, (lengths, limit)
+        assert found[TOKEN_LISTS[1]].to_pylist() == rows
+        assert found["shard_index"].to_pylist() == [i // per for i in range(len(lengths))]
+        assert found["row_offset"].to_pylist() == [i % per for i in range(len(lengths))]
