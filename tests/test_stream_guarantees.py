@@ -446,6 +446,43 @@ def test_rows_that_fill_examples_up_are_no_content(tmp_path: Path) -> None:
         assert damaged == b"\1" * 20 or not actshard.verify(writer.path).ok
 
 
+def test_lengths_survive_padding_converting_and_merging(tmp_path: Path) -> None:
+    """Examples of different lengths, as saev: its loaders read zeros, ours and what is made of it do not."""
+    counts = [3, 1, 5, 2, 5]
+    items = [numbers(1, n, 8, seed=n) + 3 for n in counts]
+    with actshard.create(tmp_path / "z", "zarr", layers=[0], d_model=8) as writer:
+        writer.append(items)
+    done = actshard.convert(writer.path, tmp_path / "s", "saev", pad=True, verify=True)
+    assert [loss.what for loss in done.losses].count("padding") == 1
+    dump = quietly(done.path)
+    rows = np.concatenate([x[0] for x in items])
+    for store in (
+        dump,
+        quietly(actshard.convert(dump, tmp_path / "again", "saev", metadata={"ckpt": "other"}).path),
+        quietly(
+            actshard.merge(
+                tmp_path / "one", [done.path, actshard.convert(dump, tmp_path / "two", "saev", examples=[1, 2]).path]
+            )
+        ),
+    ):
+        want = [*counts, *(counts[1:3] if store.num_examples > 5 else [])]
+        assert store.content_lengths is not None
+        assert store.content_lengths.tolist() == want
+        assert set(store.token_counts.tolist()) == {5}
+        found = next(iter(store.stream(0, 1000))).activations
+        assert np.array_equal(found[: len(rows)], rows)
+        assert len(found) == sum(want)
+        assert np.array_equal(store.last_tokens(0)[:5], [x[0, -1] for x in items])
+        assert actshard.verify(store.path).ok
+    told = actshard.convert(dump, tmp_path / "back", "zarr")
+    assert "padding" in [loss.what for loss in told.losses]
+    last = actshard.open(actshard.convert(dump, tmp_path / "last", "lmprobe", tokens="last").path)
+    assert np.array_equal(last.last_tokens(0), [x[0, -1] for x in items])
+    # Nothing is kept where nothing was filled up.
+    same = actshard.convert(tmp_path / "z", tmp_path / "same", "saev", examples=[2, 4])
+    assert not (same.path / "actshard_lengths.bin").exists()
+
+
 def test_a_sparse_file_claims_no_memory(tmp_path: Path) -> None:
     """10^11 examples of which no byte is on the disk: opened, streamed and told of at once, in no memory to speak of."""
     n = 10**11

@@ -40,7 +40,7 @@ from actshard.formats._contents import Options
 from actshard.formats._json import Fields, read_json, show
 from actshard.formats.lmprobe import TOKEN_LISTS, Dataset
 from actshard.formats.pickle import machines_in, open_many
-from actshard.formats.saev import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, N_EXAMPLES, hashes
+from actshard.formats.saev import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
 from actshard.formats.zarr import ACTIVATIONS, Member, is_group, members_of
 from actshard.opening import existing, find, open_quietly
 from actshard.writing.columns import together
@@ -57,6 +57,7 @@ from actshard.writing.work import (
     rename,
     tidy,
     unfinished,
+    write_bytes,
     write_json,
 )
 from actshard.writing.zarr import ZarrTarget
@@ -507,6 +508,12 @@ def _saev(plan: _Merge) -> Path:
         os.truncate(temporary, n * content)
         _native.sync_files([temporary])
         rename(temporary, work / "labels.bin")
+    if any((part / LENGTHS).exists() for part in plan.parts):
+        lengths = [
+            np.fromfile(part / LENGTHS, "<u4") if (part / LENGTHS).exists() else np.full(held, content, "<u4")
+            for part, held in zip(plan.parts, counts, strict=True)
+        ]
+        write_bytes(work / LENGTHS, np.concatenate(lengths).tobytes())
     word = "n_ex" if name == "n_ex" else "n_imgs" if name == "n_imgs" else "n_examples"
     listing = [{"name": f"acts{i:06}.bin", word: min(eps, n - i * eps)} for i in range(-(-n // eps))]
     write_json(work / "shards.json", listing)

@@ -304,8 +304,10 @@ class Store:
             wanted, shape = _arguments.index(examples, "examples")
             if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
                 raise self._out_of_range(wanted)
-            examples = wanted.reshape(shape)
-            tokens = (self.special_tokens + lengths[wanted] - 1).reshape(shape)
+            last = self.special_tokens + lengths[wanted] - 1
+            if (last < 0).any():
+                raise OutOfRangeError(f"example {wanted[last < 0][0]} has no tokens", path=self.path)
+            examples, tokens = wanted.reshape(shape), last.reshape(shape)
         lost: list[int] = []
         rows: NDArray[Any] = self._rows.gather(group, examples, tokens, out, dtype, lost)
         if lost:

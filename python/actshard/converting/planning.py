@@ -472,7 +472,8 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
             made.append(
                 Loss(
                     "padding",
-                    f"{int(short.sum()):,} examples are filled up with zeros to {target.tokens} tokens; their lengths are lost",
+                    f"{int(short.sum()):,} examples are filled up with zeros to {target.tokens} tokens, which saev takes for "
+                    "content; actshard keeps their lengths beside, and leaves the zeros out",
                 )
             )
         if long.any():
@@ -483,6 +484,10 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                     f"{int((counts - target.tokens)[long].sum()):,} tokens are left out",
                 )
             )
+    if store.content_lengths is not None and asked.tokens != "last" and format != "saev":
+        made.append(
+            Loss("padding", "rows of zeros that fill up shorter examples of the source become tokens like all others")
+        )
     if format != "pickle" and asked.pad and any("lack layers" in w for w in store.warnings):
         made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
     if format == "lmprobe" and (counts == 0).any():

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def convert(
         asked = ask(store, format, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate)
 
         def settled() -> Target:
-            return settle(
+            made = settle(
                 asked,
                 root,
                 dtype=dtype,
@@ -146,6 +147,9 @@ def convert(
                 metadata=metadata,
                 options=options,
             )
+            if made.tokens is not None:
+                made.content_lengths = partial(_content_lengths, asked)
+            return made
 
         target = settled()
         if store.contents.counts_are_cheap and target.tokens is not None:
@@ -172,6 +176,16 @@ def convert(
         # Now that every shard was looked into, lengths cost nothing.
         told = tuple(losses(asked, target, columns, lost))
     return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, told, verify)
+
+
+def _content_lengths(asked: Asked) -> NDArray[np.int64]:
+    """Tokens of each example that are the source's own, not rows that fill it up, here or there."""
+    taken = asked.chosen(asked.stored)
+    lengths = asked.store.content_lengths
+    if lengths is None or asked.tokens == "last":
+        return taken
+    special = asked.store.special_tokens if asked.tokens == "all" else 0
+    return np.minimum(taken, special + lengths[asked.ids(0, asked.count)])
 
 
 def _write(
@@ -319,6 +333,8 @@ def read(
     taken, want = counts.reshape(-1)[held], np.maximum(lengths.reshape(-1), 0)
     if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
         out = memory.reshape(len(ids), layers, store.d_model)
+        own = store.content_lengths
+        token = None if own is None else store.special_tokens + own[ids] - 1
         for k, group in enumerate(asked.groups.tolist()):
             out[:, k] = rows.gather(group, np.ascontiguousarray(ids), None, None, memory.dtype, lost)
         return

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from actshard import _native
 from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError, UnfinishedError
 from actshard.formats._json import read_json
-from actshard.formats.saev import ITEMSIZE, hashes
+from actshard.formats.saev import ITEMSIZE, LENGTHS, hashes
 from actshard.writing.target import PATCH_LABELS, Block, Examples, Spec, Target, array_of, flag, positive
-from actshard.writing.work import FOLDER, rename, sync_folders, write_json
+from actshard.writing.work import FOLDER, rename, sync_folders, write_bytes, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -318,11 +318,22 @@ class SaevTarget(Target):
         rename(last, last.with_name(last.name.removesuffix(_PART)))
         for stray in self.root.glob(f"acts*{_PART}"):
             stray.unlink()
+        self._keep_lengths()
         sync_folders([self.root])
         name = "n_ex" if self.protocol == "2.0" else "n_examples"
         listing = [{"name": f"acts{i:06}.bin", name: count} for i, count in enumerate(counts)]
         write_json(self.root / "shards.json", listing)
         write_json(self.root / "metadata.json", self.metadata(n))
+
+    def _keep_lengths(self) -> None:
+        """saev has no place for the lengths of examples that were filled up: they are kept beside, where it does not look."""
+        if self.content_lengths is None:
+            return
+        assert self._tokens is not None
+        content = self._tokens - self.cls
+        lengths = np.clip(self.content_lengths() - self.cls, 0, content)
+        if (lengths < content).any():
+            write_bytes(self.root / LENGTHS, lengths.astype("<u4").tobytes())
 
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
         n, eps = len(tokens), self.eps

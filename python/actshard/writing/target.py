@@ -109,6 +109,9 @@ class Target(ABC):
     names_itself = False
     """Whether the finished dataset's folder is named by the format, below the path that is asked for."""
 
+    content_lengths: Callable[[], NDArray[np.int64]] | None = None
+    """Tokens of each example before shorter ones were filled up, for a format that has as many of each; None: none was."""
+
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         unknown = sorted(set(spec.options) - set(self.own))
