@@ -411,8 +411,8 @@ def test_rows_that_fill_examples_up_are_no_content(tmp_path: Path) -> None:
         writer.append(values)
     assert quietly(writer.path).content_lengths is None
     (writer.path / "actshard_lengths.bin").write_bytes(lengths.astype("<u4").tobytes())
-    with pytest.warns(actshard.ActshardWarning, match="filled up"):
-        store = actshard.open(writer.path)
+    store = actshard.open(writer.path)
+    assert store.info()["also"] == ["lengths before padding"]
     real = [(e, t) for e, n in enumerate(lengths) for t in range(1, 1 + n)]
     for shuffle in SHUFFLES:
         found = [
@@ -474,6 +474,12 @@ def test_lengths_survive_padding_converting_and_merging(tmp_path: Path) -> None:
         assert len(found) == sum(want)
         assert np.array_equal(store.last_tokens(0)[:5], [x[0, -1] for x in items])
         assert actshard.verify(store.path).ok
+    with actshard.create(tmp_path / "made", "saev", layers=[0], d_model=8, pad=True, tokens_per_example=5) as writer:
+        writer.append(items[:2])
+        writer.append(items[2:])
+    made = quietly(writer.path)
+    assert made.content_lengths is not None
+    assert made.content_lengths.tolist() == counts
     told = actshard.convert(dump, tmp_path / "back", "zarr")
     assert "padding" in [loss.what for loss in told.losses]
     last = actshard.open(actshard.convert(dump, tmp_path / "last", "lmprobe", tokens="last").path)

@@ -18,6 +18,7 @@ import pytest
 import actshard
 from actshard.verifying.report import CODES
 from conftest import GOLDEN, refuses, rewrite_index, saev_dump
+from zarr_files import write_store
 
 SOUND = [saev_dump(p.parent) for p in sorted((GOLDEN / "saev").glob("*/expected.npz"))]
 SOUND += [p.parent for kind in ("lmprobe", "pickle", "zarr") for p in sorted((GOLDEN / kind).glob("*/expected.npz"))]
@@ -353,3 +354,15 @@ def test_every_code_is_documented() -> None:
     page = (Path(__file__).parents[1] / "docs/verify.md").read_text()
     for code, (severity, _, _) in CODES.items():
         assert f"| `{code}` | {severity} |" in page, code
+
+
+def test_a_deep_look_knows_integers_from_zeros(tmp_path: Path) -> None:
+    """128 is the usual zero point of quantised uint8, and the least value of a signed type is no zero either."""
+    for dtype, least in (("u1", 128), ("i1", -128), ("i2", -(2**15)), ("i4", -(2**31))):
+        values = np.full((3, 1, 4, 8), least, dtype)
+        values[1, 0, 2] = 0
+        path = write_store(tmp_path / dtype, values, np.full(3, 4, "i4"), (1, 1, 4, 8))
+        found = {f.code: f for f in actshard.verify(path, deep=True).findings}
+        assert "dead-dimension" not in found
+        assert "(1, 2)" in str(found["zero-row"])
+        assert "1 of 12" in str(found["zero-row"])

@@ -336,7 +336,7 @@ def read(
         own = store.content_lengths
         token = None if own is None else store.special_tokens + own[ids] - 1
         for k, group in enumerate(asked.groups.tolist()):
-            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), None, None, memory.dtype, lost)
+            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), token, None, memory.dtype, lost)
         return
     whole = rows.tokens_of(groups, examples)
     into = (np.cumsum(want) - want)[held]

@@ -118,12 +118,6 @@ def open(path: Path, options: Options) -> Contents:
         warnings.append(f"labels.bin: expected {n} x {content} = {n * content} bytes, found {labels.stat().st_size}")
 
     lengths = path / LENGTHS
-    if lengths.exists():
-        warnings.append(
-            f"shorter examples were filled up to {content} tokens with rows of zeros: streams, statistics and last_tokens leave "
-            "those out, sequence, and saev's own loaders, do not"
-        )
-
     rows = Rows.strided(
         [(shard, count * per_example) for shard, count in shards if count],
         num_examples=n,
@@ -158,7 +152,9 @@ def open(path: Path, options: Options) -> Contents:
         files=lambda: [shard for shard, _ in shards],
         model=model or None,
         provenance=provenance,
-        extras=("patch labels",) if labels.is_file() else (),
+        extras=tuple(
+            what for file, what in ((labels, "patch labels"), (lengths, "lengths before padding")) if file.is_file()
+        ),
         special_tokens=int(cls),
         warnings=tuple(warnings),
         labels=lambda: _labels(labels, n, content),

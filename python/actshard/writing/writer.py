@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,16 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
-from actshard.errors import ActshardError, ArgumentError, ClosedError, DtypeError, ExistsError, FormatError, from_os
+from actshard.errors import (
+    ActshardError,
+    ActshardWarning,
+    ArgumentError,
+    ClosedError,
+    DtypeError,
+    ExistsError,
+    FormatError,
+    from_os,
+)
 from actshard.formats._json import parse_json
 from actshard.writing.columns import Fitted, together
 from actshard.writing.existing import check_same, complete_at
@@ -55,7 +65,9 @@ class Writer:
         self._stage: NDArray[Any] | None = None
         self._staged: list[tuple[int, NDArray[np.int64], pa.Table | None]] = []
         """Examples in the stage: its rows up to and with them, their lengths, their columns."""
-        self._appended = 0
+        self._appended = self._resumed_at = 0
+        self._own_tokens: list[NDArray[np.int64]] = []
+        """Tokens of examples before they were filled up, since this writer began."""
         self._sink: Sink | None = None
         self.path = target.root
         with _told(target.root):
@@ -68,7 +80,7 @@ class Writer:
                 if not (self._exist_ok and self._is_complete(resume)):
                     raise
                 return
-            self._appended = self._sink.committed
+            self._appended = self._resumed_at = self._sink.committed
             if self._sink.journal.closing:
                 # Killed while it was finished: shards have their last form, and there is nothing to append to.
                 self.path = self._sink.finish()
@@ -241,6 +253,7 @@ class Writer:
     ) -> None:
         """Brings examples into blocks, which the writing thread takes."""
         target = self._target
+        self._own_tokens.append(np.minimum(examples.tokens, tokens))
         layers = len(target.spec.layers)
         done = 0
         while done < len(examples):
@@ -338,9 +351,24 @@ class Writer:
             sink.discard()
             self.path = found
         else:
+            if self._pad and self._target.tokens is not None:
+                self._target.content_lengths = self._content_lengths
             self.path = sink.finish()
         self.complete = True
         self._sink = None
+
+    def _content_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each example before it was filled up; of those that an interrupted writer wrote it is not known."""
+        assert self._target.tokens is not None
+        before = np.full(self._resumed_at, self._target.tokens, np.int64)
+        if self._resumed_at:
+            warnings.warn(
+                f"{self.path}: pad=True: lengths of the first {self._resumed_at} examples are not known after resuming; "
+                "rows that fill them up count as content",
+                ActshardWarning,
+                stacklevel=2,
+            )
+        return np.concatenate([before, *self._own_tokens])
 
     def abort(self) -> None:
         """Stops without finishing. What was appended is committed if it can be; ``create(..., resume=True)`` goes on after it."""
