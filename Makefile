@@ -3,23 +3,34 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CARGO_PROFILE ?= dev
+TORTURE_SCALE ?= 1
+FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
 
 NATIVE_SOURCES := $(shell find rust/core rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo test check test-peers test-levanter bench fuzz-smoke fmt clean help
+.PHONY: demo test torture check test-peers test-levanter bench fuzz-smoke fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo: $(VENV)/.release ## build, then fit a probe per layer on the bundled dataset
+demo: $(VENV)/.release ## runs the main job: builds, then fits a probe per layer on the bundled dataset
 	$(BIN)/actshard demo
 
-test: $(VENV)/.dev $(VENV)/.test ## the Rust and Python suites; no torch
+test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
 	$(MAKE) --no-print-directory fuzz-smoke
 	$(BIN)/python -m pytest -m "not peers and not levanter"
+
+torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
+	ACTSHARD_TORTURE=1 ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture
+	ACTSHARD_KILLS=100 $(BIN)/python -m pytest tests/test_kills.py
+	$(BIN)/python -m tests.torture.faults
+	$(BIN)/python -m tests.torture.mutations --each 4000
+	FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 ./rust/fuzz/smoke.sh
+	./scripts/sanitize.sh asan
+	./scripts/sanitize.sh tsan
 
 check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, stubs
 	cargo fmt --all --check
@@ -65,6 +76,12 @@ $(VENV)/.release: $(VENV)/.base $(NATIVE_SOURCES)
 
 $(VENV)/.test: $(VENV)/.base pyproject.toml
 	$(UV) --group test && touch $@
+
+# Faults are injected with strace. Where it cannot be installed, those tests are skipped and say so.
+$(VENV)/.strace: $(VENV)/.base
+	command -v strace >/dev/null || { apt-get update -qq && apt-get install -y -qq strace; } >/dev/null 2>&1 || \
+		echo "strace is not installed: tests that inject faults are skipped"
+	touch $@
 
 $(VENV)/.check: $(VENV)/.base pyproject.toml
 	$(UV) --group check && touch $@

@@ -744,8 +744,9 @@ def _zarr(plan: _Merge) -> Path:
         **known,
         "shards": shards,
     }
+    _native.sync_files([plan.path / "shards", plan.path])  # no manifest of stores that a power cut may take away
     write_json(plan.path / "manifest.json", manifest)
-    _native.sync_files([plan.path / "shards", plan.path])
+    _native.sync_files([plan.path])
     return plan.path
 
 
@@ -837,6 +838,7 @@ def _pickle(plan: _Merge) -> Path:
     moves, listing = _pickle_plan(plan)
     for source, name in moves:
         plan.take(source, plan.path / name)
+    _native.sync_files([plan.path])  # no list of shards that a power cut may take away
     write_json(plan.path / "metadata.json", listing)
     _native.sync_files([plan.path])
     return plan.path
