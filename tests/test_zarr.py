@@ -108,6 +108,7 @@ def test_texts_are_joined_by_sample() -> None:
 FORMS = st.tuples(*(st.integers(1, n) for n in (4, 3, 7, 9)))
 
 
+@pytest.mark.filterwarnings("ignore:examples. no example was chosen")  # samples of no tokens
 @settings(max_examples=150, deadline=None)
 @given(
     shape=FORMS,
@@ -292,7 +293,7 @@ def test_codecs_that_nobody_knows_and_damaged_chunks_are_errors(tmp_path: Path) 
     shutil.copytree(GOLDEN / "zarr/zstd/activations.zarr", copy)
     chunk = copy / "arrays/activations/0.0.0.0"
     chunk.write_bytes(chunk.read_bytes()[:-20])  # zstd without a checksum notices a cut and little else
-    with refuses(actshard.FormatError, chunk, "zarrs"):
+    with refuses(actshard.FormatError, chunk, "cannot decode"):
         opened(copy).sequences([0], 0)
     change(copy / "arrays/activations/.zarray", lambda m: m | {"compressor": {"id": "nope"}})
     with pytest.raises(actshard.UnsupportedError, match="codec 'nope' is not read"):
@@ -432,3 +433,54 @@ def test_a_codec_of_the_zarr_package_names_the_extra(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "zarr", None)
     with pytest.raises(actshard.MissingExtraError, match=r"lz4.*pip install 'actshard\[zarr\]'"):
         actshard.open(store)
+
+
+@pytest.mark.parametrize("rooms", [(4, 9), (9, 4), (5, 5, 7)])
+def test_a_run_as_one_group_has_the_largest_t_max(tmp_path: Path, rooms: tuple[int, ...]) -> None:
+    from actshard.compat.zarr import open_group
+
+    want = np.full((2 * len(rooms), 2, max(rooms), 3), -1, "f4")
+    for k, room in enumerate(rooms):
+        values = acts(2, 2, room, 3).astype("f4") + 100 * k
+        want[2 * k : 2 * k + 2, :, :room] = values
+        write_store(tmp_path / f"run/shards/s{k}.zarr", values, np.full(2, room, "<i4"), (1, 1, 2, 3), fill=-1)
+    group = open_group(tmp_path / "run")
+    array = group["arrays/activations"]
+    assert array.shape == want.shape
+    assert array.fill_value == -1
+    assert array.nbytes == want.nbytes
+    picks: list[Any] = [
+        ...,
+        np.s_[:],
+        np.s_[1],
+        np.s_[-1, 1],
+        np.s_[::2, 0, 3:],
+        np.s_[1:3, :, ::2, 1:],
+        np.s_[:, 1, -1],
+        np.s_[:, :, :4],
+        np.s_[2:2],
+    ]
+    for index in picks:
+        assert np.array_equal(array[index], want[index]), index
+    lengths = group["arrays/seq_len"][:]
+    for i, n in enumerate(lengths.tolist()):
+        assert np.array_equal(array[i, 0, :n, :], opened(tmp_path / "run").sequence(i, 0))
+
+
+def test_a_group_has_the_members_that_zarr_names(tmp_path: Path) -> None:
+    from actshard.compat.zarr import open_group
+
+    path = write_store(tmp_path / "a.zarr", acts(4, 1, 2, 3), np.full(4, 2, "<i4"), (1, 1, 2, 3))
+    write_array(path / "arrays/sample_key", np.array([b"a", b"bb", b"", b"d"], "S4"), (3,), fill="")
+    (path / "arrays/seq_len/.zattrs").write_text('{"unit": "tokens"}')
+    group = open_group(path)["arrays"]
+    assert sorted(group.array_keys()) == ["activations", "sample_key", "seq_len"]
+    assert len(group) == 3
+    assert dict(group.members())["seq_len"].attrs == {"unit": "tokens"}
+    assert group["activations"].attrs == {}
+    assert group.get("nothing") is None
+    assert group.get("seq_len").info["shape"] == (4,)
+    keys = group["sample_key"]
+    assert keys.dtype == "S4"
+    assert keys[:].dtype == "S4"
+    assert keys[:].tolist() == [b"a", b"bb", b"", b"d"]

@@ -4,8 +4,9 @@
 >>> root = open_group("activations.zarr")
 >>> root["arrays/activations"][i, l, 0:n, :]
 
-Read-only. A run (``shards/*.zarr``) opens as one group, its stores one after the other. Handles can be shared by threads, forked
-and pickled; the text's rule that each worker opens its own is kept without doing anything.
+Read-only. A run (``shards/*.zarr``) opens as one group, its stores one after the other; where their ``T_max`` differ, the joined
+array has the largest, and samples of the others are padded with their fill value. Handles can be shared by threads, forked and
+pickled; the text's rule that each worker opens its own is kept without doing anything.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard
+from actshard import _arguments
 from actshard._arguments import name_of
 from actshard._native import Rows
 from actshard.errors import ActshardWarning, ArgumentError, NotStoredError, OutOfRangeError
-from actshard.formats._zarr_arrays import ArrayMeta, ZarrStore, read_whole
+from actshard.formats._zarr_arrays import ArrayMeta, ZarrStore, read_array
 from actshard.formats.zarr import members_of
 from actshard.opening import network_io
 
@@ -39,7 +41,8 @@ def open_group(store: str | PathLike[str], mode: str = "r", **_: Any) -> Group:
     """
     if mode != "r":
         raise ArgumentError(f'mode: expected "r", found {mode!r}: this group is read-only')
-    return Group([ZarrStore(path) for path in members_of(Path(store))], Path(store), "")
+    path = _arguments.local_path(store)
+    return Group([ZarrStore(member) for member in members_of(path)], path, "")
 
 
 open_consolidated = open_group
@@ -79,9 +82,39 @@ class Group:
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())
 
+    def __len__(self) -> int:
+        return len(self._names())
+
     def keys(self) -> list[str]:
-        """Names of what is in the group."""
+        """Names of the arrays and groups in the group."""
         return self._names()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """An array or group, or ``default`` if there is none of that name."""
+        try:
+            return self[name]
+        except MissingNodeError:
+            return default
+
+    def members(self) -> tuple[tuple[str, Group | Array], ...]:
+        """Names, and the arrays and groups."""
+        return tuple((name, self[name]) for name in self._names())
+
+    def arrays(self) -> Iterator[tuple[str, Array]]:
+        """Names, and the arrays."""
+        return ((name, node) for name, node in self.members() if isinstance(node, Array))
+
+    def groups(self) -> Iterator[tuple[str, Group]]:
+        """Names, and the groups."""
+        return ((name, node) for name, node in self.members() if isinstance(node, Group))
+
+    def array_keys(self) -> Iterator[str]:
+        """Names of the arrays."""
+        return (name for name, _ in self.arrays())
+
+    def group_keys(self) -> Iterator[str]:
+        """Names of the groups."""
+        return (name for name, _ in self.groups())
 
 
 class MissingNodeError(NotStoredError, KeyError):
@@ -98,8 +131,23 @@ class Array:
     def __init__(self, metas: list[ArrayMeta]) -> None:
         self._metas = metas
         first = metas[0]
+        for other in metas[1:]:
+            if other.dtype != first.dtype or len(other.shape) != len(first.shape) or not first.shape:
+                raise other.error(f"expected the element type and dimensions of {first.metadata}, to be joined to it")
+            joined = len(first.shape) == 4
+            if (
+                other.shape[1:2] != first.shape[1:2]
+                or other.shape[3:] != first.shape[3:]
+                or (not joined and other.shape[1:] != first.shape[1:])
+            ):
+                raise other.error(
+                    f"field 'shape': expected {list(first.shape)} but for samples and tokens, as in {first.metadata}"
+                )
         self.shape: tuple[int, ...] = (sum(m.shape[0] for m in metas), *first.shape[1:]) if first.shape else ()
+        if len(first.shape) == 4:
+            self.shape = (*self.shape[:2], max(m.shape[2] for m in metas), self.shape[3])
         self.chunks = first.chunks
+        self.fill_value: Any = first.fill if first.dtype is None else np.array(first.fill, first.dtype)[()]
         self.dtype: Any = first.dtype if first.dtype is not None else np.dtype(object)
         self._rows: Rows | None = None
         self._whole: Any = None
@@ -114,7 +162,42 @@ class Array:
         """Number of elements."""
         return int(np.prod(self.shape, dtype=object))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * int(self.dtype.itemsize)
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The array's attributes; of a run those of its first store."""
+        return self._metas[0].attributes()
+
+    @property
+    def path(self) -> str:
+        """Its path in the store, such as ``arrays/activations``."""
+        return self._metas[0].node
+
+    @property
+    def name(self) -> str:
+        """Its path in the store, from the root."""
+        return f"/{self._metas[0].node}"
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What is known without reading a chunk."""
+        return {
+            "name": self.name,
+            "shape": self.shape,
+            "chunks": self.chunks,
+            "dtype": self.dtype,
+            "fill_value": self.fill_value,
+            "codecs": self._metas[0].codecs,
+            "stores": len(self._metas),
+        }
+
     def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
         return self.shape[0]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,7 +209,7 @@ class Array:
     def __getitem__(self, index: Any) -> Any:
         if self.ndim != 4 or self._metas[0].dtype is None:
             if self._whole is None:
-                parts = [np.asarray(read_whole(m)) for m in self._metas]
+                parts = [np.asarray(read_array(m)) for m in self._metas]
                 self._whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
             found = self._whole[index]
             return found.copy() if isinstance(found, np.ndarray) else found
@@ -134,8 +217,11 @@ class Array:
         samples, layers, tokens, elements = wanted
         rows = self._open()
         made = np.empty((len(samples), len(layers), len(tokens), self.shape[3]), self.dtype)
-        if made.size and len(tokens):
-            everything = np.array_equal(tokens, np.arange(self.shape[2]))
+        lengths = self._lengths()
+        if made.size and not isinstance(lengths, int) and int(tokens.max()) >= int(lengths[samples].min()):
+            self._padded(rows, samples, layers, tokens, made)
+        elif made.size:
+            everything = isinstance(lengths, int) and np.array_equal(tokens, np.arange(lengths))
             for k, layer in enumerate(layers.tolist()):
                 out = made if len(layers) == 1 else None
                 if everything:
@@ -177,6 +263,31 @@ class Array:
                 raise ArgumentError(f"expected integers, slices or an ellipsis, found {x!r}")
         return numbers, drop
 
+    def _lengths(self) -> int | NDArray[np.uint32]:
+        """Tokens that each sample's store has room for."""
+        rooms = [m.shape[2] for m in self._metas]
+        if len(set(rooms)) == 1:
+            return rooms[0]
+        return np.repeat(np.array(rooms, np.uint32), [m.shape[0] for m in self._metas])
+
+    def _padded(
+        self,
+        rows: Rows,
+        samples: NDArray[np.int64],
+        layers: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        made: NDArray[Any],
+    ) -> None:
+        """Tokens that a sample's store has, and its fill value for the others."""
+        ends = np.cumsum([m.shape[0] for m in self._metas])
+        store = np.searchsorted(ends, samples, side="right")
+        room = np.array([m.shape[2] for m in self._metas])[store]
+        fills = np.array([m.fill for m in self._metas], self.dtype)[store]
+        made[...] = fills[:, None, None, None]
+        i, t = np.nonzero(tokens[None, :] < room[:, None])
+        for k, layer in enumerate(layers.tolist()):
+            made[i, k, t] = rows.gather(layer, samples[i], tokens[t], None, None)
+
     def _open(self) -> Rows:
         if self._rows is None:
             metas, first = self._metas, self._metas[0]
@@ -184,7 +295,7 @@ class Array:
             self._rows = Rows.chunked(
                 [m.native() for m in metas],
                 [(m.shape[0], [k]) for k, m in enumerate(metas)],
-                [self.shape[2]],
+                [self._lengths()],
                 num_groups=self.shape[1],
                 width=self.shape[3],
                 dtype=name_of(first.dtype),

@@ -22,6 +22,18 @@ MAX_INT = 1 << 62
 """Larger sizes are nonsense and would overflow on their way to the native half."""
 
 
+def exists(path: Path) -> bool:
+    """Whether something is at a path.
+
+    Raises:
+        FileAccessError: this user may not know.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise from_os(error, path, "look at") from error
+
+
 def read_json(path: Path) -> Any:
     """Reads a JSON file; every way to be wrong is an actshard exception that names the file."""
     try:
@@ -77,6 +89,11 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
     if level:
         raise FormatError("expected JSON, found one nested too deep", path=path)
     return value
+
+
+def utf8(text: str) -> str:
+    """The text, a lone surrogate in it as its escape: JSON may hold one, but UTF-8, Arrow and terminals may not."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def show(value: Any) -> str:

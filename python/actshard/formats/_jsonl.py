@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from actshard.errors import ActshardError, FormatError, MissingFileError, from_os
+from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, from_os
 
 MAX_LINE = 64 << 20
 """No prompt is this long; a file without line breaks is not read into memory to find out."""
@@ -19,10 +20,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Empty lines are skipped; NaN and Infinity are numbers, as Python writes them.
 
     Raises:
-        MissingFileError, FileAccessError: it cannot be read.
+        MissingFileError, NotAFileError, FileAccessError: it cannot be read.
         FormatError: a line is no JSON object; the message names it.
     """
     try:
+        # Looking before opening: opening a named pipe would wait for a writer.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
         with path.open("rb") as file:
             number = 0
             while line := file.readline(MAX_LINE + 1):

@@ -6,11 +6,12 @@ keys, and the ``bytes`` and ``sharding_indexed`` codecs. Values are checked as t
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,23 @@ from numpy.typing import NDArray
 
 from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME
-from actshard.errors import FormatError, MissingFileError, TruncatedFileError, UnsupportedError, from_os
-from actshard.formats._json import Fields, read_json, show
+from actshard.errors import (
+    ActshardError,
+    FormatError,
+    MissingFileError,
+    NotAFileError,
+    TruncatedFileError,
+    UnsupportedError,
+    from_os,
+)
+from actshard.formats._json import Fields, exists, read_json, show
 from actshard.formats._zarr_package import PackageArray
 
-MOST_ELEMENTS = 1 << 30
-"""Elements that a small array may have: per-sample numbers, never activations."""
+MOST_UNSTORED = 256 << 20
+"""Bytes of memory that small arrays may take without bytes on the disk: chunks that are not there, fill values."""
+
+MOST_RATIO = 256
+"""Bytes of memory that a byte on the disk may become in small arrays."""
 
 _V3_TYPES = {
     "bool": "BOOL",
@@ -61,22 +73,84 @@ class ArrayMeta:
     """Chunks are those inside shards."""
     codecs: tuple[str, ...]
     """Names of all codecs, those inside shards included."""
+    outer: tuple[int, ...]
+    """The shape of a file: a chunk, or a shard."""
+    json: bytes
+    """The metadata as they were read, less attributes."""
 
     @property
     def folder(self) -> Path:
         """Where chunk files are."""
         return self.store / self.node
 
-    def decoded_by(self) -> tuple[Path, str, bool] | Callable[[list[int]], bytes] | None:
-        """Who decodes its chunks: nobody, the core's zarrs, or a function that asks the zarr package.
+    def decoded_by(self) -> tuple[Path, bytes, bool] | Callable[[list[int]], bytes | None] | None:
+        """Who decodes its chunks: nobody, the core, or a function that asks the zarr package.
 
         Raises:
             MissingExtraError: it has to be the package, which is not installed.
         """
         if not self.how:
             return None
-        why = _native.zarr_problem(self.store, f"/{self.node}")
-        return (self.store, f"/{self.node}", self.inner) if why is None else PackageArray(self, why).chunk
+        why = _native.zarr_problem(self.folder, self.json)
+        return (self.folder, self.json, self.inner) if why is None else PackageArray(self, why).chunk
+
+    def chunk_files(self) -> dict[tuple[int, ...], int]:
+        """Sizes of the chunk files (shards) that are there, by their places in the grid. Lists folders; opens nothing.
+
+        Raises:
+            NotAFileError: a folder, a named pipe or another special file stands in place of a chunk.
+            FileAccessError: a folder cannot be listed, or a chunk cannot be looked at.
+        """
+        found: dict[tuple[int, ...], int] = {}
+        dims = len(self.shape)
+        if dims == 0:
+            path = self.folder / (self.prefix.rstrip("./") or "0")
+            try:
+                found[()] = _size(path.stat(), path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if isinstance(error, ActshardError):
+                    raise
+                raise from_os(error, path, "look at") from error
+            return found
+        nested = self.separator == "/"
+        folders: list[tuple[Path, tuple[int, ...]]] = [
+            (self.folder / self.prefix.rstrip("/") if nested else self.folder, ())
+        ]
+        while folders:
+            folder, place = folders.pop()
+            try:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        parts = [entry.name] if nested else entry.name.removeprefix(self.prefix).split(".")
+                        if not all(_INDEX.fullmatch(part) for part in parts):
+                            continue
+                        at = (*place, *map(int, parts))
+                        if nested and len(at) < dims:
+                            folders.append((Path(entry.path), at))
+                        elif len(at) == dims:
+                            try:
+                                found[at] = _size(entry.stat(), Path(entry.path))
+                            except FileNotFoundError:  # removed since, or a link to nothing: as for a reader
+                                continue
+                            except OSError as error:
+                                if isinstance(error, ActshardError):
+                                    raise
+                                raise from_os(error, Path(entry.path), "look at") from error
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                if isinstance(error, ActshardError):
+                    raise
+                raise from_os(error, folder, "look into") from error
+        return found
+
+    def path_of(self, place: tuple[int, ...]) -> Path:
+        """The file of a chunk (a shard)."""
+        return self.folder / (
+            self.prefix + self.separator.join(map(str, place)) if place else (self.prefix.rstrip("./") or "0")
+        )
 
     def native(self) -> tuple[Any, ...]:
         """As the native half's ``Rows.chunked`` takes an array of four dimensions."""
@@ -92,6 +166,14 @@ class ArrayMeta:
             self.decoded_by(),
         )
 
+    def attributes(self) -> dict[str, Any]:
+        """The array's attributes, read when asked for: version 2 keeps them in a file of their own."""
+        path = self.folder / ("zarr.json" if self.metadata.name == "zarr.json" else ".zattrs")
+        if not exists(path):
+            return {}
+        value = _object(path)
+        return _mapping(value, "attributes", path) if path.name == "zarr.json" else value
+
     def fill_bytes(self) -> bytes:
         """The fill value as one element in native order."""
         assert self.dtype is not None
@@ -102,12 +184,22 @@ class ArrayMeta:
         return FormatError(what, path=self.metadata)
 
 
+_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+def _size(found: os.stat_result, path: Path) -> int:
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a special file"
+        raise NotAFileError(f"expected a regular file, a chunk, found {kind}", path=path)
+    return found.st_size
+
+
 class ZarrStore:
     """A Zarr store in a folder: its attributes, and the arrays in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.version = 3 if (path / "zarr.json").exists() else 2
+        self.version = 3 if exists(path / "zarr.json") else 2
         self.attributes: dict[str, Any] = {}
         self.warnings: list[str] = []
         self._consolidated: dict[str, Any] = {}
@@ -119,9 +211,9 @@ class ZarrStore:
             if isinstance(consolidated, dict):
                 self._consolidated = _mapping(consolidated, "metadata", path / "zarr.json")
         else:
-            if (path / ".zmetadata").exists():
+            if exists(path / ".zmetadata"):
                 self._consolidated = _mapping(_object(path / ".zmetadata"), "metadata", path / ".zmetadata")
-            if (path / ".zattrs").exists():
+            if exists(path / ".zattrs"):
                 self.attributes = _object(path / ".zattrs")
             elif isinstance(self._consolidated.get(".zattrs"), dict):
                 self.attributes = self._consolidated[".zattrs"]
@@ -132,7 +224,7 @@ class ZarrStore:
         own = self.path / node / name
         key = f"{node}/{name}" if self.version == 2 else node
         listed = self._consolidated.get(key)
-        if own.exists():
+        if exists(own):
             value = _object(own)
             if listed is not None and not _same(listed, value):
                 self.warnings.append(f"{node}: consolidated metadata differ from the array's own, which are used")
@@ -152,12 +244,19 @@ class ZarrStore:
         }
         try:
             with os.scandir(self.path / group) as entries:
-                found |= {entry.name for entry in entries if entry.is_dir()}
+                found |= {entry.name for entry in entries if _is_folder(entry)}
         except FileNotFoundError:
             pass
         except OSError as error:
             raise from_os(error, self.path / group, "look into") from error
         return sorted(name for name in found if name.isprintable() and not name.startswith("."))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -225,7 +324,18 @@ def _v2(store: Path, node: str, fields: Fields) -> ArrayMeta:
         ", ".join(how),
         False,
         tuple(ids),
+        chunks,
+        _dumped(fields),
     )
+
+
+def _dumped(fields: Fields) -> bytes:
+    """Metadata for the native half; attributes are the user's, and decide nothing."""
+    value = {k: v for k, v in fields.value.items() if k not in ("attributes", "consolidated_metadata")}
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except ValueError as error:
+        raise FormatError("expected finite numbers", path=fields.path) from error
 
 
 def _v2_type(fields: Fields) -> tuple[np.dtype[Any] | None, bool]:
@@ -280,6 +390,7 @@ def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
     codecs = [Fields(c, fields.path, f"codecs[{i}]") for i, c in enumerate(_list(fields, "codecs"))]
     names = [str(c.value.get("name"))[:40] for c in codecs]
     swapped = inner = False
+    outer = chunks
     if names == ["bytes"]:
         configuration = codecs[0].value.get("configuration") or {}
         endian = configuration.get("endian", "little") if isinstance(configuration, dict) else None
@@ -288,7 +399,7 @@ def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
         how, swapped = "", endian == "big"
     elif names == ["sharding_indexed"]:
         shard = Fields(codecs[0].value.get("configuration"), fields.path, "codecs[0].configuration")
-        outer, chunks = chunks, _lengths(shard, "chunk_shape", 1, len(shape))
+        chunks = _lengths(shard, "chunk_shape", 1, len(shape))
         if any(a % b for a, b in zip(outer, chunks, strict=True)):
             raise shard.error("chunk_shape", f"a divisor of the shard's shape {list(outer)}")
         how, inner = "sharding", True
@@ -309,6 +420,8 @@ def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
         how,
         inner,
         tuple(_names(fields.value["codecs"])),
+        outer,
+        _dumped(fields),
     )
 
 
@@ -349,65 +462,129 @@ def _fill(fields: Fields, dtype: np.dtype[Any] | None) -> Any:
         raise fields.error("fill_value", f"a value of {dtype}")
     if dtype.kind == "b" and isinstance(value, bool):
         return value
-    if dtype.kind in "iu" and type(value) in (int, float) and value == int(value):
+    if dtype.kind in "iu" and (type(value) is int or (type(value) is float and value.is_integer())):
         info = np.iinfo(dtype)
         if info.min <= value <= info.max:
             return int(value)
     if dtype.kind not in "biu" and type(value) in (int, float) and abs(value) < 1e300:
-        return value
+        return float(value)
     raise fields.error("fill_value", f"a value of {dtype}")
 
 
-def read_whole(meta: ArrayMeta) -> NDArray[Any] | list[str]:
-    """A small array: numbers as numpy, strings as a list."""
-    elements = math.prod(meta.shape)
-    if elements > MOST_ELEMENTS:
-        raise meta.error(f"field 'shape': expected a small array, found {list(meta.shape)}")
-    if not meta.how and meta.dtype is not None:
-        found = _read_plain(meta, meta.dtype)
-    elif meta.dtype is not None and (why := _native.zarr_problem(meta.store, f"/{meta.node}")) is not None:
-        found = PackageArray(meta, why).whole()
-    else:
-        raw = _native.read_zarr(meta.store, f"/{meta.node}", MOST_ELEMENTS)
-        if isinstance(raw, list):
-            return [_text(item) for item in raw]
-        if meta.dtype is None or len(raw) != elements * meta.dtype.itemsize:
-            raise meta.error(f"expected {elements} elements, decoded {len(raw)} bytes")
-        found = np.frombuffer(raw, meta.dtype).reshape(meta.shape)
-    if found.dtype.kind in "SU":
+class Spare:
+    """Memory that the small arrays of a store may take beyond what their bytes on the disk account for."""
+
+    def __init__(self) -> None:
+        self.left = MOST_UNSTORED
+
+    def take(self, meta: ArrayMeta, files: Mapping[tuple[int, ...], int]) -> int:
+        """Bytes that an array takes in memory.
+
+        Raises:
+            FormatError: it claims more than the chunks that are there, and what is left, account for.
+        """
+        item = 64 if meta.dtype is None else max(meta.dtype.itemsize, 64 if meta.dtype.kind in "SU" else 1)
+        # A chunk is decoded whole, and an array has at least one.
+        size = max(math.prod(meta.shape), math.prod(meta.outer) if files else 0) * item
+        stored = sum(files.values())
+        beyond = max(0, size - MOST_RATIO * stored)
+        if beyond > self.left:
+            raise meta.error(
+                f"field 'shape': {list(meta.shape)} in chunks of {list(meta.outer)} takes {size} bytes, "
+                f"but its {len(files)} chunks have {stored}"
+            )
+        self.left -= beyond
+        return size
+
+
+def read_constant(meta: ArrayMeta) -> int | None:
+    """The fill value of an array of integers of which no chunk is there."""
+    if meta.dtype is None or meta.dtype.kind not in "iu" or meta.chunk_files():
+        return None
+    _check_is_there(meta)
+    return int(meta.fill)
+
+
+def read_whole(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | list[str]:
+    """A small array as :func:`read_array` reads it, strings of a fixed length as a list too."""
+    found = read_array(meta, spare)
+    if isinstance(found, np.ndarray) and found.dtype.kind in "SU":
         return [_text(item) for item in found.ravel().tolist()]
     return found
+
+
+def read_array(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | list[str]:
+    """A small array: as numpy, strings of any length as a list. Only chunks that are there are looked for.
+
+    Args:
+        meta: the array.
+        spare: what it shares with the other arrays of its store.
+
+    Raises:
+        FormatError: it claims more than the chunks that are there account for, or one of them is damaged.
+    """
+    files = meta.chunk_files()
+    size = (spare or Spare()).take(meta, files)
+    if not files:
+        _check_is_there(meta)
+    if not meta.how and meta.dtype is not None:
+        found = _read_plain(meta, meta.dtype, files)
+    elif meta.dtype is not None and (why := _native.zarr_problem(meta.folder, meta.json)) is not None:
+        package = PackageArray(meta, why)
+        found = _joined(meta, meta.dtype, files, lambda at: package.file(list(at)))
+    else:
+        raw = _native.read_zarr(meta.folder, meta.json, [list(at) for at in files], max(size, 1))
+        if isinstance(raw, list):
+            return [_text(item) for item in raw]
+        if meta.dtype is None or len(raw) != math.prod(meta.shape) * meta.dtype.itemsize:
+            raise meta.error(f"expected {math.prod(meta.shape)} elements, decoded {len(raw)} bytes")
+        found = np.frombuffer(raw, meta.dtype).reshape(meta.shape)
+    return found
+
+
+def _check_is_there(meta: ArrayMeta) -> None:
+    """Chunks that are not there are the fill value; an array that is not there is an error."""
+    if not exists(meta.metadata):
+        raise MissingFileError("expected an array, found nothing", path=meta.metadata)
 
 
 def _text(item: str | bytes) -> str:
     return item if isinstance(item, str) else item.rstrip(b"\0").decode("utf-8", "backslashreplace")
 
 
-def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any]) -> NDArray[Any]:
-    stored = dtype.newbyteorder("S") if meta.swapped else dtype
-    counts = [-(-n // c) for n, c in zip(meta.shape, meta.chunks, strict=True)]
-    size = math.prod(meta.chunks) * dtype.itemsize
+def _joined(
+    meta: ArrayMeta,
+    dtype: np.dtype[Any],
+    files: Mapping[tuple[int, ...], int],
+    chunk: Callable[[tuple[int, ...]], bytes | None],
+) -> NDArray[Any]:
+    """An array of its chunks; the others hold the fill value."""
     made = np.full(meta.shape, meta.fill, dtype)
-    for at in itertools.product(*map(range, counts)):
-        path = meta.folder / (
-            meta.prefix + meta.separator.join(map(str, at)) if at else (meta.prefix.rstrip("./") or "0")
-        )
+    for at in files:
+        inside = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, meta.outer, meta.shape, strict=True))
+        if all(s.start < s.stop for s in inside) and (raw := chunk(at)) is not None:
+            part = np.frombuffer(raw, dtype).reshape(meta.outer)
+            made[inside] = part[tuple(slice(0, s.stop - s.start) for s in inside)]
+    return made
+
+
+def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any], files: Mapping[tuple[int, ...], int]) -> NDArray[Any]:
+    stored = dtype.newbyteorder("S") if meta.swapped else dtype
+    size = math.prod(meta.chunks) * dtype.itemsize
+
+    def chunk(at: tuple[int, ...]) -> bytes:
+        path = meta.path_of(at)
+        if files[at] != size:
+            kind = TruncatedFileError if files[at] < size else FormatError
+            raise kind(
+                f"expected {size} bytes, a whole chunk, found {files[at]}", path=path, offset=min(files[at], size)
+            )
         try:
-            if (found := path.stat().st_size) != size:
-                kind = TruncatedFileError if found < size else FormatError
-                raise kind(f"expected {size} bytes, a whole chunk, found {found}", path=path, offset=min(found, size))
             raw = path.read_bytes()
-        except FileNotFoundError:
-            if not meta.metadata.exists():
-                raise MissingFileError("expected an array, found nothing", path=meta.metadata) from None
-            continue
         except OSError as error:
-            if isinstance(error, TruncatedFileError | FormatError):
-                raise
             raise from_os(error, path, "read") from error
         if len(raw) != size:
             raise TruncatedFileError(f"expected {size} bytes, found {len(raw)}", path=path, offset=len(raw))
-        chunk = np.frombuffer(raw, stored).reshape(meta.chunks)
-        inside = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, meta.chunks, meta.shape, strict=True))
-        made[inside] = chunk[tuple(slice(0, s.stop - s.start) for s in inside)]
-    return made
+        return np.frombuffer(raw, stored).astype(dtype).tobytes() if meta.swapped else raw
+
+    return _joined(meta, dtype, files, chunk)

@@ -27,11 +27,13 @@ sharding go through the zarrs crate, or, where it lacks a codec, the zarr packag
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from warnings import warn
 
 import numpy as np
@@ -39,12 +41,20 @@ from numpy.typing import NDArray
 
 from actshard._arguments import name_of
 from actshard._native import Rows
-from actshard.errors import ActshardWarning, FormatError, MissingFileError, NotStoredError, UnsupportedError
+from actshard.errors import (
+    ActshardError,
+    ActshardWarning,
+    FormatError,
+    MissingFileError,
+    NotStoredError,
+    UnsupportedError,
+    from_os,
+)
 from actshard.formats._columns import table_of
 from actshard.formats._contents import Contents, Evidence, Options
-from actshard.formats._json import Fields, read_json, show
+from actshard.formats._json import Fields, exists, read_json, show, utf8
 from actshard.formats._jsonl import read_lines
-from actshard.formats._zarr_arrays import ArrayMeta, ZarrStore, read_whole
+from actshard.formats._zarr_arrays import ArrayMeta, Spare, ZarrStore, read_constant, read_whole
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,9 +62,35 @@ if TYPE_CHECKING:
 ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
 MAX_SAMPLES = 1 << 31
-"""More would be a dataset that nobody has, and a list of lengths that nobody's memory holds."""
+"""More would be a list of lengths that no memory holds."""
+MAX_LAYERS = 1 << 16
+UNSTORED_SAMPLES = 1 << 24
+"""Samples that a store may have without chunk files for them: 128 MiB of token counts."""
+SAMPLES_PER_FILE = 1 << 10
+"""Samples beyond those that a chunk file accounts for."""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _of_paths(function: Callable[P, T]) -> Callable[P, T]:
+    """What the system says about a path in there becomes an error of actshard: pathlib raises its own."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            if isinstance(error, ActshardError):
+                raise
+            path = error.filename if isinstance(error.filename, str | Path) else str(args[0])
+            raise from_os(error, path, "look at") from error
+
+    return wrapped
+
+
+@_of_paths
 def detect(path: Path) -> Evidence:
     """A Zarr group with activations, or a folder whose manifest or ``shards/`` name such groups."""
     looked_for = (
@@ -105,6 +141,7 @@ def stores_in(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("*.zarr") if p.is_dir()) if folder.is_dir() else []
 
 
+@_of_paths
 def open(path: Path, options: Options) -> Contents:
     """Reads metadata and lengths; never looks into a folder of chunks."""
     if is_group(path):
@@ -150,7 +187,7 @@ def open(path: Path, options: Options) -> Contents:
 
     def counts() -> NDArray[np.int64]:
         if all(isinstance(part, int) for part in lengths):
-            return np.broadcast_to(np.int64(sum(part for part in lengths if isinstance(part, int))), (n,)).copy()
+            return np.broadcast_to(np.int64(sum(part for part in lengths if isinstance(part, int))), (n,))
         return rows.token_counts()
 
     model = next((str(metadata[k]) for k in ("model_id", "model_name", "model") if metadata.get(k)), None)
@@ -159,12 +196,14 @@ def open(path: Path, options: Options) -> Contents:
             (str(first.metadata[k]) for k in ("model_id", "model_name", "model") if first.metadata.get(k)), None
         )
     known = ("schema_version", "dataset_name", "created_at", "git_commit")
-    provenance: dict[str, Any] = {k: metadata[k] for k in known if metadata.get(k) is not None}
+    provenance: dict[str, Any] = {
+        k: utf8(v) if isinstance(v, str) else v for k in known if (v := metadata.get(k)) is not None
+    }
     provenance["zarr_format"] = first.version
     provenance["chunks"] = list(first.arrays[0].chunks)
     if len(members) > 1 or manifest:
         provenance["stores"] = len(members)
-    texts = sorted({p.name for m in members for p in m.texts})
+    texts = sorted({utf8(p.name) for m in members for p in m.texts})
     return Contents(
         format="zarr",
         path=path,
@@ -177,8 +216,8 @@ def open(path: Path, options: Options) -> Contents:
         rows=rows,
         column_names=_column_names(members),
         columns=lambda names: _columns(path, members, names),
-        files=lambda: [],
-        model=model,
+        files=lambda: [a.path_of(at) for a in arrays for at in a.chunk_files()],
+        model=None if model is None else utf8(model),
         provenance=provenance,
         extras=tuple(texts),
         warnings=tuple(warnings),
@@ -213,7 +252,7 @@ def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]
 def _run(path: Path) -> tuple[list[Member], dict[str, Any], bool]:
     """The stores of a run in order, and its manifest if it has one."""
     listing = path / "manifest.json"
-    if not listing.exists():
+    if not exists(listing):
         stores = stores_in(path / "shards")
         if not stores:
             raise MissingFileError("expected a Zarr group, or a run with shards/*.zarr, found neither", path=path)
@@ -221,6 +260,7 @@ def _run(path: Path) -> tuple[list[Member], dict[str, Any], bool]:
         return members, {"shards": [str(s.relative_to(path)) for s in stores], **members[0].metadata}, False
     manifest = Fields(read_json(listing), listing)
     members = []
+    seen: set[Path] = set()
     start = 0
     for fields in manifest.items("shards"):
         name = fields.text("path")
@@ -228,8 +268,9 @@ def _run(path: Path) -> tuple[list[Member], dict[str, Any], bool]:
         if relative.is_absolute() or ".." in relative.parts or not name.isprintable() or not relative.parts:
             raise fields.error("path", "a path inside the run's folder")
         store = path / relative
-        if store in (m.path for m in members):
+        if store in seen:
             raise fields.error("path", "another store for each shard")
+        seen.add(store)
         if not store.is_dir():
             raise MissingFileError(f"expected a Zarr store, which {listing.name} lists, found nothing", path=store)
         member = Member(store)
@@ -277,8 +318,14 @@ class Member:
             if array.dtype is None or array.dtype.kind in "SU":
                 raise UnsupportedError("activations that are strings", path=array.metadata)
             name_of(array.dtype, path=array.metadata)
-            if array.shape[1] == 0 or array.shape[3] == 0 or array.shape[0] >= MAX_SAMPLES or array.shape[2] >= 1 << 32:
+            if (
+                not 1 <= array.shape[1] <= MAX_LAYERS
+                or array.shape[3] == 0
+                or array.shape[0] >= MAX_SAMPLES
+                or array.shape[2] >= 1 << 32
+            ):
                 raise array.error(f"field 'shape': {list(array.shape)} is no dataset")
+            _check_samples(array)
         shapes = {(a.shape[0], a.shape[1], a.shape[3], a.dtype) for a in self.arrays}
         if len(shapes) > 1:
             raise self.arrays[1].error(
@@ -341,6 +388,11 @@ class Member:
         if text_only:
             self.metadata = {**self.metadata, "text_only_lines": text_only}
 
+    @cached_property
+    def spare(self) -> Spare:
+        """Memory for small arrays whose chunks are not there."""
+        return Spare()
+
     def keep(self, n: int) -> None:
         """Only the first n samples count: the manifest says so."""
         if n < self.n:
@@ -361,7 +413,11 @@ class Member:
             raise meta.error(f"field 'shape': expected [{self.rows}], one length per sample, found {list(meta.shape)}")
         if meta.dtype is None or meta.dtype.kind not in "iu":
             raise meta.error(f"field 'dtype': expected integers, found {meta.dtype or 'strings'}")
-        values = np.asarray(read_whole(meta))[: self.n]
+        if (same := read_constant(meta)) is not None and self.lines is None:
+            if not 0 <= same <= longest:
+                raise meta.error(f"field 'fill_value': expected lengths of 0 to {longest}, found {same}, and no chunks")
+            return same
+        values = np.asarray(read_whole(meta, self.spare))[: self.n]
         if values.size and values.min() < 0:
             at = int(np.flatnonzero(values < 0)[0])
             raise FormatError(
@@ -392,11 +448,11 @@ class Member:
 
     @cached_property
     def texts(self) -> list[Path]:
-        """JSONL files beside the arrays."""
+        """JSONL files beside the arrays, the one that the text gives to sample keys first."""
         folder = self.path / "text"
         found = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
         index = self.path / "meta" / "sample_index.jsonl"
-        return [*found, index] if index.is_file() else found
+        return [index, *found] if index.is_file() else found
 
     @cached_property
     def small(self) -> dict[str, ArrayMeta]:
@@ -420,20 +476,37 @@ class Member:
             first = next(read_lines(path), None)
             if first is not None and isinstance(first[1], dict):
                 found = dict.fromkeys(first[1], path) | found
-        return {name: path for name, path in found.items() if name != "i"}
+        return {utf8(name): path for name, path in found.items() if name != "i"}
 
     def columns(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
         """Columns by name, each a pyarrow array or a list of ``n`` values."""
         made: dict[str, Any] = {}
+        spare = Spare()
         for name, meta in self.small.items():
             if wanted(name):
-                made[name] = _column(read_whole(meta), self.n)
+                made[name] = _column(read_whole(meta, spare), self.n)
         if self.lines is not None:
             rows = [(row, number, line) for number, line in self.lines if (row := line.get("sample_index")) is not None]
             _join(made, rows, self.n, wanted, self.path / "meta" / "index.jsonl", complete=False)
         for path in self.texts:
             _join(made, by_i(path, self.rows), self.n, wanted, path, complete=True)
         return made
+
+
+def _check_samples(array: ArrayMeta) -> None:
+    """Many samples must have chunk files: what is kept per sample follows from bytes that are there."""
+    n, per = array.shape[0], array.outer[0]
+    if n <= UNSTORED_SAMPLES:
+        return
+    folder = array.folder / array.prefix.rstrip("/") if array.separator == "/" else array.folder
+    wanted = -(-n // (per * SAMPLES_PER_FILE))
+    found = 0
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+        for _ in entries:
+            found += 1
+            if found >= wanted:
+                return
+    raise array.error(f"field 'shape': {n} samples, but {array.node} has only {found} chunk files")
 
 
 def by_i(path: Path, n: int) -> list[tuple[int, int, dict[str, Any]]]:
@@ -461,14 +534,17 @@ def _join(
     *,
     complete: bool,
 ) -> None:
-    """Adds the fields of lines as columns; what an array holds already is kept."""
+    """Adds the fields of lines as columns; what an array or an earlier file holds already is kept."""
     arrays = set(made)
     for i, _, line in rows:
         if i >= n:
             continue
-        for name, value in line.items():
+        for key, value in line.items():
+            name = utf8(key)
             if name != "i" and name not in arrays and wanted(name):
-                made.setdefault(name, [None] * n)[i] = value
+                column = made.setdefault(name, [None] * n)
+                if value is not None:
+                    column[i] = value
     if complete and len(rows) < n:
         there = {i for i, _, _ in rows}
         lacking = [i for i in range(n) if i not in there]
@@ -501,8 +577,8 @@ def _column_names(members: Sequence[Member]) -> tuple[str, ...]:
     return tuple(names)
 
 
+@_of_paths
 def _columns(path: Path, members: Sequence[Member], names: Sequence[str]) -> pa.Table:
-
     asked = set(names)
     # A field that only later lines have is not among the names known beforehand; asking for all means all.
     every = asked >= set(_column_names(members))

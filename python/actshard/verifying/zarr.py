@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from actshard.errors import ActshardError
-from actshard.formats._json import Fields, read_json
+from actshard.errors import ActshardError, from_os
+from actshard.formats._json import Fields, exists, read_json
 from actshard.formats._zarr_arrays import ArrayMeta, read_whole
 from actshard.formats.zarr import Member, by_i, is_group, stores_in
 from actshard.verifying.report import Report
 
 
+@contextmanager
+def _noting(report: Report, path: Path) -> Iterator[None]:
+    """Notes what goes wrong inside, what the system says about a path included."""
+    with report.noting(path):
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, ActshardError):
+                raise
+            raise from_os(error, error.filename if isinstance(error.filename, str) else path, "look at") from error
+
+
 def check(root: Path, report: Report, tell: Any) -> None:
     """Every store of a run: metadata, lengths, chunk files, lines of text."""
-    for number, store in enumerate(_stores(root, report)):
+    stores: list[Path] = []
+    with _noting(report, root):
+        stores = _stores(root, report)
+    for number, store in enumerate(stores):
         tell("stores", number, 0)
-        try:
-            member = Member(store)
-        except ActshardError as error:
-            report.error(error, store)
-            continue
-        for array in member.arrays:
-            with report.noting(array.metadata):
-                _check_chunks(array, member, report)
+        with _noting(report, store):
+            _check_store(store, root, report)
+
+
+def _check_store(store: Path, root: Path, report: Report) -> None:
+    member = Member(store)
+    for array in member.arrays:
+        with _noting(report, array.metadata):
+            _check_chunks(array, member, report)
+    with _noting(report, store / "arrays"):
         for name in member.store.names("arrays"):
-            with report.noting(store / "arrays" / name):
+            with _noting(report, store / "arrays" / name):
                 meta = member.store.array(f"arrays/{name}")
                 if meta is not None and meta.node not in {a.node for a in member.arrays}:
                     _check_small(meta, member, report)
-        for differs in dict.fromkeys(w for w in member.store.warnings if "consolidated" in w):
-            report.add("consolidated-differs", root, differs if store == root else f"{store.name}: {differs}")
+    for differs in dict.fromkeys(w for w in member.store.warnings if "consolidated" in w):
+        report.add("consolidated-differs", root, differs if store == root else f"{store.name}: {differs}")
+    with _noting(report, store / "text"):
         for path in member.texts:
-            with report.noting(path):
+            with _noting(report, path):
                 lines = by_i(path, member.rows)
                 if len(lines) < member.n:
                     report.add("count-claim", path, f"{len(lines)} lines", f"{member.n}, one per sample")
@@ -49,9 +68,10 @@ def _stores(root: Path, report: Report) -> list[Path]:
         return [root]
     listing = root / "manifest.json"
     present = stores_in(root / "shards")
-    if not listing.exists():
+    if not exists(listing):
         return present or [root]
     made: list[Path] = []
+    named: set[Path] = set()
     start = 0
     try:
         manifest = Fields(read_json(listing), listing)
@@ -68,15 +88,16 @@ def _stores(root: Path, report: Report) -> list[Path]:
             report.add("metadata", listing, name, "a path inside the run's folder", f"field '{fields.where}.path'")
             continue
         store = root / relative
-        if store in made:
+        if store in named:
             report.add(
                 "duplicate-sample", listing, name, "another store for each shard", f"field '{fields.where}.path'"
             )
             continue
-        made.append(store)
-        if not store.is_dir():
+        named.add(store)
+        if store.is_dir():
+            made.append(store)
+        else:
             report.add("missing-file", store, "nothing", "a Zarr store, which manifest.json lists")
-            made.pop()
         n = report.field(listing, partial(fields.integer, "n_samples", minimum=0)) if fields.has("n_samples") else None
         if fields.has("start") and fields.value["start"] != start:
             report.add(
@@ -92,92 +113,62 @@ def _stores(root: Path, report: Report) -> list[Path]:
             "metadata", listing, manifest.value["n_samples"], f"{start}, the sum over the shards", "field 'n_samples'"
         )
     for stray in present:
-        if stray not in made:
+        if stray not in named:
             report.add("unlisted-file", stray, "a store that manifest.json does not name")
     return made
 
 
-def _chunk_files(array: ArrayMeta) -> dict[tuple[int, ...], int]:
-    """Sizes of an array's chunk files, by their places in the grid."""
-    found: dict[tuple[int, ...], int] = {}
-    dims = len(array.shape)
-    if array.separator == "/":
-        depth: list[tuple[Path, tuple[int, ...]]] = [
-            (array.folder / array.prefix.rstrip("/") if array.prefix else array.folder, ())
-        ]
-        while depth:
-            folder, place = depth.pop()
-            try:
-                entries = list(os.scandir(folder))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            for entry in entries:
-                if entry.name.isdigit():
-                    at = (*place, int(entry.name))
-                    if len(at) < dims:
-                        depth.append((Path(entry.path), at))
-                    else:
-                        found[at] = entry.stat().st_size
-        return found
-    try:
-        entries = list(os.scandir(array.folder))
-    except FileNotFoundError:
-        return found
-    for entry in entries:
-        parts = entry.name.removeprefix(array.prefix).split(".")
-        if len(parts) == dims and all(p.isdigit() for p in parts):
-            found[tuple(map(int, parts))] = entry.stat().st_size
-    return found
-
-
 def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
     """Every chunk file is inside the grid and of its size; every stored token has one."""
-    if array.inner:
-        return  # chunks inside shards: reading them all, deep, is the only way to know
-    files = _chunk_files(array)
+    files = array.chunk_files()
     report.count("files", len(files))
     report.count("bytes", sum(files.values()))
-    grid = [math.ceil(n / c) for n, c in zip(array.shape, array.chunks, strict=True)]
+    grid = [math.ceil(n / c) for n, c in zip(array.shape, array.outer, strict=True)]
     assert array.dtype is not None
-    full = math.prod(array.chunks) * array.dtype.itemsize
+    full = math.prod(array.outer) * array.dtype.itemsize
     wrong = 0
     for place, size in files.items():
-        name = _name(array, place)
+        path = array.path_of(place)
         if any(p >= n for p, n in zip(place, grid, strict=True)):
-            report.add("unlisted-file", array.folder / name, f"chunk {list(place)}", f"chunks of a grid {grid}")
+            report.add("unlisted-file", path, f"chunk {list(place)}", f"chunks of a grid {grid}")
         elif not array.how and size != full:
             wrong += 1
             if wrong <= 20:
                 code = "empty-file" if size == 0 else "chunk-size"
-                report.add(code, array.folder / name, f"{size} bytes", f"{full} bytes, a whole chunk")
+                report.add(code, path, f"{size} bytes", f"{full} bytes, a whole chunk")
+    samples, layers, stretch, width = array.outer
     lengths = member.lengths[member.arrays.index(array)]
-    tokens = np.full(member.n, lengths) if isinstance(lengths, int) else lengths.astype(np.int64)
-    missing: list[tuple[int, ...]] = []
-    held = set(files)
-    samples, layers, stretch, width = array.chunks
-    longest: dict[int, int] = {}
-    for i, n in enumerate(tokens.tolist()):
-        longest[i // samples] = max(longest.get(i // samples, 0), n)
-    for block, n in longest.items():
-        for layer in range(math.ceil(member.num_layers / layers)):
-            for t in range(math.ceil(n / stretch)):
-                missing += [
-                    (block, layer, t, h)
-                    for h in range(math.ceil(member.width / width))
-                    if (block, layer, t, h) not in held
-                ]
-    if missing:
-        report.add(
-            "chunk-missing",
-            array.folder,
-            f"{len(missing)} chunks of stored tokens have no file, such as {_name(array, missing[0])}",
-            "a file for every chunk with stored tokens",
-            f"sample {missing[0][0] * samples}",
-        )
-
-
-def _name(array: ArrayMeta, place: tuple[int, ...]) -> str:
-    return array.prefix + array.separator.join(map(str, place))
+    if isinstance(lengths, int):
+        stretches = np.broadcast_to(np.int64(-(-lengths // stretch)), (-(-member.n // samples),))
+    else:
+        longest = np.maximum.reduceat(lengths, np.arange(0, member.n, samples)) if member.n else lengths
+        stretches = -(-longest.astype(np.int64) // stretch)
+    across, wide = math.ceil(member.num_layers / layers), math.ceil(member.width / width)
+    wanted = int(stretches.sum()) * across * wide
+    held = {
+        (block, layer, t, h)
+        for block, layer, t, h in files
+        if block < len(stretches) and layer < across and t < stretches[block] and h < wide
+    }
+    if len(held) == wanted:
+        return
+    # At most as many places as there are files are looked at before one without a file.
+    blocks = (int(block) for block in np.flatnonzero(stretches))
+    places = (
+        (block, layer, t, h)
+        for block in blocks
+        for layer in range(across)
+        for t in range(int(stretches[block]))
+        for h in range(wide)
+    )
+    first = next(place for place in places if place not in held)
+    report.add(
+        "chunk-missing",
+        array.folder,
+        f"{wanted - len(held)} chunks of stored tokens have no file, such as {array.path_of(first).relative_to(array.folder)}",
+        "a file for every chunk with stored tokens",
+        f"sample {first[0] * samples}",
+    )
 
 
 def _check_small(meta: ArrayMeta, member: Member, report: Report) -> None:

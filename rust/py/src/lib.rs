@@ -49,21 +49,34 @@ fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
     detach::guarded(py, || detach::detached(py, |_| safetensors::parse_bytes(data).map(header_tuple)))
 }
 
-/// A whole small array of a Zarr store: the bytes of its elements, or a list of strings' bytes.
+/// A whole small Zarr array, of which the chunks listed are there: the bytes of its elements (at most `most`), or a list of
+/// strings' bytes.
 #[pyfunction]
-fn read_zarr(py: Python<'_>, store: PathBuf, node: String, most: u64) -> PyResult<Bound<'_, PyAny>> {
+fn read_zarr<'py>(
+    py: Python<'py>,
+    folder: PathBuf,
+    metadata: &[u8],
+    there: Vec<Vec<u64>>,
+    most: u64,
+) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
-        Ok(match detach::detached(py, |_| codecs::read_whole(&store, &node, most))? {
-            codecs::Whole::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
-            codecs::Whole::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
+        Ok(match detach::detached(py, |_| codecs::read_whole(&folder, metadata, there, most))? {
+            codecs::Elements::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
+            codecs::Elements::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
         })
     })
 }
 
 /// Why the core's codecs cannot read a Zarr array, or None.
 #[pyfunction]
-fn zarr_problem(py: Python<'_>, store: PathBuf, node: String) -> PyResult<Option<String>> {
-    detach::guarded(py, || detach::detached(py, |_| Ok(codecs::problem(&store, &node))))
+fn zarr_problem(py: Python<'_>, folder: PathBuf, metadata: &[u8]) -> PyResult<Option<String>> {
+    detach::guarded(py, || detach::detached(py, |_| Ok(codecs::problem(&folder, metadata))))
+}
+
+/// Raises unless compressed data decode to at most `limit` bytes.
+#[pyfunction]
+fn check_decoded_size(py: Python<'_>, codec: &str, data: &[u8], limit: u64, path: PathBuf) -> PyResult<()> {
+    detach::guarded(py, || detach::detached(py, |_| codecs::check_decoded_size(codec, data, limit, &path)))
 }
 
 /// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.
@@ -140,6 +153,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;
+    m.add_function(wrap_pyfunction!(check_decoded_size, m)?)?;
     m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;
     m.add_function(wrap_pyfunction!(stream::count_selected, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;

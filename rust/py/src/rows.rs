@@ -19,6 +19,7 @@ use numpy::{
     PyArray1, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
     PyUntypedArrayMethods,
 };
+use pyo3::exceptions::{PyException, PyMemoryError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::sync::PyOnceLock;
@@ -113,8 +114,8 @@ type ChunkArrayTuple = (PathBuf, PathBuf, String, String, [u64; 4], [u64; 4], Ve
 /// Who decodes an array's chunks.
 #[derive(FromPyObject)]
 enum DecodedBy {
-    /// zarrs: store, node, whether chunks are inside shards.
-    Zarrs(PathBuf, String, bool),
+    /// The core: the array's folder, its metadata, whether chunks are inside shards.
+    Core(PathBuf, Vec<u8>, bool),
     /// A function of ours that asks another library: indices in, bytes out.
     Python(Py<PyAny>),
 }
@@ -125,14 +126,22 @@ struct Callback(Py<PyAny>);
 
 impl Decode for Callback {
     fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> actshard_core::Result<Option<Vec<u8>>> {
-        let made = Python::attach(|py| -> PyResult<PyBackedBytes> {
+        let made = Python::attach(|py| -> PyResult<Option<PyBackedBytes>> {
             Ok(self.0.bind(py).call1((indices.to_vec(),))?.extract()?)
         });
         match made {
-            Ok(bytes) => codecs::of_length(bytes.to_vec(), len, path).map(Some),
-            Err(error) => {
-                Err(Error::new(Kind::Format, format!("the zarr package cannot decode this: {error}")).at(path))
-            }
+            Ok(bytes) => bytes.map(|bytes| codecs::of_length(bytes.to_vec(), len, path)).transpose(),
+            Err(raised) => Err(Python::attach(|py| {
+                // An interrupt or a lack of memory is no fault of the file; an error of actshard names it already.
+                let ours = || py.import("actshard.errors")?.getattr("ActshardError");
+                let through = !raised.is_instance_of::<PyException>(py)
+                    || raised.is_instance_of::<PyMemoryError>(py)
+                    || ours().is_ok_and(|class| raised.is_instance(py, &class));
+                if through {
+                    return errors::carry(raised);
+                }
+                Error::new(Kind::Format, format!("the zarr package cannot decode this: {raised}")).at(path)
+            })),
         }
     }
 }
@@ -301,8 +310,8 @@ impl Rows {
                     fill,
                     content: match coded {
                         None => Content::Plain { swapped },
-                        Some(DecodedBy::Zarrs(store, node, inner)) => {
-                            Content::Coded(Box::new(CodedArray::new(store, node, inner)))
+                        Some(DecodedBy::Core(folder, metadata, inner)) => {
+                            Content::Coded(Box::new(CodedArray::of(&folder, &metadata, inner)))
                         }
                         Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(Callback(decode))),
                     },

@@ -65,6 +65,7 @@ pub struct ChunkArray {
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
     first: u64,
+    shape: [u64; 4],
     chunk: [u64; 4],
     counts: [u64; 4],
 }
@@ -78,7 +79,7 @@ impl Grid {
         for ((count, n), c) in counts.iter_mut().zip(shape).zip(chunk) {
             *count = n.div_ceil(c);
         }
-        Some(Grid { first, chunk, counts })
+        Some(Grid { first, shape, chunk, counts })
     }
 
     /// Number of chunks.
@@ -94,6 +95,11 @@ impl Grid {
         let file = (((example / cn) * gl + group / cl) * gt + token / ct) * gh;
         let row = ((example % cn) * cl + group % cl) * ct + token % ct;
         (self.first + file, row)
+    }
+
+    /// The array's shape.
+    pub fn shape(&self) -> [u64; 4] {
+        self.shape
     }
 
     /// Tokens per chunk.
@@ -231,17 +237,12 @@ impl ChunkFiles {
                 Err(error) => Err(error),
             },
             Content::Coded(coded) => {
-                let bytes = match self.decoded.get(number) {
-                    Some(bytes) => bytes,
-                    None => {
-                        let Some(bytes) = coded.chunk(&indices, end, &path)? else {
-                            array.naming.check_array_is_there()?;
-                            return Ok(OpenFile::new(path, Body::Fill(array.fill.clone()), 0, place));
-                        };
-                        let bytes = Arc::new(Block::from(bytes));
-                        self.decoded.put(number, &bytes);
-                        bytes
-                    }
+                let found = self.decoded.get_or_load(number, || {
+                    Ok(coded.chunk(&indices, end, &path)?.map(|bytes| Arc::new(Block::from(bytes))))
+                })?;
+                let Some(bytes) = found else {
+                    array.naming.check_array_is_there()?;
+                    return Ok(OpenFile::new(path, Body::Fill(array.fill.clone()), 0, place));
                 };
                 Ok(OpenFile::new(path, Body::Memory(bytes), end, place))
             }

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::output::Output;
@@ -93,14 +93,49 @@ struct State<T, K> {
     blocks: HashMap<K, (Arc<T>, u64)>,
     /// The same keys by when they were used last.
     by_age: BTreeMap<u64, K>,
+    /// What is being decoded.
+    flights: HashMap<K, Arc<Flight<T>>>,
     now: u64,
     used: u64,
+}
+
+/// One decoding that other threads wait for.
+#[derive(Debug)]
+struct Flight<T> {
+    pid: u32,
+    /// `None` until it ends; then what was decoded, if it succeeded.
+    result: Mutex<Option<Option<Arc<T>>>>,
+    ended: Condvar,
+}
+
+/// Ends a flight, also when decoding panics.
+struct Landing<'a, T: Kept, K: Copy + Eq + Hash> {
+    cache: &'a Cache<T, K>,
+    number: K,
+    flight: Arc<Flight<T>>,
+    made: Option<Arc<T>>,
+}
+
+impl<T: Kept, K: Copy + Eq + Hash> Drop for Landing<'_, T, K> {
+    fn drop(&mut self) {
+        if let Some(made) = &self.made {
+            self.cache.put(self.number, made);
+        }
+        *self.flight.result.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.made.take());
+        self.flight.ended.notify_all();
+        if let Some(mut guard) = self.cache.state.lock_briefly()
+            && guard.flights.get(&self.number).is_some_and(|f| Arc::ptr_eq(f, &self.flight))
+        {
+            guard.flights.remove(&self.number);
+        }
+    }
 }
 
 impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
     /// Keeps at most `budget` bytes.
     pub fn new(budget: u64) -> Cache<T, K> {
-        let empty = || State { blocks: HashMap::new(), by_age: BTreeMap::new(), now: 0, used: 0 };
+        let empty =
+            || State { blocks: HashMap::new(), by_age: BTreeMap::new(), flights: HashMap::new(), now: 0, used: 0 };
         Cache { budget, state: ForkMutex::new(empty(), empty()) }
     }
 
@@ -111,14 +146,47 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
 
     /// A block, if it is kept.
     pub fn get(&self, number: K) -> Option<Arc<T>> {
-        let mut guard = self.state.lock_briefly()?;
-        let State { blocks, by_age, now, .. } = &mut *guard;
-        let (block, used_at) = blocks.get_mut(&number)?;
-        by_age.remove(used_at);
-        *now += 1;
-        *used_at = *now;
-        by_age.insert(*now, number);
-        Some(Arc::clone(block))
+        self.state.lock_briefly()?.get(number)
+    }
+
+    /// A block that is kept, or else what `load` makes, kept from now on. Threads that ask for the same block at once wait
+    /// for one of them; if that one fails, they try themselves.
+    pub fn get_or_load<E>(
+        &self,
+        number: K,
+        load: impl FnOnce() -> Result<Option<Arc<T>>, E>,
+    ) -> Result<Option<Arc<T>>, E> {
+        let pid = std::process::id();
+        let landing = loop {
+            let Some(mut guard) = self.state.lock_briefly() else { break None };
+            if let Some(block) = guard.get(number) {
+                return Ok(Some(block));
+            }
+            // One begun before a fork is done by no thread of this process.
+            let Some(flight) = guard.flights.get(&number).filter(|f| f.pid == pid).cloned() else {
+                let flight = Arc::new(Flight { pid, result: Mutex::new(None), ended: Condvar::new() });
+                guard.flights.insert(number, Arc::clone(&flight));
+                break Some(Landing { cache: self, number, flight, made: None });
+            };
+            drop(guard);
+            let mut result = flight.result.lock().unwrap_or_else(PoisonError::into_inner);
+            while result.is_none() {
+                result = flight.ended.wait(result).unwrap_or_else(PoisonError::into_inner);
+            }
+            if let Some(Some(block)) = result.as_ref() {
+                return Ok(Some(Arc::clone(block)));
+            }
+        };
+        let made = load()?;
+        match landing {
+            Some(mut landing) => landing.made.clone_from(&made),
+            None => {
+                if let Some(block) = &made {
+                    self.put(number, block);
+                }
+            }
+        }
+        Ok(made)
     }
 
     /// Keeps a block in place of those that were not used for longest; one larger than the budget in place of all, until
@@ -157,6 +225,17 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
     /// Bytes kept now.
     pub fn used(&self) -> u64 {
         self.state.lock_briefly().map_or(0, |guard| guard.used)
+    }
+}
+
+impl<T, K: Copy + Eq + Hash> State<T, K> {
+    fn get(&mut self, number: K) -> Option<Arc<T>> {
+        let (block, used_at) = self.blocks.get_mut(&number)?;
+        self.by_age.remove(used_at);
+        self.now += 1;
+        *used_at = self.now;
+        self.by_age.insert(self.now, number);
+        Some(Arc::clone(block))
     }
 }
 
@@ -223,6 +302,8 @@ pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
     use super::*;
     use proptest::prelude::*;
 
@@ -247,6 +328,49 @@ mod tests {
         cache.put(3, &Arc::new(Block::from(vec![0; 1])));
         assert!(cache.get(2).is_none());
         assert_eq!(cache.used(), 1);
+    }
+
+    #[test]
+    fn threads_that_miss_one_block_load_it_once() {
+        let cache: Cache = Cache::new(100);
+        let (loads, together) = (AtomicUsize::new(0), std::sync::Barrier::new(8));
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    together.wait();
+                    let block = cache.get_or_load(3, || {
+                        loads.fetch_add(1, Ordering::Relaxed);
+                        std::thread::sleep(Duration::from_millis(50));
+                        Ok::<_, ()>(Some(Arc::new(Block::from(vec![1; 8]))))
+                    });
+                    assert_eq!(block.unwrap().unwrap().len(), 8);
+                });
+            }
+        });
+        assert_eq!(loads.into_inner(), 1);
+    }
+
+    #[test]
+    fn a_load_that_fails_or_panics_is_tried_again() {
+        let cache: Cache = Cache::new(100);
+        assert_eq!(cache.get_or_load(1, || Err(5)).err(), Some(5));
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _ = cache.get_or_load(1, || -> Result<_, ()> { std::panic::panic_any(7) });
+        }));
+        assert!(panicked.is_err());
+        assert!(cache.get_or_load(1, || Ok::<_, ()>(None)).unwrap().is_none());
+        let made = cache.get_or_load(1, || Ok::<_, ()>(Some(Arc::new(Block::from(vec![2])))));
+        assert_eq!(made.unwrap().unwrap()[..], [2]);
+    }
+
+    /// As in a child forked while another thread was loading.
+    #[test]
+    fn a_load_of_the_parents_is_not_waited_for() {
+        let cache: Cache = Cache::new(100);
+        let flight = Flight { pid: std::process::id() + 1, result: Mutex::new(None), ended: Condvar::new() };
+        cache.state.lock_briefly().unwrap().flights.insert(3, Arc::new(flight));
+        let made = cache.get_or_load(3, || Ok::<_, ()>(Some(Arc::new(Block::from(vec![3])))));
+        assert_eq!(made.unwrap().unwrap()[..], [3]);
     }
 
     proptest! {

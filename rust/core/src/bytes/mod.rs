@@ -2,6 +2,7 @@
 //! first touched and asked for their length again before rows are taken from them. [`FileTable`] lists them,
 //! [`chunks`] computes their names.
 
+mod chain;
 pub mod chunks;
 pub mod codecs;
 pub mod decoded;

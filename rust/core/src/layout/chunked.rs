@@ -48,8 +48,9 @@ pub struct Chunked {
 }
 
 impl Chunked {
-    /// Every member must have as many parts as there are lengths, every list of lengths an entry per example; that no length
-    /// is above its array's is the caller's to see to, and costs only fill values if it is not.
+    /// Every member must have as many parts as there are lengths, every list of lengths an entry per example. A length above
+    /// its array's, or more examples or groups than the array has, are refused: past the end of one dimension lie the chunks of
+    /// the next index of the dimension before it.
     pub fn new(groups: usize, members: Vec<Member>, lengths: Vec<Lengths>) -> Result<Chunked> {
         let mut examples = 0u64;
         let mut placed = Vec::with_capacity(members.len());
@@ -57,6 +58,13 @@ impl Chunked {
             let first = examples;
             if member.parts.len() != lengths.len() {
                 return Err(Error::new(Kind::Internal, "a member with another number of parts"));
+            }
+            for part in &member.parts {
+                let [n, g, _, _] = part.shape();
+                if member.examples > n || groups as u64 > g {
+                    let what = format!("{} examples and {groups} groups of an array of {n} x {g}", member.examples);
+                    return Err(Error::new(Kind::Format, what));
+                }
             }
             examples = examples
                 .checked_add(member.examples)
@@ -67,6 +75,22 @@ impl Chunked {
         for each in &lengths {
             if matches!(each, Lengths::Each(n) if n.len() as u64 != examples) {
                 return Err(Error::new(Kind::Internal, "lengths of another number of examples"));
+            }
+        }
+        for (first, member) in &placed {
+            for (part, each) in member.parts.iter().zip(&lengths) {
+                let [_, _, most, _] = part.shape();
+                let long = match each {
+                    Lengths::Same(n) => (*n > most && member.examples > 0).then_some((*first, *n)),
+                    Lengths::Each(n) => (*first..first + member.examples)
+                        .zip(&n[*first as usize..(first + member.examples) as usize])
+                        .find(|(_, n)| u64::from(**n) > most)
+                        .map(|(example, n)| (example, u64::from(*n))),
+                };
+                if let Some((example, n)) = long {
+                    let what = format!("example {example}: {n} tokens in an array with room for {most}");
+                    return Err(Error::new(Kind::Format, what));
+                }
             }
         }
         Ok(Chunked { groups, examples, members: placed, lengths })

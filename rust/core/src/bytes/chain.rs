@@ -1,0 +1,559 @@
+//! Codec chains of Zarr arrays, undone within bounds.
+//!
+//! zarrs parses the metadata and undoes codecs of arrays; bytes are decompressed here. Three reasons: a chunk's decoded size
+//! follows from its shape, so a decoder stops at it (zarrs' decoders stop when memory ends); every inner chunk is decoded
+//! whole, so that its checksums are compared (zarrs' partial decoders skip a trailing crc32c); and input after the end of
+//! compressed data is an error, as it is in numcodecs.
+//!
+//! Shards: Zarr enhancement proposal 2. The index holds (offset, length) per inner chunk, (2^64-1, 2^64-1) for one that is
+//! not there.
+
+use std::borrow::Cow;
+use std::io::Read;
+use std::num::NonZeroU64;
+use std::sync::Arc;
+
+use zarrs::array::codec::{
+    BloscCodec, Bz2Codec, GzipCodec, ShardingCodec, VlenBytesCodec, VlenUtf8Codec, ZlibCodec, ZstdCodec,
+};
+use zarrs::array::{
+    ArrayBytes, ArrayToArrayCodecTraits, ArrayToBytesCodecTraits, BytesRepresentation, BytesToBytesCodecTraits,
+    CodecChain, CodecMetadataOptions, CodecOptions, CodecTraits, DataType, FillValue,
+};
+use zarrs::metadata_ext::codec::sharding::{ShardingCodecConfiguration, ShardingIndexLocation};
+
+/// The largest decoded chunk: what numcodecs' compressors take ("Codec does not support buffers of > 2147483647 bytes").
+pub(super) const MOST_DECODED: u64 = i32::MAX as u64;
+
+/// Shards within shards within shards: more are not read.
+const MOST_NESTED: usize = 4;
+
+/// Encoded bytes of elements of variable size.
+const MOST_VARIABLE: u64 = 1 << 30;
+
+/// What a failing step says; the caller adds the file.
+pub(super) type Said<T> = Result<T, String>;
+
+/// Decoded elements in C order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Elements {
+    /// Elements of one size, native byte order.
+    Fixed(Vec<u8>),
+    /// Strings or byte strings.
+    Variable(Vec<Vec<u8>>),
+}
+
+/// An array between two codecs.
+#[derive(Clone, Debug)]
+struct Form {
+    shape: Vec<NonZeroU64>,
+    dtype: DataType,
+    fill: FillValue,
+}
+
+impl Form {
+    fn elements(&self) -> Said<u64> {
+        self.shape
+            .iter()
+            .try_fold(1u64, |n, d| n.checked_mul(d.get()))
+            .filter(|n| *n < 1 << 48)
+            .ok_or_else(|| format!("a chunk of shape {:?} is too large", self.shape))
+    }
+}
+
+/// The codecs of an array's chunks.
+#[derive(Debug)]
+pub(super) struct Chain {
+    /// Each with the form it gives when undone.
+    arrays: Vec<(Arc<dyn ArrayToArrayCodecTraits>, Form)>,
+    /// What array-to-bytes gives when undone.
+    last: Form,
+    whole: Form,
+    to_bytes: ToBytes,
+    /// Bytes before the first bytes-to-bytes codec; `None` for elements of variable size.
+    plain: Size,
+    bytes: Vec<(Undo, BytesRepresentation, Size)>,
+    encoded: Size,
+}
+
+/// How long bytes are.
+#[derive(Clone, Copy, Debug)]
+enum Size {
+    Exactly(u64),
+    AtMost(u64),
+}
+
+impl Size {
+    fn limit(self) -> u64 {
+        match self {
+            Size::Exactly(n) | Size::AtMost(n) => n,
+        }
+    }
+}
+
+#[derive(Debug)]
+enum ToBytes {
+    Zarrs(Arc<dyn ArrayToBytesCodecTraits>),
+    /// Their number, then each after its length, in 32 bits (numcodecs' `vlen-utf8` and `vlen-bytes`).
+    Strings,
+    Shard(Box<Shard>),
+}
+
+/// Inner chunks of a shard, and where its index lies.
+#[derive(Debug)]
+pub(super) struct Shard {
+    pub inner: Chain,
+    /// Shape of the shard, in elements.
+    shape: Vec<NonZeroU64>,
+    /// Shape of an inner chunk.
+    chunk: Vec<NonZeroU64>,
+    /// Inner chunks per dimension.
+    pub counts: Vec<u64>,
+    index: Chain,
+    index_bytes: u64,
+    at_start: bool,
+}
+
+/// Bytes-to-bytes codecs, by what bounds their output.
+#[derive(Debug)]
+enum Undo {
+    Gzip,
+    Zlib,
+    Bz2,
+    Zstd,
+    Blosc(Arc<dyn BytesToBytesCodecTraits>),
+    /// Output is never longer than the input: checksums, shuffling.
+    Shrinking(Arc<dyn BytesToBytesCodecTraits>),
+}
+
+fn options() -> CodecOptions {
+    CodecOptions::default().with_concurrent_target(1)
+}
+
+fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+/// Memory for `n` bytes, or an error where it cannot be had: a failed `Vec::with_capacity` ends the process.
+pub(super) fn reserve(n: u64) -> Said<Vec<u8>> {
+    let mut made = Vec::new();
+    usize::try_from(n)
+        .ok()
+        .and_then(|n| made.try_reserve_exact(n).ok())
+        .ok_or_else(|| format!("no memory for {n} bytes"))?;
+    Ok(made)
+}
+
+impl Chain {
+    /// The chain of chunks of a shape.
+    pub fn new(codecs: &CodecChain, shape: &[NonZeroU64], dtype: &DataType, fill: &FillValue) -> Said<Chain> {
+        Chain::nested(codecs, Form { shape: shape.to_vec(), dtype: dtype.clone(), fill: fill.clone() }, 0)
+    }
+
+    fn nested(codecs: &CodecChain, whole: Form, depth: usize) -> Said<Chain> {
+        whole.elements()?;
+        let mut last = whole.clone();
+        let mut arrays = vec![];
+        for codec in codecs.array_to_array_codecs() {
+            let (shape, dtype, fill) =
+                codec.encoded_representation(&last.shape, &last.dtype, &last.fill).map_err(text)?;
+            let before = std::mem::replace(&mut last, Form { shape: shape.to_vec(), dtype, fill });
+            arrays.push((Arc::clone(codec), before));
+        }
+        let elements = last.elements()?;
+        let size = last.dtype.fixed_size().map(|size| elements.saturating_mul(size as u64));
+        let codec = codecs.array_to_bytes_codec();
+        let (to_bytes, mut known, plain) = match codec.as_any().downcast_ref::<ShardingCodec>() {
+            Some(sharding) if depth < MOST_NESTED => {
+                let shard = Shard::new(sharding, &last, depth)?;
+                let limit = shard.index_bytes.saturating_add(around(size.unwrap_or(MOST_VARIABLE)));
+                (ToBytes::Shard(Box::new(shard)), BytesRepresentation::UnboundedSize, Size::AtMost(limit))
+            }
+            Some(_) => return Err(format!("shards nested more than {MOST_NESTED} deep are not read")),
+            None if codec.as_any().is::<VlenUtf8Codec>() || codec.as_any().is::<VlenBytesCodec>() => {
+                (ToBytes::Strings, BytesRepresentation::UnboundedSize, Size::AtMost(MOST_VARIABLE))
+            }
+            None => {
+                let known = codec.encoded_representation(&last.shape, &last.dtype, &last.fill).map_err(text)?;
+                let Some(size) = size else {
+                    return Err("elements of variable size are read of vlen-utf8 and vlen-bytes only".to_string());
+                };
+                let plain = match known {
+                    BytesRepresentation::FixedSize(n) => Size::Exactly(n),
+                    BytesRepresentation::BoundedSize(n) => Size::AtMost(n),
+                    BytesRepresentation::UnboundedSize => Size::AtMost(around(size)),
+                };
+                (ToBytes::Zarrs(Arc::clone(codec)), known, plain)
+            }
+        };
+        let mut bytes = vec![];
+        let mut bound = plain;
+        for codec in codecs.bytes_to_bytes_codecs() {
+            bytes.push((Undo::of(codec), known, bound));
+            known = codec.encoded_representation(&known);
+            bound = match known {
+                BytesRepresentation::FixedSize(n) => Size::Exactly(n),
+                // Another library's encoder may need more than zarrs' would.
+                _ => Size::AtMost(known.size().unwrap_or(0).max(around(plain.limit()))),
+            };
+        }
+        Ok(Chain { arrays, last, whole, to_bytes, plain, bytes, encoded: bound })
+    }
+
+    /// The most bytes that an encoded chunk can have.
+    pub fn most_encoded(&self) -> u64 {
+        self.encoded.limit()
+    }
+
+    /// The shard codec, if chunks are shards and nothing else.
+    pub fn shard(&self) -> Option<&Shard> {
+        match &self.to_bytes {
+            ToBytes::Shard(shard) if self.arrays.is_empty() && self.bytes.is_empty() => Some(shard),
+            _ => None,
+        }
+    }
+
+    /// Decodes a chunk.
+    pub fn decode(&self, encoded: Vec<u8>) -> Said<Elements> {
+        let whole = self.whole.elements()?;
+        if let Some(size) = self.whole.dtype.fixed_size()
+            && whole.saturating_mul(size as u64) > MOST_DECODED.max(encoded.len() as u64)
+        {
+            return Err(format!(
+                "a chunk of {whole} elements of {size} bytes: at most {MOST_DECODED} bytes are decoded at once"
+            ));
+        }
+        let mut bytes = Cow::Owned(encoded);
+        for (undo, known, bound) in self.bytes.iter().rev() {
+            bytes = undo.run(bytes, *known, *bound)?;
+        }
+        if let Size::Exactly(n) = self.plain
+            && bytes.len() as u64 != n
+        {
+            return Err(format!("expected {n} bytes, found {}", bytes.len()));
+        }
+        let mut array = match &self.to_bytes {
+            ToBytes::Zarrs(codec) => {
+                let Form { shape, dtype, fill } = &self.last;
+                codec.decode(bytes, shape, dtype, fill, &options()).map_err(text)?.into_owned()
+            }
+            ToBytes::Strings => return self.variable(strings(&bytes, self.last.elements()?)?),
+            ToBytes::Shard(shard) => match shard.whole(&bytes)? {
+                Elements::Fixed(bytes) => ArrayBytes::new_flen(bytes),
+                Elements::Variable(each) => return self.variable(each),
+            },
+        };
+        for (codec, form) in self.arrays.iter().rev() {
+            drop(reserve(array.size() as u64)?);
+            array = codec.decode(array, &form.shape, &form.dtype, &form.fill, &options()).map_err(text)?.into_owned();
+        }
+        array.into_fixed().map(|b| Elements::Fixed(b.into_owned())).map_err(text)
+    }
+
+    fn variable(&self, each: Vec<Vec<u8>>) -> Said<Elements> {
+        if self.arrays.is_empty() { Ok(Elements::Variable(each)) } else { Err("strings cannot be transposed".into()) }
+    }
+}
+
+/// What compressors may make of `n` bytes that cannot be compressed, and room to spare.
+fn around(n: u64) -> u64 {
+    n.saturating_mul(2).saturating_add(64 << 10)
+}
+
+fn strings(bytes: &[u8], count: u64) -> Said<Vec<Vec<u8>>> {
+    let mut rest = bytes;
+    let mut next = |n: usize| {
+        let (taken, after) = rest.split_at_checked(n)?;
+        rest = after;
+        Some(taken)
+    };
+    let number = |b: &[u8]| u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+    let short = || format!("expected {count} strings, found {} bytes", bytes.len());
+    if u64::from(next(4).map(number).ok_or_else(short)?) != count || (bytes.len() as u64) < 4 * count {
+        return Err(short());
+    }
+    let each = (0..count).map(|_| {
+        let length = next(4).map(number)?;
+        next(length as usize).map(<[u8]>::to_vec)
+    });
+    let each: Vec<Vec<u8>> = each.collect::<Option<_>>().ok_or_else(short)?;
+    if rest.is_empty() { Ok(each) } else { Err(format!("{} bytes follow {count} strings", rest.len())) }
+}
+
+impl Undo {
+    fn of(codec: &Arc<dyn BytesToBytesCodecTraits>) -> Undo {
+        let any = codec.as_any();
+        if any.is::<GzipCodec>() {
+            Undo::Gzip
+        } else if any.is::<ZlibCodec>() {
+            Undo::Zlib
+        } else if any.is::<Bz2Codec>() {
+            Undo::Bz2
+        } else if any.is::<ZstdCodec>() {
+            Undo::Zstd
+        } else if any.is::<BloscCodec>() {
+            Undo::Blosc(Arc::clone(codec))
+        } else {
+            Undo::Shrinking(Arc::clone(codec))
+        }
+    }
+
+    fn run<'a>(&self, encoded: Cow<'a, [u8]>, known: BytesRepresentation, bound: Size) -> Said<Cow<'a, [u8]>> {
+        match self {
+            Undo::Gzip => inflate("gzip", flate2::bufread::MultiGzDecoder::new(&encoded[..]), &encoded, bound),
+            Undo::Zlib => {
+                let mut decoder = flate2::bufread::ZlibDecoder::new(&encoded[..]);
+                let made = inflate("zlib", &mut decoder, &encoded, bound)?;
+                let read = decoder.total_in();
+                if read != encoded.len() as u64 {
+                    return Err(format!("zlib: {} bytes follow the end of the data", encoded.len() as u64 - read));
+                }
+                Ok(made)
+            }
+            Undo::Bz2 => inflate("bz2", bzip2::bufread::MultiBzDecoder::new(&encoded[..]), &encoded, bound),
+            Undo::Zstd => {
+                let decoder = zstd::stream::read::Decoder::with_buffer(&encoded[..]).map_err(text)?;
+                inflate("zstd", decoder, &encoded, bound)
+            }
+            Undo::Blosc(codec) => {
+                let header = encoded.get(..16).ok_or("blosc: expected a header of 16 bytes")?;
+                let word = |at: usize| u64::from(u32::from_le_bytes([0, 1, 2, 3].map(|i| header[at + i])));
+                let (claimed, length) = (word(4), word(12));
+                let fits = match bound {
+                    Size::Exactly(n) => claimed == n,
+                    Size::AtMost(n) => claimed <= n,
+                };
+                if !fits {
+                    return Err(format!("blosc: expected a frame of {} bytes, found one of {claimed}", bound.limit()));
+                }
+                if length != encoded.len() as u64 {
+                    return Err(format!("blosc: expected {length} encoded bytes, found {}", encoded.len()));
+                }
+                drop(reserve(claimed)?);
+                codec.decode(encoded, &known, &options()).map_err(text)
+            }
+            Undo::Shrinking(codec) => codec.decode(encoded, &known, &options()).map_err(text),
+        }
+    }
+}
+
+/// Bytes that data of a codec decode to, at most `limit`.
+pub(super) fn decoded_size(codec: &str, data: &[u8], limit: u64) -> Said<u64> {
+    let undo = match codec {
+        "gzip" => Undo::Gzip,
+        "zlib" => Undo::Zlib,
+        "bz2" => Undo::Bz2,
+        "zstd" => Undo::Zstd,
+        _ => return Err(format!("unknown codec '{codec}'")),
+    };
+    let made = undo.run(Cow::Borrowed(data), BytesRepresentation::UnboundedSize, Size::AtMost(limit))?;
+    Ok(made.len() as u64)
+}
+
+/// All that a decoder gives, and not a byte more than may come.
+fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<Cow<'static, [u8]>> {
+    let limit = bound.limit();
+    // What can be expected of so much input; the rest is asked for as it comes, so that a claim alone takes no memory.
+    let likely = limit.min((encoded.len() as u64).saturating_mul(16).max(1 << 20));
+    let mut made = reserve(likely)?;
+    let mut decoder = decoder.take(limit.saturating_add(1));
+    loop {
+        let before = made.len();
+        let step = (before.max(1 << 20) as u64).min(limit + 1 - before as u64);
+        made.try_reserve(step as usize).map_err(|_| format!("no memory for {} bytes", before as u64 + step))?;
+        if (&mut decoder).take(step).read_to_end(&mut made).map_err(|e| format!("{name}: {e}"))? == 0 {
+            break;
+        }
+        if made.len() as u64 > limit {
+            return Err(format!("{name}: decodes to more than the {limit} bytes that the chunk's shape allows"));
+        }
+    }
+    match bound {
+        Size::Exactly(n) if made.len() as u64 != n => {
+            Err(format!("{name}: expected {n} bytes, decoded {}", made.len()))
+        }
+        _ => Ok(Cow::Owned(made)),
+    }
+}
+
+impl Shard {
+    fn new(codec: &ShardingCodec, form: &Form, depth: usize) -> Said<Shard> {
+        let configuration = codec
+            .configuration_v3(&CodecMetadataOptions::default())
+            .ok_or("sharding without a configuration")?
+            .to_typed::<ShardingCodecConfiguration>()
+            .map_err(text)?;
+        let ShardingCodecConfiguration::V1(v1) = configuration else {
+            return Err("sharding of an unknown version".to_string());
+        };
+        let chunk: Vec<NonZeroU64> = v1.chunk_shape.to_vec();
+        if chunk.len() != form.shape.len() || form.shape.iter().zip(&chunk).any(|(n, c)| n.get() % c.get() != 0) {
+            return Err(format!("inner chunks of {chunk:?} do not divide shards of {:?}", form.shape));
+        }
+        let counts: Vec<u64> = form.shape.iter().zip(&chunk).map(|(n, c)| n.get() / c.get()).collect();
+        let chain = |codecs: &[_]| CodecChain::from_metadata(codecs).map_err(text);
+        let inner = Form { shape: chunk.clone(), dtype: form.dtype.clone(), fill: form.fill.clone() };
+        let inner = Chain::nested(&chain(&v1.codecs)?, inner, depth + 1)?;
+        let pair = NonZeroU64::MIN.saturating_add(1);
+        let shape = counts.iter().filter_map(|n| NonZeroU64::new(*n)).chain([pair]).collect();
+        let fill = FillValue::from(u64::MAX);
+        let index = Form { shape, dtype: zarrs::array::data_type::uint64(), fill };
+        let index = Chain::nested(&chain(&v1.index_codecs)?, index, MOST_NESTED)?;
+        let Size::Exactly(index_bytes) = index.encoded else {
+            return Err("index codecs must give a known number of bytes".to_string());
+        };
+        let at_start = matches!(v1.index_location, ShardingIndexLocation::Start);
+        Ok(Shard { inner, shape: form.shape.clone(), chunk, counts, index, index_bytes, at_start })
+    }
+
+    /// An inner chunk's number in the index, from its indices in the shard or in the whole array.
+    pub fn number(&self, indices: &[u64]) -> usize {
+        indices.iter().zip(&self.counts).fold(0, |n, (i, c)| n * c + i % c) as usize
+    }
+
+    /// Where the index lies in a shard of `len` bytes.
+    pub fn index_range(&self, len: u64) -> Said<(u64, u64)> {
+        let start = if self.at_start { Some(0) } else { len.checked_sub(self.index_bytes) };
+        match start {
+            Some(start) if self.index_bytes <= len => Ok((start, self.index_bytes)),
+            _ => Err(format!("expected a shard index of {} bytes, found {len} bytes in all", self.index_bytes)),
+        }
+    }
+
+    /// (offset, length) of each inner chunk.
+    pub fn index(&self, encoded: Vec<u8>) -> Said<Vec<(u64, u64)>> {
+        let Elements::Fixed(bytes) = self.index.decode(encoded).map_err(|e| format!("shard index: {e}"))? else {
+            return Err("shard index: expected numbers".to_string());
+        };
+        let number = |b: &[u8]| b.try_into().map(u64::from_ne_bytes).unwrap_or(u64::MAX);
+        Ok(bytes.chunks_exact(16).map(|pair| (number(&pair[..8]), number(&pair[8..]))).collect())
+    }
+
+    /// Where an inner chunk lies in a shard of `len` bytes; `None` if it is not there.
+    pub fn place(&self, (offset, length): (u64, u64), len: u64) -> Said<Option<(u64, u64)>> {
+        if (offset, length) == (u64::MAX, u64::MAX) {
+            return Ok(None);
+        }
+        if offset.checked_add(length).is_none_or(|end| end > len) {
+            return Err(format!("the shard index names {length} bytes at {offset}, but the shard has {len}"));
+        }
+        let most = self.inner.most_encoded();
+        if length > most {
+            return Err(format!("the shard index names an inner chunk of {length} bytes, expected at most {most}"));
+        }
+        Ok(Some((offset, length)))
+    }
+
+    fn whole(&self, bytes: &[u8]) -> Said<Elements> {
+        let len = bytes.len() as u64;
+        let cut = |(at, n): (u64, u64)| bytes[at as usize..(at + n) as usize].to_vec();
+        let index = self.index(cut(self.index_range(len)?))?;
+        let fill = self.inner.whole.fill.as_ne_bytes();
+        let fixed = self.inner.whole.dtype.is_fixed();
+        let (shape, chunk) = (unwrapped(&self.shape), unwrapped(&self.chunk));
+        assemble(&shape, &chunk, fill, fixed, Places::new(&self.counts), |at| {
+            let entry = *index.get(self.number(at)).ok_or("shard index: too short")?;
+            self.place(entry, len)?.map(|at| self.inner.decode(cut(at))).transpose()
+        })
+    }
+}
+
+fn unwrapped(shape: &[NonZeroU64]) -> Vec<u64> {
+    shape.iter().map(|n| n.get()).collect()
+}
+
+/// An array of its chunks, those at `places`; what lies in no chunk is the fill value.
+pub(super) fn assemble(
+    shape: &[u64],
+    chunks: &[u64],
+    fill: &[u8],
+    fixed: bool,
+    places: impl IntoIterator<Item = Vec<u64>>,
+    mut chunk: impl FnMut(&[u64]) -> Said<Option<Elements>>,
+) -> Said<Elements> {
+    let too_large = || format!("shape {shape:?} is too large to read");
+    let product = |n: &[u64]| n.iter().try_fold(1u64, |n, d| n.checked_mul(*d)).filter(|n| *n < 1 << 48);
+    let (total, per) = product(shape).zip(product(chunks)).ok_or_else(too_large)?;
+    let (total, per, size) = (total as usize, per as usize, fill.len());
+    let mut made = if fixed {
+        let bytes = total.checked_mul(size).ok_or_else(too_large)?;
+        let mut made = reserve(bytes as u64)?;
+        if fill.iter().all(|b| *b == 0) {
+            made.resize(bytes, 0);
+        } else {
+            (0..total).for_each(|_| made.extend_from_slice(fill));
+        }
+        Elements::Fixed(made)
+    } else {
+        let mut each: Vec<Vec<u8>> = vec![];
+        each.try_reserve_exact(total).map_err(|_| too_large())?;
+        each.resize(total, fill.to_vec());
+        Elements::Variable(each)
+    };
+    let dims = shape.len();
+    for at in places {
+        if at.len() != dims || at.iter().zip(chunks).zip(shape).any(|((a, c), n)| a.saturating_mul(*c) >= *n) {
+            continue;
+        }
+        let Some(found) = chunk(&at)? else { continue };
+        let right = match &found {
+            Elements::Fixed(bytes) => fixed && bytes.len() == per * size,
+            Elements::Variable(each) => !fixed && each.len() == per,
+        };
+        if !right {
+            return Err(format!("expected a chunk of {per} elements"));
+        }
+        // Runs along the last dimension, clipped at the array's end.
+        let begin: Vec<u64> = at.iter().zip(chunks).map(|(a, c)| a * c).collect();
+        let (outer, width) = (dims.saturating_sub(1), chunks.last().map_or(1, |c| *c as usize));
+        let run = dims.checked_sub(1).map_or(1, |d| chunks[d].min(shape[d] - begin[d]) as usize);
+        for (k, line) in Places::new(&chunks[..outer]).enumerate() {
+            if line.iter().zip(&begin).zip(shape).any(|((l, b), n)| b + l >= *n) {
+                continue;
+            }
+            let to = (0..dims).fold(0, |to, d| to * shape[d] + begin[d] + line.get(d).copied().unwrap_or(0)) as usize;
+            let from = k * width;
+            match (&mut made, &found) {
+                (Elements::Fixed(made), Elements::Fixed(found)) => {
+                    made[to * size..(to + run) * size].copy_from_slice(&found[from * size..(from + run) * size]);
+                }
+                (Elements::Variable(made), Elements::Variable(found)) => {
+                    made[to..to + run].clone_from_slice(&found[from..from + run]);
+                }
+                _ => {}
+            }
+        }
+    }
+    Ok(made)
+}
+
+/// All indices below `counts`, in C order.
+pub(super) struct Places {
+    counts: Vec<u64>,
+    next: Option<Vec<u64>>,
+}
+
+impl Places {
+    pub fn new(counts: &[u64]) -> Places {
+        let next = (!counts.contains(&0)).then(|| vec![0; counts.len()]);
+        Places { counts: counts.to_vec(), next }
+    }
+}
+
+impl Iterator for Places {
+    type Item = Vec<u64>;
+
+    fn next(&mut self) -> Option<Vec<u64>> {
+        let now = self.next.take()?;
+        let mut next = now.clone();
+        for (index, count) in next.iter_mut().zip(&self.counts).rev() {
+            *index += 1;
+            if *index < *count {
+                self.next = Some(next);
+                break;
+            }
+            *index = 0;
+        }
+        Some(now)
+    }
+}

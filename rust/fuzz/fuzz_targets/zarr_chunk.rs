@@ -1,0 +1,74 @@
+//! Any bytes as an encoded chunk, or a shard, of arrays with every codec: as many bytes as the chunk's shape tells, or an error.
+//! The first byte selects the array.
+#![no_main]
+
+use std::path::Path;
+use std::sync::LazyLock;
+
+use actshard_core::Kind;
+use actshard_core::bytes::codecs::{CodedArray, Elements};
+use libfuzzer_sys::fuzz_target;
+
+const BYTES: &str = r#"{"name":"bytes","configuration":{"endian":"little"}}"#;
+const ZSTD: &str = r#"{"name":"zstd","configuration":{"level":1,"checksum":false}}"#;
+const GZIP: &str = r#"{"name":"gzip","configuration":{"level":1}}"#;
+const CRC: &str = r#"{"name":"crc32c"}"#;
+const BLOSC: &str =
+    r#"{"name":"blosc","configuration":{"cname":"lz4","clevel":5,"shuffle":"shuffle","typesize":4,"blocksize":0}}"#;
+const TURN: &str = r#"{"name":"transpose","configuration":{"order":[1,3,2,0]}}"#;
+
+fn v3(kind: &str, codecs: &[&str]) -> String {
+    let fill = if kind == "string" { "\"\"" } else { "0" };
+    format!(
+        r#"{{"zarr_format":3,"node_type":"array","shape":[3,2,8,4],"data_type":"{kind}","fill_value":{fill},"chunk_grid":{{"name":"regular",
+        "configuration":{{"chunk_shape":[1,2,8,4]}}}},"chunk_key_encoding":{{"name":"default"}},"codecs":[{}]}}"#,
+        codecs.join(",")
+    )
+}
+
+fn v2(compressor: &str) -> String {
+    format!(
+        r#"{{"zarr_format":2,"shape":[3,2,8,4],"chunks":[1,2,8,4],"dtype":"<f4","fill_value":0,"order":"F","filters":null,"compressor":{compressor}}}"#
+    )
+}
+
+fn shards(inner: &[&str], index: &str, location: &str) -> String {
+    format!(
+        r#"{{"name":"sharding_indexed","configuration":{{"chunk_shape":[1,1,4,4],"codecs":[{}],"index_codecs":[{index}],"index_location":"{location}"}}}}"#,
+        inner.join(",")
+    )
+}
+
+static ARRAYS: LazyLock<Vec<CodedArray>> = LazyLock::new(|| {
+    let checked = format!("{BYTES},{CRC}");
+    let nested = shards(&[&shards(&[BYTES, ZSTD], BYTES, "end")], BYTES, "start");
+    let metadata = [
+        v2(r#"{"id":"zlib","level":1}"#),
+        v2(r#"{"id":"bz2","level":1}"#),
+        v2(r#"{"id":"zstd","level":1}"#),
+        v3("float32", &[BYTES, GZIP]),
+        v3("float32", &[BYTES, ZSTD]),
+        v3("float32", &[BYTES, BLOSC]),
+        v3("float32", &[BYTES, ZSTD, CRC]),
+        v3("float32", &[TURN, BYTES, ZSTD]),
+        v3("float32", &[&shards(&[BYTES, ZSTD], &checked, "end")]),
+        v3("float32", &[&shards(&[BYTES, ZSTD], BYTES, "start")]),
+        v3("float32", &[&shards(&[TURN, BYTES, GZIP], BYTES, "end"), ZSTD]),
+        v3("float32", &[&nested]),
+        v3("string", &[r#"{"name":"vlen-utf8"}"#]),
+        v3("string", &[r#"{"name":"vlen-utf8"}"#, ZSTD]),
+    ];
+    metadata.iter().map(|m| CodedArray::of(Path::new("/nowhere"), m.as_bytes(), false)).collect()
+});
+
+fuzz_target!(|data: &[u8]| {
+    let Some((which, encoded)) = data.split_first() else { return };
+    match ARRAYS[*which as usize % ARRAYS.len()].decode(encoded.to_vec()) {
+        Ok(Elements::Fixed(bytes)) => assert_eq!(bytes.len(), 2 * 8 * 4 * 4),
+        Ok(Elements::Variable(each)) => assert_eq!(each.len(), 2 * 8 * 4),
+        Err(error) => {
+            assert_eq!(error.kind, Kind::Format, "{error}");
+            assert!(!error.detail.contains("(a panic)"), "{error}");
+        }
+    }
+});

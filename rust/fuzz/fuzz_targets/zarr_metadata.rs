@@ -1,0 +1,31 @@
+//! Any bytes as the metadata of a Zarr array: refused in one line, or codecs that can be asked for a chunk. Nothing is made of
+//! the sizes that metadata claim.
+#![no_main]
+
+use std::path::{Path, PathBuf};
+use std::sync::Once;
+
+use actshard_core::Kind;
+use actshard_core::bytes::codecs::{CodedArray, Decode, problem};
+use libfuzzer_sys::fuzz_target;
+
+static QUIET: Once = Once::new();
+
+fuzz_target!(|data: &[u8]| {
+    let folder = PathBuf::from("/nowhere");
+    // libFuzzer's hook ends the process at a panic; those of zarrs over metadata are caught and are errors.
+    QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));
+    if let Some(why) = problem(&folder, data) {
+        assert!(!why.contains('\n'), "{why}");
+        return;
+    }
+    for inner in [false, true] {
+        let array = CodedArray::of(&folder, data, inner);
+        let dims = array.dimensions().unwrap_or(0);
+        // No file is there.
+        assert!(matches!(array.chunk(&vec![0; dims], 8, Path::new("0")), Ok(None)));
+        if let Err(error) = array.decode(vec![0; 40]) {
+            assert_eq!(error.kind, Kind::Format);
+        }
+    }
+});
