@@ -539,11 +539,87 @@ def test_shards_that_change_or_go_after_opening_are_errors(tmp_path: Path, io: s
     assert np.array_equal(store.gather(3, 4, 3)[0], values(4, 3)[3])
 
 
-def test_shards_of_another_width_or_type_are_refused(tmp_path: Path) -> None:
-    for bad in (values(3, 0, 2, d=9), values(3, 0, 2).astype(np.float16)):
-        folder = write(tmp_path / str(bad.dtype), [{"layer_0": [item(1, values(1, 0))]}, {"layer_0": [item(3, bad)]}])
-        with refuses(actshard.FormatError, folder / "shard_0002.pkl.gz", "one dataset, one row"):
-            opened(folder).gather(0, 1, 0)
+def test_shards_of_another_width_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, [{"layer_0": [item(1, values(1, 0))]}, {"layer_0": [item(3, values(3, 0, 2, d=9))]}])
+    with refuses(actshard.FormatError, folder / "shard_0002.pkl.gz", "one dataset, one row"):
+        opened(folder).gather(0, 1, 0)
+
+
+def mixed(folder: Path, kinds: list[str], *, gz: bool, protocol: int, per: int = 3) -> tuple[Path, list[np.ndarray]]:
+    """Samples of several types and byte orders, within shards and between them; some in Fortran order, some empty."""
+    rows = []
+    for i, kind in enumerate(kinds):
+        rng = np.random.default_rng(i)
+        made = (rng.standard_normal((i % 4, 5)) * 10.0 ** rng.integers(-6, 4, (i % 4, 5))).astype(kind)
+        rows.append(np.asfortranarray(made) if i % 3 == 2 else made)
+    shards = [
+        {"layer_0": [item(k, rows[k]) for k in range(i, min(i + per, len(rows)))]} for i in range(0, len(rows), per)
+    ]
+    return write(folder, shards, gz=gz, protocol=protocol), rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kinds=st.lists(st.sampled_from(["<f4", ">f4", "<f2", ">f2", "<f8", ">f8"]), min_size=2, max_size=14),
+    gz=st.booleans(), protocol=st.integers(0, 5), dtype=st.sampled_from(["float16", "float32", "float64"]),
+    seed=st.integers(0, 99), io=st.sampled_from(["mmap", "pread"]), memory=st.sampled_from([0, "2kB", "1GiB"]),
+)  # fmt: skip
+def test_examples_of_several_types_are_read_with_dtype(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[str], gz: bool, protocol: int, dtype: str, seed: int, io: str,
+    memory: Any,
+) -> None:  # fmt: skip
+    folder, rows = mixed(tmp_path_factory.mktemp("d") / "d", kinds, gz=gz, protocol=protocol)
+    store = opened(folder, io, decoded_memory=memory)
+    assert store.dtype == rows[0].dtype.newbyteorder("=")
+    assert store.token_counts.tolist() == [len(r) for r in rows]
+    native = [r.astype(r.dtype.newbyteorder("=")) for r in rows]
+
+    want = [r.astype(dtype) for r in rows]
+    one_by_one = [store.sequence(i, 0, dtype=dtype) for i in range(len(rows))]
+    for got in (store.sequences(range(len(rows)), 0, dtype=dtype), one_by_one):
+        assert all(np.array_equal(bits(g), bits(w)) for g, w in zip(got, want, strict=True))
+    has = np.flatnonzero(store.token_counts)
+    if len(has):
+        assert np.array_equal(bits(store.last_tokens(0, has, dtype=dtype)), bits(np.stack([want[i][-1] for i in has])))
+        e = np.random.default_rng(seed).choice(np.repeat(np.arange(len(rows)), store.token_counts), 20)
+        t = np.array([seed % len(rows[x]) for x in e])
+        assert np.array_equal(
+            bits(store.gather(0, e, t, dtype=dtype)), bits(np.stack([want[x][k] for x, k in zip(e, t, strict=True)]))
+        )
+        for shuffle in (None, "window", "exact"):
+            seen = 0
+            for batch in store.stream(0, 4, shuffle=shuffle, seed=seed, dtype=dtype, memory=4096):
+                for row, x, k in zip(batch.activations, batch.examples, batch.tokens, strict=True):
+                    assert np.array_equal(bits(row), bits(want[x][k]))
+                    seen += 1
+            assert seen == sum(map(len, rows))
+        wide = np.concatenate(rows, dtype=np.float64)
+        assert np.allclose(store.stats(0).mean, wide.mean(0), rtol=1e-9, atol=1e-12)
+    # Without dtype=, rows of the store's own type are as stored, and others an error.
+    for i, r in enumerate(native):
+        if r.dtype == store.dtype or not len(r):
+            assert np.array_equal(store.sequence(i, 0), r)
+        else:
+            reads: list[Any] = [
+                lambda i=i: store.sequence(i, 0), lambda i=i: store.gather(0, i, 0), lambda i=i: store.sequences([i], 0),
+                lambda i=i: store.last_tokens(0, [0, i] if len(rows[0]) else [i]), lambda: [*store.stream(0, 4)],
+            ]  # fmt: skip
+            for read in reads:
+                with pytest.raises(actshard.DtypeError, match="read with dtype="):
+                    read()
+
+
+def test_mixed_types_are_converted_and_verified(tmp_path: Path) -> None:
+    folder, rows = mixed(tmp_path / "d", ["<f4", ">f8", "<f2", "<f4", ">f4", "<f8", "<f2"], gz=True, protocol=4)
+    report = actshard.verify(folder, deep=True)
+    assert not report.errors, report.findings
+    with pytest.raises(actshard.DtypeError, match="read with dtype="):
+        actshard.convert(folder, tmp_path / "no", "pickle")
+    actshard.convert(folder, tmp_path / "c", "pickle", dtype="float32", verify=True)
+    converted = opened(tmp_path / "c")
+    assert converted.dtype == np.float32
+    for got, r in zip(converted.sequences(range(len(rows)), 0), rows, strict=True):
+        assert np.array_equal(bits(got), bits(r.astype(np.float32)))
 
 
 def test_metadata_of_any_kind_become_columns(tmp_path: Path) -> None:
@@ -607,3 +683,181 @@ def test_a_shard_that_fits_the_budget_is_inflated_once_however_often_it_is_read(
                 store.sequences(range(first, last), layer)
                 store.tokens_of(range(first, last))
     assert store.rows.inflated == 2
+
+
+# --- what changes, and what is shared --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gz", [True, False])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_shard_that_is_replaced_is_not_read_by_the_index_of_the_old_one(
+    tmp_path: Path, gz: bool, checked: bool, io: str
+) -> None:
+    folder = dataset(tmp_path / "d", shards=2, per=6, gz=gz)
+    if not checked:
+        change(folder, lambda m: [(s.pop("checksum"), s.pop("size_bytes")) for s in m["shards"]])
+    store = opened(folder, io, decoded_memory=0)
+    assert store.token_counts.sum() == 21
+    path = folder / f"shard_0001.pkl{'.gz' if gz else ''}"
+    # The same samples, their rows in another order in the file: old offsets are of other samples.
+    made = {f"layer_{k}": [item(s, values(s, k)) for s in reversed(range(6))] for k in (3, 9)}
+    data = pickle.dumps(made, 4)
+    new = tmp_path / "new"
+    new.write_bytes(gzip.compress(data, 1) if gz else data)
+    store.gather(3, 11, 0)  # another shard's
+    new.replace(path)
+    said = "checksum|size_bytes" if checked else "replaced or changed after it was indexed"
+    with pytest.raises(actshard.ActshardError, match=said) as caught:
+        store.gather(3, 4, 3)
+    assert caught.value.path == path
+    # What was not replaced is still read.
+    assert np.array_equal(store.gather(3, 11, 0)[0], values(11, 3)[0])
+
+
+def test_a_plain_shard_that_is_replaced_after_its_first_look_is_compared_when_it_is_opened(
+    tmp_path: Path, io: str
+) -> None:
+    folder = dataset(tmp_path / "d", shards=2, per=6, gz=False)
+    store = opened(folder, io)
+    assert store.token_counts.sum() == 21  # looked into, not opened for rows
+    path = folder / "shard_0002.pkl"
+    raw = path.read_bytes()
+    touched = tmp_path / "same"
+    touched.write_bytes(raw)
+    touched.replace(path)  # the same bytes in another file
+    assert np.array_equal(store.gather(3, 9, 0)[0], values(9, 3)[0])
+    other = opened(folder, io)
+    assert other.token_counts.sum() == 21
+    touched.write_bytes(raw.replace(values(9, 3).tobytes(), values(9, 9).tobytes()))
+    touched.replace(path)
+    with refuses(actshard.FormatError, path, "checksum"):
+        other.gather(3, 9, 0)
+
+
+def test_arrays_over_one_buffer_in_two_byte_orders_are_two_arrays(tmp_path: Path, io: str) -> None:
+    from torture import hostile_pickles as opcodes
+
+    data = np.arange(12, dtype="<f4").tobytes()
+    raw = b"\x80\x04B" + len(data).to_bytes(4, "little") + data + opcodes.put(opcodes.SHARED) + b"0}("
+    raw += opcodes.text("layer_0") + b"]("
+    kinds = [("<f4", "F"), (">f4", "F"), (">f4", "C"), ("<f4", "C")]
+    for n, (kind, order) in enumerate(kinds):
+        raw += b"}(" + opcodes.text("sample_idx") + opcodes.number(n) + opcodes.text("activation")
+        raw += opcodes.array(opcodes.SHARED, 4, 3, kind, order) + b"u"
+    raw += b"eu."
+    want = [x["activation"] for x in pickle.loads(raw)["layer_0"]]
+    opcodes.dataset(tmp_path / "d", raw, samples=4)
+    store = opened(tmp_path / "d", io)
+    for n, w in enumerate(want):
+        assert np.array_equal(store.sequence(n, 0), w), kinds[n]
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+@pytest.mark.parametrize("gz", [True, False])
+def test_a_dataset_with_an_empty_shard_is_streamed_and_converted(tmp_path: Path, empty: int, gz: bool) -> None:
+    shards: list[dict[str, Any]] = [{"layer_0": [item(s, values(s, 0, 2))]} for s in range(2)]
+    shards.insert(empty, {"layer_0": []})
+    folder = tmp_path / "d"
+    folder.mkdir()
+    listed = []
+    for i, layers in enumerate(shards, 1):
+        data = pickle.dumps(layers)
+        name = f"shard_{i:04}.pkl{'.gz' if gz else ''}"
+        (folder / name).write_bytes(gzip.compress(data) if gz else data)
+        listed.append({"filename": name, "num_samples": len(layers["layer_0"]), "layers": [0], "compressed": gz})
+    (folder / "metadata.json").write_text(json.dumps({"version": "1.0", "extraction_config": {}, "shards": listed}))
+    store = opened(folder)
+    assert len(store.table) == 2
+    for shuffle in (None, "window", "exact"):
+        rows = [b.activations for b in store.stream(0, 3, shuffle=shuffle)]
+        assert sorted(np.concatenate(rows)[:, 0]) == sorted(np.concatenate([values(s, 0, 2) for s in range(2)])[:, 0])
+    actshard.convert(folder, tmp_path / "c", "pickle", verify=True)
+    assert opened(tmp_path / "c").num_examples == 2
+
+
+def test_special_files_in_place_of_shards_are_errors(tmp_path: Path, io: str) -> None:
+    """In a process of its own: a pipe that is opened waits for ever."""
+    for special in ("fifo", "zero", "folder"):
+        for i in (1, 2):
+            folder = dataset(tmp_path / f"{special}{i}{io}", shards=2, per=2)
+            path = folder / f"shard_000{i}.pkl.gz"
+            path.unlink()
+            if special == "fifo":
+                os.mkfifo(path)
+            elif special == "zero":
+                path.symlink_to("/dev/zero")
+            else:
+                path.mkdir()
+            change(folder, lambda m: [s.pop("size_bytes") for s in m["shards"]])
+            code = (
+                "import warnings; warnings.simplefilter('ignore'); import actshard\n"
+                "from actshard.compat.pickle_shards import load_shard\n"
+                f"try: actshard.open({str(folder)!r}, io={io!r}).token_counts\n"
+                "except actshard.ActshardError as e: print(type(e).__name__, end=' ')\n"
+                f"try: load_shard({str(path)!r})\n"
+                "except actshard.ActshardError as e: print(type(e).__name__)"
+            )
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+            assert len(done.stdout.split()) == 2, done.stdout
+
+
+def test_a_compressed_shard_that_was_cut_short_says_so(tmp_path: Path) -> None:
+    made = np.random.default_rng(0).standard_normal((200, 64)).astype(np.float32)
+    folder = write(tmp_path / "d", [{"layer_0": [item(0, made)]}])
+    path = folder / "shard_0001.pkl.gz"
+    whole = path.read_bytes()
+    change(folder, lambda m: [(s.pop("checksum"), s.pop("size_bytes")) for s in m["shards"]])
+    for cut in range(1000, len(whole), len(whole) // 17):
+        path.write_bytes(whole[:cut])
+        with refuses(actshard.FormatError, path, "end too early"):
+            opened(folder)
+
+
+def test_threads_that_want_one_shard_inflate_it_once(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    shards = [{"layer_0": [item(s, rng.standard_normal((4000, 64)).astype(np.float32))]} for s in range(3)]
+    folder = write(tmp_path / "d", shards)
+    store = opened(folder)
+    with ThreadPoolExecutor(8) as threads:
+        got = [*threads.map(lambda _: store.gather(0, [0, 1, 2], [0, 1, 2]).tobytes(), range(16))]
+    assert len(set(got)) == 1
+    assert store._rows.inflated == 3
+
+
+def test_indices_overwritten_while_they_are_read_are_the_callers_error(tmp_path: Path) -> None:
+    import threading
+
+    store = opened(dataset(tmp_path / "d", shards=6, per=4, gz=False))
+    counts = store.token_counts
+    has = np.flatnonzero(counts)
+    examples, stop = np.repeat(has[:1], 50_000), threading.Event()
+
+    def overwrite() -> None:
+        while not stop.is_set():
+            for e in has:
+                examples[:] = e
+
+    thread = threading.Thread(target=overwrite)
+    thread.start()
+    try:
+        for _ in range(60):
+            with contextlib.suppress(actshard.ArgumentError):
+                store.gather(3, examples, 0)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_limits_follow_from_the_bytes_that_are_there(tmp_path: Path) -> None:
+    """Metadata that declare terabytes do not make 300 kB inflate to more than decoded_memory."""
+    rows = np.zeros((40_000, 1000), np.float32)  # 160 MB
+    folder = write(tmp_path / "d", [{"layer_0": [item(0, rows)]}])
+    change(
+        folder,
+        lambda m: m["extraction_config"].update(
+            model_params={"hidden_size": (1 << 24) - 1}, max_seq_length=(1 << 32) - 1
+        ),
+    )
+    with refuses(actshard.FormatError, folder / "shard_0001.pkl.gz", "inflates to more than the 67108864 bytes"):
+        opened(folder, decoded_memory=0)
+    assert opened(folder).num_examples == 1  # the user's own 1 GiB

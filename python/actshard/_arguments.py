@@ -67,11 +67,18 @@ def stored(name: str) -> np.dtype[Any]:
     return NUMPY_BY_NAME[name]
 
 
-def pickled_array(data: bytearray, name: str, swapped: bool, shape: list[int], fortran: bool) -> NDArray[Any]:
-    """A numpy array of a pickle, over ``data``."""
+def pickled_array(
+    data: bytearray, name: str, swapped: bool, shape: list[int], fortran: bool, over_buffer: bool
+) -> NDArray[Any]:
+    """A numpy array of a pickle, over ``data``.
+
+    In the byte order in which numpy's own unpickling gives it: ``_frombuffer`` keeps the stored one, ``ndarray.__setstate__`` turns
+    the bytes of numbers around.
+    """
     dtype = NUMPY_BY_NAME[name]
     order: Any = "F" if fortran else "C"
-    return np.ndarray(shape, dtype.newbyteorder("S") if swapped else dtype, data, order=order)
+    made: NDArray[Any] = np.ndarray(shape, dtype.newbyteorder("S") if swapped else dtype, data, order=order)
+    return made.byteswap(inplace=True).view(dtype) if swapped and not over_buffer else made
 
 
 def pickled_scalar(data: bytes, name: str, swapped: bool) -> Any:

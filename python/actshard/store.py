@@ -57,7 +57,8 @@ class Store:
         path: what was opened.
         layers: layer *names*, in stored order. Negative numbers are names too.
         d_model: elements per row; 0 for a dataset without hidden states.
-        dtype: the numpy type of a row as stored; bfloat16 is ``ml_dtypes.bfloat16``.
+        dtype: the numpy type of a row as stored; bfloat16 is ``ml_dtypes.bfloat16``. Pickle shards may hold examples of several
+            types: that of the first array; examples of another type are read with ``dtype=``, and an error without.
         num_examples: number of examples; also ``len(store)``.
         metadata: the dataset's metadata, as the format holds it.
         warnings: what a reader should know about this dataset.
@@ -337,7 +338,10 @@ class Store:
         """
         group = self._group(layer)
         one = self._example(example)
-        if out is None and (dtype is None or _arguments.dtype(dtype)[0] == self.dtype):
+        as_stored = dtype is None or _arguments.dtype(dtype)[0] == self.dtype
+        if dtype is not None and as_stored and self._contents.types_may_differ:
+            as_stored = self._rows.stored_types(group, np.array([one], np.int64)) == [self.dtype]
+        if out is None and as_stored:
             view = self._rows.view(group, one)
             if view is not None:
                 return view
@@ -710,7 +714,7 @@ class _Without:
     def gather(self, *_: Any) -> NoReturn:
         raise NotStoredError("holds no hidden states", path=self._path)
 
-    view = gather_whole = tokens_of = gather
+    view = gather_whole = tokens_of = stored_types = gather
 
 
 class _Closed(_Without):
@@ -722,7 +726,7 @@ class _Closed(_Without):
     def gather(self, *_: Any) -> NoReturn:
         raise ClosedError("the store was closed", path=self._path)
 
-    view = gather_whole = tokens_of = gather
+    view = gather_whole = tokens_of = stored_types = gather
 
 
 def _reopen(*asked: Any) -> Store:

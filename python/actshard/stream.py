@@ -144,6 +144,7 @@ class Stream:
             "memory": _arguments.size(memory, "memory"),
             "dtype": name,
             "descr": asked,
+            "given": dtype is not None,
             "center": _vectors(center, "center", store.d_model, len(groups)),
             "scale": _vectors(scale, "scale", store.d_model, len(groups)),
             "norm": norm,

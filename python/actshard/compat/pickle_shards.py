@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import actshard
 from actshard import _native
@@ -23,8 +24,9 @@ from actshard.formats._json import Fields, read_json
 
 __all__ = ["ActivationDataset", "iter_activations", "load_metadata", "load_shard"]
 
-_LIMIT = 1 << 34
-"""Bytes that one shard may inflate to, where nothing says how large it is: far above the text's 2 GB."""
+_LIMIT = 2 << 30
+"""Bytes that any shard may inflate to, the text's largest; one whose file is larger than a sixteenth of that may inflate to sixteen
+times its file."""
 
 
 def load_metadata(output_dir: str | PathLike[str]) -> dict[str, Any]:
@@ -96,11 +98,25 @@ class ActivationDataset:
         if numbers.size and (numbers.min() < -n or numbers.max() >= n):
             raise OutOfRangeError(f"item {numbers[(numbers < -n) | (numbers >= n)][0]} is out of range: there are {n}")
         examples = self._examples[numbers]
-        rows = self._store.sequences(examples, self.layer_idx)
+        rows = self._sequences(examples)
         return [
             {"activation": row, "sample_idx": self._ids[e], "text": self._texts[e]}
             for row, e in zip(rows, examples.tolist(), strict=True)
         ]
+
+    def _sequences(self, examples: NDArray[np.int64]) -> list[NDArray[Any]]:
+        """Each in the type that it is stored as, as unpickling gives it."""
+        types = self._store.rows.stored_types(self._store.group_of(self.layer_idx), examples)
+        if len(dict.fromkeys(types)) == 1:
+            return self._store.sequences(examples, self.layer_idx, dtype=types[0])
+        made: list[Any] = [None] * len(types)
+        for dtype in dict.fromkeys(types):
+            places = [i for i, other in enumerate(types) if other == dtype]
+            for i, rows in zip(
+                places, self._store.sequences(examples[places], self.layer_idx, dtype=dtype), strict=True
+            ):
+                made[i] = rows
+        return made
 
 
 def __getattr__(name: str) -> Any:

@@ -94,6 +94,8 @@ class Asked:
     tokens: str
     pad: bool
     truncate: bool
+    cast: bool = False
+    """``dtype=`` was given: rows of whatever type are converted. Without it, a row of another type than the store's is an error."""
 
     @property
     def groups(self) -> NDArray[np.int64]:

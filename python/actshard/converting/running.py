@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,10 @@ def convert(
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):
         store = source(src, src_format, "pread")
-        asked = ask(store, format, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate)
+        asked = replace(
+            ask(store, format, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate),
+            cast=dtype is not None,
+        )
 
         def settled() -> Target:
             made = settle(
@@ -331,20 +334,22 @@ def read(
     held = counts.reshape(-1) >= 0
     groups, examples = np.tile(asked.groups, len(ids))[held], np.repeat(ids, layers)[held]
     taken, want = counts.reshape(-1)[held], np.maximum(lengths.reshape(-1), 0)
+    dtype = memory.dtype if asked.cast or memory.dtype != store.dtype else None
     if asked.tokens == "last" and held.all() and (taken == 1).all() and (want == 1).all():
         out = memory.reshape(len(ids), layers, store.d_model)
         own = store.content_lengths
         token = None if own is None else store.special_tokens + own[ids] - 1
         for k, group in enumerate(asked.groups.tolist()):
-            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), token, None, memory.dtype, lost)
+            out[:, k] = rows.gather(group, np.ascontiguousarray(ids), token, None, dtype, lost)
         return
     whole = rows.tokens_of(groups, examples)
     into = (np.cumsum(want) - want)[held]
     if (whole == taken).all() and int(taken.sum()) == len(memory) and (taken == want[held]).all():
-        rows.gather_whole(groups, examples, memory, memory.dtype, lost)
+        rows.gather_whole(groups, examples, memory, dtype, lost)
         return
     # Overflows are counted of the tokens that are taken, so the others may not be cast with them.
-    every = rows.gather_whole(groups, examples, None, None if lost is not None else memory.dtype)
+    exact = np.float64 if asked.cast and store.contents.types_may_differ else None
+    every = rows.gather_whole(groups, examples, None, exact if lost is not None else dtype)
     keep = np.minimum(taken, want[held])
     start = np.cumsum(whole) - whole + asked.skipped(whole)
     within = np.arange(int(keep.sum())) - np.repeat(np.cumsum(keep) - keep, keep)

@@ -96,6 +96,8 @@ class Contents:
     those of the part that is read: a column may be null there and hold text further on."""
     column_batches: Callable[[Sequence[str]], Iterator[pa.Table]] | None = None
     """Reads columns of all examples in order, some at a time; None where a format has them only as a whole."""
+    types_may_differ: bool = False
+    """Whether rows may be stored as several floating types, of which ``dtype`` is the first; such rows are read with ``dtype=``."""
     has_logits: bool = False
     router_layers: tuple[int, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None

@@ -41,6 +41,9 @@ LOOKED_FOR = (
 OWN_COLUMNS = ("sample_idx", "text_preview", "shape", "layers")
 CHEAP_BYTES = 256 << 20
 """Compressed bytes that may be inflated to answer how many tokens there are."""
+MOST_COLUMNS = 4096
+"""Different fields of metadata that a table may have."""
+_UNLIMITED = 1 << 62
 SLACK_PER_SAMPLE = 64 << 10
 """What a sample may take in a shard beside its activations: a preview of 200 characters and a few fields of metadata."""
 
@@ -148,8 +151,7 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
         _check_statistics(fields, listed, own)
         warnings += [f"{folder.name}: {w}" for w in own] if len(machines) > 1 else own
         shards += listed
-        config = fields.value.get("extraction_config")
-        extracted = config.get("layers_extracted") if isinstance(config, dict) else None
+        extracted = _config(fields).get("layers_extracted")
         if isinstance(extracted, list):
             order |= dict.fromkeys(x for x in extracted if type(x) is int)
     held = dict.fromkeys(layer for shard in shards for layer in shard.layers)
@@ -170,10 +172,12 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
             f"{lacking} of {len(shards)} shards lack layers: their examples have only those that their shard lists"
         )
     first = metadata[0].value
-    config = first["extraction_config"] if isinstance(first.get("extraction_config"), dict) else {}
+    config = _config(metadata[0])
     compressed = [s for s in shards if s.compressed]
     known = ("dataset_name", "dataset_config", "dataset_split", "max_seq_length")
     provenance = {key: config[key] for key in known if config.get(key) is not None}
+    if longest := [n for f in metadata if type(n := _config(f).get("max_seq_length")) is int]:
+        provenance["max_seq_length"] = max(longest)
     provenance |= {key: first[key] for key in ("version", "created_at") if first.get(key) is not None}
     if len(machines) > 1:
         provenance["machines"] = len(machines)
@@ -201,8 +205,14 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
         model=str(config["model_name"]) if config.get("model_name") else None,
         provenance=provenance,
         warnings=tuple(warnings),
+        types_may_differ=True,
         counts_are_cheap=sum(s.size or CHEAP_BYTES for s in compressed) <= CHEAP_BYTES,
     )
+
+
+def _config(metadata: Fields) -> dict[str, Any]:
+    config = metadata.value.get("extraction_config")
+    return config if isinstance(config, dict) else {}
 
 
 def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[str]) -> list[Shard]:
@@ -245,7 +255,7 @@ def shard_of(folder: Path, metadata: Fields, fields: Fields, names: set[str], op
         samples,
         _ids(fields, samples),
         layers,
-        _limit(metadata, samples * len(layers), options),
+        _limit(metadata, samples * len(layers)),
     )
 
 
@@ -277,16 +287,19 @@ def _ids(fields: Fields, samples: int) -> tuple[int, int]:
     return first, last
 
 
-def _limit(metadata: Fields, items: int, options: Options) -> int:
-    """Bytes that a shard may inflate to: what its metadata declare, or where they declare too little, a plain bound."""
-    config = metadata.value.get("extraction_config")
-    parameters = config.get("model_params") if isinstance(config, dict) else None
+def _limit(metadata: Fields, items: int) -> int:
+    """Bytes that a shard may inflate to by what its metadata declare.
+
+    The native half allows no more than the file's size and ``decoded_memory`` do, whatever is declared.
+    """
+    config = _config(metadata)
+    parameters = config.get("model_params")
     hidden = parameters.get("hidden_size") if isinstance(parameters, dict) else None
-    longest = config.get("max_seq_length") if isinstance(config, dict) else None
+    longest = config.get("max_seq_length")
     if type(hidden) is int and type(longest) is int and 0 < hidden < 1 << 24 and 0 < longest < 1 << 32:
         declared = items * (hidden * longest * 8 + SLACK_PER_SAMPLE) + (1 << 20)
-        return min(declared, 1 << 40)
-    return max(options.decoded_memory, 64 << 20)
+        return min(declared, _UNLIMITED)
+    return _UNLIMITED
 
 
 def _check_statistics(metadata: Fields, shards: Sequence[Shard], warnings: list[str]) -> None:
@@ -367,6 +380,11 @@ def _metadata(value: Any) -> dict[str, Any]:
     return {(f"metadata.{k}" if k in OWN_COLUMNS else k): plain(v) for k, v in named}
 
 
+def _few(names: set[str]) -> str:
+    some = sorted(names)
+    return ", ".join(name[:60] for name in some[:20]) + (f" and {len(some) - 20} more" if len(some) > 20 else "")
+
+
 def _first_shards(shards: Sequence[Shard], examples: int) -> list[int]:
     """The shards that hold the first examples."""
     before = itertools.accumulate((s.samples for s in shards), initial=0)
@@ -389,10 +407,15 @@ def _columns(
         for at, metadata in enumerate(_metadata(r[4]) for r in records):
             for name, value in metadata.items():
                 found.add(name)
+                if len(found) > MOST_COLUMNS:
+                    raise FormatError(
+                        f"expected at most {MOST_COLUMNS} different fields in the metadata of samples, found more",
+                        path=shards[i].path,
+                    )
                 if every or name in asked:
                     columns.setdefault(name, [None] * len(records))[at] = value
         parts.append((columns, len(records)))
     unknown = [name for name in names if name not in found]
     if unknown and only is None:
-        raise NotStoredError(f"holds no column {unknown[0]!r}; columns are {', '.join(sorted(found))}", path=path)
+        raise NotStoredError(f"holds no column {unknown[0]!r}; columns are {_few(found)}", path=path)
     return table_of(names, parts)

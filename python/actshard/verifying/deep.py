@@ -75,12 +75,13 @@ def _columns(store: Store, layer: int, found: dict[str, Any], report: Report) ->
         if 0 < columns.size < store.d_model or (columns.size and code == "dead-dimension"):
             report.add(code, store.path, f"{columns.size} of {store.d_model}: {_list(columns)}", place=f"layer {layer}")
     every = int(np.bitwise_or.reduce(magnitudes)) if magnitudes.size else 0
-    for narrower, zeros in _NARROWER.get(store.dtype.name, ()):
+    dtype = found["dtype"]
+    for narrower, zeros in _NARROWER.get(dtype, ()):
         if every and every & ((1 << zeros) - 1) == 0:
             report.add(
                 "wide-dtype",
                 store.path,
-                f"every value of this {store.dtype} is exactly a {narrower}",
+                f"every value of this {dtype} is exactly a {narrower}",
                 place=f"layer {layer}",
             )
 

@@ -21,7 +21,8 @@ def check(root: Path, report: Report, tell: Any) -> None:
     """Every metadata.json, and every shard by itself; then what holds across them."""
     folders = [root] if (root / "metadata.json").exists() else machines_in(root) or [root]
     seen: dict[int, list[Path]] = defaultdict(list)
-    kinds: dict[tuple[int, str], Path] = {}
+    widths: dict[int, Path] = {}
+    types: dict[str, Path] = {}
     for folder in folders:
         path = folder / "metadata.json"
         try:
@@ -37,7 +38,7 @@ def check(root: Path, report: Report, tell: Any) -> None:
         samples = 0
         for i, entry in enumerate(entries):
             tell("shards", i, len(entries))
-            count = _check_shard(folder, metadata, entry, listed, seen, kinds, report)
+            count = _check_shard(folder, metadata, entry, listed, seen, widths, types, report)
             samples += count or 0
         present = {
             p.name for p in folder.iterdir() if re.search(r"\.pkl(\.gz)?$", p.name) and not p.name.startswith(".")
@@ -56,9 +57,12 @@ def check(root: Path, report: Report, tell: Any) -> None:
             )
             if sum(f.code == "duplicate-sample" for f in report.findings) >= 20:
                 break
-    if len(kinds) > 1:
-        (first, one), (second, other) = list(kinds.items())[:2]
-        report.add("format", other, f"{second[1]} {second[0]} wide", f"{first[1]} {first[0]} wide, as in {one.name}")
+    if len(widths) > 1:
+        (first, one), (second, other) = list(widths.items())[:2]
+        report.add("format", other, f"{second} wide", f"{first} wide, as in {one.name}")
+    if len(types) > 1:
+        (first_type, one), (second_type, other) = list(types.items())[:2]
+        report.add("mixed-dtypes", other, second_type, f"{first_type}, as in {one.name}")
 
 
 def _check_shard(
@@ -67,7 +71,8 @@ def _check_shard(
     entry: Fields,
     listed: set[str],
     seen: dict[int, list[Path]],
-    kinds: dict[tuple[int, str], Path],
+    widths: dict[int, Path],
+    types: dict[str, Path],
     report: Report,
 ) -> int | None:
     path = entry.path
@@ -92,12 +97,16 @@ def _check_shard(
     # The size has been told; a checksum still tells whether it is the file or the number that is wrong.
     native = (shard, spec.compressed, None, spec.sha256, spec.samples, spec.ids, list(spec.layers), spec.limit)
     try:
-        rows = Rows.shards([native], layers=list(spec.layers), decoded_memory=spec.limit, io="pread")
+        rows = Rows.shards(
+            [native], layers=list(spec.layers), decoded_memory=Options("pread").decoded_memory, io="pread"
+        )
         if not spec.samples:
             return 0
         for sample in rows.samples(0):
             seen[sample].append(shard)
-        kinds.setdefault((rows.width, str(rows.descr)), shard)
+        widths.setdefault(rows.width, shard)
+        for dtype in rows.stored_types(0, None):
+            types.setdefault(str(dtype), shard)
         report.count("samples", len(rows.records(0)))
         return spec.samples
     except ActshardError as error:

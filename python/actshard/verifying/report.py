@@ -130,6 +130,7 @@ CODES: dict[str, tuple[str, str, str]] = {
     "dead-dimension": (WARNING, "columns that are zero in every row", "check the hook they were taken from"),
     "constant-dimension": (WARNING, "columns that never change", "check the hook they were taken from"),
     "duplicate-example": (WARNING, "examples whose rows are the same", "check for repeated inputs"),
+    "mixed-dtypes": (NOTE, "examples are stored as several types", "read or convert it with dtype="),
     "wide-dtype": (NOTE, "every value is exactly of a narrower type", "convert with dtype= and save the space"),
 }
 """Code: severity, what it means, what to do. Codes are added, never renamed."""

@@ -84,6 +84,8 @@ pub struct Cast<'a> {
     to: DType,
     /// Counts finite values that became infinite.
     overflows: Option<&'a AtomicU64>,
+    /// The counter that was asked for, whether or not this cast can overflow.
+    counter: Option<&'a AtomicU64>,
 }
 
 impl Cast<'static> {
@@ -122,7 +124,7 @@ impl Cast<'static> {
             }
         };
         let number = if from == DType::C64 { 4 } else { from_size };
-        Ok(Cast { from_size, to_size, convert, swap: 1, number, from, to, overflows: None })
+        Ok(Cast { from_size, to_size, convert, swap: 1, number, from, to, overflows: None, counter: None })
     }
 }
 
@@ -132,7 +134,16 @@ impl<'a> Cast<'a> {
     pub fn counting<'b>(self, counter: &'b AtomicU64) -> Cast<'b> {
         use DType::{BF16, F16, F32, F64};
         let narrows = matches!((self.from, self.to), (F64, F32 | BF16 | F16) | (F32, BF16 | F16) | (BF16, F16));
-        Cast { overflows: narrows.then_some(counter), ..self }
+        Cast { overflows: narrows.then_some(counter), counter: Some(counter), ..self }
+    }
+
+    /// A cast to the same type from another one, with the same counter.
+    pub fn reading(self, from: DType) -> Result<Cast<'a>> {
+        let cast = Cast::between(from, self.to)?;
+        Ok(match self.counter {
+            Some(counter) => cast.counting(counter),
+            None => cast,
+        })
     }
 
     /// Copies or converts whole elements; `src` and `dst` hold the same number of them.

@@ -1,11 +1,12 @@
 //! The rows of a dataset, wherever its layout puts them: what a binding opens once and asks ever after.
 
 use std::iter::once;
+use std::sync::Arc;
 
 use crate::bytes::chunks::ChunkFiles;
-use crate::bytes::shards::Shards;
+use crate::bytes::shards::{Shards, TYPES as TYPES_OF_SHARDS};
 use crate::bytes::{FileTable, Files, Io, Row, View};
-use crate::dtype::Cast;
+use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::layout::chunked::Chunked;
 use crate::layout::strided::Strided;
@@ -22,8 +23,9 @@ pub enum Rows {
     Table(FileTable, Table),
     /// Arrays cut into chunk files.
     Chunked(ChunkFiles, Chunked),
-    /// Pickle shards, which have to be looked into before anything is known of them.
-    Shards(Box<Shards>),
+    /// Pickle shards, which have to be looked into before anything is known of them; and the type that rows are given as, where
+    /// one was asked for ([`Rows::read_as`]).
+    Shards(Arc<Shards>, Option<DType>),
 }
 
 /// What is best read together, because it is decoded together.
@@ -43,7 +45,7 @@ macro_rules! with_layout {
             Rows::Strided(_, $layout) => $body,
             Rows::Table(_, $layout) => $body,
             Rows::Chunked(_, $layout) => $body,
-            Rows::Shards(shards) => {
+            Rows::Shards(shards, _) => {
                 let $layout = &shards.prepare(Some($examples), $watch)?;
                 $body
             }
@@ -57,7 +59,11 @@ impl Rows {
         match self {
             Rows::Strided(files, _) | Rows::Table(files, _) => files.row(),
             Rows::Chunked(files, _) => files.row(),
-            Rows::Shards(shards) => shards.row(),
+            Rows::Shards(shards, None) => shards.row(),
+            Rows::Shards(shards, Some(dtype)) => {
+                let Row { width, .. } = shards.row();
+                Row { width, dtype: *dtype, bytes: width * dtype.size().unwrap_or(0) }
+            }
         }
     }
 
@@ -67,7 +73,7 @@ impl Rows {
         match self {
             Rows::Strided(files, _) | Rows::Table(files, _) => files.release(),
             Rows::Chunked(files, _) => files.release(),
-            Rows::Shards(shards) => shards.release(),
+            Rows::Shards(shards, _) => shards.release(),
         }
     }
 
@@ -77,7 +83,7 @@ impl Rows {
             Rows::Strided(_, layout) => layout.examples(),
             Rows::Table(_, layout) => layout.examples(),
             Rows::Chunked(_, layout) => layout.examples(),
-            Rows::Shards(shards) => shards.examples(),
+            Rows::Shards(shards, _) => shards.examples(),
         }
     }
 
@@ -87,7 +93,7 @@ impl Rows {
             Rows::Strided(_, layout) => layout.groups(),
             Rows::Table(_, layout) => layout.groups(),
             Rows::Chunked(_, layout) => layout.groups(),
-            Rows::Shards(shards) => shards.groups(),
+            Rows::Shards(shards, _) => shards.groups(),
         }
     }
 
@@ -96,16 +102,18 @@ impl Rows {
         match self {
             Rows::Strided(..) | Rows::Table(..) => false,
             Rows::Chunked(files, _) => files.decodes(),
-            Rows::Shards(shards) => shards.specs().iter().any(|s| s.compressed),
+            Rows::Shards(shards, _) => shards.specs().iter().any(|s| s.compressed),
         }
     }
 
     /// What is best read together.
     pub fn units(&self) -> Result<Units> {
         Ok(match self {
-            Rows::Shards(shards) if self.decodes() => {
-                let firsts = (0..shards.specs().len()).map(|s| shards.first_of(s).map(|f| f as u64));
-                Units::Between(firsts.chain(once(Ok(shards.examples()))).collect::<Result<_>>()?)
+            Rows::Shards(shards, _) if self.decodes() => {
+                // A shard without samples is no unit.
+                let mut bounds = shards.bounds().to_vec();
+                bounds.dedup();
+                Units::Between(bounds)
             }
             Rows::Chunked(_, layout) if self.decodes() => {
                 let bounds = layout.bounds();
@@ -134,7 +142,7 @@ impl Rows {
             Rows::Strided(_, layout) => all(layout),
             Rows::Table(_, layout) => all(layout),
             Rows::Chunked(_, layout) => all(layout),
-            Rows::Shards(shards) => {
+            Rows::Shards(shards, _) => {
                 let prepared = shards.prepare(None, watch)?;
                 (0..prepared.examples()).map(|e| prepared.tokens_anywhere(e) as i64).collect()
             }
@@ -155,8 +163,10 @@ impl Rows {
             Rows::Chunked(files, layout) => {
                 one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows))
             }
-            Rows::Shards(shards) => {
+            Rows::Shards(_, Some(_)) => Ok(None),
+            Rows::Shards(shards, None) => {
                 let prepared = shards.prepare(Some(&mut once(example)), watch)?;
+                prepared.check_types(Ints::One(group as i64), once(example))?;
                 one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))
             }
         }
@@ -169,7 +179,7 @@ impl Rows {
             Rows::Strided(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
             Rows::Table(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
             Rows::Chunked(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
-            Rows::Shards(_) => {}
+            Rows::Shards(..) => {}
         }
     }
 
@@ -194,24 +204,67 @@ impl Rows {
             Rows::Chunked(files, layout) => {
                 gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
             }
-            Rows::Shards(shards) => {
+            Rows::Shards(shards, asked) => {
                 let examples = &mut (0..items).map(|i| pick.example(i));
                 let mut prepared = shards.prepare(Some(examples), &mut *watch)?;
+                let mut classes = prepared.classes();
+                let own = TYPES_OF_SHARDS.iter().position(|t| *t == shards.row().dtype).unwrap_or(0);
+                if asked.is_none() && classes != [own] {
+                    prepared.check_types(groups, (0..items).map(|i| pick.example(i)))?;
+                    classes = vec![own];
+                }
                 let mut waves = prepared.waves();
-                if waves.len() < 2 {
+                if waves.len() < 2 && classes.len() < 2 {
                     for wave in &waves {
                         prepared.hold(wave, &mut *watch)?;
                     }
+                    let cast = cast.reading(prepared.select(classes.first().copied().unwrap_or(own)))?;
                     let source = Source { files: &prepared, layout: &prepared, groups, only };
                     return gather(&source, pick, items, cast, out, watch);
                 }
-                for only in waves.drain(..) {
-                    prepared.hold(&only, &mut *watch)?;
-                    let source = Source { files: &prepared, layout: &prepared, groups, only };
-                    gather(&source, pick, items, cast, out.reborrow(), &mut *watch)?;
+                for wave in waves.drain(..) {
+                    prepared.hold(&wave, &mut *watch)?;
+                    for class in &classes {
+                        let cast = cast.reading(prepared.select(*class))?;
+                        let only = prepared.only(&wave);
+                        let source = Source { files: &prepared, layout: &prepared, groups, only };
+                        gather(&source, pick, items, cast, out.reborrow(), &mut *watch)?;
+                    }
                 }
                 Ok(())
             }
+        }
+    }
+
+    /// The same rows given as another type by every read, whatever type each is stored as: for rows that may be of several
+    /// types. `None` where all are of one.
+    pub fn read_as(&self, dtype: DType) -> Option<Rows> {
+        match self {
+            Rows::Shards(shards, _) if Cast::between(DType::F32, dtype).is_ok() => {
+                Some(Rows::Shards(Arc::clone(shards), Some(dtype)))
+            }
+            _ => None,
+        }
+    }
+
+    /// The types that rows are stored as; of pickle shards, after all have been looked into.
+    pub fn stored_types(&self, watch: Watch<'_>) -> Result<Vec<DType>> {
+        match self {
+            Rows::Shards(shards, _) => {
+                Ok(shards.prepare(None, watch)?.classes().iter().map(|class| TYPES_OF_SHARDS[*class]).collect())
+            }
+            _ => Ok(vec![self.row().dtype]),
+        }
+    }
+
+    /// The type that each of these examples is stored as, in one group.
+    pub fn types_of(&self, group: usize, examples: &[i64], watch: Watch<'_>) -> Result<Vec<DType>> {
+        match self {
+            Rows::Shards(shards, _) => {
+                let prepared = shards.prepare(Some(&mut examples.iter().copied()), watch)?;
+                examples.iter().map(|example| prepared.type_of(group, *example)).collect()
+            }
+            _ => Ok(vec![self.row().dtype; examples.len()]),
         }
     }
 }

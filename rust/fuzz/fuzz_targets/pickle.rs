@@ -2,9 +2,45 @@
 //! says, and putting it right gives that many again. What a small pickler writes from the same bytes is read back equal.
 #![no_main]
 
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use actshard_core::parse::pickle::shard::layers;
 use actshard_core::parse::pickle::{Node, Tree, machine};
 use libfuzzer_sys::fuzz_target;
+
+/// Counts the memory that is taken: what a pickle makes of itself is bounded by its size.
+struct Counting;
+
+static NOW: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call is the system allocator's own, with the caller's arguments.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
+        PEAK.fetch_max(now, Ordering::Relaxed);
+        // SAFETY: as above.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        NOW.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: as above.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Memory taken by some work, at most.
+fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
+    let before = NOW.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let done = work();
+    (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
+}
 
 /// Plain values made from bytes, written as protocol 4 would, and what they should be read as.
 fn write(bytes: &mut impl Iterator<Item = u8>, depth: usize, out: &mut Vec<u8>, said: &mut String) -> Option<()> {
@@ -108,16 +144,28 @@ fuzz_target!(|bytes: &[u8]| {
         assert_eq!(got, want);
     }
 
-    let tree = match machine::parse(bytes) {
+    let (parsed, taken) = peak(|| machine::parse(bytes));
+    assert!(taken < (96 << 20) + 16 * bytes.len(), "{taken} bytes for a pickle of {}", bytes.len());
+    let least = machine::least(bytes);
+    let tree = match parsed {
         Ok(tree) => tree,
         Err(error) => {
+            assert_eq!(least.is_ok(), error.kind == actshard_core::Kind::Truncated, "{error:?}");
             assert!(error.offset.is_some_and(|at| at <= bytes.len() as u64), "{error:?}");
             assert!(!error.to_string().contains(['\n', '\r']), "more than one line: {error:?}");
             return;
         }
     };
-    let Ok(found) = layers(&tree, bytes) else { return };
-    for item in found.iter().flat_map(|layer| &layer.items) {
+    let (found, taken) = peak(|| layers(&tree, bytes, None));
+    assert!(taken < (32 << 20) + 16 * bytes.len(), "{taken} bytes for an index of {}", bytes.len());
+    let Ok(found) = found else { return };
+    let mut copies = 0;
+    for item in found.lists.iter().flatten() {
+        // One buffer can be many arrays.
+        copies += item.array.data.len();
+        if copies > 16 << 20 {
+            return;
+        }
         let size = item.array.element.dtype.size().expect("a float") as u64;
         let expected = item.array.shape.iter().product::<u64>() * size;
         assert_eq!(item.array.data.len(), expected);

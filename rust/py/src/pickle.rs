@@ -3,9 +3,8 @@
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use actshard_core::bytes::decoded::Block;
-use actshard_core::bytes::inflate;
-use actshard_core::bytes::shards::Values;
+use actshard_core::bytes::shards::{self, Values};
+use actshard_core::par::pool::Watch;
 use actshard_core::parse::pickle::shard::layers;
 use actshard_core::parse::pickle::{Id, Node, Tree, machine};
 use actshard_core::{Error, Kind};
@@ -38,20 +37,40 @@ impl From<Error> for Failed {
     }
 }
 
+/// Array bytes that values may be copied to: this, and four times the input. Arrays can share their bytes in a pickle; objects
+/// made of them do not.
+const COPIES: usize = 24 << 20;
+/// What the texts and metadata of a shard may come to in a table, where a value stands in each of its places: this, and four
+/// times the input.
+const TABLE: u64 = 8 << 20;
+
 struct Maker<'a, 'py> {
     py: Python<'py>,
     tree: &'a Tree,
     input: &'a [u8],
-    /// Objects made already: a value that stands in many places is one object there, as in a stock reader.
-    made: HashMap<Id, Bound<'py, PyAny>>,
+    /// Objects made already, and their sizes: a value that stands in many places is one object there, as in a stock reader.
+    made: HashMap<Id, (Bound<'py, PyAny>, u64)>,
     /// Values being made: one inside itself is refused.
     open: HashSet<Id>,
+    /// Bytes of arrays that may still be copied.
+    copies: usize,
 }
 
-impl<'py> Maker<'_, 'py> {
+impl<'a, 'py> Maker<'a, 'py> {
+    fn new(py: Python<'py>, tree: &'a Tree, input: &'a [u8]) -> Maker<'a, 'py> {
+        let copies = COPIES.saturating_add(input.len().saturating_mul(4));
+        Maker { py, tree, input, made: HashMap::new(), open: HashSet::new(), copies }
+    }
+
     fn make(&mut self, id: Id) -> Result<Bound<'py, PyAny>, Failed> {
-        if let Some(made) = self.made.get(&id) {
-            return Ok(made.clone());
+        Ok(self.sized(id)?.0)
+    }
+
+    /// A value, and its size if everything in it were there as often as it is named: 26 lists of the list before it twice are 26
+    /// objects, and 2^26 values to whoever walks through them.
+    fn sized(&mut self, id: Id) -> Result<(Bound<'py, PyAny>, u64), Failed> {
+        if let Some((made, size)) = self.made.get(&id) {
+            return Ok((made.clone(), *size));
         }
         if self.open.len() >= DEPTH {
             return Err(Error::new(Kind::Unsupported, format!("values nested more than {DEPTH} deep")).into());
@@ -62,8 +81,26 @@ impl<'py> Maker<'_, 'py> {
         let made = self.make_new(id);
         self.open.remove(&id);
         let made = made?;
-        self.made.insert(id, made.clone());
-        Ok(made)
+        let size = self.size(id);
+        self.made.insert(id, (made.clone(), size));
+        Ok((made, size))
+    }
+
+    /// Of a value whose parts have been made.
+    fn size(&self, id: Id) -> u64 {
+        let of = |id: &Id| self.made.get(id).map_or(0, |(_, size)| *size);
+        let all = |sizes: &mut dyn Iterator<Item = u64>| sizes.fold(64u64, u64::saturating_add);
+        match self.tree.node(id) {
+            Node::Str(blob) | Node::Bytes(blob) | Node::ByteArray(blob) | Node::Big(blob) => blob.len() + 16,
+            Node::List(items) | Node::Tuple(items) => all(&mut items.iter().map(of)),
+            Node::Dict(pairs) => all(&mut pairs.iter().map(|(key, value)| of(key).saturating_add(of(value)))),
+            // As numbers of their own.
+            Node::Array(array) => {
+                let elements = array.data.len() / array.element.dtype.size().unwrap_or(1).max(1) as u64;
+                array.data.len().max(elements.saturating_mul(8)).saturating_add(64)
+            }
+            _ => 16,
+        }
     }
 
     fn make_new(&mut self, id: Id) -> Result<Bound<'py, PyAny>, Failed> {
@@ -99,6 +136,13 @@ impl<'py> Maker<'_, 'py> {
                 dict.into_any()
             }
             Node::Array(array) => {
+                let bytes = array.data.len() as usize;
+                self.copies = self.copies.checked_sub(bytes).ok_or_else(|| {
+                    Error::new(
+                        Kind::Format,
+                        "its arrays share their bytes, and take more than four times the file's size as arrays",
+                    )
+                })?;
                 let data = PyByteArray::new(py, tree.bytes(input, &array.data));
                 let name = array.element.dtype.name();
                 helper(py, "pickled_array")?.call1((
@@ -107,6 +151,7 @@ impl<'py> Maker<'_, 'py> {
                     array.element.swapped,
                     array.shape.clone(),
                     array.fortran,
+                    array.over_buffer,
                 ))?
             }
             Node::Scalar(element, blob) => {
@@ -133,7 +178,7 @@ fn text<'py>(py: Python<'py>, utf8: &[u8]) -> PyResult<Bound<'py, PyAny>> {
 pub fn load_pickle<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
         let tree = detach::detached(py, |_| machine::parse(data))?;
-        let mut maker = Maker { py, tree: &tree, input: data, made: HashMap::new(), open: HashSet::new() };
+        let mut maker = Maker::new(py, &tree, data);
         maker.make(tree.root()).map_err(|failed| match failed {
             Failed::Python(raised) => raised,
             Failed::Core(error) => errors::raise(py, &error),
@@ -141,7 +186,7 @@ pub fn load_pickle<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyA
     })
 }
 
-/// The same of a file, inflated to `limit` bytes at most if it is gzip'ed.
+/// The same of a file. A gzip'ed one inflates to at most `limit` bytes, or to what is usual for a file of its size if that is more.
 #[pyfunction]
 pub fn load_pickle_file<'py>(
     py: Python<'py>,
@@ -150,18 +195,13 @@ pub fn load_pickle_file<'py>(
     limit: u64,
 ) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
-        let read = |_: actshard_core::par::pool::Watch<'_>| {
-            let stored = std::fs::read(&path).map_err(|e| Error::from_io(&e, &path, "read"))?;
-            let data = if compressed {
-                inflate::inflate_beside(&stored, limit, &|| Ok(())).map_err(|e| e.at(&path))?
-            } else {
-                Block::from(stored)
-            };
+        let read = |watch: Watch<'_>| {
+            let data = shards::read_file(&path, compressed, limit, watch)?;
             let tree = machine::parse(&data).map_err(|e| e.at(&path))?;
             Ok((data, tree))
         };
         let (data, tree) = detach::detached(py, read)?;
-        let mut maker = Maker { py, tree: &tree, input: &data, made: HashMap::new(), open: HashSet::new() };
+        let mut maker = Maker::new(py, &tree, &data);
         maker.make(tree.root()).map_err(|failed| match failed {
             Failed::Python(raised) => raised,
             Failed::Core(error) => errors::raise(py, &error.at(&path)),
@@ -173,25 +213,56 @@ pub fn load_pickle_file<'py>(
 /// and metadata as the first layer that holds the sample gives them.
 pub fn records<'py>(py: Python<'py>, values: &Values) -> Result<Vec<Bound<'py, PyAny>>, Failed> {
     let (tree, input) = (&values.tree, values.input());
-    let layers = layers(tree, input)?;
-    let mut of: HashMap<i64, (Id, Vec<u64>, Vec<i64>)> = HashMap::new();
-    for layer in &layers {
-        for item in &layer.items {
-            let (_, _, held) = of.entry(item.sample).or_insert_with(|| (item.at, item.array.shape.clone(), vec![]));
-            held.push(layer.layer);
+    let layers = layers(tree, input, None)?;
+    let mut of: HashMap<i64, (Id, &[u64], Vec<i64>)> = HashMap::new();
+    for (layer, list) in &layers.named {
+        for item in &layers.lists[*list] {
+            let (_, _, held) = of.entry(item.sample).or_insert_with(|| (item.at, &item.array.shape, vec![]));
+            held.push(*layer);
         }
     }
-    let mut maker = Maker { py, tree, input, made: HashMap::new(), open: HashSet::new() };
+    let mut maker = Maker::new(py, tree, input);
     let mut made = vec![];
+    let allowed = TABLE.saturating_add((input.len() as u64).saturating_mul(4));
+    let (mut size, mut names, mut seen) = (0u64, HashSet::new(), HashSet::new());
     for sample in values.index.samples() {
         let Some((at, shape, held)) = of.remove(sample) else { continue };
         let Node::Dict(fields) = tree.node(at) else { continue };
         let mut field = |name: &str| match tree.get(input, fields, name) {
-            Some(id) => maker.make(id),
-            None => Ok(py.None().into_bound(py)),
+            Some(id) => maker.sized(id),
+            None => Ok((py.None().into_bound(py), 0)),
         };
-        let (text, metadata) = (field("text_preview")?, field("metadata")?);
+        let ((text, text_size), (metadata, metadata_size)) = (field("text_preview")?, field("metadata")?);
+        // A field of the metadata is a column, with a place for every sample.
+        if let Some(id) = tree.get(input, fields, "metadata").filter(|id| seen.insert(*id))
+            && let Node::Dict(pairs) = tree.node(id)
+        {
+            names.extend(pairs.iter().map(|(key, _)| name_of(tree, input, *key)));
+        }
+        size = size.saturating_add(text_size).saturating_add(metadata_size);
+        let columns = (names.len() as u64).saturating_mul(8).saturating_mul(values.index.samples().len() as u64);
+        if size.saturating_add(columns) > allowed {
+            return Err(Error::new(
+                Kind::Format,
+                format!(
+                    "its texts and metadata take more than {allowed} bytes as a table: values are shared between more places than a file of this size may have"
+                ),
+            )
+            .into());
+        }
         made.push((*sample, text, shape, held, metadata).into_pyobject(py)?.into_any());
     }
     Ok(made)
+}
+
+/// What tells a key of a dict from others.
+fn name_of<'a>(tree: &'a Tree, input: &'a [u8], key: Id) -> (u64, &'a [u8]) {
+    match tree.node(key) {
+        Node::Str(blob) => (0, tree.bytes(input, blob)),
+        Node::Bytes(blob) | Node::Big(blob) => (1, tree.bytes(input, blob)),
+        Node::Int(n) => (n.rotate_left(8) as u64 ^ 2, &[]),
+        Node::Float(x) => (x.to_bits() ^ 3, &[]),
+        Node::Bool(b) => (4 + u64::from(*b), &[]),
+        _ => (6, &[]),
+    }
 }

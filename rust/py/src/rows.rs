@@ -1,5 +1,6 @@
 //! The rows of a dataset, as Python sees them.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -215,7 +216,7 @@ pub(crate) fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
 
 fn as_shards<'a>(py: Python<'_>, dataset: &'a Dataset) -> PyResult<&'a Shards> {
     match dataset {
-        Dataset::Shards(shards) => Ok(shards),
+        Dataset::Shards(shards, _) => Ok(shards),
         _ => Err(errors::raise(py, &Error::new(Kind::Internal, "rows that are not of pickle shards"))),
     }
 }
@@ -372,7 +373,7 @@ impl Rows {
                 .collect();
             let shards = detach::detached(py, |watch| Shards::open(specs, layers, decoded_memory, io, watch))?;
             let descr = helper(py, "stored")?.call1((shards.row().dtype.name(),))?.extract()?;
-            Rows::new(py, Dataset::Shards(Box::new(shards)), io, descr)
+            Rows::new(py, Dataset::Shards(Arc::new(shards), None), io, descr)
         })
     }
 
@@ -392,7 +393,7 @@ impl Rows {
     #[getter]
     fn inflated(&self, py: Python<'_>) -> u64 {
         match self.dataset(py).as_deref() {
-            Ok(Dataset::Shards(shards)) => shards.inflated(),
+            Ok(Dataset::Shards(shards, _)) => shards.inflated(),
             _ => 0,
         }
     }
@@ -415,12 +416,34 @@ impl Rows {
         detach::guarded(py, || {
             let dataset = self.dataset(py)?;
             let shards = as_shards(py, &dataset)?;
-            let values = detach::detached(py, |_| shards.values(shard))?;
+            let values = detach::detached(py, |watch| shards.values(shard, watch))?;
             pickle::records(py, &values).map_err(|e| match e {
                 pickle::Failed::Python(raised) => raised,
                 pickle::Failed::Core(e) => errors::raise(py, &e.at(&shards.specs()[shard].path)),
             })
         })
+    }
+
+    /// The numpy types that examples are stored as, in one group: those of these examples, or with None every type that any has.
+    fn stored_types<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+        examples: Option<PyReadonlyArray1<'py, i64>>,
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        let dataset = self.dataset(py)?;
+        let examples = examples.as_ref().map(|e| e.as_slice()).transpose()?;
+        let found = detach::detached(py, |watch| match examples {
+            Some(examples) => dataset.types_of(group, examples, watch),
+            None => dataset.stored_types(watch),
+        })?;
+        let stored = helper(py, "stored")?;
+        let mut made: HashMap<&str, Bound<'py, PyAny>> = HashMap::new();
+        let each = found.iter().map(|dtype| match made.get(dtype.name()) {
+            Some(known) => Ok(known.clone()),
+            None => Ok(made.entry(dtype.name()).or_insert(stored.call1((dtype.name(),))?).clone()),
+        });
+        each.collect()
     }
 
     /// How rows are read: "mmap" or "pread".
@@ -657,7 +680,11 @@ impl Rows {
         let size: usize = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).ok_or_else(|| {
             errors::raise(py, &Error::new(Kind::Argument, "more bytes than this machine can address"))
         })?;
-        let dataset = self.dataset(py)?;
+        let mut dataset = self.dataset(py)?;
+        if dtype.is_some_and(|asked| !asked.is_none()) {
+            // Rows of every type are read as the type that the caller names.
+            dataset = dataset.read_as(to).map_or(dataset, Arc::new);
+        }
         let counter = &AtomicU64::new(0);
         let cast = cast.counting(counter);
         let tell = |counter: &AtomicU64| match (overflows, counter.load(Ordering::Relaxed)) {

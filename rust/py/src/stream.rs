@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::bytes::output::Output;
+use actshard_core::dtype::DType;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
 use actshard_core::stream::plan::{PIECE_BYTES, Plan, Settings, Shuffle};
 use actshard_core::stream::rescale::{Convert, Scale};
@@ -68,7 +69,7 @@ pub struct Stream {
 #[pymethods]
 impl Stream {
     #[new]
-    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm))]
+    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm, given=false))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -89,11 +90,11 @@ impl Stream {
         center: Option<PyReadonlyArray1<'_, f64>>,
         scale: Option<PyReadonlyArray1<'_, f64>>,
         norm: Option<f64>,
+        given: bool,
     ) -> PyResult<Stream> {
         detach::guarded(py, || {
             let raise = |e: Error| errors::raise(py, &e);
-            let rows = rows.dataset(py)?;
-            let row = rows.row();
+            let mut rows = rows.dataset(py)?;
             let selection = selection(py, rows.examples(), tokens)?;
             let per_item = if interleaved { 1 } else { groups.len() };
             let shuffle = match shuffle {
@@ -115,6 +116,13 @@ impl Stream {
             if to.size() != Some(descr.itemsize()) {
                 return Err(raise(Error::new(Kind::Internal, "a stream of another numpy type")));
             }
+            if given && detach::detached(py, |watch| rows.stored_types(watch))?.iter().any(|t| *t != rows.row().dtype) {
+                // Rows of several types are read as the one asked for, or as one that holds them all where there is more to do.
+                let as_is = center.is_empty() && scale == Scale::None;
+                let read = rows.read_as(if as_is { to } else { DType::F64 });
+                rows = read.map_or(rows, Arc::new);
+            }
+            let row = rows.row();
             let convert = Convert::new(row.dtype, to, row.width, groups.len(), center, scale).map_err(raise)?;
             let window = items_in(memory, (row.bytes * per_item) as u64);
             if window == 0 && shuffle == Shuffle::Window {
@@ -330,10 +338,18 @@ pub fn stats_of<'py>(
                 stop.set(true);
             }
         };
-        let found = stats::stats(&dataset, group, &selection, &mut tell, &mut || {
+        let mut watch = || {
             failed |= stop.get();
             failed || watch()
-        });
+        };
+        let found = match stats::stats(&dataset, group, &selection, &mut tell, &mut watch) {
+            // Sums are float64, whatever types rows are stored as.
+            Err(error) if error.kind == Kind::DType => match dataset.read_as(DType::F64) {
+                Some(wide) => stats::stats(&wide, group, &selection, &mut tell, &mut watch),
+                None => Err(error),
+            },
+            done => done,
+        };
         if stop.get() { Err(Error::new(Kind::Interrupted, "interrupted")) } else { found }
     });
     if let Some(error) = raised {

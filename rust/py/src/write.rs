@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use actshard_core::dtype::Cast;
+use actshard_core::dtype::{Cast, DType};
 use actshard_core::par::cast;
 use actshard_core::scan::{self, Oddity};
 use actshard_core::write::{self, Digested, Piece, Target};
@@ -138,6 +138,7 @@ pub fn scan_of<'py>(
     let io = rows.mode();
     let progress = progress.map(Bound::unbind);
     let mut raised: Option<PyErr> = None;
+    let mut dtype = dataset.row().dtype;
     let made = detach::detached(py, |watch| {
         let stop = std::cell::Cell::new(false);
         let mut tell = |done: u64| {
@@ -148,13 +149,25 @@ pub fn scan_of<'py>(
                 stop.set(true);
             }
         };
-        scan::scan(&dataset, io, group, &mut tell, &mut || stop.get() || watch())
+        let mut watch = || stop.get() || watch();
+        match scan::scan(&dataset, io, group, &mut tell, &mut watch) {
+            // Rows of several types are looked at as one type that holds them all.
+            Err(error) if error.kind == Kind::DType => match dataset.read_as(DType::F64) {
+                Some(wide) => {
+                    dtype = DType::F64;
+                    scan::scan(&wide, io, group, &mut tell, &mut watch)
+                }
+                None => Err(error),
+            },
+            done => done,
+        }
     });
     if let Some(error) = raised {
         return Err(error);
     }
     let made = made?;
     let out = PyDict::new(py);
+    out.set_item("dtype", dtype.numpy_name().unwrap_or(dtype.name()))?;
     out.set_item("rows", made.rows)?;
     out.set_item("nan", made.bad[0])?;
     out.set_item("infinite", made.bad[1])?;

@@ -1,30 +1,38 @@
 //! Pickle shards: files that say only inside which rows they hold.
 //!
-//! A shard is looked into once, when something of it is first wanted: held against its checksum, inflated if it is
+//! A shard is looked into once, when something of it is first wanted: compared with its checksum, inflated if it is
 //! compressed, and indexed by one pass of the pickle machine, which finds where each array's bytes lie. After that its rows
 //! are rows like any other: of a mapped file (plain `.pkl`), or of decoded memory (`.pkl.gz`), which is kept under a budget
-//! and made again when it was thrown out. Arrays that do not lie as they should (Fortran order, other byte order, bytes
-//! written as text by old protocols) are put right into memory beside it.
+//! and made again after it was evicted. Arrays in Fortran order, in the other byte order, or written as text by old protocols are
+//! copied into memory of their own, put in order ([`index`]).
 //!
-//! In the numbering of [`Files`], shard `s` is file `2 s`, what was put right of it file `2 s + 1`. Addresses are bytes.
+//! A file may be replaced while its dataset is open. Whenever a compressed shard is inflated again, its checksum and index are
+//! compared again; a plain one is, when it is opened and its inode, size or times are not those that were indexed.
+//!
+//! Threads that want one shard wait for the first of them to read it ([`flights`]).
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+mod flights;
+mod index;
+mod prepared;
+
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, RwLock, TryLockError};
 
 use sha2::{Digest, Sha256};
 
+use self::flights::{Claim, Flights, Mine};
+use self::index::class_of;
+pub use self::index::{Index, TYPES};
+pub use self::prepared::Prepared;
 use super::decoded::{Block, Cache};
-use super::files::map_or_read;
 use super::mmap::Map;
-use super::{Body, Files, Io, OpenFile, Place, Row, Slots, View, inflate, open_regular, pread};
-use crate::dtype::DType;
+use super::{Io, OpenFile, Row, Slots, inflate, open_regular, pread};
 use crate::error::{Error, Kind, Result};
-use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
+use crate::layout::check_example;
 use crate::par::pool::{self, Stop, Watch};
-use crate::parse::pickle::shard::{Layer, layers};
 use crate::parse::pickle::{Tree, machine};
 
 /// One shard, as the dataset's metadata describe it.
@@ -44,48 +52,12 @@ pub struct ShardSpec {
     pub ids: (i64, i64),
     /// Layers it may hold.
     pub layers: Vec<i64>,
-    /// Bytes that it may inflate to.
+    /// Bytes that it may inflate to by what its metadata declare; [`inflate::allowed`] bounds them by those that are there.
     pub limit: u64,
 }
 
-/// Where one sample's rows of one layer lie.
-#[derive(Clone, Copy, Debug)]
-struct Spot {
-    /// Among what was put right.
-    aside: bool,
-    offset: u64,
-    tokens: u32,
-}
-
-/// What is inside a shard.
-#[derive(Debug)]
-pub struct Index {
-    width: u64,
-    dtype: DType,
-    /// Samples in the order in which they first appear.
-    samples: Vec<i64>,
-    /// By group, then by sample.
-    spots: Vec<Vec<Option<Spot>>>,
-    /// Bytes that have to be in memory for rows to be read.
-    decoded: u64,
-    aside: u64,
-    /// Bytes of the file when it was looked into.
-    len: u64,
-}
-
-impl Index {
-    /// `sample_idx` of each sample.
-    pub fn samples(&self) -> &[i64] {
-        &self.samples
-    }
-
-    /// Elements per row, and their type; `None` for a shard without arrays.
-    pub fn row(&self) -> Option<(u64, DType)> {
-        self.spots.iter().flatten().any(Option::is_some).then_some((self.width, self.dtype))
-    }
-}
-
 /// A shard whose bytes are at hand.
+#[derive(Clone)]
 struct Loaded {
     index: Arc<Index>,
     /// Inflated, if arrays lie in there.
@@ -93,23 +65,71 @@ struct Loaded {
     aside: Option<Arc<Block>>,
 }
 
-/// The shards of a dataset.
+/// A shard that was read just now.
+struct Fresh {
+    loaded: Loaded,
+    tree: Tree,
+    bytes: Bytes,
+    stamp: Stamp,
+}
+
+/// What is known of a shard from its first look on.
 #[derive(Debug)]
+struct Known {
+    index: Arc<Index>,
+    /// The file that was read last.
+    stamp: Stamp,
+}
+
+/// What tells a file that was replaced or written to from the one that was read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stamp {
+    file: (u64, u64),
+    len: u64,
+    times: [(i64, i64); 2],
+}
+
+impl Stamp {
+    fn of(file: &File) -> std::io::Result<Stamp> {
+        let meta = file.metadata()?;
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::MetadataExt;
+            let times = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
+            Ok(Stamp { file: (meta.dev(), meta.ino()), len: meta.len(), times })
+        }
+        #[cfg(not(unix))]
+        {
+            let since = meta.modified()?.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+            let time = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
+            Ok(Stamp { file: (0, 0), len: meta.len(), times: [time; 2] })
+        }
+    }
+}
+
+/// The shards of a dataset.
 pub struct Shards {
     specs: Vec<ShardSpec>,
-    /// Names of the groups.
+    /// Names of the groups, and the groups by name.
     layers: Vec<i64>,
+    groups: HashMap<i64, usize>,
     /// Number of each shard's first example, and of all examples.
     firsts: Vec<u64>,
-    row: Row,
+    /// A row of each type that there may be; all are as many elements wide.
+    rows: [Row; TYPES.len()],
+    /// The type of the first array, as a position among [`TYPES`]; `None` until it was found.
+    class: Option<usize>,
     io: Io,
     slots: Slots<OpenFile>,
-    indexes: Vec<RwLock<Option<Arc<Index>>>>,
-    verified: Vec<AtomicBool>,
+    known: Vec<RwLock<Option<Known>>>,
     decoded: Cache,
+    flights: Flights<Loaded>,
     /// Shards inflated so far, for tests: rows in a random order must not inflate per row.
     inflated: AtomicU64,
 }
+
+/// Shards of a dataset at most: files of all types together are fewer than 2^24.
+const MOST_SHARDS: usize = 1 << 21;
 
 impl Shards {
     /// Opens nothing but the first shard that holds an array: only there is written what a row is.
@@ -120,8 +140,11 @@ impl Shards {
         io: Io,
         watch: Watch<'_>,
     ) -> Result<Shards> {
-        if specs.len() >= 1 << 22 {
-            return Err(Error::new(Kind::Format, format!("{} shards; at most 2^22 - 1 are supported", specs.len())));
+        if specs.len() > MOST_SHARDS {
+            return Err(Error::new(
+                Kind::Format,
+                format!("{} shards; at most {MOST_SHARDS} are supported", specs.len()),
+            ));
         }
         let mut firsts = Vec::with_capacity(specs.len() + 1);
         let mut examples = 0u64;
@@ -135,24 +158,28 @@ impl Shards {
         }
         let mut shards = Shards {
             slots: Slots::new(specs.len() as u64 * 2),
-            indexes: specs.iter().map(|_| RwLock::new(None)).collect(),
-            verified: specs.iter().map(|_| AtomicBool::new(false)).collect(),
+            known: specs.iter().map(|_| RwLock::new(None)).collect(),
             specs,
+            groups: layers.iter().enumerate().map(|(group, layer)| (*layer, group)).collect(),
             layers,
             firsts,
-            // Until a shard has been looked into.
-            row: Row { width: 0, dtype: DType::F32, bytes: 0 },
+            rows: TYPES.map(|dtype| Row { width: 0, dtype, bytes: 0 }),
+            class: None,
             io,
             decoded: Cache::new(decoded_memory),
+            flights: Flights::new(),
             inflated: AtomicU64::new(0),
         };
         for s in 0..shards.specs.len() {
             if watch() {
                 return Err(Error::new(Kind::Interrupted, "interrupted"));
             }
-            let index = shards.load(s)?.index;
+            let index = shards.load(s, &mut *watch)?.index;
             if let Some((width, dtype)) = index.row() {
-                shards.row = Row::new(width, dtype).map_err(|e| e.at(&shards.specs[s].path))?;
+                for row in &mut shards.rows {
+                    *row = Row::new(width, row.dtype).map_err(|e| e.at(&shards.specs[s].path))?;
+                }
+                shards.class = class_of(dtype);
                 return Ok(shards);
             }
         }
@@ -162,6 +189,11 @@ impl Shards {
     /// The shards, as described.
     pub fn specs(&self) -> &[ShardSpec] {
         &self.specs
+    }
+
+    /// Names of the groups.
+    pub fn layers(&self) -> &[i64] {
+        &self.layers
     }
 
     /// Closes kept files and drops decoded shards.
@@ -175,7 +207,40 @@ impl Shards {
         self.inflated.load(Ordering::Relaxed)
     }
 
-    /// An example of a shard.
+    /// Bytes that may be kept of what was decoded.
+    pub fn decoded_budget(&self) -> u64 {
+        self.decoded.budget()
+    }
+
+    /// What a row is: the width of all, the type of the first array.
+    pub fn row(&self) -> Row {
+        self.rows[self.class()]
+    }
+
+    fn row_of(&self, class: usize) -> Row {
+        self.rows[class.min(TYPES.len() - 1)]
+    }
+
+    fn class(&self) -> usize {
+        self.class.unwrap_or(0)
+    }
+
+    /// Number of examples.
+    pub fn examples(&self) -> u64 {
+        *self.firsts.last().unwrap_or(&0)
+    }
+
+    /// Number of groups.
+    pub fn groups(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Bounds of the examples of each shard; a shard without samples has two equal ones.
+    pub fn bounds(&self) -> &[u64] {
+        &self.firsts
+    }
+
+    /// An example of a shard that has one.
     pub fn first_of(&self, s: usize) -> Result<i64> {
         match (self.specs.get(s), self.firsts.get(s)) {
             (Some(spec), Some(first)) if spec.samples > 0 => Ok(*first as i64),
@@ -183,24 +248,82 @@ impl Shards {
         }
     }
 
-    fn shard_of(&self, example: u64) -> usize {
-        // Shards without samples share their first number with the next: the last of those holds the example.
-        self.firsts.partition_point(|first| *first <= example) - 1
+    fn first(&self, s: usize) -> u64 {
+        self.firsts.get(s).copied().unwrap_or(0)
     }
 
-    fn known(&self, s: usize) -> Option<Arc<Index>> {
-        self.indexes[s].try_read().ok().and_then(|slot| slot.clone())
+    /// Files in the numbering of [`Prepared`] that hold rows of one type.
+    fn files_per_class(&self) -> u64 {
+        self.specs.len().max(1) as u64 * 2
+    }
+
+    fn shard_of(&self, example: u64) -> usize {
+        // Shards without samples share their first number with the next: the last of those holds the example.
+        self.firsts.partition_point(|first| *first <= example).saturating_sub(1)
+    }
+
+    /// The index of a shard, if it has been looked into. Tried and never waited for: a forked child may find a lock taken by a
+    /// thread that it does not have, and looks into the shard again.
+    fn known(&self, s: usize) -> Option<(Arc<Index>, Stamp)> {
+        // Writing takes nanoseconds.
+        for _ in 0..1000 {
+            match self.known[s].try_read() {
+                Ok(slot) => return slot.as_ref().map(|known| (Arc::clone(&known.index), known.stamp)),
+                Err(TryLockError::Poisoned(_)) => return None,
+                Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
+            }
+        }
+        None
+    }
+
+    /// Keeps what was found in a shard. A shard that was looked into before has to be as it was.
+    fn remember(&self, s: usize, index: &mut Arc<Index>, stamp: Stamp) -> Result<()> {
+        for _ in 0..1000 {
+            let mut slot = match self.known[s].try_write() {
+                Ok(slot) => slot,
+                Err(TryLockError::Poisoned(_)) => return Ok(()),
+                Err(TryLockError::WouldBlock) => {
+                    std::thread::yield_now();
+                    continue;
+                }
+            };
+            if let Some(known) = &*slot {
+                if known.index != *index {
+                    return Err(Error::new(
+                        Kind::Format,
+                        "was replaced or changed after it was indexed, and holds other samples or arrays now; reopen the dataset",
+                    ));
+                }
+                *index = Arc::clone(&known.index);
+            }
+            *slot = Some(Known { index: Arc::clone(index), stamp });
+            return Ok(());
+        }
+        Ok(())
+    }
+
+    /// Whether an open file is the one that was indexed, or holds the same.
+    fn check_same(&self, s: usize, file: &File) -> Result<()> {
+        let path = &self.specs[s].path;
+        let stamp = Stamp::of(file).map_err(|e| Error::from_io(&e, path, "look at"))?;
+        if self.known(s).is_none_or(|(_, known)| known == stamp) {
+            return Ok(());
+        }
+        let fresh = self.fresh(s, &mut || false)?;
+        if fresh.stamp != stamp {
+            return Err(Error::new(Kind::Format, "changes while it is read; reopen the dataset").at(path));
+        }
+        Ok(())
     }
 
     /// What is inside the shards that hold these examples, or all shards; looked into in parallel where it is not known.
     pub fn prepare(&self, examples: Option<&mut dyn Iterator<Item = i64>>, watch: Watch<'_>) -> Result<Prepared<'_>> {
-        let total = *self.firsts.last().unwrap_or(&0);
         let mut wanted: Vec<usize> = match examples {
             None => (0..self.specs.len()).collect(),
             Some(examples) => {
                 let mut found = vec![];
                 for example in examples {
-                    let s = self.shard_of(check_example(example, total)?);
+                    let s = self.shard_of(check_example(example, self.examples())?);
                     if found.last() != Some(&s) {
                         found.push(s);
                     }
@@ -214,7 +337,7 @@ impl Shards {
         let mut unknown = vec![];
         for s in wanted {
             match self.known(s) {
-                Some(index) => {
+                Some((index, _)) => {
                     indexes.insert(s, index);
                 }
                 None => unknown.push(s),
@@ -225,7 +348,7 @@ impl Shards {
                 indexes.insert(*s, loaded.index);
             }
         }
-        Ok(Prepared { shards: self, indexes, pinned: HashMap::new() })
+        Ok(Prepared::new(self, indexes))
     }
 
     /// How many of these shards may be decoded at once.
@@ -236,101 +359,149 @@ impl Shards {
         fit.clamp(1, pool::num_threads() * 4)
     }
 
-    /// What a shard will take in memory: known, or what the file says.
+    /// What a shard will take in memory: known, or what the file claims, as far as so few bytes can inflate to it.
     fn decoded_guess(&self, s: usize) -> u64 {
         match self.known(s) {
-            Some(index) => index.decoded + index.aside,
+            Some((index, _)) => index.decoded + index.aside,
             None if self.specs[s].compressed => {
-                let tail = File::open(&self.specs[s].path).ok().and_then(|file| {
-                    let len = file.metadata().ok()?.len();
+                let claimed = || {
+                    let (file, len) = open_regular(&self.specs[s].path).ok()?;
                     let mut last = [0; 4];
                     pread::read_exact_at(&file, &mut last, len.checked_sub(4)?).ok()?;
-                    Some(u64::from(u32::from_le_bytes(last)))
-                });
-                tail.unwrap_or(0)
+                    Some(inflate::claimed(last, len).min(self.limit(s, len)))
+                };
+                claimed().unwrap_or(0)
             }
             None => 0,
         }
     }
 
+    /// Bytes that a shard may inflate to.
+    fn limit(&self, s: usize, stored: u64) -> u64 {
+        inflate::allowed(stored, self.specs[s].limit, self.decoded.budget())
+    }
+
+    /// Indexes and decoded bytes of these shards: kept ones, ones that other threads are reading, or read now.
     fn load_all(&self, which: &[usize], watch: Watch<'_>) -> Result<Vec<Loaded>> {
-        // Those that are kept already are touched, so that they are not what makes room for the others, or for themselves.
-        let absent: Vec<usize> = which.iter().copied().filter(|s| self.kept(*s).is_none()).collect();
-        self.decoded.make_room(absent.iter().map(|s| self.decoded_guess(*s)).sum());
-        let slots: Vec<Mutex<Option<Loaded>>> = which.iter().map(|_| Mutex::default()).collect();
-        let work = |i: usize, _: &Stop| -> Result<()> {
-            let loaded = self.load(which[i])?;
-            if let Ok(mut slot) = slots[i].lock() {
-                *slot = Some(loaded);
+        // A kept shard that is looked up becomes the one used last: loading the others does not evict it.
+        let mut found: Vec<Option<Loaded>> = which.iter().map(|s| self.kept(*s)).collect();
+        let mut lacking: Vec<usize> = (0..which.len()).filter(|i| found[*i].is_none()).collect();
+        self.decoded.make_room(lacking.iter().map(|i| self.decoded_guess(which[*i])).sum());
+        while !lacking.is_empty() {
+            let (mut mine, mut theirs) = (vec![], vec![]);
+            for i in lacking.drain(..) {
+                match self.flights.claim(which[i]) {
+                    // Another thread may have read it since this one looked.
+                    Claim::Mine(claim) => match self.kept(which[i]) {
+                        Some(kept) => {
+                            claim.land(&kept);
+                            found[i] = Some(kept);
+                        }
+                        None => mine.push((i, Some(claim))),
+                    },
+                    // Inside a part of other work no thread waits: the one that it waited for may need this thread.
+                    Claim::Theirs(_) if pool::in_part() => mine.push((i, None)),
+                    Claim::Theirs(flight) => theirs.push((i, flight)),
+                }
+            }
+            // No thread waits while it holds a claim.
+            for (i, loaded) in self.load_claimed(which, mine, &mut *watch)? {
+                found[i] = Some(loaded);
+            }
+            for (i, flight) in theirs {
+                match flight.wait(&mut *watch)? {
+                    Some(loaded) => found[i] = Some(loaded),
+                    None => lacking.push(i),
+                }
+            }
+        }
+        let all: Option<Vec<Loaded>> = found.into_iter().collect();
+        all.ok_or_else(|| Error::new(Kind::Internal, "a shard that was not loaded"))
+    }
+
+    fn load_claimed(
+        &self,
+        which: &[usize],
+        mine: Vec<(usize, Option<Mine<'_, Loaded>>)>,
+        watch: Watch<'_>,
+    ) -> Result<Vec<(usize, Loaded)>> {
+        type Slot<'a> = Mutex<(Option<Mine<'a, Loaded>>, Option<Loaded>)>;
+        let (places, slots): (Vec<usize>, Vec<Slot<'_>>) =
+            mine.into_iter().map(|(i, claim)| (i, Mutex::new((claim, None)))).unzip();
+        let work = |k: usize, watch: Watch<'_>| -> Result<()> {
+            let loaded = self.load(which[places[k]], watch)?;
+            if let Ok(mut slot) = slots[k].lock() {
+                if let Some(claim) = slot.0.take() {
+                    claim.land(&loaded);
+                }
+                slot.1 = Some(loaded);
             }
             Ok(())
         };
-        // Side by side; one that would be left over for one thread is read when the others are done, by all of them.
-        let cold: Vec<usize> = (0..which.len()).filter(|i| self.kept(which[*i]).is_none()).collect();
-        let alone = cold.last().copied().filter(|_| cold.len() % pool::num_threads() == 1);
-        let together: Vec<usize> = (0..which.len()).filter(|i| Some(*i) != alone).collect();
-        pool::run(together.len(), &|i, stop| work(together[i], stop), watch)?;
-        if let Some(i) = alone {
-            work(i, &Stop::default())?;
+        // In parallel; one that would be left over for a single thread is read after the others, by all of them.
+        let together = if places.len() % pool::num_threads() == 1 { places.len() - 1 } else { places.len() };
+        let part = |k: usize, stop: &Stop| match work(k, &mut || stop.is_set()) {
+            // Another part's error stopped this one, and is the one to be reported.
+            Err(error) if error.kind == Kind::Interrupted && stop.is_set() => Ok(()),
+            done => done,
+        };
+        pool::run(together, &part, &mut *watch)?;
+        if together < places.len() {
+            work(together, watch)?;
         }
-        slots
-            .into_iter()
-            .map(|slot| {
-                slot.into_inner()
-                    .ok()
-                    .flatten()
-                    .ok_or_else(|| Error::new(Kind::Internal, "a shard that was not loaded"))
-            })
-            .collect()
+        let loaded = slots.into_iter().zip(&places).filter_map(|(slot, i)| Some((*i, slot.into_inner().ok()?.1?)));
+        Ok(loaded.collect())
     }
 
     /// A shard's index and decoded bytes, where both are kept.
     fn kept(&self, s: usize) -> Option<Loaded> {
-        let index = self.known(s)?;
+        let (index, _) = self.known(s)?;
         let main = if index.decoded > 0 { Some(self.decoded.get(2 * s as u64)?) } else { None };
         let aside = if index.aside > 0 { Some(self.decoded.get(2 * s as u64 + 1)?) } else { None };
         Some(Loaded { index, main, aside })
     }
 
     /// A shard's index and decoded bytes: kept ones, or read now.
-    fn load(&self, s: usize) -> Result<Loaded> {
-        if let Some(loaded) = self.kept(s) {
-            return Ok(loaded);
+    fn load(&self, s: usize, watch: Watch<'_>) -> Result<Loaded> {
+        match self.kept(s) {
+            Some(loaded) => Ok(loaded),
+            None => Ok(self.fresh(s, watch)?.loaded),
         }
+    }
+
+    /// Reads a shard, whether it is kept or not, and keeps what was read.
+    fn fresh(&self, s: usize, watch: Watch<'_>) -> Result<Fresh> {
         let spec = &self.specs[s];
-        let loaded = self.read(s).map_err(|e| if e.path.is_none() { e.at(&spec.path) } else { e })?;
-        if self.row.bytes > 0
-            && let Some((width, dtype)) = loaded.index.row()
-            && (width != self.row.width as u64 || dtype != self.row.dtype)
+        let in_shard = |e: Error| if e.path.is_none() { e.at(&spec.path) } else { e };
+        let mut fresh = self.read(s, watch).map_err(in_shard)?;
+        if self.class.is_some()
+            && let Some((width, _)) = fresh.loaded.index.row()
+            && width != self.row().width as u64
         {
             return Err(Error::new(
                 Kind::Format,
                 format!(
-                    "its arrays are {} {} wide, those of the first shard {} {}; one dataset, one row",
-                    dtype.numpy_name().unwrap_or(dtype.name()),
-                    width,
-                    self.row.dtype.numpy_name().unwrap_or(self.row.dtype.name()),
-                    self.row.width
+                    "its arrays are {width} wide, those of the first shard {}; one dataset, one row",
+                    self.row().width
                 ),
             )
             .at(&spec.path));
         }
-        if let Some(main) = &loaded.main {
+        self.remember(s, &mut fresh.loaded.index, fresh.stamp).map_err(in_shard)?;
+        if let Some(main) = &fresh.loaded.main {
             self.decoded.put(2 * s as u64, main);
         }
-        if let Some(aside) = &loaded.aside {
+        if let Some(aside) = &fresh.loaded.aside {
             self.decoded.put(2 * s as u64 + 1, aside);
         }
-        if let Ok(mut slot) = self.indexes[s].try_write() {
-            *slot = Some(Arc::clone(&loaded.index));
-        }
-        Ok(loaded)
+        Ok(fresh)
     }
 
-    /// The shard's file as bytes, and its own bytes as they lie.
-    fn stored(&self, s: usize) -> Result<Stored> {
+    /// The shard's file as bytes.
+    fn stored(&self, s: usize, watch: Watch<'_>) -> Result<(Stored, Stamp)> {
         let spec = &self.specs[s];
         let (file, len) = open_regular(&spec.path)?;
+        let stamp = Stamp::of(&file).map_err(|e| Error::from_io(&e, &spec.path, "look at"))?;
         if let Some(size) = spec.size
             && size != len
         {
@@ -351,36 +522,31 @@ impl Shards {
                 // All of it will be read, from front to back.
                 map.will_need(0, bytes);
             }
-            return Ok(Stored::Map(map));
+            return Ok((Stored::Map(map), stamp));
         }
-        let mut block = Block::new(bytes).map_err(|e| Error::from_io(&e, &spec.path, "read"))?;
-        pread::read_exact_at(&file, block.bytes_mut(), 0).map_err(|e| Error::from_io(&e, &spec.path, "read"))?;
-        Ok(Stored::Block(block))
+        Ok((Stored::Block(read_whole(&file, bytes, watch).map_err(|e| e.at(&spec.path))?), stamp))
     }
 
-    fn read(&self, s: usize) -> Result<Loaded> {
+    fn read(&self, s: usize, watch: Watch<'_>) -> Result<Fresh> {
         let spec = &self.specs[s];
-        let stored = self.stored(s)?;
-        let verify = || -> Result<()> {
-            let Some(expected) = spec.sha256.filter(|_| !self.verified[s].load(Ordering::Relaxed)) else {
+        let (stored, stamp) = self.stored(s, &mut *watch)?;
+        let verify = |watch: Watch<'_>| -> Result<()> {
+            let Some(expected) = spec.sha256 else { return Ok(()) };
+            let found = sha256(stored.bytes(), watch)?;
+            if found == expected {
                 return Ok(());
-            };
-            let found: [u8; 32] = Sha256::digest(stored.bytes()).into();
-            if found != expected {
-                return Err(Error::new(
-                    Kind::Format,
-                    format!(
-                        "the checksum in metadata.json is sha256:{}, the file's is sha256:{}: damaged or exchanged; checksums=False reads it as it is",
-                        hex(&expected),
-                        hex(&found)
-                    ),
-                ));
             }
-            self.verified[s].store(true, Ordering::Relaxed);
-            Ok(())
+            Err(Error::new(
+                Kind::Format,
+                format!(
+                    "the checksum in metadata.json is sha256:{}, the file's is sha256:{}: damaged or exchanged; checksums=False reads it as it is",
+                    hex(&expected),
+                    hex(&found)
+                ),
+            ))
         };
         if spec.compressed != inflate::is_gzip(stored.bytes()) {
-            verify()?;
+            verify(watch)?;
             let (said, found) =
                 if spec.compressed { ("true", "one without gzip's first bytes") } else { ("false", "a gzip file") };
             return Err(Error::new(
@@ -392,133 +558,57 @@ impl Shards {
             .byte(0));
         }
         if !spec.compressed {
-            verify()?;
-            let input = stored.bytes();
-            let tree = machine::parse(input)?;
-            let (index, aside) = self.index(s, &tree, input, false)?;
-            return Ok(Loaded { index: Arc::new(index), main: None, aside });
+            // Rows of a plain shard are read where they lie, so that its checksum is compared once per file, not per read.
+            if self.known(s).is_none_or(|(_, known)| known != stamp) {
+                verify(watch)?;
+            }
+            let tree = machine::parse(stored.bytes())?;
+            let (index, aside) = Index::build(spec, &self.groups, &tree, stored.bytes(), false)?;
+            let loaded = Loaded { index: Arc::new(index), main: None, aside };
+            return Ok(Fresh { loaded, tree, bytes: Bytes::Stored(stored), stamp });
         }
-        // Before anything is inflated: a stretch that is enough to see that this is no pickle.
-        let front = inflate::front(stored.bytes(), 64 << 10);
-        if let Err(error) = machine::parse(&front)
-            && error.kind != Kind::Truncated
-        {
+        // Before all of it is inflated: a stretch that is enough to see that this is no pickle, or one of a value that is too large.
+        let limit = self.limit(s, stored.bytes().len() as u64);
+        const FRONT: usize = 64 << 10;
+        let front = inflate::front(stored.bytes(), FRONT);
+        let refused = match machine::least(&front) {
+            // All of a file that ends before is inflated at no cost, to see that it is too short.
+            Ok(least) if least > limit && front.len() == FRONT => Some(inflate::too_large(limit)),
+            Ok(_) => None,
+            Err(error) => Some(error),
+        };
+        if let Some(error) = refused {
             // A wrong checksum explains any nonsense.
-            verify()?;
+            verify(watch)?;
             return Err(error);
         }
-        // A wrong checksum explains damage, not the other way round: of two errors that of the checksum is told.
-        let main = Arc::new(inflate::inflate_beside(stored.bytes(), spec.limit, &verify)?);
+        // A wrong checksum explains damage, not the other way round: of two errors that of the checksum is reported.
+        let main = Arc::new(inflate::inflate_beside(stored.bytes(), limit, &verify, &mut *watch)?);
         self.inflated.fetch_add(1, Ordering::Relaxed);
         drop(stored);
+        if watch() {
+            return Err(Error::new(Kind::Interrupted, "interrupted"));
+        }
         let tree = machine::parse(&main)?;
-        let (index, aside) = self.index(s, &tree, &main, true)?;
-        let main = (index.decoded > 0).then_some(main);
-        Ok(Loaded { index: Arc::new(index), main, aside })
-    }
-
-    /// Checks what the shard holds against what the metadata say, and finds every array.
-    fn index(&self, s: usize, tree: &Tree, input: &[u8], in_memory: bool) -> Result<(Index, Option<Arc<Block>>)> {
-        let spec = &self.specs[s];
-        let refuse = |what: String| Err(Error::new(Kind::Format, what));
-        let found: Vec<Layer> = layers(tree, input)?;
-        let mut samples: Vec<i64> = vec![];
-        let mut local: HashMap<i64, usize> = HashMap::new();
-        let mut row: Option<(u64, DType)> = None;
-        let mut aside: Vec<u8> = vec![];
-        let mut here = false;
-        let mut spots: Vec<Vec<Option<Spot>>> = self.layers.iter().map(|_| vec![]).collect();
-        // An array that several items share is put right once.
-        let mut moved: HashMap<(u64, bool, Vec<u64>), u64> = HashMap::new();
-        for Layer { layer, items } in &found {
-            let group = self.layers.iter().position(|l| l == layer).filter(|_| spec.layers.contains(layer));
-            let Some(group) = group else {
-                return refuse(format!("holds layer {layer}, metadata.json lists {:?} for it", spec.layers));
-            };
-            for item in items {
-                let next = samples.len();
-                let at = *local.entry(item.sample).or_insert_with(|| {
-                    samples.push(item.sample);
-                    next
-                });
-                if at == next && !(spec.ids.0..=spec.ids.1).contains(&item.sample) {
-                    return refuse(format!(
-                        "holds sample_idx {}, metadata.json gives it {} to {}",
-                        item.sample, spec.ids.0, spec.ids.1
-                    ));
-                }
-                let [tokens, width] = item.array.shape[..] else {
-                    return Err(Error::new(Kind::Internal, "an array that has not two axes"));
-                };
-                let dtype = item.array.element.dtype;
-                if *row.get_or_insert((width, dtype)) != (width, dtype) {
-                    return refuse(format!(
-                        "sample_idx {}: an array of another width or type than those before",
-                        item.sample
-                    ));
-                }
-                let tokens = u32::try_from(tokens)
-                    .map_err(|_| Error::new(Kind::Unsupported, format!("{tokens} tokens in one sample")))?;
-                let spot = match item.array.in_place() {
-                    Some(range) => {
-                        here |= tokens > 0;
-                        Spot { aside: false, offset: range.start as u64, tokens }
-                    }
-                    None => {
-                        let bytes = tree.bytes(input, &item.array.data);
-                        let key = (bytes.as_ptr() as u64, item.array.fortran, item.array.shape.clone());
-                        let offset = match moved.get(&key) {
-                            Some(offset) => *offset,
-                            None => {
-                                if aside.len() as u64 + bytes.len() as u64 > spec.limit.max(input.len() as u64 * 2) {
-                                    return refuse("its arrays take more memory than its metadata allow".to_string());
-                                }
-                                let offset = aside.len() as u64;
-                                tree.materialise(input, &item.array, &mut aside)?;
-                                moved.insert(key, offset);
-                                offset
-                            }
-                        };
-                        Spot { aside: true, offset, tokens }
-                    }
-                };
-                let places = &mut spots[group];
-                places.resize(places.len().max(at + 1), None);
-                places[at] = Some(spot);
-            }
-        }
-        if samples.len() as u64 != spec.samples {
-            return refuse(format!("holds {} samples, metadata.json says {}", samples.len(), spec.samples));
-        }
-        let (width, dtype) = row.unwrap_or((0, DType::F32));
-        let decoded = if in_memory && here { input.len() as u64 } else { 0 };
-        let len = input.len() as u64;
-        let index = Index { width, dtype, samples, spots, decoded, aside: aside.len() as u64, len };
-        Ok((index, (!aside.is_empty()).then(|| Arc::new(Block::from(aside)))))
+        let (index, aside) = Index::build(spec, &self.groups, &tree, &main, true)?;
+        let kept = (index.decoded > 0).then(|| Arc::clone(&main));
+        let loaded = Loaded { index: Arc::new(index), main: kept, aside };
+        Ok(Fresh { loaded, tree, bytes: Bytes::Shared(main), stamp })
     }
 
     /// A shard's values, for texts and metadata.
-    pub fn values(&self, s: usize) -> Result<Values> {
+    pub fn values(&self, s: usize, watch: Watch<'_>) -> Result<Values> {
         let Some(spec) = self.specs.get(s) else {
             return Err(Error::new(Kind::Internal, format!("shard {s} of {}", self.specs.len())));
         };
-        let read = || {
-            let loaded = self.load(s)?;
-            let bytes = match loaded.main {
-                Some(main) => Bytes::Shared(main),
-                None => {
-                    let stored = self.stored(s)?;
-                    if spec.compressed {
-                        Bytes::Shared(Arc::new(inflate::inflate(stored.bytes(), spec.limit)?))
-                    } else {
-                        Bytes::Stored(stored)
-                    }
-                }
-            };
-            let tree = machine::parse(bytes.get())?;
-            Ok(Values { tree, bytes, index: loaded.index })
-        };
-        read().map_err(|e: Error| if e.path.is_none() { e.at(&spec.path) } else { e })
+        if spec.compressed
+            && let Some(Loaded { index, main: Some(main), .. }) = self.load_all(&[s], &mut *watch)?.pop()
+        {
+            let tree = machine::parse(&main).map_err(|e| e.at(&spec.path))?;
+            return Ok(Values { tree, index, bytes: Bytes::Shared(main) });
+        }
+        let Fresh { loaded, tree, bytes, .. } = self.fresh(s, watch)?;
+        Ok(Values { tree, index: loaded.index, bytes })
     }
 }
 
@@ -566,212 +656,49 @@ impl Stored {
     }
 }
 
+/// A regular file of `len` bytes, read into memory in pieces.
+fn read_whole(file: &File, len: usize, watch: Watch<'_>) -> Result<Block> {
+    const PIECE: usize = 16 << 20;
+    let said = |e: std::io::Error| Error::from_io(&e, std::path::Path::new(""), "read");
+    let mut block = Block::new(len).map_err(said)?;
+    for (i, piece) in block.bytes_mut().chunks_mut(PIECE).enumerate() {
+        if i > 0 && watch() {
+            return Err(Error::new(Kind::Interrupted, "interrupted"));
+        }
+        pread::read_exact_at(file, piece, (i * PIECE) as u64).map_err(said)?;
+    }
+    Ok(block)
+}
+
+/// A pickle file by itself, inflated if it is compressed; `limit` bounds what a compressed one may inflate to, as
+/// [`inflate::allowed`] does.
+pub fn read_file(path: &std::path::Path, compressed: bool, limit: u64, watch: Watch<'_>) -> Result<Block> {
+    let read = |watch: Watch<'_>| {
+        let (file, len) = open_regular(path)?;
+        let bytes = usize::try_from(len).map_err(|_| Error::new(Kind::Access, "does not fit this machine's memory"))?;
+        let stored = read_whole(&file, bytes, &mut *watch)?;
+        if !compressed {
+            return Ok(stored);
+        }
+        inflate::inflate_beside(&stored, inflate::allowed(len, u64::MAX, limit), &|_| Ok(()), watch)
+    };
+    read(watch).map_err(|e: Error| e.at(path))
+}
+
+/// Bytes hashed between two looks at a watch.
+const HASHED_AT_ONCE: usize = 4 << 20;
+
+fn sha256(bytes: &[u8], watch: Watch<'_>) -> Result<[u8; 32]> {
+    let mut sha = Sha256::new();
+    for (i, piece) in bytes.chunks(HASHED_AT_ONCE).enumerate() {
+        if i > 0 && watch() {
+            return Err(Error::new(Kind::Interrupted, "interrupted"));
+        }
+        sha.update(piece);
+    }
+    Ok(sha.finalize().into())
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
-/// Shards that have been looked into, and those whose decoded bytes are held for now. A layout and its files in one.
-pub struct Prepared<'a> {
-    shards: &'a Shards,
-    indexes: BTreeMap<usize, Arc<Index>>,
-    pinned: HashMap<u64, Arc<OpenFile>>,
-}
-
-impl Prepared<'_> {
-    /// Cuts the prepared shards into ranges of files whose decoded bytes fit the budget together.
-    pub fn waves(&self) -> Vec<std::ops::Range<u64>> {
-        let mut waves: Vec<std::ops::Range<u64>> = vec![];
-        let mut held = 0u64;
-        for (s, index) in &self.indexes {
-            let (first, bytes) = (2 * *s as u64, index.decoded + index.aside);
-            match waves.last_mut() {
-                Some(wave) if held + bytes <= self.shards.decoded.budget() => {
-                    wave.end = first + 2;
-                    held += bytes;
-                }
-                _ => {
-                    waves.push(first..first + 2);
-                    held = bytes;
-                }
-            }
-        }
-        // Backwards: what was looked into last is still there.
-        waves.reverse();
-        waves
-    }
-
-    /// Holds the decoded bytes of the shards in a wave, and no others.
-    pub fn hold(&mut self, wave: &std::ops::Range<u64>, watch: Watch<'_>) -> Result<()> {
-        self.pinned.clear();
-        let which: Vec<usize> = self
-            .indexes
-            .range((wave.start / 2) as usize..(wave.end / 2) as usize)
-            .filter(|(_, index)| index.decoded + index.aside > 0)
-            .map(|(s, _)| *s)
-            .collect();
-        for some in which.chunks(self.shards.at_once(&which).max(1)) {
-            for (s, loaded) in some.iter().zip(self.shards.load_all(some, watch)?) {
-                let path = &self.shards.specs[*s].path;
-                for (number, block) in [(2 * *s as u64, loaded.main), (2 * *s as u64 + 1, loaded.aside)] {
-                    if let Some(block) = block {
-                        let (len, place) = (block.len() as u64, self.shards.place(block.len() as u64));
-                        let file = OpenFile::new(path.clone(), Body::Memory(block), len, place);
-                        self.pinned.insert(number, Arc::new(file));
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The rows of a run in place, of a mapped file.
-    pub fn view(&self, at: Address, rows: u64) -> Result<Option<View>> {
-        let s = (at.file / 2) as usize;
-        let mapped = at.file.is_multiple_of(2) && self.indexes.get(&s).is_some_and(|index| index.decoded == 0);
-        if !mapped || self.shards.io == Io::Pread {
-            return Ok(None);
-        }
-        View::of(&*self.get(at.file)?, at.row, rows, self.shards.row.bytes)
-    }
-
-    /// `sample_idx` of every example prepared, in order.
-    pub fn samples(&self) -> impl Iterator<Item = i64> {
-        self.indexes.values().flat_map(|index| index.samples.iter().copied())
-    }
-
-    /// Tokens of an example in the first group that holds it.
-    pub fn tokens_anywhere(&self, example: u64) -> u64 {
-        (0..self.groups()).find_map(|g| self.spot(g, example).ok()).map_or(0, |spot| u64::from(spot.1.tokens))
-    }
-
-    fn spot(&self, group: usize, example: u64) -> Result<(usize, Spot)> {
-        check_group(group, self.shards.layers.len())?;
-        let s = self.shards.shard_of(example);
-        let local = (example - self.shards.firsts[s]) as usize;
-        let Some(index) = self.indexes.get(&s) else {
-            return Err(Error::new(Kind::Internal, format!("shard {s} was not looked into")));
-        };
-        match index.spots[group].get(local).copied().flatten() {
-            Some(spot) => Ok((s, spot)),
-            None => {
-                let sample = index.samples.get(local).copied().unwrap_or(-1);
-                let held: HashSet<i64> = index
-                    .spots
-                    .iter()
-                    .zip(&self.shards.layers)
-                    .filter(|(spots, _)| spots.get(local).copied().flatten().is_some())
-                    .map(|(_, layer)| *layer)
-                    .collect();
-                let mut held: Vec<i64> = held.into_iter().collect();
-                held.sort_unstable();
-                Err(Error::new(
-                    Kind::NotStored,
-                    format!(
-                        "example {example} (sample_idx {sample}) has no layer {}; it has {held:?}",
-                        self.shards.layers[group]
-                    ),
-                )
-                .at(&self.shards.specs[s].path))
-            }
-        }
-    }
-}
-
-impl Shards {
-    /// Addresses are bytes, rows may lie anywhere.
-    fn place(&self, len: u64) -> Place {
-        let bytes = self.row.bytes;
-        Place { start: 0, end: len, unit: 1, step: bytes as u64, used: bytes, column: 0, swapped: false }
-    }
-}
-
-impl Layout for Prepared<'_> {
-    fn groups(&self) -> usize {
-        self.shards.layers.len()
-    }
-
-    fn examples(&self) -> u64 {
-        *self.shards.firsts.last().unwrap_or(&0)
-    }
-
-    fn tokens(&self, group: usize, example: u64) -> u64 {
-        self.spot(group, example).map_or(0, |(_, spot)| u64::from(spot.tokens))
-    }
-
-    #[inline]
-    fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address> {
-        let example = check_example(example, self.examples())?;
-        let (s, spot) = self.spot(group, example)?;
-        let token = check_token(token, u64::from(spot.tokens), example)?;
-        let row = spot.offset + token * self.shards.row.bytes as u64;
-        Ok(Address { file: 2 * s as u64 + u64::from(spot.aside), row })
-    }
-
-    fn last(&self, group: usize, example: i64) -> Result<Address> {
-        self.locate(group, example, -1)
-    }
-
-    fn runs(&self, group: usize, example: i64, each: &mut dyn FnMut(Run)) -> Result<()> {
-        let example = check_example(example, self.examples())?;
-        let (s, spot) = self.spot(group, example)?;
-        if spot.tokens > 0 {
-            let at = Address { file: 2 * s as u64 + u64::from(spot.aside), row: spot.offset };
-            each(Run { at, rows: u64::from(spot.tokens) });
-        }
-        Ok(())
-    }
-}
-
-impl Files for Prepared<'_> {
-    fn row(&self) -> Row {
-        self.shards.row
-    }
-
-    fn stride(&self, _file: u64) -> u64 {
-        self.shards.row.bytes as u64
-    }
-
-    fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
-        if let Some(held) = self.pinned.get(&file) {
-            return Ok(Arc::clone(held));
-        }
-        let s = (file / 2) as usize;
-        let spec = &self.shards.specs[s];
-        if !file.is_multiple_of(2) || self.indexes.get(&s).is_none_or(|index| index.decoded > 0) {
-            return Err(Error::new(Kind::Internal, "decoded bytes that are not held").at(&spec.path));
-        }
-        self.shards.slots.get(file, || {
-            let (descriptor, len) = open_regular(&spec.path)?;
-            let indexed = self.indexes.get(&s).map_or(len, |index| index.len);
-            if len < indexed {
-                return Err(Error::new(
-                    Kind::Truncated,
-                    format!(
-                        "was truncated after it was indexed: expected {indexed} bytes, found {len}; reopen the dataset"
-                    ),
-                )
-                .at(&spec.path)
-                .byte(len));
-            }
-            let body = map_or_read(descriptor, &spec.path, len, self.shards.io)?;
-            Ok(OpenFile::new(spec.path.clone(), body, len, self.shards.place(len)))
-        })
-    }
-}
-
-impl Shards {
-    /// What a row is.
-    pub fn row(&self) -> Row {
-        self.row
-    }
-
-    /// Number of examples.
-    pub fn examples(&self) -> u64 {
-        *self.firsts.last().unwrap_or(&0)
-    }
-
-    /// Number of groups.
-    pub fn groups(&self) -> usize {
-        self.layers.len()
-    }
 }

@@ -173,6 +173,11 @@ impl Drop for Caller {
     }
 }
 
+/// Whether this thread is doing a part of some work: waiting for another thread there could wait for ever.
+pub fn in_part() -> bool {
+    BUSY.get()
+}
+
 /// Whether work started here would be shared with other threads.
 pub fn are_free() -> bool {
     num_threads() > 1 && !BUSY.get()

@@ -6,7 +6,9 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use flate2::{Compress, Compression, FlushCompress, Status};
 use sha2::{Digest, Sha256};
@@ -19,6 +21,8 @@ use crate::par::pool::{self, Watch};
 const STRETCH: usize = 1 << 20;
 /// Stretches between two writes: bounds the memory.
 const WAVE: usize = 16;
+/// How often a watch is looked at while a checksum is waited for.
+const LOOK: Duration = Duration::from_millis(20);
 /// RFC 1952: magic, deflate, no flags, no time, no extra flags, an unknown system.
 const HEADER: [u8; 10] = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 255];
 
@@ -48,10 +52,35 @@ fn plain(path: &Path, segments: &[&[u8]], watch: Watch<'_>) -> Result<Digested> 
         offset += segment.len() as u64;
     }
     let target = Target { path: path.to_path_buf(), size: offset };
+    let stop = AtomicBool::new(false);
+    let hash = || {
+        let mut sha = Sha256::new();
+        for piece in segments.iter().flat_map(|s| s.chunks(STRETCH)) {
+            if stop.load(Ordering::Relaxed) {
+                return None;
+            }
+            sha.update(piece);
+        }
+        Some(sha.finalize())
+    };
     std::thread::scope(|scope| {
-        let hashed = scope.spawn(|| segments.iter().fold(Sha256::new(), |sha, s| sha.chain_update(s)).finalize());
-        write(segments, &[target], &pieces, true, watch)?;
-        let sha256 = hashed.join().map_err(|_| Error::new(Kind::Internal, "a checksum that was not finished"))?;
+        let hashed = scope.spawn(hash);
+        let mut written = write(segments, &[target], &pieces, true, &mut *watch);
+        let mut looked = Instant::now();
+        while written.is_ok() && !hashed.is_finished() {
+            std::thread::sleep(Duration::from_millis(1));
+            if looked.elapsed() >= LOOK {
+                looked = Instant::now();
+                if watch() {
+                    written = Err(Error::new(Kind::Interrupted, "interrupted"));
+                }
+            }
+        }
+        // Whatever ends the write ends the checksum: the scope waits for its thread.
+        stop.store(written.is_err(), Ordering::Relaxed);
+        written?;
+        let sha256 = hashed.join().ok().flatten();
+        let sha256 = sha256.ok_or_else(|| Error::new(Kind::Internal, "a checksum that was not finished"))?;
         Ok(Digested { size: offset, sha256: sha256.into() })
     })
 }

@@ -74,7 +74,7 @@ struct Code {
 impl Code {
     /// From the lengths of each symbol's code; `None` unless they fill the space of codes exactly, or, where `sparse` is
     /// allowed, there is at most one (RFC 1951, 3.2.7: one distance code, or none).
-    fn new(lengths: &[u8], sparse: bool) -> Option<Code> {
+    fn new(lengths: &[u8], sparse: bool, steps: &mut Steps) -> Option<Code> {
         let mut count = [0u32; MAX_BITS + 1];
         for length in lengths {
             count[usize::from(*length)] += 1;
@@ -90,6 +90,7 @@ impl Code {
         for n in 1..=MAX_BITS {
             next[n + 1] = (next[n] + count[n]) << 1;
         }
+        steps.take(1 << bits)?;
         let mut table = vec![(0, 0); 1 << bits];
         for (symbol, length) in lengths.iter().enumerate().filter(|(_, n)| **n > 0) {
             let n = u32::from(*length);
@@ -111,6 +112,16 @@ impl Code {
         }
         bits.skip(u32::from(length))?;
         Some(symbol)
+    }
+}
+
+/// Work that is left, roughly: values, entries of tables, places looked at.
+pub struct Steps(u64);
+
+impl Steps {
+    fn take(&mut self, n: u64) -> Option<()> {
+        self.0 = self.0.checked_sub(n)?;
+        Some(())
     }
 }
 
@@ -146,7 +157,7 @@ fn may_begin(bits: &Bits<'_>) -> bool {
 }
 
 /// Reads the codes of a dynamic block; the three bits of its kind are read already.
-fn dynamic_codes(bits: &mut Bits<'_>) -> Option<Codes> {
+fn dynamic_codes(bits: &mut Bits<'_>, steps: &mut Steps) -> Option<Codes> {
     let literals = bits.take(5)? as usize + 257;
     let distances = bits.take(5)? as usize + 1;
     let n = bits.take(4)? as usize + 4;
@@ -157,7 +168,7 @@ fn dynamic_codes(bits: &mut Bits<'_>) -> Option<Codes> {
     for place in &CODE_LENGTH_ORDER[..n] {
         lengths[*place] = bits.take(3)? as u8;
     }
-    let code = Code::new(&lengths, false)?;
+    let code = Code::new(&lengths, false, steps)?;
     let mut all: Vec<u8> = Vec::with_capacity(literals + distances);
     while all.len() < literals + distances {
         let (value, times) = match code.read(bits)? {
@@ -171,14 +182,16 @@ fn dynamic_codes(bits: &mut Bits<'_>) -> Option<Codes> {
     if all.len() > literals + distances || all[256] == 0 {
         return None;
     }
-    Some(Codes { literals: Code::new(&all[..literals], false)?, distances: Code::new(&all[literals..], true)? })
+    steps.take(all.len() as u64)?;
+    let literals_code = Code::new(&all[..literals], false, steps)?;
+    Some(Codes { literals: literals_code, distances: Code::new(&all[literals..], true, steps)? })
 }
 
-fn fixed_codes() -> Option<Codes> {
+fn fixed_codes(steps: &mut Steps) -> Option<Codes> {
     let mut lengths = [8u8; 288];
     lengths[144..256].fill(9);
     lengths[256..280].fill(7);
-    Some(Codes { literals: Code::new(&lengths, false)?, distances: Code::new(&[5; 32], false)? })
+    Some(Codes { literals: Code::new(&lengths, false, steps)?, distances: Code::new(&[5; 32], false, steps)? })
 }
 
 /// What was inflated without knowing what came before.
@@ -193,22 +206,29 @@ pub struct Warm {
 }
 
 /// Looks for a block between two bits and inflates from there until the window is known; `None` where there is no such
-/// block, or the window does not become known within `most` values or so.
-pub fn warm_up(bytes: &[u8], from: u64, to: u64, most: usize) -> Option<Warm> {
-    let found = (from..to).find_map(|at| {
+/// block, the window does not become known within `most` values or so, or all this takes more than `steps`.
+pub fn warm_up(bytes: &[u8], from: u64, to: u64, most: usize, steps: u64) -> Option<Warm> {
+    let mut steps = Steps(steps);
+    for at in from..to {
         let bits = Bits::new(bytes, at);
-        if may_begin(&bits) { inflate_from(bits, most) } else { None }
-    });
-    found.flatten()
+        steps.take(1)?;
+        if may_begin(&bits)
+            && let Some(found) = inflate_from(bits, most, &mut steps)
+        {
+            return found;
+        }
+    }
+    None
 }
 
 /// `None` where there is no block, `Some(None)` where there is one that is of no use.
-fn inflate_from(mut bits: Bits<'_>, most: usize) -> Option<Option<Warm>> {
+fn inflate_from(mut bits: Bits<'_>, most: usize, steps: &mut Steps) -> Option<Option<Warm>> {
     let begin = bits.at;
     let mut values: Vec<u16> = Vec::new();
     // Where the last mark stands, plus one.
     let mut marked = 0;
     loop {
+        let before = values.len();
         let last = bits.take(1)?;
         match bits.take(2)? {
             0 => {
@@ -221,14 +241,17 @@ fn inflate_from(mut bits: Bits<'_>, most: usize) -> Option<Option<Warm>> {
                 values.extend(bits.bytes.get(first..first + n as usize)?.iter().map(|b| u16::from(*b)));
                 bits.at += u64::from(n) * 8;
             }
-            1 => block(&mut bits, &fixed_codes()?, &mut values, &mut marked, most)?,
-            2 => {
-                let codes = dynamic_codes(&mut bits)?;
-                block(&mut bits, &codes, &mut values, &mut marked, most)?;
+            kind @ (1 | 2) => {
+                let codes = if kind == 1 { fixed_codes(steps)? } else { dynamic_codes(&mut bits, steps)? };
+                let whole = block(&mut bits, &codes, &mut values, &mut marked, most);
+                // Also of a block that turns out to be none.
+                steps.take((values.len() - before) as u64)?;
+                whole?;
             }
             _ => return None,
         }
-        // The last block of all is nobody's beginning; what is left then is not worth another thread.
+        steps.take(1 + (values.len() - before) as u64)?;
+        // Nothing begins behind the last block of all; what is left then is not worth another thread.
         if last == 1 || values.len() > most {
             return Some(None);
         }

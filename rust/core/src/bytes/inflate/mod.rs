@@ -10,7 +10,8 @@
 //! both.
 #![allow(unsafe_code)]
 
-mod blocks;
+#[doc(hidden)] // for the fuzz target
+pub mod blocks;
 mod parallel;
 
 use std::ffi::c_void;
@@ -22,7 +23,7 @@ use libdeflate_sys as sys;
 
 use super::decoded::Block;
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::{self, Stop};
+use crate::par::pool::{self, Stop, Watch};
 
 /// Deflate cannot do better (RFC 1951: 258 bytes from 2 bits).
 const BEST_RATIO: u64 = 1032;
@@ -40,48 +41,77 @@ pub fn is_gzip(bytes: &[u8]) -> bool {
     bytes.starts_with(&[0x1f, 0x8b])
 }
 
-/// What a gzip file says it inflates to; a guess, and for files of several members of the last only.
-pub fn guess(gz: &[u8]) -> u64 {
-    let last: Option<[u8; 4]> = gz.last_chunk().copied();
-    let said = u64::from(last.map_or(0, u32::from_le_bytes));
-    said.min((gz.len() as u64).saturating_mul(BEST_RATIO))
+/// Whatever the ratio, a file may inflate to this much.
+const ALWAYS: u64 = 64 << 20;
+/// And, whatever the memory set apart for decoded bytes, to so many times its size: ten times what the published text of pickle
+/// shards expects of gzip is rare, sixteen times is more than activations give.
+const USUAL_RATIO: u64 = 16;
+
+/// Bytes that a file of `stored` bytes may inflate to: no more than its metadata declare, and no more than the largest of 64 MiB,
+/// the memory that the user sets apart for decoded bytes, and sixteen times the file. The metadata alone decide nothing: they come
+/// with the file.
+pub fn allowed(stored: u64, declared: u64, memory: u64) -> u64 {
+    declared.min(memory.max(ALWAYS).max(stored.saturating_mul(USUAL_RATIO))).min(stored.saturating_mul(BEST_RATIO))
 }
+
+/// The error for a file that inflates to more than it may.
+pub fn too_large(limit: u64) -> Error {
+    Error::new(
+        Kind::Format,
+        format!(
+            "inflates to more than the {limit} bytes that its metadata, its size and decoded_memory allow; not read. If the file is \
+             known to be good, raise decoded_memory"
+        ),
+    )
+}
+
+/// What the last four bytes of a gzip file of `stored` bytes claim that it inflates to, as far as that is possible; a guess, and
+/// for files of several members of the last only.
+pub fn claimed(last: [u8; 4], stored: u64) -> u64 {
+    u64::from(u32::from_le_bytes(last)).min(stored.saturating_mul(BEST_RATIO))
+}
+
+/// What a gzip file claims that it inflates to.
+pub fn guess(gz: &[u8]) -> u64 {
+    claimed(gz.last_chunk().copied().unwrap_or_default(), gz.len() as u64)
+}
+
+/// Other work, done while a file is inflated; it is given a watch.
+pub type Beside<'a> = &'a (dyn Fn(Watch<'_>) -> Result<()> + Sync);
 
 /// Inflates all members, `limit` bytes at most, and does `beside` at the same time where threads are free. If both fail, the
 /// error is that of `beside`.
-pub fn inflate_beside(gz: &[u8], limit: u64, beside: &(dyn Fn() -> Result<()> + Sync)) -> Result<Block> {
+pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_>) -> Result<Block> {
+    if !pool::are_free() {
+        beside(&mut *watch)?;
+        return inflate(gz, limit);
+    }
     let size = guess(gz);
     // Of a file of several members the guess is the last one's: mostly less than the file's own size, and otherwise found
     // out at the end, by the checksum.
     let whole = size >= gz.len() as u64 && size <= limit;
-    let plan = if whole && pool::are_free() { parallel::plan(gz) } else { None };
+    let plan = if whole { parallel::plan(gz, &mut *watch)? } else { None };
     if let Some(plan) = plan {
-        return match parallel::inflate(gz, &plan, size, beside)? {
+        return match parallel::inflate(gz, &plan, size, beside, watch)? {
             Some(block) => Ok(block),
             None => inflate(gz, limit),
         };
     }
     let made: Mutex<Option<Block>> = Mutex::default();
-    let work = |part: usize, _: &Stop| match part {
-        0 => beside(),
+    let work = |part: usize, stop: &Stop| match part {
+        0 => beside(&mut || stop.is_set()),
         _ => {
             *made.lock().unwrap_or_else(PoisonError::into_inner) = Some(inflate(gz, limit)?);
             Ok(())
         }
     };
-    pool::run(2, &work, &mut || false)?;
+    pool::run(2, &work, watch)?;
     let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
     made.ok_or_else(|| Error::new(Kind::Internal, "nothing was inflated"))
 }
 
 /// Inflates all members; `limit` bytes at most.
 pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
-    let too_large = || {
-        Error::new(
-            Kind::Format,
-            format!("inflates to more than the {limit} bytes that the dataset's metadata allow; not read"),
-        )
-    };
     if !is_gzip(gz) {
         return Err(Error::new(
             Kind::Format,
@@ -91,11 +121,8 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
     }
     let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
     let no_memory = |e| Error::new(Kind::Access, format!("cannot allocate memory to inflate into: {e}"));
-    let guessed = guess(gz);
-    if guessed > limit {
-        return Err(too_large());
-    }
-    let mut out = Block::new(guessed.max(1) as usize).map_err(no_memory)?;
+    // A file that was cut short ends in data: what it claims may be anything, and decides only how much room there is at first.
+    let mut out = Block::new(guess(gz).min(most).max(1) as usize).map_err(no_memory)?;
     let mut inflater = Inflater::new()?;
     let (mut read, mut made) = (0usize, 0usize);
     while read < gz.len() {
@@ -117,23 +144,31 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
                 // Several members, or more than 4 GiB: twice the room, and this member again.
                 let next = (out.len() as u64 * 2).max(made as u64 + 65_536).min(most);
                 if next <= out.len() as u64 {
-                    return Err(too_large());
+                    return Err(too_large(limit));
                 }
                 let mut larger = Block::new(next as usize).map_err(no_memory)?;
                 larger.bytes_mut()[..made].copy_from_slice(&out[..made]);
                 out = larger;
             }
-            Outcome::Bad => {
-                return Err(Error::new(
-                    Kind::Format,
-                    "the gzip data are damaged or end too early: inflating fails, or the checksum (CRC-32) or length does not match",
-                )
-                .byte(read as u64));
-            }
+            Outcome::Bad => return Err(why_bad(&gz[read..], (most - made as u64).saturating_add(1)).byte(read as u64)),
         }
     }
     out.truncate(made);
     Ok(out)
+}
+
+/// Why a member cannot be inflated: libdeflate does not tell damage from an end that comes too early.
+fn why_bad(member: &[u8], most: u64) -> Error {
+    let mut one = flate2::bufread::GzDecoder::new(member).take(most);
+    match std::io::copy(&mut one, &mut std::io::sink()) {
+        Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => {
+            Error::new(Kind::Format, "the gzip data end too early: the file was cut short")
+        }
+        _ => Error::new(
+            Kind::Format,
+            "the gzip data are damaged: inflating fails, or the checksum (CRC-32) or length does not match",
+        ),
+    }
 }
 
 enum Outcome {
@@ -288,36 +323,117 @@ mod tests {
             encoder.write_all(&bytes).unwrap();
             let gz = encoder.finish().unwrap();
             let looked = std::sync::atomic::AtomicUsize::new(0);
-            let beside = || {
+            let beside = |_: Watch<'_>| {
                 looked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                 Ok(())
             };
-            let plan = parallel::plan(&gz);
+            let go_on = &mut || false;
+            let plan = parallel::plan(&gz, go_on).unwrap();
             assert_eq!(plan.is_some(), possible, "case {i}");
             if let Some(plan) = plan {
-                let many = parallel::inflate(&gz, &plan, bytes.len() as u64, &|| Ok(())).unwrap();
+                let many = parallel::inflate(&gz, &plan, bytes.len() as u64, &|_| Ok(()), go_on).unwrap();
                 assert!(many.unwrap()[..] == bytes[..], "case {i}");
             }
-            assert!(inflate_beside(&gz, 1 << 30, &beside).unwrap()[..] == bytes[..]);
+            assert!(inflate_beside(&gz, 1 << 30, &beside, go_on).unwrap()[..] == bytes[..]);
             assert_eq!(looked.into_inner(), 1);
 
             let mut damaged = gz.clone();
             let at = gz.len() / 2;
             damaged[at] ^= 0x10;
-            assert!(inflate_beside(&damaged, 1 << 30, &|| Ok(())).is_err(), "case {i}");
-            assert!(inflate_beside(&gz[..gz.len() - 9], 1 << 30, &|| Ok(())).is_err(), "case {i}");
+            assert!(inflate_beside(&damaged, 1 << 30, &|_| Ok(()), go_on).is_err(), "case {i}");
+            assert!(inflate_beside(&gz[..gz.len() - 9], 1 << 30, &|_| Ok(()), go_on).is_err(), "case {i}");
             let twice = [&gz[..], &gz[..]].concat();
-            assert_eq!(inflate_beside(&twice, 1 << 30, &|| Ok(())).unwrap().len(), 2 * bytes.len());
-            assert!(inflate_beside(&gz, bytes.len() as u64 - 1, &|| Ok(())).is_err());
-            let failing = || Err(Error::new(Kind::Format, "beside"));
-            assert_eq!(inflate_beside(&gz, 1 << 30, &failing).unwrap_err().detail, "beside");
+            assert_eq!(inflate_beside(&twice, 1 << 30, &|_| Ok(()), go_on).unwrap().len(), 2 * bytes.len());
+            assert!(inflate_beside(&gz, bytes.len() as u64 - 1, &|_| Ok(()), go_on).is_err());
+            let failing = |_: Watch<'_>| Err(Error::new(Kind::Format, "beside"));
+            assert_eq!(inflate_beside(&gz, 1 << 30, &failing, go_on).unwrap_err().detail, "beside");
         }
     }
 
     #[test]
-    fn a_bomb_is_refused_before_anything_is_allocated() {
+    fn a_bomb_is_refused_when_the_limit_is_reached() {
         let gz = gzip(&vec![0; 20 << 20]);
         let error = inflate(&gz, 1 << 20).unwrap_err();
         assert!(error.detail.contains("1048576"), "{error}");
+        assert_eq!(inflate(&gz, 20 << 20).unwrap().len(), 20 << 20);
+    }
+
+    #[test]
+    fn the_limit_follows_from_the_bytes_that_are_there() {
+        // Nothing that metadata declare takes it above what the file's size and the user allow.
+        assert_eq!(allowed(10 << 20, u64::MAX, 1 << 30), 1 << 30);
+        assert_eq!(allowed(10 << 20, u64::MAX, 0), 160 << 20);
+        assert_eq!(allowed(1 << 20, u64::MAX, 0), 64 << 20);
+        assert_eq!(allowed(1 << 30, u64::MAX, 1 << 30), 16 << 30);
+        // What they declare takes it below.
+        assert_eq!(allowed(1 << 30, 1 << 20, 1 << 30), 1 << 20);
+        // Deflate cannot give more.
+        assert_eq!(allowed(100, u64::MAX, 1 << 30), 103_200);
+        assert_eq!(allowed(u64::MAX, u64::MAX, u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn a_file_that_is_cut_short_is_told_from_a_damaged_and_a_large_one() {
+        let bytes = material(3, 300_000, 150, true);
+        let gz = gzip(&bytes);
+        for cut in (10..gz.len()).step_by(gz.len() / 40) {
+            let error = inflate(&gz[..cut], 1 << 19).unwrap_err();
+            assert!(error.detail.contains("end too early"), "{cut}: {error}");
+        }
+        let mut damaged = gz.clone();
+        let last = gz.len() - 5;
+        damaged[last] ^= 1; // the checksum
+        assert!(inflate(&damaged, 1 << 20).unwrap_err().detail.contains("damaged"));
+        // A cut file whose last bytes claim 4 GiB.
+        let mut claims = gz[..gz.len() / 2].to_vec();
+        let n = claims.len();
+        claims[n - 4..].fill(0xff);
+        let error = inflate(&claims, 1 << 20).unwrap_err();
+        assert!(!error.detail.contains("inflates to more"), "{error}");
+    }
+
+    /// Of what any decoder may meet: damaged members, members cut short, members glued together, anything behind them.
+    fn as_another_decoder(gz: &[u8], limit: u64) -> Option<Vec<u8>> {
+        let mut rest = gz;
+        let mut made = vec![];
+        while !rest.is_empty() {
+            if !made.is_empty() | (rest.len() < gz.len()) && rest.iter().all(|b| *b == 0) {
+                break;
+            }
+            let mut one = flate2::bufread::GzDecoder::new(rest);
+            (&mut one).take(limit + 1).read_to_end(&mut made).ok()?;
+            if made.len() as u64 > limit {
+                return None;
+            }
+            rest = one.into_inner();
+        }
+        (!gz.is_empty()).then_some(made)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(256))]
+        #[test]
+        fn any_bytes_are_inflated_as_by_another_decoder(
+            parts in prop::collection::vec((0u64..1000, 0usize..20_000, 1u64..=256, any::<bool>(), 0u32..=9), 1..4),
+            flips in prop::collection::vec((any::<prop::sample::Index>(), 1u8..=255), 0..3),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+            tail in prop::collection::vec(any::<u8>(), 0..6),
+        ) {
+            let mut gz = vec![];
+            for (seed, size, kinds, repeats, level) in parts {
+                let mut encoder = flate2::GzBuilder::new().write(&mut gz, flate2::Compression::new(level));
+                encoder.write_all(&material(seed, size, kinds, repeats)).unwrap();
+                encoder.finish().unwrap();
+            }
+            gz.extend(tail);
+            for (at, flip) in flips {
+                *at.get_mut(&mut gz[..]) ^= flip;
+            }
+            if let Some(cut) = cut {
+                gz.truncate(cut.index(gz.len()));
+            }
+            let limit = 1 << 17;
+            prop_assert_eq!(inflate(&gz, limit).ok().map(|b| b.to_vec()), as_another_decoder(&gz, limit));
+        }
     }
 }

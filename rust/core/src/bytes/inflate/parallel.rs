@@ -19,10 +19,10 @@ use std::sync::{Mutex, PoisonError};
 use crc32fast::Hasher;
 
 use super::blocks::{MARK, WINDOW, Warm, warm_up};
-use super::{Inflater, Outcome};
+use super::{Beside, Inflater, Outcome};
 use crate::bytes::decoded::Block;
-use crate::error::Result;
-use crate::par::pool::{self, Stop};
+use crate::error::{Kind, Result};
+use crate::par::pool::{self, Stop, Watch};
 
 /// Compressed bytes per stretch: small beside a cache, large beside what looking for a block costs.
 const STRETCH: usize = 3 << 20;
@@ -30,6 +30,9 @@ const STRETCH: usize = 3 << 20;
 const LOOK: usize = 256 << 10;
 /// Values inflated with marks, at most.
 const WARM: usize = 128 << 10;
+/// Work of looking for one beginning, in steps of [`warm_up`]: about 50 ms at most, and many times what files of usual encoders
+/// take. A file can be made so that every place looks like a beginning.
+const STEPS: u64 = 16 << 20;
 
 /// Files below this are not worth it.
 const WORTH: usize = 2 * STRETCH;
@@ -61,12 +64,10 @@ struct Ordered<'a> {
 pub struct Plan(Vec<Stretch>);
 
 /// Cuts a file of one member into stretches; `None` where it cannot be cut well, or is too small.
-pub fn plan(gz: &[u8]) -> Option<Plan> {
-    if gz.len() < WORTH {
-        return None;
-    }
-    let stretches = cut(&gz[..gz.len() - 8], body(gz)?);
-    (stretches.len() > 1).then_some(Plan(stretches))
+pub fn plan(gz: &[u8], watch: Watch<'_>) -> Result<Option<Plan>> {
+    let Some(body) = body(gz).filter(|_| gz.len() >= WORTH) else { return Ok(None) };
+    let stretches = cut(&gz[..gz.len() - 8], body, watch)?;
+    Ok((stretches.len() > 1).then_some(Plan(stretches)))
 }
 
 /// Inflates one member to `size` bytes, doing `beside` at the same time; `None` if this has to be done by one thread after
@@ -75,10 +76,11 @@ pub fn inflate(
     gz: &[u8],
     Plan(stretches): &Plan,
     size: u64,
-    beside: &(dyn Fn() -> Result<()> + Sync),
+    beside: Beside<'_>,
+    watch: Watch<'_>,
 ) -> Result<Option<Block>> {
     let Ok(mut out) = Block::new(size as usize) else {
-        beside()?;
+        beside(watch)?;
         return Ok(None);
     };
     let ordered = Mutex::new(Ordered {
@@ -92,8 +94,8 @@ pub fn inflate(
     });
     let spare: Mutex<Vec<Block>> = Mutex::default();
     let usual = (STRETCH as u64 * size / gz.len() as u64 * 5 / 4) as usize + (1 << 16);
-    let work = |part: usize, _: &Stop| -> Result<()> {
-        let Some(i) = part.checked_sub(1) else { return beside() };
+    let work = |part: usize, stop: &Stop| -> Result<()> {
+        let Some(i) = part.checked_sub(1) else { return beside(&mut || stop.is_set()) };
         if lock(&ordered).failed {
             return Ok(());
         }
@@ -121,7 +123,7 @@ pub fn inflate(
         }
         Ok(())
     };
-    pool::run(stretches.len() + 1, &work, &mut || false)?;
+    pool::run(stretches.len() + 1, &work, watch)?;
     let done = ordered.into_inner().unwrap_or_else(PoisonError::into_inner);
     let trailer: [u8; 8] = gz.last_chunk().copied().unwrap_or_default();
     let [a, b, c, d, ..] = trailer;
@@ -149,7 +151,7 @@ impl Ordered<'_> {
                 .iter()
                 .map(|v| if *v < MARK { Some(*v as u8) } else { self.window.get(usize::from(*v - MARK)).copied() })
                 .collect::<Option<_>>()?;
-            // A window that is not full yet was reached into by nobody: marks count from the oldest of 32 KiB.
+            // Marks count from the oldest byte of a whole window; before the first 32 KiB of the file they would mean other bytes.
             if self.window.len() < WINDOW {
                 return None;
             }
@@ -198,17 +200,17 @@ fn body(gz: &[u8]) -> Option<usize> {
 }
 
 /// Cuts the body into stretches whose beginnings could be found; nothing where most could not.
-fn cut(body: &[u8], first: usize) -> Vec<Stretch> {
+fn cut(body: &[u8], first: usize, watch: Watch<'_>) -> Result<Vec<Stretch>> {
     let count = (body.len() - first).div_ceil(STRETCH).max(1);
     let each = (body.len() - first) / count;
     let find = |i: usize| {
         let from = first + i * each;
-        warm_up(body, from as u64 * 8, (from + LOOK).min(body.len()) as u64 * 8, WARM)
+        warm_up(body, from as u64 * 8, (from + LOOK).min(body.len()) as u64 * 8, WARM, STEPS)
     };
     // Most files are of one kind throughout: of one that hides its blocks or never lets go of its window (text, stored
     // or fixed blocks), one look tells.
     let probe = count / 2;
-    let Some(middle) = (probe > 0).then(|| find(probe)).flatten() else { return vec![] };
+    let Some(middle) = (probe > 0).then(|| find(probe)).flatten() else { return Ok(vec![]) };
     let found: Vec<Mutex<Option<Warm>>> = (0..count).map(|_| Mutex::default()).collect();
     *lock(&found[probe]) = Some(middle);
     let look = |i: usize, _: &Stop| -> Result<()> {
@@ -217,8 +219,10 @@ fn cut(body: &[u8], first: usize) -> Vec<Stretch> {
         }
         Ok(())
     };
-    if pool::run(count, &look, &mut || false).is_err() || found.iter().filter(|f| lock(f).is_some()).count() < probe {
-        return vec![];
+    match pool::run(count, &look, watch) {
+        Err(error) if error.kind == Kind::Interrupted => return Err(error),
+        Ok(()) if found.iter().filter(|f| lock(f).is_some()).count() >= probe => {}
+        _ => return Ok(vec![]),
     }
     let mut stretches = vec![Stretch { begin: first as u64 * 8, end: 0, last: false, warm: None }];
     for warm in found.into_iter().filter_map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner)) {
@@ -231,7 +235,7 @@ fn cut(body: &[u8], first: usize) -> Vec<Stretch> {
         last.end = body.len() as u64 * 8;
         last.last = true;
     }
-    stretches
+    Ok(stretches)
 }
 
 /// Inflates a stretch: the block that holds it after its window, how many bytes those are, and their checksum.

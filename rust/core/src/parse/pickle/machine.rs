@@ -2,8 +2,8 @@
 //!
 //! A stock unpickler imports and calls whatever a file names; lists of allowed module *prefixes* are no help (through
 //! numpy's own modules everything can be reached, and from protocol 4 on a name may be a dotted path). Here a global is
-//! one of eight (module, name) pairs, compared whole, and each is nothing but a mark for what the next opcodes must look
-//! like. Memory is counted as it is taken and is at most a fixed amount and four times the input.
+//! one of the eleven (module, name) pairs in [`global`], compared whole, and each is nothing but a mark for what the next
+//! opcodes must look like. Memory is counted as it is taken and is at most a fixed amount and four times the input.
 //!
 //! Here is the stack and the opcodes; [`arrays`] is what calls may make, [`text`] what the old protocols write as text.
 
@@ -63,21 +63,38 @@ enum Cell {
     Shell,
 }
 
+impl<'a> Machine<'a> {
+    fn new(input: &'a [u8]) -> Machine<'a> {
+        Machine {
+            input,
+            pos: 0,
+            op_at: 0,
+            cells: vec![Cell::Value(Node::None), Cell::Value(Node::Bool(false)), Cell::Value(Node::Bool(true))],
+            own: vec![],
+            stack: vec![],
+            marks: vec![],
+            memo: HashMap::new(),
+            spent: 0,
+            allowed: MEMORY.saturating_add(input.len().saturating_mul(4)),
+            needs: 0,
+        }
+    }
+}
+
+/// Bytes that a pickle has at least if it begins with these: more than are here if a value goes on beyond them. An error where
+/// no pickle begins like that.
+pub fn least(front: &[u8]) -> Result<u64> {
+    let mut machine = Machine::new(front);
+    match machine.run() {
+        Ok(_) => Ok(machine.pos as u64),
+        Err(error) if error.kind == Kind::Truncated => Ok(machine.needs.max(front.len() as u64)),
+        Err(error) => Err(error),
+    }
+}
+
 /// Parses the first pickle in `input`; what follows its STOP is ignored, as Python does.
 pub fn parse(input: &[u8]) -> Result<Tree> {
-    let allowed = MEMORY.saturating_add(input.len().saturating_mul(4));
-    let mut machine = Machine {
-        input,
-        pos: 0,
-        op_at: 0,
-        cells: vec![Cell::Value(Node::None), Cell::Value(Node::Bool(false)), Cell::Value(Node::Bool(true))],
-        own: vec![],
-        stack: vec![],
-        marks: vec![],
-        memo: HashMap::new(),
-        spent: 0,
-        allowed,
-    };
+    let mut machine = Machine::new(input);
     let root = machine.run()?;
     let nodes = machine
         .cells
@@ -102,6 +119,8 @@ struct Machine<'a> {
     memo: HashMap<u32, Id>,
     spent: usize,
     allowed: usize,
+    /// Where the value ends that is longer than the input, if there is one.
+    needs: u64,
 }
 
 const NONE: Id = 0;
@@ -131,6 +150,7 @@ impl Machine<'_> {
     fn take(&mut self, n: usize) -> Result<Range<usize>> {
         let end = self.pos.checked_add(n).filter(|end| *end <= self.input.len());
         let Some(end) = end else {
+            self.needs = (self.pos as u64).saturating_add(n as u64);
             return Err(self.error(
                 Kind::Truncated,
                 format!(
@@ -156,6 +176,7 @@ impl Machine<'_> {
         let n = u64::from_le_bytes(self.bytes()?);
         let left = (self.input.len() - self.pos) as u64;
         if n > left {
+            self.needs = (self.pos as u64).saturating_add(n);
             return Err(self.error(Kind::Truncated, format!("a length of {n} bytes, with {left} left in the pickle")));
         }
         Ok(n as usize)
@@ -487,7 +508,8 @@ impl Machine<'_> {
 
     fn put(&mut self, number: u32) -> Result<()> {
         let id = self.top()?;
-        self.spend(4 * size_of::<Id>())?;
+        // A hash table doubles, and has both sizes while it does.
+        self.spend(4 * size_of::<(u32, Id)>())?;
         self.memo.insert(number, id);
         Ok(())
     }

@@ -70,6 +70,9 @@ pub struct Array {
     pub shape: Vec<u64>,
     /// Whether the first axis varies fastest.
     pub fortran: bool,
+    /// Whether it was made over a buffer (`_frombuffer`, protocol 5), and so has the byte order that the buffer has; an array that
+    /// BUILD fills is in the reader's own byte order.
+    pub over_buffer: bool,
     /// Its bytes.
     pub data: Blob,
 }

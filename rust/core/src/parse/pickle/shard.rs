@@ -1,66 +1,150 @@
 //! What a shard of activations may hold: `{"layer_15": [{"sample_idx", "activation", "shape", "text_preview", "metadata"}]}`.
 //!
+//! A pickle can hold one value in many places, so what is walked can be far larger than the file: each list and each sample is
+//! looked at once, however often it stands there, and the memory of what is found is counted against the bytes of the file.
+//!
 //! Source: the published text "Activation Shard Format Specification", Shard Files.
+
+use std::collections::{HashMap, HashSet};
 
 use super::{Array, Id, Node, Tree};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 
+/// Memory that an index may take: this, and four times the input.
+const MEMORY: usize = 8 << 20;
+/// What is counted for a sample, for its place in a list, and for its place in a layer: what the index and a table of it take.
+const PER_SAMPLE: usize = 160;
+const PER_PLACE: usize = 64;
+const PER_LAYER: usize = 32;
+/// Longer keys name no layer.
+const LONGEST_KEY: u64 = 32;
+
 /// One sample's activations in one layer.
-#[derive(Clone, Debug)]
-pub struct Item {
+#[derive(Clone, Copy, Debug)]
+pub struct Item<'t> {
     /// `sample_idx`.
     pub sample: i64,
     /// `activation`: two axes, of a floating type.
-    pub array: Array,
+    pub array: &'t Array,
     /// The whole item, for its texts and metadata.
     pub at: Id,
 }
 
-/// A layer's samples, in the file's order.
+/// The layers of a shard, in the order in which a dict has them.
 #[derive(Clone, Debug)]
-pub struct Layer {
-    /// The layer's name.
-    pub layer: i64,
-    /// Its samples.
-    pub items: Vec<Item>,
+pub struct Layers<'t> {
+    /// Lists of samples, in the file's order. Several layers may have one list.
+    pub lists: Vec<Vec<Item<'t>>>,
+    /// The layers' names, and the position of each one's list.
+    pub named: Vec<(i64, usize)>,
 }
 
-/// The layers of a shard, in the file's order.
-pub fn layers(tree: &Tree, input: &[u8]) -> Result<Vec<Layer>> {
+/// Counts memory.
+struct Account {
+    spent: usize,
+    allowed: usize,
+}
+
+impl Account {
+    fn spend(&mut self, bytes: usize) -> Result<()> {
+        self.spent = self.spent.saturating_add(bytes);
+        if self.spent <= self.allowed {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::Format,
+            format!(
+                "an index of its samples takes more than {} bytes: lists are shared between more layers than a file of this size may have",
+                self.allowed
+            ),
+        ))
+    }
+}
+
+/// The layers of a shard. Where the layers that it may have are `listed`, another is refused before its samples are looked at.
+pub fn layers<'t>(tree: &'t Tree, input: &[u8], listed: Option<&[i64]>) -> Result<Layers<'t>> {
     let refuse = |what: String| Error::new(Kind::Format, what);
+    let mut account = Account { spent: 0, allowed: MEMORY.saturating_add(input.len().saturating_mul(4)) };
     let Node::Dict(top) = tree.node(tree.root()) else {
         return Err(refuse(format!("expected a dict of layers, found {}", kind_of(tree.node(tree.root())))));
     };
-    let mut found: Vec<Layer> = vec![];
+    // A key that stands twice has the place of the first and the value of the last, as in Python.
+    let allowed: Option<HashSet<i64>> = listed.map(|listed| listed.iter().copied().collect());
+    let mut order: Vec<(i64, Id)> = vec![];
+    let mut places: HashMap<i64, usize> = HashMap::new();
     for (key, value) in top {
-        let key = match tree.node(*key) {
-            Node::Str(blob) => String::from_utf8_lossy(tree.bytes(input, blob)).into_owned(),
-            other => return Err(refuse(format!("expected keys such as 'layer_15', found {}", kind_of(other)))),
-        };
-        let layer = layer_of(&key).ok_or_else(|| {
-            refuse(format!("expected keys such as 'layer_15', found '{}'", key.chars().take(40).collect::<String>()))
-        })?;
-        let Node::List(list) = tree.node(*value) else {
-            return Err(refuse(format!("'{key}': expected a list of samples, found {}", kind_of(tree.node(*value)))));
-        };
-        let mut items = Vec::with_capacity(list.len());
-        let mut seen = std::collections::HashSet::with_capacity(list.len());
-        for (i, id) in list.iter().enumerate() {
-            let item = item(tree, input, *id).map_err(|mut e| {
-                e.detail = format!("'{key}'[{i}]: {}", e.detail);
-                e
-            })?;
-            if !seen.insert(item.sample) {
-                return Err(refuse(format!("'{key}'[{i}]: sample_idx {} is there twice", item.sample)));
-            }
-            items.push(item);
+        let layer = layer_of_key(tree, input, *key)?;
+        if let Some(place) = places.get(&layer) {
+            order[*place].1 = *value;
+            continue;
         }
-        // A key that stands twice: the last counts, as in Python.
-        found.retain(|l| l.layer != layer);
-        found.push(Layer { layer, items });
+        if allowed.as_ref().is_some_and(|allowed| !allowed.contains(&layer)) {
+            let listed = listed.unwrap_or_default();
+            return Err(refuse(format!("holds layer {layer}, metadata.json lists {} for it", shown(listed))));
+        }
+        account.spend(PER_PLACE)?;
+        places.insert(layer, order.len());
+        order.push((layer, *value));
+    }
+    let mut found = Layers { lists: vec![], named: Vec::with_capacity(order.len()) };
+    let mut lists: HashMap<Id, usize> = HashMap::new();
+    let mut items: HashMap<Id, Item<'t>> = HashMap::new();
+    for (layer, value) in order {
+        let Node::List(list) = tree.node(value) else {
+            let kind = kind_of(tree.node(value));
+            return Err(refuse(format!("'layer_{layer}': expected a list of samples, found {kind}")));
+        };
+        account.spend(list.len().saturating_mul(PER_LAYER))?;
+        if let Some(known) = lists.get(&value) {
+            found.named.push((layer, *known));
+            continue;
+        }
+        let mut these = Vec::new();
+        let mut seen = HashSet::new();
+        for (i, id) in list.iter().enumerate() {
+            account.spend(PER_PLACE)?;
+            let item = match items.get(id) {
+                Some(item) => *item,
+                None => {
+                    account.spend(PER_SAMPLE)?;
+                    let item = item(tree, input, *id).map_err(|mut e| {
+                        e.detail = format!("'layer_{layer}'[{i}]: {}", e.detail);
+                        e
+                    })?;
+                    items.insert(*id, item);
+                    item
+                }
+            };
+            if !seen.insert(item.sample) {
+                return Err(refuse(format!("'layer_{layer}'[{i}]: sample_idx {} is there twice", item.sample)));
+            }
+            these.push(item);
+        }
+        lists.insert(value, found.lists.len());
+        found.named.push((layer, found.lists.len()));
+        found.lists.push(these);
     }
     Ok(found)
+}
+
+/// Names of layers, at most a dozen.
+fn shown(listed: &[i64]) -> String {
+    if listed.len() <= 12 {
+        format!("{listed:?}")
+    } else {
+        format!("{:?} and {} more", &listed[..12], listed.len() - 12)
+    }
+}
+
+fn layer_of_key(tree: &Tree, input: &[u8], key: Id) -> Result<i64> {
+    let refuse = |found: String| Error::new(Kind::Format, format!("expected keys such as 'layer_15', found {found}"));
+    let Node::Str(blob) = tree.node(key) else { return Err(refuse(kind_of(tree.node(key)).to_string())) };
+    let bytes = tree.bytes(input, blob);
+    // One text can be the key of many items: long ones are not looked at.
+    let text = || String::from_utf8_lossy(&bytes[..bytes.len().min(160)]).chars().take(40).collect::<String>();
+    let name = std::str::from_utf8(bytes.get(..bytes.len().min(LONGEST_KEY as usize + 1)).unwrap_or_default()).ok();
+    name.filter(|_| blob.len() <= LONGEST_KEY).and_then(layer_of).ok_or_else(|| refuse(format!("'{}'", text())))
 }
 
 fn layer_of(key: &str) -> Option<i64> {
@@ -73,7 +157,7 @@ fn layer_of(key: &str) -> Option<i64> {
     if plain { number.parse().ok() } else { None }
 }
 
-fn item(tree: &Tree, input: &[u8], id: Id) -> Result<Item> {
+fn item<'t>(tree: &'t Tree, input: &[u8], id: Id) -> Result<Item<'t>> {
     let refuse = |what: String| Error::new(Kind::Format, what);
     let Node::Dict(fields) = tree.node(id) else {
         return Err(refuse(format!("expected a dict, found {}", kind_of(tree.node(id)))));
@@ -116,7 +200,7 @@ fn item(tree: &Tree, input: &[u8], id: Id) -> Result<Item> {
             return Err(refuse(format!("'shape': says {said}, the array has {:?}", array.shape)));
         }
     }
-    Ok(Item { sample, array: (**array).clone(), at: id })
+    Ok(Item { sample, array, at: id })
 }
 
 /// What a value is, in words.

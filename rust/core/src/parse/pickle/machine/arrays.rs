@@ -38,7 +38,7 @@ impl Machine<'_> {
                     Some(b"F") => true,
                     _ => return Err(self.malformed("expected the order 'C' or 'F'")),
                 };
-                let array = self.array(shape, element, fortran, buffer)?;
+                let array = self.array(shape, element, fortran, buffer, true)?;
                 self.push_node(array)
             }
             (Global::Dtype, [code, ..]) if arguments.len() <= 3 => {
@@ -85,7 +85,7 @@ impl Machine<'_> {
                 if !matches!(self.node(version), Some(Node::Int(_))) {
                     return Err(self.malformed("an array state without a version"));
                 }
-                self.array(shape, element, fortran, data)?
+                self.array(shape, element, fortran, data, false)?
             }
             (Some(Cell::Value(Node::Element(element))), &[version, order, subtype, names, fields, ..])
                 if (8..=9).contains(&state.len()) =>
@@ -162,7 +162,7 @@ impl Machine<'_> {
         }
     }
 
-    fn array(&mut self, shape: Id, element: Id, fortran: bool, data: Id) -> Result<Node> {
+    fn array(&mut self, shape: Id, element: Id, fortran: bool, data: Id, over_buffer: bool) -> Result<Node> {
         let shape = self.dims(shape)?;
         let Some(Node::Element(element)) = self.node(element) else {
             return Err(self.malformed("an array whose element type is none"));
@@ -181,6 +181,6 @@ impl Machine<'_> {
             )));
         }
         self.spend(size_of::<Array>() + shape.len() * 8)?;
-        Ok(Node::Array(Box::new(Array { element, shape, fortran, data })))
+        Ok(Node::Array(Box::new(Array { element, shape, fortran, over_buffer, data })))
     }
 }

@@ -1,0 +1,229 @@
+//! What is inside a shard: its samples, and where each array's rows lie.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use super::ShardSpec;
+use crate::bytes::decoded::Block;
+use crate::dtype::DType;
+use crate::error::{Error, Kind, Result};
+use crate::parse::pickle::Tree;
+use crate::parse::pickle::shard::{Item, layers};
+
+/// Types that an array may have. Rows of one type are read together, each by a cast of its own.
+pub const TYPES: [DType; 3] = [DType::F16, DType::F32, DType::F64];
+
+/// The position of a type among [`TYPES`].
+pub(super) fn class_of(dtype: DType) -> Option<usize> {
+    TYPES.iter().position(|t| *t == dtype)
+}
+
+/// Where one sample's rows of one layer lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Spot {
+    pub offset: u64,
+    pub tokens: u32,
+    /// Position of its type among [`TYPES`].
+    pub class: u8,
+    /// Among the byte-swapped and reordered copies.
+    pub aside: bool,
+}
+
+/// The samples of a layer.
+#[derive(Debug, PartialEq, Eq)]
+struct List {
+    spots: Vec<Spot>,
+    /// The sample of each spot, ascending; `None` where spot `i` is sample `i`.
+    samples: Option<Vec<u32>>,
+}
+
+impl List {
+    fn get(&self, sample: usize) -> Option<Spot> {
+        let at = match &self.samples {
+            None => sample,
+            Some(samples) => samples.binary_search(&u32::try_from(sample).ok()?).ok()?,
+        };
+        self.spots.get(at).copied()
+    }
+}
+
+/// What is inside a shard.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Index {
+    pub(super) width: u64,
+    /// The type of the first array, as a position among [`TYPES`], and a bit for each type that occurs.
+    first: u8,
+    types: u8,
+    /// Samples in the order in which they first appear.
+    pub(super) samples: Vec<i64>,
+    /// Several groups may have one.
+    lists: Vec<List>,
+    /// The list of each group that the shard has.
+    of_group: HashMap<usize, usize>,
+    /// Bytes that have to be in memory for rows to be read.
+    pub(super) decoded: u64,
+    pub(super) aside: u64,
+    /// Bytes of the file when it was looked into, or of what it inflates to.
+    pub(super) len: u64,
+}
+
+impl Index {
+    /// `sample_idx` of each sample.
+    pub fn samples(&self) -> &[i64] {
+        &self.samples
+    }
+
+    /// Elements per row, and the type of the first array; `None` for a shard without arrays.
+    pub fn row(&self) -> Option<(u64, DType)> {
+        (self.types > 0).then(|| (self.width, TYPES[usize::from(self.first)]))
+    }
+
+    /// A bit for each type that occurs.
+    pub(super) fn types(&self) -> u8 {
+        self.types
+    }
+
+    /// Where a sample's rows of a group lie, if it has the group.
+    pub(super) fn spot(&self, group: usize, sample: usize) -> Option<Spot> {
+        self.lists[*self.of_group.get(&group)?].get(sample)
+    }
+
+    /// Checks what a shard holds against what the metadata list, and finds every array. `groups` are the dataset's layers by
+    /// name. Given back with the index: copies of arrays whose bytes do not lie in C order and in this machine's byte order.
+    pub(super) fn build(
+        spec: &ShardSpec,
+        groups: &HashMap<i64, usize>,
+        tree: &Tree,
+        input: &[u8],
+        in_memory: bool,
+    ) -> Result<(Index, Option<Arc<Block>>)> {
+        let refuse = |what: String| Err(Error::new(Kind::Format, what));
+        let found = layers(tree, input, Some(&spec.layers))?;
+        let mut made = Building {
+            spec,
+            tree,
+            input,
+            local: HashMap::new(),
+            aside: vec![],
+            here: false,
+            moved: HashMap::new(),
+            index: Index {
+                width: 0,
+                first: 0,
+                types: 0,
+                samples: vec![],
+                lists: Vec::with_capacity(found.lists.len()),
+                of_group: HashMap::new(),
+                decoded: 0,
+                aside: 0,
+                len: input.len() as u64,
+            },
+        };
+        for items in &found.lists {
+            let list = made.list(items)?;
+            made.index.lists.push(list);
+        }
+        let Building { mut index, aside, here, .. } = made;
+        for (layer, list) in &found.named {
+            let Some(group) = groups.get(layer) else {
+                return Err(Error::new(Kind::Internal, format!("layer {layer} is none of the dataset's")));
+            };
+            index.of_group.insert(*group, *list);
+        }
+        if index.samples.len() as u64 != spec.samples {
+            return refuse(format!("holds {} samples, metadata.json says {}", index.samples.len(), spec.samples));
+        }
+        index.decoded = if in_memory && here { index.len } else { 0 };
+        index.aside = aside.len() as u64;
+        Ok((index, (!aside.is_empty()).then(|| Arc::new(Block::from(aside)))))
+    }
+}
+
+struct Building<'a> {
+    spec: &'a ShardSpec,
+    tree: &'a Tree,
+    input: &'a [u8],
+    /// Positions of samples by `sample_idx`.
+    local: HashMap<i64, usize>,
+    aside: Vec<u8>,
+    /// Whether an array with rows lies in the input as it is.
+    here: bool,
+    /// Copies made, by everything that decides what a copy holds: an array that several items share is copied once.
+    moved: HashMap<(u64, DType, bool, bool, Vec<u64>), u64>,
+    index: Index,
+}
+
+impl Building<'_> {
+    fn list(&mut self, items: &[Item<'_>]) -> Result<List> {
+        let refuse = |what: String| Err(Error::new(Kind::Format, what));
+        let mut placed: Vec<(u32, Spot)> = Vec::with_capacity(items.len());
+        for item in items {
+            let next = self.index.samples.len();
+            let at = *self.local.entry(item.sample).or_insert(next);
+            if at == next {
+                let (first, last) = self.spec.ids;
+                if !(first..=last).contains(&item.sample) {
+                    return refuse(format!(
+                        "holds sample_idx {}, metadata.json gives it {first} to {last}",
+                        item.sample
+                    ));
+                }
+                self.index.samples.push(item.sample);
+            }
+            let at = u32::try_from(at).map_err(|_| Error::new(Kind::Unsupported, "2^32 samples in one shard"))?;
+            placed.push((at, self.spot(item)?));
+        }
+        placed.sort_unstable_by_key(|(at, _)| *at);
+        let in_order = placed.iter().enumerate().all(|(i, (at, _))| i == *at as usize);
+        Ok(List {
+            samples: (!in_order).then(|| placed.iter().map(|(at, _)| *at).collect()),
+            spots: placed.into_iter().map(|(_, spot)| spot).collect(),
+        })
+    }
+
+    fn spot(&mut self, item: &Item<'_>) -> Result<Spot> {
+        let array = item.array;
+        let [tokens, width] = array.shape[..] else {
+            return Err(Error::new(Kind::Internal, "an array that has not two axes"));
+        };
+        let dtype = array.element.dtype;
+        let Some(class) = class_of(dtype) else {
+            return Err(Error::new(Kind::Internal, format!("an array of {}", dtype.name())));
+        };
+        if self.index.types == 0 {
+            (self.index.width, self.index.first) = (width, class as u8);
+        } else if width != self.index.width {
+            return Err(Error::new(
+                Kind::Format,
+                format!(
+                    "sample_idx {}: an array {width} wide, those before it are {} wide",
+                    item.sample, self.index.width
+                ),
+            ));
+        }
+        self.index.types |= 1 << class;
+        let tokens = u32::try_from(tokens)
+            .map_err(|_| Error::new(Kind::Unsupported, format!("{tokens} tokens in one sample")))?;
+        let class = class as u8;
+        if let Some(range) = array.in_place() {
+            self.here |= tokens > 0;
+            return Ok(Spot { offset: range.start as u64, tokens, class, aside: false });
+        }
+        let bytes = self.tree.bytes(self.input, &array.data);
+        let key = (bytes.as_ptr() as u64, dtype, array.element.swapped, array.fortran, array.shape.clone());
+        if let Some(offset) = self.moved.get(&key) {
+            return Ok(Spot { offset: *offset, tokens, class, aside: true });
+        }
+        // Bytes can be shared by arrays of several orders and types, each a copy of its own.
+        if self.aside.len() + bytes.len() > self.input.len().saturating_mul(2) {
+            return Err(Error::new(
+                Kind::Format,
+                format!("copies of its arrays take more than twice the {} bytes that they lie in", self.input.len()),
+            ));
+        }
+        let offset = self.aside.len() as u64;
+        self.tree.materialise(self.input, array, &mut self.aside)?;
+        self.moved.insert(key, offset);
+        Ok(Spot { offset, tokens, class, aside: true })
+    }
+}

@@ -1,0 +1,276 @@
+//! Shards that have been looked into, as a layout and its files.
+//!
+//! Rows of different types are read in turns, one type at a time: to a gather, the rows of each type are in files of their own.
+//! File `c * 2 n + 2 s + a`, of `n` shards, holds the rows of type `c` ([`TYPES`]) in shard `s`: those in its own bytes (`a` = 0)
+//! or in the byte-swapped and reordered copies (`a` = 1). Addresses are bytes.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::index::{Index, Spot, TYPES};
+use super::{Loaded, Shards};
+use crate::bytes::decoded::Block;
+use crate::bytes::{Body, Files, Io, OpenFile, Place, Row, View, map_or_read, open_regular};
+use crate::dtype::DType;
+use crate::error::{Error, Kind, Result};
+use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
+use crate::par::gather::Ints;
+use crate::par::pool::Watch;
+
+/// Shards that have been looked into, and those whose decoded bytes are held for now.
+pub struct Prepared<'a> {
+    shards: &'a Shards,
+    indexes: BTreeMap<usize, Arc<Index>>,
+    pinned: HashMap<u64, Arc<Block>>,
+    /// The type whose rows are read now, as a position among [`TYPES`].
+    class: usize,
+}
+
+impl<'a> Prepared<'a> {
+    pub(super) fn new(shards: &'a Shards, indexes: BTreeMap<usize, Arc<Index>>) -> Prepared<'a> {
+        Prepared { shards, indexes, pinned: HashMap::new(), class: shards.class() }
+    }
+
+    /// Types of arrays in the prepared shards, as positions among [`TYPES`].
+    pub fn classes(&self) -> Vec<usize> {
+        let types = self.indexes.values().fold(0, |all, index| all | index.types());
+        (0..TYPES.len()).filter(|class| types & 1 << class != 0).collect()
+    }
+
+    /// Rows of this type are read from now on. Returns the type.
+    pub fn select(&mut self, class: usize) -> DType {
+        self.class = class;
+        TYPES[class]
+    }
+
+    /// The files of a wave that hold rows of the selected type.
+    pub fn only(&self, wave: &Range<u64>) -> Range<u64> {
+        let first = self.class as u64 * self.shards.files_per_class();
+        first + wave.start..first + wave.end
+    }
+
+    /// Refuses rows of other types than the dataset's: they are read as a type that the caller names.
+    pub fn check_types(&self, groups: Ints<'_>, examples: impl Iterator<Item = i64>) -> Result<()> {
+        for (item, example) in examples.enumerate() {
+            let group = usize::try_from(groups.get(item)).unwrap_or(usize::MAX);
+            let example = check_example(example, self.examples())?;
+            if let Ok((_, spot)) = self.spot(group, example) {
+                self.check_type(example, spot)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The type of an example's rows.
+    pub fn type_of(&self, group: usize, example: i64) -> Result<DType> {
+        let (_, spot) = self.spot(group, check_example(example, self.examples())?)?;
+        Ok(TYPES[usize::from(spot.class)])
+    }
+
+    fn check_type(&self, example: u64, spot: Spot) -> Result<()> {
+        if usize::from(spot.class) == self.shards.class() || spot.tokens == 0 {
+            return Ok(());
+        }
+        let name = |class: usize| TYPES[class].numpy_name().unwrap_or(TYPES[class].name());
+        let s = self.shards.shard_of(example);
+        Err(Error::new(
+            Kind::DType,
+            format!(
+                "example {example} is stored as {}, the dataset's first array as {}: read with dtype=, such as dtype=\"float32\"",
+                name(usize::from(spot.class)),
+                name(self.shards.class())
+            ),
+        )
+        .at(&self.shards.specs()[s].path))
+    }
+
+    /// Cuts the prepared shards into ranges of files whose decoded bytes fit the budget together.
+    pub fn waves(&self) -> Vec<Range<u64>> {
+        let mut waves: Vec<Range<u64>> = vec![];
+        let mut held = 0u64;
+        for (s, index) in &self.indexes {
+            let (first, bytes) = (2 * *s as u64, index.decoded + index.aside);
+            match waves.last_mut() {
+                Some(wave) if held + bytes <= self.shards.decoded_budget() => {
+                    wave.end = first + 2;
+                    held += bytes;
+                }
+                _ => {
+                    waves.push(first..first + 2);
+                    held = bytes;
+                }
+            }
+        }
+        // Backwards: what was looked into last is still there.
+        waves.reverse();
+        waves
+    }
+
+    /// Holds the decoded bytes of the shards in a wave, and no others.
+    pub fn hold(&mut self, wave: &Range<u64>, watch: Watch<'_>) -> Result<()> {
+        self.pinned.clear();
+        let which: Vec<usize> = self
+            .indexes
+            .range((wave.start / 2) as usize..(wave.end / 2) as usize)
+            .filter(|(_, index)| index.decoded + index.aside > 0)
+            .map(|(s, _)| *s)
+            .collect();
+        for some in which.chunks(self.shards.at_once(&which).max(1)) {
+            for (s, Loaded { main, aside, .. }) in some.iter().zip(self.shards.load_all(some, watch)?) {
+                let first = 2 * *s as u64;
+                self.pinned.extend(main.map(|main| (first, main)));
+                self.pinned.extend(aside.map(|aside| (first + 1, aside)));
+            }
+        }
+        Ok(())
+    }
+
+    /// The rows of a run in place, of a mapped file.
+    pub fn view(&self, at: Address, rows: u64) -> Result<Option<View>> {
+        let (s, aside) = self.shard_at(at.file);
+        let mapped = !aside && self.indexes.get(&s).is_some_and(|index| index.decoded == 0);
+        if !mapped || self.shards.io == Io::Pread {
+            return Ok(None);
+        }
+        View::of(&*self.get(at.file)?, at.row, rows, self.row().bytes)
+    }
+
+    /// `sample_idx` of every example prepared, in order.
+    pub fn samples(&self) -> impl Iterator<Item = i64> {
+        self.indexes.values().flat_map(|index| index.samples.iter().copied())
+    }
+
+    /// Tokens of an example in the first group that holds it.
+    pub fn tokens_anywhere(&self, example: u64) -> u64 {
+        (0..self.groups()).find_map(|g| self.find(g, example)).map_or(0, |spot| u64::from(spot.tokens))
+    }
+
+    fn shard_at(&self, file: u64) -> (usize, bool) {
+        let file = file % self.shards.files_per_class();
+        ((file / 2) as usize, !file.is_multiple_of(2))
+    }
+
+    fn find(&self, group: usize, example: u64) -> Option<Spot> {
+        let s = self.shards.shard_of(example);
+        self.indexes.get(&s)?.spot(group, (example - self.shards.first(s)) as usize)
+    }
+
+    fn spot(&self, group: usize, example: u64) -> Result<(usize, Spot)> {
+        check_group(group, self.groups())?;
+        let s = self.shards.shard_of(example);
+        let local = (example - self.shards.first(s)) as usize;
+        let Some(index) = self.indexes.get(&s) else {
+            // Indices are read twice, to prepare their shards and to read their rows.
+            return Err(Error::new(
+                Kind::Argument,
+                format!(
+                    "example {example} was another when the read began: the array of indices was written to meanwhile"
+                ),
+            ));
+        };
+        match index.spot(group, local) {
+            Some(spot) => Ok((s, spot)),
+            None => {
+                let sample = index.samples.get(local).copied().unwrap_or(-1);
+                let layers = self.shards.layers();
+                let has = |(g, layer): (usize, &i64)| index.spot(g, local).map(|_| *layer);
+                let mut held: Vec<i64> = layers.iter().enumerate().filter_map(has).collect();
+                held.sort_unstable();
+                Err(Error::new(
+                    Kind::NotStored,
+                    format!("example {example} (sample_idx {sample}) has no layer {}; it has {held:?}", layers[group]),
+                )
+                .at(&self.shards.specs()[s].path))
+            }
+        }
+    }
+
+    fn address(&self, s: usize, spot: Spot, token: u64) -> Address {
+        let class = usize::from(spot.class);
+        let file = class as u64 * self.shards.files_per_class() + 2 * s as u64 + u64::from(spot.aside);
+        Address { file, row: spot.offset + token * self.shards.row_of(class).bytes as u64 }
+    }
+
+    /// Rows may lie anywhere.
+    fn place(&self, class: usize, len: u64) -> Place {
+        let bytes = self.shards.row_of(class).bytes;
+        Place { start: 0, end: len, unit: 1, step: bytes as u64, used: bytes, column: 0, swapped: false }
+    }
+}
+
+impl Layout for Prepared<'_> {
+    fn groups(&self) -> usize {
+        self.shards.groups()
+    }
+
+    fn examples(&self) -> u64 {
+        self.shards.examples()
+    }
+
+    fn tokens(&self, group: usize, example: u64) -> u64 {
+        self.find(group, example).map_or(0, |spot| u64::from(spot.tokens))
+    }
+
+    #[inline]
+    fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address> {
+        let example = check_example(example, self.examples())?;
+        let (s, spot) = self.spot(group, example)?;
+        let token = check_token(token, u64::from(spot.tokens), example)?;
+        Ok(self.address(s, spot, token))
+    }
+
+    fn last(&self, group: usize, example: i64) -> Result<Address> {
+        self.locate(group, example, -1)
+    }
+
+    fn runs(&self, group: usize, example: i64, each: &mut dyn FnMut(Run)) -> Result<()> {
+        let example = check_example(example, self.examples())?;
+        let (s, spot) = self.spot(group, example)?;
+        if spot.tokens > 0 {
+            each(Run { at: self.address(s, spot, 0), rows: u64::from(spot.tokens) });
+        }
+        Ok(())
+    }
+}
+
+impl Files for Prepared<'_> {
+    fn row(&self) -> Row {
+        self.shards.row_of(self.class)
+    }
+
+    fn stride(&self, file: u64) -> u64 {
+        self.shards.row_of((file / self.shards.files_per_class()) as usize).bytes as u64
+    }
+
+    fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
+        let class = (file / self.shards.files_per_class()) as usize;
+        let (s, aside) = self.shard_at(file);
+        let spec = &self.shards.specs()[s];
+        if let Some(block) = self.pinned.get(&(2 * s as u64 + u64::from(aside))) {
+            let len = block.len() as u64;
+            let file = OpenFile::new(spec.path.clone(), Body::Memory(Arc::clone(block)), len, self.place(class, len));
+            return Ok(Arc::new(file));
+        }
+        let Some(index) = self.indexes.get(&s).filter(|index| !aside && index.decoded == 0) else {
+            return Err(Error::new(Kind::Internal, "decoded bytes that are not held").at(&spec.path));
+        };
+        self.shards.slots.get(file, || {
+            let (descriptor, len) = open_regular(&spec.path)?;
+            if len < index.len {
+                return Err(Error::new(
+                    Kind::Truncated,
+                    format!(
+                        "was truncated after it was indexed: expected {} bytes, found {len}; reopen the dataset",
+                        index.len
+                    ),
+                )
+                .at(&spec.path)
+                .byte(len));
+            }
+            self.shards.check_same(s, &descriptor)?;
+            let body = map_or_read(descriptor, &spec.path, len, self.shards.io)?;
+            Ok(OpenFile::new(spec.path.clone(), body, len, self.place(class, len)))
+        })
+    }
+}

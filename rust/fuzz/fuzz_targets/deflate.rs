@@ -1,0 +1,70 @@
+//! Any bytes: our inflating of gzip files gives what another decoder (zlib-rs) gives, or both refuse; and what is inflated from
+//! the middle of deflate data, without what came before, is what stands there.
+#![no_main]
+
+use std::io::{Read, Write};
+
+use actshard_core::bytes::inflate::{self, blocks};
+use libfuzzer_sys::fuzz_target;
+
+const LIMIT: u64 = 4 << 20;
+
+/// All members, as Python reads them: zeros may follow the last.
+fn another(gz: &[u8]) -> Option<Vec<u8>> {
+    let (mut rest, mut made) = (gz, vec![]);
+    while !rest.is_empty() {
+        if rest.len() < gz.len() && rest.iter().all(|b| *b == 0) {
+            break;
+        }
+        let mut one = flate2::bufread::GzDecoder::new(rest);
+        (&mut one).take(LIMIT + 1).read_to_end(&mut made).ok()?;
+        if made.len() as u64 > LIMIT {
+            return None;
+        }
+        rest = one.into_inner();
+    }
+    (!gz.is_empty()).then_some(made)
+}
+
+/// libdeflate and zlib differ on headers that no encoder writes (reserved flags, a wrong checksum of the header).
+fn usual_headers(gz: &[u8]) -> bool {
+    gz.len() > 3 && gz[3] & 0xe2 == 0
+}
+
+fn same(gz: &[u8]) {
+    let ours = inflate::inflate(gz, LIMIT);
+    if let Err(error) = &ours {
+        assert!(!error.to_string().contains(['\n', '\r']), "{error:?}");
+    }
+    if let (Some(theirs), true) = (another(gz), usual_headers(gz)) {
+        if let Ok(ours) = &ours {
+            assert!(ours[..] == theirs[..]);
+        }
+    } else if let Ok(ours) = ours {
+        // What only we read was read by its checksum.
+        assert!(ours.len() as u64 <= LIMIT);
+    }
+    assert!(inflate::front(gz, 1000).len() <= 1000);
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    same(bytes);
+    let Some((&level, data)) = bytes.split_first() else { return };
+    let mut encoder = flate2::GzBuilder::new().write(vec![], flate2::Compression::new(u32::from(level % 10)));
+    encoder.write_all(data).expect("a vector");
+    let gz = encoder.finish().expect("a vector");
+    let ours = inflate::inflate(&gz, LIMIT).expect("what an encoder wrote");
+    assert!(ours[..] == *data);
+    // The body begins behind ten bytes of header: a block that is found there is one, and its values are those of the data.
+    let body = &gz[10..gz.len() - 8];
+    for deflated in [body, bytes] {
+        let Some(warm) = blocks::warm_up(deflated, 0, deflated.len() as u64 * 8, 128 << 10, 1 << 20) else { continue };
+        assert!(warm.begin < warm.end && warm.end <= deflated.len() as u64 * 8);
+        assert!(warm.values.len() <= (128 << 10) + (64 << 10) + 258);
+        let window = &warm.values[warm.values.len() - blocks::WINDOW..];
+        assert!(window.iter().all(|v| *v < blocks::MARK), "a window that is not known");
+        if std::ptr::eq(deflated, body) && warm.begin == 0 {
+            assert!(warm.values.iter().zip(data).all(|(v, b)| *v == u16::from(*b)), "other values than were deflated");
+        }
+    }
+});

@@ -1,0 +1,44 @@
+"""Hostile pickles are refused with an ActshardError or read right, in little memory: the golden ones and our own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import GOLDEN
+from torture import hostile_pickles
+from torture.budget import TORTURE
+
+MEMORY = 64 << 20
+
+
+def test_hostile_pickles_are_refused_or_read_in_little_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = hostile_pickles.cases()
+    assert len(made) >= 20
+    for name, make in made.items():
+        make(tmp_path / name)
+    shutil.copytree(GOLDEN / "pickle/hostile", tmp_path / "golden")
+    done = subprocess.run(
+        [sys.executable, str(Path(hostile_pickles.__file__)), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
+    assert found.keys() >= made.keys()
+    assert found["good"][0] == "read"
+    with capsys.disabled():
+        for name, (said, cpu, memory) in found.items() if TORTURE else ():
+            print(f"{name:48} {said:40} {cpu:6.2f} s {memory / (1 << 20):7.1f} MiB")
+    for name, (said, _, memory) in found.items():
+        assert not said.startswith("!"), (name, said)
+        assert memory < MEMORY, (name, said, memory)
