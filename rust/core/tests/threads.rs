@@ -197,6 +197,32 @@ fn a_stream_can_be_stopped_while_it_is_waited_for() {
     }
 }
 
+/// A thread that hangs in a read (here: for want of memory from the consumer) holds up no program that was told to stop.
+#[test]
+fn an_interrupted_stop_does_not_wait_for_the_thread_when_it_is_dropped() {
+    let folder = tempfile::tempdir().unwrap();
+    let stream = stream(Arc::new(dataset(folder.path(), Io::Mmap)), Shuffle::Stored, &Units::Examples);
+    let (hangs, is_hanging) = std::sync::mpsc::channel();
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let make = move |bytes| {
+        let _ = hangs.send(());
+        let _ = released.recv();
+        Ok(vec![0; bytes])
+    };
+    let ahead = Ahead::start(stream, 0, Wanted { first: 0, every: 1 }, Supply::New(Box::new(make)), 1).unwrap();
+    is_hanging.recv().unwrap();
+    assert_eq!(ahead.stop(&mut || true).unwrap_err().kind, Kind::Interrupted);
+    let (done, is_done) = std::sync::mpsc::channel();
+    let dropped = std::thread::spawn(move || {
+        drop(ahead);
+        done.send(()).unwrap();
+    });
+    let in_time = is_done.recv_timeout(Duration::from_secs(20));
+    drop(release);
+    dropped.join().unwrap();
+    in_time.expect("dropping waits for the thread that hangs");
+}
+
 #[test]
 fn a_damaged_file_takes_no_batch_of_an_earlier_window_along() {
     let folder = tempfile::tempdir().unwrap();

@@ -6,10 +6,11 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::Mutex;
 
 use actshard_core::bytes::View;
 use actshard_core::bytes::output::Output;
+use actshard_core::par::claims::{Claimed, Claims};
 use actshard_core::{Error, Kind};
 use numpy::npyffi::{
     self, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, PyArray_Descr,
@@ -78,28 +79,14 @@ pub fn over_output<'py>(
     if failed { Err(PyErr::fetch(py)) } else { Ok(array) }
 }
 
-/// Ranges of memory that calls of ours are writing to now, with the process that does: a child inherits the list, but not the
-/// threads that would clear it. Locked for a few comparisons at a time.
-static WRITING: Mutex<Vec<(u32, usize, usize)>> = Mutex::new(vec![]);
-
-/// The list, if it can be had at once or after another thread compared some numbers: a fork may have made the thread that
-/// locked it disappear, and its child then writes without claims.
-fn writing() -> Option<MutexGuard<'static, Vec<(u32, usize, usize)>>> {
-    for _ in 0..1000 {
-        match WRITING.try_lock() {
-            Ok(guard) => return Some(guard),
-            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => std::thread::yield_now(),
-        }
-    }
-    None
-}
+/// The memory that calls of ours are writing to now.
+static WRITING: Claims = Claims::new();
 
 /// The bytes of a caller's array, which no other call of ours writes to as long as this lives. It keeps the array alive.
 pub struct Claim {
-    pid: u32,
     data: *mut u8,
     len: usize,
+    _claimed: Claimed,
     _array: Py<PyUntypedArray>,
 }
 
@@ -114,32 +101,19 @@ impl Claim {
         if !is_plain_and_writable(array) {
             return Err(refuse(format!("{what}: expected a writable C-contiguous array")));
         }
-        let (pid, len) = (std::process::id(), array.len() * array.dtype().itemsize());
+        let len = array.len() * array.dtype().itemsize();
         // SAFETY: the pointer is to the live array object that `array` refers to.
         let data = unsafe { (*array.as_array_ptr()).fields.data }.cast::<u8>();
-        let (start, end) = (data.addr(), data.addr() + len);
-        let free = writing().is_none_or(|mut writing| {
-            writing.retain(|(owner, ..)| *owner == pid);
-            let free = len == 0 || !writing.iter().any(|(_, from, to)| *from < end && start < *to);
-            if free {
-                writing.push((pid, start, end));
-            }
-            free
-        });
-        if !free {
-            return Err(refuse(format!("{what}: another read is writing to this memory; give each its own")));
-        }
-        Ok(Claim { pid, data, len, _array: array.clone().unbind() })
+        let claimed = WRITING
+            .claim(data.addr(), len)
+            .ok_or_else(|| refuse(format!("{what}: another read is writing to this memory; give each its own")))?;
+        Ok(Claim { data, len, _claimed: claimed, _array: array.clone().unbind() })
     }
 
     /// Whether this memory has a byte of that.
     pub fn overlaps<T>(&self, other: &[T]) -> bool {
         let other = other.as_ptr_range();
         other.start.addr() < self.data.addr() + self.len && self.data.addr() < other.end.addr()
-    }
-
-    fn listed(&self) -> (u32, usize, usize) {
-        (self.pid, self.data.addr(), self.data.addr() + self.len)
     }
 }
 
@@ -153,16 +127,6 @@ impl AsMut<[u8]> for Claim {
         // numpy's that was never written is initialised as far as the compiler can know: it comes out of a foreign function. That
         // Python code does not write there meanwhile is the caller's promise, as everywhere in numpy; a race gives mixed numbers.
         unsafe { std::slice::from_raw_parts_mut(self.data, self.len) }
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        if let Some(mut writing) = writing()
-            && let Some(at) = writing.iter().position(|claimed| *claimed == self.listed())
-        {
-            writing.swap_remove(at);
-        }
     }
 }
 

@@ -9,7 +9,8 @@ use std::hash::Hash;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
 
 use super::output::Output;
 
@@ -85,6 +86,9 @@ impl Kept for Block {
 #[derive(Debug)]
 pub struct Cache<T = Block, K = u64> {
     budget: u64,
+    /// How long a thread waits for another one's decoding before it decodes by itself: that one may run Python code, and may
+    /// wait for this thread.
+    patience: Duration,
     state: ForkMutex<State<T, K>>,
 }
 
@@ -103,9 +107,44 @@ struct State<T, K> {
 #[derive(Debug)]
 struct Flight<T> {
     pid: u32,
+    thread: ThreadId,
     /// `None` until it ends; then what was decoded, if it succeeded.
     result: Mutex<Option<Option<Arc<T>>>>,
     ended: Condvar,
+}
+
+impl<T> Flight<T> {
+    fn new(pid: u32) -> Flight<T> {
+        Flight { pid, thread: thread::current().id(), result: Mutex::new(None), ended: Condvar::new() }
+    }
+
+    /// Whether it can be waited for: not if it was begun before a fork (no thread of this process does it), nor if it ended
+    /// and could not be taken from the list.
+    fn is_flying(&self, pid: u32) -> bool {
+        self.pid == pid && self.result.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    /// Waits for what is decoded.
+    fn wait(&self, patience: Duration) -> Waited<T> {
+        let until = Instant::now() + patience;
+        let mut result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(ended) = result.as_ref() {
+                return ended.clone().map_or(Waited::Failed, Waited::Made);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Waited::TooLong;
+            }
+            result = self.ended.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+enum Waited<T> {
+    Made(Arc<T>),
+    Failed,
+    TooLong,
 }
 
 /// Ends a flight, also when decoding panics.
@@ -136,7 +175,7 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
     pub fn new(budget: u64) -> Cache<T, K> {
         let empty =
             || State { blocks: HashMap::new(), by_age: BTreeMap::new(), flights: HashMap::new(), now: 0, used: 0 };
-        Cache { budget, state: ForkMutex::new(empty(), empty()) }
+        Cache { budget, patience: Duration::from_secs(5), state: ForkMutex::new(empty(), empty()) }
     }
 
     /// Bytes that may be kept.
@@ -150,7 +189,8 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
     }
 
     /// A block that is kept, or else what `load` makes, kept from now on. Threads that ask for the same block at once wait
-    /// for one of them; if that one fails, they try themselves.
+    /// for one of them; if that one fails or takes long, they try themselves. So does a thread that is decoding this block
+    /// already: a signal handler or finalizer that runs while Python decodes would wait for itself.
     pub fn get_or_load<E>(
         &self,
         number: K,
@@ -162,19 +202,19 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
             if let Some(block) = guard.get(number) {
                 return Ok(Some(block));
             }
-            // One begun before a fork is done by no thread of this process.
-            let Some(flight) = guard.flights.get(&number).filter(|f| f.pid == pid).cloned() else {
-                let flight = Arc::new(Flight { pid, result: Mutex::new(None), ended: Condvar::new() });
+            let Some(flight) = guard.flights.get(&number).filter(|f| f.is_flying(pid)).cloned() else {
+                let flight = Arc::new(Flight::new(pid));
                 guard.flights.insert(number, Arc::clone(&flight));
                 break Some(Landing { cache: self, number, flight, made: None });
             };
             drop(guard);
-            let mut result = flight.result.lock().unwrap_or_else(PoisonError::into_inner);
-            while result.is_none() {
-                result = flight.ended.wait(result).unwrap_or_else(PoisonError::into_inner);
+            if flight.thread == thread::current().id() {
+                break None;
             }
-            if let Some(Some(block)) = result.as_ref() {
-                return Ok(Some(Arc::clone(block)));
+            match flight.wait(self.patience) {
+                Waited::Made(block) => return Ok(Some(block)),
+                Waited::Failed => {}
+                Waited::TooLong => break None,
             }
         };
         let made = load()?;
@@ -363,11 +403,76 @@ mod tests {
         assert_eq!(made.unwrap().unwrap()[..], [2]);
     }
 
+    /// The thread that ends a load may find the list locked for longer than it tries: others free large blocks under that lock.
+    #[test]
+    fn a_load_that_ended_is_not_waited_for_though_it_is_still_listed() {
+        let cache: Cache = Cache::new(100);
+        for (round, first) in [Err(5), Ok(None), Ok(Some(Arc::new(Block::from(vec![1]))))].into_iter().enumerate() {
+            let ended = thread::scope(|scope| {
+                let (locked, is_locked) = std::sync::mpsc::channel();
+                let (release, released) = std::sync::mpsc::channel::<()>();
+                let cache = &cache;
+                let loads = scope.spawn(move || {
+                    cache.get_or_load(3, || {
+                        scope.spawn(move || {
+                            let _guard = cache.state.lock_briefly().unwrap();
+                            locked.send(()).unwrap();
+                            let _ = released.recv();
+                        });
+                        is_locked.recv().unwrap();
+                        first
+                    })
+                });
+                let found = loads.join().unwrap();
+                drop(release);
+                found
+            });
+            assert_eq!(ended.is_err(), round == 0);
+            let (done, is_done) = std::sync::mpsc::channel();
+            thread::scope(|scope| {
+                let cache = &cache;
+                scope.spawn(move || {
+                    let made = cache.get_or_load(3, || Ok::<_, ()>(Some(Arc::new(Block::from(vec![2])))));
+                    done.send(made.unwrap().unwrap()[..] == [2]).unwrap();
+                });
+                let right = is_done.recv_timeout(Duration::from_secs(30));
+                if right.is_err() {
+                    eprintln!("the second load never ends");
+                    std::process::exit(1);
+                }
+                assert!(right.unwrap());
+            });
+            cache.remove(3);
+        }
+    }
+
+    #[test]
+    fn a_thread_that_loads_a_block_does_not_wait_for_itself() {
+        let cache: Cache = Cache::new(100);
+        let block = |n: u8| Ok::<_, ()>(Some(Arc::new(Block::from(vec![n]))));
+        let made = cache.get_or_load(3, || cache.get_or_load(3, || block(1)));
+        assert_eq!(made.unwrap().unwrap()[..], [1]);
+    }
+
+    /// As when Python code that decodes a block waits for the thread that asks for the same block.
+    #[test]
+    fn a_load_that_waits_for_who_waits_for_it_is_not_waited_for_for_ever() {
+        let mut cache: Cache = Cache::new(100);
+        cache.patience = Duration::from_millis(20);
+        let block = |n: u8| Ok::<_, ()>(Some(Arc::new(Block::from(vec![n]))));
+        let made = cache.get_or_load(3, || {
+            let other = thread::scope(|scope| scope.spawn(|| cache.get_or_load(3, || block(1))).join().unwrap());
+            assert_eq!(other.unwrap().unwrap()[..], [1]);
+            block(1)
+        });
+        assert_eq!(made.unwrap().unwrap()[..], [1]);
+    }
+
     /// As in a child forked while another thread was loading.
     #[test]
     fn a_load_of_the_parents_is_not_waited_for() {
         let cache: Cache = Cache::new(100);
-        let flight = Flight { pid: std::process::id() + 1, result: Mutex::new(None), ended: Condvar::new() };
+        let flight = Flight::new(std::process::id() + 1);
         cache.state.lock_briefly().unwrap().flights.insert(3, Arc::new(flight));
         let made = cache.get_or_load(3, || Ok::<_, ()>(Some(Arc::new(Block::from(vec![3])))));
         assert_eq!(made.unwrap().unwrap()[..], [3]);

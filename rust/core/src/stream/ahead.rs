@@ -166,7 +166,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
     }
 
     /// Ends the thread, and waits until it touches no memory of a batch any more. A watch that says stop ends the waiting and
-    /// not the thread, which may hang in a read of a network file system.
+    /// not the thread, which may hang in a read of a network file system: it ends by itself, and keeps its memory until then.
     pub fn stop(&self, watch: Watch<'_>) -> Result<()> {
         if self.is_inherited() {
             return Ok(());
@@ -182,6 +182,8 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
             if !state.ended {
                 drop(state);
                 if watch() {
+                    // Whoever drops this would wait for it, and could not be interrupted.
+                    drop(self.thread.lock().unwrap_or_else(PoisonError::into_inner).take());
                     return Err(Error::new(Kind::Interrupted, "interrupted"));
                 }
                 state = self.shared.lock();

@@ -1,0 +1,95 @@
+//! Which memory of the caller's is being written to: two reads into the same bytes at once would mix their rows unsaid.
+
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
+
+/// Ranges of addresses that reads are writing to, with the process that does: a child inherits the list, but not the threads
+/// that would give their ranges up.
+#[derive(Debug)]
+pub struct Claims {
+    // Locked for a few comparisons at a time, to add to it. A range is given up without the lock: a list that could not be had
+    // at that moment would refuse this memory for ever, also to arrays that are made there later.
+    list: Mutex<Vec<Listed>>,
+}
+
+#[derive(Debug)]
+struct Listed {
+    pid: u32,
+    from: usize,
+    to: usize,
+    held: Weak<()>,
+}
+
+/// A range that nobody else may claim until this is dropped.
+#[derive(Debug)]
+pub struct Claimed {
+    _held: Arc<()>,
+}
+
+impl Claims {
+    /// An empty list.
+    #[expect(clippy::new_without_default, reason = "made once, as a static")]
+    pub const fn new() -> Claims {
+        Claims { list: Mutex::new(vec![]) }
+    }
+
+    /// Claims `len` bytes from an address on; `None` if some of them are claimed. Where the list cannot be had (a fork may have
+    /// made the thread that locked it disappear), the range is given unlisted.
+    pub fn claim(&self, from: usize, len: usize) -> Option<Claimed> {
+        let (pid, to, held) = (std::process::id(), from + len, Arc::new(()));
+        if len > 0
+            && let Some(mut list) = self.list()
+        {
+            list.retain(|other| other.pid == pid && other.held.strong_count() > 0);
+            if list.iter().any(|other| other.from < to && from < other.to) {
+                return None;
+            }
+            list.push(Listed { pid, from, to, held: Arc::downgrade(&held) });
+        }
+        Some(Claimed { _held: held })
+    }
+
+    fn list(&self) -> Option<MutexGuard<'_, Vec<Listed>>> {
+        for _ in 0..1000 {
+            match self.list.try_lock() {
+                Ok(guard) => return Some(guard),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_claimed_once_at_a_time() {
+        let claims = Claims::new();
+        let first = claims.claim(100, 50).unwrap();
+        assert!(claims.claim(149, 1).is_none() && claims.claim(0, 101).is_none() && claims.claim(120, 5).is_none());
+        let beside = [claims.claim(150, 50).unwrap(), claims.claim(50, 50).unwrap(), claims.claim(120, 0).unwrap()];
+        drop(first);
+        assert!(claims.claim(100, 50).is_some());
+        drop(beside);
+        assert!(claims.claim(0, 1000).is_some());
+    }
+
+    /// A thread may be put to sleep while it holds the list, for longer than another one tries.
+    #[test]
+    fn a_claim_given_up_while_the_list_cannot_be_had_is_given_up() {
+        let claims = Claims::new();
+        let claimed = claims.claim(100, 50).unwrap();
+        let list = claims.list.lock().unwrap();
+        drop(claimed);
+        drop(list);
+        assert!(claims.claim(100, 50).is_some());
+        // What is given up is forgotten, too.
+        for k in 0..100 {
+            drop(claims.claim(k * 10, 10).unwrap());
+        }
+        assert!(claims.list.lock().unwrap().len() <= 1);
+    }
+}
