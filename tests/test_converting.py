@@ -453,3 +453,27 @@ def test_columns_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     done = actshard.convert(tmp_path / "src", tmp_path / "turned", "zarr", examples=[4999, 3])
     assert actshard.open(done.path).table[column].to_pylist() == ["4999", "3"]
+
+
+@pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
+def test_a_refused_conversion_removes_only_what_it_wrote(tmp_path: Path, format: str) -> None:
+    """Parts that wait to be merged lie in the same folder; whatever else is there is not the conversion's either."""
+    large = np.full((2, 1, 3, 2), 1e30, np.float32)
+    with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=2) as writer:
+        writer.append(large)
+    for i in range(2):
+        with actshard.create(tmp_path / "parts", format, layers=[0], d_model=2, part=(i, 2)) as writer:
+            writer.append(large)
+    how: dict[str, Any] = {} if format == "saev" else {"dtype": "float16"}
+    if format != "saev":  # whose folder is one of datasets
+        with pytest.raises(actshard.ActshardError):
+            actshard.convert(tmp_path / "src", tmp_path / "parts", format, **how)
+    assert len(actshard.open(actshard.merge(tmp_path / "parts"))) == 4
+
+    def stop(*_: Any) -> None:
+        (tmp_path / "made" / "notes.txt").write_text("mine")
+        raise actshard.ArgumentError("stop")
+
+    with pytest.raises(actshard.ArgumentError, match="stop"):
+        actshard.convert(tmp_path / "src", tmp_path / "made", format, progress=stop)
+    assert [p.name for p in (tmp_path / "made").rglob("*")] == ["notes.txt"]

@@ -388,3 +388,25 @@ def test_files_of_other_names_and_missing_ones_are_refused_or_found(tmp_path: Pa
     with refuses(actshard.MissingFileError, gone, "merged whole"):
         actshard.merge(tmp_path / "other", [a, b])
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("format", OPTIONS)
+def test_a_merge_that_fails_removes_only_what_it_made(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actshard import merging
+
+    a, b = (one(tmp_path / name, format, i) for i, name in enumerate("ab", 1))
+    target = tmp_path / "made"
+    merge = merging._DO[format]
+
+    def fails(plan: Any) -> Path:
+        if format != "saev":  # whose folder has its last name when it is whole
+            merge(plan)
+        (target / "notes.txt").write_text("mine")
+        raise actshard.FormatError("a source was changed")
+
+    monkeypatch.setitem(merging._DO, format, fails)
+    with pytest.raises(actshard.FormatError, match="was changed"):
+        actshard.merge(target, [a, b])
+    assert [p.name for p in target.rglob("*")] == ["notes.txt"]

@@ -666,3 +666,52 @@ def test_other_threads_run_while_a_writer_waits(tmp_path: Path) -> None:
     stop.set()
     thread.join()
     assert len(ticks) > 5
+
+
+def test_only_what_is_written_has_to_fit_the_type(tmp_path: Path) -> None:
+    """What fills up a batch, or is cut off, is nobody's data: memory that was never written may hold anything."""
+    batch = np.full((2, 1, 3, 2), 1e30, np.float32)
+    batch[0, :, :1], batch[1, :, :2] = 1, 2
+    asked: dict[str, Any] = {"layers": [0], "d_model": 2, "dtype": "float16"}
+    with actshard.create(tmp_path / "padded", "zarr", **asked) as writer:
+        writer.append(batch, lengths=[1, 2])
+        with pytest.raises(actshard.DtypeError, match="2 values of the batch"):
+            writer.append(batch, lengths=[1, 3])
+    assert [actshard.open(tmp_path / "padded").sequence(i, 0).max() for i in range(2)] == [1, 2]
+    with actshard.create(tmp_path / "cut", "zarr", t_max=1, truncate=True, **asked) as writer:
+        writer.append(list(batch[:1]))
+        with pytest.raises(actshard.DtypeError, match="2 values of example 1"):
+            writer.append([batch[0, :, 1:]])
+    assert len(actshard.open(tmp_path / "cut")) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (np.ones((2, 3), np.float32), np.full((2, 3), 0.1)),
+        ([np.ones(3, np.float32), np.ones(1, np.float32)], [[0.1], [0.2, 0.3]]),
+        ([{"a": np.float32(1)}, {"a": np.float32(2)}], [{"a": 0.1}, {"a": None}]),
+        ([[{"a": np.float32(1)}], []], [[{"a": 0.1}], None]),
+    ],
+    ids=["rectangle", "lists", "dicts", "dicts in lists"],
+)
+def test_numbers_in_lists_and_dicts_are_never_rounded(tmp_path: Path, first: Any, then: Any) -> None:
+    rows = np.ones((2, 1, 2), np.float32)
+    with actshard.create(tmp_path / "d", "pickle", layers=[0], d_model=2) as writer:
+        writer.append(rows, columns={"score": first})
+        with pytest.raises(actshard.ArgumentError, match=r"'score', from example 2: .* does not hold exactly"):
+            writer.append(rows, columns={"score": then})
+        writer.append(rows, columns={"score": first})
+    assert len(actshard.open(tmp_path / "d")) == 4
+
+
+@pytest.mark.parametrize("format", ["lmprobe", "zarr", "pickle"])
+def test_no_dataset_is_made_among_the_parts_of_another(tmp_path: Path, format: str) -> None:
+    rows = np.ones((2, 1, 2), np.float32)
+    for i in range(2):
+        with actshard.create(tmp_path / "d", format, layers=[0], d_model=2, part=(i, 2)) as writer:
+            writer.append(rows)
+    for arguments in ({}, {"resume": True}, {"exist_ok": True}):
+        with pytest.raises(actshard.ExistsError, match="parts of a dataset"):
+            actshard.create(tmp_path / "d", format, layers=[0], d_model=2, **arguments)
+    assert len(actshard.open(actshard.merge(tmp_path / "d"))) == 4

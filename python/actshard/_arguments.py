@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +41,34 @@ def _fill_tables() -> None:
 _fill_tables()
 
 
+def numpy_type(asked: Any, what: str) -> np.dtype[Any]:
+    """Whatever says what a numpy type is, as one; ``what`` says in the message what was asked for."""
+    try:
+        made: np.dtype[Any] = np.dtype(asked)
+    # numpy parses texts, lists and dicts, and asks other objects for their dtype: each fails in its own way.
+    except (TypeError, ValueError, SyntaxError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
+        raise DtypeError(f"{what}{asked!r:.80} is no numpy type") from error
+    return made
+
+
+def is_one_of(value: Any, words: Iterable[str]) -> bool:
+    """Whether a value is one of some words. Arrays, which compare element by element, are none."""
+    return isinstance(value, str) and value in tuple(words)
+
+
+def switch(value: Any, what: str) -> bool:
+    """A switch: true, false, or the number or None that other libraries say it by."""
+    if value is not None and not isinstance(value, bool | np.bool_ | int | np.integer):
+        raise ArgumentTypeError(f"{what}: expected true or false, found {value!r:.80}")
+    return bool(value)
+
+
 def dtype(asked: DTypeLike) -> tuple[np.dtype[Any], str]:
     """The numpy type asked for, and its safetensors name."""
     # torch dtypes print as "torch.float32"; users hand them over without thinking, and the meaning is plain.
     if type(asked).__module__ == "torch" and str(asked).startswith("torch."):
         asked = str(asked).removeprefix("torch.")
-    try:
-        found = np.dtype(asked)
-    except TypeError as error:
-        raise DtypeError(f"dtype={asked!r} is no numpy type") from error
+    found = numpy_type(asked, "dtype=")
     name = _NAME_BY_NUMPY.get(found)
     if name is None or not found.isnative:
         raise DtypeError(f"rows cannot be given as {found}: ask for float16, bfloat16, float32 or float64")

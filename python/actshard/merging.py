@@ -44,8 +44,8 @@ from actshard.formats.saev import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LEN
 from actshard.formats.zarr import ACTIVATIONS, Member, is_group, members_of
 from actshard.opening import existing, find, open_quietly
 from actshard.writing.columns import together
-from actshard.writing.lmprobe import MADE_UP
-from actshard.writing.pickle import shard_listing
+from actshard.writing.lmprobe import MADE_UP, LmprobeTarget
+from actshard.writing.pickle import PickleTarget, shard_listing
 from actshard.writing.target import Examples, Spec, refuse_existing
 from actshard.writing.work import (
     EMPTY,
@@ -54,6 +54,7 @@ from actshard.writing.work import (
     PARTS,
     Lock,
     make_folder,
+    remove_made,
     rename,
     tidy,
     unfinished,
@@ -137,6 +138,7 @@ def merge(
     """
     root = _arguments.local_path(path)
     asked = _asked(parts, physical)
+    different_models = _arguments.switch(different_models, "different_models")
     with boundary(root, "merge"):
         return _merged(root, asked, different_models)
 
@@ -154,10 +156,10 @@ class _Asked:
 
 def _asked(parts: Any, physical: bool) -> _Asked:
     if parts is None:
-        return _Asked(None, bool(physical))
+        return _Asked(None, _arguments.switch(physical, "physical"))
     if isinstance(parts, str | bytes | os.PathLike) or not isinstance(parts, Iterable):
         raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
-    return _Asked(tuple(_arguments.local_path(p, "parts") for p in parts), bool(physical))
+    return _Asked(tuple(_arguments.local_path(p, "parts") for p in parts), _arguments.switch(physical, "physical"))
 
 
 def _merged(root: Path, asked: _Asked, different_models: bool) -> Path:
@@ -184,7 +186,7 @@ def _merged(root: Path, asked: _Asked, different_models: bool) -> Path:
             if not plan.move and not isinstance(
                 error, DiskFullError | FileAccessError | InterruptedReadError | NoMemoryError
             ):
-                _undo(root)
+                _undo(plan)
             raise
         if not listed.get("finished"):
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
@@ -221,12 +223,19 @@ def _leave(root: Path) -> None:
         root.rmdir()
 
 
-def _undo(root: Path) -> None:
-    """Removes what a merge has made of datasets that stay: its folder was empty before."""
-    for entry in root.iterdir():
-        if entry.name != FOLDER:
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
-    _leave(root)
+_MAKES = {
+    "saev": (".merging",),
+    "lmprobe": LmprobeTarget.makes,
+    "zarr": (*ZarrTarget.makes, "shards", "manifest.json"),
+    "pickle": PickleTarget.makes,
+}
+"""Patterns of the names that a merge makes."""
+
+
+def _undo(plan: _Merge) -> None:
+    """Removes what a merge has made of datasets that stay, and nothing else that is in its folder."""
+    remove_made(plan.path, _MAKES[plan.format])
+    _leave(plan.path)
 
 
 def _there(root: Path, physical: bool) -> Path:

@@ -276,9 +276,19 @@ def _as_type(column: Any, kind: pa.DataType) -> Any:
 
 
 def _loses(column: Any, made: Any) -> bool:
-    """Whether floats changed on their way to a narrower type."""
+    """Whether floats, in lists and dicts too, changed on their way to a narrower type."""
     import pyarrow as pa
+    import pyarrow.compute as pc
 
+    if column.type.equals(made.type):
+        return False
+    if pa.types.is_struct(column.type) and pa.types.is_struct(made.type):
+        return any(
+            _loses(pc.struct_field(column, field.name), pc.struct_field(made, field.name)) for field in column.type
+        )
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    if any(is_(column.type) for is_ in lists) and any(is_(made.type) for is_ in lists):
+        return _loses(pc.list_flatten(column), pc.list_flatten(made))
     if not (pa.types.is_floating(column.type) and pa.types.is_floating(made.type)):
         return False
     if made.type.bit_width >= column.type.bit_width:

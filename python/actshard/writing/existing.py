@@ -6,7 +6,7 @@ from pathlib import Path
 
 from actshard.errors import ExistsError
 from actshard.formats._json import Fields, read_json
-from actshard.writing.target import Target, refuse_existing
+from actshard.writing.target import Target, refuse_existing, refuse_parts
 from actshard.writing.work import EMPTY, FOLDER, Journal, tidy
 
 
@@ -31,6 +31,7 @@ def _finished(target: Target) -> Path | None:
     if _looks_finished(target):
         return target.root
     refuse_existing(target.root)
+    refuse_parts(target.root)
     return None
 
 

@@ -69,6 +69,7 @@ class LmprobeTarget(Target):
     """``tensors/*.safetensors`` per layer and shard, and a parquet index that is written last."""
 
     format: ClassVar[str] = "lmprobe"
+    makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
     own: ClassVar[Mapping[str, str]] = {
         "storage": '"pooled" (one row per example) or "full_sequence"; decided by what is appended first if not given',
         "pooling": 'what a pooled row is (default: "last_token")',

@@ -42,6 +42,7 @@ class PickleTarget(Target):
     """``shard_0001.pkl.gz`` ... and ``metadata.json``, last. A block is a shard."""
 
     format: ClassVar[str] = "pickle"
+    makes: ClassVar[tuple[str, ...]] = ("shard_*.pkl", "shard_*.pkl.gz", "metadata.json")
     own: ClassVar[Mapping[str, str]] = {
         "compress": "whether shards are gzip'ed, level 1 (default: True)",
         "level": "gzip's level, 1 to 9 (default: 1)",

@@ -37,6 +37,7 @@ class SaevTarget(Target):
     """``<path>/<HASH>/``: written in ``<path>/.writing-*`` and renamed when HASH, which counts examples, is known."""
 
     format: ClassVar[str] = "saev"
+    makes: ClassVar[tuple[str, ...]] = ("acts*.bin", "labels.bin", LENGTHS, "shards.json", "metadata.json")
     own: ClassVar[Mapping[str, str]] = {
         "protocol": '"2.1" (default) or "2.0"',
         "cls_token": "whether token 0 of every example is CLS (default: False)",

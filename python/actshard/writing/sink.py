@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import queue
-import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -32,7 +31,7 @@ from actshard.errors import (
 from actshard.writing.columns import Columns, together
 from actshard.writing.existing import complete_at
 from actshard.writing.target import Block, Examples, Target
-from actshard.writing.work import EMPTY, Journal, make_folder, rename, sync_folders, write_json
+from actshard.writing.work import EMPTY, Journal, make_folder, remove_made, rename, sync_folders, write_json
 
 COMMIT_BYTES = 1 << 30
 """Data between two commits, about: what a crash costs at most."""
@@ -260,6 +259,9 @@ class Sink:
         """Stops, and leaves no trace of a dataset without examples."""
         self._closed = True
         self._stop()
+        self._forget_folder()
+
+    def _forget_folder(self) -> None:
         self.journal.remove()
         with contextlib.suppress(OSError):
             self.target.root.rmdir()
@@ -272,9 +274,12 @@ class Sink:
         self.journal.moved(place)
 
     def discard(self) -> None:
-        """Forgets everything that was written."""
-        self.abort()
-        shutil.rmtree(self.target.root, ignore_errors=True)
+        """Removes everything that was written, and nothing else that is in the folder."""
+        if not self._closed:
+            self._closed = True
+            self._stop()
+        remove_made(self.target.root, self.target.makes)
+        self._forget_folder()
 
     def abort(self) -> None:
         """Stops without finishing. What was committed stays, to be continued."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError
+from actshard.writing.work import FOLDER, PARTS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -106,6 +108,8 @@ class Target(ABC):
     """A column of integers of which no two examples may have the same."""
     decides: ClassVar[tuple[str, ...]] = ("dtype",)
     """Attributes that the first examples decide where nothing was asked for."""
+    makes: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the names that it makes in the folder of the dataset: nothing else there is ours to remove."""
     names_itself = False
     """Whether the finished dataset's folder is named by the format, below the path that is asked for."""
 
@@ -384,10 +388,18 @@ def uniform(lengths: NDArray[np.int64], format: str, layers: Sequence[int]) -> N
     return first
 
 
+def refuse_parts(path: Path) -> None:
+    """Raises ExistsError for a folder with parts of a dataset, which belongs to the dataset that they will be merged into."""
+    if os.path.lexists(path / PARTS):
+        raise ExistsError(
+            "holds parts of a dataset: merge makes one dataset of them; choose another folder for this one", path=path
+        )
+
+
 def refuse_existing(path: Path) -> None:
     """Raises ExistsError unless a folder is empty or not there."""
     if path.is_dir():
-        found = sorted(p.name for p in path.iterdir() if p.name not in (".actshard", ".parts"))
+        found = sorted(p.name for p in path.iterdir() if p.name not in (FOLDER, PARTS))
         if found:
             shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
             raise ExistsError(f"expected no folder or an empty one, found {shown}", path=path)

@@ -15,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -388,6 +390,21 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
             raise
         raise from_os(error, path, "write") from error
     sync_folders([path.parent])
+
+
+def remove_made(root: Path, patterns: Iterable[str]) -> None:
+    """Removes entries of a folder whose names match a pattern, and what was begun under their working names."""
+    wanted = list(patterns)
+    with contextlib.suppress(OSError):
+        for entry in list(root.iterdir()):
+            name = entry.name.removeprefix(".").removesuffix(".part") if entry.name.endswith(".part") else entry.name
+            if not any(fnmatch.fnmatchcase(n, p) for n in (name, entry.name) for p in wanted):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    entry.unlink()
 
 
 def make_folder(path: Path) -> None:

@@ -216,7 +216,7 @@ class Writer:
         dtype = target.take_dtype(examples.dtype)
         fitted = sink.columns.fit(table, self._appended, len(examples), alike=True)
         if self._overflow == "refuse" and examples.dtype != dtype:
-            self._refuse_overflow(examples, dtype)
+            self._refuse_overflow(examples, np.minimum(examples.tokens, tokens), dtype)
         return tokens, dtype, fitted
 
     def _cut(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -231,11 +231,16 @@ class Writer:
             )
         return np.minimum(tokens, most[0])
 
-    def _refuse_overflow(self, examples: GivenExamples, dtype: np.dtype[Any]) -> None:
+    def _refuse_overflow(self, examples: GivenExamples, tokens: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
         """Raises where a finite value would become infinite."""
         arrays = examples.items if examples.dense is None else [examples.dense]
         for i, array in enumerate(arrays):
             count = overflows(array, dtype)
+            if count and examples.dense is not None and (tokens < array.shape[2]).any():
+                # Rows beyond an example's own fill up its batch, or are cut off: they are not written.
+                count = sum(overflows(x[:, :n], dtype) for x, n in zip(array, tokens.tolist(), strict=True))
+            elif count and examples.dense is None:
+                count = overflows(array[:, : tokens[i]], dtype)
             if count:
                 where = f"example {self._appended + i}" if examples.dense is None else "the batch"
                 raise DtypeError(
@@ -440,7 +445,7 @@ def make_target(
 ) -> Target:
     """A target from what a user says, checked."""
     known = targets()
-    if format not in known:
+    if not _arguments.is_one_of(format, known):
         raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
     root = _arguments.local_path(path)
     told: dict[str, dict[str, Any]] = {}
@@ -555,7 +560,7 @@ def create(
         LockedError: another writer is at work there.
         FormatError: a saev folder whose metadata do not match its hash.
     """
-    if overflow not in ("refuse", "allow"):
+    if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
     target = make_target(
         path,
@@ -570,4 +575,11 @@ def create(
         part=part,
         options=options,
     )
-    return Writer(target, resume=resume, exist_ok=exist_ok, pad=bool(pad), truncate=bool(truncate), overflow=overflow)
+    return Writer(
+        target,
+        resume=_arguments.switch(resume, "resume"),
+        exist_ok=_arguments.switch(exist_ok, "exist_ok"),
+        pad=_arguments.switch(pad, "pad"),
+        truncate=_arguments.switch(truncate, "truncate"),
+        overflow=overflow,
+    )

@@ -40,6 +40,7 @@ class ZarrTarget(Target):
     """``arrays/activations/<sample>.<layer>.<stretch>.0``, then per-sample arrays, texts and metadata."""
 
     format: ClassVar[str] = "zarr"
+    makes: ClassVar[tuple[str, ...]] = (".zattrs", ".zgroup", ".zmetadata", "arrays", "meta", "text")
     own: ClassVar[Mapping[str, str]] = {
         "chunk_tokens": "tokens per chunk, T_chunk (default: as many as make 1 MiB, at most T_max)",
         "t_max": "the array's length, T_max (default: the longest sample's)",
