@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._arguments import is_one_of
 from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def select(
 
 
 def _select(store: Store, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int], keep: Mask) -> _Native:
-    if tokens not in ("content", "all", "last", "special"):
+    if not is_one_of(tokens, ("content", "all", "last", "special")):
         raise ArgumentError(f'tokens: expected "content", "all", "last" or "special", found {tokens!r}')
     special = store.special_tokens
     if tokens == "special" and special == 0:

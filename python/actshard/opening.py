@@ -82,7 +82,7 @@ def open_quietly(
     checksums: bool = True,
 ) -> Store:
     """Opens without warnings: workers reopen what their parent has been warned of."""
-    if io not in ("auto", "mmap", "pread"):
+    if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
         raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
     with boundary(path, "open"):
         return _opened(path, format, io, decoded_memory, checksums)
@@ -107,10 +107,12 @@ def _opened(
             name = format
         else:
             root, name = find(root)
-    if name not in formats.names():
+    if not _arguments.is_one_of(name, formats.names()):
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else network_io(root)
-    options = Options(mode, _arguments.size(decoded_memory, "decoded_memory"), bool(checksums))
+    options = Options(
+        mode, _arguments.size(decoded_memory, "decoded_memory"), _arguments.switch(checksums, "checksums")
+    )
     try:
         module = formats.load(name)
         if together is not None and not hasattr(module, "open_many"):

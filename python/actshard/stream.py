@@ -116,13 +116,13 @@ class Stream:
         groups = [store.group_of(x) for x in self._layers]
         if interleave and one:
             raise ArgumentError("interleave: there is only one layer")
-        if shuffle not in (None, "window", "exact"):
+        if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
             raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         self.store = store
         self.batch_size = _whole(batch_size, "batch_size", 1)
         self.rank, self.world_size = _whole(rank, "rank", 0), _whole(world_size, "world_size", 1)
         self.seed, self.epoch = _whole(seed, "seed", 0), _whole(epoch, "epoch", 0)
-        self.shuffle, self.drop_last = shuffle, bool(drop_last)
+        self.shuffle, self.drop_last = shuffle, _arguments.switch(drop_last, "drop_last")
         self._tokens = tokens
         asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
         self.dtype = asked
@@ -134,7 +134,7 @@ class Stream:
         self._options: dict[str, Any] = {
             "groups": groups,
             "stacked": not one,
-            "interleaved": bool(interleave),
+            "interleaved": _arguments.switch(interleave, "interleave"),
             "batch_size": self.batch_size,
             "shuffle": shuffle,
             "seed": self.seed,
@@ -155,7 +155,7 @@ class Stream:
         if reuse and buffers is not None:
             raise ArgumentError("buffers: not with reuse=True, which makes its own")
         self._shape = (self.batch_size, *item)
-        self._reuse = bool(reuse)
+        self._reuse = _arguments.switch(reuse, "reuse")
         self._buffers = None if buffers is None else list(buffers)
         if self._buffers is not None and len(self._buffers) < 2:
             raise ArgumentError(
@@ -252,7 +252,8 @@ class Stream:
         """
         if (
             not isinstance(state, dict)
-            or state.get("version") not in (1, 2)
+            or type(state.get("version")) is not int
+            or state["version"] not in (1, 2)
             or not isinstance(state.get("settings"), dict)
         ):
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")

@@ -158,17 +158,20 @@ def ask(
     truncate: bool,
 ) -> Asked:
     """Checks what a user wants."""
-    if format not in targets():
+    if not _arguments.is_one_of(format, targets()):
         raise ArgumentError(f"format must be one of {', '.join(targets())}, not {format!r}")
     if not store.layers:
         raise NotStoredError("holds no hidden states to convert", path=store.path)
-    if tokens not in TOKENS:
+    if not _arguments.is_one_of(tokens, TOKENS):
         raise ArgumentError(f"tokens: expected {', '.join(map(repr, TOKENS))}, found {tokens!r}")
+    pad, truncate = _arguments.switch(pad, "pad"), _arguments.switch(truncate, "truncate")
     if isinstance(layers, Mapping):
         chosen, names = tuple(layers), tuple(layers.values())
     else:
         chosen = store.layers if layers is None else tuple(_arguments.index(layers, "layers")[0].tolist())
         names = chosen
+    if not chosen:
+        raise ArgumentError("layers: expected at least one, found none")
     for layer in chosen:
         store.group_of(layer)
     ids: NDArray[np.int64] | None = None
@@ -566,7 +569,7 @@ def plan(
 
     Values that a narrower ``dtype`` cannot hold are counted where all rows are at most 256 MiB; of more nothing is read.
     """
-    if overflow not in OVERFLOW:
+    if not _arguments.is_one_of(overflow, OVERFLOW):
         raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):

@@ -130,8 +130,10 @@ def convert(
         FormatError: ``verify`` found a row that differs.
     """
     began = time.perf_counter()
-    if overflow not in OVERFLOW:
+    if not _arguments.is_one_of(overflow, OVERFLOW):
         raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
+    resume, exist_ok = _arguments.switch(resume, "resume"), _arguments.switch(exist_ok, "exist_ok")
+    verify = _arguments.switch(verify, "verify")
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):
         store = source(src, src_format, "pread")

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from actshard import _native, errors
-from actshard._arguments import local_path
+from actshard._arguments import local_path, numpy_type
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, ExistsError, InternalError
 from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
@@ -529,10 +529,7 @@ def _linked(source: Path, target: Path, names: list[str]) -> bool:
 def _id_dtype(dtype: DTypeLike | None) -> str | None:
     if dtype is None:
         return None
-    try:
-        name = np.dtype(dtype).name
-    except (TypeError, ValueError, SyntaxError, OverflowError) as error:
-        raise DtypeError(f"dtype={dtype!r} is no numpy type") from error
+    name = numpy_type(dtype, "dtype=").name
     if name not in ID_DTYPES:
         raise DtypeError(f"dtype: token ids are stored as {', '.join(ID_DTYPES)}, not {name}")
     return name

@@ -123,7 +123,7 @@ class TokenCache:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> None:
-        if io not in ("auto", "mmap", "pread"):
+        if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
             raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
         self.path = find(path)
         self._asked = (str(self.path), io, memory)

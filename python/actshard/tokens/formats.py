@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 
 import numpy as np
 
+from actshard._arguments import is_one_of
 from actshard.errors import ArgumentError, ArgumentTypeError
 from actshard.formats._json import show
 
@@ -109,7 +110,7 @@ class TextFormat(FormatBase):
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.special_tokens not in ("always", "if_missing"):
+        if not is_one_of(self.special_tokens, ("always", "if_missing")):
             raise ArgumentError(f"special_tokens must be 'always' or 'if_missing', not {self.special_tokens!r}")
 
 
@@ -148,7 +149,7 @@ class ChatFormat(FormatBase):
             if self.messages_field not in ("messages", self.messages_key):
                 raise ArgumentError("messages_field and messages_key are the same; give one of them")
             object.__setattr__(self, "messages_field", self.messages_key)
-        if self.encoding not in ("pieces", "whole"):
+        if not is_one_of(self.encoding, ("pieces", "whole")):
             raise ArgumentError(f"encoding must be 'pieces' or 'whole', not {self.encoding!r}")
 
 

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from actshard import _native
 from actshard._arguments import dtype as native_dtype
-from actshard._arguments import local_path
+from actshard._arguments import local_path, numpy_type
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -87,10 +87,7 @@ class FieldWriters:
 
 
 def _field_dtype(name: str, dtype: Any) -> np.dtype[Any]:
-    try:
-        made: np.dtype[Any] = np.dtype(dtype)
-    except (TypeError, ValueError, SyntaxError, OverflowError) as error:
-        raise DtypeError(f"field '{name}': {dtype!r} is no numpy type") from error
+    made = numpy_type(dtype, f"field '{name}': ")
     _native_name(made)
     return made
 
