@@ -861,3 +861,26 @@ def test_limits_follow_from_the_bytes_that_are_there(tmp_path: Path) -> None:
     with refuses(actshard.FormatError, folder / "shard_0001.pkl.gz", "inflates to more than the 67108864 bytes"):
         opened(folder, decoded_memory=0)
     assert opened(folder).num_examples == 1  # the user's own 1 GiB
+
+
+HANDLER = """
+import signal, sys, numpy as np, actshard
+store = actshard.open(sys.argv[1], checksums=False)
+read = []
+def handler(*_):
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    read.append(store.gather(3, [1], 5))
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.03)
+while not read:
+    rows = store.gather(3, [1], 5)
+    store.close()
+    store = actshard.open(sys.argv[1], checksums=False)
+assert np.array_equal(rows, read[0])
+"""
+
+
+def test_a_signal_handler_may_read_the_shard_whose_reading_it_interrupts(tmp_path: Path) -> None:
+    array = np.resize(np.random.default_rng(0).standard_normal(100_003, np.float32), (6000, 2048))
+    write(tmp_path, [{"layer_3": [item(0, values(0, 3, 1, 2048))]}, {"layer_3": [item(1, array)]}])
+    subprocess.run([sys.executable, "-W", "ignore", "-c", HANDLER, str(tmp_path)], timeout=60, check=True)
