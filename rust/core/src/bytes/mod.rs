@@ -8,7 +8,7 @@ pub mod codecs;
 pub mod decoded;
 mod files;
 pub mod inflate;
-pub(crate) mod lz4;
+pub mod lz4;
 pub mod mmap;
 mod open;
 pub mod output;

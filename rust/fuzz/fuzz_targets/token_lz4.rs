@@ -1,0 +1,67 @@
+//! Any bytes as an LZ4 block: what the C library decodes, in part or in full, is what a plain decoder gives, and a block that is said to
+//! be one byte throughout is that.
+#![no_main]
+
+use actshard_core::bytes::lz4::{constant, decode_prefix};
+use libfuzzer_sys::fuzz_target;
+
+/// A decoder by `lz4_Block_format.md`, of at most `most` bytes; none for blocks that the text does not allow.
+fn plainly(block: &[u8], most: usize) -> Option<Vec<u8>> {
+    let (mut out, mut at) = (vec![], 0);
+    let long = |at: &mut usize, short: usize| -> Option<usize> {
+        let mut n = short;
+        while short == 15 {
+            let more = *block.get(*at)?;
+            *at += 1;
+            n += usize::from(more);
+            if more != 255 {
+                break;
+            }
+        }
+        Some(n)
+    };
+    loop {
+        let token = *block.get(at)?;
+        at += 1;
+        let literals = long(&mut at, usize::from(token >> 4))?;
+        out.extend(block.get(at..at + literals)?);
+        at += literals;
+        if out.len() > most {
+            return None;
+        }
+        if at == block.len() {
+            return Some(out);
+        }
+        let offset = usize::from(u16::from_le_bytes([*block.get(at)?, *block.get(at + 1)?]));
+        at += 2;
+        let matched = long(&mut at, usize::from(token & 15))? + 4;
+        if offset == 0 || offset > out.len() || out.len() + matched > most {
+            return None;
+        }
+        for _ in 0..matched {
+            out.push(out[out.len() - offset]);
+        }
+    }
+}
+
+const MOST: usize = 1 << 17;
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&[a, b], block)) = data.split_first_chunk::<2>() else { return };
+    let want = plainly(block, MOST);
+    // The decoded length, if there is one; else a guess, also one too large.
+    let len = want.as_ref().map_or(usize::from(u16::from_le_bytes([a, b])), Vec::len);
+    for n in [len, len / 2, len.saturating_sub(1), len + 1, usize::from(a)] {
+        let mut out = vec![0x55; n];
+        let decoded = decode_prefix(block, &mut out);
+        if let (true, Some(want)) = (decoded, &want) {
+            assert!(n <= want.len(), "more bytes than there are");
+            assert_eq!(out, want[..n]);
+        }
+        match (constant(block, n), &want) {
+            (Some(byte), Some(want)) => assert!(want.len() == n && want.iter().all(|b| *b == byte)),
+            (Some(_), None) => assert!(n > MOST, "a block that is no block"),
+            (None, _) => {}
+        }
+    }
+});

@@ -1,0 +1,74 @@
+//! Any numbers as the offsets of a field: rows are refused, or lie where a plain reading of the numbers says.
+#![no_main]
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
+
+use actshard_core::bytes::Io;
+use actshard_core::tokens::array::BlockCache;
+use actshard_core::tokens::jagged::{Cursor, Field, Part};
+use libfuzzer_sys::fuzz_target;
+
+const MOST: u64 = 1 << 60;
+
+fn folder() -> &'static PathBuf {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let memory = PathBuf::from("/dev/shm");
+        let root = if memory.is_dir() { memory } else { std::env::temp_dir() };
+        let root = root.join(format!("actshard-fuzz-offsets-{}", std::process::id()));
+        fs::create_dir_all(root.join("offsets/c")).expect("a folder to write to");
+        fs::create_dir_all(root.join("data")).expect("a folder to write to");
+        fs::write(root.join("data/zarr.json"), meta("uint8", 16)).expect("a file");
+        root
+    })
+}
+
+fn meta(dtype: &str, n: usize) -> String {
+    format!(
+        r#"{{"zarr_format":3,"node_type":"array","shape":[18014398509481984],"data_type":"{dtype}","fill_value":0,
+        "chunk_grid":{{"name":"regular","configuration":{{"chunk_shape":[{n}]}}}},"chunk_key_encoding":{{"name":"default"}},
+        "codecs":[{{"name":"bytes","configuration":{{"endian":"little"}}}}]}}"#
+    )
+}
+
+/// What the numbers say, read plainly: rows and elements.
+fn plainly(offsets: &[u64]) -> Option<(usize, u64)> {
+    let rows = usize::try_from(offsets[0]).ok().filter(|rows| *rows < offsets.len())?;
+    let elements = if rows == 0 { 0 } else { offsets[rows] };
+    (elements < MOST).then_some((rows, elements))
+}
+
+fuzz_target!(|data: &[u8]| {
+    let Some((&[from, n], data)) = data.split_first_chunk::<2>() else { return };
+    let offsets: Vec<u64> = data.as_chunks::<8>().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
+    if offsets.is_empty() {
+        return;
+    }
+    fs::write(folder().join("offsets/zarr.json"), meta("int64", offsets.len())).expect("a file");
+    fs::write(folder().join("offsets/c/0"), &data[..offsets.len() * 8]).expect("a file");
+    let parts = vec![Part { folder: folder().clone(), counts: None }];
+    let opened = Field::open(parts, Io::Mmap, Arc::new(BlockCache::new(0)));
+    let want = plainly(&offsets);
+    let Ok(field) = opened else {
+        assert!(want.is_none(), "{opened:?}");
+        return;
+    };
+    let (rows, elements) = want.expect("numbers that make sense");
+    assert_eq!((field.num_rows(), field.num_elements()), (rows as u64, elements));
+    for (first, n) in [(0, rows), (usize::from(from) % (rows + 1), usize::from(n))] {
+        let got = field.bounds(&mut Cursor::default(), first as u64, n);
+        if first + n > rows {
+            assert!(got.is_err());
+            continue;
+        }
+        if n == 0 {
+            continue;
+        }
+        let start = if first == 0 { 0 } else { offsets[first] };
+        let bounds: Vec<u64> = [&[start], &offsets[first + 1..=first + n]].concat();
+        let ascending = bounds.is_sorted() && bounds[n] <= elements;
+        assert_eq!(got.ok(), ascending.then_some(bounds));
+    }
+});
