@@ -574,3 +574,36 @@ def test_a_dataset_that_lies_together_in_odd_lengths(tmp_path: Path) -> None:
     keep[1, 1] = False
     found = [k for b in store.stream(0, 3, keep=keep) for k in zip(b.examples.tolist(), b.tokens.tolist(), strict=True)]
     assert found == [(1, 0), (1, 2), (2, 0), (3, 0), (3, 1), (3, 2), (3, 3)]
+
+
+def test_a_state_is_of_the_epoch_that_comes_next(tmp_path: Path) -> None:
+    """An epoch that was chosen while a loop was read comes next once that loop has ended, however it did."""
+    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2) as writer:
+        writer.append(np.arange(24, dtype=np.float32).reshape(3, 1, 4, 2))
+    store = actshard.open(tmp_path / "d")
+    for end in (lambda s, i: s.close(), lambda s, i: i.clear(), lambda s, i: list(i[0])):
+        stream = store.stream(0, 2, shuffle="exact")
+        loop = [iter(stream)]
+        next(loop[0])
+        stream.set_epoch(5)
+        assert stream.state_dict()["epoch"] == 0  # what is being read
+        end(stream, loop)
+        state = stream.state_dict()
+        again = store.stream(0, 2, shuffle="exact")
+        again.load_state_dict(state)
+        assert (state["epoch"], state["batch"]) == (5, 0)
+        assert [b.examples.tolist() for b in again] == [b.examples.tolist() for b in stream]
+        assert again.epoch == stream.epoch == 6
+
+
+def test_no_examples_are_warned_of_only_where_a_column_was_compared(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2) as writer:
+        writer.append(np.zeros((3, 1, 4, 2), np.float32), columns={"label": [0, 1, 1]})
+    store = actshard.open(tmp_path / "d")
+    none = np.zeros(0, np.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(store.gather(0, none, none)) == len(store.last_tokens(0, none)) == len(store.sequences(none, 0)) == 0
+    wrong: Any = store.table["label"] == 1
+    with pytest.warns(actshard.ActshardWarning, match="no example was chosen"):
+        store.last_tokens(0, np.flatnonzero(wrong))

@@ -108,7 +108,6 @@ def test_texts_are_joined_by_sample() -> None:
 FORMS = st.tuples(*(st.integers(1, n) for n in (4, 3, 7, 9)))
 
 
-@pytest.mark.filterwarnings("ignore:examples. no example was chosen")  # samples of no tokens
 @settings(max_examples=150, deadline=None)
 @given(
     shape=FORMS,

@@ -18,7 +18,14 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard import _native
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, OutOfRangeError, UnsupportedError
+from actshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    DtypeError,
+    NoMemoryError,
+    OutOfRangeError,
+    UnsupportedError,
+)
 
 NUMPY_BY_NAME: dict[str, np.dtype[Any]] = {}
 """numpy (or ml_dtypes) type of each safetensors name that has one."""
@@ -54,6 +61,26 @@ def numpy_type(asked: Any, what: str) -> np.dtype[Any]:
 def is_one_of(value: Any, words: Iterable[str]) -> bool:
     """Whether a value is one of some words. Arrays, which compare element by element, are none."""
     return isinstance(value, str) and value in tuple(words)
+
+
+def as_array(value: Any, expected: str) -> NDArray[Any]:
+    """A value as numpy has it; ``expected`` says in messages what it should have been."""
+    try:
+        return np.asarray(value)
+    except MemoryError as error:
+        raise NoMemoryError(f"{expected}, found {type(value).__name__} of more than there is memory for") from error
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ArgumentError(f"{expected}, found {type(value).__name__}: {error}") from error
+
+
+def listed(values: Iterable[Any], expected: str) -> list[Any]:
+    """What can be iterated, as a list; ``expected`` says in messages what it should have been."""
+    try:
+        return list(values)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{expected}, found {type(values).__name__}") from error
+    except MemoryError as error:
+        raise NoMemoryError(f"{expected}, found {type(values).__name__} of more than there is memory for") from error
 
 
 def switch(value: Any, what: str) -> bool:
@@ -185,12 +212,7 @@ def size(value: int | str, what: str) -> int:
 
 
 def _integers(values: Any, what: str) -> NDArray[np.int64]:
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError) as error:
-        raise ArgumentError(
-            f"{what}: expected an integer or an array of integers, found {type(values).__name__}"
-        ) from error
+    array = as_array(values, f"{what}: expected an integer or an array of integers")
     if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
         array = array.astype(np.int64)  # np.asarray([]) is float64
     if array.dtype == np.bool_:

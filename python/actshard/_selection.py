@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import is_one_of
+from actshard._arguments import is_one_of, listed
 from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _select(store: Store, layers: Sequence[int], tokens: Tokens, ignore_labels: 
         )
     if isinstance(ignore_labels, str | bytes) or not np.iterable(ignore_labels):
         raise ArgumentTypeError(f"ignore_labels: expected a list of integers, found {type(ignore_labels).__name__}")
-    ignore_labels = list(ignore_labels)
+    ignore_labels = listed(ignore_labels, "ignore_labels: expected a list of integers")
     each = store.contents.tokens_each
     if each is not None and not ignore_labels and keep is None and store.content_lengths is None:
         # By arithmetic, in no memory, however many examples there are.

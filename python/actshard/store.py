@@ -220,7 +220,8 @@ class Store:
                     f"examples: expected one flag for each of {self.num_examples} examples, found booleans {examples.shape}"
                 )
             return np.flatnonzero(examples)
-        if examples.size == 0:
+        if examples.size == 0 and self._table is not None:
+            # Of a column that was compared wrongly, perhaps; who never asked for the table has compared none.
             warnings.warn(f"examples: no example was chosen{COMPARED}", ActshardWarning, stacklevel=3)
         return examples
 
@@ -565,7 +566,7 @@ class Store:
             NotStoredError: no such column.
         """
         self._check_not_closed()
-        return self._contents.columns(list(names))
+        return self._contents.columns(_arguments.listed(names, "names: expected a list of columns"))
 
     def _check_not_closed(self) -> None:
         if isinstance(self._rows, _Closed):

@@ -105,9 +105,9 @@ class Stream:
         one = False
         if isinstance(layer, int | np.integer):
             one, layer = True, [layer]
-        elif layer != "all" and (isinstance(layer, str) or not np.iterable(layer)):
+        elif not _arguments.is_one_of(layer, ("all",)) and (isinstance(layer, str) or not np.iterable(layer)):
             raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
-        names = store.layers if isinstance(layer, str) else list(layer)
+        names = store.layers if isinstance(layer, str) else _arguments.listed(layer, "layer: expected names")
         if not names and isinstance(layer, str):
             raise NotStoredError("holds no hidden states", path=store.path)
         if not names:
@@ -239,6 +239,7 @@ class Stream:
 
     def state(self) -> dict[str, Any]:
         """:meth:`state_dict` of this process's own loop: for actshard's own rooms."""
+        self._turn_if_idle()
         pending = self._resume if self._resume is not None else self._step
         return {"version": 2, "epoch": self.epoch, "batch": pending, "settings": self._settings()}
 
@@ -356,11 +357,18 @@ class Stream:
         live = self._live()
         if live is not None:
             live.close()
+        self._turn_if_idle()
 
     def _turn(self) -> None:
         """Begins the epoch that was chosen while a loop was being read."""
         if self._chosen is not None:
             self.epoch, self._step, self._resume, self._chosen = self._chosen, 0, None, None
+
+    def _turn_if_idle(self) -> None:
+        """The same where the loop has ended: there is nothing left of it that would come before."""
+        live = self._live()
+        if live is None or not live.reads:
+            self._turn()
 
     def _supersede(self, why: str) -> None:
         live = self._live()
@@ -391,14 +399,10 @@ class Stream:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
+        self._turn_if_idle()
         state = dict(self.__dict__)
         del state["_native"], state["_live"], state["_elsewhere"]
-        if self._chosen is not None:
-            live = self._live()
-            if live is None or not live.reads:
-                state |= {"epoch": self._chosen, "_step": 0, "_resume": None, "_chosen": None}
-                return state
-            state["_chosen"] = None
+        state["_chosen"] = None
         if self._step:
             state["_resume"] = self._resume if self._resume is not None else self._step
         return state

@@ -571,3 +571,24 @@ def test_levanters_caches_are_replaced_where_asked(tmp_path: Path, monkeypatch: 
     cache = tokens.build_cache(source, tmp_path / "c", LLAMA, overwrite=True)
     same_rows(cache, tokens.build_cache(source, tmp_path / "fresh", LLAMA))
     assert digests(tmp_path / "c") == digests(tmp_path / "fresh")
+
+
+def test_a_first_append_that_fails_decides_nothing_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actshard.tokens import placing
+
+    writer = tokens.CacheWriter(tmp_path / "c", {"ids": np.int32})
+
+    def locked(_: Path) -> Any:
+        raise actshard.LockedError("another process builds here")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(placing, "take_lock", locked)
+        with pytest.raises(actshard.LockedError):
+            writer.append([{"ids": [[1, 2], [3, 4]]}])
+    assert not any(tmp_path.iterdir())
+    writer.append([{"ids": [1, 2]}])
+    writer.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert tokens.open_cache(tmp_path / "c")[0]["ids"].tolist() == [1, 2]

@@ -227,7 +227,7 @@ def arguments(draw: st.DrawFn, call: Call, function: Callable[..., Any]) -> dict
 
 def attempt(call: Call, function: Callable[..., Any], given: dict[str, Any], root: Path) -> None:
     """Makes the call; any exception but an ActshardError or a TypeError is let through."""
-    if call.name == "convert" and given.get("src") in FORMATS:
+    if call.name == "convert" and isinstance(given.get("src"), str) and given["src"] in FORMATS:
         given = {**given, "src": root / str(given["src"])}
     parameters = list(inspect.signature(function).parameters.values())
     leading = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY and p.name in given]

@@ -178,10 +178,7 @@ def ask(
     if isinstance(examples, slice):
         ids = np.arange(store.num_examples)[examples]
     elif examples is not None:
-        try:
-            array = np.asarray(examples)
-        except (ValueError, TypeError) as error:
-            raise ArgumentError(f"examples: expected integers, a slice or a mask: {error}") from error
+        array = _arguments.as_array(examples, "examples: expected integers, a slice or a mask")
         if array.dtype == np.bool_ and array.shape == (store.num_examples,):
             ids = np.flatnonzero(array)
         else:

@@ -279,8 +279,8 @@ def integers(indices: Sequence[int] | NDArray[Any], what: str) -> NDArray[np.int
     """Indices as one flat int64 array, whatever they are."""
     if type(indices) is np.ndarray and indices.dtype == np.int64 and indices.ndim == 1 and indices.flags.c_contiguous:
         return indices
+    made = _arguments.as_array(indices, f"expected indices of {what}s")
     try:
-        made = np.asarray(indices)
         if made.size and made.dtype.kind not in "iu":
             raise TypeError(f"found {made.dtype}")
         made = np.atleast_1d(made).astype(np.int64, casting="same_kind" if made.size else "unsafe")

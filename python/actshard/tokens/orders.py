@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+from actshard import _arguments, _native
 from actshard.errors import ArgumentError, ArgumentTypeError
 from actshard.tokens.cache import numbers
 from actshard.tokens.examples import Batch
@@ -37,7 +37,7 @@ def prng_key(seed: int | Sequence[int] | NDArray[Any]) -> Key:
             raise ArgumentError(f"a seed is a 64-bit integer, not {seed}")
         return _native.jax_key(int(seed) & (1 << 64) - 1)
     try:
-        words = [int(word) for word in np.asarray(seed).reshape(-1)]
+        words = [int(word) for word in _arguments.as_array(seed, "expected a seed or a key").reshape(-1)]
     except (TypeError, ValueError, OverflowError) as error:
         raise ArgumentError(f"a key is a seed or two unsigned 32-bit words, not {seed!r}") from error
     if len(words) != 2 or any(not 0 <= word < 1 << 32 for word in words):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from actshard._arguments import local_path
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, MissingExtraError, MissingFileError
 from actshard.formats._json import read_json, show
 
@@ -175,6 +176,7 @@ def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
 
 
 def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
+    local_path(given, "tokenizer")  # refuses what no file can be named
     path = Path(given).expanduser()
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():

@@ -250,8 +250,8 @@ class CacheWriter:
     def _put(self, axes: dict[str, int], pieces: Mapping[str, tuple[Any, Any, Any]]) -> None:
         """Writes rows that were checked: what fails from here on leaves fields that do not belong together."""
         if self._writers is None:
+            self._writers = self._begun(axes)
             self._axes = axes
-            self._writers = self._begun()
         try:
             for name, (flat, lengths, shapes) in pieces.items():
                 self._writers.append(name, flat, lengths, shapes)
@@ -259,7 +259,7 @@ class CacheWriter:
             self._failed = str(error) or type(error).__name__
             raise
 
-    def _begun(self) -> FieldWriters:
+    def _begun(self, axes: dict[str, int]) -> FieldWriters:
         """The writers of a folder beside the cache's, which is locked; those of killed writers are removed."""
         with placing.os_errors(self.path, "make"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -278,8 +278,12 @@ class CacheWriter:
                 except FileExistsError:
                     number += 1
         self._staged = staged
-        self._lock = placing.take_lock(staged)
-        return FieldWriters(staged / placing.NEW, self._fields, self._storage, self._axes)
+        try:
+            self._lock = placing.take_lock(staged)
+            return FieldWriters(staged / placing.NEW, self._fields, self._storage, axes)
+        except BaseException:
+            self._unstage()
+            raise
 
     def _array(self, row: Mapping[str, Any], name: str, i: int) -> NDArray[Any]:
         try:
@@ -338,8 +342,7 @@ class CacheWriter:
     def _finished(self) -> Path:
         """The cache, whole and on the disk, but not in its place."""
         if self._writers is None:
-            self._axes = dict.fromkeys(self._fields, 1)
-            self._writers = self._begun()
+            self._writers = self._begun(dict.fromkeys(self._fields, 1))
         rows, counts = self._writers.finish()
         new = self._writers.folder
         Ledger(
@@ -378,8 +381,13 @@ class CacheWriter:
         """Leaves nothing behind."""
         self._open = False
         self._writers = None
+        self._unstage()
+
+    def _unstage(self) -> None:
+        """Removes the folder that the cache is made in."""
         if self._staged is not None:
             placing.clear(self._staged)
+            self._staged = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None

@@ -125,10 +125,7 @@ def as_numpy(value: Any) -> NDArray[Any]:
         except (TypeError, RuntimeError) as error:
             raise ArgumentError(f"expected a tensor of numbers, found {tensor.dtype}: {error}") from error
         return plain
-    try:
-        array = np.asarray(value)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise ArgumentError(f"expected an array or a tensor, found {type(value).__name__}: {error}") from error
+    array = _arguments.as_array(value, "expected an array or a tensor")
     if array.dtype.kind not in "biuf" and array.dtype not in _arguments.NUMPY_BY_NAME.values():
         raise ArgumentError(f"expected an array of numbers, found {array.dtype} from {type(value).__name__}")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

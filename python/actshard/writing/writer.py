@@ -449,7 +449,7 @@ def make_target(
         raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
     root = _arguments.local_path(path)
     told: dict[str, dict[str, Any]] = {}
-    for name, given in (("metadata", metadata or {}), ("options", options)):
+    for name, given in (("metadata", {} if metadata is None else metadata), ("options", options)):
         try:
             # As JSON has them: what is resumed is compared with what was read back, which knows no tuples.
             told[name] = _as_json(dict(given))
