@@ -138,7 +138,7 @@ def test_the_commands_show_what_no_terminal_can(tmp_path: Path) -> None:
         assert "\\ud800" in shown.stdout
         told = run("info", tmp_path / "d", "--json", env={**os.environ, **environment})
         assert told.returncode == 0, told.stderr
-        assert json.loads(told.stdout)["model"] == "\ud800é"
+        assert json.loads(told.stdout)["model"] == "\\ud800é"  # JSON that any program can decode
 
 
 def test_the_status_of_verify_tells_warnings_from_what_could_not_be_checked(tmp_path: Path) -> None:

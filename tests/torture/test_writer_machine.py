@@ -368,7 +368,8 @@ class WriterMachine(RuleBasedStateMachine):
         if part.tokens:
             bad["names"] = {**good, "columns": {**columns, "another": [1, 2]}}
             if self.names:
-                odd: list[Any] = [{"odd": {"k": [[1.5]]}}] * 2
+                # Dicts may have new keys; everything else has the type that it began with.
+                odd: list[Any] = [3, 4] if self.names[0] == "facts" else [{"odd": {"k": [[1.5]]}}] * 2
                 bad["type"] = {**good, "columns": {**columns, self.names[0]: odd}}
             if self.fixed is not None and self.format in ("saev", "lmprobe"):
                 bad["tokens"] = {**good, "activations": np.concatenate([arrays] * 2, axis=2)}
