@@ -1,0 +1,35 @@
+"""What the documents name is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_fault_in_the_ledger_is_held_by_a_test_that_exists() -> None:
+    sources = [
+        p.read_text() for folder in ("tests", "rust") for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".rs")
+    ]
+    names = set(re.findall(r"\b(?:def|fn|class) (\w+)", "\n".join(sources)))
+    rows = [r for r in (ROOT / "docs/correctness.md").read_text().splitlines() if r.startswith("| ")]
+    found = 0
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if len(cells) != 4 or cells[0] == "symptom" or set(cells[0]) <= {"-"}:
+            continue
+        held = re.findall(r"`([^`]+)`", cells[3])
+        assert held, row
+        for name in held:
+            there = name in names or any((ROOT / base / name).is_file() for base in ("", "tests", "tests/tokens"))
+            assert there, f"{name}: {row}"
+        found += 1
+    assert found > 40
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
