@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
+import gc
 import gzip
 import json
 import os
@@ -13,8 +15,10 @@ import sys
 import threading
 import types
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard import _native
 from actshard.formats import _zarr_package
 from conftest import GOLDEN, refuses
 from torture.chunk_damage import values
@@ -305,6 +310,54 @@ class TestPackage:
             with pytest.raises(raised, match="stop") as caught:
                 opened(store, io=io).gather(0, [0, 1, 1], 0)
             assert type(caught.value) is raised
+
+    def test_what_was_raised_while_decoding_is_raised_in_every_thread_and_as_often_as_asked(
+        self, store: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        together = threading.Barrier(48)
+
+        def chunk(*_: Any) -> bytes:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(20)
+            raise MemoryError("stop")
+
+        monkeypatch.setattr(_zarr_package.PackageArray, "_block", chunk)
+        # Each with a cache of its own: threads that share one wait for one another.
+        stores = [opened(store) for _ in range(48)]
+        with ThreadPoolExecutor(48) as threads:
+            errors = [f.exception() for f in [threads.submit(s.gather, 0, 0, 0) for s in stores]]
+        assert {type(e) for e in errors} == {MemoryError}
+        together.abort()
+        monkeypatch.setattr(actshard.Store, "identity", "of rows that cannot be read")
+        batches = iter(stores[0].stream(0, 2))
+        for _ in range(2):
+            with pytest.raises(MemoryError, match="stop"):
+                next(batches)
+
+    def test_what_was_raised_while_decoding_and_never_asked_for_is_not_kept(
+        self, store: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Raised(MemoryError):
+            pass
+
+        kept: list[weakref.ref[Raised]] = []
+        called = threading.Event()
+
+        def chunk(*_: Any) -> bytes:
+            error = Raised()
+            kept.append(weakref.ref(error))
+            called.set()
+            raise error
+
+        monkeypatch.setattr(_zarr_package.PackageArray, "_block", chunk)
+        monkeypatch.setattr(actshard.Store, "identity", "of rows that cannot be read")
+        batches = iter(opened(store).stream(0, 2))
+        assert called.wait(60)
+        batches.close()  # type: ignore[attr-defined]
+        del batches
+        _native.looks()  # references that threads without the GIL gave up are counted down by the next call
+        gc.collect()
+        assert [error() for error in kept] == [None] * len(kept)
 
     def test_other_errors_are(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def chunk(*_: Any) -> bytes:

@@ -1,8 +1,10 @@
 //! How the core says no: one type, one line, and always the file and the byte or field it is about.
 
+use std::any::Any;
 use std::fmt::{self, Write as _};
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// What went wrong, as a stable code. Append only: Python maps each code to one exception class, and a test holds the
 /// two lists against each other.
@@ -101,6 +103,18 @@ pub struct Error {
     pub errno: Option<i32>,
     /// Expected and found, in words.
     pub detail: String,
+    /// What a caller of the core raised inside a function that it gave to the core; this error only takes it back out.
+    pub carried: Option<Carried>,
+}
+
+/// Somebody else's error, shared by the clones of an [`Error`] and dropped with them.
+#[derive(Clone)]
+pub struct Carried(pub Arc<dyn Any + Send + Sync>);
+
+impl fmt::Debug for Carried {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Carried")
+    }
 }
 
 /// The core's result.
@@ -109,7 +123,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// A failure about no particular file.
     pub fn new(kind: Kind, detail: impl Into<String>) -> Error {
-        Error { kind, path: None, offset: None, reason: None, errno: None, detail: detail.into() }
+        Error { kind, path: None, offset: None, reason: None, errno: None, detail: detail.into(), carried: None }
     }
 
     /// Names the file.

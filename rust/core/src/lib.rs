@@ -38,4 +38,4 @@ pub mod tokens;
 pub mod write;
 
 pub use dtype::DType;
-pub use error::{Error, Kind, Result};
+pub use error::{Carried, Error, Kind, Result};
