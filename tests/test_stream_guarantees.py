@@ -607,3 +607,26 @@ def test_no_examples_are_warned_of_only_where_a_column_was_compared(tmp_path: Pa
     wrong: Any = store.table["label"] == 1
     with pytest.warns(actshard.ActshardWarning, match="no example was chosen"):
         store.last_tokens(0, np.flatnonzero(wrong))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"interleave": np.zeros(0)},
+        {"drop_last": "no"},
+        {"reuse": np.zeros(2)},
+        {"layer": np.zeros(0)},
+        {"layer": range(1 << 40)},
+        {"tokens": np.array(["all", "last"])},
+        {"shuffle": np.array(["exact", "window"])},
+        {"ignore_labels": range(1 << 40)},
+        {"dtype": {"": ""}},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_arguments_of_odd_types_raise_errors_of_ours(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    """numpy compares arrays element by element, and list() takes what no memory holds: neither's exceptions come out."""
+    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2) as writer:
+        writer.append(np.zeros((3, 1, 4, 2), np.float32))
+    with pytest.raises(actshard.ActshardError):
+        actshard.open(tmp_path / "d").stream(**{"layer": 0, "batch_size": 2, **wrong})

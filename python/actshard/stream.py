@@ -102,7 +102,8 @@ class Stream:
         reuse: bool = False,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        one = False
+        one, interleave = False, _arguments.switch(interleave, "interleave")
+        drop_last, reuse = _arguments.switch(drop_last, "drop_last"), _arguments.switch(reuse, "reuse")
         if isinstance(layer, int | np.integer):
             one, layer = True, [layer]
         elif not _arguments.is_one_of(layer, ("all",)) and (isinstance(layer, str) or not np.iterable(layer)):
@@ -122,7 +123,7 @@ class Stream:
         self.batch_size = _whole(batch_size, "batch_size", 1)
         self.rank, self.world_size = _whole(rank, "rank", 0), _whole(world_size, "world_size", 1)
         self.seed, self.epoch = _whole(seed, "seed", 0), _whole(epoch, "epoch", 0)
-        self.shuffle, self.drop_last = shuffle, _arguments.switch(drop_last, "drop_last")
+        self.shuffle, self.drop_last = shuffle, drop_last
         self._tokens = tokens
         asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
         self.dtype = asked
@@ -134,7 +135,7 @@ class Stream:
         self._options: dict[str, Any] = {
             "groups": groups,
             "stacked": not one,
-            "interleaved": _arguments.switch(interleave, "interleave"),
+            "interleaved": interleave,
             "batch_size": self.batch_size,
             "shuffle": shuffle,
             "seed": self.seed,
@@ -155,7 +156,7 @@ class Stream:
         if reuse and buffers is not None:
             raise ArgumentError("buffers: not with reuse=True, which makes its own")
         self._shape = (self.batch_size, *item)
-        self._reuse = _arguments.switch(reuse, "reuse")
+        self._reuse = reuse
         self._buffers = None if buffers is None else list(buffers)
         if self._buffers is not None and len(self._buffers) < 2:
             raise ArgumentError(
