@@ -16,6 +16,7 @@ __all__ = [
     "TokenOrder",
     "build_info",
     "cast_into",
+    "check_decoded_size",
     "copy_range",
     "count_overflows",
     "count_selected",

@@ -98,6 +98,8 @@ class Caches(RuleBasedStateMachine):
         """What the finished cache is; None: there is none."""
         self.underway: Key | None = None
         """What a swap that was interrupted makes of it."""
+        self.stopped: set[Key] = set()
+        """Builds that were stopped in the middle."""
         self.foreign: dict[str, bytes] = {}
         self.sibling = False
         self.written: dict[Key, list[list[int]]] = {}
@@ -195,6 +197,7 @@ class Caches(RuleBasedStateMachine):
             self.same_as_undisturbed(key, pick, options)
             return
         if isinstance(error, Stopped):
+            self.stopped.add(key)
             self.look(key)
             return
         self.look(key)
@@ -272,6 +275,9 @@ class Caches(RuleBasedStateMachine):
     def same_as_undisturbed(self, key: Key, pick: tuple[int, ...], options: dict[str, Any]) -> None:
         """Byte for byte what a build in a new folder makes; shards are kept where a build was asked to."""
         ours = {n: d for n, d in files(self.out).items() if n not in self.foreign}
+        if self.stopped - {key}:
+            # Where another cache was to take this one's place and was stopped, its shards wait to be resumed.
+            ours = {n: d for n, d in ours.items() if not n.startswith(".actshard-build")}
         plain = {n: d for n, d in ours.items() if not n.startswith("0000") or dict(key[1])["layout"] == "sharded"}
         assert plain == self.clean[key]
         assert actshard.verify(self.out, deep=True).ok
