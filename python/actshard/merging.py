@@ -191,7 +191,7 @@ def _merged(root: Path, asked: _Asked, different_models: bool) -> Path:
         if not listed.get("finished"):
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
-            shutil.rmtree(root / PARTS, ignore_errors=True)
+            _remove_parts(root)
         _leave(root)
     finally:
         lock.release()
@@ -210,14 +210,28 @@ def _locked(root: Path) -> Lock:
     raise LockedError("another merge is at work here; wait for it", path=root)
 
 
+def _remove_parts(root: Path) -> None:
+    """Removes the parts' folder. It goes in one step: a dataset beside what is left of its parts would be taken for unfinished."""
+    if not (root / PARTS).is_dir():
+        return
+    gone = root / FOLDER / f"merged{PARTS}"
+    if os.path.lexists(gone):  # a merge that was stopped here before
+        shutil.rmtree(gone, ignore_errors=True)
+    rename(root / PARTS, gone)
+    _native.sync_files([root])
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def _leave(root: Path) -> None:
     """Removes the working folder, the marker last: without it, nobody would know how to go on; and the dataset's if it is empty."""
     folder = root / FOLDER
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
-            if entry.name != _MARKER:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != _MARKER:
                 entry.unlink()
-    with contextlib.suppress(OSError):
+        # With anything left the marker stays: the next call goes on from it.
         (folder / _MARKER).unlink(missing_ok=True)
         folder.rmdir()
         root.rmdir()

@@ -389,7 +389,7 @@ class Build:
         self._files_done = len(self._done)
         self._build_shards(pending)
         for source, task in pending:
-            done = shards.finished(task.folder, task.identity, names)
+            done = shards.finished(task.folder, task.identity, names, made=True)
             if done is None:
                 raise InternalError(f"shard {source.shard} is not there after it was built", path=task.folder)
             self._done[source.shard] = done

@@ -141,11 +141,16 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: Tell) -
     return counts
 
 
-def finished(folder: Path, identity: str, fields: list[str]) -> Ledger | None:
-    """The ledger of a shard that is finished and of this identity; None if it has to be made."""
+def finished(folder: Path, identity: str, fields: list[str], *, made: bool = False) -> Ledger | None:
+    """The ledger of a shard that is finished and of this identity; None if it has to be made.
+
+    Where it was just ``made``, an error of reading its ledger is raised.
+    """
     try:
         ledger = ledgers.read(folder)
     except ActshardError:
+        if made:
+            raise
         return None
     own = ledger.extra.get(OURS)
     whole = all((folder / name / "offsets" / "zarr.json").is_file() for name in fields)

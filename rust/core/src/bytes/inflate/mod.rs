@@ -300,7 +300,7 @@ mod tests {
                     made.push(made[i]);
                 }
             } else {
-                made.push((next() >> 20 & 0xff) as u8 % kinds.max(1) as u8);
+                made.push((((next() >> 20) & 0xff) % kinds.max(1)) as u8);
             }
         }
         made
