@@ -74,7 +74,9 @@ def _merge(format: str, folder: Path, tell: Tell) -> Path:
 
 
 def _tokenize(layout: str, folder: Path, tell: Tell) -> Path:
-    tokens.build_cache(str(folder / "texts" / "*.jsonl"), folder / "d", str(folder / "tokenizer"), layout=layout, jobs=1)
+    tokens.build_cache(
+        str(folder / "texts" / "*.jsonl"), folder / "d", str(folder / "tokenizer"), layout=layout, jobs=1
+    )
     return folder / "d"
 
 
