@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -479,3 +480,45 @@ def test_texts_are_written_some_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
         writer.append(examples([1] * 20), columns={"prompt": ["x" * 100] * 20, "other": ["y" * 50] * 20})
     assert 300 < most < 500
     assert actshard.open(tmp_path / "d").table["prompt"].to_pylist() == ["x" * 100] * 20
+
+
+@pytest.mark.parametrize("how", ["kill", "exception", "closing"])
+def test_lengths_of_padded_examples_survive_an_interruption(tmp_path: Path, how: str) -> None:
+    """Rows of zeros that fill up examples committed before stay what they are, whatever happened in between."""
+    code = f"""
+import os
+import numpy as np, actshard
+from actshard.writing.saev import SaevTarget
+items = [np.full((1, n, 4), n + 1, np.float32) for n in (3, 1, 5, 2, 7, 4)]
+how = {how!r}
+try:
+    with actshard.create("dump", "saev", layers=[0], d_model=4, pad=True, tokens_per_example=7) as writer:
+        writer.append(items[:2])
+        writer.append(items[2:4])
+        writer.flush()
+        if how == "kill":
+            os.kill(os.getpid(), 9)
+        if how == "exception":
+            raise KeyError
+        writer.append(items[4:])
+        SaevTarget._keep_lengths = lambda self: os.kill(os.getpid(), 9)
+except KeyError:
+    pass
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=False, timeout=120)
+    counts = [3, 1, 5, 2, 7, 4]
+    items = [np.full((1, n, 4), n + 1, np.float32) for n in counts]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        writer = actshard.create(
+            tmp_path / "dump", "saev", layers=[0], d_model=4, pad=True, tokens_per_example=7, resume=True
+        )
+        if not writer.complete:
+            assert writer.committed == 4
+            writer.append(items[4:])
+            writer.close()
+    store = actshard.open(writer.path)
+    assert store.content_lengths is not None
+    assert store.content_lengths.tolist() == counts
+    assert np.array_equal(store.last_tokens(0), [x[0, -1] for x in items])
+    assert len(next(iter(store.stream(0, 1000))).activations) == sum(counts)

@@ -37,7 +37,7 @@ COMMIT_BYTES = 1 << 30
 """Data between two commits, about: what a crash costs at most."""
 MEMORY = 192 << 20
 """What blocks may take together, if two fit."""
-_TOKENS, _BY_LAYER = "actshard.tokens", "actshard.tokens_by_layer"
+_TOKENS, _BY_LAYER, _OWN = "actshard.tokens", "actshard.tokens_by_layer", "actshard.own_tokens"
 """Columns of the journal's tables that hold lengths."""
 
 
@@ -162,7 +162,7 @@ class Sink:
         self.check()
         fitted = self.columns.fit(block.columns, self._handed, len(block), alike=False)
         self.columns.keep(fitted)
-        self.put_fitted(Block(block.memory, block.lengths, fitted.table))
+        self.put_fitted(Block(block.memory, block.lengths, fitted.table, block.own))
 
     def put_fitted(self, block: Block) -> None:
         """The same of a block whose columns are known to fit."""
@@ -225,6 +225,8 @@ class Sink:
         try:
             if not self.journal.finished:
                 lengths, columns = self.read_back()
+                if not target.ragged and target.content_lengths is None:
+                    target.content_lengths = self._own_lengths
                 # From here on nothing is refused: every check was made when the examples were given.
                 self.journal.close()
                 target.finish(Examples(lengths, columns))
@@ -329,7 +331,7 @@ class Sink:
         size = int(np.maximum(block.lengths, 0).sum()) * self.target.row_bytes
         self.written_bytes += size
         self._since += size
-        self._waiting.append(Block(block.memory[:0], block.lengths, block.columns))
+        self._waiting.append(Block(block.memory[:0], block.lengths, block.columns, block.own))
         self.give_back(block.memory)
 
     def _configure(self) -> None:
@@ -364,12 +366,30 @@ class Sink:
             )
         return np.concatenate(parts)
 
+    def _own_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each example before it was filled up; as many as are stored where none were noted."""
+        made = np.array(self._lengths_so_far()[:, 0])
+        at = 0
+        for table in self.journal.tables():
+            if _OWN in table.column_names:
+                column = table[_OWN]
+                there = column.is_valid().to_numpy()
+                made[at : at + len(table)][there] = column.drop_null().to_numpy()
+            at += len(table)
+        return made
+
+    def own_lengths_missing(self) -> int:
+        """How many committed examples an earlier release wrote, which did not note their lengths before they were filled up."""
+        tables = self.journal.tables()
+        return sum(t[_OWN].null_count if _OWN in t.column_names else len(t) for t in tables)
+
     def read_back(self) -> tuple[NDArray[np.int64], Any]:
         """Lengths and columns of all committed examples; columns stay on the disk until they are looked at."""
         import pyarrow as pa
 
         tables = [
-            t.drop_columns([c for c in (_TOKENS, _BY_LAYER) if c in t.column_names]) for t in self.journal.tables()
+            t.drop_columns([c for c in (_TOKENS, _BY_LAYER, _OWN) if c in t.column_names])
+            for t in self.journal.tables()
         ]
         lengths = self._lengths_so_far()
         if not any(t.num_columns for t in tables):
@@ -398,7 +418,7 @@ def _table(blocks: list[Block]) -> Any:
         else:
             flat = pa.array(np.ascontiguousarray(block.lengths).reshape(-1))
             name, column = _BY_LAYER, pa.FixedSizeListArray.from_arrays(flat, block.lengths.shape[1])
-        known = pa.table({name: column})
+        known = pa.table({name: column} | ({} if block.own is None else {_OWN: pa.array(block.own)}))
         if block.columns is not None:
             for field, values in zip(block.columns.schema, block.columns.columns, strict=True):
                 known = known.append_column(field, values)

@@ -58,6 +58,8 @@ class Block:
     """``(n, layers)``: tokens; -1 where an example lacks a layer."""
     columns: pa.Table | None = None
     """What else is known of the examples; arrays of numbers as fixed-size lists."""
+    own: NDArray[np.int64] | None = None
+    """``(n,)``: tokens of each before it was filled up, for a format that has as many of each; None: as many as are stored."""
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -63,11 +63,9 @@ class Writer:
         self._exist_ok = exist_ok or resume
         self.complete = False
         self._stage: NDArray[Any] | None = None
-        self._staged: list[tuple[int, NDArray[np.int64], pa.Table | None]] = []
-        """Examples in the stage: its rows up to and with them, their lengths, their columns."""
-        self._appended = self._resumed_at = 0
-        self._own_tokens: list[NDArray[np.int64]] = []
-        """Tokens of examples before they were filled up, since this writer began."""
+        self._staged: list[tuple[int, NDArray[np.int64], NDArray[np.int64], pa.Table | None]] = []
+        """Examples in the stage: its rows up to and with them, their lengths, those before they were filled up, their columns."""
+        self._appended = 0
         self._sink: Sink | None = None
         self.path = target.root
         with _told(target.root):
@@ -80,7 +78,8 @@ class Writer:
                 if not (self._exist_ok and self._is_complete(resume)):
                     raise
                 return
-            self._appended = self._resumed_at = self._sink.committed
+            self._appended = self._sink.committed
+            self._tell_unknown(self._sink)
             if self._sink.journal.closing:
                 # Killed while it was finished: shards have their last form, and there is nothing to append to.
                 self.path = self._sink.finish()
@@ -258,7 +257,7 @@ class Writer:
     ) -> None:
         """Brings examples into blocks, which the writing thread takes."""
         target = self._target
-        self._own_tokens.append(np.minimum(examples.tokens, tokens))
+        own = np.minimum(examples.tokens, tokens)
         layers = len(target.spec.layers)
         done = 0
         while done < len(examples):
@@ -277,7 +276,7 @@ class Writer:
             end = filled + int(tokens[part].sum()) * layers
             examples.copy(part, tokens[part], self._stage[filled:end], dtype)
             each = np.broadcast_to(tokens[part, None], (count, layers))
-            self._staged.append((end, each, None if table is None else table.slice(done, count)))
+            self._staged.append((end, each, own[part], None if table is None else table.slice(done, count)))
             done += count
             self._appended += count
 
@@ -307,10 +306,11 @@ class Writer:
         if self._stage is None or not self._staged:
             return
         assert self._sink is not None
-        tables = [table for _, _, table in self._staged if table is not None]
+        tables = [table for *_, table in self._staged if table is not None]
         columns = together(tables)[0] if tables else None
-        lengths = np.concatenate([each for _, each, _ in self._staged]).astype(np.int64)
-        block = Block(self._stage[: self._staged[-1][0]], lengths, columns)
+        lengths = np.concatenate([each for _, each, _, _ in self._staged]).astype(np.int64)
+        own = None if self._target.ragged else np.concatenate([own for _, _, own, _ in self._staged])
+        block = Block(self._stage[: self._staged[-1][0]], lengths, columns, own)
         self._stage, self._staged = None, []
         try:
             self._sink.put_fitted(block)
@@ -356,24 +356,22 @@ class Writer:
             sink.discard()
             self.path = found
         else:
-            if self._pad and self._target.tokens is not None:
-                self._target.content_lengths = self._content_lengths
             self.path = sink.finish()
         self.complete = True
         self._sink = None
 
-    def _content_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each example before it was filled up; of those that an interrupted writer wrote it is not known."""
-        assert self._target.tokens is not None
-        before = np.full(self._resumed_at, self._target.tokens, np.int64)
-        if self._resumed_at:
+    def _tell_unknown(self, sink: Sink) -> None:
+        """Warns if an earlier release padded examples without noting their lengths, as far as can be told."""
+        if not self._pad or self._target.ragged:
+            return
+        missing = sink.own_lengths_missing()
+        if missing:
             warnings.warn(
-                f"{self.path}: pad=True: lengths of the first {self._resumed_at} examples are not known after resuming; "
-                "rows that fill them up count as content",
+                f"{self.path}: pad=True: lengths of {missing} examples that an earlier release wrote are not known; rows that "
+                "fill them up count as content: write the dataset again if any were padded",
                 ActshardWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
-        return np.concatenate([before, *self._own_tokens])
 
     def abort(self) -> None:
         """Stops without finishing. What was appended is committed if it can be; ``create(..., resume=True)`` goes on after it."""
