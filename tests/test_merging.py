@@ -410,3 +410,21 @@ def test_a_merge_that_fails_removes_only_what_it_made(
     with pytest.raises(actshard.FormatError, match="was changed"):
         actshard.merge(target, [a, b])
     assert [p.name for p in target.rglob("*")] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("own_parts", [True, False])
+@pytest.mark.parametrize("format", ["zarr", "pickle", "lmprobe"])
+def test_parts_whose_columns_have_other_types_are_refused(tmp_path: Path, format: str, own_parts: bool) -> None:
+    """Numbers must not become texts because another part has other numbers. A column without values fits any."""
+    paths = []
+    labels: list[list[Any]] = [[0, 1], ["x", "y"] if format == "lmprobe" else [0.5, 1.5]]
+    for i, values in enumerate(labels):
+        where = tmp_path / "m" if own_parts else tmp_path / f"p{i}"
+        part = {"part": (i, 2)} if own_parts else {"machine_id": i, "total_machines": 2} if format == "pickle" else {}
+        with actshard.create(where, format, layers=[0], d_model=2, **part) as writer:
+            columns = {TEXT[format]: [f"{i}a", f"{i}b"], "label": values}
+            writer.append(np.ones((2, 1, 3, 2), np.float32), columns=columns)
+        paths.append(writer.path)
+    with pytest.raises(actshard.FormatError, match="label"):
+        actshard.merge(tmp_path / "m", None if own_parts else paths)
+    assert [actshard.open(p).table["label"].to_pylist() for p in paths] == labels

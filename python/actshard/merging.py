@@ -43,7 +43,6 @@ from actshard.formats.pickle import machines_in, open_many
 from actshard.formats.saev import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
 from actshard.formats.zarr import ACTIVATIONS, Member, is_group, members_of
 from actshard.opening import existing, find, open_quietly
-from actshard.writing.columns import together
 from actshard.writing.lmprobe import MADE_UP, LmprobeTarget
 from actshard.writing.pickle import PickleTarget, shard_listing
 from actshard.writing.target import Examples, Spec, refuse_existing
@@ -726,17 +725,28 @@ def _check_chunks(sources: Sequence[Path]) -> None:
 
 
 def _check_zarr(plan: _Merge) -> None:
-    if not plan.options["physical"]:
-        return
-    _check_chunks(plan.parts)
+    if plan.options["physical"]:
+        _check_chunks(plan.parts)
     stores = [open_quietly(p, "zarr", "auto") for p in plan.parts]
-    tables = [s.read_columns([n for n in s.contents.column_names if n != "seq_len"]) for s in stores]
-    if tables[0].num_columns:
-        _, mixed = together([t.slice(0, 0) for t in tables])
-        if mixed:
-            raise FormatError(
-                f"columns {mixed} have types that do not fit together: a manifest holds the stores as they are"
-            )
+    _check_column_types(plan, [s.read_columns([n for n in s.contents.column_names if n != "seq_len"]) for s in stores])
+
+
+def _check_column_types(plan: _Merge, tables: Sequence[Any]) -> None:
+    """Raises FormatError if a column has another type in one part than in another: it would be read as texts."""
+    import pyarrow as pa
+
+    known: dict[str, tuple[Any, Path]] = {}
+    for path, table in zip(plan.parts, tables, strict=True):
+        for field in table.schema:
+            if field.type == pa.null():
+                continue
+            kind, first = known.setdefault(field.name, (field.type, path))
+            if kind != field.type:
+                raise FormatError(
+                    f"column {field.name!r}: expected {kind} as in {first}, found {field.type}: parts are merged if a column has "
+                    "one type in all; write one of them again with values of the other's type",
+                    path=path,
+                )
 
 
 def _zarr(plan: _Merge) -> Path:
@@ -827,6 +837,9 @@ def _check_pickle(plan: _Merge) -> None:
     missing = next((source for source, _ in _pickle_plan(plan)[0] if not source.is_file()), None)
     if missing is not None:
         raise MissingFileError("expected a shard, found nothing", path=missing)
+    # Columns of a whole part would have to be decoded with its rows: its first shard tells its types.
+    contents = [open_quietly(p, "pickle", "auto", "160MiB").contents for p in plan.parts]
+    _check_column_types(plan, [c.unit_columns(0) for c in contents if c.unit_columns is not None])
 
 
 def _pickle_plan(plan: _Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
