@@ -231,6 +231,37 @@ def test_a_conversion_is_resumed_and_only_of_the_same(tmp_path: Path, ragged: Pa
     assert actshard.convert(ragged, tmp_path / "d", "pickle", exist_ok=True, verify=True, **own).bytes == 0
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("how", ["resume", "exist_ok"])
+def test_a_finished_dataset_is_taken_only_for_a_copy_of_the_same(tmp_path: Path, format: str, how: str) -> None:
+    """Another source, order of examples, of layers, or other tokens: each makes another dataset of the same size and name."""
+    rng = np.random.default_rng(3)
+    paths = []
+    for name in ("a", "b"):
+        with actshard.create(tmp_path / name, "zarr", layers=[4, 8], d_model=4) as writer:
+            writer.append(rng.standard_normal((100, 2, 3, 4)).astype(np.float32))
+        paths.append(writer.path)
+    first, other = paths
+    path = actshard.convert(first, tmp_path / "t", format).path
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    taken: dict[str, Any] = {how: True}
+    assert actshard.convert(first, tmp_path / "t", format, **taken).resumed_at == 100
+    asked: list[tuple[Path, dict[str, Any]]] = [
+        (other, {}),
+        (first, {"examples": np.arange(100)[::-1]}),
+        (first, {"examples": [*range(99), 0]}),
+        (first, {"layers": {8: 4, 4: 8}}),
+    ]
+    if format != "saev":  # whose name tells how many tokens there are
+        asked += [(first, {"tokens": "last"}), (first, {"dtype": "float16"})]
+    for source, options in asked:
+        if format == "lmprobe":
+            options["storage"] = "full_sequence"
+        with refuses(actshard.ExistsError, path):
+            actshard.convert(source, tmp_path / "t", format, **taken, **options)
+    assert before == {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
 def test_verify_sees_one_changed_bit(tmp_path: Path, ragged: Path) -> None:
     done = actshard.convert(ragged, tmp_path / "d", "zarr")
     chunk = next(iter(sorted((done.path / "arrays/activations").glob("3.1.*"))))

@@ -480,8 +480,22 @@ def test_lengths_survive_padding_converting_and_merging(tmp_path: Path) -> None:
     made = quietly(writer.path)
     assert made.content_lengths is not None
     assert made.content_lengths.tolist() == counts
-    told = actshard.convert(dump, tmp_path / "back", "zarr")
-    assert "padding" in [loss.what for loss in told.losses]
+    for format in ("zarr", "lmprobe", "pickle"):
+        told = actshard.convert(dump, tmp_path / f"back-{format}", format, verify=True)
+        assert "padding" not in [loss.what for loss in told.losses]
+        back = actshard.open(told.path)
+        assert back.token_counts.tolist() == counts
+        assert all(np.array_equal(back.sequence(e, 0), item[0]) for e, item in enumerate(items))
+    with actshard.create(
+        tmp_path / "cls", "saev", layers=[0], d_model=8, pad=True, tokens_per_example=5, cls_token=True
+    ) as writer:
+        writer.append(items)
+    for tokens, skipped in (("all", 0), ("content", 1)):
+        made = actshard.open(
+            actshard.convert(writer.path, tmp_path / f"cls-{tokens}", "pickle", tokens=tokens, examples=[4, 0, 3]).path
+        )
+        for e, item in enumerate((items[4], items[0], items[3])):
+            assert np.array_equal(made.sequence(e, 0), item[0, skipped:])
     last = actshard.open(actshard.convert(dump, tmp_path / "last", "lmprobe", tokens="last").path)
     assert np.array_equal(last.last_tokens(0), [x[0, -1] for x in items])
     # Nothing is kept where nothing was filled up.

@@ -116,10 +116,17 @@ class Asked:
         """The same of some examples of the result."""
         ids, rows = self.ids(first, last), self.store.rows
         if self.store.contents.units is None:
-            return rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids))
+            return self.own(rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids)), ids)
         each = rows.tokens_of(np.tile(self.groups, len(ids)), np.repeat(ids, len(self.groups)))
         longest: NDArray[np.int64] = each.reshape(len(ids), -1).max(axis=1)
         return longest
+
+    def own(self, counts: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Stored tokens of examples, without rows of zeros that only fill them up: but a saev dump stays filled up."""
+        lengths = self.store.content_lengths
+        if lengths is None or self.format == "saev":
+            return counts
+        return np.minimum(counts, self.store.special_tokens + lengths[ids])
 
     def ids(self, first: int, last: int) -> NDArray[np.int64]:
         """Examples of the source, by their places in the result."""
@@ -486,10 +493,6 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                     f"{int((counts - target.tokens)[long].sum()):,} tokens are left out",
                 )
             )
-    if store.content_lengths is not None and asked.tokens != "last" and format != "saev":
-        made.append(
-            Loss("padding", "rows of zeros that fill up shorter examples of the source become tokens like all others")
-        )
     if format != "pickle" and asked.pad and any("lack layers" in w for w in store.warnings):
         made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
     if format == "lmprobe" and (counts == 0).any():

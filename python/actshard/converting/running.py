@@ -37,6 +37,8 @@ from actshard.writing.target import Block, Target
 
 _AT_ONCE = 8192
 """Examples asked for their lengths at once."""
+_COMPARED = 66
+"""Examples of a finished dataset that are compared with the source, first and last among them, before it is taken for its copy."""
 Progress = Callable[[int, int, int], object]
 """Told examples done, examples in all, and bytes of rows done."""
 
@@ -114,7 +116,9 @@ def convert(
         metadata: added to what the source says of itself; see :func:`actshard.create`.
         src_format: as ``format`` of :func:`actshard.open`.
         resume: continue a conversion that was interrupted; also where none was begun.
-        exist_ok: if the result is there already, finished, leave it.
+        exist_ok: if the result is there already, finished, leave it. It is compared with the source, as with ``resume``: the
+            layers, the type, the number of examples, and the rows of up to 66 examples, first and last among them; what differs
+            raises ExistsError. ``verify`` compares all.
         verify: compare every row of the result with the source afterwards.
         overflow: ``"refuse"`` raises where a finite value is too large for ``dtype``; ``"allow"`` stores it as infinity and counts
             it in ``losses``.
@@ -167,6 +171,8 @@ def convert(
                 raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=there)
             columns = columns_for(asked, target)
             path, begun, size = there, check_same(target, there), 0
+            if not verify:
+                _refuse_other(asked, target, there)
         else:
             columns = checked(asked, target)
             try:
@@ -280,7 +286,7 @@ def blocks(
             inside = (ids >= units[unit]) & (ids < units[unit + 1])
             ids = ids[: int(np.argmin(inside)) if not inside.all() else len(ids)]
         if alike:
-            raw = rows.tokens_of(int(groups[0]), np.ascontiguousarray(ids))
+            raw = asked.own(rows.tokens_of(int(groups[0]), np.ascontiguousarray(ids)), ids)
             counts = np.repeat(asked.chosen(raw)[:, None], len(groups), axis=1)
         else:
             each = rows.tokens_of(np.tile(groups, len(ids)), np.repeat(ids, len(groups)))
@@ -353,7 +359,7 @@ def read(
     exact = np.float64 if asked.cast and store.contents.types_may_differ else None
     every = rows.gather_whole(groups, examples, None, exact if lost is not None else dtype)
     keep = np.minimum(taken, want[held])
-    start = np.cumsum(whole) - whole + asked.skipped(whole)
+    start = np.cumsum(whole) - whole + asked.skipped(asked.own(whole, examples))
     within = np.arange(int(keep.sum())) - np.repeat(np.cumsum(keep) - keep, keep)
     memory[:] = 0
     taken_rows = every[np.repeat(start, keep) + within]
@@ -374,17 +380,40 @@ def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return counts
 
 
+def _refuse_other(asked: Asked, target: Target, path: Path) -> None:
+    """Raises ExistsError if a finished dataset is not what this conversion would make, as far as some of its examples tell."""
+    last = asked.count - 1
+    some = np.unique(np.linspace(0, last, min(asked.count, _COMPARED)).astype(np.int64))
+    said, _ = _difference(asked, target, path, some)
+    if said is not None:
+        raise ExistsError(
+            f"holds another dataset than this conversion makes: {said}; choose another folder, or remove this one",
+            path=path,
+        )
+
+
 def compare(asked: Asked, target: Target, path: Path) -> int:
     """Compares every row of a result with its source, as the result's type: how many finite values are infinite there.
 
     Raises:
         FormatError: a row differs; the message names it.
     """
+    said, lost = _difference(asked, target, path, np.arange(asked.count))
+    if said is not None:
+        raise FormatError(said, path=path)
+    return lost
+
+
+def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64]) -> tuple[str | None, int]:
+    """How a result differs from its source in some examples, None if it does not; and values that are infinite there."""
     result = open_quietly(path, target.format, "pread", "160MiB")
     if result.num_examples != asked.count:
-        raise FormatError(f"expected {asked.count} examples, found {result.num_examples}", path=path)
+        return f"expected {asked.count} examples, found {result.num_examples}", 0
     if result.dtype != target.dtype:
-        raise FormatError(f"expected {target.dtype}, found {result.dtype}", path=path)
+        return f"expected {target.dtype}, found {result.dtype}", 0
+    if len(some) < asked.count:
+        ids = some if asked.examples is None else asked.examples[some]
+        asked = replace(asked, examples=ids)
     again = ask(result, target.format, layers=asked.names, examples=None, tokens="all", pad=False, truncate=False)
     at = 0
     lost: list[int] = []
@@ -393,30 +422,28 @@ def compare(asked: Asked, target: Target, path: Path) -> int:
         rows = int(np.maximum(lengths, 0).sum())
         wanted = np.empty((rows, target.spec.d_model), target.dtype)
         read(asked, ids, counts, lengths, wanted, lost)
-        places = np.arange(at, at + len(ids))
+        places = some[at : at + len(ids)]
         held = lengths.reshape(-1) >= 0
         groups, examples = np.tile(again.groups, len(ids))[held], np.repeat(places, len(asked.layers))[held]
         lengths = lengths.reshape(-1)[held]
         has = result.rows.tokens_of(groups, examples)
         if (has != np.maximum(lengths, 0).reshape(-1)).any():
             bad = int(np.flatnonzero(has != np.maximum(lengths, 0).reshape(-1))[0])
-            raise FormatError(
-                f"example {int(examples[bad])}: expected {int(lengths.reshape(-1)[bad])} tokens, found {int(has[bad])}",
-                path=path,
-            )
+            wanted_tokens = int(lengths.reshape(-1)[bad])
+            return f"example {int(examples[bad])}: expected {wanted_tokens} tokens, found {int(has[bad])}", 0
         found = result.rows.gather_whole(groups, examples, None, target.dtype)
         size = target.spec.d_model * wanted.dtype.itemsize
         same = wanted.view(np.uint8).reshape(rows, size) == found.view(np.uint8).reshape(rows, size)
         if not same.all():
             row = int(np.flatnonzero(~same.all(axis=1))[0])
             pair = int(np.searchsorted(np.cumsum(has), row, "right"))
-            raise FormatError(
+            said = (
                 f"example {int(examples[pair])}, layer {asked.names[int(np.flatnonzero(held)[pair]) % len(asked.layers)]}, token "
-                f"{row - int(np.cumsum(has)[pair] - has[pair])}: differs from its source in {store_name(asked.store)}",
-                path=path,
+                f"{row - int(np.cumsum(has)[pair] - has[pair])}: differs from its source in {store_name(asked.store)}"
             )
+            return said, 0
         at += len(ids)
-    return sum(lost)
+    return None, sum(lost)
 
 
 def store_name(store: Store) -> str:
