@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.tokens.conftest import GOLDEN, expected
 
+import actshard
 from actshard import tokens
 
 EOS = {"text_gpt2style_single": 0, "text_wordpiece_nospecial": None}
@@ -208,3 +210,12 @@ def test_opening_touches_no_data(tmp_path: Path) -> None:
     cache = tokens.open_cache(tmp_path / "cache")
     assert len(cache) == 50
     assert len(tokens.TokenSeqDataset(cache, 100)) == 264
+
+
+def test_shapes_that_are_not_there_are_one_clear_error(tmp_path: Path) -> None:
+    """Absent shapes read as zeros: elements of a row are then too many for them."""
+    copy = tmp_path / "cache"
+    shutil.copytree(GOLDEN / "serial_rank2" / "cache", copy)
+    (copy / "feats/shapes/c/0/0").unlink()
+    with pytest.raises(actshard.FormatError, match="elements are no rows of shape"):
+        tokens.open_cache(copy).rows([0])

@@ -306,9 +306,9 @@ def numbers(indices: Sequence[int] | NDArray[Any], most: int, what: str, path: P
 
 def _in_shape(flat: NDArray[Any], axes: list[int], name: str, path: Path) -> NDArray[Any]:
     known = int(np.prod(axes, dtype=np.int64)) if axes else 1
-    if known == 0:
+    if known == 0 and len(flat) == 0:
         return flat.reshape(*axes, 0)
-    if len(flat) % known:
+    if known == 0 or len(flat) % known:
         raise FormatError(f"field '{name}': {len(flat)} elements are no rows of shape {axes}", path=path)
     return flat.reshape(*axes, len(flat) // known)
 
