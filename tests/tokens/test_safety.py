@@ -89,6 +89,35 @@ class TestOverwriting:
             assert caught.value.path == tmp_path / "c" / "input_ids" / "data"
             assert digests(tmp_path / "c") == {"input_ids/data/mine": b"mine"}
 
+    @pytest.mark.parametrize("layout", ["consolidated", "sharded"])
+    @pytest.mark.parametrize(
+        "name", ["data/notes.txt", "offsets/notes.txt", "data/c/notes.txt", "data/mine/0", "offsets/.zattrs", "data/0"]
+    )
+    def test_a_file_in_an_array_that_is_none_of_its_own_refuses_the_build_before_it_begins(
+        self, records: Callable[..., Path], tmp_path: Path, layout: str, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """An array is removed as a folder."""
+        out = tmp_path / "c"
+        tokens.build_cache(records("a.jsonl", [1, 2]), out, format=IDS, layout=layout)
+        (array,) = [p.parent for p in out.rglob(name.split("/", maxsplit=1)[0]) if p.name in ("data", "offsets")]
+        mine = array / name
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
+        before = digests(out)
+        other = records("b.jsonl", [3])
+        monkeypatch.setattr("actshard.tokens.building.build_shard", lambda *args: pytest.fail("work was begun"))
+        with pytest.raises(actshard.ExistsError, match="no file of the array's; move it away") as caught:
+            tokens.build_cache(other, out, format=IDS, overwrite=True)
+        assert caught.value.path in (mine, mine.parent)
+        with pytest.raises(actshard.ExistsError, match="no file of the array's"):
+            tokens.CacheWriter(out, {"input_ids": np.int32}, overwrite=True)
+        monkeypatch.undo()
+        assert digests(out) == before
+        mine.unlink()
+        if mine.parent.name == "mine":
+            mine.parent.rmdir()
+        assert tokens.build_cache(other, out, format=IDS, overwrite=True)[0]["input_ids"].tolist() == [3]
+
     def test_a_ledger_that_names_other_folders_removes_none(self, records: Callable[..., Path], tmp_path: Path) -> None:
         """A ledger is a file like any other: names in it may lead anywhere."""
         out, other = tmp_path / "c", tmp_path / "other"

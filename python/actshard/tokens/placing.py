@@ -15,6 +15,7 @@ new ones in, the new ledger last. Once the old ledger has moved, the next build 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -160,14 +161,21 @@ def _owned(folder: Path, *, with_shards: bool) -> list[str]:
 
 
 def refuse_foreign(out: Path, wanted: Iterable[str], mine: Iterable[str]) -> None:
-    """Raises ExistsError if something stands where a cache is to be that no ledger names.
+    """Raises ExistsError if something stands where a cache is to be that no ledger names, or in an array that is to be removed.
 
     Args:
         out: the cache's folder.
         wanted: paths below it that the new cache has.
-        mine: paths below it that belong to the cache that is there.
+        mine: paths below it that belong to the cache that is there, and go with it.
     """
     held = set(mine)
+    for name in held:
+        if PurePosixPath(name).name in _ARRAYS and (foreign := _foreign_in_array(out / name)) is not None:
+            raise ExistsError(
+                "is in an array of the cache that is to be replaced, and is no file of the array's; move it away, or choose "
+                "another folder",
+                path=foreign,
+            )
     for name in wanted:
         path, above = out / name, [p for p in (out / name).parents if out in p.parents]
         in_the_way = [p for p in above if os.path.lexists(p) and (p.is_symlink() or not p.is_dir())]
@@ -178,6 +186,28 @@ def refuse_foreign(out: Path, wanted: Iterable[str], mine: Iterable[str]) -> Non
                 "stands where the cache is to be made, and no ledger names it; move it away, or choose another folder",
                 path=in_the_way[0],
             )
+
+
+def _foreign_in_array(array: Path) -> Path | None:
+    """Something in an array's folder that is neither its metadata nor a chunk by the names that these give; None: there is nothing.
+
+    An array is removed as a folder, so that everything in it has to be the array's.
+    """
+    if array.is_symlink() or not array.is_dir():
+        return None  # the link goes, not what it names
+    encoding: Any = None
+    with suppress(ActshardError):
+        said = read_json(array / "zarr.json")
+        encoding = said.get("chunk_key_encoding") if isinstance(said, dict) else None
+    old = isinstance(encoding, dict) and encoding.get("name") == "v2"
+    chunk = re.compile(r"[0-9]+([./][0-9]+)*" if old else r"c([./][0-9]+)*")
+    for folder, folders, files in os.walk(array):
+        for entry in sorted([*folders, *files]):
+            path = Path(folder, entry)
+            name = path.relative_to(array).as_posix()
+            if name != "zarr.json" and not chunk.fullmatch(name):
+                return path
+    return None
 
 
 def _leaves(root: Path, name: str) -> Iterator[str]:
