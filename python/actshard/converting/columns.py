@@ -86,7 +86,7 @@ class Columns:
             field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
         made: list[tuple[pa.Field, Any]] = []
-        table = _one_text(self._table(examples, unit), target.format)
+        table = _one_text(self._table(examples, unit), self.store.format, target.format)
         for field, column in zip(table.schema, table.columns, strict=True):
             if field.name == NUMBERS.get(self.store.format) != NUMBERS.get(target.format) and not self._numbers:
                 if not _counts_up(column, examples):
@@ -219,11 +219,11 @@ def _fillers(store: Store) -> frozenset[str]:
     return frozenset(found | empty)
 
 
-def _one_text(table: pa.Table, target: str) -> pa.Table:
-    """A pickle shard's preview, completed where the whole text is kept beside it."""
+def _one_text(table: pa.Table, source: str, target: str) -> pa.Table:
+    """A pickle shard's preview, completed where the whole text is kept beside it; elsewhere these are two columns."""
     import pyarrow.compute as pc
 
-    if "text_preview" in table.column_names and "text" in table.column_names:
+    if source == "pickle" and "text_preview" in table.column_names and "text" in table.column_names:
         whole = pc.coalesce(table["text"].cast("string"), table["text_preview"].cast("string"))
         at = table.column_names.index("text_preview")
         table = table.drop_columns(["text"]).set_column(at, "text_preview", whole)

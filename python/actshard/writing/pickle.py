@@ -35,6 +35,9 @@ PREVIEW = 200
 SAMPLES_PER_MACHINE = 1_000_000_000
 """Sample numbers of part or machine i begin at i times this: no part knows how many examples the others have."""
 _ALIGN = 64
+_PREVIEW = "text_preview"
+_MADE = ("shape", "layers")
+"""What a reader tells of every sample, whatever its metadata call so."""
 _NAMED = ("model_name", "model_architecture", "model_params", "dataset_name", "dataset_config", "dataset_split")
 
 
@@ -101,6 +104,20 @@ class PickleTarget(Target):
         name = "sample_idx"
         if name in schema.names and not pa.types.is_integer(schema.field(name).type):
             raise ArgumentError(f"{name}: expected another integer for every example, found {schema.field(name).type}")
+        if taken := [name for name in _MADE if name in schema.names]:
+            raise ArgumentError(f"columns: pickle shards hold {taken[0]!r} themselves; give yours another name")
+        text = next((name for name in TEXTS if name in schema.names), None)
+        if text is None:
+            return
+        if text != _PREVIEW and _PREVIEW in schema.names:
+            raise ArgumentError(
+                f"columns: pickle shards keep {text!r} as {_PREVIEW!r}: give one of them, or give the other another name"
+            )
+        kind = schema.field(text).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
+            raise ArgumentError(
+                f"{text}: expected texts, which pickle shards keep as {_PREVIEW!r}, found {kind}; give yours another name"
+            )
 
     def check_values(self, table: pa.Table, first: int) -> None:
         check_times(table, first)

@@ -94,6 +94,10 @@ class ZarrTarget(Target):
     def check_columns(self, schema: pa.Schema) -> None:
         if "i" in schema.names:
             raise ArgumentError("columns: 'i' is what Zarr stores call a sample's number; give yours another name")
+        if "seq_len" in schema.names:
+            raise ArgumentError(
+                "columns: a Zarr store writes 'seq_len' itself: tokens of a sample; give yours another name"
+            )
 
     def check_values(self, table: pa.Table, first: int) -> None:
         check_times(table, first)
