@@ -285,6 +285,7 @@ BAD_LINES = [
     ('{"other": "x"}', r"line 2: expected the key 'text', found 'other'"),
     ('{"text": "a', r"line 2: expected a JSON object: Unterminated string"),
     ("\udc80", r"line 2: expected UTF-8 text"),
+    ('{"text": "ab\\ud800"}', r"line 2: field 'text': .*found the lone surrogate \\ud800 at character 2"),
 ]
 
 
@@ -303,6 +304,20 @@ def test_a_broken_line_is_named_or_skipped_and_counted(line: str, said: str, job
         cache = tokens.build_cache(sources, tmp_path / "c", tokenizer, on_error="skip", jobs=jobs)
     assert len(cache) == len(RECORDS) + 2
     assert cache.ledger.extra["actshard"]["skipped"] == {"00001_1_jsonl": 1}
+
+
+@pytest.mark.parametrize("encoding", ["pieces", "whole"])
+def test_a_conversation_with_half_of_a_surrogate_pair_is_a_bad_record(encoding: Any, tmp_path: Path) -> None:
+    """JSON can hold it, no tokenizer can read it."""
+    talk = [[{"role": "user", "content": text}, {"role": "assistant", "content": "x"}] for text in ("hi", "hi \udfff")]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talk))
+    chat = tokens.ChatFormat(encoding=encoding)
+    with pytest.raises(actshard.FormatError, match=r"line 2: .*lone surrogate \\udfff") as caught:
+        tokens.build_cache(source, tmp_path / "c", str(GOLDEN / LLAMA), chat)
+    assert caught.value.path == source
+    with pytest.warns(actshard.ActshardWarning, match="1 records were skipped"):
+        assert len(tokens.build_cache(source, tmp_path / "c", str(GOLDEN / LLAMA), chat, on_error="skip")) == 1
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.xz", "a.jsonl.zst", "a.parquet", "array.json"])

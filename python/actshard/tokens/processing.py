@@ -75,6 +75,8 @@ class Processor(ABC):
                 continue
             try:
                 needs, texts = self.look(record)
+                for text in texts:
+                    _check_unicode(text)
             except _BadRecordError as bad:
                 made.problems.append(RowProblem(number, str(bad), what))
                 continue
@@ -149,9 +151,20 @@ class _BadRecordError(Exception):
     """A record that cannot be used, and why."""
 
 
+def _check_unicode(text: str, what: str = "its text") -> None:
+    """Refuses half of a surrogate pair, which JSON can hold and a tokenizer cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _BadRecordError(
+            f"{what}: expected Unicode text, found the lone surrogate \\u{ord(text[error.start]):04x} at character {error.start}"
+        ) from error
+
+
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key, _ABSENT)
     if isinstance(value, str):
+        _check_unicode(value, f"field '{key}'")
         return value
     if value is _ABSENT:
         raise _BadRecordError(f"expected the key '{key}', found {_keys(record)}")
@@ -239,6 +252,7 @@ class ChatProcessor(Processor):
         except templates.TemplateProblemError as problem:
             raise _BadRecordError(str(problem)) from problem
         if self.format.encoding == "whole":
+            _check_unicode("".join(text for text, _ in pieces))
             return pieces, []
         return [inside for _, inside in pieces], [text for text, _ in pieces]
 
