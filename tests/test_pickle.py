@@ -880,3 +880,28 @@ def test_a_signal_handler_may_read_the_shard_whose_reading_it_interrupts(tmp_pat
     array = np.resize(np.random.default_rng(0).standard_normal(100_003, np.float32), (6000, 2048))
     write(tmp_path, [{"layer_3": [item(0, values(0, 3, 1, 2048))]}, {"layer_3": [item(1, array)]}])
     subprocess.run([sys.executable, "-W", "ignore", "-c", HANDLER, str(tmp_path)], timeout=60, check=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda c: c.update(layers_extracted=[99, 98]), r"layers_extracted says \[99, 98\].*hold \[3, 9\]"),
+        (lambda c: c.update(layers_extracted=[-1, 9]), "layers_extracted"),
+        (lambda c: c.update(layers_extracted=[3]), "layers_extracted"),
+        (lambda c: c.update(layers_extracted=[3, 9, 9]), "layers_extracted"),
+        (lambda c: c.update(layers_extracted="3, 9"), "layers_extracted"),
+        (lambda c: c.update(model_params={"hidden_size": 999}), "hidden_size says 999, rows have 8"),
+    ],
+)
+def test_an_extraction_that_contradicts_its_shards_is_a_warning_and_a_finding(
+    tmp_path: Path, function: Any, said: str
+) -> None:
+    folder = dataset(tmp_path / "d")
+    change(folder, lambda m: m["extraction_config"].update(model_params={"hidden_size": 8}, layers_extracted=[9, 3]))
+    assert opened(folder).warnings == ()
+    assert not actshard.verify(folder).findings
+    change(folder, lambda m: function(m["extraction_config"]))
+    with pytest.warns(actshard.ActshardWarning, match=said):
+        (warning,) = actshard.open(folder).warnings
+    assert "extraction_config" in warning
+    assert [f.code for f in actshard.verify(folder).findings] == ["claim"]

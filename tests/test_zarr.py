@@ -482,3 +482,30 @@ def test_a_group_has_the_members_that_zarr_names(tmp_path: Path) -> None:
     assert keys.dtype == "S4"
     assert keys[:].dtype == "S4"
     assert keys[:].tolist() == [b"a", b"bb", b"", b"d"]
+
+
+@pytest.mark.parametrize("named", [[4, "x"], [4], [4, 4], "x", [4, True], {"a": 1}])
+def test_layer_names_that_make_no_sense_are_a_warning_and_a_finding(tmp_path: Path, named: Any) -> None:
+    with actshard.create(tmp_path / "d", "zarr", layers=[4, 8], d_model=2) as writer:
+        writer.append(np.ones((1, 2, 1, 2), np.float32))
+    path = tmp_path / "d"
+    assert (actshard.open(path).layers, actshard.verify(path).findings) == ((4, 8), [])
+    for name in (".zattrs", ".zmetadata"):
+        made = json.loads((path / name).read_text())
+        (made if name == ".zattrs" else made["metadata"][".zattrs"])["layers"] = named
+        (path / name).write_text(json.dumps(made))
+    with pytest.warns(actshard.ActshardWarning, match="attribute 'layers' says .*expected 2 different integers"):
+        store = actshard.open(path)
+    assert (store.layers, len(store.warnings)) == ((0, 1), 1)
+    assert [f.code for f in actshard.verify(path).findings] == ["claim"]
+
+
+def test_attributes_that_differ_from_the_consolidated_ones_are_a_warning_and_a_finding(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "zarr", layers=[4, 8], d_model=2) as writer:
+        writer.append(np.ones((1, 2, 1, 2), np.float32))
+    path = tmp_path / "d"
+    made = json.loads((path / ".zattrs").read_text())
+    (path / ".zattrs").write_text(json.dumps({**made, "layers": [7, 9]}))
+    with pytest.warns(actshard.ActshardWarning, match="consolidated metadata differ"):
+        assert actshard.open(path).layers == (7, 9)
+    assert {f.code for f in actshard.verify(path).findings} == {"consolidated-differs"}

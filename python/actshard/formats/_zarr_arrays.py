@@ -215,6 +215,11 @@ class ZarrStore:
                 self._consolidated = _mapping(_object(path / ".zmetadata"), "metadata", path / ".zmetadata")
             if exists(path / ".zattrs"):
                 self.attributes = _object(path / ".zattrs")
+                listed = self._consolidated.get(".zattrs", self.attributes)
+                if listed != self.attributes:
+                    self.warnings.append(
+                        ".zattrs: consolidated metadata differ from the group's own attributes, which are used"
+                    )
             elif isinstance(self._consolidated.get(".zattrs"), dict):
                 self.attributes = self._consolidated[".zattrs"]
 

@@ -166,6 +166,10 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
         io=options.io,
     )
     _check_unique(shards, rows)
+    for folder, fields in zip(machines, metadata, strict=True):
+        own = []
+        _check_extraction(fields, [s for s in shards if s.path.parent == folder], rows.width, own)
+        warnings += [f"{folder.name}: {w}" for w in own] if len(machines) > 1 else own
     lacking = sum(1 for s in shards if len(s.layers) < len(layers))
     if lacking:
         warnings.append(
@@ -310,6 +314,22 @@ def _check_statistics(metadata: Fields, shards: Sequence[Shard], warnings: list[
         said = statistics.get(name)
         if said is not None and said != found:
             warnings.append(f"statistics.{name} says {show(said)}, the shards listed are {found}")
+
+
+def _check_extraction(metadata: Fields, shards: Sequence[Shard], width: int, warnings: list[str]) -> None:
+    """What the extraction says of its layers and their width, held against the shards."""
+    config = _config(metadata)
+    extracted, held = config.get("layers_extracted"), {layer for shard in shards for layer in shard.layers}
+    if extracted is not None and held:
+        named = [x for x in extracted if type(x) is int] if isinstance(extracted, list) else None
+        if named is None or len(named) != len(extracted) or len(set(named)) < len(named) or set(named) != held:
+            warnings.append(
+                f"extraction_config.layers_extracted says {show(extracted)}, the shards listed hold {sorted(held)}"
+            )
+    parameters = config.get("model_params")
+    hidden = parameters.get("hidden_size") if isinstance(parameters, dict) else None
+    if hidden is not None and hidden != width:
+        warnings.append(f"extraction_config.model_params.hidden_size says {show(hidden)}, rows have {width}")
 
 
 def _check_unique(shards: Sequence[Shard], rows: Rows) -> None:

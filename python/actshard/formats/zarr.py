@@ -204,11 +204,12 @@ def open(path: Path, options: Options) -> Contents:
     if len(members) > 1 or manifest:
         provenance["stores"] = len(members)
     texts = sorted({utf8(p.name) for m in members for p in m.texts})
+    layers = _layer_names(metadata, first, warnings)
     return Contents(
         format="zarr",
         path=path,
         metadata=metadata,
-        layers=_layer_names(metadata, first),
+        layers=layers,
         d_model=first.width,
         dtype=dtype,
         num_examples=n,
@@ -224,13 +225,18 @@ def open(path: Path, options: Options) -> Contents:
     )
 
 
-def _layer_names(metadata: dict[str, Any], member: Member) -> tuple[int, ...]:
+def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[str]) -> tuple[int, ...]:
     """What the attribute ``layers`` calls the layers, which the text only numbers; actshard writes it."""
-    for named in (metadata.get("layers"), member.metadata.get("layers")):
+    said = [named for named in (metadata.get("layers"), member.metadata.get("layers")) if named is not None]
+    for named in said:
         if isinstance(named, list) and len(named) == member.num_layers == len(
             {x for x in named if type(x) is int and abs(x) < 1 << 30}
         ):
             return tuple(named)
+    if said:
+        warnings.append(
+            f"attribute 'layers' says {show(said[0])}, expected {member.num_layers} different integers: layers are numbered from 0"
+        )
     return tuple(range(member.num_layers))
 
 

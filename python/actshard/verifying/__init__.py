@@ -35,6 +35,7 @@ _WARNINGS = (
     (r"num_prompts is", "claim"),
     (r"^statistics\.|: statistics\.", "claim"),
     (r"attribute '", "claim"),
+    (r"^extraction_config\.|: extraction_config\.", "claim"),
     (r"consolidated metadata differ", "consolidated-differs"),
     (r"has no arrays/", "no-lengths"),
     (r"samples were cut when they were written", "length-too-long"),
