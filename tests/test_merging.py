@@ -428,3 +428,43 @@ def test_parts_whose_columns_have_other_types_are_refused(tmp_path: Path, format
     with pytest.raises(actshard.FormatError, match="label"):
         actshard.merge(tmp_path / "m", None if own_parts else paths)
     assert [actshard.open(p).table["label"].to_pylist() for p in paths] == labels
+
+
+@pytest.mark.parametrize("format", ["lmprobe", "zarr", "pickle"])
+@pytest.mark.parametrize("options", [{}, {"resume": True}, {"exist_ok": True}])
+def test_a_part_of_a_dataset_that_is_finished_is_refused_and_leaves_it_as_it_is(
+    tmp_path: Path, format: str, options: dict[str, bool]
+) -> None:
+    """A job that runs again after the merge: its part would lock up what was made of the first run's."""
+    wanted = write_parts(tmp_path / "d", format)
+    actshard.merge(tmp_path / "d")
+    before = tree(tmp_path / "d")
+    with refuses(actshard.ExistsError, tmp_path / "d", "holds a finished dataset.*remove it"):
+        actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH, part=(0, 3), **options, **OPTIONS[format])
+    assert tree(tmp_path / "d") == before
+    check(tmp_path / "d", wanted)
+    assert actshard.merge(tmp_path / "d") == tmp_path / "d"
+
+
+@pytest.mark.parametrize("format", OPTIONS)
+def test_a_merge_that_was_killed_at_once_is_told_by_open(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actshard import merging
+
+    for i in range(2):
+        one(tmp_path / f"p{i}", format, i + 1.0, **({"machine_id": i} if format == "pickle" else {}))
+
+    def killed(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setitem(merging._DO, format, killed)
+        with pytest.raises(KeyboardInterrupt):
+            actshard.merge(tmp_path / "d", [tmp_path / "p0", tmp_path / "p1"])
+    for use in (actshard.open, lambda path: actshard.merge(tmp_path / "e", [path])):
+        with refuses(actshard.UnfinishedError, tmp_path / "d", "merge that is not finished.*same call"):
+            use(tmp_path / "d")
+    assert [f.code for f in actshard.verify(tmp_path / "d").findings] == ["unfinished"]
+    made = actshard.merge(tmp_path / "d", [tmp_path / "p0", tmp_path / "p1"])
+    assert len(actshard.open(made)) == 6

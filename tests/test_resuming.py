@@ -522,3 +522,20 @@ except KeyError:
     assert store.content_lengths.tolist() == counts
     assert np.array_equal(store.last_tokens(0), [x[0, -1] for x in items])
     assert len(next(iter(store.stream(0, 1000))).activations) == sum(counts)
+
+
+def test_a_dump_that_is_not_finished_is_told_by_the_folder_it_was_asked_for(tmp_path: Path) -> None:
+    """saev's own name is known at the end only: until then the dump is in a folder that nobody named."""
+    writer = create(tmp_path / "d", "saev")
+    writer.append(examples([4, 4]))
+    writer.flush()
+    for stop in (lambda: None, writer.abort):
+        stop()
+        with refuses(actshard.UnfinishedError, tmp_path / "d", "holds 2 examples.*resume continues it"):
+            actshard.open(tmp_path / "d")
+        assert [f.code for f in actshard.verify(tmp_path / "d").findings] == ["unfinished"]
+    writer = create(tmp_path / "d", "saev", resume=True)
+    writer.close()
+    assert len(actshard.open(tmp_path / "d")) == 2
+    create(tmp_path / "d", "saev", dtype="float32", tokens_per_example=9).abort()
+    assert len(actshard.open(tmp_path / "d")) == 2  # what is finished beside it is opened

@@ -127,12 +127,14 @@ def merge(
         different_models: join datasets of different models too; the result keeps the first one's name.
 
     Returns:
-        Path of the merged dataset (for saev ``path/<HASH>``). If the merge is already done, returns the same path.
+        Path of the merged dataset (for saev ``path/<HASH>``). If parts that were written below ``path`` are merged
+        already, returns the same path; with ``parts`` a second call is refused once the first is done, as nothing tells whether
+        the dataset that is there was made of them.
 
     Raises:
         UnfinishedError: a part is missing, or is not finished; the message lists them.
         FormatError: parts that are not of one kind, or two of which have the same sample numbers.
-        ExistsError: another dataset is there. LockedError: another process is merging.
+        ExistsError: a dataset is there already. LockedError: another process is merging.
         ArgumentError: ``physical`` for another format, or stores with different chunks; another merge was begun here.
     """
     root = _arguments.local_path(path)

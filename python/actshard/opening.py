@@ -20,7 +20,7 @@ from actshard.errors import (
 )
 from actshard.formats._contents import Contents, Evidence, Options
 from actshard.store import Store
-from actshard.writing.work import PARTS, unfinished
+from actshard.writing.work import FOLDER, MERGING, PARTS, Journal, unfinished
 
 _DEPTH = 6
 """How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
@@ -168,11 +168,7 @@ def check_finished(root: Path) -> None:
         )
     journal = unfinished(root) if root.is_dir() else None
     if journal is not None:
-        raise UnfinishedError(
-            f"holds {journal.examples} examples of a dataset that is not finished: its writer is at work, or was interrupted "
-            "(create or convert with resume continues it)",
-            path=root,
-        )
+        raise _unfinished(root, journal)
 
 
 def is_cache_itself(root: Path) -> bool:
@@ -209,6 +205,8 @@ def find(root: Path) -> tuple[Path, str]:
     try:
         return root, detect(root)
     except UnknownFormatError as error:
+        if not error.candidates and not error.ambiguous:
+            _check_begun(root)
         if len(error.candidates) != 1 or "/" in error.candidates[0][1]:
             raise
         (only,) = error.candidates
@@ -216,6 +214,29 @@ def find(root: Path) -> tuple[Path, str]:
             raise
         check_finished(only[0])
         return only
+
+
+def _check_begun(root: Path) -> None:
+    """Raises UnfinishedError for a folder in which a saev dump or a merge was begun, and nothing else is."""
+    from actshard.writing.saev import writing_folders
+
+    for folder in writing_folders(root):
+        journal = unfinished(folder)
+        if journal is not None:
+            raise _unfinished(root, journal)
+    if (root / FOLDER / MERGING).is_file():
+        raise UnfinishedError(
+            "holds a merge that is not finished: it is at work, or was interrupted (the same call of actshard.merge finishes it)",
+            path=root,
+        )
+
+
+def _unfinished(root: Path, journal: Journal) -> UnfinishedError:
+    return UnfinishedError(
+        f"holds {journal.examples} examples of a dataset that is not finished: its writer is at work, or was interrupted "
+        "(create or convert with resume continues it)",
+        path=root,
+    )
 
 
 def detect(root: Path) -> str:

@@ -259,7 +259,10 @@ def merge_command(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Make one dataset of the parts that many processes wrote, or of several datasets. Killed, run it again."""
+    """Make one dataset of the parts that many processes wrote, or of several datasets. Killed, run it again.
+
+    With --part, a merge that is done is refused: the dataset is there.
+    """
     made = actshard.merge(path, part or None, physical=physical, different_models=different_models)
     store = actshard.open(made)
     found = {"path": str(made), "format": store.format, "examples": store.num_examples}

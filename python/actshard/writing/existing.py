@@ -19,6 +19,9 @@ def complete_at(target: Target) -> Path | None:
 
 
 def _finished(target: Target) -> Path | None:
+    if target.spec.part is not None and not target.names_itself:
+        # saev's folder holds any number of dumps, each under a name of its own: parts of another may be written beside them.
+        _refuse_merged(target.spec.path.parent.parent)
     if target.spec.part is not None and (target.spec.path / EMPTY).is_file():
         return target.spec.path
     found = target.existing(None)
@@ -33,6 +36,19 @@ def _finished(target: Target) -> Path | None:
     refuse_existing(target.root)
     refuse_parts(target.root)
     return None
+
+
+def _refuse_merged(root: Path) -> None:
+    """Raises ExistsError for a dataset that is whole: with parts beside it, it could be neither opened nor merged again."""
+    from actshard import formats
+
+    for name in formats.names():
+        if root.is_dir() and formats.load(name).detect(root).matches:
+            raise ExistsError(
+                "holds a finished dataset: its parts were merged, or it was never in parts; remove it to write it again, or choose "
+                "another folder",
+                path=root,
+            )
 
 
 def _looks_finished(target: Target) -> bool:
