@@ -68,6 +68,9 @@ pub fn constant(block: &[u8], len: usize) -> Option<u8> {
             return None;
         }
         made = made.checked_add(long(&mut at, usize::from(token & 15))?)?.checked_add(4)?;
+        if at == block.len() {
+            return None; // the last sequence has literals only: no decoder takes a block that ends in a match
+        }
     }
     if made == len { value } else { None }
 }
@@ -105,6 +108,8 @@ mod tests {
             assert!(len == 1 || constant(&encode(&other), len).is_none());
         }
         assert_eq!(constant(&[], 0), None);
+        assert_eq!(constant(&[0x10, 3, 1, 0], 5), None, "a block that ends in a match");
+        assert!(!decode_prefix(&[0x10, 3, 1, 0], &mut [0; 5]));
     }
 
     proptest! {
