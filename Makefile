@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CARGO_PROFILE ?= dev
 TORTURE_SCALE ?= 1
+# Machines that count this process's descriptors and collect its garbage: they begin in a fresh process.
+FRESH := tests/torture/test_store_machine.py tests/torture/test_stream_machine.py
 FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
 
@@ -21,7 +23,9 @@ demo: $(VENV)/.release ## runs the main job: builds, then fits a probe per layer
 test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
 	$(MAKE) --no-print-directory fuzz-smoke
-	$(BIN)/python -m pytest -m "not peers and not levanter"
+	$(BIN)/python -m pytest -m "not peers and not levanter" --ignore tests/torture
+	$(BIN)/python -m pytest -m "not peers and not levanter" tests/torture $(addprefix --ignore ,$(FRESH))
+	$(BIN)/python -m pytest -m "not peers and not levanter" $(FRESH)
 
 torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
 	ACTSHARD_TORTURE=1 ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture
