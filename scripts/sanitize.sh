@@ -33,7 +33,7 @@ asan)
     if runtime asan; then
         # zstd, blosc, LZ4 and libdeflate (C) are not instrumented; their memory still lies between guarded blocks. Leaks: the pool
         # and freed outputs live as long as the process.
-        ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=0:detect_stack_use_after_return=1} build asan address
+        ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=0:detect_odr_violation=0:detect_stack_use_after_return=1} build asan address
     elif command -v valgrind >/dev/null; then
         echo "sanitize: no AddressSanitizer runtime in $sysroot; running valgrind's memcheck (slow)" >&2
         CARGO_TARGET_DIR=target/valgrind CARGO_TARGET_$(echo "$host" | tr 'a-z-' 'A-Z_')_RUNNER="valgrind -q --error-exitcode=99" \

@@ -14,7 +14,7 @@ export RUSTFLAGS="--cfg fuzzing -Cpasses=sancov-module -Cllvm-args=-sanitizer-co
 built=target
 if [ -n "${FUZZ_ASAN:-}" ]; then
     # AddressSanitizer's runtime comes with the stable toolchain; only the flag asks for nightly.
-    export RUSTC_BOOTSTRAP=1 RUSTFLAGS="$RUSTFLAGS -Zsanitizer=address" ASAN_OPTIONS="detect_leaks=0:${ASAN_OPTIONS:-}"
+    export RUSTC_BOOTSTRAP=1 RUSTFLAGS="$RUSTFLAGS -Zsanitizer=address" ASAN_OPTIONS="detect_leaks=0:detect_odr_violation=0:${ASAN_OPTIONS:-}"
     export FUZZ_RSS="${FUZZ_RSS:-4096}"
     built=target/asan
 fi
