@@ -410,7 +410,7 @@ class LmDataConfig(tokens.LmDataConfig):
 
     loss_mask_padding: bool = False
 
-    def train_set(self, Pos: Any, batch_schedule: Any, *, key: Any = 0) -> Any:  # noqa: N803
+    def train_set(self, Pos: Any, batch_schedule: Any, *, key: Any = 0) -> Any:  # noqa: N803 -- Levanter's name
         """The mixture, as an asynchronous dataset. ``batch_schedule`` is a batch size, or Levanter's schedule of a constant one."""
         size = _batch_size(batch_schedule)
         return _Training(super().train_set(_length_of(Pos), size, key=key))
@@ -427,7 +427,7 @@ class LmDataConfig(tokens.LmDataConfig):
         made = super().train_sets(_length_of(Pos), key=key, batch_size=batch_size or initial_batch_size)
         return made if batch_size is not None else {name: _Prepared(one) for name, one in made.items()}
 
-    def validation_sets(self, Pos: Any) -> Any:  # noqa: N803
+    def validation_sets(self, Pos: Any) -> Any:  # noqa: N803 -- Levanter's name
         """Components' validation examples, as asynchronous datasets."""
         return {name: _Prepared(one) for name, one in super().validation_sets(_length_of(Pos)).items()}
 
@@ -545,7 +545,7 @@ try:
     from levanter.data.text import NamedLmDataset
 except ImportError:
 
-    class NamedLmDataset:  # type: ignore[no-redef]
+    class NamedLmDataset:  # type: ignore[no-redef]  # stands in where Levanter is not installed
         """Levanter's wrapper of examples into named arrays, which needs Levanter."""
 
         def __init__(self, dataset: Any, Pos: Any) -> None:  # noqa: N803 -- Levanter's name

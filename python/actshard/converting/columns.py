@@ -123,9 +123,10 @@ class Columns:
                 self._unit = (unit, table.select(keep if self.names else []))
             return self._unit[1].take(examples - contents.units[unit])
         names = [n for n in self.names if n not in self._without]
-        if contents.column_batches is not None and self._whole is None and names:
+        batches = contents.column_batches
+        if batches is not None and self._whole is None and names:
             if self._window is None:
-                self._window = _Window(lambda: contents.column_batches(names))  # type: ignore[misc]
+                self._window = _Window(lambda: batches(names))
             found = self._window.rows(examples)
             if found is not None:
                 return found

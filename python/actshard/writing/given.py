@@ -153,7 +153,7 @@ def table_of(
         if not isinstance(column, pa.Array | pa.ChunkedArray):
             field, column = _column(field.name, column, n)  # noqa: PLW2901 -- the same column
         else:
-            field = pa.field(_name(field.name), column.type, metadata=_element_type(field))  # noqa: PLW2901
+            field = pa.field(_name(field.name), column.type, metadata=_element_type(field))  # noqa: PLW2901 -- the same column
         if len(column) != n:
             raise ArgumentError(f"columns: {field.name!r}: expected {n} values, one per example, found {len(column)}")
         fields.append(field)

@@ -1,5 +1,5 @@
 //! The gather against a naive reader of the same files: both io modes, every way to pick, every size of request.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
 use std::path::Path;
