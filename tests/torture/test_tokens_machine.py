@@ -99,7 +99,7 @@ class Caches(RuleBasedStateMachine):
         self.underway: Key | None = None
         """What a swap that was interrupted makes of it."""
         self.stopped: set[Key] = set()
-        """Builds that were stopped in the middle."""
+        """Builds that were stopped in the middle, or ended at a bad record: their finished shards wait to be resumed."""
         self.foreign: dict[str, bytes] = {}
         self.sibling = False
         self.written: dict[Key, list[list[int]]] = {}
@@ -208,6 +208,7 @@ class Caches(RuleBasedStateMachine):
             assert isinstance(error, actshard.FormatError), error
             assert set(pick) & self.bad
             assert self.cache == held
+            self.stopped.add(key)
 
     def in_a_child(self, pick: tuple[int, ...], call: dict[str, Any], step: int, *, beside: bool) -> None:
         """A process that is killed at a step; ``beside`` another builds meanwhile."""
