@@ -32,7 +32,7 @@ class ActshardError(Exception):
     Attributes:
         kind: a stable code for the kind of failure.
         detail: what was expected and what was found, without the path.
-        path: the file or folder it is about, or None.
+        path: the file or folder it is about, or None. A :class:`~actshard.location.Location` where it is not local.
         offset: the byte offset in that file, or None.
         reason: the named rule that was broken, where a parser has named rules, or None.
     """
@@ -49,7 +49,7 @@ class ActshardError(Exception):
     ) -> None:
         super().__init__(detail)
         self.detail = detail
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else _place(path)
         self.offset = offset
         self.reason = reason
 
@@ -299,7 +299,14 @@ def boundary(path: Any, doing: str) -> Iterator[None]:
 
 
 def _as_path(value: Any) -> Path | None:
-    return Path(os.fsdecode(value)) if isinstance(value, str | bytes | os.PathLike) else None
+    if isinstance(value, bytes):
+        value = os.fsdecode(value)
+    return _place(value) if isinstance(value, str | os.PathLike) else None
+
+
+def _place(path: str | os.PathLike[str]) -> Path:
+    """The path. A remote location stays what it is: pathlib would fold the slashes of its URL."""
+    return path if getattr(path, "is_local", True) is False else Path(path)  # type: ignore[return-value]
 
 
 def from_os(error: OSError, path: str | os.PathLike[str] | None, doing: str) -> ActshardError:
@@ -317,5 +324,5 @@ def from_os(error: OSError, path: str | os.PathLike[str] | None, doing: str) -> 
         made = FileAccessError(f"cannot {doing}: {error.strerror or error}", path=path)
     if isinstance(made, OSError):
         made.errno = error.errno
-        made.filename = None if path is None else os.fspath(path)
+        made.filename = None if path is None else str(path)
     return made

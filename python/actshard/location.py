@@ -1,0 +1,379 @@
+"""Where bytes lie: a local path now, a key in a remote store later, behind one type.
+
+Formats list, stat and read user data through a :class:`Location`, never through ``pathlib``, so that a new kind of storage is a
+new :class:`Storage` and nothing else. :class:`Local` is the file system; :class:`Memory` holds files in a dict, for tests.
+
+Every method raises :class:`~actshard.ActshardError` only, with the location as its path.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import os
+import stat as modes
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from actshard._arguments import local_path
+from actshard.errors import (
+    ArgumentError,
+    FormatError,
+    MissingFileError,
+    NotAFileError,
+    TruncatedFileError,
+    UnsupportedError,
+    boundary,
+)
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Kind = Literal["file", "folder", "other"]
+"""``"other"``: a device, a pipe, a broken link. Opening one may block, so it is never read."""
+
+MOST_ENTRIES = 10_000_000
+"""Entries that :meth:`Location.entries` returns at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The state of a file or folder.
+
+    Attributes:
+        kind: a file, a folder, or neither.
+        size: bytes of a file; 0 for anything else.
+        version: changes when the file is replaced or written to. Compare it for equality only.
+    """
+
+    kind: Kind
+    size: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """A name in a folder. ``size`` is None where it was not asked for and would cost a request."""
+
+    name: str
+    kind: Kind = field(compare=False)
+    size: int | None = field(compare=False, default=None)
+
+
+class Storage(Protocol):
+    """A file system or an object store; a key names a file or folder in it.
+
+    A storage can be compared, hashed and pickled, and used from many threads. Its methods raise OSError or ActshardError.
+    """
+
+    local: ClassVar[bool]
+    """Whether keys are paths of this machine's file system."""
+
+    def text(self, key: str) -> str:
+        """The key as people write it: a path or a URL."""
+
+    def stat(self, key: str) -> Stat:
+        """The state of a file or folder; links are followed."""
+
+    def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
+        """Names in a folder, in any order; with ``sizes``, the size of each file."""
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        """Bytes from an offset; fewer than asked for where the file ends."""
+
+    def arrow(self, key: str) -> pa.NativeFile:
+        """A file that pyarrow reads at random positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The file system of this machine. Keys are absolute paths."""
+
+    local: ClassVar[bool] = True
+
+    def text(self, key: str) -> str:
+        return key
+
+    def stat(self, key: str) -> Stat:
+        found = os.stat(key)  # noqa: PTH116 -- a key is a str, and many are looked at
+        version = f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
+        if modes.S_ISREG(found.st_mode):
+            return Stat("file", found.st_size, version)
+        return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version)
+
+    def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
+        with os.scandir(key) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    yield Entry(entry.name, "folder")
+                elif entry.is_file():
+                    yield Entry(entry.name, "file", entry.stat().st_size if sizes else None)
+                else:
+                    yield Entry(entry.name, "other")
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        with Path(key).open("rb", buffering=0) as file:
+            file.seek(start)
+            made = bytearray()
+            while len(made) < length and (more := file.read(length - len(made))):  # one read gives 2 GiB at most
+                made += more
+            return bytes(made)
+
+    def arrow(self, key: str) -> pa.NativeFile:
+        import pyarrow as pa
+
+        try:
+            key.encode()
+        except UnicodeEncodeError:  # pyarrow takes no path that is not UTF-8
+            return pa.PythonFile(Path(key).open("rb"), mode="r")
+        return pa.OSFile(key)
+
+
+_LOCAL = Local()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Files in a dict: ``{"web/train/0.bin": b"..."}``. Folders are the beginnings of keys, as in object stores."""
+
+    name: str
+    files: Mapping[str, bytes] = field(default_factory=dict, hash=False)
+    local: ClassVar[bool] = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Memory, (self.name, dict(self.files)))  # a MappingProxyType cannot be pickled
+
+    def text(self, key: str) -> str:
+        return f"memory://{self.name}/{key}"
+
+    def stat(self, key: str) -> Stat:
+        data = self.files.get(key)
+        if data is not None:
+            return Stat("file", len(data), f"{len(data)}-{zlib.crc32(data):08x}")
+        if key and not any(name.startswith(f"{key}/") for name in self.files):
+            raise FileNotFoundError(2, "No such file or directory")
+        return Stat("folder", 0, "")
+
+    def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
+        if self.stat(key).kind != "folder":
+            raise NotADirectoryError(20, "Not a directory")
+        above = f"{key}/" if key else ""
+        below = {name[len(above) :].partition("/")[0] for name in self.files if name.startswith(above)}
+        for name in below:
+            data = self.files.get(above + name)
+            yield Entry(name, "folder") if data is None else Entry(name, "file", len(data))
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        self.stat(key)
+        return self.files[key][start : start + length]
+
+    def arrow(self, key: str) -> pa.NativeFile:
+        import pyarrow as pa
+
+        return pa.BufferReader(self.files[key])
+
+
+@dataclass(frozen=True, slots=True, eq=True)
+class Location:
+    """A file or folder, which need not be there. Immutable, hashable, sortable by its text, and cheap to pickle.
+
+    A local location is an ``os.PathLike``: ``open``, ``pathlib.Path`` and the native half take it.
+
+    Attributes:
+        storage: the file system or object store.
+        key: the name in that storage: an absolute path if it is local, otherwise names joined by ``/`` (``""`` is the root).
+    """
+
+    storage: Storage
+    key: str
+
+    @classmethod
+    def of(cls, value: Any, what: str = "path") -> Location:
+        """The location that a user's path means: itself, or a local path made absolute with ``~`` expanded.
+
+        Raises:
+            ArgumentTypeError: not a path.
+            ArgumentError: a URL, or a name that no local file can have.
+        """
+        if isinstance(value, Location):
+            return value
+        return cls(_LOCAL, os.fspath(local_path(value, what)))
+
+    @classmethod
+    def in_memory(cls, files: Mapping[str, bytes], name: str = "memory") -> Location:
+        """The root of files held in memory."""
+        return cls(Memory(name, MappingProxyType(dict(files))), "")
+
+    def __str__(self) -> str:
+        return self.storage.text(self.key)
+
+    def __repr__(self) -> str:
+        return f"Location({str(self)!r})"
+
+    def __lt__(self, other: Location) -> bool:
+        return str(self) < str(other)
+
+    def __fspath__(self) -> str:
+        return str(self.local)
+
+    def __truediv__(self, name: str) -> Location:
+        return self.joinpath(name)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a path of this machine's file system."""
+        return self.storage.local
+
+    @property
+    def local(self) -> Path:
+        """The local path.
+
+        Raises:
+            UnsupportedError: it is not local.
+        """
+        if not self.is_local:
+            raise UnsupportedError("expected a local path, found a remote one", path=self)
+        return Path(self.key)
+
+    @property
+    def name(self) -> str:
+        """The last name of the key; ``""`` for a root."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Location:
+        """The folder that holds it; the parent of a root is itself."""
+        above = self.key.rpartition("/")[0]
+        return Location(self.storage, above or ("/" if self.is_local else ""))
+
+    def joinpath(self, *names: str) -> Location:
+        """A location below this one. A name may hold several names joined by ``/``.
+
+        Raises:
+            ArgumentError: a name is absolute, empty, or holds ``..``: it may come from a file, and must not lead elsewhere.
+        """
+        key = self.key.rstrip("/")
+        for name in names:
+            parts = name.split("/")
+            if not name or parts[0] == "" or ".." in parts or "\0" in name:
+                raise ArgumentError(f"expected a name below the folder, found {name!r:.80}", path=self)
+            kept = [part for part in parts if part not in ("", ".")]
+            key = "/".join([key, *kept] if key or self.is_local else kept)
+        return Location(self.storage, key or self.key)
+
+    def relative_to(self, above: Location) -> str:
+        """The names that lead here from a folder above, joined by ``/``; ``"."`` for the folder itself.
+
+        Raises:
+            ArgumentError: it is not below that folder.
+        """
+        if self == above:
+            return "."
+        start = above.key.rstrip("/") + "/" if above.key else ""
+        if self.storage != above.storage or not self.key.startswith(start):
+            raise ArgumentError(f"expected a location below {above}", path=self)
+        return self.key[len(start) :]
+
+    def stat(self) -> Stat:
+        """Kind, size and version; links are followed.
+
+        Raises:
+            MissingFileError: nothing is there.
+            FileAccessError: this user may not know.
+        """
+        with boundary(self, "look at"):
+            try:
+                return self.storage.stat(self.key)
+            except NotADirectoryError as error:  # a file stands where a folder above should
+                raise MissingFileError("expected a file, found nothing", path=self) from error
+
+    def kind(self) -> Kind | None:
+        """``"file"``, ``"folder"``, ``"other"``, or None where there is nothing.
+
+        Raises:
+            FileAccessError: this user may not know.
+        """
+        try:
+            return self.stat().kind
+        except MissingFileError:
+            return None
+
+    def exists(self) -> bool:
+        """Whether something is there. Raises FileAccessError where this user may not know."""
+        return self.kind() is not None
+
+    def entries(self, pattern: str = "*", *, sizes: bool = False, limit: int = MOST_ENTRIES) -> list[Entry]:
+        """Entries of a folder whose names match a shell pattern, sorted by name.
+
+        Args:
+            pattern: ``"acts*.bin"``; case counts.
+            sizes: whether each file's size is wanted too: a request each on a local file system.
+            limit: how many names, matching or not, are read at most.
+
+        Raises:
+            MissingFileError, NotAFileError, FileAccessError: it is not there, not a folder, or not readable.
+            FormatError: there are more than ``limit`` names.
+        """
+        found = []
+        with boundary(self, "list"):
+            try:
+                for count, entry in enumerate(self.storage.scan(self.key, sizes)):
+                    if count >= limit:
+                        raise FormatError(f"expected at most {limit} files and folders, found more", path=self)
+                    if fnmatch.fnmatchcase(entry.name, pattern):
+                        found.append(entry)
+            except NotADirectoryError as error:
+                raise NotAFileError("expected a folder, found a file", path=self) from error
+        return sorted(found)
+
+    def read(self, start: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
+        """Bytes of a file: all, or ``length`` from an offset on.
+
+        Args:
+            start: the first byte.
+            length: how many; None: all that follow.
+            limit: bytes that are read at most.
+
+        Raises:
+            MissingFileError, NotAFileError, FileAccessError: it cannot be read.
+            TruncatedFileError: the file ends before.
+            FormatError: more than ``limit`` bytes.
+        """
+        # Looking before opening: opening a named pipe would wait for a writer.
+        size = self._regular().size
+        wanted = max(size - start, 0) if length is None else length
+        if limit is not None and wanted > limit:
+            raise FormatError(f"expected at most {limit} bytes, found {wanted}", path=self)
+        if start < 0 or wanted < 0:
+            raise ArgumentError(f"expected a range of bytes, found {length} bytes from {start}", path=self)
+        if start + wanted > size:
+            raise TruncatedFileError(f"expected {start + wanted} bytes, found {size}", path=self)
+        with boundary(self, "read"):
+            data = self.storage.read(self.key, start, wanted)
+        if len(data) < wanted:
+            raise TruncatedFileError(f"expected {start + wanted} bytes, found {start + len(data)}", path=self)
+        return data
+
+    def open(self) -> io.BufferedReader | io.BytesIO:
+        """The file as Python reads it, from its beginning; for files that are read line by line."""
+        size = self._regular().size
+        if self.is_local:
+            with boundary(self, "open"):
+                return self.local.open("rb")
+        return io.BytesIO(self.read(0, size))
+
+    def arrow(self) -> pa.NativeFile:
+        """The file as pyarrow reads it, at any position: ``pq.ParquetFile(location.arrow())``. Close it, or use it in ``with``."""
+        self._regular()
+        with boundary(self, "open"):
+            return self.storage.arrow(self.key)
+
+    def _regular(self) -> Stat:
+        found = self.stat()
+        if found.kind != "file":
+            raise NotAFileError("expected a regular file, found a folder or a special file", path=self)
+        return found

@@ -1,0 +1,159 @@
+"""A location lists, stats and reads the same wherever its bytes lie, and raises only actshard's errors."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import actshard
+from actshard.location import Entry, Location
+from conftest import refuses
+
+FILES = {"a.bin": b"0123456789", "b.jsonl": b'{"x": 1}\n{"x": 2}\n', "web/train/0.bin": b"", "web/notes.txt": b"hello"}
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    if request.param == "memory":
+        return Location.in_memory(FILES, "store")
+    for name, data in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return Location.of(tmp_path)
+
+
+def test_files_are_listed_by_name_and_read_by_range(root: Location) -> None:
+    assert root.entries() == [Entry("a.bin", "file"), Entry("b.jsonl", "file"), Entry("web", "folder")]
+    assert [(e.name, e.kind, e.size) for e in root.entries("*.b*", sizes=True)] == [("a.bin", "file", 10)]
+    assert [e.name for e in (root / "web").entries()] == ["notes.txt", "train"]
+    file = root / "a.bin"
+    assert (file.stat().kind, file.stat().size) == ("file", 10)
+    assert (root / "web").kind() == "folder"
+    assert (root / "nothing").kind() is None
+    assert file.exists()
+    assert not (file / "below").exists()
+    assert file.read() == FILES["a.bin"]
+    assert file.read(3, 4) == b"3456"
+    assert file.read(8) == b"89"
+    assert file.read(10, 0) == b""
+    assert (root / "web/train/0.bin").read() == b""
+    with (root / "b.jsonl").open() as lines:
+        assert list(lines) == [b'{"x": 1}\n', b'{"x": 2}\n']
+
+
+def test_names_lead_down_and_never_elsewhere(root: Location) -> None:
+    below = root.joinpath("web", "./train//0.bin")
+    assert below == root / "web" / "train" / "0.bin"
+    assert hash(below) == hash(root / "web/train/0.bin")
+    assert below.name == "0.bin"
+    assert below.parent.parent == root / "web"
+    assert below.relative_to(root) == "web/train/0.bin"
+    assert root.relative_to(root) == "."
+    assert sorted([below, root]) == [root, below]
+    top = root
+    while top.parent != top:
+        top = top.parent
+    assert root.relative_to(top) == ("." if not root.is_local else str(root)[1:])
+    for name in ("", "/etc", "../x", "a/../../x", "a\0b"):
+        with refuses(actshard.ArgumentError, where(root), "below the folder"):
+            root / name
+    with refuses(actshard.ArgumentError, where(root / "webx"), "below"):
+        (root / "webx").relative_to(root / "web")
+
+
+def where(location: Location) -> Path:
+    """How an error names a location."""
+    return location.local if location.is_local else location  # type: ignore[return-value]
+
+
+BAD: dict[str, tuple[type[actshard.ActshardError], str, Callable[[Location], object]]] = {
+    "a.bin": (actshard.TruncatedFileError, "expected 12 bytes, found 10", lambda x: x.read(8, 4)),
+    "b.jsonl": (actshard.FormatError, "at most 5 bytes", lambda x: x.read(limit=5)),
+    "web": (actshard.NotAFileError, "found a folder", lambda x: x.read()),
+    "web/train": (actshard.NotAFileError, "found a folder", lambda x: x.open()),
+    "web/notes.txt": (actshard.NotAFileError, "expected a folder", lambda x: x.entries()),
+    "nothing": (actshard.MissingFileError, "found nothing", lambda x: x.stat()),
+    "nowhere": (actshard.MissingFileError, "found nothing", lambda x: x.read()),
+    "no-folder": (actshard.MissingFileError, "found nothing", lambda x: x.entries()),
+    "no-arrow": (actshard.MissingFileError, "found nothing", lambda x: x.arrow()),
+    "web/": (actshard.FormatError, "at most 1 files", lambda x: x.entries(limit=1)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_one_clear_error(root: Location, name: str) -> None:
+    kind, words, act = BAD[name]
+    with refuses(kind, where(root / name), words):
+        act(root / name)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "broken").symlink_to("nowhere")
+    root = Location.of(tmp_path)
+    assert root.entries() == [Entry("broken", "other"), Entry("pipe", "other")]
+    for act in (Location.read, Location.open, Location.arrow):
+        with refuses(actshard.NotAFileError, tmp_path / "pipe", "special file"):
+            act(root / "pipe")
+
+
+def test_a_version_changes_with_the_file(tmp_path: Path) -> None:
+    file = Location.of(tmp_path / "x")
+    file.local.write_bytes(b"one")
+    first = file.stat()
+    assert first == file.stat()
+    (tmp_path / "y").write_bytes(b"two")
+    (tmp_path / "y").replace(tmp_path / "x")
+    assert file.stat().version != first.version
+    assert Location.in_memory({"x": b"1"}).joinpath("x").stat() != Location.in_memory({"x": b"2"}).joinpath("x").stat()
+
+
+def test_pyarrow_reads_a_location(root: Location, tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"]})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    data = sink.getvalue().to_pybytes()
+    places = [Location.in_memory({"x.parquet": data}) / "x.parquet"]
+    for name in ("x.parquet", os.fsdecode(b"\xff.parquet")):
+        (tmp_path / name).write_bytes(data)
+        places.append(Location.of(tmp_path / name))
+    for place in places:
+        with place.arrow() as file:
+            assert pq.ParquetFile(file).read() == table
+
+
+def test_a_location_can_be_pickled(root: Location) -> None:
+    back = pickle.loads(pickle.dumps(root))
+    assert back == root
+    assert str(back) == str(root)
+    assert (back / "web" / "notes.txt").read() == b"hello"
+
+
+def test_only_a_local_location_is_a_path(root: Location) -> None:
+    if root.is_local:
+        assert Path(root) == root.local
+        assert Location.of(root.local) == root
+        assert Location.of(str(root.local) + "/web/..") == root
+    else:
+        assert str(root / "a.bin") == "memory://store/a.bin"
+        for use in (os.fspath, Path, lambda x: x.local):
+            with refuses(actshard.UnsupportedError, where(root), "expected a local path"):
+                use(root)
+    assert Location.of(root) is root
+
+
+def test_urls_and_what_is_no_path_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("s3://bucket/x", "hf://datasets/a/b", Path("gs://bucket")):
+        with refuses(actshard.ArgumentError, None, "cache_dir: remote paths are not supported"):
+            Location.of(url, "cache_dir")
+    with refuses(actshard.ArgumentTypeError, None, "expected a path, found int"):
+        Location.of(3)
+    assert Location.of("x").local == tmp_path / "x"
