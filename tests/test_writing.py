@@ -509,6 +509,66 @@ def test_a_forked_child_cannot_write_for_its_parent(tmp_path: Path) -> None:
     check(tmp_path / "d", [*examples([2]), *examples([2], seed=1)])
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_dataset_killed_before_its_first_commit_can_be_given_up_and_begun_again(tmp_path: Path, format: str) -> None:
+    wanted = examples([3, 3])
+    pid = os.fork()
+    if pid == 0:  # dies with files on the disk that no commit counts
+        actshard.writing.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
+        with actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH) as writer:
+            writer.append(wanted)
+            writer.flush()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    writer = actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH, resume=True)
+    assert len(writer) == 0
+    with pytest.raises(actshard.ArgumentError, match="nothing was appended"):
+        writer.close()
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+    with actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH) as writer:
+        writer.append(wanted)
+    check(writer.path, wanted)
+
+
+@pytest.mark.parametrize(
+    ("format", "options"),
+    [
+        ("saev", {}),
+        ("saev", {"max_tokens_per_shard": 6, "protocol": "2.0"}),
+        ("lmprobe", {}),
+        ("lmprobe", {"storage": "full_sequence", "shard_bytes": 64}),
+        ("zarr", {}),
+        ("pickle", {}),
+        ("pickle", {"compress": False, "shard_bytes": 64}),
+    ],
+)
+def test_no_file_of_examples_that_were_never_committed_stays(
+    tmp_path: Path, format: str, options: dict[str, Any]
+) -> None:
+    wanted = examples([3] * 8)
+    call: dict[str, Any] = {"layers": LAYERS, "d_model": WIDTH, **options}
+    with actshard.create(tmp_path / "d", format, **call) as writer:
+        writer.append(wanted[:2])
+        writer.flush()
+        writer.abort()
+    pid = os.fork()
+    if pid == 0:  # dies when its files have their names and the journal does not count them
+        actshard.writing.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
+        with actshard.create(tmp_path / "d", format, resume=True, **call) as writer:
+            writer.append(wanted[2:])
+            writer.flush()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+    with actshard.create(tmp_path / "d", format, resume=True, **call) as writer:
+        assert len(writer) == 2
+    check(writer.path, wanted[:2])
+    with actshard.create(tmp_path / "e", format, **call) as undisturbed:
+        undisturbed.append(wanted[:2])
+    assert [p.relative_to(writer.path) for p in sorted(writer.path.rglob("*"))] == [
+        p.relative_to(undisturbed.path) for p in sorted(undisturbed.path.rglob("*"))
+    ]
+
+
 def test_two_processes_write_parts_at_once(tmp_path: Path) -> None:
     code = (
         "import actshard, numpy as np, sys\n"

@@ -9,6 +9,8 @@ same call resumes; a finished dataset reads back whole, and ``verify(deep=True)`
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -28,6 +30,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.torture.budget import machine_settings
 
 import actshard
+from actshard import formats
+
+# Imported before the children are forked, which would each import them again.
+for _module in ("numpy.ma", "pyarrow.compute", "pyarrow.parquet"):
+    importlib.import_module(_module)
+for _format in formats.names():
+    for _floor in ("formats", "writing", "verifying"):
+        importlib.import_module(f"actshard.{_floor}.{_format}")
 
 LAYERS, WIDTH = [3, 7], 4
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
@@ -167,6 +177,7 @@ class Part:
     def begin(self) -> None:
         assert self.child is None
         ours, theirs = multiprocessing.Pipe()
+        gc.freeze()  # the child's collections leave the parent's objects alone
         self.child = os.fork()
         if self.child == 0:
             try:

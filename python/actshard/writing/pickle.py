@@ -10,6 +10,7 @@ from __future__ import annotations
 import decimal
 import io
 import pickle
+import re
 import struct
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,8 @@ _ALIGN = 64
 _PREVIEW = "text_preview"
 _MADE = ("shape", "layers")
 """What a reader tells of every sample, whatever its metadata call so."""
+_SHARD = re.compile(r"\.?(shard_\d{4,}\.pkl(?:\.gz)?)(?:\.part)?")
+"""A shard's name, in the group, and its working name."""
 _NAMED = ("model_name", "model_architecture", "model_params", "dataset_name", "dataset_config", "dataset_split")
 
 
@@ -136,6 +139,13 @@ class PickleTarget(Target):
             if not path.exists():
                 rename(_working(path), path)
         sync_folders([self.root])
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        counted = {shard["filename"] for shard in self.shards}
+        for path in self.root.glob("*shard_*"):
+            named = _SHARD.fullmatch(path.name)
+            if named is not None and named[1] not in counted:
+                path.unlink()
 
     def write(self, block: Block) -> None:
         number = len(self.shards) + len(self._new) + 1

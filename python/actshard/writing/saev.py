@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +32,7 @@ FAMILIES = ("bird-mae", "clip", "dinov2", "dinov3", "fake-clip", "pe-core", "pe-
 BUDGET = 2_400_000
 """saev's default number of token vectors per shard, over all layers."""
 _PART = ".part"
+_SHARD = re.compile(r"acts(\d{6,})\.bin(?:\.part)?")
 
 
 class SaevTarget(Target):
@@ -231,8 +233,10 @@ class SaevTarget(Target):
         for path, size in held.items():
             if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)
-        for path in self.root.glob(f"acts*{_PART}"):
-            if path.name[4:10].isdigit() and int(path.name[4:10]) > n // self.eps:
+        for path in self.root.glob("acts*.bin*"):
+            # Whole shards too: they get their names before the journal counts their examples.
+            named = _SHARD.fullmatch(path.name)
+            if named is not None and int(named[1]) * self.eps >= n:
                 path.unlink()
 
     def check_columns(self, schema: pa.Schema) -> None:

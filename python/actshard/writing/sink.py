@@ -261,6 +261,8 @@ class Sink:
         """Stops, and leaves no trace of a dataset without examples."""
         self._closed = True
         self._stop()
+        if self._configured:  # a writer that was killed before its first commit leaves files that count for nothing
+            remove_made(self.target.root, self.target.makes)
         self._forget_folder()
 
     def _forget_folder(self) -> None:
