@@ -468,3 +468,49 @@ def test_a_merge_that_was_killed_at_once_is_told_by_open(
     assert [f.code for f in actshard.verify(tmp_path / "d").findings] == ["unfinished"]
     made = actshard.merge(tmp_path / "d", [tmp_path / "p0", tmp_path / "p1"])
     assert len(actshard.open(made)) == 6
+
+
+@pytest.mark.parametrize("together", ["shards", "parts", "physical"])
+@pytest.mark.parametrize("format", ["zarr", "pickle"])
+@pytest.mark.parametrize(
+    ("first", "second", "wanted"),
+    [
+        ([[], []], [[1], [2, 3]], [[], [], [1], [2, 3]]),
+        ([[None], None], [[1.5], []], [[None], None, [1.5], []]),
+        (
+            [{"a": None}, {}],
+            [{"a": {"x": []}}, {"a": {"x": [7]}}],
+            [{"a": v} for v in (None, None, {"x": []}, {"x": [7]})],
+        ),
+        ([{"a": 1}, {"a": 2}], [{"b": 3}, None], [{"a": 1, "b": None}, {"a": 2, "b": None}, {"a": None, "b": 3}, None]),
+        ([1, 2], np.array([3, 4], np.int32), [1, 2, 3, 4]),
+        (np.array([1, 2], np.int8), [3, None], [1, 2, 3, None]),
+        (np.array([0.5, 1], np.float32), [0.1, None], [0.5, 1.0, 0.1, None]),
+        (np.array([[1, 2], [3, 4]]), [[], [5]], [[1, 2], [3, 4], [], [5]]),
+        ([1, 2], [2**70, -1], [1, 2, 2**70, -1]),
+    ],
+)
+def test_values_of_shards_and_parts_are_no_texts_where_one_type_holds_all(
+    tmp_path: Path, format: str, together: str, first: Any, second: Any, wanted: Any
+) -> None:
+    """Empty lists, nulls and narrower numbers in one shard or part leave the values of the others as they are."""
+    if together == "physical" and format != "zarr":
+        pytest.skip("physical is for Zarr")
+    acts = np.ones((2, 1, 3, 2), np.float32)
+    texts = ["a", "b"]
+    if together == "shards":
+        path = tmp_path / "d"
+        options = {"shard_bytes": 48} if format == "pickle" else {}
+        try:
+            with actshard.create(path, format, layers=[0], d_model=2, **options) as writer:
+                for values in (first, second):
+                    writer.append(acts, columns={TEXT[format]: texts, "label": values})
+                    writer.flush()
+        except actshard.ArgumentError:
+            pytest.skip("a dataset's first examples decide its types")
+    else:
+        for i, values in enumerate((first, second)):
+            with actshard.create(tmp_path / "d", format, layers=[0], d_model=2, part=(i, 2)) as writer:
+                writer.append(acts, columns={TEXT[format]: texts, "label": values})
+        path = actshard.merge(tmp_path / "d", physical=together == "physical")
+    assert actshard.open(path).table["label"].to_pylist() == wanted

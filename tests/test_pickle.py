@@ -905,3 +905,15 @@ def test_an_extraction_that_contradicts_its_shards_is_a_warning_and_a_finding(
         (warning,) = actshard.open(folder).warnings
     assert "extraction_config" in warning
     assert [f.code for f in actshard.verify(folder).findings] == ["claim"]
+
+
+def test_dicts_with_other_keys_in_each_shard_take_no_more_memory_than_their_text(tmp_path: Path) -> None:
+    shards = [
+        {"layer_3": [item(i, values(i, 1, 1, 4), metadata={"d": {f"{i}_{k}": k for k in range(300)}})]}
+        for i in range(9)
+    ]
+    write(tmp_path, shards)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        column = actshard.open(tmp_path).table["d"]
+    assert [json.loads(v) for v in column.to_pylist()] == [{f"{i}_{k}": k for k in range(300)} for i in range(9)]

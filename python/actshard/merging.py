@@ -36,6 +36,7 @@ from actshard.errors import (
     boundary,
     from_os,
 )
+from actshard.formats._columns import common_type
 from actshard.formats._contents import Options
 from actshard.formats._json import Fields, read_json, show
 from actshard.formats.lmprobe import TOKEN_LISTS, Dataset
@@ -734,7 +735,7 @@ def _check_zarr(plan: _Merge) -> None:
 
 
 def _check_column_types(plan: _Merge, tables: Sequence[Any]) -> None:
-    """Raises FormatError if a column has another type in one part than in another: it would be read as texts."""
+    """Raises FormatError if no type holds a column's values of all parts as they are: it would be read as texts."""
     import pyarrow as pa
 
     known: dict[str, tuple[Any, Path]] = {}
@@ -743,12 +744,14 @@ def _check_column_types(plan: _Merge, tables: Sequence[Any]) -> None:
             if field.type == pa.null():
                 continue
             kind, first = known.setdefault(field.name, (field.type, path))
-            if kind != field.type:
+            both = common_type(kind, field.type)
+            if both is None:
                 raise FormatError(
-                    f"column {field.name!r}: expected {kind} as in {first}, found {field.type}: parts are merged if a column has "
-                    "one type in all; write one of them again with values of the other's type",
+                    f"column {field.name!r}: expected {kind} as in {first}, found {field.type}: no type holds both; write one of "
+                    "the parts again with values of the other's type",
                     path=path,
                 )
+            known[field.name] = (both, first)
 
 
 def _zarr(plan: _Merge) -> Path:

@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
+_DIGITS = 38
+"""Of the decimals that hold integers beyond 64 bits."""
+_MOST_FIELDS = 1024
+"""Fields of dicts that parts may have together: every example takes memory for each."""
+
+
 def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]]) -> pa.Table:
     """One table of the parts' columns one below the other: those named first, then all others.
 
     Args:
         names: columns in order, whether a part has them or not.
         parts: columns by name (pyarrow arrays or lists of values), and how many rows they have. A part without a column has
-            nulls there; a column whose parts have different types is given as JSON text.
+            nulls there; a column is given as JSON text if no type holds the values of all parts as they are.
     """
     import pyarrow as pa
 
@@ -27,12 +33,61 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]
     made = {}
     for name in order:
         chunks = [_arrow(columns.get(name), n) for columns, n in parts]
-        types = {str(c.type) for c in chunks if c.type != pa.null()}
-        if len(types) > 1:
+        kind: pa.DataType | None = pa.null()
+        for other in {str(c.type): c.type for c in chunks}.values():
+            kind = None if kind is None else common_type(kind, other)
+        if kind is None:
             chunks = [_arrow([_as_json(v) for v in c.to_pylist()], len(c)) for c in chunks]
-        kind = next((c.type for c in chunks if c.type != pa.null()), pa.null())
-        made[name] = pa.chunked_array([c.cast(kind) if c.type != kind else c for c in chunks], kind)
+            kind = pa.string()
+        made[name] = pa.chunked_array([_cast(c, kind) for c in chunks], kind)
     return pa.table(made)
+
+
+def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
+    """The type that holds values of both as they are, with nulls for missing fields; None if there is none.
+
+    Values decide the type of a part's column. Empty lists, nulls and fewer fields leave it open, and arrays may be narrower.
+    """
+    import pyarrow as pa
+
+    is_ = pa.types
+    if a.equals(b) or is_.is_null(b):
+        return a
+    if is_.is_null(a):
+        return b
+    lists = (is_.is_list, is_.is_large_list, is_.is_fixed_size_list)
+    if all(any(is_list(t) for is_list in lists) for t in (a, b)):
+        value = common_type(a.value_type, b.value_type)
+        return None if value is None else pa.list_(value)
+    if is_.is_struct(a) and is_.is_struct(b):
+        fields: dict[str, pa.DataType] = {}
+        for field in (*a, *b):
+            kind = common_type(fields.get(field.name, pa.null()), field.type)
+            if kind is None:
+                return None
+            fields[field.name] = kind
+        if len(fields) > max(_MOST_FIELDS, a.num_fields, b.num_fields):
+            return None
+        return pa.struct(list(fields.items()))
+    for alike in (is_.is_integer, is_.is_floating):
+        if alike(a) and alike(b):
+            wide = pa.from_numpy_dtype(np.promote_types(a.to_pandas_dtype(), b.to_pandas_dtype()))
+            return wide if alike(wide) else None
+    big = pa.decimal128(_DIGITS)
+    return big if all(is_.is_integer(t) or t.equals(big) for t in (a, b)) else None
+
+
+def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    import pyarrow as pa
+
+    if column.type.equals(kind):
+        return column
+    try:
+        return column.cast(kind)
+    except pa.ArrowException:
+        if not pa.types.is_nested(column.type):
+            raise
+    return pa.array(column.to_pylist(), kind)  # no cast adds fields to dicts
 
 
 def _arrow(values: Any, n: int) -> pa.Array:
@@ -45,7 +100,7 @@ def _arrow(values: Any, n: int) -> pa.Array:
         return values
     if any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in values):
         try:
-            return pa.array([None if v is None else decimal.Decimal(v) for v in values], pa.decimal128(38, 0))
+            return pa.array([None if v is None else decimal.Decimal(v) for v in values], pa.decimal128(_DIGITS))
         except (pa.ArrowInvalid, TypeError, ValueError, decimal.InvalidOperation):
             return pa.array([_as_json(v) for v in values], pa.string())
     try:
