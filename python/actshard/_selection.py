@@ -15,7 +15,7 @@ from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, N
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from actshard.store import Store
+    from actshard.readable import Readable
 
 Tokens = Literal["content", "all", "last", "special"]
 Mask = Any
@@ -43,7 +43,7 @@ def column(values: Any) -> Any:
 
 
 def select(
-    store: Store, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int] = (), keep: Mask = None
+    store: Readable, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int] = (), keep: Mask = None
 ) -> _Native:
     """The selection, as ``_native.Stream`` takes it.
 
@@ -59,7 +59,9 @@ def select(
         raise FileAccessError(detail, path=store.path) from error
 
 
-def _select(store: Store, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int], keep: Mask) -> _Native:
+def _select(
+    store: Readable, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int], keep: Mask
+) -> _Native:
     if not is_one_of(tokens, ("content", "all", "last", "special")):
         raise ArgumentError(f'tokens: expected "content", "all", "last" or "special", found {tokens!r}')
     special = store.special_tokens
@@ -114,7 +116,7 @@ def _select(store: Store, layers: Sequence[int], tokens: Tokens, ignore_labels: 
     return first, np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(wanted, np.bool_)
 
 
-def _stored(store: Store, layers: Sequence[int]) -> NDArray[np.int64]:
+def _stored(store: Readable, layers: Sequence[int]) -> NDArray[np.int64]:
     """Tokens per example, which must be as many in every layer."""
     first, *others = (store.tokens_in(layer) for layer in (layers if store.format == "pickle" else layers[:1]))
     for layer, other in zip(layers[1:], others, strict=False):
@@ -136,7 +138,7 @@ def _same(counts: NDArray[np.int64]) -> int | None:
 
 
 def _unlabelled(
-    store: Store, tokens: Tokens, ignore: Sequence[int], stored: NDArray[np.int64]
+    store: Readable, tokens: Tokens, ignore: Sequence[int], stored: NDArray[np.int64]
 ) -> NDArray[np.bool_] | None:
     """False for every stored token whose label is to be ignored; special tokens have none."""
     if not ignore:
@@ -154,7 +156,7 @@ def _unlabelled(
     return wanted.reshape(-1)
 
 
-def _kept(store: Store, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.bool_] | None:
     """What a user keeps: one flag for each stored token."""
     if keep is None:
         return None

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from actshard import _native
 from actshard._arguments import local_path
 from actshard.errors import (
     ArgumentError,
@@ -38,6 +39,11 @@ Kind = Literal["file", "folder", "other"]
 
 MOST_ENTRIES = 10_000_000
 """Entries that :meth:`Location.entries` returns at most."""
+
+
+def network_io(path: Path) -> str:
+    """How ``io="auto"`` reads a path: ``"pread"`` on network file systems, ``"mmap"`` elsewhere."""
+    return "pread" if _native.is_network(path) else "mmap"
 
 
 @dataclass(frozen=True, slots=True)

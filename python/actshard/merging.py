@@ -36,6 +36,7 @@ from actshard.errors import (
     boundary,
     from_os,
 )
+from actshard.finding import existing, find
 from actshard.formats._columns import common_type
 from actshard.formats._contents import Options
 from actshard.formats._json import Fields, read_json, show
@@ -43,7 +44,7 @@ from actshard.formats.lmprobe import TOKEN_LISTS, Dataset
 from actshard.formats.pickle import machines_in, open_many
 from actshard.formats.saev import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
 from actshard.formats.zarr import ACTIVATIONS, Member, is_group, members_of
-from actshard.opening import existing, find, open_quietly
+from actshard.opening import open_quietly
 from actshard.writing.lmprobe import MADE_UP, LmprobeTarget
 from actshard.writing.pickle import PickleTarget, shard_listing
 from actshard.writing.target import Examples, Spec, refuse_existing

@@ -66,9 +66,9 @@ class Store:
         special_tokens: tokens at the front of every example that stand for none of its content: 1 for saev with CLS, else 0.
     """
 
-    def __init__(self, contents: Contents, *, io: str, asked: tuple[Any, ...]) -> None:
+    def __init__(self, contents: Contents, *, io: str, reopen: tuple[Callable[..., Store], tuple[Any, ...]]) -> None:
         self._contents = contents
-        self._asked = asked
+        self._reopen = reopen
         self._groups = {layer: i for i, layer in enumerate(contents.layers)}
         self._rows: Rows | _Without = contents.rows if contents.rows is not None else _Without(contents)
         self._table: pa.Table | None = None
@@ -152,7 +152,7 @@ class Store:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_reopen, self._asked)
+        return self._reopen
 
     def __enter__(self) -> Store:
         return self
@@ -728,12 +728,6 @@ class _Closed(_Without):
         raise ClosedError("the store was closed", path=self._path)
 
     view = gather_whole = tokens_of = stored_types = gather
-
-
-def _reopen(*asked: Any) -> Store:
-    from actshard.opening import open_quietly
-
-    return open_quietly(*asked)
 
 
 def _short(layers: Sequence[int], at_most: int = 12) -> str:

@@ -27,7 +27,7 @@ from actshard.errors import (
 from actshard.stats import is_deviation
 
 if TYPE_CHECKING:
-    from actshard.store import Store
+    from actshard.readable import Readable
 
 Shuffle = Literal["window", "exact"] | None
 Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None
@@ -81,7 +81,7 @@ class Stream:
 
     def __init__(
         self,
-        store: Store,
+        store: Readable,
         layer: int | Sequence[int] | Literal["all"],
         batch_size: int,
         *,

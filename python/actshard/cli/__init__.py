@@ -295,7 +295,7 @@ def demo_command() -> None:
 
 def _cache_at(path: Path, format: str | None) -> Any:
     """The token cache that a path stands for; None if it stands for activations, or for nothing that is known."""
-    from actshard.opening import TOKENS, existing, find_any
+    from actshard.finding import TOKENS, existing, find_any
 
     if format not in (None, TOKENS):
         return None

@@ -27,7 +27,7 @@ from actshard._native import Rows
 from actshard.errors import ActshardWarning, ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats._zarr_arrays import ArrayMeta, ZarrStore, read_array
 from actshard.formats.zarr import members_of
-from actshard.opening import network_io
+from actshard.location import network_io
 
 __all__ = ["Array", "Group", "TrainingDataset", "open_consolidated", "open_group"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import os
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,73 +17,15 @@ from actshard.errors import (
     ActshardWarning,
     ArgumentError,
     FormatError,
-    MissingFileError,
     NotStoredError,
     OutOfRangeError,
-    UnfinishedError,
 )
-from actshard.opening import network_io
+from actshard.finding import find_cache
+from actshard.location import network_io
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
-from actshard.tokens.placing import WORK, os_errors
 
 TOKENS = "input_ids"
-_SHARD = re.compile(r"\d{5}_")
-_DEPTH = 3
-"""How far below a path its only cache may lie to be opened by it: ``cache/web/train``."""
-_LOOK_AT_MOST = 500
-
-
-def is_cache(path: str | os.PathLike[str]) -> bool:
-    """Whether a token cache is at a path, or just below it."""
-    try:
-        find(path)
-    except (MissingFileError, OSError):
-        return False
-    except (ArgumentError, UnfinishedError):  # several, or one in the making
-        return True
-    return True
-
-
-def find(path: str | os.PathLike[str]) -> Path:
-    """The cache that a path stands for: itself, or the only split below it."""
-    root = _arguments.local_path(path)
-    with os_errors(root, "look into"):
-        if (root / ledgers.NAME).exists():
-            return root
-        working = (root / WORK).exists()
-        below = _below(root)
-    if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
-        raise UnfinishedError(
-            f"holds shards of a token cache, but no {ledgers.NAME}: its build was interrupted, or is at work; build it again",
-            path=root,
-        )
-    if len(below) == 1:
-        return below[0]
-    if below:
-        listed = ", ".join(str(p.relative_to(root)) for p in below[:8])
-        raise ArgumentError(f"holds {len(below)} token caches, open one of them: {listed}", path=root)
-    raise MissingFileError(f"expected a token cache with a {ledgers.NAME}, found none", path=root)
-
-
-def _below(root: Path) -> list[Path]:
-    """Caches not far below a folder; shards of caches are none."""
-    found: list[Path] = []
-    level, looked = [root], 0
-    for _ in range(_DEPTH):
-        deeper: list[Path] = []
-        for folder in level:
-            try:
-                children = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-            except OSError:
-                continue
-            looked += len(children)
-            if looked > _LOOK_AT_MOST:
-                return found
-            found += [p for p in children if (p / ledgers.NAME).exists()]
-            deeper += [p for p in children if not (p / ledgers.NAME).exists()]
-        level = deeper
-    return found
 
 
 def open_cache(path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> TokenCache:
@@ -125,7 +66,7 @@ class TokenCache:
     def __init__(self, path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> None:
         if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
             raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
-        self.path = find(path)
+        self.path = find_cache(path)
         self._asked = (str(self.path), io, memory)
         self.ledger: Ledger = ledgers.read(self.path)
         self.io = io if io != "auto" else network_io(self.path)

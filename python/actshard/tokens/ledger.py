@@ -10,9 +10,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from actshard.errors import FormatError, MissingFileError, UnfinishedError, from_os
+from actshard.finding import LEDGER
 from actshard.formats._json import Fields, read_json, show
 
-NAME = "shard_ledger.json"
+NAME = LEDGER
 CONSOLIDATED = "consolidated"
 SHARDED = "sharded"
 OURS = "actshard"

@@ -16,7 +16,8 @@ from typing import Any
 
 from actshard import formats
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
-from actshard.opening import TOKENS, check_finished, existing, find_any, is_cache_itself, open_quietly
+from actshard.finding import TOKENS, check_finished, existing, find_any, find_cache, is_cache_itself
+from actshard.opening import open_quietly
 from actshard.verifying.report import CODES, Finding, Report
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
@@ -88,9 +89,7 @@ def _check(root: Path, format: str | None, report: Report, tell: Callable[[str, 
     if format is None:
         root, format = _find(root)
     elif format == TOKENS:
-        from actshard.tokens.cache import find
-
-        root = find(root)
+        root = find_cache(root)
     report.path, report.format = root, format
     if format == TOKENS:
         from actshard.verifying import levanter
