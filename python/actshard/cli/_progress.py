@@ -1,60 +1,115 @@
-"""How far a long command is: a bar on a terminal, a line now and then elsewhere."""
+"""The progress of a long command: a bar on a terminal, a line every ten seconds elsewhere.
+
+Verbs report progress in several signatures, which are public. Each becomes a :class:`Step` here, and one renderer shows it.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from actshard.cli._format import size
+
+if TYPE_CHECKING:
+    from actshard.tokens.building import Progress
 
 _EVERY = 10.0
 """Seconds between two lines where there is no terminal."""
 
 
-class Tell(Protocol):
-    """Told how far it is: done, in all, and bytes."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The state of a task.
 
-    def __call__(self, done: int, total: int, nbytes: int) -> None: ...
+    Attributes:
+        done, total: units of work; ``total`` is 0 while it is not known. They make the bar and the time that is left.
+        rate: speed, in words.
+        label: what is done now, after the task's name; empty for a task of a single stage.
+        counts: the numbers of a line, in words; None for ``done`` of ``total``.
+    """
+
+    done: int
+    total: int
+    rate: str = ""
+    label: str = ""
+    counts: str | None = None
+
+
+class Watch:
+    """Receives the progress of one task, in any of the signatures in which verbs report it."""
+
+    def __init__(self, show: Callable[[Step], None]) -> None:
+        self._show = show
+        self._began = time.monotonic()
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._began, 1e-3)
+
+    def counts(self, done: int, total: int, nbytes: int = 0) -> None:
+        """``convert`` and ``Store.stats``: units done, in all, and bytes."""
+        self._show(Step(done, total, f"{size(int(nbytes / self._seconds()))}/s" if nbytes else ""))
+
+    def stage(self, what: str, done: int, total: int) -> None:
+        """``verify``: the stage, and its units done and in all."""
+        self._show(Step(done, total, label=what))
+
+    def build(self, now: Progress) -> None:
+        """``build_cache``: documents, tokens and bytes of sources."""
+        skipped = f", {now.skipped:,} skipped" if now.skipped else ""
+        seconds = self._seconds()
+        self._show(
+            Step(
+                now.bytes,
+                now.bytes_total,
+                f"{now.rows / seconds:,.0f} docs/s, {now.tokens / seconds:,.0f} tokens/s{skipped}",
+                f"{now.stage}, {now.files_done} of {now.files} files",
+                f"{now.rows:,} docs, {now.tokens:,} tokens",
+            )
+        )
 
 
 @contextmanager
-def progress(what: str, *, quiet: bool) -> Iterator[Tell]:
-    """Shows progress on stderr, with bytes per second and the time that is left."""
+def progress(what: str, *, quiet: bool) -> Iterator[Watch]:
+    """Shows progress on stderr, with the speed and the time that is left; nothing if ``quiet``."""
     console = Console(stderr=True)
-    began = time.monotonic()
     if quiet:
-        yield lambda done, total, nbytes: None
+        yield Watch(lambda step: None)
         return
     if not console.is_terminal:
-        told = began
-
-        def line(done: int, total: int, nbytes: int) -> None:
-            nonlocal told
-            now = time.monotonic()
-            if now - told >= _EVERY:
-                told = now
-                rate = nbytes / (now - began)
-                left = (now - began) / done * (total - done) if done else 0
-                print(
-                    f"{what}: {done:,} of {total:,}, {size(int(rate))}/s, {left:.0f} s left",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-        yield line
+        yield Watch(_lines(what))
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None, rate="")
 
-        def draw(done: int, total: int, nbytes: int) -> None:
-            rate = nbytes / max(time.monotonic() - began, 1e-9)
-            bar.update(task, completed=done, total=total or None, rate=f"{size(int(rate))}/s" if nbytes else "")
+        def draw(step: Step) -> None:
+            described = f"{what} [dim]{step.label}[/]" if step.label else what
+            bar.update(task, completed=step.done, total=step.total or None, rate=step.rate, description=described)
 
-        yield draw
+        yield Watch(draw)
+
+
+def _lines(what: str) -> Callable[[Step], None]:
+    """Prints a line now and then."""
+    told = began = time.monotonic()
+
+    def line(step: Step) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < _EVERY:
+            return
+        told = now
+        counts = step.counts if step.counts is not None else f"{step.done:,} of {step.total:,}"
+        left = f"{(now - began) / step.done * (step.total - step.done):.0f} s left" if step.done else ""
+        parts = ", ".join(part for part in (step.label, counts, step.rate, left) if part)
+        print(f"{what}: {parts}", file=sys.stderr, flush=True)
+
+    return line

@@ -94,8 +94,8 @@ def show_plans(found: Sequence[Plan], format: str | None) -> None:
 
 def run(source: Path, target: Path, format: str, *, quiet: bool, **options: Any) -> Conversion:
     """Converts, and shows how far it is."""
-    with progress(f"converting to {format}", quiet=quiet) as tell:
-        return convert(source, target, format, progress=tell, **options)
+    with progress(f"converting to {format}", quiet=quiet) as watch:
+        return convert(source, target, format, progress=watch.counts, **options)
 
 
 def show(done: Conversion) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
 from actshard.cli._format import console
+from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
 from actshard.errors import ArgumentError
-from actshard.tokens.building import Build, Options, Progress, Watch
+from actshard.tokens.building import Build, Options
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.config import CachePlan, LmDataConfig
-
-_EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
 
 
 def format_named(name: str, words: list[str], template: Path | None) -> dict[str, Any]:
@@ -38,56 +30,12 @@ def format_named(name: str, words: list[str], template: Path | None) -> dict[str
     return made
 
 
-@contextmanager
-def watching(what: str, *, quiet: bool) -> Iterator[Watch | None]:
-    """Shows documents and tokens per second and the time that is left, on stderr."""
-    if quiet:
-        yield None
-        return
-    began = time.monotonic()
-    out = Console(stderr=True)
-
-    def rates(now: Progress) -> str:
-        seconds = max(time.monotonic() - began, 1e-3)
-        skipped = f", {now.skipped:,} skipped" if now.skipped else ""
-        return f"{now.rows / seconds:,.0f} docs/s, {now.tokens / seconds:,.0f} tokens/s{skipped}"
-
-    if not out.is_terminal:
-        told = began
-
-        def line(now: Progress) -> None:
-            nonlocal told
-            seconds = time.monotonic() - began
-            if time.monotonic() - told < _EVERY:
-                return
-            told = time.monotonic()
-            left = f", {seconds / now.bytes * (now.bytes_total - now.bytes):.0f} s left" if now.bytes else ""
-            print(
-                f"{what}: {now.stage}, {now.files_done} of {now.files} files, {now.rows:,} docs, {now.tokens:,} tokens, "
-                f"{rates(now)}{left}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-        yield line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    with Bar(*columns, console=out, transient=True) as bar:
-        task = bar.add_task(what, total=None, rate="")
-
-        def draw(now: Progress) -> None:
-            described = f"{what} [dim]{now.stage}, {now.files_done}/{now.files} files[/]"
-            bar.update(task, completed=now.bytes, total=now.bytes_total or None, rate=rates(now), description=described)
-
-        yield draw
-
-
 def run(
     sources: list[str], out: Path, tokenizer: str, form: dict[str, Any], *, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """Builds one cache."""
-    with watching(out.name, quiet=quiet) as watch:
-        build = Build(sources, out, tokenizer or None, form, Options(**options), watch)
+    with progress(out.name, quiet=quiet) as watch:
+        build = Build(sources, out, tokenizer or None, form, Options(**options), watch.build)
         began = time.monotonic()
         cache = build.run()
     seconds = round(time.monotonic() - began, 2)
@@ -104,8 +52,8 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
     config = LmDataConfig.from_yaml(file)
     made = []
     for plan in config.plans(components or None):
-        with watching(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
-            made.append(_told(config.build_plan(plan, watch, **options)))
+        with progress(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
+            made.append(_told(config.build_plan(plan, watch.build, **options)))
     return made
 
 

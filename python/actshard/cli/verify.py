@@ -15,8 +15,8 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 def run(path: Path, format: str | None, deep: bool, *, quiet: bool) -> Report:
     """Checks, and shows how far it is."""
-    with progress("verifying", quiet=quiet) as tell:
-        return verify(path, format=format, deep=deep, progress=lambda what, done, total: tell(done, total, 0))
+    with progress("verifying", quiet=quiet) as watch:
+        return verify(path, format=format, deep=deep, progress=watch.stage)
 
 
 def show(report: Report) -> None:
