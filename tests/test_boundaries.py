@@ -16,7 +16,7 @@ import pytest
 
 import actshard
 from actshard.errors import boundary
-from actshard.verifying.report import Report
+from actshard.formats.report import Report
 from conftest import GOLDEN, refuses, saev_dump
 
 Copy = Callable[..., Path]
@@ -201,7 +201,7 @@ def test_the_folder_of_parts_is_no_dataset(tmp_path: Path) -> None:
 
 
 def test_a_report_of_many_findings_compares_none_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actshard.verifying.report import Finding
+    from actshard.formats.report import Finding
 
     compared = 0
     equal = Finding.__eq__

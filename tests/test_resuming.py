@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.writing import work
+from actshard import work
 from actshard.writing.sink import Sink
 from conftest import refuses
 
@@ -455,9 +455,9 @@ def test_lengths_take_a_number_per_example_however_many_layers(tmp_path: Path) -
 
 def test_texts_are_written_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as one string, which would be as large as all texts together."""
-    monkeypatch.setattr(actshard.writing.zarr_columns, "_AT_ONCE", 3)
+    monkeypatch.setattr(actshard.formats.zarr.placing, "_AT_ONCE", 3)
     most = 0
-    real = actshard.writing.zarr_columns.whole_file
+    real = actshard.formats.zarr.placing.whole_file
 
     class Counting:
         def __init__(self, file: Any) -> None:
@@ -475,7 +475,7 @@ def test_texts_are_written_some_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
         with real(path) as file:
             yield Counting(file)
 
-    monkeypatch.setattr(actshard.writing.zarr_columns, "whole_file", counting)
+    monkeypatch.setattr(actshard.formats.zarr.placing, "whole_file", counting)
     with create(tmp_path / "d", "zarr") as writer:
         writer.append(examples([1] * 20), columns={"prompt": ["x" * 100] * 20, "other": ["y" * 50] * 20})
     assert 300 < most < 500
@@ -488,7 +488,7 @@ def test_lengths_of_padded_examples_survive_an_interruption(tmp_path: Path, how:
     code = f"""
 import os
 import numpy as np, actshard
-from actshard.writing.saev import SaevTarget
+from actshard.formats.saev.write import SaevTarget
 items = [np.full((1, n, 4), n + 1, np.float32) for n in (3, 1, 5, 2, 7, 4)]
 how = {how!r}
 try:

@@ -514,7 +514,7 @@ def test_a_dataset_killed_before_its_first_commit_can_be_given_up_and_begun_agai
     wanted = examples([3, 3])
     pid = os.fork()
     if pid == 0:  # dies with files on the disk that no commit counts
-        actshard.writing.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
+        actshard.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
         with actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH) as writer:
             writer.append(wanted)
             writer.flush()
@@ -553,7 +553,7 @@ def test_no_file_of_examples_that_were_never_committed_stays(
         writer.abort()
     pid = os.fork()
     if pid == 0:  # dies when its files have their names and the journal does not count them
-        actshard.writing.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
+        actshard.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
         with actshard.create(tmp_path / "d", format, resume=True, **call) as writer:
             writer.append(wanted[2:])
             writer.flush()
@@ -637,7 +637,7 @@ def test_killed_while_it_is_finished_it_is_finished_by_the_next(
     wanted = examples([3] * 7)
     own: dict[str, Any] = {"max_tokens_per_shard": 18} if format == "saev" else {}
     steps = 0
-    rename, sync = actshard.writing.work.rename, actshard._native.sync_files
+    rename, sync = actshard.work.rename, actshard._native.sync_files
     for fail_at in range(60):
         path = tmp_path / str(fail_at)
         writer = actshard.create(path, format, layers=LAYERS, d_model=WIDTH, **own)
@@ -661,7 +661,7 @@ def test_killed_while_it_is_finished_it_is_finished_by_the_next(
 
         monkeypatch.setattr(actshard._native, "sync_files", failing_sync)
         for module in ("saev", "lmprobe", "pickle"):
-            monkeypatch.setattr(f"actshard.writing.{module}.rename", failing)
+            monkeypatch.setattr(f"actshard.formats.{module}.write.rename", failing)
         monkeypatch.setattr("actshard.writing.sink.rename", failing)
         try:
             writer.close()

@@ -265,18 +265,18 @@ def test_lmprobe_finds_examples_without_a_text(tmp_path: Path) -> None:
 
 def test_addresses_of_many_tokens_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offsets into lists are 32-bit integers, and memory is bounded: so many tokens at a time."""
-    monkeypatch.setattr(actshard.writing.lmprobe, "_TOKENS_AT_ONCE", 10)
+    monkeypatch.setattr(actshard.formats.lmprobe.write, "_TOKENS_AT_ONCE", 10)
     counts = [4, 5, 0, 25, 1, 1, 9, 2]
     wanted = [np.full((1, n, WIDTH), i, np.float32) for i, n in enumerate(counts)]
     most = 0
-    made = actshard.writing.lmprobe.LmprobeTarget._token_lists
+    made = actshard.formats.lmprobe.write.LmprobeTarget._token_lists
 
     def counting(self: Any, tokens: Any, first: int, lasts: int) -> Any:
         nonlocal most
         most = max(most, int(tokens.sum()))
         return made(self, tokens, first, lasts)
 
-    monkeypatch.setattr(actshard.writing.lmprobe.LmprobeTarget, "_token_lists", counting)
+    monkeypatch.setattr(actshard.formats.lmprobe.write.LmprobeTarget, "_token_lists", counting)
     with create(tmp_path / "d", "lmprobe") as writer:
         writer.append(wanted)
     assert most == 25  # the one example that is longer

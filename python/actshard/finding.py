@@ -20,8 +20,8 @@ from actshard.errors import (
     boundary,
     from_os,
 )
-from actshard.formats._contents import Evidence
-from actshard.writing.work import FOLDER, MERGING, PARTS, Journal, unfinished
+from actshard.formats.contents import Evidence
+from actshard.work import FOLDER, MERGING, PARTS, Journal, unfinished
 
 _DEPTH = 6
 """How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
@@ -115,7 +115,7 @@ def find(root: Path) -> tuple[Path, str]:
 
 def _check_begun(root: Path) -> None:
     """Raises UnfinishedError for a folder in which a saev dump or a merge was begun, and nothing else is."""
-    from actshard.writing.saev import writing_folders
+    from actshard.formats.saev.write import writing_folders
 
     for folder in writing_folders(root):
         journal = unfinished(folder)

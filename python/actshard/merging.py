@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from actshard import _arguments, _native
+from actshard._json import Fields, read_json, show
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -37,18 +38,18 @@ from actshard.errors import (
     from_os,
 )
 from actshard.finding import existing, find
-from actshard.formats._columns import common_type
-from actshard.formats._contents import Options
-from actshard.formats._json import Fields, read_json, show
-from actshard.formats.lmprobe import TOKEN_LISTS, Dataset
-from actshard.formats.pickle import machines_in, open_many
-from actshard.formats.saev import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
-from actshard.formats.zarr import ACTIVATIONS, Member, is_group, members_of
+from actshard.formats.contents import Options
+from actshard.formats.lmprobe.read import TOKEN_LISTS, Dataset
+from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
+from actshard.formats.pickle.read import machines_in, open_many
+from actshard.formats.pickle.write import PickleTarget, shard_listing
+from actshard.formats.saev.read import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
+from actshard.formats.tables import common_type
+from actshard.formats.target import Examples, Spec, refuse_existing
+from actshard.formats.zarr.read import ACTIVATIONS, Member, is_group, members_of
+from actshard.formats.zarr.write import ZarrTarget
 from actshard.opening import open_quietly
-from actshard.writing.lmprobe import MADE_UP, LmprobeTarget
-from actshard.writing.pickle import PickleTarget, shard_listing
-from actshard.writing.target import Examples, Spec, refuse_existing
-from actshard.writing.work import (
+from actshard.work import (
     EMPTY,
     FOLDER,
     MERGING,
@@ -62,7 +63,6 @@ from actshard.writing.work import (
     write_bytes,
     write_json,
 )
-from actshard.writing.zarr import ZarrTarget
 
 _MARKER = MERGING
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})")

@@ -10,7 +10,7 @@ from pathlib import Path
 from actshard import _arguments, formats
 from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
 from actshard.finding import check_finished, detect, existing, find
-from actshard.formats._contents import Contents, Options
+from actshard.formats.contents import Contents, Options
 from actshard.location import network_io
 from actshard.store import Store
 

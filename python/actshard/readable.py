@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard import _native
-    from actshard.formats._contents import Contents
+    from actshard.formats.contents import Contents
 
 
 class Readable(Protocol):

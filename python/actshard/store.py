@@ -30,7 +30,7 @@ from actshard.errors import (
     OutOfRangeError,
     OverflowWarning,
 )
-from actshard.formats._contents import Contents, Logits, Router
+from actshard.formats.contents import Contents, Logits, Router
 from actshard.stats import Stats
 from actshard.stream import Scale, Shuffle, Stream
 

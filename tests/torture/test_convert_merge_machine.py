@@ -32,10 +32,10 @@ from hypothesis.stateful import (
 from tests.torture.budget import machine_settings, runs
 
 import actshard
-from actshard import merging
+from actshard import merging, work
 from actshard.converting import running
-from actshard.formats.lmprobe import TOKEN_LISTS
-from actshard.writing import sink, work
+from actshard.formats.lmprobe.read import TOKEN_LISTS
+from actshard.writing import sink
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
 SMALL: dict[str, dict[str, Any]] = {

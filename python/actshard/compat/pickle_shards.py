@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 import actshard
 from actshard import _native
+from actshard._json import Fields, read_json
 from actshard.errors import ActshardWarning, FormatError, MissingExtraError, OutOfRangeError
-from actshard.formats._json import Fields, read_json
 
 __all__ = ["ActivationDataset", "iter_activations", "load_metadata", "load_shard"]
 

@@ -53,7 +53,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats.saev import hashes
+from actshard.formats.saev.read import hashes
 from actshard.stream import Stream
 
 try:
@@ -208,7 +208,7 @@ class Metadata:
             MissingFileError, FormatError: there is none, or a field is missing or damaged.
             UnsupportedError: another major version of the protocol.
         """
-        from actshard.formats._json import Fields, read_json
+        from actshard._json import Fields, read_json
 
         path = pathlib.Path(shards_dir) / "metadata.json"
         fields = Fields(read_json(path), path)
@@ -294,7 +294,7 @@ class ShardInfo:
     @classmethod
     def load(cls, shards_dir: pathlib.Path | str) -> ShardInfo:
         """Reads ``shards.json``; says what is there instead if it is missing."""
-        from actshard.formats._json import Fields, read_json
+        from actshard._json import Fields, read_json
 
         folder = pathlib.Path(shards_dir)
         path = folder / "shards.json"

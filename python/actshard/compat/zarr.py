@@ -25,8 +25,8 @@ from actshard import _arguments
 from actshard._arguments import name_of
 from actshard._native import Rows
 from actshard.errors import ActshardWarning, ArgumentError, NotStoredError, OutOfRangeError
-from actshard.formats._zarr_arrays import ArrayMeta, ZarrStore, read_array
-from actshard.formats.zarr import members_of
+from actshard.formats.zarr.arrays import ArrayMeta, ZarrStore, read_array
+from actshard.formats.zarr.read import members_of
 from actshard.location import network_io
 
 __all__ = ["Array", "Group", "TrainingDataset", "open_consolidated", "open_group"]

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.formats.lmprobe import TOKEN_LISTS
-from actshard.writing.lmprobe import MADE_UP
-from actshard.writing.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, array_of, list_column
+from actshard.formats.lmprobe.read import TOKEN_LISTS
+from actshard.formats.lmprobe.write import MADE_UP
+from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, array_of, list_column
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from actshard.formats.target import Target
     from actshard.store import Store
-    from actshard.writing.target import Target
 
 DERIVED = {
     "saev": frozenset[str](),

@@ -18,13 +18,13 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from actshard import _arguments
 from actshard.converting.columns import Columns, NumbersMatterError, carried, dropped, saev_labels
 from actshard.errors import ActshardError, ArgumentError, NotStoredError, OutOfRangeError, boundary
-from actshard.formats.saev import BUDGET, CHECKPOINT, D_MODEL, FAMILY
-from actshard.formats.zarr import Member, members_of
+from actshard.formats.lmprobe.write import MADE_UP
+from actshard.formats.saev.read import BUDGET, CHECKPOINT, D_MODEL, FAMILY
+from actshard.formats.target import TEXTS, Target
+from actshard.formats.zarr.read import Member, members_of
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.columns import Columns as Decided
-from actshard.writing.lmprobe import MADE_UP
-from actshard.writing.target import TEXTS, Target
 from actshard.writing.writer import make_target, targets
 
 TOKENS = ("all", "content", "last")

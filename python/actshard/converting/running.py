@@ -28,12 +28,12 @@ from actshard.converting.planning import (
     source,
 )
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
+from actshard.formats.target import Block, Target
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import convert as to_type
 from actshard.writing.sink import Sink
-from actshard.writing.target import Block, Target
 
 _AT_ONCE = 8192
 """Examples asked for their lengths at once."""

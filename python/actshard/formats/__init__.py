@@ -16,9 +16,9 @@ from types import ModuleType
 
 def names() -> tuple[str, ...]:
     """The formats' names, in alphabetical order."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")))
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg and m.name != "levanter"))
 
 
-def load(name: str) -> ModuleType:
-    """The module of a format; formats are imported when they are first needed."""
-    return importlib.import_module(f"{__name__}.{name}")
+def load(name: str, room: str = "read") -> ModuleType:
+    """A module of a format; formats are imported when they are first needed."""
+    return importlib.import_module(f"{__name__}.{name}.{room}")

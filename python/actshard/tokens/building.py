@@ -40,7 +40,7 @@ from actshard.tokens.shards import Counts, Task, build_shard
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.writing import FieldWriters, checked_storage
-from actshard.writing.work import write_json
+from actshard.work import write_json
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard._arguments import local_path
+from actshard._json import show
 from actshard.errors import (
     ActshardWarning,
     ArgumentError,
@@ -30,7 +31,6 @@ from actshard.errors import (
     MissingFileError,
     from_os,
 )
-from actshard.formats._json import show
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.building import Build, Options, Watch
 from actshard.tokens.cache import TokenCache, numbers, open_cache

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type
 import numpy as np
 
 from actshard._arguments import is_one_of
+from actshard._json import show
 from actshard.errors import ArgumentError, ArgumentTypeError
-from actshard.formats._json import show
 
 _Made = TypeVar("_Made")
 _NAMES: dict[Any, str] = {

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from actshard._json import Fields, read_json, show
 from actshard.errors import FormatError, MissingFileError, UnfinishedError, from_os
 from actshard.finding import LEDGER
-from actshard.formats._json import Fields, read_json, show
 
 NAME = LEDGER
 CONSOLIDATED = "consolidated"

@@ -22,11 +22,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from actshard._json import read_json
 from actshard.errors import ActshardError, ExistsError, FormatError, LockedError, MissingFileError, from_os
 from actshard.finding import BUILDING
-from actshard.formats._json import read_json
 from actshard.tokens.ledger import NAME, sync_folder
-from actshard.writing.work import Lock, write_json
+from actshard.work import Lock, write_json
 
 WORK = BUILDING
 NEW, OLD, SWAP, STATE, LOCK = "new", "old", "swap.json", "build.json", "lock"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from actshard._arguments import local_path
+from actshard._json import read_json, show
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, MissingExtraError, MissingFileError
-from actshard.formats._json import read_json, show
 
 PASSTHROUGH = "passthrough"
 _LONGEST_RUN = 25_000

@@ -12,13 +12,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from actshard import formats
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import TOKENS, check_finished, existing, find_any, find_cache, is_cache_itself
+from actshard.formats.report import CODES, Finding, Report
 from actshard.opening import open_quietly
-from actshard.verifying.report import CODES, Finding, Report
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
 
@@ -92,15 +91,12 @@ def _check(root: Path, format: str | None, report: Report, tell: Callable[[str, 
         root = find_cache(root)
     report.path, report.format = root, format
     if format == TOKENS:
-        from actshard.verifying import levanter
+        from actshard.formats.levanter.check import check
 
-        levanter.check(root, report, tell)
+        check(root, report, tell)
         return
-    from actshard.verifying import lmprobe, pickle, saev, zarr
-
-    checks: dict[str, Any] = {"saev": saev, "lmprobe": lmprobe, "zarr": zarr, "pickle": pickle}
     with report.noting(root):
-        checks[format].check(root, report, tell)
+        formats.load(format, "check").check(root, report, tell)
     try:
         store = open_quietly(root, format, "auto")
     except ActshardError as error:

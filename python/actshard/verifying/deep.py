@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.errors import ActshardError
+from actshard.formats.report import Report
 from actshard.store import Store
-from actshard.verifying.report import Report
 
 _FEW = 8
 _COMPARED = 256

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.errors import ActshardError, ArgumentError
+from actshard.formats.tables import as_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from actshard.writing.target import Target
+    from actshard.formats.target import Target
 
 RESERVED = "actshard."
 """Names of columns that the journal's tables use themselves begin with it."""
@@ -295,19 +296,6 @@ def _loses(column: Any, made: Any) -> bool:
         return False
     a, b = (c.drop_null().to_numpy().astype(np.float64) for c in (column, made))
     return not np.array_equal(a, b, equal_nan=True)
-
-
-def as_text(column: Any) -> Any:
-    """A column as texts, numbers as Python prints them: 0.0, not 0."""
-    import pyarrow as pa
-
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        return column.cast(pa.string())
-    chunks = [
-        pa.array([None if v is None else str(v) for v in chunk.to_pylist()], pa.string())
-        for chunk in (column.chunks if isinstance(column, pa.ChunkedArray) else [column])
-    ]
-    return pa.chunked_array(chunks, pa.string())
 
 
 def together(tables: list[pa.Table]) -> tuple[pa.Table, list[str]]:

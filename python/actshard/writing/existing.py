@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from actshard._json import Fields, read_json
 from actshard.errors import ExistsError
-from actshard.formats._json import Fields, read_json
-from actshard.writing.target import Target, refuse_existing, refuse_parts
-from actshard.writing.work import EMPTY, FOLDER, Journal, tidy
+from actshard.formats.target import Target, refuse_existing, refuse_parts
+from actshard.work import EMPTY, FOLDER, Journal, tidy
 
 
 def complete_at(target: Target) -> Path | None:

@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 from actshard import _arguments, _native
 from actshard._arguments import name_of
 from actshard.errors import ActshardError, ArgumentError, DtypeError
+from actshard.formats.target import FLOATS, LOGITS, PATCH_LABELS, ROUTER, list_column
 from actshard.writing.columns import RESERVED
-from actshard.writing.target import FLOATS, LOGITS, PATCH_LABELS, ROUTER, list_column
 
 if TYPE_CHECKING:
     import pyarrow as pa

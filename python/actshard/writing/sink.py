@@ -28,10 +28,10 @@ from actshard.errors import (
     InternalError,
     from_os,
 )
+from actshard.formats.target import Block, Examples, Target
+from actshard.work import EMPTY, Journal, make_folder, remove_made, rename, sync_folders, write_json
 from actshard.writing.columns import Columns, together
 from actshard.writing.existing import complete_at
-from actshard.writing.target import Block, Examples, Target
-from actshard.writing.work import EMPTY, Journal, make_folder, remove_made, rename, sync_folders, write_json
 
 COMMIT_BYTES = 1 << 30
 """Data between two commits, about: what a crash costs at most."""

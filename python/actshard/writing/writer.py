@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
+from actshard._json import parse_json
 from actshard.errors import (
     ActshardError,
     ActshardWarning,
@@ -26,13 +27,12 @@ from actshard.errors import (
     FormatError,
     from_os,
 )
-from actshard.formats._json import parse_json
+from actshard.formats.target import Block, Spec, Target
+from actshard.work import PARTS, Journal, tidy
 from actshard.writing.columns import Fitted, together
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import GivenExamples, overflows, table_of
 from actshard.writing.sink import Sink
-from actshard.writing.target import Block, Spec, Target
-from actshard.writing.work import PARTS, Journal, tidy
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -414,10 +414,10 @@ def _told(path: Path) -> Iterator[None]:
 
 def targets() -> dict[str, Callable[[Spec], Target]]:
     """What can be written."""
-    from actshard.writing.lmprobe import LmprobeTarget
-    from actshard.writing.pickle import PickleTarget
-    from actshard.writing.saev import SaevTarget
-    from actshard.writing.zarr import ZarrTarget
+    from actshard.formats.lmprobe.write import LmprobeTarget
+    from actshard.formats.pickle.write import PickleTarget
+    from actshard.formats.saev.write import SaevTarget
+    from actshard.formats.zarr.write import ZarrTarget
 
     return {t.format: t for t in (SaevTarget, LmprobeTarget, ZarrTarget, PickleTarget)}
 

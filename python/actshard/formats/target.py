@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError
-from actshard.writing.work import FOLDER, PARTS
+from actshard.work import FOLDER, PARTS
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-import actshard
 from actshard import _native
 from actshard.errors import ArgumentError
-from actshard.writing.target import TEXTS, Block, Examples, Spec, Target, check_times, flag, only, positive
-from actshard.writing.work import make_folder, rename, sync_folders, write_json
+from actshard.formats.target import TEXTS, Block, Examples, Spec, Target, check_times, flag, only, positive
+from actshard.work import make_folder, rename, sync_folders, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -259,7 +258,7 @@ def shard_listing(
     return {
         "version": "1.0",
         "created_at": created,
-        "written_by": f"actshard {actshard.__version__}",
+        "written_by": f"actshard {_native.build_info()['version']}",
         "extraction_config": dict(config),
         "distributed_config": {"machine_id": machine, "total_machines": machines},
         "shards": [dict(s) for s in shards],

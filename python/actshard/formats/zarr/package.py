@@ -18,7 +18,7 @@ from actshard import _native
 from actshard.errors import ActshardError, FormatError, MissingExtraError, NotAFileError, UnsupportedError, from_os
 
 if TYPE_CHECKING:
-    from actshard.formats._zarr_arrays import ArrayMeta
+    from actshard.formats.zarr.arrays import ArrayMeta
 
 
 _NUMBERS = ("astype", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle", "transpose")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.formats.zarr import ACTIVATIONS, PROMPT, RESPONSE
-from actshard.writing.target import TEXTS, array_of
-from actshard.writing.work import whole_file
+from actshard.formats.target import TEXTS, array_of
+from actshard.formats.zarr.read import ACTIVATIONS, PROMPT, RESPONSE
+from actshard.work import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actshard._json import Fields, read_json, show
 from actshard._native import Rows
 from actshard.errors import ActshardError, FormatError, NotStoredError
-from actshard.formats._columns import plain, table_of
-from actshard.formats._contents import Contents, Evidence, Options
-from actshard.formats._json import Fields, read_json, show
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.tables import plain, table_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

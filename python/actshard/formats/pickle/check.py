@@ -7,12 +7,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from actshard._json import Fields, read_json
 from actshard._native import Rows
 from actshard.errors import ActshardError
-from actshard.formats._contents import Options
-from actshard.formats._json import Fields, read_json
-from actshard.formats.pickle import machines_in, shard_of
-from actshard.verifying.report import Report
+from actshard.formats.contents import Options
+from actshard.formats.pickle.read import machines_in, shard_of
+from actshard.formats.report import Report
 
 _REQUIRED = ("version", "created_at", "extraction_config", "shards", "statistics")
 

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-import actshard
 from actshard import _native
 from actshard.errors import ArgumentError, FormatError
-from actshard.formats.zarr import ACTIVATIONS
-from actshard.writing.target import Block, Examples, Spec, Target, check_times, only, positive, uniform
-from actshard.writing.work import make_folder, sync_folders, write_json
-from actshard.writing.zarr_columns import Placed, place
+from actshard.formats.target import Block, Examples, Spec, Target, check_times, only, positive, uniform
+from actshard.formats.zarr.placing import Placed, place
+from actshard.formats.zarr.read import ACTIVATIONS
+from actshard.work import make_folder, sync_folders, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -202,7 +201,7 @@ class ZarrTarget(Target):
             "activation_chunks": [1, 1, self.chunk, self.spec.d_model],
             "layers": list(self.spec.layers),
             "created_at": self.created,
-            "written_by": f"actshard {actshard.__version__}",
+            "written_by": f"actshard {_native.build_info()['version']}",
             **self.spec.metadata,
         }
         write_store(self.root, arrays, attributes)

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-import actshard
 from actshard import _native
 from actshard._arguments import name_of
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, from_os
-from actshard.formats.lmprobe import TOKEN_LISTS
-from actshard.writing.columns import as_text
-from actshard.writing.target import (
+from actshard.formats.lmprobe.read import TOKEN_LISTS
+from actshard.formats.tables import as_text
+from actshard.formats.target import (
     FLOATS,
     LOGITS,
     ROUTER,
@@ -41,7 +40,7 @@ from actshard.writing.target import (
     positive,
     uniform,
 )
-from actshard.writing.work import make_folder, rename, sync_folders
+from actshard.work import make_folder, rename, sync_folders
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -526,7 +525,7 @@ class LmprobeTarget(Target):
             "transformers_version": None,
             "python_version": None,
             "created_at": self.created,
-            "written_by": f"actshard {actshard.__version__}",
+            "written_by": f"actshard {_native.build_info()['version']}",
         }
         info = {
             "format_version": "2.0",

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard._json import Fields, read_json, show
 from actshard._native import Rows
 from actshard.errors import (
     ActshardError,
@@ -41,8 +42,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats._contents import Contents, Evidence, Options
-from actshard.formats._json import Fields, read_json, show
+from actshard.formats.contents import Contents, Evidence, Options
 
 if TYPE_CHECKING:
     import pyarrow as pa

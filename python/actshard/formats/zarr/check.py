@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from actshard._json import Fields, exists, read_json
 from actshard.errors import ActshardError, from_os
-from actshard.formats._json import Fields, exists, read_json
-from actshard.formats._zarr_arrays import ArrayMeta, read_whole
-from actshard.formats.zarr import Member, by_i, is_group, stores_in
-from actshard.verifying.report import Report
+from actshard.formats.report import Report
+from actshard.formats.zarr.arrays import ArrayMeta, read_whole
+from actshard.formats.zarr.read import Member, by_i, is_group, stores_in
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from actshard._json import show
 from actshard.errors import ActshardError, boundary
-from actshard.formats._json import show
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
 

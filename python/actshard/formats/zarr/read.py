@@ -40,6 +40,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard._arguments import name_of
+from actshard._json import Fields, exists, read_json, show, utf8
+from actshard._jsonl import read_lines
 from actshard._native import Rows
 from actshard.errors import (
     ActshardError,
@@ -50,11 +52,9 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats._columns import table_of
-from actshard.formats._contents import Contents, Evidence, Options
-from actshard.formats._json import Fields, exists, read_json, show, utf8
-from actshard.formats._jsonl import read_lines
-from actshard.formats._zarr_arrays import ArrayMeta, Spare, ZarrStore, read_constant, read_whole
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.tables import table_of
+from actshard.formats.zarr.arrays import ArrayMeta, Spare, ZarrStore, read_constant, read_whole
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _native
+from actshard._json import read_json
 from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError, UnfinishedError
-from actshard.formats._json import read_json
-from actshard.formats.saev import ITEMSIZE, LENGTHS, hashes
-from actshard.writing.target import PATCH_LABELS, Block, Examples, Spec, Target, array_of, flag, positive
-from actshard.writing.work import FOLDER, rename, sync_folders, write_bytes, write_json
+from actshard.formats.saev.read import ITEMSIZE, LENGTHS, hashes
+from actshard.formats.target import PATCH_LABELS, Block, Examples, Spec, Target, array_of, flag, positive
+from actshard.work import FOLDER, rename, sync_folders, write_bytes, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa

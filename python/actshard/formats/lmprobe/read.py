@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME
+from actshard._json import Fields, parse_json, show
 from actshard._native import Addresses, Rows
 from actshard.errors import (
     ActshardError,
@@ -39,8 +40,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats._contents import Contents, Evidence, Logits, Options, Router
-from actshard.formats._json import Fields, parse_json, show
+from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
 
 if TYPE_CHECKING:
     import pyarrow as pa

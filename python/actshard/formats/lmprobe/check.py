@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _native
+from actshard._json import Fields
 from actshard.errors import ActshardError, MissingFileError
-from actshard.formats._json import Fields
-from actshard.formats.lmprobe import LOGITS_KEYS, ROUTER_KEY, TOKEN_LISTS, Dataset, int64_of, lists_of
-from actshard.verifying.report import Report
+from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, TOKEN_LISTS, Dataset, int64_of, lists_of
+from actshard.formats.report import Report
 
 _FEW = 8
 

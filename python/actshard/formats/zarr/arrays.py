@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME
+from actshard._json import Fields, exists, read_json, show
 from actshard.errors import (
     ActshardError,
     FormatError,
@@ -30,8 +31,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats._json import Fields, exists, read_json, show
-from actshard.formats._zarr_package import PackageArray
+from actshard.formats.zarr.package import PackageArray
 
 MOST_UNSTORED = 256 << 20
 """Bytes of memory that small arrays may take without bytes on the disk: chunks that are not there, fill values."""

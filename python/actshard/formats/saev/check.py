@@ -8,10 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from actshard._json import Fields, read_json
 from actshard.errors import ActshardError, from_os
-from actshard.formats._json import Fields, read_json
-from actshard.formats.saev import BUDGET, CHECKPOINT, CONTENT_TOKENS, D_MODEL, FAMILY, ITEMSIZE, LENGTHS, N_EXAMPLES
-from actshard.verifying.report import Report
+from actshard.formats.report import Report
+from actshard.formats.saev.read import (
+    BUDGET,
+    CHECKPOINT,
+    CONTENT_TOKENS,
+    D_MODEL,
+    FAMILY,
+    ITEMSIZE,
+    LENGTHS,
+    N_EXAMPLES,
+)
 
 _MISSING = 16
 """Missing shards that are named one by one."""

@@ -9,9 +9,9 @@ import numpy as np
 
 from actshard import errors
 from actshard.errors import ActshardError
+from actshard.formats.report import Report
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache
-from actshard.verifying.report import Report
 
 _AT_ONCE = 1 << 21
 

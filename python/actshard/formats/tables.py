@@ -130,3 +130,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, bytearray):
         return bytes(value)
     return value
+
+
+def as_text(column: Any) -> Any:
+    """A column as texts, numbers as Python prints them: 0.0, not 0."""
+    import pyarrow as pa
+
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return column.cast(pa.string())
+    chunks = [
+        pa.array([None if v is None else str(v) for v in chunk.to_pylist()], pa.string())
+        for chunk in (column.chunks if isinstance(column, pa.ChunkedArray) else [column])
+    ]
+    return pa.chunked_array(chunks, pa.string())

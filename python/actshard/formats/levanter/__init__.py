@@ -1,0 +1,1 @@
+"""Levanter token caches."""

@@ -1,0 +1,1 @@
+"""saev activation shards."""
