@@ -1,0 +1,56 @@
+"""Fixed inputs, and digests of what actshard makes of them; ``tests/test_digests.py`` compares them with those on record.
+
+One room for each group: ``streams``, ``states``, ``token_batches``, ``files``, ``complaints``. Each has ``found(folder)``,
+which works in an empty folder and returns plain values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+import actshard
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NOW = time.struct_time((2026, 1, 2, 3, 4, 5, 4, 2, 0))
+
+
+def short(data: bytes) -> str:
+    """A digest that still fits a line."""
+    return hashlib.sha256(data).hexdigest()[:20]
+
+
+def of_arrays(*arrays: Any) -> str:
+    """A digest of the types, shapes and bytes of arrays."""
+    digest = hashlib.sha256()
+    for array in map(np.asarray, arrays):
+        digest.update(f"{array.dtype.name}{array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def still(folder: Path) -> Iterator[None]:
+    """The three things that files hold and inputs do not decide are fixed: the time, the version, and where we are."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        with (
+            mock.patch.object(time, "gmtime", return_value=NOW),
+            mock.patch.object(time, "monotonic", return_value=0.0),
+            mock.patch.object(actshard, "__version__", "0"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.chdir(before)

@@ -1,0 +1,85 @@
+"""What actshard says is wrong: kinds of errors, codes of findings, and the texts of warnings."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import actshard
+from actshard import errors, tokens
+from actshard.verifying.report import CODES
+from digested import GOLDEN
+
+_MARKS = ("metadata.json", "shards.json", ".zgroup", "zarr.json", "shard_ledger.json", "manifest.json", "index")
+_OTHERS = ("v2_delta_gzip.zarr", "v2_lzma.zarr")
+"""Read where the zarr package is installed."""
+
+
+def classes() -> dict[str, str]:
+    """Every exception and warning of the package by its name: its kind and what it is an instance of."""
+    made: dict[str, str] = {}
+    for name, value in vars(errors).items():
+        if (
+            isinstance(value, type)
+            and issubclass(value, Exception | Warning)
+            and value.__module__.startswith("actshard")
+        ):
+            bases = [b.__name__ for b in value.__mro__[1:] if b not in (object, BaseException)]
+            made[name] = f"{getattr(value, 'kind', None)}: {', '.join(bases)}"
+    return made
+
+
+def datasets() -> list[Path]:
+    """Every golden dataset, sound or hostile, by the files that datasets have."""
+    hostile = GOLDEN / "pickle/hostile"
+    found = {p.parent for mark in _MARKS for p in GOLDEN.rglob(mark) if hostile not in p.parents}
+    # Datasets, not the arrays and folders in them.
+    found = {p for p in found if not (found & set(p.parents)) and p.name not in _OTHERS}
+    return sorted(found | {p for p in hostile.iterdir() if p.is_dir()})
+
+
+def _named(text: str) -> str:
+    return text.replace(str(GOLDEN), "golden")
+
+
+def _opened(path: Path) -> list[str]:
+    """The texts of the warnings that opening gives, and the error of opening or of reading everything."""
+    made = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if "levanter" in path.relative_to(GOLDEN).parts:
+                cache = tokens.open_cache(path)
+                cache.rows(range(len(cache)))
+            else:
+                store = actshard.open(path)
+                for layer in store.layers:
+                    store.sequences(range(len(store)), layer)
+        except actshard.ActshardError as error:
+            where = None if error.path is None else _named(str(error.path))
+            made = [f"{type(error).__name__}, {error.kind}, reason {error.reason}, byte {error.offset}, {where}"]
+    return [f"{type(w.message).__name__}: {_named(str(w.message))}" for w in caught] + made
+
+
+def _findings(path: Path) -> list[str]:
+    """Findings as they are listed: severity, code and file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = actshard.verify(path, deep=True)
+    made = [
+        f"{f.severity} {f.code} {f.path.relative_to(path) if f.path.is_relative_to(path) else f.path.name}"
+        for f in report.findings
+    ]
+    return [f"status {report.status}", *sorted(made)]
+
+
+def found(folder: Path) -> dict[str, Any]:
+    """Classes, codes, and what each golden dataset gives rise to."""
+    each = {p.relative_to(GOLDEN).as_posix(): p for p in datasets()}
+    return {
+        "classes": classes(),
+        "codes": {code: severity for code, (severity, _, _) in CODES.items()},
+        "opened": {name: _opened(path) for name, path in each.items()},
+        "verified": {name: _findings(path) for name, path in each.items()},
+    }
