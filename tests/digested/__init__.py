@@ -19,6 +19,7 @@ from unittest import mock
 import numpy as np
 
 import actshard
+from actshard import _native
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NOW = time.struct_time((2026, 1, 2, 3, 4, 5, 4, 2, 0))
@@ -48,6 +49,7 @@ def still(folder: Path) -> Iterator[None]:
             mock.patch.object(time, "gmtime", return_value=NOW),
             mock.patch.object(time, "monotonic", return_value=0.0),
             mock.patch.object(actshard, "__version__", "0"),
+            mock.patch.object(_native, "build_info", return_value={**_native.build_info(), "version": "0"}),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

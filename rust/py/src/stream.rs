@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use actshard_core::bytes::output::Output;
 use actshard_core::dtype::DType;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
-use actshard_core::stream::plan::{PIECE_BYTES, Plan, Settings, Shuffle};
+use actshard_core::stream::plan::{Plan, Settings, Shuffle, picks_per_piece};
 use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
 use actshard_core::stream::{items_in, stats};
@@ -139,7 +139,7 @@ impl Stream {
                 groups,
                 interleaved,
                 window: window.max(1),
-                piece: PIECE_BYTES / row.bytes as u64,
+                piece: picks_per_piece(row.bytes as u64),
             };
             let plan = detach::detached(py, |_| Plan::new(settings, selection, &rows.units()?))?;
             let item = if stacked && !interleaved { vec![per_item, row.width] } else { vec![row.width] };

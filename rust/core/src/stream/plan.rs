@@ -12,6 +12,14 @@
 //! Ranks share items such that every item is read by one, and all have as many batches. In stored and exact order they take
 //! turns, batch after batch, so that what the first k batches of all ranks hold depends on nothing but how many rows that are.
 //! Windows would have to be read by all then; so each rank has a part of the units for itself.
+//!
+//! # The format of a stream's state
+//!
+//! A state names the dataset, the settings and a batch; everything else follows. Beside the settings, these numbers decide the
+//! orders of [`Shuffle::Window`], so they are part of a state's format and never change: [`PIECE_BYTES`] and [`picks_per_piece`]
+//! (where units are cut), [`ITEM_BYTES`] and [`items_in`] (how many items a window has), what has to be decoded together
+//! ([`Units`]), and the keys and tables of [`Order`]. A state holds the result of the second as `window`, and
+//! [`Plan::units_digest`] of the first as `units`.
 
 use std::ops::Range;
 
@@ -34,6 +42,11 @@ pub const ITEM_BYTES: u64 = 28;
 /// Items of a window: as many of so many bytes as `memory` holds.
 pub fn items_in(memory: u64, item_bytes: u64) -> u64 {
     memory / item_bytes.saturating_add(ITEM_BYTES)
+}
+
+/// Picks that a unit has at least, where a pick has rows of so many bytes; 0 where a row is larger than a unit.
+pub fn picks_per_piece(row_bytes: u64) -> u64 {
+    PIECE_BYTES / row_bytes.max(1)
 }
 
 /// How rows are shuffled.
@@ -436,6 +449,59 @@ mod tests {
     fn windows_are_as_large_as_ever() {
         assert_eq!((PIECE_BYTES, ITEM_BYTES), (65_536, 28));
         assert_eq!([items_in(1 << 30, 3072), items_in(1000, 72), items_in(99, 72)], [346_368, 10, 0]);
+        assert_eq!([picks_per_piece(3072), picks_per_piece(1 << 16), picks_per_piece(1 << 17)], [21, 1, 0]);
+    }
+
+    /// States count batches of these windows: where units are cut, where windows begin, and what is first in each.
+    #[test]
+    fn windows_begin_where_they_ever_did() {
+        let row_bytes = 12_288;
+        let starts = |selection: Selection, units: &Units, rank: u64| {
+            let s = Settings {
+                window: items_in(100_000, row_bytes),
+                piece: picks_per_piece(row_bytes),
+                ..settings(Shuffle::Window, 4, rank, 2)
+            };
+            let plan = Plan::new(s, selection, units).unwrap();
+            let epoch = plan.epoch(5);
+            let mut found = vec![];
+            for number in 0..epoch.windows() {
+                let window = epoch.window(number);
+                let place = window.places.start + window.order.get(0);
+                epoch.sequence(place..place + 1, |_, item| {
+                    found.push((window.places.clone(), window.first, of(item)));
+                });
+            }
+            (plan.units_digest(), found)
+        };
+        let same = || Selection::same(3, 1, 10).unwrap();
+        let ragged = || Selection::counted(0, [7, 0, 12, 3, 9].into_iter()).unwrap();
+        let found = [
+            starts(same(), &Units::Examples, 0),
+            starts(same(), &Units::Examples, 1),
+            starts(ragged(), &Units::Examples, 1),
+            starts(ragged(), &Units::Between(vec![0, 2, 4, 5]), 0),
+        ];
+        let (even, cut, whole) = (5_683_249_199_955_317_498, 14_764_984_583_724_970_104, 4_138_305_733_391_143_157);
+        let expected = [
+            (
+                even,
+                vec![(0..7, 0, (1, 2, 1)), (7..15, 7, (1, 5, 1)), (15..22, 15, (1, 10, 0)), (22..30, 22, (0, 4, 1))],
+            ),
+            (
+                even,
+                vec![(30..37, 0, (2, 7, 0)), (37..45, 7, (2, 2, 0)), (45..52, 15, (2, 5, 0)), (52..60, 22, (0, 7, 1))],
+            ),
+            (
+                cut,
+                vec![(31..38, 0, (2, 1, 1)), (38..46, 7, (3, 0, 1)), (46..54, 15, (0, 1, 0)), (54..62, 23, (0, 3, 1))],
+            ),
+            (
+                whole,
+                vec![(0..7, 0, (4, 1, 1)), (7..15, 7, (4, 4, 1)), (15..23, 15, (2, 0, 1)), (23..31, 23, (2, 5, 0))],
+            ),
+        ];
+        assert_eq!(found, expected);
     }
 
     proptest! {
