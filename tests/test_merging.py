@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import warnings
@@ -514,3 +515,50 @@ def test_values_of_shards_and_parts_are_no_texts_where_one_type_holds_all(
                 writer.append(acts, columns={TEXT[format]: texts, "label": values})
         path = actshard.merge(tmp_path / "d", physical=together == "physical")
     assert actshard.open(path).table["label"].to_pylist() == wanted
+
+
+@pytest.mark.parametrize("format", OPTIONS)
+@pytest.mark.parametrize("stop", [0, 1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"resume": True}, {"exist_ok": True}])
+def test_a_part_is_refused_while_a_merge_is_unfinished(
+    tmp_path: Path, format: str, stop: int, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the merge has moved lies in the dataset's folder, and nowhere else."""
+    from actshard import merging
+
+    wanted = write_parts(tmp_path / "d", format)
+    moved, rename = itertools.count(), merging.rename
+
+    def killed(*args: Any) -> None:
+        if next(moved) == stop:
+            raise KeyboardInterrupt
+        rename(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "rename", killed)
+        try:
+            actshard.merge(tmp_path / "d")
+        except KeyboardInterrupt:
+            before = tree(tmp_path / "d")
+            with refuses(actshard.UnfinishedError, tmp_path / "d", "merge.*not finished.*same call") as caught:
+                actshard.create(
+                    tmp_path / "d", format, layers=LAYERS, d_model=WIDTH, part=(0, 3), **options, **OPTIONS[format]
+                )
+            assert "remove" not in str(caught.value)
+            assert tree(tmp_path / "d") == before
+    check(actshard.merge(tmp_path / "d"), wanted)
+
+
+@pytest.mark.parametrize("format", ["lmprobe", "zarr", "pickle"])
+def test_a_part_beside_a_dataset_that_was_begun_whole_is_refused_and_leaves_it_resumable(
+    tmp_path: Path, format: str
+) -> None:
+    acts = np.ones((2, 1, 3, 2), np.float32)
+    writer = actshard.create(tmp_path / "d", format, layers=[0], d_model=2)
+    writer.append(acts)
+    writer.flush()
+    writer.abort()
+    with refuses(actshard.UnfinishedError, tmp_path / "d", "holds 2 examples.*not in parts"):
+        actshard.create(tmp_path / "d", format, layers=[0], d_model=2, part=(0, 2))
+    actshard.create(tmp_path / "d", format, layers=[0], d_model=2, resume=True).close()
+    assert len(actshard.open(tmp_path / "d")) == 2

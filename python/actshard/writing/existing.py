@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from actshard._json import Fields, read_json
-from actshard.errors import ExistsError
+from actshard.errors import ExistsError, UnfinishedError
 from actshard.formats.target import Target, refuse_existing, refuse_parts
-from actshard.work import EMPTY, FOLDER, Journal, tidy
+from actshard.work import EMPTY, FOLDER, MERGING, Journal, tidy, unfinished
 
 
 def complete_at(target: Target) -> Path | None:
@@ -19,9 +19,8 @@ def complete_at(target: Target) -> Path | None:
 
 
 def _finished(target: Target) -> Path | None:
-    if target.spec.part is not None and not target.names_itself:
-        # saev's folder holds any number of dumps, each under a name of its own: parts of another may be written beside them.
-        _refuse_merged(target.spec.path.parent.parent)
+    if target.spec.part is not None:
+        _refuse_beside(target.spec.path.parent.parent, target)
     if target.spec.part is not None and (target.spec.path / EMPTY).is_file():
         return target.spec.path
     found = target.existing(None)
@@ -38,10 +37,26 @@ def _finished(target: Target) -> Path | None:
     return None
 
 
-def _refuse_merged(root: Path) -> None:
-    """Raises ExistsError for a dataset that is whole: with parts beside it, it could be neither opened nor merged again."""
+def _refuse_beside(root: Path, target: Target) -> None:
+    """Refuses a part beside a merge, or a whole dataset, which could not be opened, resumed or merged any more."""
     from actshard import formats
 
+    if (root / FOLDER / MERGING).exists():
+        # It may have moved parts already: what is in the folder looks like a dataset, and holds their only copy.
+        raise UnfinishedError(
+            "holds a merge of its parts that is not finished: it is at work, or was interrupted (the same call of actshard.merge "
+            "finishes it)",
+            path=root,
+        )
+    if target.names_itself:
+        return  # saev's folder holds any number of dumps, each under a name of its own
+    journal = unfinished(root)
+    if journal is not None:
+        raise UnfinishedError(
+            f"holds {journal.examples} examples of a dataset that is not finished and not in parts: finish it (create or convert "
+            "with resume continues it), or choose another folder",
+            path=root,
+        )
     for name in formats.names():
         if root.is_dir() and formats.load(name).detect(root).matches:
             raise ExistsError(
