@@ -218,9 +218,8 @@ class Machine(RuleBasedStateMachine):
         if self.loop is not None:
             self.chosen = epoch
             return
-        self.chosen = None
-        if epoch != self.epoch:
-            self.epoch, self.step, self.resume = epoch, 0, None
+        if epoch != self.epoch or self.chosen is not None:  # an epoch that was chosen in a loop is read from its beginning
+            self.epoch, self.step, self.resume, self.chosen = epoch, 0, None, None
 
     # -- elsewhere -----------------------------------------------------------------------------------------------------
 
