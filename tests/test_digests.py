@@ -4,7 +4,8 @@
 differ between releases, or that programs which ask for a kind or a code no longer find it: mend the code, not the digest.
 
 Nothing writes the record. ``python tests/test_digests.py [GROUP ...]`` prints what is found now, as JSON; new entries (a new
-format's, say) are copied from there by hand, and those that are there stay as they are.
+format's, say) are copied from there by hand, and those that are there stay as they are. ``tests/test_orders.py`` holds the
+orders of the golden datasets likewise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from digested import complaints, files, states, still, streams, token_batches
+from digested import complaints, files, reads, states, still, streams, token_batches
 
 GROUPS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "streams": streams.found,
@@ -31,6 +32,7 @@ GROUPS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "token batches": token_batches.found,
     "files": files.found,
     "complaints": complaints.found,
+    "reads": reads.found,
 }
 VERSIONS = {"pyarrow": pa.__version__}
 RECORD = Path(__file__).with_name("digests.json")

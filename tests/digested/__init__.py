@@ -1,7 +1,7 @@
 """Fixed inputs, and digests of what actshard makes of them; ``tests/test_digests.py`` compares them with those on record.
 
-One room for each group: ``streams``, ``states``, ``token_batches``, ``files``, ``complaints``. Each has ``found(folder)``,
-which works in an empty folder and returns plain values.
+One room for each group: ``streams``, ``states``, ``token_batches``, ``files``, ``complaints``, ``reads``. Each has
+``found(folder)``, which works in an empty folder and returns plain values.
 """
 
 from __future__ import annotations
