@@ -42,8 +42,9 @@ def refuses(
     assert type(error) is kind, repr(error)
     assert error.path == path, repr(error)
     message = str(error)
-    assert path is None or str(path) in message
+    assert path is None or str(path).encode("utf-8", "backslashreplace").decode() in message
     assert len(message.splitlines()) == 1, message
+    assert message.encode()  # it can be printed
     assert len(error.detail) < 1000
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 # Names in messages come from files: none may break the line or talk to the terminal.
-_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+_ESCAPES = {
+    code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0xD800, 0xE000))
+}
 
 
 class ActshardWarning(UserWarning):

@@ -283,6 +283,7 @@ BAD_LINES = [
     ("[1]", r"line 2: expected an object"),
     ('{"text": 3}', r"line 2: field 'text': expected a text, found 3"),
     ('{"other": "x"}', r"line 2: expected the key 'text', found 'other'"),
+    ('{"\\ud800": "x"}', r"line 2: expected the key 'text', found '\\ud800'"),
     ('{"text": "a', r"line 2: expected a JSON object: Unterminated string"),
     ("\udc80", r"line 2: expected UTF-8 text"),
     ('{"text": "ab\\ud800"}', r"line 2: field 'text': .*found the lone surrogate \\ud800 at character 2"),
@@ -299,6 +300,7 @@ def test_a_broken_line_is_named_or_skipped_and_counted(line: str, said: str, job
     with pytest.raises(actshard.FormatError, match=said) as caught:
         tokens.build_cache(sources, tmp_path / "c", tokenizer, jobs=jobs)
     assert caught.value.path == tmp_path / "1.jsonl"
+    assert str(caught.value).encode()
     assert not (tmp_path / "c" / "shard_ledger.json").exists()
     with pytest.warns(actshard.ActshardWarning, match="1 records were skipped"):
         cache = tokens.build_cache(sources, tmp_path / "c", tokenizer, on_error="skip", jobs=jobs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -219,3 +220,34 @@ def test_shapes_that_are_not_there_are_one_clear_error(tmp_path: Path) -> None:
     (copy / "feats/shapes/c/0/0").unlink()
     with pytest.raises(actshard.FormatError, match="elements are no rows of shape"):
         tokens.open_cache(copy).rows([0])
+
+
+@pytest.mark.filterwarnings("ignore:.*the ledger counts")
+@pytest.mark.parametrize("axis", [-1, -2, -(2**63), 2**63 - 1, 2**62, 2**33])
+@pytest.mark.parametrize("empty", [False, True])
+def test_shapes_that_numpy_does_not_take_are_one_clear_error(tmp_path: Path, axis: int, empty: bool) -> None:
+    """Every number in a file is checked before it is used, also those of rows without elements."""
+    copy = tmp_path / "cache"
+    shutil.copytree(GOLDEN / "serial_rank2" / "cache", copy)
+
+    def store(name: str, values: np.ndarray) -> None:
+        array = copy / "feats" / name
+        meta = json.loads((array / "zarr.json").read_text())
+        meta |= {"shape": values.shape, "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]}
+        meta["chunk_grid"]["configuration"]["chunk_shape"] = values.shape
+        (array / "zarr.json").write_text(json.dumps(meta))
+        shutil.rmtree(array / "c")
+        chunk = array.joinpath("c", *["0"] * values.ndim)
+        chunk.parent.mkdir(parents=True)
+        chunk.write_bytes(values.tobytes())
+
+    store("shapes", np.full((9, 1), axis, np.int64))
+    if empty:
+        store("offsets", np.array([9] + [0] * 9, np.int64))
+    cache = tokens.open_cache(copy)
+    for read in (lambda: cache[0], lambda: cache.rows([0, 1])[0]):
+        if empty and axis == 2**33:
+            assert read()["feats"].shape == (axis, 0)
+        else:
+            with pytest.raises(actshard.FormatError, match="elements are no rows of shape"):
+                read()

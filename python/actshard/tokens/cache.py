@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -246,12 +248,11 @@ def numbers(indices: Sequence[int] | NDArray[Any], most: int, what: str, path: P
 
 
 def _in_shape(flat: NDArray[Any], axes: list[int], name: str, path: Path) -> NDArray[Any]:
-    known = int(np.prod(axes, dtype=np.int64)) if axes else 1
-    if known == 0 and len(flat) == 0:
-        return flat.reshape(*axes, 0)
-    if known == 0 or len(flat) % known:
-        raise FormatError(f"field '{name}': {len(flat)} elements are no rows of shape {axes}", path=path)
-    return flat.reshape(*axes, len(flat) // known)
+    known = math.prod(axes)
+    if len(flat) % known == 0 if known else len(flat) == 0:
+        with suppress(ValueError):  # more than numpy takes, even of rows without elements
+            return flat.reshape(*axes, len(flat) // known if known else 0)
+    raise FormatError(f"field '{name}': {len(flat)} elements are no rows of shape {axes}", path=path)
 
 
 class JaggedView:
