@@ -644,3 +644,34 @@ def test_arguments_of_odd_types_raise_errors_of_ours(tmp_path: Path, wrong: dict
         writer.append(np.zeros((3, 1, 4, 2), np.float32))
     with pytest.raises(actshard.ActshardError):
         actshard.open(tmp_path / "d").stream(**{"layer": 0, "batch_size": 2, **wrong})
+
+
+@pytest.mark.parametrize("tokens", ["content", "last"])
+@pytest.mark.parametrize("by_way_of", [None, "zarr", "lmprobe", "pickle"])
+@pytest.mark.parametrize("counts", [[5, 5, 5], [3, 2, 5]])
+def test_content_that_is_left_without_its_cls_is_content(
+    tmp_path: Path, tokens: str, by_way_of: str | None, counts: list[int]
+) -> None:
+    """The first content token of a dump that is converted without CLS must not be taken for CLS."""
+    rng = np.random.default_rng(0)
+    items = [rng.standard_normal((1, n, 8)).astype(np.float32) for n in counts]
+    with actshard.create(
+        tmp_path / "cls", "saev", layers=[0], d_model=8, pad=True, tokens_per_example=5, cls_token=True
+    ) as writer:
+        writer.append(items)
+    path = writer.path
+    if by_way_of is None:
+        path = actshard.convert(path, tmp_path / "d", "saev", tokens=tokens, pad=True).path
+    else:
+        path = actshard.convert(path, tmp_path / "way", by_way_of, tokens=tokens).path
+        path = actshard.convert(path, tmp_path / "d", "saev", pad=True).path
+    made = quietly(path)
+    assert made.special_tokens == 0
+    wanted = [item[0, 1:] if tokens == "content" else item[0, -1:] for item in items]
+    found = np.concatenate([batch.activations for batch in made.stream(0, 99)])
+    assert np.array_equal(found, np.concatenate(wanted))
+    if by_way_of is None:  # what is asked for is taken
+        kept = actshard.convert(
+            writer.path, tmp_path / "e", "saev", tokens=tokens, pad=True, tokens_per_example=5, cls_token=True
+        )
+        assert quietly(kept.path).special_tokens == 1

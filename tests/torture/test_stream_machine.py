@@ -218,7 +218,9 @@ class Machine(RuleBasedStateMachine):
         if self.loop is not None:
             self.chosen = epoch
             return
-        if epoch != self.epoch or self.chosen is not None:  # an epoch that was chosen in a loop is read from its beginning
+        if (
+            epoch != self.epoch or self.chosen is not None
+        ):  # an epoch that was chosen in a loop is read from its beginning
             self.epoch, self.step, self.resume, self.chosen = epoch, 0, None, None
 
     # -- elsewhere -----------------------------------------------------------------------------------------------------

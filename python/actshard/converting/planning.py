@@ -217,9 +217,9 @@ def settle(
     given, own = described(store, format)
     if asked.examples is not None or len(asked.layers) < len(store.layers):
         own.pop("max_tokens_per_shard", None)  # shards of the whole would be mostly empty
+    if asked.tokens != "all":
+        given, own = _without_cls(given, own)
     options = {**{k: v for k, v in own.items() if k in targets_own(format)}, **options}
-    if format == "saev" and asked.tokens != "all":
-        options = {**options, "cls_token": False} if "cls_token" not in options else options
     wanted = store.dtype if dtype is None else _arguments.dtype(dtype)[0]
     counts: NDArray[np.int64] | None = None
     per = tokens_per_example
@@ -403,6 +403,15 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
         return {"ckpt": model or "unknown", "data": text}, {"cls_token": bool(store.special_tokens)}
     named = {"lmprobe": "name", "zarr": "model_id", "pickle": "model_name"}[format]
     return ({named: model} if model else {}) | origin, {}
+
+
+def _without_cls(given: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same of examples whose token 0 is no CLS any more, here and where a later conversion goes back to saev."""
+    given, own = dict(given), {**own, "cls_token": False}
+    origin = given.get("converted_from")
+    if isinstance(origin, dict) and origin.get("format") == "saev" and isinstance(origin.get("metadata"), dict):
+        given["converted_from"] = {**origin, "metadata": {**origin["metadata"], "cls_token": False}}
+    return given, own
 
 
 def _without_shards(metadata: Mapping[str, Any]) -> dict[str, Any]:
