@@ -464,7 +464,7 @@ def test_sample_keys_stay(tmp_path: Path) -> None:
 
 def test_columns_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion holds the columns of some examples, not the table of all."""
-    from actshard.formats.lmprobe.read import read as lmprobe
+    from actshard.formats.lmprobe import read as lmprobe
 
     n = 5000
     column = "prompt"
