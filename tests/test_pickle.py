@@ -411,7 +411,7 @@ def test_shards_without_ranges_are_looked_into_once_to_compare_their_numbers(tmp
     ranged=st.lists(st.booleans(), min_size=8, max_size=8),
 )
 def test_numbers_in_two_shards_are_found_whatever_their_ranges(sets: list[frozenset[int]], ranged: list[bool]) -> None:
-    from actshard.formats.pickle.read import read as module
+    from actshard.formats.pickle import read as module
 
     shards = [
         module.Shard(
@@ -655,7 +655,7 @@ def test_stores_work_in_workers_and_threads(tmp_path: Path, start: str) -> None:
 
 
 def test_info_does_not_inflate_a_large_folder_to_count_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from actshard.formats.pickle.read import read as module
+    from actshard.formats.pickle import read as module
 
     folder = dataset(tmp_path / "d")
     assert opened(folder).info()["tokens"] == 46
