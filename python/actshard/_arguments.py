@@ -211,6 +211,27 @@ def size(value: int | str, what: str) -> int:
     return found
 
 
+def whole(
+    value: Any,
+    what: str,
+    least: int = 0,
+    most: int = (1 << 63) - 1,
+    *,
+    wrong_type: type[ArgumentError] = ArgumentError,
+) -> int:
+    """An integer of Python's or numpy's, from ``least`` to ``most``; True and False are none.
+
+    Raises:
+        ArgumentError: it is out of these bounds. ``wrong_type`` is raised for what is not an integer.
+    """
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if is_integer and least <= value <= most:
+        return int(value)
+    expected = f"from {least} on" if most >= 1 << 60 else f"from {least} to {most}"
+    kind = ArgumentError if is_integer else wrong_type
+    raise kind(f"{what}: expected an integer {expected}, found {value!r:.80}")
+
+
 def _integers(values: Any, what: str) -> NDArray[np.int64]:
     array = as_array(values, f"{what}: expected an integer or an array of integers")
     if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
@@ -232,6 +253,36 @@ def index(values: Any, what: str) -> tuple[NDArray[np.int64], list[int]]:
     """Integers as one flat int64 array, and the shape they had; a single integer has the shape (1,)."""
     array = _integers(values, what)
     return np.ascontiguousarray(array).reshape(-1), list(array.shape) or [1]
+
+
+def flat(values: Any, what: str) -> NDArray[np.int64]:
+    """A list of integers, or a single one, as one int64 array; of no particular type if it is empty."""
+    if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous:
+        return values
+    if type(values) is np.ndarray and values.shape == (0,):
+        return np.empty(0, np.int64)
+    array = np.atleast_1d(_integers(values, what))
+    if array.ndim != 1:
+        raise ArgumentError(f"{what}: expected a list of integers, found an array of shape {array.shape}")
+    return array
+
+
+def members(values: Any, count: int, what: str, path: Path | None = None) -> NDArray[np.int64]:
+    """Indices of ``count`` members as one int64 array; negative ones count from the end.
+
+    Raises:
+        OutOfRangeError: there is no such member. It names ``path``.
+        ArgumentError: they are not integers.
+    """
+    made = flat(values, what)
+    low = made < 0
+    if low.any():
+        made = np.where(low, made + count, made)
+    bad = (made < 0) | (made >= count)
+    if bad.any():
+        first = int(made[np.flatnonzero(bad)[0]])
+        raise OutOfRangeError(f"{what} {first}: there are {count}", path=path)
+    return np.ascontiguousarray(made)
 
 
 def broadcast(examples: Any, tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:

@@ -120,9 +120,9 @@ class Stream:
         if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
             raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         self.store = store
-        self.batch_size = _whole(batch_size, "batch_size", 1)
-        self.rank, self.world_size = _whole(rank, "rank", 0), _whole(world_size, "world_size", 1)
-        self.seed, self.epoch = _whole(seed, "seed", 0), _whole(epoch, "epoch", 0)
+        self.batch_size = _arguments.whole(batch_size, "batch_size", 1)
+        self.rank, self.world_size = _arguments.whole(rank, "rank", 0), _arguments.whole(world_size, "world_size", 1)
+        self.seed, self.epoch = _arguments.whole(seed, "seed", 0), _arguments.whole(epoch, "epoch", 0)
         self.shuffle, self.drop_last = shuffle, drop_last
         self._tokens = tokens
         asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
@@ -212,7 +212,7 @@ class Stream:
 
         The epoch of a state that was just loaded goes on where the state was taken.
         """
-        epoch = _whole(epoch, "epoch", 0)
+        epoch = _arguments.whole(epoch, "epoch", 0)
         live = self._live()
         if live is not None and live.reads:
             self._chosen = epoch
@@ -268,7 +268,10 @@ class Stream:
             what = ", ".join(f"{k}: {theirs.get(k)!r} then, {mine.get(k)!r} now" for k in sorted(differ))
             which = "another dataset" if differ == ["dataset"] else "another stream"
             raise ArgumentError(f"load_state_dict: the state is of {which}, whose batches differ ({what})")
-        epoch, batch = _whole(state.get("epoch"), "epoch", 0), _whole(state.get("batch"), "batch", 0)
+        epoch, batch = (
+            _arguments.whole(state.get("epoch"), "epoch", 0),
+            _arguments.whole(state.get("batch"), "batch", 0),
+        )
         if batch > len(self):
             raise ArgumentError(f"load_state_dict: batch {batch} of {len(self)}")
         if old:
@@ -330,7 +333,7 @@ class Stream:
         The batches themselves do not depend on ``every``. Iterating over the stream is ``batches(0, 1)``.
         """
         self._turn()
-        return self.batches_from((self._resume or 0) + _whole(first, "first", 0), every)
+        return self.batches_from((self._resume or 0) + _arguments.whole(first, "first", 0), every)
 
     def batches_from(self, batch: int, every: int = 1) -> Iterator[Batch]:
         """Reads batches ``batch``, ``batch + every``, ... of the epoch."""
@@ -419,8 +422,8 @@ class _Batches:
 
     def __init__(self, stream: Stream, first: int, every: int) -> None:
         self._stream = stream
-        self._next = _whole(first, "batch", 0)
-        self._every = _whole(every, "every", 1)
+        self._next = _arguments.whole(first, "batch", 0)
+        self._every = _arguments.whole(every, "every", 1)
         self._epoch = stream.epoch
         self._layers = np.array(stream.layers, np.int64)
         self._done = False
@@ -526,12 +529,6 @@ def _stop_all() -> None:
     # Threads that fill memory of numpy's must not outlive it.
     for batches in list(_LIVE):
         batches.close()
-
-
-def _whole(value: Any, what: str, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value < 1 << 63:
-        raise ArgumentError(f"{what}: expected an integer from {least} on, found {value!r}")
-    return int(value)
 
 
 def _vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.float64] | None:

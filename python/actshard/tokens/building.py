@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from actshard import _native, errors
-from actshard._arguments import local_path, numpy_type
+from actshard._arguments import local_path, numpy_type, whole
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, ExistsError, InternalError
 from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
@@ -157,10 +157,8 @@ class Options:
             raise ArgumentError(f"layout must be one of {', '.join(LAYOUTS)}, not {self.layout!r}")
         if not isinstance(self.on_error, str) or self.on_error not in ("raise", "skip"):
             raise ArgumentError(f"on_error must be 'raise' or 'skip', not {self.on_error!r}")
-        if self.jobs is not None and (isinstance(self.jobs, bool) or not isinstance(self.jobs, int)):
-            raise ArgumentTypeError(f"jobs: expected an integer, found {type(self.jobs).__name__}")
-        if self.jobs is not None and self.jobs < 1:
-            raise ArgumentError(f"jobs must be at least 1, not {self.jobs}")
+        if self.jobs is not None:
+            object.__setattr__(self, "jobs", whole(self.jobs, "jobs", 1, wrong_type=ArgumentTypeError))
         for name in ("enforce_eos", "enforce_bos", "keep_shards", "overwrite"):
             if not isinstance(value := getattr(self, name), bool | np.bool_):
                 raise ArgumentTypeError(f"{name}: expected true or false, found {value!r}")

@@ -207,7 +207,7 @@ class TokenCache:
             OutOfRangeError: there is no such member.
             ArgumentError: they are no integers.
         """
-        return numbers(indices, most, what, self.path)
+        return _arguments.members(indices, most, what, self.path)
 
     def view(self, field: str) -> JaggedView:
         """A field's rows, without the others."""
@@ -216,35 +216,6 @@ class TokenCache:
 
 def _reopen(path: str, io: str, memory: int | str) -> TokenCache:
     return TokenCache(path, io=io, memory=memory)
-
-
-def integers(indices: Sequence[int] | NDArray[Any], what: str) -> NDArray[np.int64]:
-    """Indices as one flat int64 array, whatever they are."""
-    if type(indices) is np.ndarray and indices.dtype == np.int64 and indices.ndim == 1 and indices.flags.c_contiguous:
-        return indices
-    made = _arguments.as_array(indices, f"expected indices of {what}s")
-    try:
-        if made.size and made.dtype.kind not in "iu":
-            raise TypeError(f"found {made.dtype}")
-        made = np.atleast_1d(made).astype(np.int64, casting="same_kind" if made.size else "unsafe")
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(f"expected indices of {what}s: {error}") from error
-    if made.ndim != 1:
-        raise ArgumentError(f"expected a list of indices, found an array of shape {made.shape}")
-    return np.ascontiguousarray(made)
-
-
-def numbers(indices: Sequence[int] | NDArray[Any], most: int, what: str, path: Path | None = None) -> NDArray[np.int64]:
-    """Indices into ``most`` members as int64, negative ones counted from the end."""
-    made = integers(indices, what)
-    low = made < 0
-    if low.any():
-        made = np.where(low, made + most, made)
-    bad = (made < 0) | (made >= most)
-    if bad.any():
-        first = int(made[np.flatnonzero(bad)[0]])
-        raise OutOfRangeError(f"{what} {first}: there are {most}", path=path)
-    return np.ascontiguousarray(made)
 
 
 def _in_shape(flat: NDArray[Any], axes: list[int], name: str, path: Path) -> NDArray[Any]:

@@ -20,6 +20,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard import _arguments
 from actshard._arguments import local_path
 from actshard._json import show
 from actshard.errors import (
@@ -33,7 +34,7 @@ from actshard.errors import (
 )
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.building import Build, Options, Watch
-from actshard.tokens.cache import TokenCache, numbers, open_cache
+from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.examples import (
     CausalLmDataset,
     ChatDataset,
@@ -603,7 +604,7 @@ class Sliced:
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
         """Examples of the part."""
-        return self.dataset.get_batch(np.asarray(numbers(indices, self._length, "example")) + self.start)
+        return self.dataset.get_batch(np.asarray(_arguments.members(indices, self._length, "example")) + self.start)
 
 
 def dataset_for_component(

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+from actshard import _arguments, _native
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, NotStoredError
-from actshard.tokens.cache import TOKENS, TokenCache, integers
+from actshard.tokens.cache import TOKENS, TokenCache
 
 PACKED_SEGMENTS = 64
 """Documents of an example at most, where ``pack`` says no number."""
@@ -98,12 +98,6 @@ class Windows(Protocol):
     def __len__(self) -> int: ...
 
 
-def _positive(value: int, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ArgumentError(f"{name} must be an integer of at least 1, not {value!r}")
-    return int(value)
-
-
 class TokenSeqDataset:
     """Windows of ``seq_len`` tokens, one after another, over documents and shards; a shorter rest is left out.
 
@@ -120,7 +114,7 @@ class TokenSeqDataset:
         self, cache: TokenCache, seq_len: int, loss_weights_key: str | None = None, *, input_ids_key: str | None = None
     ) -> None:
         self.cache = cache
-        self.seq_len = _positive(seq_len, "seq_len")
+        self.seq_len = _arguments.whole(seq_len, "seq_len", 1)
         self.input_ids_key = input_ids_key or cache.token_field
         self.loss_weights_key = loss_weights_key
         tokens = self._tokens
@@ -177,7 +171,7 @@ class TokenSeqDataset:
             return np.empty((0, self.seq_len), np.int32), np.empty((0, self.seq_len), np.float32), None
         field = None if self.loss_weights_key is None or not weights else self.cache.field(self.loss_weights_key)
         return tokens.windows(
-            integers(indices, "window"),
+            _arguments.flat(indices, "window"),
             self.seq_len,
             self._length,
             self.seq_len,
@@ -266,7 +260,7 @@ class _Packed:
         if slice_strategy not in STRATEGIES:
             raise ArgumentError(f"slice_strategy must be one of {', '.join(STRATEGIES)}, not {slice_strategy!r}")
         self.cache = cache
-        self.max_length = _positive(max_length, "max_length")
+        self.max_length = _arguments.whole(max_length, "max_length", 1)
         self.max_segments = segments_of(pack)
         self.slice_strategy = slice_strategy
         self.block_cross_document_attention = block_cross_document_attention
@@ -448,7 +442,7 @@ class PrebuiltLmDataset:
         block_cross_document_attention: bool = True,
     ) -> None:
         self.cache = cache
-        self.seq_len = None if seq_len is None else _positive(seq_len, "seq_len")
+        self.seq_len = None if seq_len is None else _arguments.whole(seq_len, "seq_len", 1)
         self.input_ids_key = input_ids_key or cache.token_field
         told = cache.ledger.preprocessor.get("loss_weights_key")
         key = (told if told in cache.fields else None) if loss_weights_key is None else loss_weights_key

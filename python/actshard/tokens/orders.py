@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,12 +17,13 @@ from numpy.typing import NDArray
 
 from actshard import _arguments, _native
 from actshard.errors import ArgumentError, ArgumentTypeError
-from actshard.tokens.cache import numbers
 from actshard.tokens.examples import Batch
 
 Key = tuple[int, int]
 """A key of JAX's random numbers: two unsigned 32-bit words."""
 
+_MOST = (1 << 62) - 1
+"""The longest dataset, and the last index of an endless one."""
 _MOST_KEYS = 1 << 20
 """Keys of one split: each is a pair of Python's integers."""
 STOP_STRATEGIES = ("restart", "first_exhausted", "all_exhausted")
@@ -45,23 +47,17 @@ def prng_key(seed: int | Sequence[int] | NDArray[Any]) -> Key:
     return (words[0], words[1])
 
 
-def _whole(value: Any, what: str, low: int, high: int) -> int:
-    """An integer from ``low`` to below ``high``."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ArgumentTypeError(f"{what}: expected an integer, found {type(value).__name__}")
-    if not low <= value < high:
-        raise ArgumentError(f"{what}: expected {low} to {high - 1}, found {value}")
-    return int(value)
+_whole = partial(_arguments.whole, wrong_type=ArgumentTypeError)
 
 
 def split(key: int | Key, n: int = 2) -> list[Key]:
     """``jax.random.split(key, n)``."""
-    return _native.jax_split(prng_key(key), _whole(n, "n", 0, _MOST_KEYS + 1))
+    return _native.jax_split(prng_key(key), _whole(n, "n", 0, _MOST_KEYS))
 
 
 def fold_in(key: int | Key, data: int) -> Key:
     """``jax.random.fold_in(key, data)``."""
-    return _native.jax_fold_in(prng_key(key), _whole(data, "data", 0, 1 << 32))
+    return _native.jax_fold_in(prng_key(key), _whole(data, "data", 0, (1 << 32) - 1))
 
 
 def randint30(key: int | Key) -> int:
@@ -90,7 +86,7 @@ class Permutation:
         """Where indices go: (n,) int64."""
         if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.flags.c_contiguous:
             return self._native.map(indices.reshape(-1))  # checked while they are mapped
-        return self._native.map(numbers(indices, self._length, "index"))
+        return self._native.map(_arguments.members(indices, self._length, "index"))
 
     def __getitem__(self, index: int) -> int:
         return int(self([index])[0])
@@ -133,11 +129,11 @@ def permutation(
     Raises:
         ArgumentError: an argument that makes no sense.
     """
-    length = _whole(length, "length", 0, 1 << 62)
-    io_block_size = _whole(io_block_size, "io_block_size", 1, 1 << 62)
-    window_blocks = _whole(window_blocks, "window_blocks", 1, 1 << 62)
+    length = _whole(length, "length", 0, _MOST)
+    io_block_size = _whole(io_block_size, "io_block_size", 1, _MOST)
+    window_blocks = _whole(window_blocks, "window_blocks", 1, _MOST)
     if era_length is not None:
-        era_length = _whole(era_length, "era_length", 1, 1 << 62)
+        era_length = _whole(era_length, "era_length", 1, _MOST)
     if not all(isinstance(word, str) for word in (kind, perm_type, arithmetic)):
         raise ArgumentTypeError("kind, perm_type and arithmetic: expected words")
     if arithmetic not in ("exact", "float64"):
@@ -184,7 +180,7 @@ class Permuted:
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
         """The examples that come at these places of the order."""
-        return self.dataset.get_batch(self.order(numbers(indices, len(self), "example")))
+        return self.dataset.get_batch(self.order(_arguments.members(indices, len(self), "example")))
 
 
 class Mixture:
@@ -220,12 +216,12 @@ class Mixture:
     ) -> None:
         if not isinstance(stop_strategy, str) or stop_strategy not in STOP_STRATEGIES:
             raise ArgumentError(f"stop_strategy must be one of {', '.join(STOP_STRATEGIES)}, not {stop_strategy!r}")
-        block_size = _whole(block_size, "block_size", 1, 1 << 16)
+        block_size = _whole(block_size, "block_size", 1, (1 << 16) - 1)
         if not isinstance(datasets, Mapping):
             raise ArgumentTypeError(f"datasets: expected datasets by name, found {type(datasets).__name__}")
         for name, dataset in datasets.items():
             if isinstance(dataset, int | np.integer):
-                _whole(dataset, f"datasets.{name}", 0, 1 << 62)
+                _whole(dataset, f"datasets.{name}", 0, _MOST)
             elif not hasattr(dataset, "get_batch") or not hasattr(dataset, "__len__"):
                 raise ArgumentTypeError(
                     f"datasets.{name}: expected a dataset or a length, found {type(dataset).__name__}"
@@ -327,7 +323,7 @@ class Mixture:
         Raises:
             OutOfRangeError: an index behind the end.
         """
-        wanted = numbers(indices, (1 << 62) if self._length is None else self._length, "example")
+        wanted = _arguments.members(indices, _MOST + 1 if self._length is None else self._length, "example")
         datasets = np.empty(len(wanted), np.int64)
         places = np.empty(len(wanted), np.int64)
         blocks = wanted // self.block_size
@@ -374,7 +370,7 @@ def _stages(weights: Any) -> list[tuple[int, Mapping[str, float]]]:
         for name, weight in stage[1].items():
             if isinstance(weight, bool) or not isinstance(weight, int | float | np.integer | np.floating):
                 raise ArgumentTypeError(f"weights: expected a number for '{name}', found {type(weight).__name__}")
-        made.append((_whole(stage[0], "weights: a stage's first example", 0, 1 << 62), stage[1]))
+        made.append((_whole(stage[0], "weights: a stage's first example", 0, _MOST), stage[1]))
     return made
 
 

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from actshard import _native
 from actshard._arguments import dtype as native_dtype
-from actshard._arguments import local_path, numpy_type
+from actshard._arguments import flat, local_path, numpy_type
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -29,7 +29,6 @@ from actshard.errors import (
 )
 from actshard.tokens import ledger as ledgers
 from actshard.tokens import placing
-from actshard.tokens.cache import integers
 from actshard.tokens.ledger import Ledger
 
 STORAGES = ("plain", "lz4")
@@ -410,4 +409,4 @@ def _counts(lengths: Any, name: str) -> NDArray[np.int64]:
             f"lengths: expected those of field '{name}', found {', '.join(map(str, lengths)) or 'none'}"
         )
     given = lengths[name] if isinstance(lengths, Mapping) else lengths
-    return integers(given, "row") if np.size(given) else np.empty(0, np.int64)
+    return flat(given, "row") if np.size(given) else np.empty(0, np.int64)
