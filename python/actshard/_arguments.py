@@ -261,7 +261,7 @@ def flat(values: Any, what: str) -> NDArray[np.int64]:
         return values
     if type(values) is np.ndarray and values.shape == (0,):
         return np.empty(0, np.int64)
-    array = np.atleast_1d(_integers(values, what))
+    array = np.atleast_1d(_integers(values, f"indices of {what}s"))
     if array.ndim != 1:
         raise ArgumentError(f"{what}: expected a list of integers, found an array of shape {array.shape}")
     return array

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import os
 import warnings
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,11 +14,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
 from actshard._selection import Mask, Tokens, select
+from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import (
-    ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
-    ClosedError,
     NotStoredError,
     OverflowWarning,
 )
@@ -65,7 +62,7 @@ class Batch:
         return f"<actshard.Batch: {tuple(self.activations.shape)} {self.activations.dtype}, layers {layers}{labels}>"
 
 
-class Stream:
+class Stream(Epochs[Batch]):
     """Batches of a store's rows. Made by :meth:`Store.stream`, where every argument is explained.
 
     ``for batch in stream`` reads one epoch; the next loop reads the next one, in another order. A loop that was left early
@@ -122,7 +119,7 @@ class Stream:
         self.store = store
         self.batch_size = _arguments.whole(batch_size, "batch_size", 1)
         self.rank, self.world_size = _arguments.whole(rank, "rank", 0), _arguments.whole(world_size, "world_size", 1)
-        self.seed, self.epoch = _arguments.whole(seed, "seed", 0), _arguments.whole(epoch, "epoch", 0)
+        self.seed = _arguments.whole(seed, "seed")
         self.shuffle, self.drop_last = shuffle, drop_last
         self._tokens = tokens
         asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
@@ -162,11 +159,7 @@ class Stream:
             raise ArgumentError(
                 f"buffers: expected at least 2, of {self._shape} {asked}: one is with you while the next is filled"
             )
-        self._step = 0
-        self._resume: int | None = None
-        self._chosen: int | None = None
-        self._live: Any = lambda: None
-        self._elsewhere: Any = lambda: False
+        super().__init__(_arguments.whole(epoch, "epoch"))
 
     @property
     def num_rows(self) -> int:
@@ -182,11 +175,6 @@ class Stream:
     def window(self) -> int:
         """Rows that a pool of ``memory`` bytes holds; an epoch is cut into as few windows of at most so many as it takes."""
         return int(self._native.window)
-
-    @property
-    def resumes(self) -> bool:
-        """Whether the next loop goes on where a loaded state was taken."""
-        return self._resume is not None
 
     def locate(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Examples and tokens of the selected rows by number, in stored order; of one layer, or aligned layers."""
@@ -207,83 +195,31 @@ class Stream:
             f"shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next loop reads; a loop that is being read is not changed.
+    def _count(self) -> int:
+        return len(self)
 
-        The epoch of a state that was just loaded goes on where the state was taken.
-        """
-        epoch = _arguments.whole(epoch, "epoch", 0)
-        live = self._live()
-        if live is not None and live.reads:
-            self._chosen = epoch
-            return
-        self._chosen = None
-        if epoch != self.epoch:
-            self.epoch, self._step, self._resume = epoch, 0, None
+    def _place(self) -> Path:
+        return self.store.path
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as plain values (JSON holds them): a few hundred bytes, whatever was read.
+    def _ready(self) -> None:
+        self.store.check_open()
+        # Read while the files are as they were opened; a state may be asked for when they are closed.
+        _ = self.store.identity
 
-        The state is after the last batch that was handed out; it is the same on every rank. Loading it into a stream of the
-        same dataset, wherever that lies, and of the same settings, in any process and with any number of threads or workers,
-        gives exactly the batches that were left.
+    def _loop(self, first: int, every: int) -> _Batches:
+        return _Batches(self, first, every)
 
-        Raises:
-            ArgumentError: workers of a ``DataLoader`` read this stream: their position is not known here.
-        """
-        if self._elsewhere():
-            raise ArgumentError(
-                "state_dict: workers of a DataLoader read this stream, and this process does not know how far they are; use "
-                "torchdata's StatefulDataLoader and its state_dict(), or num_workers=0"
-            )
-        return self.state()
+    def _added(self, theirs: dict[str, Any]) -> set[str]:
+        return _SINCE_2 if "dataset" not in theirs else set()
 
-    def state(self) -> dict[str, Any]:
-        """:meth:`state_dict` of this process's own loop: for actshard's own rooms."""
-        self._turn_if_idle()
-        pending = self._resume if self._resume is not None else self._step
-        return {"version": 2, "epoch": self.epoch, "batch": pending, "settings": self._settings()}
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_native"]
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a state was taken; the next loop reads what was left of that epoch.
-
-        A state of an older release does not name its dataset: it is loaded, with a warning, if everything it names agrees.
-
-        Raises:
-            ArgumentError: the state is of another dataset or other settings, which would give other batches.
-        """
-        if (
-            not isinstance(state, dict)
-            or type(state.get("version")) is not int
-            or state["version"] not in (1, 2)
-            or not isinstance(state.get("settings"), dict)
-        ):
-            raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
-        mine, theirs = self._settings(), state["settings"]
-        names: set[str] = mine.keys() | theirs.keys()
-        if old := "dataset" not in theirs:
-            names -= _SINCE_2
-        differ = [k for k in names if mine.get(k) != theirs.get(k)]
-        if differ:
-            what = ", ".join(f"{k}: {theirs.get(k)!r} then, {mine.get(k)!r} now" for k in sorted(differ))
-            which = "another dataset" if differ == ["dataset"] else "another stream"
-            raise ArgumentError(f"load_state_dict: the state is of {which}, whose batches differ ({what})")
-        epoch, batch = (
-            _arguments.whole(state.get("epoch"), "epoch", 0),
-            _arguments.whole(state.get("batch"), "batch", 0),
-        )
-        if batch > len(self):
-            raise ArgumentError(f"load_state_dict: batch {batch} of {len(self)}")
-        if old:
-            warnings.warn(
-                f"load_state_dict: a state of an older release does not name its dataset; check that it is {self.store.path}",
-                ActshardWarning,
-                stacklevel=2,
-            )
-        self._supersede("a state was loaded into this stream")
-        if batch == len(self) and batch:
-            epoch, batch = epoch + 1, 0
-        self.epoch, self._step, self._resume, self._chosen = epoch, batch, batch, None
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._native = self.store.native_stream(self._selection, self._options)
 
     def _settings(self) -> dict[str, Any]:
         """All that decides which rows make up which batch, and what is in them."""
@@ -324,61 +260,6 @@ class Stream:
             made = self._print = digest.hexdigest()[:16]
         return made
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self.batches()
-
-    def batches(self, first: int = 0, every: int = 1) -> Iterator[Batch]:
-        """Reads batches ``first``, ``first + every``, ... of what is left of the epoch: one worker's part of ``every`` workers'.
-
-        The batches themselves do not depend on ``every``. Iterating over the stream is ``batches(0, 1)``.
-        """
-        self._turn()
-        return self.batches_from((self._resume or 0) + _arguments.whole(first, "first", 0), every)
-
-    def batches_from(self, batch: int, every: int = 1) -> Iterator[Batch]:
-        """Reads batches ``batch``, ``batch + every``, ... of the epoch."""
-        self.store.check_open()
-        # Read while the files are as they were opened; a state may be asked for when they are closed.
-        _ = self.store.identity
-        self._supersede("another loop over this stream was begun; make a stream for each")
-        self._turn()
-        self._resume = None
-        self._step = batch
-        made = _Batches(self, batch, every)
-        self._live = weakref.ref(made)
-        return made
-
-    def afresh(self) -> Stream:
-        """The same stream at the beginning of its epoch; the two share the selection and the open store."""
-        made = Stream.__new__(Stream)
-        made.__dict__.update(self.__dict__)
-        made._step, made._resume, made._chosen, made._live = 0, None, None, lambda: None
-        made._elsewhere = lambda: False
-        return made
-
-    def close(self) -> None:
-        """Stops reading ahead, and ends the loop that is being read. The stream can be used again."""
-        live = self._live()
-        if live is not None:
-            live.close()
-        self._turn_if_idle()
-
-    def _turn(self) -> None:
-        """Begins the epoch that was chosen while a loop was being read."""
-        if self._chosen is not None:
-            self.epoch, self._step, self._resume, self._chosen = self._chosen, 0, None, None
-
-    def _turn_if_idle(self) -> None:
-        """The same where the loop has ended: there is nothing left of it that would come before."""
-        live = self._live()
-        if live is None or not live.reads:
-            self._turn()
-
-    def _supersede(self, why: str) -> None:
-        live = self._live()
-        if live is not None:
-            live.close(why)
-
     def _ring(self) -> list[NDArray[Any]] | None:
         """What batches are written into, if that is to be reused."""
         if self._buffers is not None:
@@ -402,74 +283,26 @@ class Stream:
         found[tokens < special] = -1
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
-        self._turn_if_idle()
-        state = dict(self.__dict__)
-        del state["_native"], state["_live"], state["_elsewhere"]
-        state["_chosen"] = None
-        if self._step:
-            state["_resume"] = self._resume if self._resume is not None else self._step
-        return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._live, self._elsewhere = lambda: None, lambda: False
-        self._native = self.store.native_stream(self._selection, self._options)
-
-
-class _Batches:
+class _Batches(Loop[Batch]):
     """Batches on their way to one loop."""
 
     def __init__(self, stream: Stream, first: int, every: int) -> None:
-        self._stream = stream
-        self._next = _arguments.whole(first, "batch", 0)
-        self._every = _arguments.whole(every, "every", 1)
-        self._epoch = stream.epoch
+        self._source = stream
         self._layers = np.array(stream.layers, np.int64)
-        self._done = False
-        self._why: str | None = None
         self._overflows = 0
         # Kept, like the files, until the loop ends, also if the store is closed.
         self._labels = None if stream._tokens == "special" else stream.store.labels
         self._ring = stream._ring()
-        self._begin()
-        _LIVE.add(self)
+        super().__init__(stream, first, every)
 
-    @property
-    def reads(self) -> bool:
-        """Whether more batches may come."""
-        return not self._done
+    def _start(self) -> Reader:
+        reader: Reader = self._source._native.start(self._epoch, self._next, self._every, self._ring)
+        return reader
 
-    def _begin(self) -> None:
-        self._pid = os.getpid()
-        self._native: Any = self._stream._native.start(self._epoch, self._next, self._every, self._ring)
-
-    def __iter__(self) -> _Batches:
-        return self
-
-    def __next__(self) -> Batch:
-        stream = self._stream
-        found = None
-        if not self._done:
-            if self._pid != os.getpid():
-                self._begin()  # a forked child has no thread of its parent's
-            native = self._native
-            found = None if native is None else native.next()
-        # Asked after waiting: another thread may have closed this, or begun another loop.
-        if self._why is not None:
-            raise ClosedError(self._why, path=stream.store.path)
-        if self._done:
-            raise StopIteration
-        if found is None:
-            self.close()
-            if stream.epoch == self._epoch and stream._live() is self:
-                stream.epoch, stream._step = stream.epoch + 1, 0
-                stream._turn()
-            raise StopIteration
+    def _made(self, found: Any) -> Batch:
+        stream = self._source
         activations, examples, tokens, groups = found
-        self._next += self._every
-        if stream._live() is self:
-            stream._step = min(self._next - self._every + 1, len(stream))
         if more := stream._native.take_overflows():
             self._warn(more)
         layers = self._layers if groups is None else self._layers[groups]
@@ -480,55 +313,30 @@ class _Batches:
     def _warn(self, more: int) -> None:
         """Once for every loop: batches that overflow tend to come by the thousand."""
         if not self._overflows:
-            stream = self._stream
+            stream = self._source
             named = ", ".join(map(str, stream.layers))
             warnings.warn(
                 f"{stream.store.path}: layers {named}: {more} finite values became infinite as {stream.dtype}, and perhaps "
                 "more to come; a wider dtype= or a smaller scale= holds them",
                 OverflowWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
         self._overflows += more
 
     def _yours(self, activations: NDArray[Any]) -> Any:
         """The caller's own object for the buffer that was filled."""
         assert self._ring is not None
-        assert self._stream._buffers is not None
+        assert self._source._buffers is not None
         at = activations.__array_interface__["data"][0]
-        for array, theirs in zip(self._ring, self._stream._buffers, strict=True):
+        for array, theirs in zip(self._ring, self._source._buffers, strict=True):
             if array.__array_interface__["data"][0] == at and hasattr(theirs, "__getitem__"):
                 whole = len(activations) == len(array) or len(theirs) != len(array)
                 return theirs if whole else theirs[: len(activations)]
         return activations
 
-    def close(self, why: str | None = None) -> None:
-        """Ends the thread; ``why`` is raised when another batch is asked for, if there might have been one."""
-        if not self._done:
-            self._why = why
-        self._done = True
-        native, self._native = self._native, None
-        if native is not None:
-            _LIVE.discard(self)
-            if self._pid == os.getpid():
-                native.stop()
-
-    def __del__(self) -> None:
-        # Nothing is left to do when the interpreter ends, and little is left to do it with.
-        if getattr(self, "_native", None) is not None:
-            self.close()
-
 
 _SINCE_2 = {"dataset", "format", "d_model", "stored", "center", "scale", "units"}
 """Settings that states of version 1 do not have."""
-
-_LIVE: weakref.WeakSet[_Batches] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    # Threads that fill memory of numpy's must not outlive it.
-    for batches in list(_LIVE):
-        batches.close()
 
 
 def _vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.float64] | None:
