@@ -7,6 +7,7 @@ import pickle
 import shutil
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -227,3 +228,36 @@ def test_what_is_no_stream_is_refused_at_once() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(actshard.UnsupportedError, match="pinned"):
             actshard.torch.pinned(stream(None))
+
+
+def _token_dataset(path: Path) -> Any:
+    from actshard import tokens
+
+    with tokens.CacheWriter(path / "cache", {"input_ids": np.int32}) as writer:
+        writer.append([{"input_ids": np.arange(6) + 6 * i} for i in range(20)])
+    return tokens.CausalLmDataset(tokens.TokenSeqDataset(tokens.open_cache(path / "cache"), 4), eos_id=5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_gives_the_batches_of_a_token_stream(tmp_path: Path, workers: int) -> None:
+    dataset = _token_dataset(tmp_path)
+    stream = dataset.stream(4, shuffle="block")
+    loader = DataLoader(actshard.torch.IterableDataset(stream), batch_size=None, num_workers=workers)
+    for epoch in range(2):
+        found = list(loader)
+        assert len(found) == len(loader) == len(stream)
+        for i, batch in enumerate(found):
+            wanted = dataset.get_batch(stream.indices(i, epoch))
+            assert batch.keys() == {"tokens", "loss_weight", "segment_ids"}
+            assert np.array_equal(batch["tokens"].numpy(), wanted.tokens)
+            assert np.array_equal(batch["loss_weight"].numpy(), wanted.loss_weight)
+
+
+def test_examples_of_a_token_dataset_by_number(tmp_path: Path) -> None:
+    dataset = _token_dataset(tmp_path)
+    items = actshard.torch.TokenDataset(dataset)
+    assert len(items) == len(dataset)
+    assert np.array_equal(items[3]["tokens"].numpy(), dataset[3].tokens[0])
+    loader = DataLoader(items, batch_size=4, sampler=[5, 1, 7, 7, 0], collate_fn=actshard.torch.collate)
+    found = [batch["tokens"].numpy() for batch in loader]
+    assert np.array_equal(np.concatenate(found), dataset.get_batch([5, 1, 7, 7, 0]).tokens)

@@ -51,6 +51,9 @@ class Epochs(ABC, Generic[B]):
         self._elsewhere: Any = lambda: False
 
     @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
     def _count(self) -> int | None:
         """Batches of an epoch, of this rank; None: it does not end."""
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard._selection import Mask, Tokens
+from actshard.epochs import Epochs
 from actshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -28,6 +29,7 @@ from actshard.errors import (
     UnsupportedError,
 )
 from actshard.stream import Batch, Stream
+from actshard.tokens.stream import Examples, arrays
 
 if TYPE_CHECKING:
     from actshard.store import Store
@@ -54,8 +56,14 @@ def tensor(array: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def tensors(batch: Batch) -> dict[str, Any]:
-    """A batch as a dict of tensors that share its memory: activations, examples, tokens, layers, and labels if there are any."""
+def tensors(batch: Any) -> dict[str, Any]:
+    """A batch as a dict of tensors that share its memory.
+
+    Of activations: activations, examples, tokens, layers, and labels if there are any. Of a token dataset: its arrays by name
+    (``tokens``, ``loss_weight``, ``segment_ids``).
+    """
+    if not isinstance(batch, Batch):
+        return {name: tensor(array) for name, array in arrays(batch).items()}
     made = {
         "activations": tensor(batch.activations),
         "examples": tensor(batch.examples),
@@ -74,17 +82,20 @@ def pinned(stream: Stream, count: int = 3) -> list[torch.Tensor]:
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 2:
         raise ArgumentError(f"count: expected an integer from 2 on, found {count!r}")
-    dtype = _dtype(_stream(stream).dtype)
+    if not isinstance(_stream(stream), Stream):
+        raise ArgumentTypeError("stream: streams of tokens have no buffers")
+    dtype = _dtype(stream.dtype)
     try:
         return [torch.empty(stream.batch_shape, dtype=dtype, pin_memory=True) for _ in range(count)]
     except RuntimeError as error:
         raise UnsupportedError(f"memory cannot be pinned here: {str(error).splitlines()[0]}") from error
 
 
-def _stream(given: Any) -> Stream:
-    if not isinstance(given, Stream):
+def _stream(given: Any) -> Epochs[Any]:
+    if not isinstance(given, Epochs):
         raise ArgumentTypeError(
-            f"stream: expected an actshard.Stream (store.stream(...)), found {type(given).__name__}"
+            "stream: expected an actshard.Stream (store.stream(...)) or a stream of tokens (dataset.stream(...)), "
+            f"found {type(given).__name__}"
         )
     return given
 
@@ -96,7 +107,7 @@ def _dtype(dtype: np.dtype[Any]) -> torch.dtype:
     return found
 
 
-def batches(stream: Stream) -> Iterator[dict[str, Any]]:
+def batches(stream: Epochs[Any]) -> Iterator[dict[str, Any]]:
     """What is left of a stream's epoch, as dicts of tensors."""
     return (tensors(batch) for batch in _stream(stream))
 
@@ -126,7 +137,7 @@ class IterableDataset(data.IterableDataset):
     ``state_dict`` and ``load_state_dict`` are those of torchdata's ``StatefulDataLoader``.
     """
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Epochs[Any]) -> None:
         super().__init__()
         self.stream = _stream(stream)
         # Seen by all workers, whether forked or spawned: the epoch that comes next, which set of workers reads, how many passes
@@ -296,6 +307,33 @@ class Dataset(data.Dataset):
             for row, e, t in zip(rows.unbind(), examples.tolist(), tokens.tolist(), strict=True)
         )
         made.batch = {"activation": rows, "example": tensor(examples), "token": tensor(tokens)}
+        return made
+
+
+class TokenDataset(data.Dataset):
+    """Examples of a token dataset by number, for samplers of any kind: a dict of tensors, ``tokens`` and what else there is.
+
+    ``__getitems__`` reads a whole batch at once; with ``collate_fn=actshard.torch.collate`` a ``DataLoader`` gives its tensors as
+    they are. :class:`IterableDataset` of ``dataset.stream(...)`` reads ahead, in the stream's order.
+
+    Args:
+        dataset: a dataset of :mod:`actshard.tokens` that ends.
+    """
+
+    def __init__(self, dataset: Examples) -> None:
+        self.dataset = dataset
+        len(dataset)  # a mixture that does not end raises here
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        found = tensors(self.dataset.get_batch(np.asarray(indices, np.int64)))
+        made = _Items({name: rows[i] for name, rows in found.items()} for i in range(len(indices)))
+        made.batch = found
         return made
 
 

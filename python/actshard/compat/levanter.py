@@ -15,6 +15,7 @@ taken too. ``NamedLmDataset`` is Levanter's own. Not here: direct and concatenat
 
 from __future__ import annotations
 
+import asyncio
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -141,11 +142,15 @@ class _Dataset(AsyncDataset):
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[Any]:
         """Some examples, in this order; the same may be asked for more than once."""
-        return self._read(_from_start(indices, self._count())) if len(indices) else []
+        if not len(indices):
+            return []
+        # Read on a thread: files are waited for, and other tasks of the event loop go on meanwhile.
+        return await asyncio.to_thread(self._read, _from_start(indices, self._count()))
 
     async def getitem_async(self, index: int) -> Any:
         """One example."""
-        return self._read(_from_start([index], self._count()))[0]
+        made = await asyncio.to_thread(self._read, _from_start([index], self._count()))
+        return made[0]
 
 
 class TreeCache(_Dataset):
@@ -242,7 +247,7 @@ class TreeCache(_Dataset):
     async def get_flat_field_batch(self, field: str, offsets: Sequence[int], length: int) -> list[NDArray[Any]]:
         """Ranges of a field's elements, as they are stored."""
         view = self.cache.view(field)
-        return [view.elements(int(offset), int(offset) + length) for offset in offsets]
+        return await asyncio.to_thread(lambda: [view.elements(int(offset), int(offset) + length) for offset in offsets])
 
 
 def _cache(given: Any) -> tokens.TokenCache:

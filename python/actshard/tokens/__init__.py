@@ -22,8 +22,10 @@ from actshard.tokens.examples import (
 )
 from actshard.tokens.formats import ChatFormat, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import Ledger
-from actshard.tokens.orders import Mixture, Permutation, Permuted, fold_in, permutation, prng_key, randint30, split
+from actshard.tokens.mixing import Mixture, Permuted
+from actshard.tokens.orders import Permutation, fold_in, permutation, prng_key, randint30, split
 from actshard.tokens.sources import RowSource
+from actshard.tokens.stream import TokenStream
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.writing import CacheWriter
 
@@ -51,6 +53,7 @@ __all__ = [
     "TextFormat",
     "TokenCache",
     "TokenSeqDataset",
+    "TokenStream",
     "Tokenizer",
     "UrlDatasetSourceConfig",
     "build_cache",

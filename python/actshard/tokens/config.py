@@ -17,10 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments
 from actshard._arguments import local_path
 from actshard._json import show
 from actshard.errors import (
@@ -57,21 +55,18 @@ from actshard.tokens.formats import (
     of_levanter,
     within,
 )
+from actshard.tokens.mixing import DEFAULT_MIXTURE_BLOCK, STOP_STRATEGIES, Mixture, Permuted, Sliced
 from actshard.tokens.orders import (
     DEFAULT_IO_BLOCK,
-    DEFAULT_MIXTURE_BLOCK,
     DEFAULT_WINDOW_BLOCKS,
-    STOP_STRATEGIES,
-    Examples,
     Key,
-    Mixture,
-    Permuted,
     permutation,
     prng_key,
     split,
 )
 from actshard.tokens.processing import WEIGHTS
 from actshard.tokens.sources import RowSource
+from actshard.tokens.stream import Examples
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
@@ -589,22 +584,6 @@ class LmDataConfig:
             for name, held in self.num_validation_sequences.items():
                 made[name] = self._trainval(train[name], held)[1]
         return made
-
-
-class Sliced:
-    """A part of a dataset."""
-
-    def __init__(self, dataset: Examples, start: int, stop: int) -> None:
-        self.dataset = dataset
-        self.start = start
-        self._length = max(stop - start, 0)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
-        """Examples of the part."""
-        return self.dataset.get_batch(np.asarray(_arguments.members(indices, self._length, "example")) + self.start)
 
 
 def dataset_for_component(

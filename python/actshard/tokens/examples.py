@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from actshard import _arguments, _native
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, NotStoredError
 from actshard.tokens.cache import TOKENS, TokenCache
+from actshard.tokens.stream import Streamed
 
 PACKED_SEGMENTS = 64
 """Documents of an example at most, where ``pack`` says no number."""
@@ -98,7 +99,7 @@ class Windows(Protocol):
     def __len__(self) -> int: ...
 
 
-class TokenSeqDataset:
+class TokenSeqDataset(Streamed):
     """Windows of ``seq_len`` tokens, one after another, over documents and shards; a shorter rest is left out.
 
     ``get_batch(indices)`` is (b, seq_len) int32, a copy.
@@ -188,7 +189,7 @@ def _field_or_empty(cache: TokenCache, name: str) -> _native.TokenField | None:
     return None if not len(cache) and name not in cache.fields else cache.field(name)
 
 
-class CausalLmDataset:
+class CausalLmDataset(Streamed):
     """Windows as examples: every position but the last predicts the next token.
 
     Args:
@@ -241,7 +242,7 @@ def segments_of(pack: bool | int | str | None) -> int:
     return int(pack) or 1
 
 
-class _Packed:
+class _Packed(Streamed):
     """Examples of whole rows, packed in their order, each into the first that has room at its end."""
 
     def __init__(
@@ -416,7 +417,7 @@ class ChatDataset(_Packed):
         return (self._masks_key,) if self._masks_key in cache.fields else ()
 
 
-class PrebuiltLmDataset:
+class PrebuiltLmDataset(Streamed):
     """Rows that are examples: not packed, not filled up, not cut.
 
     Args:
