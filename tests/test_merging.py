@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard import formats
 from conftest import GOLDEN, refuses
 
 LAYERS, WIDTH = [3, 7], 8
@@ -24,6 +25,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 SIZES = [5, 3, 7]
 TEXT = {"lmprobe": "text", "zarr": "prompt", "pickle": "text_preview"}
+
+
+def merger_of(format: str) -> Any:
+    """The class that merges a format."""
+    return type(formats.get(format).merger())
 
 
 def write_parts(path: Path, format: str, only: tuple[int, ...] = (2, 0, 1)) -> list[np.ndarray]:
@@ -232,8 +238,6 @@ def test_what_is_refused_leaves_nothing_behind_and_blocks_nothing(tmp_path: Path
 def test_a_merge_that_was_interrupted_is_finished_by_the_same_call_and_no_other(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actshard import merging
-
     a, b, c = (one(tmp_path / name, format, i) for i, name in enumerate("abc", 1))
     target = tmp_path / "made"
     before = tree(tmp_path / "a"), tree(tmp_path / "b"), tree(tmp_path / "c")
@@ -242,7 +246,7 @@ def test_a_merge_that_was_interrupted_is_finished_by_the_same_call_and_no_other(
         raise OSError(28, "No space left on device", str(target / "x"))
 
     with monkeypatch.context() as patched:
-        patched.setitem(merging._DO, format, full)
+        patched.setattr(merger_of(format), "run", lambda _, plan: full(plan))
         with pytest.raises(actshard.DiskFullError):
             actshard.merge(target, [a, b])
     others: list[dict[str, Any]] = [
@@ -263,15 +267,13 @@ def test_a_merge_that_was_interrupted_is_finished_by_the_same_call_and_no_other(
 
 
 def test_parts_that_are_merged_move_with_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from actshard import merging
-
     wanted = write_parts(tmp_path / "d", "lmprobe")
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setitem(merging._DO, "lmprobe", full)
+        patched.setattr(merger_of("lmprobe"), "run", lambda _, plan: full(plan))
         with pytest.raises(actshard.DiskFullError):
             actshard.merge(tmp_path / "d")
     with refuses(actshard.ArgumentError, tmp_path / "d", "the parts that were written here was begun"):
@@ -395,11 +397,9 @@ def test_files_of_other_names_and_missing_ones_are_refused_or_found(tmp_path: Pa
 def test_a_merge_that_fails_removes_only_what_it_made(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actshard import merging
-
     a, b = (one(tmp_path / name, format, i) for i, name in enumerate("ab", 1))
     target = tmp_path / "made"
-    merge = merging._DO[format]
+    merge = formats.get(format).merger().run  # type: ignore[union-attr]
 
     def fails(plan: Any) -> Path:
         if format != "saev":  # whose folder has its last name when it is whole
@@ -407,7 +407,7 @@ def test_a_merge_that_fails_removes_only_what_it_made(
         (target / "notes.txt").write_text("mine")
         raise actshard.FormatError("a source was changed")
 
-    monkeypatch.setitem(merging._DO, format, fails)
+    monkeypatch.setattr(merger_of(format), "run", lambda _, plan: fails(plan))
     with pytest.raises(actshard.FormatError, match="was changed"):
         actshard.merge(target, [a, b])
     assert [p.name for p in target.rglob("*")] == ["notes.txt"]
@@ -451,8 +451,6 @@ def test_a_part_of_a_dataset_that_is_finished_is_refused_and_leaves_it_as_it_is(
 def test_a_merge_that_was_killed_at_once_is_told_by_open(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actshard import merging
-
     for i in range(2):
         one(tmp_path / f"p{i}", format, i + 1.0, **({"machine_id": i} if format == "pickle" else {}))
 
@@ -460,7 +458,7 @@ def test_a_merge_that_was_killed_at_once_is_told_by_open(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setitem(merging._DO, format, killed)
+        patched.setattr(merger_of(format), "run", lambda _, plan: killed(plan))
         with pytest.raises(KeyboardInterrupt):
             actshard.merge(tmp_path / "d", [tmp_path / "p0", tmp_path / "p1"])
     for use in (actshard.open, lambda path: actshard.merge(tmp_path / "e", [path])):

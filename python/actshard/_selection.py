@@ -118,7 +118,7 @@ def _select(
 
 def _stored(store: Readable, layers: Sequence[int]) -> NDArray[np.int64]:
     """Tokens per example, which must be as many in every layer."""
-    first, *others = (store.tokens_in(layer) for layer in (layers if store.format == "pickle" else layers[:1]))
+    first, *others = (store.tokens_in(layer) for layer in (layers if store.contents.layers_differ else layers[:1]))
     for layer, other in zip(layers[1:], others, strict=False):
         if len(differ := np.flatnonzero(first != other)):
             i = int(differ[0])

@@ -31,12 +31,16 @@ _LOOK_AT_MOST = 2_000
 """Folders looked into at most, so that a mistyped "/" answers at once."""
 LEDGER = "shard_ledger.json"
 """The file that makes a folder a token cache."""
-TOKENS = "levanter"
-"""The format's name of token caches."""
 BUILDING = ".actshard-build"
 """The working folder of a token cache that is being built."""
 _SHARD = re.compile(r"\d{5}_")
 """The beginning of the name of a token cache's shard."""
+
+
+def of_tokens() -> str:
+    """The format of token caches."""
+    (name,) = formats.of_tokens()
+    return name
 
 
 def existing(path: str | os.PathLike[str]) -> Path:
@@ -76,19 +80,19 @@ def is_cache_itself(root: Path) -> bool:
 
 
 def find_any(root: Path) -> tuple[Path, str]:
-    """What a path stands for, activations or tokens: the dataset and its format, ``"levanter"`` for a token cache.
+    """What a path stands for, activations or tokens: the dataset and its format.
 
     The dataset *at* the path wins; then the one that :func:`open` would open below it; then the only token cache below it.
     """
     if is_cache_itself(root):
-        return root, TOKENS
+        return root, of_tokens()
     try:
         return find(root)
     except UnknownFormatError as error:
         if error.candidates or error.ambiguous:
             raise
         try:
-            return find_cache(root), TOKENS
+            return find_cache(root), of_tokens()
         except MissingFileError:
             raise error from None
 
@@ -115,9 +119,7 @@ def find(root: Path) -> tuple[Path, str]:
 
 def _check_begun(root: Path) -> None:
     """Raises UnfinishedError for a folder in which a saev dump or a merge was begun, and nothing else is."""
-    from actshard.formats.saev.write import writing_folders
-
-    for folder in writing_folders(root):
+    for folder in (folder for name in formats.names() for folder in formats.get(name).begun(root)):
         journal = unfinished(folder)
         if journal is not None:
             raise _unfinished(root, journal)
@@ -150,7 +152,9 @@ def detect(root: Path) -> str:
         )
         several.ambiguous = True
         raise several
-    candidates = tuple(found for found in walk(root, _kind) if found[1] != TOKENS)
+    candidates = tuple(
+        found for found in walk(root, _kind) if formats.get(found[1].partition("/")[0]).holds == "activations"
+    )
     if candidates:
         listed = ", ".join(f"{path.relative_to(root)} ({name})" for path, name in candidates[:20])
         more = f" and {len(candidates) - 20} more" if len(candidates) > 20 else ""
@@ -167,16 +171,15 @@ def detect(root: Path) -> str:
 
 def _evidence(name: str, root: Path) -> Evidence:
     try:
-        evidence: Evidence = formats.load(name).detect(root)
+        return formats.get(name).detect(root)
     except (ActshardError, OSError) as error:
         return Evidence(False, f"a {name} dataset", str(error))
-    return evidence
 
 
 def _kind(folder: Path) -> str | None:
     """The formats that recognise a folder, joined by ``/``; None for no dataset."""
     if is_cache_itself(folder):
-        return TOKENS
+        return of_tokens()
     return "/".join(name for name in formats.names() if _evidence(name, folder).matches) or None
 
 
@@ -226,7 +229,7 @@ def find_cache(path: str | os.PathLike[str]) -> Path:
         if is_cache_itself(root):
             return root
         working = (root / BUILDING).exists()
-        below = [p for p, _ in walk(root, lambda folder: TOKENS if is_cache_itself(folder) else None, _STANDS_FOR)]
+        below = [p for p, _ in walk(root, lambda folder: of_tokens() if is_cache_itself(folder) else None, _STANDS_FOR)]
     if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(
             f"holds shards of a token cache, but no {LEDGER}: its build was interrupted, or is at work; build it again",

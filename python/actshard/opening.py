@@ -10,7 +10,7 @@ from pathlib import Path
 from actshard import _arguments, formats
 from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
 from actshard.finding import check_finished, detect, existing, find
-from actshard.formats.contents import Contents, Options
+from actshard.formats.contents import Options
 from actshard.location import network_io
 from actshard.store import Store
 
@@ -94,13 +94,12 @@ def _opened(
     options = Options(
         mode, _arguments.size(decoded_memory, "decoded_memory"), _arguments.switch(checksums, "checksums")
     )
+    chosen = formats.get(name)
+    if together is not None and not chosen.opens_several:
+        several = ", ".join(f.description for f in map(formats.get, formats.names()) if f.opens_several)
+        raise ArgumentError(f"path: a list of folders is for {several}, not for {name}; open one path", path=root)
     try:
-        module = formats.load(name)
-        if together is not None and not hasattr(module, "open_many"):
-            raise ArgumentError(f"path: a list of folders is for pickle shards, not for {name}; open one path")
-        contents: Contents = (
-            module.open(root, options) if together is None else module.open_many(root, together, options)
-        )
+        contents = chosen.open(root, options) if together is None else chosen.open_several(root, together, options)
     except ActshardError as error:
         if error.path is None:  # from the core, which knows numbers and not whose they are
             error.path = root

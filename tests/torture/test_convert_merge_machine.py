@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import os
 import random
 import shutil
@@ -34,6 +35,7 @@ from tests.torture.budget import machine_settings, runs
 import actshard
 from actshard import merging, work
 from actshard.converting import running
+from actshard.formats import merging as format_merging
 from actshard.formats.lmprobe.read import TOKEN_LISTS
 from actshard.writing import sink
 
@@ -70,12 +72,18 @@ class Steps:
 def interrupted_at(n: int) -> Iterator[Steps]:
     steps = Steps(n)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (work, merging, sink):
+        for module in (
+            work,
+            merging,
+            sink,
+            format_merging,
+            *(importlib.import_module(f"actshard.formats.{f}.merge") for f in FORMATS),
+        ):
             for name in ("rename", "write_json", "make_folder", "write_bytes"):
                 if hasattr(module, name):
                     patch.setattr(module, name, steps(getattr(module, name)))
         patch.setattr(work.Journal, "_append", steps(work.Journal._append))
-        patch.setattr(merging, "_link", steps(merging._link))
+        patch.setattr(format_merging, "_link", steps(format_merging._link))
         patch.setattr(running, "read", steps(running.read))
         yield steps
 

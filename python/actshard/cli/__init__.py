@@ -295,16 +295,16 @@ def demo_command() -> None:
 
 def _cache_at(path: Path, format: str | None) -> Any:
     """The token cache that a path stands for; None if it stands for activations, or for nothing that is known."""
-    from actshard.finding import TOKENS, existing, find_any
+    from actshard.finding import existing, find_any, of_tokens
 
-    if format not in (None, TOKENS):
+    if format not in (None, of_tokens()):
         return None
     if format is None:
         try:
             path, found = find_any(existing(path))
         except ActshardError:
             return None  # actshard.open says why
-        if found != TOKENS:
+        if found != of_tokens():
             return None
     from actshard.tokens.cache import open_cache
 

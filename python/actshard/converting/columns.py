@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.formats.lmprobe.read import TOKEN_LISTS
-from actshard.formats.lmprobe.write import MADE_UP
-from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, array_of, list_column
+from actshard import formats
+from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard.formats.target import Target
     from actshard.store import Store
-
-DERIVED = {
-    "saev": frozenset[str](),
-    "lmprobe": frozenset(
-        ("shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
-    ),
-    "zarr": frozenset(("seq_len",)),
-    "pickle": frozenset(("shape", "layers")),
-}
-"""Columns that say where rows lie or how many there are: every format writes its own."""
-NUMBERS = {"saev": "example_idx", "pickle": "sample_idx"}
-"""Columns that number examples; left out where they say no more than their order does."""
-
-
-def carried(store: Store) -> list[str]:
-    """Names of columns that say something about examples, and not about files."""
-    names = [n for n in store.contents.column_names if n not in DERIVED[store.format]]
-    if store.format == "lmprobe" and _is_full(store):
-        names.remove("num_tokens")
-    return names
-
-
-def _is_full(store: Store) -> bool:
-    hidden = store.metadata.get("tensors", {}).get("hidden_layers", {})
-    return isinstance(hidden, dict) and hidden.get("storage") == "full_sequence"
 
 
 class NumbersMatterError(Exception):
@@ -56,7 +30,8 @@ class Columns:
     ) -> None:
         """``numbers``: keep a column that numbers examples; None: unless it says no more than their order, known beforehand."""
         self.store = store
-        self.names = carried(store) if wanted else []
+        self.carrying = formats.get(store.format).carrying()
+        self.names = self.carrying.names(store.contents) if wanted else []
         self.shared_texts = 0
         """Examples whose text an earlier one has, where that was looked at."""
         self.made_up_texts = False
@@ -69,8 +44,10 @@ class Columns:
         self._logits = wanted and store.contents.has_logits
         self.routers: tuple[int, ...] = store.contents.router_layers if wanted else ()
         self.labels = labels
-        self._numbers = (not whole or not _numbered_by_order(store)) if numbers is None else numbers
-        self._without = _fillers(store) if self.names else frozenset()
+        self._numbers = (
+            (not whole or not self.carrying.numbered_by_order(store.contents)) if numbers is None else numbers
+        )
+        self._without = self.carrying.fillers(store.contents) if self.names else frozenset()
 
     def of(self, examples: NDArray[np.int64], unit: int | None, target: Target) -> pa.Table | None:
         """The columns of some examples, as a target keeps them; None: there are none.
@@ -80,15 +57,18 @@ class Columns:
         """
         import pyarrow as pa
 
-        if target.format == "saev":
+        if not target.holds_columns:
             if self.labels is None:
                 return None
             field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
         made: list[tuple[pa.Field, Any]] = []
-        table = _one_text(self._table(examples, unit), self.store.format, target.format)
+        table = _one_text(self.carrying.outgoing(self._table(examples, unit)), target)
+        number = self.carrying.number_column
+        if number == formats.get(target.format).carrying().number_column:
+            number = None
         for field, column in zip(table.schema, table.columns, strict=True):
-            if field.name == NUMBERS.get(self.store.format) != NUMBERS.get(target.format) and not self._numbers:
+            if field.name == number and not self._numbers:
                 if not _counts_up(column, examples):
                     raise NumbersMatterError(
                         f"{field.name}: samples are not numbered as their shards' sample_id_range says"
@@ -96,7 +76,7 @@ class Columns:
                 continue
             if field.name == PATCH_LABELS and self.labels is not None:
                 continue
-            if target.format == "lmprobe" and (field.name in LOGITS or field.name.startswith(ROUTER)):
+            if target.holds_logits and (field.name in LOGITS or field.name.startswith(ROUTER)):
                 made.append(_as_array(field, column))
                 continue
             if pa.types.is_dictionary(field.type):
@@ -119,7 +99,7 @@ class Columns:
         if unit is not None and contents.unit_columns is not None and contents.units is not None:
             if self._unit is None or self._unit[0] != unit:
                 table = contents.unit_columns(unit)
-                keep = [n for n in table.column_names if n not in DERIVED[self.store.format]]
+                keep = [n for n in table.column_names if n not in self.carrying.derived]
                 self._unit = (unit, table.select(keep if self.names else []))
             return self._unit[1].take(examples - contents.units[unit])
         names = [n for n in self.names if n not in self._without]
@@ -174,67 +154,18 @@ class _Window:
         return table.take(examples - self._first)
 
 
-def _numbered_by_order(store: Store) -> bool:
-    """Whether a column that numbers examples says no more than their order: for pickle shards, by their sample_id_range."""
-    if store.format != "pickle":
-        return True
-    found: Any = store.metadata.get("shards")
-    if not isinstance(found, list):
-        return False
-    at = 0
-    for shard in found:
-        if not isinstance(shard, dict):
-            return False
-        ids, count = shard.get("sample_id_range"), shard.get("num_samples")
-        if count == 0:
-            continue
-        if not isinstance(count, int) or ids != [at, at + count - 1]:
-            return False
-        at += count
-    return True
-
-
-def _fillers(store: Store) -> frozenset[str]:
-    """Columns that a format always has and that say nothing here: lmprobe's without a text, a label or a count."""
-    import pyarrow as pa
+def _one_text(table: pa.Table, target: Target) -> pa.Table:
+    """Columns in which the beginning of a text has the target's name of a text, where there is no other text."""
     import pyarrow.compute as pc
 
-    if store.format != "lmprobe":
-        return frozenset()
-    made_up = store.metadata.get(MADE_UP)
-    empty = {name for name in ("text", "label", "num_tokens") if name in store.contents.column_names}
-    found = {"text"} & empty if isinstance(made_up, list) and "text" in made_up else set()
-    empty -= found
-    read = store.contents.column_batches
-    batches = read(sorted(empty)) if read is not None and empty else iter(())
-    for table in batches:
-        for name in sorted(empty):
-            column = table[name]
-            nothing = column.null_count == len(column)
-            if name == "text" and not nothing and not column.null_count and pa.types.is_string(column.type):
-                nothing = not pc.max(pc.binary_length(column)).as_py()
-            if not nothing:
-                empty.discard(name)
-        if not empty:
-            break
-    return frozenset(found | empty)
-
-
-def _one_text(table: pa.Table, source: str, target: str) -> pa.Table:
-    """A pickle shard's preview, completed where the whole text is kept beside it; elsewhere these are two columns."""
-    import pyarrow.compute as pc
-
-    if source == "pickle" and "text_preview" in table.column_names and "text" in table.column_names:
-        whole = pc.coalesce(table["text"].cast("string"), table["text_preview"].cast("string"))
-        at = table.column_names.index("text_preview")
-        table = table.drop_columns(["text"]).set_column(at, "text_preview", whole)
-    if "text_preview" in table.column_names and pc.all(pc.equal(table["text_preview"], "")).as_py():
-        return table.drop_columns(["text_preview"])
-    if target == "pickle" or "text_preview" not in table.column_names:
+    if PREVIEW not in table.column_names:
         return table
-    own = {"lmprobe": "text", "zarr": "prompt"}[target]
-    taken = any(name in table.column_names for name in TEXTS if name != "text_preview")
-    return table if taken else table.rename_columns([own if n == "text_preview" else n for n in table.column_names])
+    if pc.all(pc.equal(table[PREVIEW], "")).as_py():
+        return table.drop_columns([PREVIEW])
+    own = target.text_column
+    if own in (None, PREVIEW) or any(name in table.column_names for name in TEXTS if name != PREVIEW):
+        return table
+    return table.rename_columns([own if name == PREVIEW else name for name in table.column_names])
 
 
 def _counts_up(column: Any, examples: NDArray[np.int64]) -> bool:
@@ -262,9 +193,9 @@ def _as_array(field: pa.Field, column: Any) -> tuple[pa.Field, Any]:
     return list_column(field.name, values)
 
 
-def saev_labels(store: Store, content: int) -> NDArray[np.uint8] | None:
-    """Patch labels that another format kept as a column, if they are what saev can keep."""
-    if store.format == "saev":
+def labels_of(store: Store, content: int) -> NDArray[np.uint8] | None:
+    """Patch labels, also those that another format kept as a column, if a format can keep ``content`` bytes of each example."""
+    if store.labels is not None:
         return store.labels
     if PATCH_LABELS not in store.contents.column_names:
         return None
@@ -287,7 +218,7 @@ def saev_labels(store: Store, content: int) -> NDArray[np.uint8] | None:
     return values.astype(np.uint8)
 
 
-def dropped(store: Store, names: Sequence[str]) -> list[str]:
+def dropped(store: Store) -> list[str]:
     """Columns that a target without columns loses; those that only number examples are no loss."""
-    numbers = NUMBERS.get(store.format)
-    return [n for n in names if n not in (numbers, PATCH_LABELS)]
+    carrying = formats.get(store.format).carrying()
+    return [n for n in carrying.names(store.contents) if n not in (carrying.number_column, PATCH_LABELS)]

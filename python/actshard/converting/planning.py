@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from actshard import _arguments
-from actshard.converting.columns import Columns, NumbersMatterError, carried, dropped, saev_labels
+from actshard import _arguments, formats
+from actshard.converting.columns import Columns, NumbersMatterError, dropped, labels_of
 from actshard.errors import ActshardError, ArgumentError, NotStoredError, OutOfRangeError, boundary
-from actshard.formats.lmprobe.write import MADE_UP
-from actshard.formats.saev.read import BUDGET, CHECKPOINT, D_MODEL, FAMILY
+from actshard.formats.carrying import ORIGIN, checked_origin
 from actshard.formats.target import TEXTS, Target
-from actshard.formats.zarr.read import Member, members_of
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.columns import Columns as Decided
-from actshard.writing.writer import make_target, targets
+from actshard.writing.writer import make_target
 
 TOKENS = ("all", "content", "last")
 OVERFLOW = ("refuse", "allow")
@@ -98,6 +95,11 @@ class Asked:
     """``dtype=`` was given: rows of whatever type are converted. Without it, a row of another type than the store's is an error."""
 
     @property
+    def kind(self) -> type[Target]:
+        """What the target's format can hold."""
+        return formats.get(self.format).target()
+
+    @property
     def groups(self) -> NDArray[np.int64]:
         """Positions of the layers in the source."""
         return np.array([self.store.group_of(la) for la in self.layers], np.int64)
@@ -122,9 +124,9 @@ class Asked:
         return longest
 
     def own(self, counts: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Stored tokens of examples, without rows of zeros that only fill them up: but a saev dump stays filled up."""
+        """Stored tokens of examples, without padding, unless the target keeps lengths beside padded rows."""
         lengths = self.store.content_lengths
-        if lengths is None or self.format == "saev":
+        if lengths is None or self.kind.keeps_lengths:
             return counts
         return np.minimum(counts, self.store.special_tokens + lengths[ids])
 
@@ -165,8 +167,8 @@ def ask(
     truncate: bool,
 ) -> Asked:
     """Checks what a user wants."""
-    if not _arguments.is_one_of(format, targets()):
-        raise ArgumentError(f"format must be one of {', '.join(targets())}, not {format!r}")
+    if not _arguments.is_one_of(format, formats.written()):
+        raise ArgumentError(f"format must be one of {', '.join(formats.written())}, not {format!r}")
     if not store.layers:
         raise NotStoredError("holds no hidden states to convert", path=store.path)
     if not _arguments.is_one_of(tokens, TOKENS):
@@ -218,20 +220,20 @@ def settle(
     if asked.examples is not None or len(asked.layers) < len(store.layers):
         own.pop("max_tokens_per_shard", None)  # shards of the whole would be mostly empty
     if asked.tokens != "all":
-        given, own = _without_cls(given, own)
-    options = {**{k: v for k, v in own.items() if k in targets_own(format)}, **options}
+        given = _content_only(given)
+    own = {k: v for k, v in own.items() if k in asked.kind.own}
+    options = asked.kind.conversion_options(own, options, asked.tokens, lambda: _pooled(store))
     wanted = store.dtype if dtype is None else _arguments.dtype(dtype)[0]
     counts: NDArray[np.int64] | None = None
     per = tokens_per_example
-    if format == "saev" and per is None:
+    if not asked.kind.ragged and per is None:
         # Only pad and truncate have to know all lengths beforehand, which can mean to decode everything twice.
         counts = asked.chosen(asked.stored if asked.pad or asked.truncate else asked.stored_of(0, 1))
         per = int(counts.max() if asked.pad else counts.min())
         if per == 0 and not asked.pad:
-            raise ArgumentError("an example has no tokens, saev keeps as many of each: pad=True fills it up with zeros")
-    if format == "lmprobe" and "storage" not in options:
-        pooled = asked.tokens == "last" or _pooled(store)
-        options = {**options, "storage": "pooled" if pooled else "full_sequence"}
+            raise ArgumentError(
+                f"an example has no tokens, {format} keeps as many of each: pad=True fills it up with zeros"
+            )
     target = make_target(
         dst,
         format,
@@ -312,7 +314,7 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
             at += len(ids)
             text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
             columns.made_up_texts |= text is None
-            if target.format == "lmprobe" and text is not None and found.table is not None:
+            if target.finds_by_text and text is not None and found.table is not None:
                 texts = found.table[text].to_pylist()
                 hashes.append(np.fromiter(map(hash, texts), np.int64, len(texts)))
             if unit is not None:
@@ -328,138 +330,36 @@ _COLUMNS_AT_ONCE = 16_384
 _FILES_LOOKED_AT = 4096
 
 
-def targets_own(format: str) -> Mapping[str, str]:
-    """Options of a format."""
-    kind: Any = targets()[format]
-    own: Mapping[str, str] = kind.own
-    return own
-
-
 def _pooled(store: Store) -> bool:
     """Whether a source has one row of every example, and cheaply knows it."""
-    hidden = store.metadata.get("tensors", {}).get("hidden_layers", {}) if store.format == "lmprobe" else {}
-    if hidden:
-        return bool(hidden.get("storage", "pooled") == "pooled")
-    if not store.contents.counts_are_cheap:
-        return False
-    return bool((store.token_counts == 1).all())
-
-
-_OWN_SIZES = {
-    "lmprobe": {"format_version", "num_prompts", "prompt_ordering", "tensors", "model", MADE_UP},
-    "zarr": {
-        "num_layers",
-        "hidden_size",
-        "T_max",
-        "dtype",
-        "activation_chunks",
-        "layers",
-        "written_by",
-        "text_only_lines",
-        "n_samples",
-        "shards",
-        "format",
-        "manifest_version",
-    },
-    "pickle": {"layers_extracted", "max_seq_length"},
-}
+    contents = store.contents
+    if contents.one_row_each is not None:
+        return contents.one_row_each
+    return contents.counts_are_cheap and bool((store.token_counts == 1).all())
 
 
 def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the source says of itself, in the words of a format: metadata, and options.
+    """The source's metadata as a format holds them: metadata, and options of :func:`actshard.create`.
 
-    Of another format, its metadata are kept whole as ``converted_from``; coming back they are what they were.
+    Those of another format are kept as a whole; converted back, they are what they were.
     """
-    found, kind = store.metadata, store.format
-    before = _converted_from(store)
-    if kind != format and before is not None and before.get("format") == format:
-        found, kind = before["metadata"], format
-    model = store.contents.model
-    if kind == format == "saev":
-        return _of_saev(found)
-    if kind == format == "lmprobe":
-        said = found.get("model")
-        described: dict[str, Any] = said if isinstance(said, dict) else {}
-        rest = {k: v for k, v in found.items() if k not in _OWN_SIZES["lmprobe"]}
-        hidden = found.get("tensors", {}).get("hidden_layers", {}) if isinstance(found.get("tensors"), dict) else {}
-        own = {"pooling": hidden["pooling"]} if isinstance(hidden.get("pooling"), str) else {}
-        return {"name": described.get("name"), "revision": described.get("revision"), **rest}, own
-    if kind == format == "zarr":
-        if store.format == "zarr" and "shards" in found:
-            # A run's manifest lists stores; what they are of, they say themselves.
-            found = {**Member(members_of(store.path)[0]).metadata, **found}
-        return {k: v for k, v in found.items() if k not in _OWN_SIZES["zarr"]}, {}
-    if kind == format == "pickle":
-        config = found.get("extraction_config")
-        if not isinstance(config, dict) and isinstance(found.get("machines"), dict):
-            config = next((m.get("extraction_config") for m in found["machines"].values()), None)
-        return {k: v for k, v in (config or {}).items() if k not in _OWN_SIZES["pickle"]}, {}
-    kept = _without_shards(found)
-    if kind == "zarr" and "shards" in found:
-        kept |= _without_shards(Member(members_of(store.path)[0]).metadata)
-    origin: dict[str, Any] = {"converted_from": {"format": kind, "metadata": kept}}
-    if format == "saev":
-        text = json.dumps(origin, separators=(",", ":"), ensure_ascii=False, default=str)
-        return {"ckpt": model or "unknown", "data": text}, {"cls_token": bool(store.special_tokens)}
-    named = {"lmprobe": "name", "zarr": "model_id", "pickle": "model_name"}[format]
-    return ({named: model} if model else {}) | origin, {}
+    contents, into = store.contents, formats.get(format).carrying()
+    if store.format == format:
+        return into.metadata_again(contents.metadata, contents)
+    own = formats.get(store.format).carrying()
+    before = own.origin(contents.metadata)
+    if before is not None and before.get("format") == format:
+        return into.metadata_again(before["metadata"], None)
+    return into.metadata_from(contents, {"format": store.format, "metadata": own.metadata_kept(contents)})
 
 
-def _without_cls(given: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same of examples whose token 0 is no CLS any more, here and where a later conversion goes back to saev."""
-    given, own = dict(given), {**own, "cls_token": False}
-    origin = given.get("converted_from")
-    if isinstance(origin, dict) and origin.get("format") == "saev" and isinstance(origin.get("metadata"), dict):
-        given["converted_from"] = {**origin, "metadata": {**origin["metadata"], "cls_token": False}}
-    return given, own
-
-
-def _without_shards(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists of shards and tensors are of the files that were left behind."""
-    kept = {k: v for k, v in metadata.items() if k not in ("shards", "statistics", "tensors")}
-    if isinstance(metadata.get("tensors"), dict):
-        hidden = metadata["tensors"].get("hidden_layers")
-        if isinstance(hidden, dict):
-            kept["tensors"] = {"hidden_layers": {k: v for k, v in hidden.items() if k in ("storage", "pooling")}}
-    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
-    return plain
-
-
-def _converted_from(store: Store) -> dict[str, Any] | None:
-    """What a store says that it was converted from."""
-    metadata: Any = store.metadata
-    if store.format == "saev":
-        data = metadata.get("data")
-        if isinstance(data, str) and data.startswith('{"converted_from"'):
-            try:
-                data = json.loads(data)
-            except ValueError:
-                return None
-        metadata = data if isinstance(data, dict) else {}
-    elif store.format == "pickle":
-        metadata = metadata.get("extraction_config") or {}
-    found = metadata.get("converted_from") if isinstance(metadata, dict) else None
-    if isinstance(found, dict) and isinstance(found.get("metadata"), dict):
-        return found
-    return None
-
-
-def _of_saev(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    def first(names: Sequence[str]) -> Any:
-        return next((found[n] for n in names if n in found), None)
-
-    given = {
-        "family": first(FAMILY),
-        "ckpt": first(CHECKPOINT),
-        "data": found.get("data"),
-        "dataset": found.get("dataset"),
-    }
-    given["pixel_agg"] = found.get("pixel_agg")
-    own: dict[str, Any] = {"cls_token": bool(found.get("cls_token", "layers" not in found))}
-    budget = first(BUDGET)
-    if isinstance(budget, int) and first(D_MODEL):
-        own["max_tokens_per_shard"] = budget
-    return {k: v for k, v in given.items() if v is not None}, own
+def _content_only(given: dict[str, Any]) -> dict[str, Any]:
+    """The same of examples without special tokens, for a later conversion back to the format that marked them."""
+    origin = checked_origin(given.get(ORIGIN))
+    if origin is None or origin.get("format") not in formats.names():
+        return given
+    kept = formats.get(origin["format"]).carrying().content_only(origin["metadata"])
+    return {**given, ORIGIN: {**origin, "metadata": kept}}
 
 
 def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -> list[Loss]:
@@ -484,13 +384,13 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
         left = int(asked.stored.sum() - counts.sum())
         if left:
             made.append(Loss("tokens", f"{left:,} tokens are left out: tokens={asked.tokens!r}"))
-    if target.tokens is not None and format != "lmprobe":
+    if target.tokens is not None and target.keeping_all is None:
         short, long = counts < target.tokens, counts > target.tokens
         if short.any():
             made.append(
                 Loss(
                     "padding",
-                    f"{int(short.sum()):,} examples are filled up with zeros to {target.tokens} tokens, which saev takes for "
+                    f"{int(short.sum()):,} examples are filled up with zeros to {target.tokens} tokens, which {format} takes for "
                     "content; actshard keeps their lengths beside, and leaves the zeros out",
                 )
             )
@@ -502,37 +402,37 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                     f"{int((counts - target.tokens)[long].sum()):,} tokens are left out",
                 )
             )
-    if format != "pickle" and asked.pad and any("lack layers" in w for w in store.warnings):
+    if not target.holds_partial_layers and asked.pad and store.contents.lacks_layers:
         made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
-    if format == "lmprobe" and (counts == 0).any():
+    if target.empty_examples is not None and (counts == 0).any():
         made.append(
-            Loss(
-                "empty_examples",
-                f"{int((counts == 0).sum()):,} examples have no tokens: lmprobe will see a last token of zeros",
-            )
+            Loss("empty_examples", f"{int((counts == 0).sum()):,} examples have no tokens: {target.empty_examples}")
         )
-    if store.special_tokens and format != "saev" and asked.tokens == "all":
+    if store.special_tokens and not target.holds_special_tokens and asked.tokens == "all":
         made.append(Loss("special_tokens", "CLS stays as token 0, and only the metadata still say so"))
-    if format == "saev":
-        lost = dropped(store, carried(store))
+    if not target.holds_columns:
+        lost = dropped(store)
         if lost:
-            made.append(Loss("columns", f"saev holds none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}"))
+            made.append(
+                Loss("columns", f"{format} holds none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}")
+            )
         if store.contents.has_logits:
-            made.append(Loss("logits", "saev has no place for them"))
+            made.append(Loss("logits", f"{format} has no place for them"))
         if store.contents.router_layers:
-            made.append(Loss("router", "saev has no place for it"))
+            made.append(Loss("router", f"{format} has no place for it"))
     else:
         made += [Loss("columns", said) for said in columns.turned.values()]
-    if format == "lmprobe" and columns.shared_texts:
+    if target.finds_by_text and columns.shared_texts:
         made.append(
             Loss(
                 "texts",
-                f"{columns.shared_texts:,} examples share a text with another: lmprobe finds rows by text and reads one's for all",
+                f"{columns.shared_texts:,} examples share a text with another: {format} finds rows by text and reads one's for all",
             )
         )
-    if format == "lmprobe" and columns.made_up_texts:
-        made.append(Loss("texts", "the source has none: they are made up, since lmprobe finds rows by text"))
-    if format not in ("lmprobe", "saev") and (store.contents.has_logits or store.contents.router_layers):
+    if target.finds_by_text and columns.made_up_texts:
+        made.append(Loss("texts", f"the source has none: they are made up, since {format} finds rows by text"))
+    keeps_as_columns = target.holds_columns and not target.holds_logits
+    if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
         made.append(
             Loss("layout", "logits and router tensors become columns, which store.logits() does not read there")
         )
@@ -542,12 +442,12 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
 def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     """Patch labels that go along."""
     store = asked.store
-    if asked.format != "saev":
+    if not target.holds_labels:
         return store.labels
     if asked.tokens == "last" or target.tokens is None:
         return None
-    labels = saev_labels(store, target.tokens - int(getattr(target, "cls", False)))
-    content = target.tokens - int(getattr(target, "cls", False))
+    content = target.tokens - target.special_tokens
+    labels = labels_of(store, content)
     return labels if labels is not None and labels.shape[1] == content else None
 
 
@@ -599,7 +499,7 @@ def plan(
                 options,
                 overflow,
             )
-            for name in ([format] if format is not None else list(targets()))
+            for name in ((format,) if format is not None else formats.written())
         ]
 
 
@@ -616,8 +516,9 @@ def _plan(
     """For one format, which is the only one that is asked for, or one of all."""
     from actshard.converting.running import overflowed, overflows
 
-    own = {k: v for k, v in options.items() if only or k in targets_own(name)}
-    if name == "zarr" and not only:
+    kind = formats.get(name).target() if name in formats.written() else Target  # ask() refuses another name
+    own = {k: v for k, v in options.items() if only or k in kind.own}
+    if not kind.takes_shard_bytes and not only:
         sizes = {**sizes, "shard_bytes": None}
     try:
         asked = ask(store, name, **wanted)
@@ -635,7 +536,7 @@ def _plan(
         shards, files, size = target.estimate(counts, has_labels=labels_for(asked, target) is not None)
         return Plan(
             name,
-            target.place() if name != "saev" else root,
+            root if target.names_itself else target.place(),
             asked.count,
             asked.names,
             int(counts.sum()) * len(asked.layers),
@@ -668,8 +569,8 @@ def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) 
             "truncate=True (--truncate) cuts it, pad=True (--pad) fills all up to the longest",
         ),
     ]
-    if target.format == "lmprobe":
-        remedies = [(counts != wanted, False, "storage='full_sequence' keeps all tokens, tokens='last' one of each")]
+    if target.keeping_all is not None:
+        remedies = [(counts != wanted, False, f"{target.keeping_all} tokens, tokens='last' one of each")]
     for bad, allowed, remedy in remedies:
         if bad.any() and not allowed:
             i = int(np.flatnonzero(bad)[0])

@@ -276,7 +276,7 @@ def blocks(
     groups = asked.groups
     most = max(1, (block_bytes or target.block_bytes) // target.row_bytes)
     units = store.contents.units
-    alike = units is None  # only pickle shards differ from layer to layer
+    alike = not store.contents.layers_differ
     at = begin
     while at < asked.count:
         ids = asked.ids(at, min(at + _AT_ONCE, asked.count))
@@ -292,7 +292,7 @@ def blocks(
             each = rows.tokens_of(np.tile(groups, len(ids)), np.repeat(ids, len(groups)))
             counts = asked.chosen(each.reshape(len(ids), len(groups)))
             counts = _lacking(asked, ids, counts)
-            if target.format != "pickle" and (counts < 0).any() and not asked.pad:
+            if not target.holds_partial_layers and (counts < 0).any() and not asked.pad:
                 example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
                 raise ArgumentError(
                     f"example {at + example} has no layer {asked.layers[layer]}, {target.format} keeps all layers of each: "
@@ -375,7 +375,7 @@ def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Tokens that the result has, of examples that have so many; a layer that an example lacks is as long as its others."""
     if target.tokens is not None:
         return np.full_like(counts, target.tokens)
-    if target.format != "pickle" and (counts < 0).any():
+    if not target.holds_partial_layers and (counts < 0).any():
         return np.where(counts < 0, counts.max(axis=1, keepdims=True), counts)
     return counts
 

@@ -1,24 +1,14 @@
-"""The formats actshard reads, one module each.
+"""The formats, one folder each; a folder's ``__init__`` declares its :class:`Format` as ``FORMAT``.
 
-A module whose name has no leading underscore is a format and is found by being here. It offers:
+- ``<name>/``: ``read``, ``write``, ``check``, ``merge``, ``columns``: what only this format knows
+- ``format``: the interface that opening and the verbs use; ``registry``: which formats are installed
+- ``contents``, ``target``, ``report``, ``merging``, ``carrying``: what formats and verbs hand to each other
 
-- ``detect(path) -> Evidence``: cheap, reads at most one small file, never raises for a path that is something else;
-- ``open(path, io) -> Contents``: reads the metadata and names files, a layout and a table. Reading rows is not its
-  business: that is the same for all formats.
+A package adds a format by an entry point of the group ``actshard.formats``.
 """
 
-from __future__ import annotations
+from actshard.formats.contents import Contents, Evidence, Options, Remark
+from actshard.formats.format import Format
+from actshard.formats.registry import contents_of, get, names, of_tokens, written
 
-import importlib
-import pkgutil
-from types import ModuleType
-
-
-def names() -> tuple[str, ...]:
-    """The formats' names, in alphabetical order."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.ispkg and m.name != "levanter"))
-
-
-def load(name: str, room: str = "read") -> ModuleType:
-    """A module of a format; formats are imported when they are first needed."""
-    return importlib.import_module(f"{__name__}.{name}.{room}")
+__all__ = ["Contents", "Evidence", "Format", "Options", "Remark", "contents_of", "get", "names", "of_tokens", "written"]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.location import network_io
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -26,6 +28,30 @@ class Options:
     """Bytes that may be kept of what had to be decoded."""
     checksums: bool = True
     """Whether files are held against the checksums that the dataset lists."""
+
+    @classmethod
+    def of(cls, path: Path) -> Options:
+        """Defaults, with ``io`` chosen by the file system that a path is on."""
+        return cls(network_io(path))
+
+
+class Remark(str):
+    """A warning of a reader: a text with the code under which :func:`actshard.verify` reports it."""
+
+    code: str
+
+    def __new__(cls, code: str, text: str) -> Remark:
+        """``code`` is a key of ``actshard.verifying.CODES``."""
+        made = super().__new__(cls, text)
+        made.code = code
+        return made
+
+    def __reduce__(self) -> tuple[type[Remark], tuple[str, str]]:
+        return Remark, (self.code, str(self))
+
+    def within(self, name: str) -> Remark:
+        """The same about one part of a dataset."""
+        return Remark(self.code, f"{name}: {self}")
 
 
 @dataclass(frozen=True)
@@ -79,6 +105,7 @@ class Contents:
     extras: tuple[str, ...] = ()
     """What is stored beside hidden states, in words: patch labels, logits, router tensors."""
     warnings: tuple[str, ...] = ()
+    """Warnings for the reader; :func:`actshard.verify` reports one that is no :class:`Remark` as ``reader-warning``."""
     tokens_each: int | None = None
     """How many tokens each example has, where all have as many: so that no list of them is needed."""
     content_lengths: Callable[[], NDArray[np.int64] | None] = lambda: None
@@ -90,12 +117,18 @@ class Contents:
     units: tuple[int, ...] | None = None
     """Bounds of examples that are decoded together, from 0 to ``num_examples``; None: each can be read by itself."""
     unit_columns: Callable[[int], pa.Table] | None = None
-    """The table's columns of one unit, while that is at hand."""
+    """The table's columns of one unit, while that is at hand; with ``layers_differ``, ``layers`` lists those of each example."""
     head_columns: Callable[[Sequence[str], int], pa.Table] | None = None
     """Reads columns by name of the first n examples, and no file that holds none of them; None: ``columns`` is as cheap. Types are
     those of the part that is read: a column may be null there and hold text further on."""
     column_batches: Callable[[Sequence[str]], Iterator[pa.Table]] | None = None
     """Reads columns of all examples in order, some at a time; None where a format has them only as a whole."""
+    layers_differ: bool = False
+    """Whether an example may hold other tokens in one layer than in another, or lack a layer."""
+    lacks_layers: bool = False
+    """Whether some examples are known to lack a layer."""
+    one_row_each: bool | None = None
+    """Whether every example has exactly one row, where the metadata declare it; None: ``token_counts`` knows."""
     types_may_differ: bool = False
     """Whether rows may be stored as several floating types, of which ``dtype`` is the first; such rows are read with ``dtype=``."""
     has_logits: bool = False

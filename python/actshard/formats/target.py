@@ -1,4 +1,4 @@
-"""What a format has to say about being written: the one interface between the writer and the four formats."""
+"""What a format has to say about being written: the one interface between the writer and the formats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ PATCH_LABELS = "patch_labels"
 LOGITS = ("logits_values", "logits_indices")
 ROUTER = "router_layer_"
 """Columns that hold arrays, by the names under which formats without a place of their own for them keep them."""
-TEXTS = ("text", "prompt", "text_preview")
+PREVIEW = "text_preview"
+"""A column with the beginning of an example's text."""
+TEXTS = ("text", "prompt", PREVIEW)
 """What formats call an example's text: lmprobe, Zarr stores, pickle shards."""
 FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -114,6 +116,26 @@ class Target(ABC):
     """Patterns of the names that it makes in the folder of the dataset: nothing else there is ours to remove."""
     names_itself = False
     """Whether the finished dataset's folder is named by the format, below the path that is asked for."""
+    holds_special_tokens = False
+    """Whether the metadata can mark tokens that stand for no content, such as CLS."""
+    holds_partial_layers = False
+    """Whether an example may lack a layer, or have other tokens in one layer than in another."""
+    holds_labels = False
+    """Whether patch labels have a place of their own."""
+    holds_logits = False
+    """Whether top-k logits and router logits have places of their own, rather than columns."""
+    keeps_lengths = False
+    """Whether lengths of examples before padding are stored beside the rows."""
+    finds_by_text = False
+    """Whether the format's own reader addresses examples by their text, so that every example needs a text of its own."""
+    takes_shard_bytes = True
+    """Whether ``shard_bytes`` applies."""
+    text_column: ClassVar[str | None] = None
+    """The format's name of an example's text."""
+    empty_examples: ClassVar[str | None] = None
+    """What happens to an example without tokens, if it cannot be stored as such."""
+    keeping_all: ClassVar[str | None] = None
+    """The option that keeps all tokens, for a format that keeps one row of each example by default or on demand."""
 
     content_lengths: Callable[[], NDArray[np.int64]] | None = None
     """Tokens of each example before shorter ones were filled up, for a format that has as many of each; None: none was."""
@@ -139,6 +161,25 @@ class Target(ABC):
         """What else a resumed writer has to agree with: a conversion's source."""
         self.n = 0
         """Examples written."""
+
+    @classmethod
+    def conversion_options(
+        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+    ) -> dict[str, Any]:
+        """Options of a conversion.
+
+        Args:
+            own: options of this format that the source's metadata imply.
+            asked: the user's, which win.
+            tokens: which tokens are converted: ``"all"``, ``"content"`` or ``"last"``.
+            pooled: whether every example of the source has one row.
+        """
+        return {**own, **asked}
+
+    @property
+    def special_tokens(self) -> int:
+        """Tokens at the front of every example that the dataset marks as no content."""
+        return 0
 
     # -- what is asked before anything is written -------------------------------------------------------------------
 

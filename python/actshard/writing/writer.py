@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from actshard import _arguments
+from actshard import _arguments, formats
 from actshard._json import parse_json
 from actshard.errors import (
     ActshardError,
@@ -294,7 +294,8 @@ class Writer:
         ):
             if bad.any() and not allowed:
                 i = int(np.flatnonzero(bad)[0])
-                pooled = "" if self.format != "lmprobe" else "storage='full_sequence' keeps all, or "
+                keeping = self._target.keeping_all
+                pooled = "" if keeping is None else f"{keeping}, or "
                 raise ArgumentError(
                     f"example {self._appended + i} has {tokens[i]} tokens where {self.format} has {wanted} of every example here: "
                     f"{pooled}{what}"
@@ -412,16 +413,6 @@ def _told(path: Path) -> Iterator[None]:
         raise from_os(error, error.filename or path, "write") from error
 
 
-def targets() -> dict[str, Callable[[Spec], Target]]:
-    """What can be written."""
-    from actshard.formats.lmprobe.write import LmprobeTarget
-    from actshard.formats.pickle.write import PickleTarget
-    from actshard.formats.saev.write import SaevTarget
-    from actshard.formats.zarr.write import ZarrTarget
-
-    return {t.format: t for t in (SaevTarget, LmprobeTarget, ZarrTarget, PickleTarget)}
-
-
 def part_folder(path: Path, part: int, parts: int) -> Path:
     """Where a part is written before it is merged."""
     return path / PARTS / f"part-{part:05}-of-{parts:05}"
@@ -442,7 +433,7 @@ def make_target(
     options: Mapping[str, Any],
 ) -> Target:
     """A target from what a user says, checked."""
-    known = targets()
+    known = formats.written()
     if not _arguments.is_one_of(format, known):
         raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
     root = _arguments.local_path(path)
@@ -488,7 +479,7 @@ def make_target(
         part=part,
         options=told["options"],
     )
-    return known[format](spec)
+    return formats.get(format).target()(spec)
 
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,60 @@
-"""lmprobe extractions."""
+"""lmprobe extractions; see docs/formats/lmprobe.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.format import Format, Tell
+
+if TYPE_CHECKING:
+    from actshard.formats.carrying import Carrying
+    from actshard.formats.merging import Merger
+    from actshard.formats.report import Report
+    from actshard.formats.target import Target
+
+
+class LmprobeFormat(Format):
+    """lmprobe extractions."""
+
+    name: ClassVar[str] = "lmprobe"
+    description: ClassVar[str] = "lmprobe extractions"
+    order: ClassVar[int] = 20
+    writes: ClassVar[bool] = True
+
+    def detect(self, path: Path) -> Evidence:
+        from actshard.formats.lmprobe.read import detect
+
+        return detect(path)
+
+    def open(self, path: Path, options: Options) -> Contents:
+        from actshard.formats.lmprobe.read import open
+
+        return open(path, options)
+
+    def target(self) -> type[Target]:
+        from actshard.formats.lmprobe.write import LmprobeTarget
+
+        return LmprobeTarget
+
+    def check(self, path: Path, report: Report, tell: Tell) -> None:
+        from actshard.formats.lmprobe.check import check
+
+        check(path, report, tell)
+
+    def merger(self) -> Merger:
+        from actshard.formats.lmprobe.merge import LmprobeMerger
+
+        return LmprobeMerger()
+
+    def carrying(self) -> Carrying:
+        from actshard.formats.lmprobe.columns import LmprobeCarrying
+
+        return LmprobeCarrying()
+
+    def remains(self, names: frozenset[str]) -> bool:
+        return not names.isdisjoint(("index", "tensors"))
+
+
+FORMAT = LmprobeFormat()

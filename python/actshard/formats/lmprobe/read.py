@@ -40,7 +40,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
+from actshard.formats.contents import Contents, Evidence, Logits, Options, Remark, Router
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -108,7 +108,7 @@ class Dataset:
         self.io = io
         self.root, found = _find_parts(path)
         self.parts = _ordered_parts(found, self.root)
-        self.warnings: list[str] = []
+        self.warnings: list[Remark] = []
         self.metadata = self._read_metadata()
         self._check_version()
         self.names: tuple[str, ...] = tuple(self.schema.names)
@@ -118,9 +118,13 @@ class Dataset:
         claimed = self.metadata.get("num_prompts")
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
-            self.warnings.append(f"column '{twice[0]}' is there twice: the table cannot be read, activations can")
+            self.warnings.append(
+                Remark("format", f"column '{twice[0]}' is there twice: the table cannot be read, activations can")
+            )
         if claimed is not None and claimed != self.num_rows:
-            self.warnings.append(f"num_prompts is {show(claimed)}, but the index has {self.num_rows} rows")
+            self.warnings.append(
+                Remark("claim", f"num_prompts is {show(claimed)}, but the index has {self.num_rows} rows")
+            )
 
     # -- the index -------------------------------------------------------------------------------------------------
 
@@ -184,7 +188,9 @@ class Dataset:
             )
         if version > LAST_KNOWN:
             self.warnings.append(
-                f"format version {stated} is newer than actshard knows (2.0); it should only add fields"
+                Remark(
+                    "version", f"format version {stated} is newer than actshard knows (2.0); it should only add fields"
+                )
             )
 
     def columns(self, names: Sequence[str]) -> pa.Table:
@@ -329,7 +335,10 @@ class Dataset:
             if name not in known:
                 kind = tensors[name].get("type") if isinstance(tensors[name], dict) else None
                 self.warnings.append(
-                    f"tensor type {show(name)} ({show(kind)}) is not one actshard reads; it is kept in metadata"
+                    Remark(
+                        "layout",
+                        f"tensor type {show(name)} ({show(kind)}) is not one actshard reads; it is kept in metadata",
+                    )
                 )
         if self.hidden is not None:
             rows, layers, d_model, dtype, counts = self._open_hidden(self.hidden)
@@ -367,6 +376,7 @@ class Dataset:
             router_layers=self._router_layers(),
             logits=self.logits,
             router=self.router,
+            one_row_each=None if self.hidden is None else self.hidden.value.get("storage", "pooled") == "pooled",
         )
 
     def _router_layers(self) -> tuple[int, ...]:
@@ -412,9 +422,13 @@ class Dataset:
             )
         pooling = fields.value.get("pooling")
         if not full and pooling not in (None, "last_token"):
-            self.warnings.append(f"pooling is {show(pooling)}: the one vector per prompt is not the last token's")
+            self.warnings.append(
+                Remark("pooling", f"pooling is {show(pooling)}: the one vector per prompt is not the last token's")
+            )
         if fields.value.get("layout", "per_layer") != "per_layer":
-            self.warnings.append(f"layout {show(fields.value['layout'])} is unknown; files are found by their patterns")
+            self.warnings.append(
+                Remark("layout", f"layout {show(fields.value['layout'])} is unknown; files are found by their patterns")
+            )
 
         shards = self._shard_count(fields)
         if len(layers) * shards > _FILES_AT_MOST:

@@ -14,7 +14,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -77,6 +77,11 @@ class LmprobeTarget(Target):
     }
 
     decides: ClassVar[tuple[str, ...]] = ("dtype", "storage")
+    holds_logits = True
+    finds_by_text = True
+    text_column: ClassVar[str | None] = "text"
+    empty_examples: ClassVar[str | None] = "lmprobe will see a last token of zeros"
+    keeping_all: ClassVar[str | None] = "storage='full_sequence' keeps all"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -109,6 +114,15 @@ class LmprobeTarget(Target):
         if config["storage"] not in (None, "pooled", "full_sequence"):
             raise ValueError(f"storage {config['storage']!r}")
         self.storage, self.created = config["storage"], config["created"]
+
+    @classmethod
+    def conversion_options(
+        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+    ) -> dict[str, Any]:
+        options = {**own, **asked}
+        if "storage" not in options:
+            options["storage"] = "pooled" if tokens == "last" or pooled() else "full_sequence"
+        return options
 
     def take_tokens(self, found: int) -> None:
         if self.storage is None:

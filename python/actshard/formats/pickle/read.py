@@ -29,7 +29,7 @@ import numpy as np
 from actshard._json import Fields, read_json, show
 from actshard._native import Rows
 from actshard.errors import ActshardError, FormatError, NotStoredError
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import Contents, Evidence, Options, Remark
 from actshard.formats.tables import plain, table_of
 
 if TYPE_CHECKING:
@@ -141,15 +141,15 @@ def open(path: Path, options: Options) -> Contents:
 
 def open_many(path: Path, machines: Sequence[Path], options: Options) -> Contents:
     """Folders of several machines as one dataset, in this order."""
-    warnings: list[str] = []
+    warnings: list[Remark] = []
     metadata = [Fields(read_json(m / "metadata.json"), m / "metadata.json") for m in machines]
     shards: list[Shard] = []
     order: dict[int, None] = {}
     for folder, fields in zip(machines, metadata, strict=True):
-        own: list[str] = []
+        own: list[Remark] = []
         listed = _shards(folder, fields, options, own)
         _check_statistics(fields, listed, own)
-        warnings += [f"{folder.name}: {w}" for w in own] if len(machines) > 1 else own
+        warnings += [w.within(folder.name) for w in own] if len(machines) > 1 else own
         shards += listed
         extracted = _config(fields).get("layers_extracted")
         if isinstance(extracted, list):
@@ -169,11 +169,14 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
     for folder, fields in zip(machines, metadata, strict=True):
         own = []
         _check_extraction(fields, [s for s in shards if s.path.parent == folder], rows.width, own)
-        warnings += [f"{folder.name}: {w}" for w in own] if len(machines) > 1 else own
+        warnings += [w.within(folder.name) for w in own] if len(machines) > 1 else own
     lacking = sum(1 for s in shards if len(s.layers) < len(layers))
     if lacking:
         warnings.append(
-            f"{lacking} of {len(shards)} shards lack layers: their examples have only those that their shard lists"
+            Remark(
+                "layout",
+                f"{lacking} of {len(shards)} shards lack layers: their examples have only those that their shard lists",
+            )
         )
     first = metadata[0].value
     config = _config(metadata[0])
@@ -210,6 +213,8 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
         provenance=provenance,
         warnings=tuple(warnings),
         types_may_differ=True,
+        layers_differ=True,
+        lacks_layers=bool(lacking),
         counts_are_cheap=sum(s.size or CHEAP_BYTES for s in compressed) <= CHEAP_BYTES,
     )
 
@@ -219,13 +224,17 @@ def _config(metadata: Fields) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[str]) -> list[Shard]:
+def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[Remark]) -> list[Shard]:
     """The shards that a metadata.json lists."""
     version = metadata.value.get("version")
     if not isinstance(version, str) or not re.match(r"\d+(\.\d+)*$", version):
-        warnings.append(f"field 'version': expected a version such as \"1.0\", found {show(version)}")
+        warnings.append(
+            Remark("reader-warning", f"field 'version': expected a version such as \"1.0\", found {show(version)}")
+        )
     elif int(version.split(".")[0][:9]) > 1:
-        warnings.append(f"version {version} is newer than actshard knows (1.0): fields may mean something else")
+        warnings.append(
+            Remark("version", f"version {version} is newer than actshard knows (1.0): fields may mean something else")
+        )
     made: list[Shard] = []
     names: set[str] = set()
     unchecked = 0
@@ -234,7 +243,9 @@ def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[str
         unchecked += options.checksums and shard.sha256 is None
         made.append(shard)
     if unchecked:
-        warnings.append(f"{unchecked} of {len(made)} shards have no checksum that could be verified")
+        warnings.append(
+            Remark("no-checksum", f"{unchecked} of {len(made)} shards have no checksum that could be verified")
+        )
     return made
 
 
@@ -306,17 +317,17 @@ def _limit(metadata: Fields, items: int) -> int:
     return _UNLIMITED
 
 
-def _check_statistics(metadata: Fields, shards: Sequence[Shard], warnings: list[str]) -> None:
+def _check_statistics(metadata: Fields, shards: Sequence[Shard], warnings: list[Remark]) -> None:
     statistics = metadata.value.get("statistics")
     if not isinstance(statistics, dict):
         return
     for name, found in (("total_shards", len(shards)), ("total_samples", sum(s.samples for s in shards))):
         said = statistics.get(name)
         if said is not None and said != found:
-            warnings.append(f"statistics.{name} says {show(said)}, the shards listed are {found}")
+            warnings.append(Remark("claim", f"statistics.{name} says {show(said)}, the shards listed are {found}"))
 
 
-def _check_extraction(metadata: Fields, shards: Sequence[Shard], width: int, warnings: list[str]) -> None:
+def _check_extraction(metadata: Fields, shards: Sequence[Shard], width: int, warnings: list[Remark]) -> None:
     """What the extraction says of its layers and their width, held against the shards."""
     config = _config(metadata)
     extracted, held = config.get("layers_extracted"), {layer for shard in shards for layer in shard.layers}
@@ -324,12 +335,17 @@ def _check_extraction(metadata: Fields, shards: Sequence[Shard], width: int, war
         named = [x for x in extracted if type(x) is int] if isinstance(extracted, list) else None
         if named is None or len(named) != len(extracted) or len(set(named)) < len(named) or set(named) != held:
             warnings.append(
-                f"extraction_config.layers_extracted says {show(extracted)}, the shards listed hold {sorted(held)}"
+                Remark(
+                    "claim",
+                    f"extraction_config.layers_extracted says {show(extracted)}, the shards listed hold {sorted(held)}",
+                )
             )
     parameters = config.get("model_params")
     hidden = parameters.get("hidden_size") if isinstance(parameters, dict) else None
     if hidden is not None and hidden != width:
-        warnings.append(f"extraction_config.model_params.hidden_size says {show(hidden)}, rows have {width}")
+        warnings.append(
+            Remark("claim", f"extraction_config.model_params.hidden_size says {show(hidden)}, rows have {width}")
+        )
 
 
 def _check_unique(shards: Sequence[Shard], rows: Rows) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from actshard import _native
 from actshard.errors import ArgumentError
-from actshard.formats.target import TEXTS, Block, Examples, Spec, Target, check_times, flag, only, positive
+from actshard.formats.target import PREVIEW, TEXTS, Block, Examples, Spec, Target, check_times, flag, only, positive
 from actshard.work import make_folder, rename, sync_folders, write_json
 
 if TYPE_CHECKING:
@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 100_000_000
 """Before compression; the text recommends 50 to 500 MB."""
-PREVIEW = 200
+LONGEST_PREVIEW = 200
 """Characters of text_preview, as the text says."""
 SAMPLES_PER_MACHINE = 1_000_000_000
 """Sample numbers of part or machine i begin at i times this: no part knows how many examples the others have."""
 _ALIGN = 64
-_PREVIEW = "text_preview"
 _MADE = ("shape", "layers")
 """What a reader tells of every sample, whatever its metadata call so."""
 _SHARD = re.compile(r"\.?(shard_\d{4,}\.pkl(?:\.gz)?)(?:\.part)?")
@@ -56,6 +55,8 @@ class PickleTarget(Target):
         "samples_per_machine": f"sample numbers of machine or part i begin at i times this (default: {SAMPLES_PER_MACHINE:,})",
     }
     unique: ClassVar[str | None] = "sample_idx"
+    holds_partial_layers = True
+    text_column: ClassVar[str | None] = PREVIEW
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -111,14 +112,14 @@ class PickleTarget(Target):
         text = next((name for name in TEXTS if name in schema.names), None)
         if text is None:
             return
-        if text != _PREVIEW and _PREVIEW in schema.names:
+        if text != PREVIEW and PREVIEW in schema.names:
             raise ArgumentError(
-                f"columns: pickle shards keep {text!r} as {_PREVIEW!r}: give one of them, or give the other another name"
+                f"columns: pickle shards keep {text!r} as {PREVIEW!r}: give one of them, or give the other another name"
             )
         kind = schema.field(text).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
             raise ArgumentError(
-                f"{text}: expected texts, which pickle shards keep as {_PREVIEW!r}, found {kind}; give yours another name"
+                f"{text}: expected texts, which pickle shards keep as {PREVIEW!r}, found {kind}; give yours another name"
             )
 
     def check_values(self, table: pa.Table, first: int) -> None:
@@ -195,10 +196,10 @@ class PickleTarget(Target):
         if any(type(i) is not int for i in ids) or len(set(ids)) < n:
             raise ArgumentError("sample_idx: expected another integer for every example")
         text = next((columns.pop(name) for name in TEXTS if name in columns), None)
-        previews = [None if t is None else str(t)[:PREVIEW] for t in text] if text is not None else [""] * n
+        previews = [None if t is None else str(t)[:LONGEST_PREVIEW] for t in text] if text is not None else [""] * n
         metadata = [{name: _safe(values[i]) for name, values in columns.items()} for i in range(n)]
         for t, of_sample in zip(text or (), metadata, strict=False):
-            if t is not None and len(str(t)) > PREVIEW:
+            if t is not None and len(str(t)) > LONGEST_PREVIEW:
                 of_sample["text"] = str(t)  # nothing is cut without being kept
         out = Opcodes(self.dtype or block.memory.dtype, 0 if self.compress else _ALIGN)
         starts, data, row = block.starts, block.bytes, self.row_bytes

@@ -42,7 +42,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import Contents, Evidence, Options, Remark
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -84,7 +84,7 @@ def detect(path: Path) -> Evidence:
 def open(path: Path, options: Options) -> Contents:
     """Reads metadata.json and shards.json and checks every shard's size."""
     fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
-    warnings: list[str] = []
+    warnings: list[Remark] = []
 
     protocol = _protocol(fields, warnings)
     if fields.has("dtype") and fields.text("dtype") != "float32":
@@ -115,7 +115,12 @@ def open(path: Path, options: Options) -> Contents:
     _check_hash(path, fields.value, warnings)
     labels = path / "labels.bin"
     if labels.exists() and labels.is_file() and labels.stat().st_size != n * content:
-        warnings.append(f"labels.bin: expected {n} x {content} = {n * content} bytes, found {labels.stat().st_size}")
+        warnings.append(
+            Remark(
+                "truncated",
+                f"labels.bin: expected {n} x {content} = {n * content} bytes, found {labels.stat().st_size}",
+            )
+        )
 
     lengths = path / LENGTHS
     rows = Rows.strided(
@@ -161,7 +166,7 @@ def open(path: Path, options: Options) -> Contents:
     )
 
 
-def _protocol(fields: Fields, warnings: list[str]) -> str | None:
+def _protocol(fields: Fields, warnings: list[Remark]) -> str | None:
     if "protocol" not in fields.value:
         return None  # before 2025-06-19
     protocol = fields.text("protocol")
@@ -171,15 +176,20 @@ def _protocol(fields: Fields, warnings: list[str]) -> str | None:
     version = (int(numbers[1]), int(numbers[2]))
     if version[0] > LAST_KNOWN[0]:
         warnings.append(
-            f"protocol {protocol} is a MAJOR version newer than actshard knows (2.1): shapes or types may mean something else, "
-            "check values before you trust them"
+            Remark(
+                "version",
+                f"protocol {protocol} is a MAJOR version newer than actshard knows (2.1): shapes or types may mean something else, "
+                "check values before you trust them",
+            )
         )
     elif version > LAST_KNOWN:
-        warnings.append(f"protocol {protocol} is newer than actshard knows (2.1); it should only add fields")
+        warnings.append(
+            Remark("version", f"protocol {protocol} is newer than actshard knows (2.1); it should only add fields")
+        )
     return protocol
 
 
-def _layers(fields: Fields, warnings: list[str]) -> tuple[int, ...]:
+def _layers(fields: Fields, warnings: list[Remark]) -> tuple[int, ...]:
     if "layers" not in fields.value and "n_layers" in fields.value:
         # October to November 2024: the last n layers were recorded, and readers counted from the end.
         count = fields.integer("n_layers")
@@ -189,13 +199,16 @@ def _layers(fields: Fields, warnings: list[str]) -> tuple[int, ...]:
     layers = fields.integers("layers")
     if list(layers) != sorted(layers):
         warnings.append(
-            f"layers {list(layers)} are not in ascending order: saev's recorder fills slots in the order the model runs, "
-            "so the names of these layers may be swapped"
+            Remark(
+                "layer-order",
+                f"layers {list(layers)} are not in ascending order: saev's recorder fills slots in the order the model runs, "
+                "so the names of these layers may be swapped",
+            )
         )
     return layers
 
 
-def _shards(path: Path, n: int, eps: int, protocol: str | None, warnings: list[str]) -> list[tuple[Path, int]]:
+def _shards(path: Path, n: int, eps: int, protocol: str | None, warnings: list[Remark]) -> list[tuple[Path, int]]:
     """The shard files in order, and how many examples each holds."""
     listing = path / "shards.json"
     expected = -(-n // eps)
@@ -242,7 +255,7 @@ def _name(index: int) -> str:
     return f"acts{index:06}.bin"
 
 
-def _listed_name(fields: Fields, path: Path, index: int, warnings: list[str]) -> str:
+def _listed_name(fields: Fields, path: Path, index: int, warnings: list[Remark]) -> str:
     name = fields.text("name")
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise fields.error("name", "the name of a file in this folder")
@@ -251,11 +264,13 @@ def _listed_name(fields: Fields, path: Path, index: int, warnings: list[str]) ->
         return name
     # saev's loaders build the name from the shard's number and look at this one only to see whether the file exists.
     chosen = usual if (path / usual).exists() else name
-    warnings.append(f"shards.json names shard {index} {name!r}, saev reads {usual!r}; reading {chosen!r}")
+    warnings.append(
+        Remark("layout", f"shards.json names shard {index} {name!r}, saev reads {usual!r}; reading {chosen!r}")
+    )
     return chosen
 
 
-def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: int, warnings: list[str]) -> None:
+def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: int, warnings: list[Remark]) -> None:
     """Every listed file is a regular file of a size that its examples allow."""
     problems: list[ActshardError] = []
     last = max(i for i, (_, count) in enumerate(shards) if count)
@@ -263,7 +278,7 @@ def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: i
         if count == 0:
             # saev leaves an extra shard of zeros when the examples come out even; nobody reads it.
             if not shard.exists():
-                warnings.append(f"{shard.name}, which holds no examples, is missing")
+                warnings.append(Remark("layout", f"{shard.name}, which holds no examples, is missing"))
             continue
         need, full = count * example_bytes, eps * example_bytes
         try:
@@ -303,11 +318,15 @@ def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: i
         raise first
 
 
-def _check_hash(path: Path, metadata: dict[str, Any], warnings: list[str]) -> None:
+def _check_hash(path: Path, metadata: dict[str, Any], warnings: list[Remark]) -> None:
     """The folder's name is a digest of its metadata, by one of the recipes that were in use."""
     if path.name not in hashes(metadata):
         warnings.append(
-            f"the folder's name is not the hash of its metadata ({hashes(metadata)[0]}): it was renamed, or the metadata changed"
+            Remark(
+                "hash-mismatch",
+                f"the folder's name is not the hash of its metadata ({hashes(metadata)[0]}): it was renamed, or the metadata "
+                "changed",
+            )
         )
 
 

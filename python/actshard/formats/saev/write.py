@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,6 +50,9 @@ class SaevTarget(Target):
     ragged = False
     holds_columns = False
     names_itself = True
+    holds_special_tokens = True
+    holds_labels = True
+    keeps_lengths = True
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
@@ -86,6 +89,16 @@ class SaevTarget(Target):
             self._tokens = found
         if self._tokens <= int(self.cls):
             raise ArgumentError(f"expected at least one content token per example, found {self._tokens - self.cls}")
+
+    @classmethod
+    def conversion_options(
+        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+    ) -> dict[str, Any]:
+        return {**own, **({} if tokens == "all" else {"cls_token": False}), **asked}
+
+    @property
+    def special_tokens(self) -> int:
+        return int(self.cls)
 
     @property
     def tokens(self) -> int | None:

@@ -1,1 +1,60 @@
-"""Zarr stores of activations."""
+"""HalluLens Zarr stores of activations; see docs/formats/zarr.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.format import Format, Tell
+
+if TYPE_CHECKING:
+    from actshard.formats.carrying import Carrying
+    from actshard.formats.merging import Merger
+    from actshard.formats.report import Report
+    from actshard.formats.target import Target
+
+
+class ZarrFormat(Format):
+    """HalluLens Zarr stores of activations."""
+
+    name: ClassVar[str] = "zarr"
+    description: ClassVar[str] = "HalluLens Zarr stores of activations"
+    order: ClassVar[int] = 30
+    writes: ClassVar[bool] = True
+
+    def detect(self, path: Path) -> Evidence:
+        from actshard.formats.zarr.read import detect
+
+        return detect(path)
+
+    def open(self, path: Path, options: Options) -> Contents:
+        from actshard.formats.zarr.read import open
+
+        return open(path, options)
+
+    def target(self) -> type[Target]:
+        from actshard.formats.zarr.write import ZarrTarget
+
+        return ZarrTarget
+
+    def check(self, path: Path, report: Report, tell: Tell) -> None:
+        from actshard.formats.zarr.check import check
+
+        check(path, report, tell)
+
+    def merger(self) -> Merger:
+        from actshard.formats.zarr.merge import ZarrMerger
+
+        return ZarrMerger()
+
+    def carrying(self) -> Carrying:
+        from actshard.formats.zarr.columns import ZarrCarrying
+
+        return ZarrCarrying()
+
+    def remains(self, names: frozenset[str]) -> bool:
+        return not names.isdisjoint((".zgroup", ".zmetadata", "arrays"))
+
+
+FORMAT = ZarrFormat()

@@ -31,6 +31,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
+from actshard.formats.contents import Remark
 from actshard.formats.zarr.package import PackageArray
 
 MOST_UNSTORED = 256 << 20
@@ -201,7 +202,7 @@ class ZarrStore:
         self.path = path
         self.version = 3 if exists(path / "zarr.json") else 2
         self.attributes: dict[str, Any] = {}
-        self.warnings: list[str] = []
+        self.warnings: list[Remark] = []
         self._consolidated: dict[str, Any] = {}
         self._consolidated_in = path / (".zmetadata" if self.version == 2 else "zarr.json")
         if self.version == 3:
@@ -218,7 +219,10 @@ class ZarrStore:
                 listed = self._consolidated.get(".zattrs", self.attributes)
                 if listed != self.attributes:
                     self.warnings.append(
-                        ".zattrs: consolidated metadata differ from the group's own attributes, which are used"
+                        Remark(
+                            "consolidated-differs",
+                            ".zattrs: consolidated metadata differ from the group's own attributes, which are used",
+                        )
                     )
             elif isinstance(self._consolidated.get(".zattrs"), dict):
                 self.attributes = self._consolidated[".zattrs"]
@@ -232,7 +236,12 @@ class ZarrStore:
         if exists(own):
             value = _object(own)
             if listed is not None and not _same(listed, value):
-                self.warnings.append(f"{node}: consolidated metadata differ from the array's own, which are used")
+                self.warnings.append(
+                    Remark(
+                        "consolidated-differs",
+                        f"{node}: consolidated metadata differ from the array's own, which are used",
+                    )
+                )
         elif listed is not None:
             own, value = self._consolidated_in, listed
         else:

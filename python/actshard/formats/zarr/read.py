@@ -52,7 +52,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import Contents, Evidence, Options, Remark
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import ArrayMeta, Spare, ZarrStore, read_constant, read_whole
 
@@ -155,12 +155,15 @@ def open(path: Path, options: Options) -> Contents:
         first.check_alike(member)
     warnings = [w for m in members for w in m.warnings]
     if len(members) > 1:
-        warnings = [f"{m.path.name}: {w}" for m in members for w in m.warnings]
+        warnings = [w.within(m.path.name) for m in members for w in m.warnings]
     coded = sorted({a.how for m in members for a in m.arrays if a.how})
     if coded:
         warnings.append(
-            f"chunks have to be decoded whole ({'; '.join(coded)}): right, but many times slower than plain chunks; "
-            "conversion to an uncompressed store makes reading fast"
+            Remark(
+                "layout",
+                f"chunks have to be decoded whole ({'; '.join(coded)}): right, but many times slower than plain chunks; "
+                "conversion to an uncompressed store makes reading fast",
+            )
         )
 
     arrays = [a for m in members for a in m.arrays]
@@ -225,7 +228,7 @@ def open(path: Path, options: Options) -> Contents:
     )
 
 
-def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[str]) -> tuple[int, ...]:
+def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark]) -> tuple[int, ...]:
     """What the attribute ``layers`` calls the layers, which the text only numbers; actshard writes it."""
     said = [named for named in (metadata.get("layers"), member.metadata.get("layers")) if named is not None]
     for named in said:
@@ -235,7 +238,11 @@ def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[str]) 
             return tuple(named)
     if said:
         warnings.append(
-            f"attribute 'layers' says {show(said[0])}, expected {member.num_layers} different integers: layers are numbered from 0"
+            Remark(
+                "claim",
+                f"attribute 'layers' says {show(said[0])}, expected {member.num_layers} different integers: layers are "
+                "numbered from 0",
+            )
         )
     return tuple(range(member.num_layers))
 
@@ -301,7 +308,7 @@ class Member:
     """A store, alone or of a run."""
 
     path: Path
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Remark] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.store = ZarrStore(self.path)
@@ -358,7 +365,7 @@ class Member:
         for name, found in claims.items():
             said = self.metadata.get(name)
             if said is not None and said != found:
-                self.warnings.append(f"attribute '{name}' says {show(said)}, the array has {found}")
+                self.warnings.append(Remark("claim", f"attribute '{name}' says {show(said)}, the array has {found}"))
 
     def _index(self) -> None:
         """HalluLens: which rows are samples. Rows may be allocated ahead, and a key that is logged again leaves its old row."""
@@ -389,7 +396,10 @@ class Member:
         self.is_sample[list(of_row)] = True
         if left := self.n - len(of_row):
             self.warnings.append(
-                f"{left} rows are named by no line of meta/index.jsonl (logged again, or never): they have 0 tokens"
+                Remark(
+                    "layout",
+                    f"{left} rows are named by no line of meta/index.jsonl (logged again, or never): they have 0 tokens",
+                )
             )
         if text_only:
             self.metadata = {**self.metadata, "text_only_lines": text_only}
@@ -402,7 +412,7 @@ class Member:
     def keep(self, n: int) -> None:
         """Only the first n samples count: the manifest says so."""
         if n < self.n:
-            self.warnings.append(f"holds {self.n} samples, of which the manifest counts {n}")
+            self.warnings.append(Remark("layout", f"holds {self.n} samples, of which the manifest counts {n}"))
         self.n = n
         self.lengths = [part if isinstance(part, int) else part[:n] for part in self.lengths]
 
@@ -412,7 +422,10 @@ class Member:
         meta = self.store.array(f"arrays/{name}")
         if meta is None:
             self.warnings.append(
-                f"has no arrays/{name}: every sample is taken to have all {longest} tokens of {array.node}"
+                Remark(
+                    "no-lengths",
+                    f"has no arrays/{name}: every sample is taken to have all {longest} tokens of {array.node}",
+                )
             )
             return longest
         if meta.shape != (self.rows,):
@@ -431,8 +444,11 @@ class Member:
             )
         if (long := values > longest).any():
             self.warnings.append(
-                f"{name} says {values[long].max()} tokens where {array.node} has room for {longest}: "
-                f"{int(long.sum())} samples were cut when they were written"
+                Remark(
+                    "length-too-long",
+                    f"{name} says {values[long].max()} tokens where {array.node} has room for {longest}: "
+                    f"{int(long.sum())} samples were cut when they were written",
+                )
             )
             values = np.minimum(values, longest)
         values = values.astype(np.uint32)

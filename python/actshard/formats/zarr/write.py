@@ -44,6 +44,8 @@ class ZarrTarget(Target):
         "chunk_tokens": "tokens per chunk, T_chunk (default: as many as make 1 MiB, at most T_max)",
         "t_max": "the array's length, T_max (default: the longest sample's)",
     }
+    takes_shard_bytes = False
+    text_column: ClassVar[str | None] = "prompt"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)

@@ -1,0 +1,79 @@
+"""What lmprobe's columns and metadata become in other formats, and what it keeps of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from actshard.formats.carrying import Carrying, without_files
+from actshard.formats.lmprobe.read import TOKEN_LISTS
+from actshard.formats.lmprobe.write import MADE_UP
+
+if TYPE_CHECKING:
+    from actshard.formats.contents import Contents
+
+_OF_FILES = frozenset(("format_version", "num_prompts", "prompt_ordering", "tensors", "model", MADE_UP))
+"""Fields of the metadata that the writer makes itself."""
+
+
+class LmprobeCarrying(Carrying):
+    """The index's addresses stay behind, and so do columns that lmprobe requires and that hold nothing."""
+
+    derived: ClassVar[frozenset[str]] = frozenset(
+        ("shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
+    )
+    model_key: ClassVar[str | None] = "name"
+
+    def names(self, contents: Contents) -> list[str]:
+        full = _hidden(contents.metadata).get("storage") == "full_sequence"
+        return [name for name in super().names(contents) if not (full and name == "num_tokens")]
+
+    def fillers(self, contents: Contents) -> frozenset[str]:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        made_up = contents.metadata.get(MADE_UP)
+        empty = {name for name in ("text", "label", "num_tokens") if name in contents.column_names}
+        found = {"text"} & empty if isinstance(made_up, list) and "text" in made_up else set()
+        empty -= found
+        read = contents.column_batches
+        batches = read(sorted(empty)) if read is not None and empty else iter(())
+        for table in batches:
+            for name in sorted(empty):
+                column = table[name]
+                nothing = column.null_count == len(column)
+                if name == "text" and not nothing and not column.null_count and pa.types.is_string(column.type):
+                    nothing = not pc.max(pc.binary_length(column)).as_py()
+                if not nothing:
+                    empty.discard(name)
+            if not empty:
+                break
+        return frozenset(found | empty)
+
+    def metadata_kept(self, contents: Contents) -> dict[str, Any]:
+        kept = without_files(contents.metadata)
+        if not isinstance(_tensors(contents.metadata).get("hidden_layers"), dict):
+            return kept
+        hidden = {name: value for name, value in _hidden(contents.metadata).items() if name in ("storage", "pooling")}
+        return {**kept, "tensors": {"hidden_layers": hidden}}
+
+    def metadata_again(
+        self, metadata: Mapping[str, Any], contents: Contents | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        said = metadata.get("model")
+        model: dict[str, Any] = said if isinstance(said, dict) else {}
+        rest = {name: value for name, value in metadata.items() if name not in _OF_FILES}
+        pooling = _hidden(metadata).get("pooling")
+        own = {"pooling": pooling} if isinstance(pooling, str) else {}
+        return {"name": model.get("name"), "revision": model.get("revision"), **rest}, own
+
+
+def _tensors(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    tensors = metadata.get("tensors")
+    return tensors if isinstance(tensors, dict) else {}
+
+
+def _hidden(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The descriptor of hidden states."""
+    hidden = _tensors(metadata).get("hidden_layers")
+    return hidden if isinstance(hidden, dict) else {}

@@ -1,0 +1,187 @@
+"""Merging lmprobe datasets: tensor files get new numbers, and the index is written again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from actshard import _native
+from actshard._json import Fields
+from actshard.errors import FormatError, MissingFileError, UnsupportedError, from_os
+from actshard.formats.contents import Contents
+from actshard.formats.lmprobe.read import TOKEN_LISTS, Dataset
+from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
+from actshard.formats.merging import Merge, Merger
+from actshard.work import make_folder, rename
+
+_DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
+"""What the descriptors of tensors have to agree on."""
+_HIDDEN_FILE = "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
+_BESIDE = ("logits_topk", "router_logits")
+
+
+def _schema(datasets: Sequence[Dataset]) -> Any:
+    """The columns of all indexes."""
+    import pyarrow as pa
+
+    try:
+        return pa.unify_schemas([d.schema.remove_metadata() for d in datasets], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise FormatError(f"columns of the parts do not fit together: {' '.join(str(error).split())[:300]}") from error
+
+
+def _check(plan: Merge) -> None:
+    datasets = [Dataset(p, "auto") for p in plan.parts]
+    for path, dataset in zip(plan.parts, datasets, strict=True):
+        twice = sorted({n for n in dataset.names if dataset.names.count(n) > 1})
+        if twice:
+            raise FormatError(f"column '{twice[0]}' is there twice", path=dataset.parts[0])
+        known = {*_BESIDE, *([dataset.hidden.where.removeprefix("tensors.")] if dataset.hidden is not None else [])}
+        unknown = sorted(set(dataset.metadata["tensors"]) - known)
+        if unknown:
+            raise UnsupportedError(f"tensors {unknown} are not of a type that can be merged", path=path)
+        if dataset.hidden is not None:
+            layers = dataset.hidden.integers("layers")
+            shards = dataset.hidden.items("shards")
+            name = dataset.pattern(dataset.hidden, "file_pattern", layers, len(shards))
+            if len({name(layer, 0) for layer in layers}) < len(layers):
+                raise UnsupportedError("several layers are in one file: convert it first", path=path)
+            if dataset.hidden.has("last_token_shards"):
+                dataset.hidden.integer("last_token_shards", minimum=0)
+        missing = next((f for f in dataset.files() if not f.is_file()), None)
+        if missing is not None:
+            raise MissingFileError("expected a file, found nothing: a dataset is merged whole", path=missing)
+    _schema(datasets)
+
+
+def _run(plan: Merge) -> Path:
+    """Tensor files get new numbers; the index is written again with the addresses they mean."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    datasets = [Dataset(p, "auto") for p in plan.parts]
+    hidden = [d.hidden for d in datasets]
+    described = [h.value if h is not None else {"shards": [], "layers": []} for h in hidden]
+    full = described[0].get("storage") == "full_sequence"
+    lasts = [int(h.get("last_token_shards", len(h["shards"]))) if full else len(h["shards"]) for h in described]
+    rests = [len(h["shards"]) - k for h, k in zip(described, lasts, strict=True)]
+    total = sum(lasts)
+    last_at, rest_at = _before(lasts), _before(rests)
+    merged_shards = [s for h, k in zip(described, lasts, strict=True) for s in h["shards"][:k]]
+    merged_shards += [s for h, k in zip(described, lasts, strict=True) for s in h["shards"][k:]]
+    for p, h in enumerate(hidden):
+        if h is None:
+            continue
+        shards = h.items("shards")
+        layers = h.integers("layers")
+        name = datasets[p].pattern(h, "file_pattern", layers, len(shards))
+        for layer in layers:
+            for s, shard in enumerate(shards):
+                new = last_at[p] + s if s < lasts[p] else total + rest_at[p] + s - lasts[p]
+                if shard.value.get("num_tokens", 1):
+                    target = plan.path / _HIDDEN_FILE.format(layer=layer, shard=new)
+                    plan.take(datasets[p].inside(h, name(layer, s)), target)
+    tensors = dict(datasets[0].metadata["tensors"])
+    if hidden[0] is not None:
+        key = hidden[0].where.removeprefix("tensors.")
+        tensors[key] = {**described[0], "file_pattern": _HIDDEN_FILE, "shards": merged_shards}
+        tensors[key] |= {"last_token_shards": total} if full else {}
+    beside_at: dict[str, list[int]] = {}
+    for kind in _BESIDE:
+        if kind not in tensors:
+            continue
+        every = [Fields(d.metadata["tensors"][kind], d.parts[0], f"tensors.{kind}") for d in datasets]
+        each = [fields.items("shards") for fields in every]
+        beside_at[kind] = _before([len(s) for s in each])
+        listed = []
+        for p, of_part in enumerate(each):
+            files = datasets[p].files_of(every[p], len(of_part))
+            for s, (shard, source) in enumerate(zip(of_part, files, strict=True)):
+                file = f"tensors/{kind}_{beside_at[kind][p] + s:03d}.safetensors"
+                plan.take(source, plan.path / file)
+                listed.append({**shard.value, "file": file})
+        tensors[kind] = {**tensors[kind], "file_pattern": f"tensors/{kind}_{{shard:03d}}.safetensors", "shards": listed}
+    metadata = {**datasets[0].metadata, "tensors": tensors, "num_prompts": sum(d.num_rows for d in datasets)}
+    # Texts that the writer made up, to tell examples apart, have to do so in the whole.
+    made_up = [isinstance(d.metadata.get(MADE_UP), list) and "text" in d.metadata[MADE_UP] for d in datasets]
+    if not all(made_up):
+        metadata.pop(MADE_UP, None)
+    keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in metadata.items()}
+    schema = _schema(datasets).with_metadata(keys)
+    index = plan.path / "index" / "train-00000-of-00001.parquet"
+    make_folder(index.parent)
+    temporary = index.with_name(f".{index.name}.part")
+    try:
+        with pq.ParquetWriter(temporary, schema) as writer:
+            done = 0
+            for p, dataset in enumerate(datasets):
+                for _, _, batch in dataset.batches(list(dataset.names)):
+                    columns = {n: batch.column(n) for n in batch.schema.names}
+                    if hidden[p] is not None:
+                        columns["shard_index"] = _plus(columns["shard_index"], last_at[p])
+                    elif "logits_topk" in beside_at:
+                        columns["shard_index"] = _plus(columns["shard_index"], beside_at["logits_topk"][p])
+                    if "shard_index_logits" in columns:
+                        columns["shard_index_logits"] = _plus(
+                            columns["shard_index_logits"], beside_at["logits_topk"][p]
+                        )
+                    if full:
+                        columns[TOKEN_LISTS[0]] = _renumbered(
+                            columns[TOKEN_LISTS[0]], lasts[p], last_at[p], total + rest_at[p]
+                        )
+                    if made_up[p]:
+                        columns["text"] = pa.array([f"example {i}" for i in range(done, done + batch.num_rows)])
+                    done += batch.num_rows
+                    table = pa.table({n: columns.get(n, pa.nulls(batch.num_rows)) for n in schema.names})
+                    writer.write_table(table.cast(schema))
+    except OSError as error:
+        raise from_os(error, temporary, "write") from error
+    _native.sync_files([temporary, plan.path / "tensors"])
+    rename(temporary, index)
+    _native.sync_files([index.parent])
+    return plan.path
+
+
+def _before(counts: Sequence[int]) -> list[int]:
+    return [0, *np.cumsum(counts)[:-1].tolist()]
+
+
+def _plus(column: Any, n: int) -> Any:
+    import pyarrow.compute as pc
+
+    return pc.add(column, n).cast(column.type)
+
+
+def _renumbered(column: Any, lasts: int, last_at: int, rest_at: int) -> Any:
+    """Lists of shard numbers: last-token shards move by one offset, sequence shards by another."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    flat = column.values
+    moved = pc.if_else(pc.less(flat, lasts), pc.add(flat, last_at), pc.add(flat, rest_at - lasts))
+    return pa.ListArray.from_arrays(column.offsets, moved.cast(flat.type))
+
+
+class LmprobeMerger(Merger):
+    """Files of every part stay as they are; the index is new."""
+
+    makes: ClassVar[tuple[str, ...]] = LmprobeTarget.makes
+
+    def kind(self, contents: Contents) -> dict[str, Any]:
+        return {
+            "columns": sorted(contents.column_names),
+            "tensors": {
+                k: {name: v.get(name) for name in _DESCRIBED} if isinstance(v, dict) else v
+                for k, v in contents.metadata["tensors"].items()
+            },
+        }
+
+    def check(self, plan: Merge) -> None:
+        _check(plan)
+
+    def run(self, plan: Merge) -> Path:
+        return _run(plan)

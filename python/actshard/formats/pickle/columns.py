@@ -1,0 +1,64 @@
+"""What pickle shards' columns and metadata become in other formats, and what they keep of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from actshard.formats.carrying import ORIGIN, Carrying, checked_origin
+from actshard.formats.target import PREVIEW
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard.formats.contents import Contents
+
+_OF_FILES = frozenset(("layers_extracted", "max_seq_length"))
+"""Fields of ``extraction_config`` that the writer makes itself."""
+
+
+class PickleCarrying(Carrying):
+    """Metadata are fields of ``extraction_config``; samples are numbered."""
+
+    derived: ClassVar[frozenset[str]] = frozenset(("shape", "layers"))
+    number_column: ClassVar[str | None] = "sample_idx"
+    model_key: ClassVar[str | None] = "model_name"
+
+    def numbered_by_order(self, contents: Contents) -> bool:
+        """By ``sample_id_range`` of the shards."""
+        found: Any = contents.metadata.get("shards")
+        if not isinstance(found, list):
+            return False
+        at = 0
+        for shard in found:
+            if not isinstance(shard, dict):
+                return False
+            ids, count = shard.get("sample_id_range"), shard.get("num_samples")
+            if count == 0:
+                continue
+            if not isinstance(count, int) or ids != [at, at + count - 1]:
+                return False
+            at += count
+        return True
+
+    def outgoing(self, table: pa.Table) -> pa.Table:
+        """The preview, completed where the whole text is kept beside it; elsewhere these are two columns."""
+        import pyarrow.compute as pc
+
+        if PREVIEW not in table.column_names or "text" not in table.column_names:
+            return table
+        whole = pc.coalesce(table["text"].cast("string"), table[PREVIEW].cast("string"))
+        at = table.column_names.index(PREVIEW)
+        return table.drop_columns(["text"]).set_column(at, PREVIEW, whole)
+
+    def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+        config = metadata.get("extraction_config") or {}
+        return checked_origin(config.get(ORIGIN)) if isinstance(config, dict) else None
+
+    def metadata_again(
+        self, metadata: Mapping[str, Any], contents: Contents | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        config = metadata.get("extraction_config")
+        if not isinstance(config, dict) and isinstance(metadata.get("machines"), dict):
+            config = next((m.get("extraction_config") for m in metadata["machines"].values()), None)
+        return {k: v for k, v in (config or {}).items() if k not in _OF_FILES}, {}

@@ -1,0 +1,82 @@
+"""Merging pickle shards: shards get new numbers, and their lists become one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from actshard import _native
+from actshard._json import Fields, read_json
+from actshard.errors import MissingFileError
+from actshard.formats.contents import Options
+from actshard.formats.merging import Merge, Merger, check_column_types
+from actshard.formats.pickle.read import machines_in, open_many
+from actshard.formats.pickle.write import PickleTarget, shard_listing
+from actshard.location import network_io
+from actshard.work import write_json
+
+_DECODED = 160 << 20
+"""Memory for the shard of each part whose columns are looked at."""
+
+
+def _check(plan: Merge) -> None:
+    open_many(plan.path, list(plan.parts), Options("pread"))  # refuses sample numbers that are there twice
+    missing = next((source for source, _ in _planned(plan)[0] if not source.is_file()), None)
+    if missing is not None:
+        raise MissingFileError("expected a shard, found nothing", path=missing)
+    # Columns of a whole part would have to be decoded with its rows: its first shard tells its types.
+    contents = [open_many(p, [p], Options(network_io(p), _DECODED)) for p in plan.parts]
+    check_column_types(plan, [c.unit_columns(0) for c in contents if c.unit_columns is not None])
+
+
+def _planned(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
+    """Each shard with its new name, and the list of them all."""
+    described = [Fields(read_json(p / "metadata.json"), p / "metadata.json") for p in plan.parts]
+    moves: list[tuple[Path, str]] = []
+    shards: list[dict[str, Any]] = []
+    for part, metadata in zip(plan.parts, described, strict=True):
+        for shard in metadata.items("shards"):
+            number = len(shards) + 1
+            file = shard.text("filename")
+            name = f"shard_{number:04d}{'.pkl.gz' if file.endswith('.gz') else '.pkl'}"
+            moves.append((part / file, name))
+            shards.append({**shard.value, "shard_id": number, "filename": name})
+    configs = [Fields(m.value.get("extraction_config"), m.path, "extraction_config").value for m in described]
+    config = dict(configs[0])
+    layers = list(dict.fromkeys(la for s in shards for la in s.get("layers", [])))
+    longest = [c["max_seq_length"] for c in configs if isinstance(c.get("max_seq_length"), int)]
+    config |= {"layers_extracted": config.get("layers_extracted", layers), "max_seq_length": max(longest, default=1)}
+    statistics = [m.value.get("statistics") for m in described]
+    seconds = [s.get("extraction_duration_seconds") if isinstance(s, dict) else None for s in statistics]
+    known = [s for s in seconds if isinstance(s, int | float)]
+    samples = sum(
+        Fields(s, plan.parts[0] / "metadata.json", "shards").integer("num_samples", minimum=0) for s in shards
+    )
+    created = described[0].value.get("created_at", "")
+    return moves, shard_listing(shards, samples, config, created, 0, 1, sum(known) if known else None)
+
+
+def _run(plan: Merge) -> Path:
+    """Shards get new numbers; the lists of them become one."""
+    moves, listing = _planned(plan)
+    for source, name in moves:
+        plan.take(source, plan.path / name)
+    _native.sync_files([plan.path])  # no list of shards that a power cut may take away
+    write_json(plan.path / "metadata.json", listing)
+    _native.sync_files([plan.path])
+    return plan.path
+
+
+class PickleMerger(Merger):
+    """Folders of several machines are one source each."""
+
+    makes: ClassVar[tuple[str, ...]] = PickleTarget.makes
+
+    def datasets(self, path: Path) -> list[Path]:
+        return [path] if (path / "metadata.json").exists() else machines_in(path)
+
+    def check(self, plan: Merge) -> None:
+        _check(plan)
+
+    def run(self, plan: Merge) -> Path:
+        return _run(plan)

@@ -1,0 +1,92 @@
+"""The formats that are installed: a folder each below this package, and entry points of other packages."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import warnings
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from actshard.errors import ActshardError, ActshardWarning
+from actshard.formats.contents import Contents, Options
+from actshard.formats.format import Format
+
+GROUP = "actshard.formats"
+"""Entry points of this group name a :class:`Format`, as a class or an object."""
+
+
+@functools.cache
+def installed() -> dict[str, Format]:
+    """All formats by name, sorted by name. Looked up once per process.
+
+    A plugin that cannot be loaded, or whose name is taken, is left out with a warning.
+    """
+    folder = importlib.import_module("actshard.formats").__path__
+    found = {
+        module.name: importlib.import_module(f"actshard.formats.{module.name}").FORMAT
+        for module in pkgutil.iter_modules(folder)
+        if module.ispkg
+    }
+    made: dict[str, Format] = {format.name: format for format in found.values()}
+    for point in entry_points(group=GROUP):
+        format = _plugin(point)
+        if format is None:
+            continue
+        if format.name in made:
+            _warn(point, f"a format of the name {format.name!r} is installed already")
+            continue
+        made[format.name] = format
+    return dict(sorted(made.items()))
+
+
+def _plugin(point: EntryPoint) -> Format | None:
+    try:
+        loaded = point.load()
+        format = loaded() if isinstance(loaded, type) else loaded
+    except Exception as error:  # whatever a plugin raises, datasets of other formats are still read
+        _warn(point, f"{type(error).__name__}: {error}")
+        return None
+    if not isinstance(format, Format) or not isinstance(getattr(format, "name", None), str):
+        _warn(point, f"expected an actshard.formats.Format with a name, found {type(format).__name__}")
+        return None
+    return format
+
+
+def _warn(point: EntryPoint, why: str) -> None:
+    warnings.warn(f"format plugin {point.name!r} ({point.value}) is not used: {why}", ActshardWarning, stacklevel=4)
+
+
+def names() -> tuple[str, ...]:
+    """Names of the formats that :func:`actshard.open` reads."""
+    return tuple(name for name, format in installed().items() if format.holds == "activations")
+
+
+def of_tokens() -> tuple[str, ...]:
+    """Names of the formats that hold tokens."""
+    return tuple(name for name, format in installed().items() if format.holds == "tokens")
+
+
+def written() -> tuple[str, ...]:
+    """Names of the formats that :func:`actshard.create` writes."""
+    found = [format for format in installed().values() if format.writes]
+    return tuple(format.name for format in sorted(found, key=lambda format: (format.order, format.name)))
+
+
+def get(name: str) -> Format:
+    """A format by its name, which was checked."""
+    return installed()[name]
+
+
+def contents_of(name: str, path: Path, options: Options | None = None) -> Contents:
+    """Opens a dataset; an error of the core, which knows no path, gets the dataset's.
+
+    ``options=None`` chooses mapping or positioned reads by the file system.
+    """
+    try:
+        return get(name).open(path, options or Options.of(path))
+    except ActshardError as error:
+        if error.path is None:
+            error.path = path
+        raise

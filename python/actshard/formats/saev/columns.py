@@ -1,0 +1,54 @@
+"""What saev's metadata become in other formats, and what it keeps of theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from actshard.formats.carrying import ORIGIN, Carrying, checked_origin
+from actshard.formats.saev.read import BUDGET, CHECKPOINT, D_MODEL, FAMILY
+
+if TYPE_CHECKING:
+    from actshard.formats.contents import Contents
+
+
+class SaevCarrying(Carrying):
+    """saev has fixed fields: another format's metadata are kept as JSON text in ``data``."""
+
+    number_column: ClassVar[str | None] = "example_idx"
+
+    def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+        data = metadata.get("data")
+        if isinstance(data, str) and data.startswith(f'{{"{ORIGIN}"'):
+            try:
+                data = json.loads(data)
+            except ValueError:
+                return None
+        return checked_origin(data.get(ORIGIN)) if isinstance(data, dict) else None
+
+    def content_only(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        return {**metadata, "cls_token": False}
+
+    def metadata_again(
+        self, metadata: Mapping[str, Any], contents: Contents | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        def first(names: Sequence[str]) -> Any:
+            return next((metadata[n] for n in names if n in metadata), None)
+
+        given = {
+            "family": first(FAMILY),
+            "ckpt": first(CHECKPOINT),
+            "data": metadata.get("data"),
+            "dataset": metadata.get("dataset"),
+            "pixel_agg": metadata.get("pixel_agg"),
+        }
+        own: dict[str, Any] = {"cls_token": bool(metadata.get("cls_token", "layers" not in metadata))}
+        budget = first(BUDGET)
+        if isinstance(budget, int) and first(D_MODEL):
+            own["max_tokens_per_shard"] = budget
+        return {k: v for k, v in given.items() if v is not None}, own
+
+    def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        text = json.dumps({ORIGIN: origin}, separators=(",", ":"), ensure_ascii=False, default=str)
+        return {"ckpt": contents.model or "unknown", "data": text}, {"cls_token": bool(contents.special_tokens)}

@@ -1,0 +1,41 @@
+"""What a Zarr store's columns and attributes become in other formats, and what it keeps of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from actshard.formats.carrying import Carrying, without_files
+from actshard.formats.zarr.read import Member, members_of
+from actshard.formats.zarr.write import OWN_ATTRIBUTES
+
+if TYPE_CHECKING:
+    from actshard.formats.contents import Contents
+
+_OF_FILES = frozenset(
+    (*OWN_ATTRIBUTES, "written_by", "text_only_lines", "n_samples", "shards", "format", "manifest_version")
+)
+"""Attributes that the writer makes itself."""
+
+
+class ZarrCarrying(Carrying):
+    """A run's manifest lists stores; what they are of is in the attributes of the first."""
+
+    derived: ClassVar[frozenset[str]] = frozenset(("seq_len",))
+    model_key: ClassVar[str | None] = "model_id"
+
+    def metadata_kept(self, contents: Contents) -> dict[str, Any]:
+        kept = without_files(contents.metadata)
+        return kept | without_files(_first(contents)) if "shards" in contents.metadata else kept
+
+    def metadata_again(
+        self, metadata: Mapping[str, Any], contents: Contents | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        if contents is not None and "shards" in metadata:
+            metadata = {**_first(contents), **metadata}
+        return {name: value for name, value in metadata.items() if name not in _OF_FILES}, {}
+
+
+def _first(contents: Contents) -> dict[str, Any]:
+    """Attributes of a run's first store."""
+    return Member(members_of(contents.path)[0]).metadata

@@ -1,0 +1,157 @@
+"""Merging Zarr stores: a run of several stores with a manifest, or one store of all chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from actshard import _native
+from actshard.errors import ArgumentError
+from actshard.formats.contents import Contents, Options
+from actshard.formats.merging import Merge, Merger, check_column_types
+from actshard.formats.target import Examples, Spec
+from actshard.formats.zarr.read import ACTIVATIONS, Member, is_group, members_of
+from actshard.formats.zarr.read import open as open_store
+from actshard.formats.zarr.write import OWN_ATTRIBUTES, ZarrTarget
+from actshard.work import write_json
+
+
+def _check_chunks(sources: Sequence[Path]) -> None:
+    """Stores can become one if a chunk is a file that another number makes one of the whole."""
+    first = None
+    for path in sources:
+        member = Member(path)
+        (array,) = member.arrays if len(member.arrays) == 1 else (None,)
+        if (
+            array is None
+            or array.node != ACTIVATIONS
+            or array.fill not in (0, None)
+            or array.how
+            or array.swapped
+            or member.version != 2
+            or array.chunks[:2] != (1, 1)
+            or array.separator != "."
+        ):
+            raise ArgumentError(
+                f"physical: {path} is not of plain chunks (1, 1, T, H) of version 2; a manifest holds it as it is"
+            )
+        first = first or array.chunks
+        if array.chunks != first:
+            raise ArgumentError(
+                f"physical: {path} has chunks {list(array.chunks)}, {sources[0]} {list(first)}; write with the same chunk_tokens=, "
+                "or merge them by a manifest"
+            )
+
+
+def _check(plan: Merge) -> None:
+    if plan.options["physical"]:
+        _check_chunks(plan.parts)
+    check_column_types(plan, [_columns(_opened(p)) for p in plan.parts])
+
+
+def _run(plan: Merge) -> Path:
+    if plan.options["physical"]:
+        return _one_store(plan)
+    shards: list[dict[str, Any]] = []
+    start = 0
+    member: Member | None = None
+    for i, part in enumerate(plan.parts):
+        name = f"shards/shard-{i:04}.zarr"
+        plan.take(part, plan.path / name)
+        member = Member(plan.path / name)
+        shards.append({"path": name, "n_samples": member.n, "start": start})
+        start += member.n
+    assert member is not None
+    first = Member(plan.path / shards[0]["path"])
+    known: dict[str, Any] = {
+        k: first.metadata[k] for k in ("schema_version", "created_at", "model_id", "layers") if k in first.metadata
+    }
+    manifest: dict[str, Any] = {
+        "format": "activation-zarr-run",
+        "manifest_version": "1.0",
+        "n_samples": start,
+        "num_layers": first.num_layers,
+        "hidden_size": first.width,
+        "T_max": max(Member(plan.path / s["path"]).arrays[0].shape[2] for s in shards),
+        "dtype": str(first.arrays[0].dtype),
+        **known,
+        "shards": shards,
+    }
+    _native.sync_files([plan.path / "shards", plan.path])  # no manifest of stores that a power cut may take away
+    write_json(plan.path / "manifest.json", manifest)
+    _native.sync_files([plan.path])
+    return plan.path
+
+
+def _one_store(plan: Merge) -> Path:
+    """Chunk files move, their first number by the samples before; everything small is written again."""
+    stores = [_opened(p) for p in plan.parts]
+    members = [Member(p) for p in plan.parts]
+    lengths, tables = [], []
+    start = 0
+    for store, member in zip(stores, members, strict=True):
+        folder = member.arrays[0].folder
+        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
+            first, _, rest = entry.name.partition(".")
+            if first.isdigit() and int(first) < member.n:
+                plan.take(Path(entry.path), plan.path / "arrays" / "activations" / f"{int(first) + start}.{rest}")
+        counts = store.token_counts()
+        lengths.append(np.repeat(counts[:, None], member.num_layers, axis=1))
+        tables.append(_columns(store))
+        start += member.n
+    import pyarrow as pa
+
+    first_of = members[0]
+    dtype = first_of.arrays[0].dtype
+    spec = Spec(
+        path=plan.path,
+        layers=stores[0].layers,
+        d_model=first_of.width,
+        dtype=dtype,
+        metadata={k: v for k, v in first_of.metadata.items() if k not in (*OWN_ATTRIBUTES, "written_by")},
+        num_examples=start,
+        tokens=None,
+        shard_bytes=None,
+        part=None,
+        options={
+            "chunk_tokens": first_of.arrays[0].chunks[2],
+            "t_max": max(m.arrays[0].shape[2] for m in members),
+        },
+    )
+    target = ZarrTarget(spec)
+    every = np.concatenate(lengths)
+    target.restore([], every)
+    columns = pa.concat_tables(tables, promote_options="permissive") if tables[0].num_columns else None
+    target.finish(Examples(every, columns))
+    return plan.path
+
+
+def _opened(path: Path) -> Contents:
+    return open_store(path, Options.of(path))
+
+
+def _columns(contents: Contents) -> Any:
+    return contents.columns([name for name in contents.column_names if name != "seq_len"])
+
+
+class ZarrMerger(Merger):
+    """Parts become the stores of a run, or with ``physical`` one store."""
+
+    makes: ClassVar[tuple[str, ...]] = (*ZarrTarget.makes, "shards", "manifest.json")
+    physical: ClassVar[str | None] = "Zarr stores"
+
+    def datasets(self, path: Path) -> list[Path]:
+        return members_of(path)
+
+    def several(self, path: Path) -> bool:
+        return not is_group(path)
+
+    def check(self, plan: Merge) -> None:
+        _check(plan)
+
+    def run(self, plan: Merge) -> Path:
+        return _run(plan)
