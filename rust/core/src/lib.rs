@@ -1,20 +1,18 @@
 //! actshard's core: where rows of activations lie, and how to move many of them at once.
 //!
-//! The rooms, in the order data flows through them:
+//! The floors. Each uses only those above it in this list (`tests/floors.rs` holds them); no files use each other in a circle.
 //!
-//! - [`layout`] maps (group, example, token) to an [`layout::Address`]: a file and a row in it. A *group* is whatever a
-//!   format stores apart: a layer, usually. [`layout::strided`] and [`layout::chunked`] compute addresses,
-//!   [`layout::table`] looks them up.
-//! - [`bytes`] is where rows lie: [`bytes::Files`] opens numbered files on demand, mapped ([`bytes::mmap`], the only mapping
-//!   `unsafe`), read in place ([`bytes::pread`]) or decoded ([`bytes::decoded`]), and proves that a file still holds the
-//!   rows it held when opened. [`bytes::FileTable`] lists files, [`bytes::chunks`] computes their names.
-//! - [`par`] moves rows: [`par::gather`] sorts addresses, hints cold ones to the kernel, and copies or casts
-//!   ([`dtype`]) on threads of our own ([`par::pool`]) straight into the caller's memory.
-//! - [`rows`] is one dataset's rows, whatever its layout: what a binding holds. [`stream`] reads them in an order, batch
-//!   after batch, on a thread ahead of whoever consumes them.
-//! - [`write`] puts bytes into files: pieces at their places, whole shards. [`scan`] looks at every value of a dataset.
-//! - [`tokens`] is the other kind of dataset: token caches, their rows, their batches and orders.
-//! - [`parse`] reads files not to be trusted. [`error`] is how anything here says no.
+//! 1. [`error`]: how anything here fails. [`dtype`]: element types and casts. [`memory`]: blocks that are used again.
+//!    [`threads`]: one pool, one way of handing out parts.
+//! 2. [`source`]: where bytes lie, mapped or read in place. [`codec`]: decoding, with one cache of what was decoded.
+//! 3. [`parse`]: files not to be trusted. [`layout`]: the map from (group, example, token) to an [`layout::Address`], a file
+//!    and a row in it. A *group* is what a format stores apart for each example: a layer, usually.
+//! 4. [`files`]: the numbered files of a dataset, opened on demand and proven to hold the rows that they held when opened:
+//!    listed ([`files::table`]), named by arithmetic ([`files::chunks`]), or found inside pickles ([`files::shards`]).
+//! 5. [`gather`]: many rows at once, sorted, hinted and copied or cast straight into the caller's memory.
+//! 6. [`rows`]: one dataset's rows, whatever its layout: what a binding holds.
+//! 7. [`scan`]: a look at every value. [`stream`]: batches in an order, read ahead by a thread. [`write`](mod@write): pieces at
+//!    their places, whole shards. [`tokens`]: token caches, their rows, batches and orders.
 //!
 //! This crate knows rows, files and byte ranges. It has no word for a prompt, a patch or a parquet file, and never
 //! imports Python.
@@ -25,15 +23,19 @@ compile_error!("actshard reads little-endian rows in place; a big-endian host wo
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("actshard maps whole files and counts bytes in usize; a 32-bit host cannot address them");
 
-pub mod bytes;
+pub mod codec;
 pub mod dtype;
 pub mod error;
+pub mod files;
+pub mod gather;
 pub mod layout;
-pub mod par;
+pub mod memory;
 pub mod parse;
 pub mod rows;
 pub mod scan;
+pub mod source;
 pub mod stream;
+pub mod threads;
 pub mod tokens;
 pub mod write;
 

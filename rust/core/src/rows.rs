@@ -3,17 +3,21 @@
 use std::iter::once;
 use std::sync::Arc;
 
-use crate::bytes::chunks::ChunkFiles;
-use crate::bytes::shards::{Shards, TYPES as TYPES_OF_SHARDS};
-use crate::bytes::{FileTable, Files, Io, Row, View};
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
+use crate::files::Files;
+use crate::files::chunks::ChunkFiles;
+use crate::files::open::View;
+use crate::files::shards::{Shards, TYPES as TYPES_OF_SHARDS};
+use crate::files::table::FileTable;
+use crate::gather::{Ints, Out, Pick, Source, gather, hint};
 use crate::layout::chunked::Chunked;
+use crate::layout::row::Row;
 use crate::layout::strided::Strided;
 use crate::layout::table::Table;
 use crate::layout::{Address, Layout, check_example};
-use crate::par::gather::{Ints, Out, Pick, Source, gather, hint};
-use crate::par::pool::Watch;
+use crate::source::Io;
+use crate::threads::Watch;
 
 /// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
 pub enum Rows {
@@ -166,7 +170,7 @@ impl Rows {
             Rows::Shards(_, Some(_)) => Ok(None),
             Rows::Shards(shards, None) => {
                 let prepared = shards.prepare(Some(&mut once(example)), watch)?;
-                prepared.check_types(Ints::One(group as i64), once(example))?;
+                prepared.check_types(once((group as i64, example)))?;
                 one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))
             }
         }
@@ -210,7 +214,7 @@ impl Rows {
                 let mut classes = prepared.classes();
                 let own = TYPES_OF_SHARDS.iter().position(|t| *t == shards.row().dtype).unwrap_or(0);
                 if asked.is_none() && classes != [own] {
-                    prepared.check_types(groups, (0..items).map(|i| pick.example(i)))?;
+                    prepared.check_types((0..items).map(|i| (groups.get(i), pick.example(i))))?;
                     classes = vec![own];
                 }
                 let mut waves = prepared.waves();

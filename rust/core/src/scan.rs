@@ -4,15 +4,14 @@
 //! zero stays zero), differences to the first row are OR-ed (a column that never changes stays zero), and rows are hashed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
-use crate::bytes::Io;
-use crate::bytes::output::Output;
 use crate::dtype::{self, Cast, DType};
 use crate::error::{Error, Kind, Result};
-use crate::par::gather::{Ints, Out, Pick};
-use crate::par::pool::{self, Stop, Watch};
+use crate::gather::{Ints, Out, Pick};
+use crate::memory::output::Output;
 use crate::rows::Rows;
+use crate::source::Io;
+use crate::threads::{self, Stop, Watch};
 
 /// Bytes that a thread looks at before it takes the next.
 const PART: u64 = 2 << 20;
@@ -125,8 +124,7 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
         let stage = stage.as_ref().map(|s| s.bytes());
         let parts = cut(&counts, row.bytes as u64);
         let starts: Vec<u64> = counts.iter().scan(0, |at, c| Some(std::mem::replace(at, *at + *c as u64))).collect();
-        let found: Vec<Mutex<Option<Scan>>> = parts.iter().map(|_| Mutex::new(None)).collect();
-        let look = |p: usize, stop: &Stop| -> Result<()> {
+        let look = |p: usize, stop: &Stop| -> Result<Scan> {
             let part = parts[p].clone();
             let mut look = Look::new(row.dtype, row.width, first.as_deref().unwrap_or_default());
             let mut local = None;
@@ -152,13 +150,10 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
                     look.example(example, &block.bytes()[..need]);
                 }
             }
-            *found[p].lock().unwrap_or_else(PoisonError::into_inner) = Some(look.done());
-            Ok(())
+            Ok(look.done())
         };
-        pool::run(parts.len(), &look, &mut *watch)?;
-        for part in found {
-            let part = part.into_inner().unwrap_or_else(PoisonError::into_inner);
-            all.join(part.ok_or_else(|| Error::new(Kind::Interrupted, "interrupted"))?);
+        for part in threads::map(parts.len(), &look, &mut *watch)? {
+            all.join(part);
         }
         from = to;
         progress(all.rows);
@@ -178,7 +173,7 @@ pub fn count_overflows(from: DType, to: DType, elements: &[u8], watch: Watch<'_>
         found.fetch_add(dtype::overflows(from, to, parts[p])?, Ordering::Relaxed);
         Ok(())
     };
-    pool::run(parts.len(), &count, watch)?;
+    threads::run(parts.len(), &count, watch)?;
     Ok(found.into_inner())
 }
 

@@ -5,11 +5,11 @@
 use std::fs;
 use std::path::Path;
 
-use actshard_core::bytes::Io;
-use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
 use actshard_core::dtype::Cast;
+use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
+use actshard_core::gather::{Ints, Out, Pick, Source, gather};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
-use actshard_core::par::gather::{Ints, Out, Pick, Source, gather};
+use actshard_core::source::Io;
 use actshard_core::{DType, Kind, Result};
 use proptest::prelude::*;
 

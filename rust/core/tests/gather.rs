@@ -4,10 +4,11 @@
 use std::fs;
 use std::path::Path;
 
-use actshard_core::bytes::{FileTable, Io, RowFile, RowsIn};
 use actshard_core::dtype::Cast;
+use actshard_core::files::table::{FileTable, RowFile, RowsIn};
+use actshard_core::gather::{Ints, Out, Pick, Source, gather};
 use actshard_core::layout::strided::Strided;
-use actshard_core::par::gather::{Ints, Out, Pick, Source, gather};
+use actshard_core::source::Io;
 use actshard_core::{DType, Kind, Result};
 use proptest::prelude::*;
 

@@ -5,13 +5,15 @@
 use std::fs;
 use std::path::Path;
 
-use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
-use actshard_core::bytes::{FileTable, Files, Io, RowFile, RowsIn};
 use actshard_core::dtype::Cast;
+use actshard_core::files::Files;
+use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
+use actshard_core::files::table::{FileTable, RowFile, RowsIn};
+use actshard_core::gather::{Ints, Out, Pick, Source, gather};
 use actshard_core::layout::Layout;
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::table::{Table, TableBuilder};
-use actshard_core::par::gather::{Ints, Out, Pick, Source, gather};
+use actshard_core::source::Io;
 use actshard_core::{DType, Kind, Result};
 use half::{bf16, f16};
 use proptest::prelude::*;

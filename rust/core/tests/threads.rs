@@ -8,18 +8,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use actshard_core::bytes::decoded::{Block, Cache};
-use actshard_core::bytes::output::Output;
-use actshard_core::bytes::{FileTable, Io, RowFile, RowsIn};
+use actshard_core::codec::cache::Cache;
 use actshard_core::dtype::Cast;
+use actshard_core::files::table::{FileTable, RowFile, RowsIn};
+use actshard_core::gather::{Ints, Out, Pick};
 use actshard_core::layout::strided::Strided;
-use actshard_core::par::gather::{Ints, Out, Pick};
-use actshard_core::par::pool;
+use actshard_core::memory::block::Block;
+use actshard_core::memory::output::Output;
 use actshard_core::rows::{Rows, Units};
+use actshard_core::source::Io;
 use actshard_core::stream::ahead::{Ahead, Stream, Supply, Wanted};
 use actshard_core::stream::plan::{Plan, Settings, Shuffle};
 use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
+use actshard_core::threads;
 use actshard_core::{DType, Kind};
 
 const WIDTH: u64 = 64;
@@ -78,11 +80,11 @@ fn parts_of_many_callers_run_once_each() {
                 for round in 0..40 {
                     let parts = 1 + (k * 7 + round) % 23;
                     let seen: Vec<AtomicUsize> = (0..parts).map(|_| AtomicUsize::new(0)).collect();
-                    let work = |i: usize, _: &pool::Stop| {
+                    let work = |i: usize, _: &threads::Stop| {
                         seen[i].fetch_add(1, Ordering::Relaxed);
-                        pool::run(2, &|_, _| Ok(()), &mut || false)
+                        threads::run(2, &|_, _| Ok(()), &mut || false)
                     };
-                    pool::run(parts, &work, &mut || false).unwrap();
+                    threads::run(parts, &work, &mut || false).unwrap();
                     assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1));
                 }
             });

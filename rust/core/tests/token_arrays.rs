@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Barrier};
 
-use actshard_core::bytes::Io;
+use actshard_core::source::Io;
 use actshard_core::tokens::array::{Array, BlockCache, Held};
 use actshard_core::tokens::frame::stored_header;
 use actshard_core::tokens::jagged::{Cursor, Field, Part};

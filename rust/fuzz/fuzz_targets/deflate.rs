@@ -4,7 +4,7 @@
 
 use std::io::{Read, Write};
 
-use actshard_core::bytes::inflate::{self, blocks};
+use actshard_core::codec::inflate::{self, blocks};
 use libfuzzer_sys::fuzz_target;
 
 const LIMIT: u64 = 4 << 20;

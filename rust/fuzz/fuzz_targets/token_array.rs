@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
-use actshard_core::bytes::Io;
+use actshard_core::source::Io;
 use actshard_core::tokens::array::BlockCache;
 use actshard_core::tokens::jagged::{Cursor, Field, Part};
 use actshard_core::{Error, Kind};

@@ -2,7 +2,7 @@
 //! be one byte throughout is that.
 #![no_main]
 
-use actshard_core::bytes::lz4::{constant, decode_prefix};
+use actshard_core::codec::lz4::{constant, decode_prefix};
 use libfuzzer_sys::fuzz_target;
 
 /// A decoder by `lz4_Block_format.md`, of at most `most` bytes; none for blocks that the text does not allow.

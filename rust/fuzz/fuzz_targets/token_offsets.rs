@@ -5,7 +5,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
-use actshard_core::bytes::Io;
+use actshard_core::source::Io;
 use actshard_core::tokens::array::BlockCache;
 use actshard_core::tokens::jagged::{Cursor, Field, Part};
 use libfuzzer_sys::fuzz_target;

@@ -8,9 +8,9 @@ use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::Mutex;
 
-use actshard_core::bytes::View;
-use actshard_core::bytes::output::Output;
-use actshard_core::par::claims::{Claimed, Claims};
+use actshard_core::files::open::View;
+use actshard_core::memory::claims::{Claimed, Claims};
+use actshard_core::memory::output::Output;
 use actshard_core::{Error, Kind};
 use numpy::npyffi::{
     self, NPY_ARRAY_ALIGNED, NPY_ARRAY_C_CONTIGUOUS, NPY_ARRAY_WRITEABLE, NpyTypes, PY_ARRAY_API, PyArray_Descr,

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use actshard_core::par::pool::Watch;
+use actshard_core::threads::Watch;
 use actshard_core::{Error, Kind, Result};
 use pyo3::prelude::*;
 

@@ -1,6 +1,8 @@
 //! The binding: turns Python arguments into the core's words and back. It converts and never computes.
 //!
-//! - `rows`: [`rows::Rows`], the rows of a dataset, and [`rows::Addresses`], the table they can be looked up in
+//! - `arguments`: numbers, names and types from Python
+//! - `handle`: [`handle::Rows`], the rows of a dataset as one object
+//! - `rows`: its methods, and [`rows::Addresses`], the table they can be looked up in
 //! - `stream`: batches in an order, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `detach`: the one gate through which the GIL is released
@@ -9,9 +11,11 @@
 //! - `pickle`: values of a pickle as Python objects
 //! - `errors`: the core's errors as the exceptions of `actshard.errors`
 
+mod arguments;
 mod buffer;
 mod detach;
 mod errors;
+mod handle;
 mod pickle;
 mod rows;
 mod stream;
@@ -22,10 +26,11 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use actshard_core::Kind;
-use actshard_core::bytes::{codecs, pread};
+use actshard_core::codec::coded;
 use actshard_core::dtype::DType;
-use actshard_core::par::pool;
 use actshard_core::parse::safetensors;
+use actshard_core::source::pread;
+use actshard_core::threads;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
@@ -60,9 +65,9 @@ fn read_zarr<'py>(
     most: u64,
 ) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
-        Ok(match detach::detached(py, |_| codecs::read_whole(&folder, metadata, there, most))? {
-            codecs::Elements::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
-            codecs::Elements::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
+        Ok(match detach::detached(py, |_| coded::read_whole(&folder, metadata, there, most))? {
+            coded::Elements::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
+            coded::Elements::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
         })
     })
 }
@@ -70,13 +75,13 @@ fn read_zarr<'py>(
 /// Why the core's codecs cannot read a Zarr array, or None.
 #[pyfunction]
 fn zarr_problem(py: Python<'_>, folder: PathBuf, metadata: &[u8]) -> PyResult<Option<String>> {
-    detach::guarded(py, || detach::detached(py, |_| Ok(codecs::problem(&folder, metadata))))
+    detach::guarded(py, || detach::detached(py, |_| Ok(coded::problem(&folder, metadata))))
 }
 
 /// Raises unless compressed data decode to at most `limit` bytes.
 #[pyfunction]
 fn check_decoded_size(py: Python<'_>, codec: &str, data: &[u8], limit: u64, path: PathBuf) -> PyResult<()> {
-    detach::guarded(py, || detach::detached(py, |_| codecs::check_decoded_size(codec, data, limit, &path)))
+    detach::guarded(py, || detach::detached(py, |_| coded::check_decoded_size(codec, data, limit, &path)))
 }
 
 /// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.
@@ -109,7 +114,7 @@ fn is_network(py: Python<'_>, path: PathBuf) -> PyResult<bool> {
 /// Threads that large reads use.
 #[pyfunction]
 fn num_threads() -> usize {
-    pool::num_threads()
+    threads::num_threads()
 }
 
 /// How often reads took the GIL to look for signals, for tests.
@@ -146,7 +151,7 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 /// The native half of actshard.
 #[pymodule(gil_used = true)]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
-    m.add_class::<rows::Rows>()?;
+    m.add_class::<handle::Rows>()?;
     m.add_class::<rows::Addresses>()?;
     m.add_class::<stream::Stream>()?;
     m.add_class::<stream::Batches>()?;

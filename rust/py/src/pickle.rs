@@ -3,15 +3,15 @@
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
-use actshard_core::bytes::shards::{self, Values};
-use actshard_core::par::pool::Watch;
+use actshard_core::files::shards::{self, Values};
 use actshard_core::parse::pickle::shard::layers;
 use actshard_core::parse::pickle::{Id, Node, Tree, machine};
+use actshard_core::threads::Watch;
 use actshard_core::{Error, Kind};
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple};
 
-use crate::rows::helper;
+use crate::arguments::helper;
 use crate::{detach, errors};
 
 /// Containers in containers: metadata that nest deeper are somebody's attempt at our stack.

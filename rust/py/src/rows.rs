@@ -2,30 +2,27 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use actshard_core::bytes::chunks::{ChunkArray, ChunkFiles, Content, Naming};
-use actshard_core::bytes::codecs::{self, CodedArray, Decode};
-use actshard_core::bytes::shards::{ShardSpec, Shards};
-use actshard_core::bytes::{FileTable, Io, Row, RowFile, RowsIn};
-use actshard_core::dtype::{Cast, DType};
+use actshard_core::codec::coded::{self, CodedArray, Decode};
+use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
+use actshard_core::files::shards::{ShardSpec, Shards};
+use actshard_core::files::table::{FileTable, RowFile, RowsIn};
+use actshard_core::gather::{Ints, Pick};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::TableBuilder;
-use actshard_core::par::gather::{Ints, Out, Pick};
 use actshard_core::rows::Rows as Dataset;
+use actshard_core::source::Io;
 use actshard_core::{Error, Kind};
-use numpy::{
-    PyArray1, PyArrayDescr, PyArrayDescrMethods, PyArrayMethods, PyReadonlyArray1, PyUntypedArray,
-    PyUntypedArrayMethods,
-};
+use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyUntypedArray};
 use pyo3::exceptions::{PyException, PyMemoryError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyInt, PyList};
+use pyo3::types::{PyDict, PyList};
 
+use crate::arguments::{Index, dtype_of, groups_of, helper, io_of};
+use crate::handle::Rows;
 use crate::{buffer, detach, errors, pickle, stream, write};
 
 /// Addresses of rows, read from an index batch by batch.
@@ -92,18 +89,6 @@ impl Addresses {
     }
 }
 
-/// The rows of a dataset: its files, where rows lie in them, and their type.
-#[pyclass(frozen, module = "actshard._native")]
-pub struct Rows {
-    /// `None` once closed. Locked only while the GIL is held, and only to copy or take the pointer: no thread waits here, and
-    /// a fork cannot find it locked.
-    rows: Mutex<Option<Arc<Dataset>>>,
-    row: Row,
-    examples: u64,
-    io: Io,
-    descr: Py<PyArrayDescr>,
-}
-
 /// A shard, as [`Rows::shards`] is told of it: path, compressed, size and SHA-256 if they are to be checked, samples, smallest
 /// and largest number, layers, bytes it may inflate to.
 type ShardTuple = (PathBuf, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
@@ -131,7 +116,7 @@ impl Decode for Callback {
             Ok(self.0.bind(py).call1((indices.to_vec(),))?.extract()?)
         });
         match made {
-            Ok(bytes) => bytes.map(|bytes| codecs::of_length(bytes.to_vec(), len, path)).transpose(),
+            Ok(bytes) => bytes.map(|bytes| coded::of_length(bytes.to_vec(), len, path)).transpose(),
             Err(raised) => Err(Python::attach(|py| {
                 // An interrupt or a lack of memory is no fault of the file; an error of actshard names it already.
                 let ours = || py.import("actshard.errors")?.getattr("ActshardError");
@@ -147,84 +132,11 @@ impl Decode for Callback {
     }
 }
 
-/// An index argument.
-enum Index<'py> {
-    One(i64),
-    Each(PyReadonlyArray1<'py, i64>),
-    All,
-}
-
-impl Index<'_> {
-    fn ints(&self) -> PyResult<Ints<'_>> {
-        Ok(match self {
-            Index::One(x) => Ints::One(*x),
-            Index::Each(xs) => Ints::Each(xs.as_slice()?),
-            Index::All => Ints::Count,
-        })
-    }
-
-    /// What needs no help from Python: an int, or a contiguous one-dimensional int64 array.
-    fn quick<'py>(value: &Bound<'py, PyAny>) -> Option<Index<'py>> {
-        if value.is_exact_instance_of::<PyInt>() {
-            return value.extract().ok().map(Index::One);
-        }
-        let array = value.cast::<PyArray1<i64>>().ok()?;
-        if !array.is_c_contiguous() {
-            return None;
-        }
-        // A misaligned array has no slice; Python's side copies it.
-        array.try_readonly().ok().filter(|xs| xs.as_slice().is_ok()).map(Index::Each)
-    }
-
-    fn len(&self) -> Option<usize> {
-        match self {
-            Index::Each(xs) => Some(xs.len()),
-            Index::One(_) | Index::All => None,
-        }
-    }
-}
-
-/// One group for all, or one for each of `n` examples.
-fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyResult<Index<'py>> {
-    Index::quick(groups)
-        .filter(|g| g.len().is_none_or(|len| len == n))
-        .ok_or_else(|| errors::raise(py, &Error::new(Kind::Internal, "groups that are not one per example")))
-}
-
-/// A function of `actshard._arguments`, which knows the slow ways to say the same.
-pub(crate) fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
-    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
-    MODULE.get_or_try_init(py, || py.import("actshard._arguments").map(Bound::unbind))?.bind(py).getattr(name)
-}
-
-/// Whether the output lies over an index array: Rust may not read what it is writing.
-fn overlaps(groups: &Ints<'_>, pick: &Pick<'_>, out: &buffer::Claim) -> bool {
-    let (examples, tokens) = match pick {
-        Pick::Tokens { examples, tokens } => (examples, Some(tokens)),
-        Pick::Last { examples } | Pick::Whole { examples } => (examples, None),
-    };
-    [Some(groups), Some(examples), tokens].into_iter().flatten().any(|ints| match ints {
-        Ints::Each(xs) => out.overlaps(xs),
-        Ints::One(_) | Ints::Count => false,
-    })
-}
-
-pub(crate) fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
-    DType::from_name(name)
-        .ok_or_else(|| errors::raise(py, &Error::new(Kind::Unsupported, format!("unknown element type '{name}'"))))
-}
-
 fn as_shards<'a>(py: Python<'_>, dataset: &'a Dataset) -> PyResult<&'a Shards> {
     match dataset {
         Dataset::Shards(shards, _) => Ok(shards),
         _ => Err(errors::raise(py, &Error::new(Kind::Internal, "rows that are not of pickle shards"))),
     }
-}
-
-fn io_of(py: Python<'_>, name: &str) -> PyResult<Io> {
-    Io::from_name(name).ok_or_else(|| {
-        errors::raise(py, &Error::new(Kind::Argument, format!("io must be 'mmap', 'pread' or 'auto', not '{name}'")))
-    })
 }
 
 #[pymethods]
@@ -380,7 +292,7 @@ impl Rows {
     /// The numpy type of a row.
     #[getter]
     fn descr<'py>(&self, py: Python<'py>) -> Bound<'py, PyArrayDescr> {
-        self.descr.bind(py).clone()
+        self.stored(py)
     }
 
     /// Elements per row.
@@ -449,7 +361,7 @@ impl Rows {
     /// How rows are read: "mmap" or "pread".
     #[getter]
     fn io(&self) -> &'static str {
-        match self.io {
+        match self.mode() {
             Io::Mmap => "mmap",
             Io::Pread => "pread",
         }
@@ -488,7 +400,7 @@ impl Rows {
     /// were begun, finish; later reads raise ClosedError.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         detach::guarded(py, || {
-            let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let held = self.take();
             detach::detached(py, |_| {
                 if let Some(held) = held {
                     held.release();
@@ -517,7 +429,7 @@ impl Rows {
             let mut dims: Vec<usize> = Vec::new();
             let (e, t) = match tokens {
                 None if examples.is_none() => {
-                    dims.push(self.examples as usize);
+                    dims.push(self.examples() as usize);
                     (Index::All, None)
                 }
                 None => {
@@ -613,119 +525,10 @@ impl Rows {
     fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
         detach::guarded(py, || {
             let dataset = self.dataset(py)?;
-            let found = detach::detached(py, |watch| dataset.view(self.io, group, example, watch))?;
+            let found = detach::detached(py, |watch| dataset.view(self.mode(), group, example, watch))?;
             let Some((view, rows)) = found else { return Ok(None) };
             let dims = [rows as usize, self.row().width];
-            buffer::over_map(py, view, self.descr.bind(py), &dims).map(Some)
+            buffer::over_map(py, view, &self.stored(py), &dims).map(Some)
         })
-    }
-}
-
-impl Rows {
-    fn new(py: Python<'_>, rows: Dataset, io: Io, descr: Bound<'_, PyArrayDescr>) -> PyResult<Rows> {
-        let (row, examples) = (rows.row(), rows.examples());
-        let made = Rows { rows: Mutex::new(Some(Arc::new(rows))), row, examples, io, descr: descr.clone().unbind() };
-        let dtype = row.dtype;
-        if dtype.size() != Some(descr.itemsize()) {
-            return Err(errors::raise(
-                py,
-                &Error::new(Kind::Internal, format!("{} given the wrong numpy type", dtype.name())),
-            ));
-        }
-        Ok(made)
-    }
-
-    /// How rows are read.
-    pub(crate) fn mode(&self) -> Io {
-        self.io
-    }
-
-    /// The dataset, for one read or for a stream's own thread; ClosedError after [`Rows::close`].
-    pub(crate) fn dataset(&self, py: Python<'_>) -> PyResult<Arc<Dataset>> {
-        let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        held.ok_or_else(|| errors::raise(py, &Error::new(Kind::Closed, "the store was closed")))
-    }
-
-    fn row(&self) -> Row {
-        self.row
-    }
-
-    fn count(&self, py: Python<'_>, groups: Ints<'_>, examples: &[i64]) -> PyResult<Vec<i64>> {
-        let dataset = self.dataset(py)?;
-        detach::detached(py, |watch| dataset.tokens_of(groups, examples, watch))
-    }
-
-    #[allow(clippy::too_many_arguments)]
-    fn fill<'py>(
-        &self,
-        py: Python<'py>,
-        groups: Ints<'_>,
-        pick: Pick<'_>,
-        items: usize,
-        dims: &[usize],
-        out: Option<&Bound<'py, PyAny>>,
-        dtype: Option<&Bound<'py, PyAny>>,
-        overflows: Option<&Bound<'py, PyList>>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let stored = self.descr.bind(py);
-        let (descr, to) = match dtype {
-            Some(asked) if !asked.is_none() && !asked.is(stored) => {
-                let (descr, name): (Bound<'py, PyArrayDescr>, String) =
-                    helper(py, "dtype")?.call1((asked,))?.extract()?;
-                (descr, dtype_of(py, &name)?)
-            }
-            _ => (stored.clone(), self.row().dtype),
-        };
-        let cast = Cast::between(self.row().dtype, to).map_err(|e| errors::raise(py, &e))?;
-        let size: usize = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).ok_or_else(|| {
-            errors::raise(py, &Error::new(Kind::Argument, "more bytes than this machine can address"))
-        })?;
-        let mut dataset = self.dataset(py)?;
-        if dtype.is_some_and(|asked| !asked.is_none()) {
-            // Rows of every type are read as the type that the caller names.
-            dataset = dataset.read_as(to).map_or(dataset, Arc::new);
-        }
-        let counter = &AtomicU64::new(0);
-        let cast = cast.counting(counter);
-        let tell = |counter: &AtomicU64| match (overflows, counter.load(Ordering::Relaxed)) {
-            (Some(list), found @ 1..) => list.append(found),
-            _ => Ok(()),
-        };
-        let Some(out) = out else {
-            let mut array = buffer::empty(py, &descr, dims)?;
-            let Some(bytes) = buffer::bytes_mut(&mut array) else {
-                return Err(errors::raise(py, &Error::new(Kind::Internal, "a new array that cannot be written")));
-            };
-            detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
-            tell(counter)?;
-            return Ok(array.into_any());
-        };
-        let mut claim = buffer::Claim::new(&self.writable(py, out, &descr, dims, size)?, "out")?;
-        if overlaps(&groups, &pick, &claim) {
-            let detail = "out: shares memory with the indices, which would be overwritten while they are read";
-            return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
-        }
-        let into = Out::Dense(claim.as_mut());
-        detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, into, watch))?;
-        tell(counter)?;
-        Ok(out.clone())
-    }
-
-    /// The caller's buffer as an array whose bytes are exactly the output.
-    fn writable<'py>(
-        &self,
-        py: Python<'py>,
-        out: &Bound<'py, PyAny>,
-        descr: &Bound<'py, PyArrayDescr>,
-        dims: &[usize],
-        size: usize,
-    ) -> PyResult<Bound<'py, PyUntypedArray>> {
-        if let Ok(array) = out.cast::<PyUntypedArray>() {
-            let same_type = array.dtype().is(descr) || array.dtype().is_equiv_to(descr);
-            if same_type && buffer::is_plain_and_writable(array) && array.len() * descr.itemsize() == size {
-                return Ok(array.clone());
-            }
-        }
-        Ok(helper(py, "writable")?.call1((out, descr, dims.to_vec()))?.extract()?)
     }
 }

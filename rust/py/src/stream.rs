@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use actshard_core::bytes::output::Output;
 use actshard_core::dtype::DType;
+use actshard_core::memory::output::Output;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
 use actshard_core::stream::plan::{Plan, Settings, Shuffle, picks_per_piece};
 use actshard_core::stream::rescale::{Convert, Scale};
@@ -14,8 +14,9 @@ use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyUnt
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PySlice};
 
+use crate::arguments::dtype_of;
 use crate::buffer::{self, Lent};
-use crate::rows::{Rows, dtype_of};
+use crate::handle::Rows;
 use crate::{detach, errors};
 
 /// The tokens that are read: from which on; how many of every example, or of each; which of those, flag after flag; or the

@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use actshard_core::bytes::Io;
+use actshard_core::source::Io;
 use actshard_core::tokens::array::BlockCache as Blocks;
 use actshard_core::tokens::batch::{self, Batch, Loss, Packing};
 use actshard_core::tokens::jagged::{Cursor, Field, Part, Range};
@@ -21,7 +21,7 @@ use numpy::{
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 
-use crate::rows::dtype_of;
+use crate::arguments::dtype_of;
 use crate::{buffer, detach, errors};
 
 /// Memory for decoded blocks, which the fields of a cache share.
@@ -113,7 +113,7 @@ fn filled<'py>(
     length: usize,
     weights: bool,
     segments: bool,
-    fill: impl FnOnce(Batch<'_>, actshard_core::par::pool::Watch<'_>) -> actshard_core::Result<()> + Send,
+    fill: impl FnOnce(Batch<'_>, actshard_core::threads::Watch<'_>) -> actshard_core::Result<()> + Send,
 ) -> PyResult<Examples<'py>> {
     let int32 = PyArrayDescr::new(py, "int32")?;
     let make = |descr: &Bound<'py, PyArrayDescr>| empty(py, descr, &[n, length]);
@@ -451,7 +451,7 @@ impl Drop for Given<'_> {
 impl TokenFieldWriter {
     /// Takes the writer, after other threads' calls. A call from within a call (by a signal handler) is refused: it would wait for
     /// itself.
-    fn take(&self, watch: actshard_core::par::pool::Watch<'_>) -> actshard_core::Result<Given<'_>> {
+    fn take(&self, watch: actshard_core::threads::Watch<'_>) -> actshard_core::Result<Given<'_>> {
         const LOOK: Duration = Duration::from_millis(20);
         loop {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -482,7 +482,7 @@ impl TokenFieldWriter {
     fn with<T: Send>(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&mut FieldWriter, actshard_core::par::pool::Watch<'_>) -> actshard_core::Result<T> + Send,
+        work: impl FnOnce(&mut FieldWriter, actshard_core::threads::Watch<'_>) -> actshard_core::Result<T> + Send,
     ) -> PyResult<T> {
         detach::detached(py, |watch| {
             let mut given = self.take(watch)?;

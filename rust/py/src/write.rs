@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use actshard_core::dtype::{Cast, DType};
-use actshard_core::par::cast;
+use actshard_core::gather::cast;
 use actshard_core::scan::{self, Oddity};
 use actshard_core::write::{self, Digested, Piece, Target};
 use actshard_core::{Error, Kind};
@@ -11,7 +11,8 @@ use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUnty
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::rows::{Rows, dtype_of, helper};
+use crate::arguments::{dtype_of, helper};
+use crate::handle::Rows;
 use crate::{buffer, detach, errors};
 
 /// Columns of a table of pieces: source, first byte, bytes, file, offset.

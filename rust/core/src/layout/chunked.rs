@@ -5,8 +5,8 @@
 //! told per example, or is the array's whole length.
 
 use super::{Address, Layout, Run, check_example, check_group, check_token};
-use crate::bytes::chunks::Grid;
 use crate::error::{Error, Kind, Result};
+use crate::layout::grid::Grid;
 
 /// Tokens of one part.
 #[derive(Debug)]

@@ -4,17 +4,19 @@
 //! caller's; here they are positions.
 
 pub mod chunked;
+pub mod grid;
+pub mod row;
 pub mod strided;
 pub mod table;
 
 use crate::error::{Error, Kind, Result};
 
-/// A row: which of the dataset's [`Files`](crate::bytes::Files), and which address in it: the row's number, usually.
+/// A row: which of the dataset's numbered files, and which address in it: the row's number, usually.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Address {
     /// The file's number.
     pub file: u64,
-    /// Address in that file; [`Place`](crate::bytes::Place) says which byte it is.
+    /// Address in that file; [`Place`](crate::layout::row::Place) says which byte it is.
     pub row: u64,
 }
 

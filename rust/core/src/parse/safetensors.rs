@@ -20,9 +20,9 @@ use std::path::Path;
 
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use crate::bytes::pread;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::source::pread;
 
 /// safetensors' own cap.
 pub const MAX_HEADER: u64 = 100_000_000;
@@ -149,7 +149,7 @@ fn refuse(reason: Reason, detail: impl Into<String>) -> Error {
 
 /// Opens a file and reads its header.
 pub fn read_header_at(path: &Path) -> Result<Header> {
-    let (file, len) = crate::bytes::open_regular(path)?;
+    let (file, len) = crate::source::descriptors::open_regular(path)?;
     read_header(&file, path, len)
 }
 

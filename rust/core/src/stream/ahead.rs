@@ -16,9 +16,9 @@ use super::pool::{Known, Pool, convert_rows};
 use super::rescale::Convert;
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
-use crate::par::gather::{Ints, Out, Pick};
-use crate::par::pool::Watch;
+use crate::gather::{Ints, Out, Pick};
 use crate::rows::Rows;
+use crate::threads::Watch;
 
 pub use super::pool::Wanted;
 

@@ -5,17 +5,16 @@
 //! there. So memory is that of one window and reading never pauses.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
 
 use super::plan::{Epoch, Item, Plan, Window};
 use super::rescale::{Convert, Scratch};
-use crate::bytes::decoded::Block;
-use crate::bytes::mmap::prefetch;
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
-use crate::par::gather::{Ints, Out, Pick};
-use crate::par::pool::{self, Stop, Watch};
+use crate::gather::{Ints, Out, Pick};
+use crate::memory::block::Block;
 use crate::rows::Rows;
+use crate::source::mmap::prefetch;
+use crate::threads::{self, Stop, Watch};
 
 /// Read at once, at most, while a window is filled: how long a stop waits.
 const READ: usize = 64 << 20;
@@ -281,11 +280,8 @@ pub fn convert_rows(
 ) -> Result<()> {
     let per_slot = slot_bytes / convert.from();
     let to = convert.to() * per_slot;
-    let at_once = slots.len().div_ceil(pool::num_threads() * 4).max((256 << 10) / to.max(1)).max(1);
-    type Part<'a> = Mutex<Option<&'a mut [u8]>>;
-    let parts: Vec<Part<'_>> = out.chunks_mut(at_once * to).map(|part| Mutex::new(Some(part))).collect();
-    let work = |p: usize, stop: &Stop| -> Result<()> {
-        let Some(out) = parts[p].lock().unwrap_or_else(PoisonError::into_inner).take() else { return Ok(()) };
+    let at_once = slots.len().div_ceil(threads::num_threads() * 4).max((256 << 10) / to.max(1)).max(1);
+    let work = |p: usize, out: &mut [u8], stop: &Stop| -> Result<()> {
         if stop.is_set() {
             return Ok(());
         }
@@ -308,5 +304,5 @@ pub fn convert_rows(
         }
         Ok(())
     };
-    pool::run(parts.len(), &work, watch)
+    threads::for_each(out.chunks_mut(at_once * to), &work, watch)
 }

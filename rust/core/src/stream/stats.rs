@@ -4,15 +4,13 @@
 //! order (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979). So the
 //! result is the same for any number of threads. What is no finite number is counted and left out.
 
-use std::sync::{Mutex, PoisonError};
-
 use super::rescale::norm_of;
 use super::select::Selection;
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
-use crate::par::gather::{Ints, Out, Pick};
-use crate::par::pool::{self, Stop, Watch};
+use crate::gather::{Ints, Out, Pick};
 use crate::rows::Rows;
+use crate::threads::{self, Stop, Watch};
 
 /// Rows per block, summed twice while they are in the cache.
 const BLOCK: usize = 256;
@@ -152,25 +150,18 @@ pub fn stats(
         if staged {
             read(0, n, &mut stage, &mut *watch)?;
         }
-        let blocks: Vec<Mutex<Option<Stats>>> = (0..n.div_ceil(BLOCK)).map(|_| Mutex::new(None)).collect();
-        let work = |b: usize, stop: &Stop| -> Result<()> {
+        let work = |b: usize, stop: &Stop| -> Result<Stats> {
             let (from, to) = (b * BLOCK, ((b + 1) * BLOCK).min(n));
-            let made = if staged {
+            Ok(if staged {
                 Stats::of(&stage[from * row.width..to * row.width], row.width)
             } else {
                 let mut values = vec![0f64; (to - from) * row.width];
                 read(from, to, &mut values, &mut || stop.is_set())?;
                 Stats::of(&values, row.width)
-            };
-            *blocks[b].lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
-            Ok(())
+            })
         };
-        pool::run(blocks.len(), &work, &mut *watch)?;
-        for block in blocks {
-            match block.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                Some(block) => all.join(&block),
-                None => return Err(Error::new(Kind::Interrupted, "interrupted")),
-            }
+        for block in threads::map(n.div_ceil(BLOCK), &work, &mut *watch)? {
+            all.join(&block);
         }
         done += n as u64;
         progress(done);

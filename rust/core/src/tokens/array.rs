@@ -12,13 +12,17 @@ use zarrs::array::BytesToBytesCodecTraits;
 
 pub use super::blocks::BlockCache;
 use super::blocks::{Key, Stamp, new_array};
-use super::frame::{Frame, HEADER, Planes, most_stored};
+use super::frame::{Frame, HEADER, Planes, blosc, most_stored};
 use super::meta::{Coding, Meta};
-use crate::bytes::codecs::{self, CodedArray, Decode};
-use crate::bytes::{Body, Io, OpenFile, Opened, Place, Slots, View, map_or_read, open_regular, pread};
+use crate::codec::coded::{self, CodedArray, Decode};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::Watch;
+use crate::files::open::{Body, OpenFile, View, map_or_read};
+use crate::layout::row::Place;
+use crate::source::descriptors::open_regular;
+use crate::source::slots::{Opened, Slots};
+use crate::source::{Io, pread};
+use crate::threads::Watch;
 
 /// Bytes of a range that are asked for ahead.
 const PREFETCHED: usize = 32 << 10;
@@ -323,8 +327,8 @@ impl Array {
 
     /// What c-blosc decodes: other codecs, bits shuffled.
     fn decode_whole(&self, frame: &[u8], bytes: usize, path: &Path) -> Result<Vec<u8>> {
-        codecs::guarded(path, || {
-            let codec = super::write::blosc(1)?;
+        coded::guarded(path, || {
+            let codec = blosc(1)?;
             let made = codec
                 .decode(
                     frame.into(),
@@ -332,7 +336,7 @@ impl Array {
                     &zarrs::array::CodecOptions::default(),
                 )
                 .map_err(|e| Error::new(Kind::Format, format!("c-blosc cannot decode this: {e}")).at(path))?;
-            codecs::of_length(made.into_owned(), bytes as u64, path)
+            coded::of_length(made.into_owned(), bytes as u64, path)
         })
     }
 

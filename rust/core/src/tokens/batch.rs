@@ -4,11 +4,9 @@
 //! they lie in the cache, whatever the order they were asked in: a block that two of them need is decoded once, and a cold
 //! disk is read forwards.
 
-use std::sync::{Mutex, PoisonError};
-
 use super::jagged::{Cursor, Field, Range};
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::{self, Stop, Watch};
+use crate::threads::{self, Stop, Watch};
 
 /// Elements that one thread is worth waking for.
 const SHARED_FROM: usize = 64 << 10;
@@ -85,13 +83,11 @@ fn in_order<T: Send>(
     watch: Watch<'_>,
 ) -> Result<()> {
     items.sort_by_key(|item| place(item));
-    let parts = if elements >= SHARED_FROM && pool::are_free() { pool::num_threads() * 4 } else { 1 };
+    let parts = if elements >= SHARED_FROM && threads::are_free() { threads::num_threads() * 4 } else { 1 };
     let parts = parts.min(items.len()).max(1);
     let typical = elements / items.len().max(1);
     let per_part = items.len().div_ceil(parts).max(1);
-    let chunks: Vec<Mutex<&mut [T]>> = items.chunks_mut(per_part).map(Mutex::new).collect();
-    let one = |part: usize, stop: &Stop| {
-        let mut chunk = chunks[part].lock().unwrap_or_else(PoisonError::into_inner);
+    let one = |_: usize, chunk: &mut [T], stop: &Stop| {
         let mut scratch = Scratch::default();
         for at in 0..chunk.len() {
             if stop.is_set() {
@@ -105,7 +101,7 @@ fn in_order<T: Send>(
         }
         Ok(())
     };
-    pool::run(chunks.len(), &one, watch)
+    threads::for_each(items.chunks_mut(per_part), &one, watch)
 }
 
 /// Ranges that are looked at before all of them are.

@@ -12,7 +12,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::frame::Planes;
-use crate::bytes::decoded::{Cache, try_briefly};
+use crate::codec::cache::Cache;
+use crate::threads::fork::try_briefly;
 
 /// Which state of a file was opened: another file at the same path, or the same file written again, differs in one of these.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

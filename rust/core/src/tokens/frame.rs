@@ -7,8 +7,11 @@
 
 use std::borrow::Cow;
 
-use crate::bytes::decoded::Kept;
-use crate::bytes::lz4;
+use crate::codec::cache::Kept;
+use zarrs::array::codec::BloscCodec;
+
+use crate::codec::lz4;
+use crate::error::{self, Error, Kind};
 
 /// Bytes before the blocks.
 pub const HEADER: usize = 16;
@@ -26,6 +29,15 @@ const LZ4: u8 = 1;
 /// longer one is damaged, and reading it would take memory that only a length in a file asks for.
 pub fn most_stored(bytes: usize) -> u64 {
     bytes as u64 * 2 + (64 << 10)
+}
+
+/// Levanter's blosc, for numbers of so many bytes.
+pub(super) fn blosc(item: usize) -> error::Result<BloscCodec> {
+    use zarrs::metadata_ext::codec::blosc::{BloscCompressionLevel, BloscCompressor, BloscShuffleMode};
+    let bad = |e: String| Error::new(Kind::Internal, format!("c-blosc refuses Levanter's own settings: {e}"));
+    let level = BloscCompressionLevel::try_from(5u8).map_err(|_| bad("level 5".to_string()))?;
+    BloscCodec::new(BloscCompressor::LZ4, level, Some(0), BloscShuffleMode::Shuffle, Some(item))
+        .map_err(|e| bad(e.to_string()))
 }
 
 /// What a frame's header says.

@@ -8,10 +8,12 @@ use std::sync::Arc;
 
 use super::array::{Array, BlockCache, Held};
 use super::meta::Meta;
-use crate::bytes::{Io, Slots, View};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::Watch;
+use crate::files::open::View;
+use crate::source::Io;
+use crate::source::slots::Slots;
+use crate::threads::Watch;
 
 /// A shard of a field.
 #[derive(Clone, Debug)]

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::bytes::open_regular;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::source::descriptors::open_regular;
 
 /// Largest `zarr.json` that is read; Levanter's has some hundreds of bytes.
 const MOST: u64 = 1 << 20;

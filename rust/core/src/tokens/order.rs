@@ -9,7 +9,7 @@
 use std::sync::Mutex;
 
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::{self, Watch};
+use crate::threads::{self, Watch};
 
 /// A key of JAX's random numbers.
 pub type Key = [u32; 2];
@@ -432,11 +432,7 @@ impl Order {
     /// Where numbers go, in bulk.
     pub fn map(&self, numbers: &[i64], out: &mut [i64], watch: Watch<'_>) -> Result<()> {
         const PART: usize = 1 << 14;
-        let parts: Vec<Mutex<(&[i64], &mut [i64])>> =
-            numbers.chunks(PART).zip(out.chunks_mut(PART)).map(Mutex::new).collect();
-        let one = |part: usize, _: &pool::Stop| {
-            let Ok(mut part) = parts[part].lock() else { return Ok(()) };
-            let (numbers, out) = &mut *part;
+        let one = |_: usize, (numbers, out): (&[i64], &mut [i64]), _: &threads::Stop| {
             if let Kinds::Simple(simple) = &self.kind {
                 return self.map_simple(simple, numbers, out);
             }
@@ -446,7 +442,7 @@ impl Order {
             }
             Ok(())
         };
-        pool::run(parts.len(), &one, watch)
+        threads::for_each(numbers.chunks(PART).zip(out.chunks_mut(PART)), &one, watch)
     }
 
     fn map_simple(&self, simple: &Simple, numbers: &[i64], out: &mut [i64]) -> Result<()> {

@@ -7,18 +7,16 @@
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
 
 use serde_json::json;
 use zarrs::array::BytesToBytesCodecTraits;
-use zarrs::array::codec::BloscCodec;
 
-use super::frame::{HEADER, short_frame, stored_header};
+use super::frame::{HEADER, blosc, short_frame, stored_header};
 use super::jagged::{Cursor, Field};
-use crate::bytes::output::Output;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::{self, Watch};
+use crate::memory::output::Output;
+use crate::threads::{self, Stop, Watch};
 use crate::write::{self as pieces, Piece, Target};
 
 /// Elements of an inner chunk, and inner chunks of a file: Levanter opens no others.
@@ -45,15 +43,6 @@ impl Storage {
             _ => None,
         }
     }
-}
-
-/// Levanter's blosc, for numbers of so many bytes.
-pub(super) fn blosc(item: usize) -> Result<BloscCodec> {
-    use zarrs::metadata_ext::codec::blosc::{BloscCompressionLevel, BloscCompressor, BloscShuffleMode};
-    let bad = |e: String| Error::new(Kind::Internal, format!("c-blosc refuses Levanter's own settings: {e}"));
-    let level = BloscCompressionLevel::try_from(5u8).map_err(|_| bad("level 5".to_string()))?;
-    BloscCodec::new(BloscCompressor::LZ4, level, Some(0), BloscShuffleMode::Shuffle, Some(item))
-        .map_err(|e| bad(e.to_string()))
 }
 
 /// An array that is being written, from its first element to its last.
@@ -344,7 +333,7 @@ impl ArrayWriter {
                 continue;
             }
             self.waiting.push(frame);
-            if self.waiting.len() >= pool::num_threads() * 2 {
+            if self.waiting.len() >= threads::num_threads() * 2 {
                 self.compress()?;
             }
         }
@@ -477,21 +466,11 @@ fn patch_first(file: &File, path: &Path, bytes: &[u8; 8], per_file: usize) -> Re
 /// Frames compressed, in parallel.
 fn compressed(frames: &[Vec<u8>], item: usize) -> Result<Vec<Vec<u8>>> {
     let codec = blosc(item)?;
-    let made: Vec<Mutex<Vec<u8>>> = frames.iter().map(|_| Mutex::new(vec![])).collect();
-    pool::run(
-        frames.len(),
-        &|i, _| {
-            let out = codec
-                .encode(frames[i].as_slice().into(), &zarrs::array::CodecOptions::default())
-                .map_err(|e| Error::new(Kind::Internal, format!("c-blosc cannot compress: {e}")))?;
-            if let Ok(mut slot) = made[i].lock() {
-                *slot = out.into_owned();
-            }
-            Ok(())
-        },
-        &mut || false,
-    )?;
-    Ok(made.into_iter().map(|m| m.into_inner().unwrap_or_default()).collect())
+    let one = |i: usize, _: &Stop| {
+        let out = codec.encode(frames[i].as_slice().into(), &zarrs::array::CodecOptions::default());
+        Ok(out.map_err(|e| Error::new(Kind::Internal, format!("c-blosc cannot compress: {e}")))?.into_owned())
+    };
+    threads::map(frames.len(), &one, &mut || false)
 }
 
 /// A field that is being written.
@@ -650,7 +629,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::bytes::Io;
+    use crate::source::Io;
     use crate::tokens::array::BlockCache;
     use crate::tokens::frame::Frame;
     use crate::tokens::jagged::Part;

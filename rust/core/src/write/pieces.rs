@@ -6,10 +6,10 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{on_threads, open_to_write};
-use crate::bytes::output::Output;
+use super::disk::{on_threads, open_to_write};
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::Watch;
+use crate::memory::output::Output;
+use crate::threads::Watch;
 
 /// What is written at once, at most: large enough for the disk, small enough to share.
 const JOB: u64 = 4 << 20;

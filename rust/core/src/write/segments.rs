@@ -7,7 +7,6 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use flate2::{Compress, Compression, FlushCompress, Status};
@@ -15,7 +14,7 @@ use sha2::{Digest, Sha256};
 
 use super::pieces::{Piece, Target, write};
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::{self, Watch};
+use crate::threads::{self, Watch};
 
 /// What is deflated apart.
 const STRETCH: usize = 1 << 20;
@@ -151,17 +150,7 @@ fn gzip(path: &Path, mut file: File, segments: &[&[u8]], level: u32, watch: Watc
     let mut crc = crc32fast::Hasher::new();
     let deflate_wave = |from: usize, watch: Watch<'_>| -> Result<Vec<(Vec<u8>, crc32fast::Hasher)>> {
         let wave = &all[from..(from + WAVE).min(all.len())];
-        let done: Vec<_> = wave.iter().map(|_| Mutex::new(None)).collect();
-        let work = |i: usize, _: &pool::Stop| -> Result<()> {
-            let made = deflate(&wave[i], level, from + i + 1 == all.len())?;
-            *done[i].lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
-            Ok(())
-        };
-        pool::run(wave.len(), &work, watch)?;
-        done.into_iter()
-            .map(|d| d.into_inner().unwrap_or_else(PoisonError::into_inner))
-            .map(|d| d.ok_or_else(|| Error::new(Kind::Interrupted, "interrupted")))
-            .collect()
+        threads::map(wave.len(), &|i, _| deflate(&wave[i], level, from + i + 1 == all.len()), watch)
     };
     for from in (0..all.len()).step_by(WAVE) {
         for (bytes, part) in deflate_wave(from, &mut *watch)? {
@@ -229,7 +218,7 @@ mod tests {
                 assert!(back == bytes, "{total} at level {level}");
                 assert_eq!(wrote, digest(&path, &mut || false).unwrap());
                 let stored = std::fs::read(&path).unwrap();
-                let ours = crate::bytes::inflate::inflate(&stored, 1 << 30).unwrap();
+                let ours = crate::codec::inflate::inflate(&stored, 1 << 30).unwrap();
                 assert!(ours[..] == bytes[..], "{total} at level {level}, by our reader");
             }
         }

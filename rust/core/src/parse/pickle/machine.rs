@@ -9,11 +9,12 @@
 
 mod arrays;
 mod text;
+mod utf8;
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-use self::text::is_python_utf8;
+use self::utf8::is_python_utf8;
 use super::{Blob, Id, Node, Tree};
 use crate::error::{Error, Kind, Result};
 

@@ -2,18 +2,22 @@
 //!
 //! A dataset can have more files than a process may open, and a process can fork while another thread opens one. So:
 //! opened files are kept while a process-wide budget of descriptors lasts and are opened for the single call after
-//! that; see [`super::Slots`] for the fork.
+//! that; see [`Slots`] for the fork.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use super::mmap::Map;
-use super::{Body, Files, Io, OpenFile, Place, Row, Slots, open_regular, pread};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::files::Files;
+use crate::files::open::{OpenFile, map_or_read};
+use crate::layout::row::{Place, Row};
 use crate::parse::safetensors;
+use crate::source::Io;
+use crate::source::descriptors::open_regular;
+use crate::source::slots::Slots;
 
 /// Where rows lie in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -180,21 +184,6 @@ impl FileTable {
             )
             .at(path)),
         }
-    }
-}
-
-/// The body of a file whose rows are read where they lie, in jumps.
-pub(crate) fn map_or_read(file: File, path: &Path, len: u64, io: Io) -> Result<Body> {
-    // Also for a mapped file: the questions about cached pages go through the descriptor.
-    pread::expect_random(&file);
-    match io {
-        Io::Mmap if len > 0 => {
-            let bytes = usize::try_from(len)
-                .map_err(|_| Error::new(Kind::Access, "does not fit this machine's address space").at(path))?;
-            let map = Map::open(&file, bytes).map_err(|e| Error::from_io(&e, path, "map"))?;
-            Ok(Body::Mapped(file, map))
-        }
-        Io::Mmap | Io::Pread => Ok(Body::Read(file)),
     }
 }
 

@@ -8,22 +8,20 @@
 //!
 //! Source: RFC 1952. A file is one member or several; each has a checksum and a length of its own, and libdeflate compares
 //! both.
-#![allow(unsafe_code)]
 
 #[doc(hidden)] // for the fuzz target
 pub mod blocks;
+mod libdeflate;
 mod parallel;
 
-use std::ffi::c_void;
 use std::io::Read;
-use std::ptr::NonNull;
 use std::sync::{Mutex, PoisonError};
 
-use libdeflate_sys as sys;
-
-use super::decoded::Block;
+use self::libdeflate::{Inflater, Outcome};
+use self::parallel::Beside;
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::{self, Stop, Watch};
+use crate::memory::block::Block;
+use crate::threads::{self, Stop, Watch};
 
 /// Deflate cannot do better (RFC 1951: 258 bytes from 2 bits).
 const BEST_RATIO: u64 = 1032;
@@ -76,13 +74,10 @@ pub fn guess(gz: &[u8]) -> u64 {
     claimed(gz.last_chunk().copied().unwrap_or_default(), gz.len() as u64)
 }
 
-/// Other work, done while a file is inflated; it is given a watch.
-pub type Beside<'a> = &'a (dyn Fn(Watch<'_>) -> Result<()> + Sync);
-
 /// Inflates all members, `limit` bytes at most, and does `beside` at the same time where threads are free. If both fail, the
 /// error is that of `beside`.
 pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_>) -> Result<Block> {
-    if !pool::are_free() {
+    if !threads::are_free() {
         beside(&mut *watch)?;
         return inflate(gz, limit);
     }
@@ -105,7 +100,7 @@ pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_
             Ok(())
         }
     };
-    pool::run(2, &work, watch)?;
+    threads::run(2, &work, watch)?;
     let made = made.into_inner().unwrap_or_else(PoisonError::into_inner);
     made.ok_or_else(|| Error::new(Kind::Internal, "nothing was inflated"))
 }
@@ -168,77 +163,6 @@ fn why_bad(member: &[u8], most: u64) -> Error {
             Kind::Format,
             "the gzip data are damaged: inflating fails, or the checksum (CRC-32) or length does not match",
         ),
-    }
-}
-
-enum Outcome {
-    Done { read: usize, made: usize },
-    Full,
-    Bad,
-}
-
-impl Outcome {
-    /// Of what libdeflate returned and counted.
-    fn of(result: sys::libdeflate_result, read: usize, made: usize) -> Outcome {
-        match result {
-            sys::libdeflate_result_LIBDEFLATE_SUCCESS if read > 0 => Outcome::Done { read, made },
-            sys::libdeflate_result_LIBDEFLATE_INSUFFICIENT_SPACE => Outcome::Full,
-            _ => Outcome::Bad,
-        }
-    }
-}
-
-/// libdeflate's decompressor.
-struct Inflater(NonNull<sys::libdeflate_decompressor>);
-
-impl Inflater {
-    fn new() -> Result<Inflater> {
-        // SAFETY: no preconditions; returns null when out of memory.
-        let made = unsafe { sys::libdeflate_alloc_decompressor() };
-        NonNull::new(made).map(Inflater).ok_or_else(|| Error::new(Kind::Access, "cannot allocate a decompressor"))
-    }
-
-    fn member(&mut self, gz: &[u8], out: &mut [u8]) -> Outcome {
-        let (mut read, mut made) = (0usize, 0usize);
-        // SAFETY: the decompressor is live; the pointers are to slices of the lengths given, the output one exclusively
-        // ours; the counts are written through pointers to live locals.
-        let result = unsafe {
-            sys::libdeflate_gzip_decompress_ex(
-                self.0.as_ptr(),
-                gz.as_ptr().cast::<c_void>(),
-                gz.len(),
-                out.as_mut_ptr().cast::<c_void>(),
-                out.len(),
-                &raw mut read,
-                &raw mut made,
-            )
-        };
-        Outcome::of(result, read, made)
-    }
-
-    /// Inflates deflate data without a header.
-    fn raw(&mut self, data: &[u8], out: &mut [u8]) -> Outcome {
-        let (mut read, mut made) = (0usize, 0usize);
-        // SAFETY: as in `member`.
-        let result = unsafe {
-            sys::libdeflate_deflate_decompress_ex(
-                self.0.as_ptr(),
-                data.as_ptr().cast::<c_void>(),
-                data.len(),
-                out.as_mut_ptr().cast::<c_void>(),
-                out.len(),
-                &raw mut read,
-                &raw mut made,
-            )
-        };
-        Outcome::of(result, read, made)
-    }
-}
-
-impl Drop for Inflater {
-    fn drop(&mut self) {
-        // SAFETY: made by libdeflate_alloc_decompressor and freed once.
-        unsafe { sys::libdeflate_free_decompressor(self.0.as_ptr()) }
     }
 }
 

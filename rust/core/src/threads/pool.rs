@@ -1,4 +1,4 @@
-//! Our own thread pool: survives being forked, watches for Ctrl-C, and never outlives a call's borrow.
+//! The threads that compute: a pool that survives being forked, watches for Ctrl-C, and never outlives a call's borrow.
 //!
 //! rayon's global pool is not used: a forked child inherits its bookkeeping but none of its threads, and the first
 //! `install` there waits forever. This pool remembers the process it was made in; a child makes a new one. So does the
@@ -7,19 +7,15 @@
 //! works on the calling thread instead of hanging.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::Duration;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use crate::error::{Error, Kind, Result};
-
-/// How often a waiting caller looks at its watch.
-const LOOK: Duration = Duration::from_millis(20);
-
-/// Asked now and then on the calling thread; `true` means stop.
-pub type Watch<'a> = &'a mut dyn FnMut() -> bool;
+use super::handout::{Handout, Stop, Watch, interrupted};
+#[cfg(target_os = "linux")]
+use super::seat;
+use crate::error::Result;
 
 /// Callers at work now, of all threads of this process: the process id in the upper half, their number in the lower. A
 /// forked child inherits the parent's number but not its threads, so a number under another id is zero.
@@ -115,31 +111,6 @@ fn build() -> Option<Pool> {
     })
 }
 
-/// Runs `work` on one of our threads and waits: for libraries that use "the current" rayon pool, which must be ours. Where
-/// none can be had, on this thread.
-pub fn inside<T: Send>(work: impl FnOnce() -> T + Send) -> T {
-    match current() {
-        Some(pool) => pool.threads.install(work),
-        None => work(),
-    }
-}
-
-/// What a part of the work sees of the rest: whether to go on.
-#[derive(Debug, Default)]
-pub struct Stop(AtomicBool);
-
-impl Stop {
-    /// Whether the work was called off: another part failed or the caller's watch said so.
-    #[inline]
-    pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-
-    fn set(&self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 thread_local! {
     /// This thread is doing a part: what it starts in there is done by itself, for the others may all be in the same place
     /// and wait for each other.
@@ -183,172 +154,80 @@ pub fn are_free() -> bool {
     num_threads() > 1 && !BUSY.get()
 }
 
+/// Marks this thread, also while it unwinds.
+struct Busy;
+
+impl Busy {
+    fn begin() -> Busy {
+        BUSY.set(true);
+        Busy
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        BUSY.set(false);
+    }
+}
+
 /// Runs `work(0)`, `work(1)`, ... `work(parts - 1)`, each once, on this thread and the pool's, and waits for them. The error
 /// of the lowest failing part is returned, so that what a user reads does not depend on timing. Inside a part, on this thread
 /// alone.
 pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
-    let stop = Stop::default();
     let (_caller, others) = Caller::enter();
     // Each caller works itself: where there are as many as processors, waking more threads would only cost.
     let workers = num_threads().saturating_sub(1 + others).min(parts.saturating_sub(1));
     let pool = if workers > 0 && !BUSY.get() { current() } else { None };
     let Some(pool) = pool else {
+        let stop = Stop::default();
         for part in 0..parts {
             // A single part is a small request: looking at the watch would cost more than the work.
             if part > 0 && watch() {
-                return Err(Error::new(Kind::Interrupted, "interrupted"));
+                return Err(interrupted());
             }
             work(part, &stop)?;
         }
         return Ok(());
     };
 
-    let next = AtomicUsize::new(0);
-    let failed: Mutex<Option<(usize, Error)>> = Mutex::new(None);
-    let running = Mutex::new(workers);
-    let finished = Condvar::new();
-    /// Counts a worker out, also when it unwinds.
-    struct Leave<'a>(&'a Mutex<usize>, &'a Condvar);
-    impl Drop for Leave<'_> {
-        fn drop(&mut self) {
-            *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
-            self.1.notify_all();
-        }
-    }
-
-    /// Marks this thread, also while it unwinds.
-    struct Busy;
-    impl Busy {
-        fn begin() -> Busy {
-            BUSY.set(true);
-            Busy
-        }
-    }
-    impl Drop for Busy {
-        fn drop(&mut self) {
-            BUSY.set(false);
-        }
-    }
-
-    // Takes the next part and does it; false when there is none left.
-    let do_one = || {
-        let part = if stop.is_set() { parts } else { next.fetch_add(1, Ordering::Relaxed) };
-        if part >= parts {
-            return false;
-        }
-        let busy = Busy::begin();
-        let done = work(part, &stop);
-        drop(busy);
-        if let Err(error) = done {
-            let mut first = failed.lock().unwrap_or_else(PoisonError::into_inner);
-            if first.as_ref().is_none_or(|(p, _)| part < *p) {
-                *first = Some((part, error));
-            }
-            stop.set();
-        }
-        true
+    let marked = |part: usize, stop: &Stop| {
+        let _busy = Busy::begin();
+        work(part, stop)
     };
-
-    let mut interrupted = false;
+    let handout = Handout::new(parts, &marked);
     #[cfg(target_os = "linux")]
-    let kept_off = if others == 0 { pool.seat.keep_off_this_processor() } else { None };
+    let kept_off = if others == 0 { pool.seat.keep_off_this_processor(num_threads()) } else { None };
     pool.threads.in_place_scope(|scope| {
         for _ in 0..workers {
-            scope.spawn(|_| {
+            let leave = handout.enter();
+            #[cfg(target_os = "linux")]
+            let kept_off = &kept_off;
+            let handout = &handout;
+            scope.spawn(move |_| {
                 #[cfg(target_os = "linux")]
-                if let Some(before) = &kept_off {
+                if let Some(before) = kept_off {
                     seat::give_back(before);
                 }
-                let _leave = Leave(&running, &finished);
-                while do_one() {}
+                let _leave = leave;
+                while handout.do_one() {}
             });
         }
         // The caller works too: it is awake, and a small request is done before the others are.
-        while do_one() {
-            if !interrupted && watch() {
-                interrupted = true;
-                stop.set();
-            }
+        while handout.do_one() {
+            handout.look(&mut *watch);
         }
-        let mut left = running.lock().unwrap_or_else(PoisonError::into_inner);
-        while *left > 0 {
-            let (guard, timeout) = finished.wait_timeout(left, LOOK).unwrap_or_else(PoisonError::into_inner);
-            left = guard;
-            if timeout.timed_out() && !interrupted {
-                drop(left);
-                if watch() {
-                    interrupted = true;
-                    stop.set();
-                }
-                left = running.lock().unwrap_or_else(PoisonError::into_inner);
-            }
-        }
+        handout.wait(watch);
     });
-    if interrupted {
-        return Err(Error::new(Kind::Interrupted, "interrupted"));
-    }
-    match failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some((_, error)) => Err(error),
-        None => Ok(()),
-    }
-}
-
-/// Where the one thread of a pool of one wakes up.
-///
-/// A thread that is woken runs where the scheduler puts it, and in a virtual machine of two processors that can be beside the
-/// one that woke it while the other idles: a halted virtual processor looks "preempted", and Linux does not take such for idle
-/// (`available_idle_cpu`). So the thread is told to keep off the caller's processor before it is woken, and gives itself its
-/// own mask back as the first thing it does: no mask outlives the wake, whatever the user pins later. Where there are
-/// more processors the scheduler finds an idle one, and nothing is done.
-#[cfg(target_os = "linux")]
-mod seat {
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicI32, Ordering};
-
-    use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
-
-    /// The thread of a pool of one; 0 before it has started.
-    #[derive(Default)]
-    pub struct Seat {
-        thread: Arc<AtomicI32>,
-    }
-
-    impl Seat {
-        /// Called by each thread when it starts.
-        pub fn register(&self) -> impl Fn(usize) + Send + Sync + 'static {
-            let thread = Arc::clone(&self.thread);
-            move |_| thread.store(gettid().as_raw_nonzero().get(), Ordering::Relaxed)
-        }
-
-        /// Keeps the thread off the caller's processor; returns the mask that it had. A hint: a system that refuses leaves
-        /// the thread where it is. Only one caller at a time may do this, or one would take the other's mask for the
-        /// thread's own.
-        pub fn keep_off_this_processor(&self) -> Option<CpuSet> {
-            if super::num_threads() != 2 {
-                return None;
-            }
-            let thread = Pid::from_raw(self.thread.load(Ordering::Relaxed))?;
-            let before = sched_getaffinity(Some(thread)).ok()?;
-            let mut others = before;
-            others.unset(sched_getcpu());
-            if others.count() == 0 || others.count() == before.count() {
-                return None;
-            }
-            sched_setaffinity(Some(thread), &others).ok()?;
-            Some(before)
-        }
-    }
-
-    /// Gives the calling thread its mask back.
-    pub fn give_back(before: &CpuSet) {
-        let _ = sched_setaffinity(None, before);
-    }
+    handout.result()
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::error::{Error, Kind};
 
     #[test]
     fn callers_of_another_process_are_not_counted() {

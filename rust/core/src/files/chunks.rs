@@ -2,7 +2,7 @@
 //!
 //! A store of a million chunks costs no more to open than one of ten: nothing is listed, a chunk's number gives its name.
 //! Plain chunks (C order, no compression) are files like any other, read in place and only where rows were asked for;
-//! a chunk that is not there holds the fill value. All others are decoded whole, by [`codecs`](super::codecs), and kept
+//! a chunk that is not there holds the fill value. All others are decoded whole, by [`coded`](crate::codec::coded), and kept
 //! under a memory budget.
 //!
 //! Chunks are read and not mapped: mapping and unmapping a megabyte costs more than copying it. Only
@@ -14,12 +14,19 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::codecs::Decode;
-use super::decoded::{Block, Cache};
-use super::{Body, Files, Io, OpenFile, Place, Row, Slots, View, open_regular, pread};
-use crate::bytes::mmap::Map;
+use crate::codec::cache::Cache;
+use crate::codec::coded::Decode;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::files::Files;
+use crate::files::open::{Body, OpenFile, View};
+use crate::layout::grid::Grid;
+use crate::layout::row::{Place, Row};
+use crate::memory::block::Block;
+use crate::source::descriptors::open_regular;
+use crate::source::mmap::Map;
+use crate::source::slots::Slots;
+use crate::source::{Io, pread};
 
 /// How a chunk's number becomes its file's name.
 #[derive(Clone, Debug)]
@@ -59,64 +66,6 @@ pub struct ChunkArray {
     pub fill: Vec<u8>,
     /// How a chunk's bytes are had.
     pub content: Content,
-}
-
-/// Where an array's chunks stand among the numbers of all.
-#[derive(Clone, Copy, Debug)]
-pub struct Grid {
-    first: u64,
-    shape: [u64; 4],
-    chunk: [u64; 4],
-    counts: [u64; 4],
-}
-
-impl Grid {
-    fn new(first: u64, shape: [u64; 4], chunk: [u64; 4]) -> Option<Grid> {
-        if chunk.contains(&0) {
-            return None;
-        }
-        let mut counts = [0; 4];
-        for ((count, n), c) in counts.iter_mut().zip(shape).zip(chunk) {
-            *count = n.div_ceil(c);
-        }
-        Some(Grid { first, shape, chunk, counts })
-    }
-
-    /// Number of chunks.
-    fn len(&self) -> Option<u64> {
-        self.counts.iter().try_fold(1u64, |n, c| n.checked_mul(*c))
-    }
-
-    /// The first chunk of a row (those after it hold the rest of a split row), and the row's number inside.
-    #[inline]
-    pub fn locate(&self, example: u64, group: u64, token: u64) -> (u64, u64) {
-        let [cn, cl, ct, _] = self.chunk;
-        let [_, gl, gt, gh] = self.counts;
-        let file = (((example / cn) * gl + group / cl) * gt + token / ct) * gh;
-        let row = ((example % cn) * cl + group % cl) * ct + token % ct;
-        (self.first + file, row)
-    }
-
-    /// The array's shape.
-    pub fn shape(&self) -> [u64; 4] {
-        self.shape
-    }
-
-    /// Tokens per chunk.
-    pub fn tokens_per_chunk(&self) -> u64 {
-        self.chunk[2]
-    }
-
-    /// Examples per chunk.
-    pub fn examples_per_chunk(&self) -> u64 {
-        self.chunk[0]
-    }
-
-    fn indices(&self, file: u64) -> [u64; 4] {
-        let [_, gl, gt, gh] = self.counts;
-        let n = file - self.first;
-        [n / gh / gt / gl, n / gh / gt % gl, n / gh % gt, n % gh]
-    }
 }
 
 /// The chunk files of a dataset's arrays.
@@ -175,7 +124,7 @@ impl ChunkFiles {
     }
 
     fn array(&self, file: u64) -> &(Grid, ChunkArray) {
-        &self.arrays[self.arrays.partition_point(|(grid, _)| grid.first <= file).saturating_sub(1)]
+        &self.arrays[self.arrays.partition_point(|(grid, _)| grid.first() <= file).saturating_sub(1)]
     }
 
     /// Closes kept files and drops decoded chunks.
@@ -207,7 +156,7 @@ impl ChunkFiles {
         let indices = grid.indices(number);
         let path = array.naming.path(indices);
         let size = self.row.bytes / self.row.width;
-        let [cn, cl, ct, ch] = grid.chunk;
+        let [cn, cl, ct, ch] = grid.chunk();
         let column = indices[3] * ch;
         let used = ch.min(self.row.width as u64 - column) as usize * size;
         let step = ch * size as u64;
@@ -222,7 +171,7 @@ impl ChunkFiles {
                 }
                 Ok((_, len)) => {
                     let kind = if len < end { Kind::Truncated } else { Kind::Format };
-                    let [a, b, c, d] = grid.chunk;
+                    let [a, b, c, d] = grid.chunk();
                     Err(Error::new(
                         kind,
                         format!("expected {end} bytes, a whole chunk of {a} x {b} x {c} x {d}, found {len}"),
@@ -281,8 +230,8 @@ impl Files for ChunkFiles {
     fn split(&self, file: u64) -> u64 {
         // One array is by far the usual case, and this is asked for every row.
         match &self.arrays[..] {
-            [(grid, _)] => grid.counts[3],
-            _ => self.array(file).0.counts[3],
+            [(grid, _)] => grid.split(),
+            _ => self.array(file).0.split(),
         }
     }
 

@@ -14,18 +14,22 @@
 //!
 //! Memory: 40 bytes per row of the parts in flight, at most [`PART_ROWS`] rows per thread.
 
+pub mod cast;
+
 use std::collections::hash_map::Entry as MapEntry;
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::bytes::pread::{self, Cached};
-use crate::bytes::{Body, Files, OpenFile, descriptors_are_scarce, files_at_once, outside};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
+use crate::files::Files;
+use crate::files::open::{Body, OpenFile, outside};
 use crate::layout::{Address, Layout};
-use crate::par::pool::{self, Stop, Watch};
+use crate::source::descriptors::{descriptors_are_scarce, files_at_once};
+use crate::source::pread::{self, Cached};
+use crate::threads::{self, Stop, Watch};
 
 /// Output below this is moved by the calling thread: waking others costs more (about 50 us).
 const INLINE_BYTES: usize = 512 << 10;
@@ -305,7 +309,7 @@ pub fn gather<L: Layout + ?Sized>(
             None => Err(Error::new(Kind::Internal, "a part was handed out twice")),
         }
     };
-    pool::run(parts.len(), &work, watch)
+    threads::run(parts.len(), &work, watch)
 }
 
 /// Starts reading rows into the page cache, if a few of them look as if they were not in it. A hint never fails: whatever is
@@ -361,7 +365,7 @@ fn part_rows(out_bytes: usize, row_bytes: usize) -> usize {
         return usize::MAX;
     }
     let row_bytes = row_bytes.max(1);
-    let balanced = (out_bytes / row_bytes).div_ceil(pool::num_threads() * 4);
+    let balanced = (out_bytes / row_bytes).div_ceil(threads::num_threads() * 4);
     balanced.min(PART_ROWS).min(PART_BYTES / row_bytes).max(INLINE_BYTES / 2 / row_bytes).max(1)
 }
 
@@ -541,7 +545,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
     /// and cuts the result into pieces of bounded size. Stops where more files would be open than this thread may hold;
     /// tells how many entries were cut.
     fn cut(&self, entries: &[Entry], first: usize, dense: bool) -> Result<Cut> {
-        let files_at_once = if self.decodes { 1 } else { files_at_once(pool::num_threads()) };
+        let files_at_once = if self.decodes { 1 } else { files_at_once(threads::num_threads()) };
         let mut opened: HashMap<u64, usize> = HashMap::new();
         let mut cut =
             Cut { files: vec![], seen: Vec::with_capacity(entries.len()), read: vec![], filled: vec![], done: 0 };

@@ -18,11 +18,11 @@ use std::sync::{Mutex, PoisonError};
 
 use crc32fast::Hasher;
 
-use super::blocks::{MARK, WINDOW, Warm, warm_up};
-use super::{Beside, Inflater, Outcome};
-use crate::bytes::decoded::Block;
-use crate::error::{Kind, Result};
-use crate::par::pool::{self, Stop, Watch};
+use super::libdeflate::{Inflater, Outcome};
+use crate::codec::inflate::blocks::{MARK, WINDOW, Warm, warm_up};
+use crate::error::Result;
+use crate::memory::block::Block;
+use crate::threads::{self, Stop, Watch};
 
 /// Compressed bytes per stretch: small beside a cache, large beside what looking for a block costs.
 const STRETCH: usize = 3 << 20;
@@ -36,6 +36,9 @@ const STEPS: u64 = 16 << 20;
 
 /// Files below this are not worth it.
 const WORTH: usize = 2 * STRETCH;
+
+/// Other work, done while a file is inflated; it is given a watch.
+pub type Beside<'a> = &'a (dyn Fn(Watch<'_>) -> Result<()> + Sync);
 
 /// A stretch of the file that libdeflate inflates.
 struct Stretch {
@@ -123,7 +126,7 @@ pub fn inflate(
         }
         Ok(())
     };
-    pool::run(stretches.len() + 1, &work, watch)?;
+    threads::run(stretches.len() + 1, &work, watch)?;
     let done = ordered.into_inner().unwrap_or_else(PoisonError::into_inner);
     let trailer: [u8; 8] = gz.last_chunk().copied().unwrap_or_default();
     let [a, b, c, d, ..] = trailer;
@@ -211,21 +214,14 @@ fn cut(body: &[u8], first: usize, watch: Watch<'_>) -> Result<Vec<Stretch>> {
     // or fixed blocks), one look tells.
     let probe = count / 2;
     let Some(middle) = (probe > 0).then(|| find(probe)).flatten() else { return Ok(vec![]) };
-    let found: Vec<Mutex<Option<Warm>>> = (0..count).map(|_| Mutex::default()).collect();
-    *lock(&found[probe]) = Some(middle);
-    let look = |i: usize, _: &Stop| -> Result<()> {
-        if i != 0 && i != probe {
-            *lock(&found[i]) = find(i);
-        }
-        Ok(())
-    };
-    match pool::run(count, &look, watch) {
-        Err(error) if error.kind == Kind::Interrupted => return Err(error),
-        Ok(()) if found.iter().filter(|f| lock(f).is_some()).count() >= probe => {}
-        _ => return Ok(vec![]),
+    let look = |i: usize, _: &Stop| Ok(if i == 0 || i == probe { None } else { find(i) });
+    let mut found = threads::map(count, &look, watch)?;
+    found[probe] = Some(middle);
+    if found.iter().flatten().count() < probe {
+        return Ok(vec![]);
     }
     let mut stretches = vec![Stretch { begin: first as u64 * 8, end: 0, last: false, warm: None }];
-    for warm in found.into_iter().filter_map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner)) {
+    for warm in found.into_iter().flatten() {
         if let Some(before) = stretches.last_mut() {
             before.end = warm.begin;
         }

@@ -5,9 +5,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
 
-use crate::bytes::decoded::ForkMutex;
 use crate::error::{Error, Kind, Result};
-use crate::par::pool::Watch;
+use crate::threads::Watch;
+use crate::threads::fork::ForkMutex;
 
 /// How often a waiting thread looks at its watch.
 const LOOK: Duration = Duration::from_millis(20);

@@ -1,13 +1,8 @@
 //! Converting a block of memory with all threads.
 
-use std::sync::{Mutex, PoisonError};
-
-use super::pool::{self, Stop, Watch};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
-
-/// A part that is taken once, by whichever thread comes first.
-type Part<'a> = Mutex<Option<(&'a [u8], &'a mut [u8])>>;
+use crate::threads::{self, Watch};
 
 /// Elements per part.
 const PART: usize = 1 << 18;
@@ -19,15 +14,15 @@ pub fn cast(how: Cast<'_>, src: &[u8], dst: &mut [u8], watch: Watch<'_>) -> Resu
         let detail = format!("{} bytes of {from} do not fill {} of {to}", src.len(), dst.len());
         return Err(Error::new(Kind::Internal, detail));
     }
-    let parts: Vec<Part<'_>> =
-        src.chunks(PART * from).zip(dst.chunks_mut(PART * to)).map(|part| Mutex::new(Some(part))).collect();
-    let work = |i: usize, _: &Stop| -> Result<()> {
-        if let Some((src, dst)) = parts[i].lock().unwrap_or_else(PoisonError::into_inner).take() {
+    let parts = src.chunks(PART * from).zip(dst.chunks_mut(PART * to));
+    threads::for_each(
+        parts,
+        &|_, (src, dst), _| {
             how.apply(src, dst);
-        }
-        Ok(())
-    };
-    pool::run(parts.len(), &work, watch)
+            Ok(())
+        },
+        watch,
+    )
 }
 
 #[cfg(test)]

@@ -1,68 +1,35 @@
-//! Pickle shards: files that say only inside which rows they hold.
-//!
-//! A shard is looked into once, when something of it is first wanted: compared with its checksum, inflated if it is
-//! compressed, and indexed by one pass of the pickle machine, which finds where each array's bytes lie. After that its rows
-//! are rows like any other: of a mapped file (plain `.pkl`), or of decoded memory (`.pkl.gz`), which is kept under a budget
-//! and made again after it was evicted. Arrays in Fortran order, in the other byte order, or written as text by old protocols are
-//! copied into memory of their own, put in order ([`index`]).
-//!
-//! A file may be replaced while its dataset is open. Whenever a compressed shard is inflated again, its checksum and index are
-//! compared again; a plain one is, when it is opened and its inode, size or times are not those that were indexed.
-//!
-//! Threads that want one shard wait for the first of them to read it ([`flights`]).
+//! Shards looked into, checked, inflated and kept.
 
-mod flights;
-mod index;
-mod prepared;
-
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs::File;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, RwLock, TryLockError};
+use std::sync::{Arc, RwLock, TryLockError};
 
-use sha2::{Digest, Sha256};
+use super::flights::{Claim, Flights, Mine};
+use super::index::{Index, TYPES, class_of};
+use super::spec::{ShardSpec, Stamp};
+use super::stored::{Bytes, Stored, hex, read_whole, sha256};
 
-use self::flights::{Claim, Flights, Mine};
-use self::index::class_of;
-pub use self::index::{Index, TYPES};
-pub use self::prepared::Prepared;
-use super::decoded::{Block, Cache};
-use super::mmap::Map;
-use super::{Io, OpenFile, Row, Slots, inflate, open_regular, pread};
+use crate::codec::cache::Cache;
+use crate::codec::inflate;
 use crate::error::{Error, Kind, Result};
-use crate::layout::check_example;
-use crate::par::pool::{self, Stop, Watch};
+use crate::files::open::OpenFile;
+use crate::layout::row::Row;
+use crate::memory::block::Block;
 use crate::parse::pickle::{Tree, machine};
-
-/// One shard, as the dataset's metadata describe it.
-#[derive(Clone, Debug)]
-pub struct ShardSpec {
-    /// Where it is.
-    pub path: PathBuf,
-    /// Whether it is gzip.
-    pub compressed: bool,
-    /// Its size, if it has to be right.
-    pub size: Option<u64>,
-    /// Its SHA-256, if it has to be right.
-    pub sha256: Option<[u8; 32]>,
-    /// Samples it holds.
-    pub samples: u64,
-    /// Their smallest and largest number.
-    pub ids: (i64, i64),
-    /// Layers it may hold.
-    pub layers: Vec<i64>,
-    /// Bytes that it may inflate to by what its metadata declare; [`inflate::allowed`] bounds them by those that are there.
-    pub limit: u64,
-}
+use crate::source::descriptors::open_regular;
+use crate::source::mmap::Map;
+use crate::source::slots::Slots;
+use crate::source::{Io, pread};
+use crate::threads::{self, Stop, Watch};
 
 /// A shard whose bytes are at hand.
 #[derive(Clone)]
-struct Loaded {
-    index: Arc<Index>,
+pub(super) struct Loaded {
+    pub index: Arc<Index>,
     /// Inflated, if arrays lie in there.
-    main: Option<Arc<Block>>,
-    aside: Option<Arc<Block>>,
+    pub main: Option<Arc<Block>>,
+    pub aside: Option<Arc<Block>>,
 }
 
 /// A shard that was read just now.
@@ -81,32 +48,6 @@ struct Known {
     stamp: Stamp,
 }
 
-/// What tells a file that was replaced or written to from the one that was read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stamp {
-    file: (u64, u64),
-    len: u64,
-    times: [(i64, i64); 2],
-}
-
-impl Stamp {
-    fn of(file: &File) -> std::io::Result<Stamp> {
-        let meta = file.metadata()?;
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::MetadataExt;
-            let times = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
-            Ok(Stamp { file: (meta.dev(), meta.ino()), len: meta.len(), times })
-        }
-        #[cfg(not(unix))]
-        {
-            let since = meta.modified()?.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-            let time = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
-            Ok(Stamp { file: (0, 0), len: meta.len(), times: [time; 2] })
-        }
-    }
-}
-
 /// The shards of a dataset.
 pub struct Shards {
     specs: Vec<ShardSpec>,
@@ -119,8 +60,8 @@ pub struct Shards {
     rows: [Row; TYPES.len()],
     /// The type of the first array, as a position among [`TYPES`]; `None` until it was found.
     class: Option<usize>,
-    io: Io,
-    slots: Slots<OpenFile>,
+    pub(super) io: Io,
+    pub(super) slots: Slots<OpenFile>,
     known: Vec<RwLock<Option<Known>>>,
     decoded: Cache,
     flights: Flights<Loaded>,
@@ -217,11 +158,11 @@ impl Shards {
         self.rows[self.class()]
     }
 
-    fn row_of(&self, class: usize) -> Row {
+    pub(super) fn row_of(&self, class: usize) -> Row {
         self.rows[class.min(TYPES.len() - 1)]
     }
 
-    fn class(&self) -> usize {
+    pub(super) fn class(&self) -> usize {
         self.class.unwrap_or(0)
     }
 
@@ -248,23 +189,23 @@ impl Shards {
         }
     }
 
-    fn first(&self, s: usize) -> u64 {
+    pub(super) fn first(&self, s: usize) -> u64 {
         self.firsts.get(s).copied().unwrap_or(0)
     }
 
     /// Files in the numbering of [`Prepared`] that hold rows of one type.
-    fn files_per_class(&self) -> u64 {
+    pub(super) fn files_per_class(&self) -> u64 {
         self.specs.len().max(1) as u64 * 2
     }
 
-    fn shard_of(&self, example: u64) -> usize {
+    pub(super) fn shard_of(&self, example: u64) -> usize {
         // Shards without samples share their first number with the next: the last of those holds the example.
         self.firsts.partition_point(|first| *first <= example).saturating_sub(1)
     }
 
     /// The index of a shard, if it has been looked into. Tried and never waited for: a forked child may find a lock taken by a
     /// thread that it does not have, and looks into the shard again.
-    fn known(&self, s: usize) -> Option<(Arc<Index>, Stamp)> {
+    pub(super) fn known(&self, s: usize) -> Option<(Arc<Index>, Stamp)> {
         // Writing takes nanoseconds.
         for _ in 0..1000 {
             match self.known[s].try_read() {
@@ -303,7 +244,7 @@ impl Shards {
     }
 
     /// Whether an open file is the one that was indexed, or holds the same.
-    fn check_same(&self, s: usize, file: &File) -> Result<()> {
+    pub(super) fn check_same(&self, s: usize, file: &File) -> Result<()> {
         let path = &self.specs[s].path;
         let stamp = Stamp::of(file).map_err(|e| Error::from_io(&e, path, "look at"))?;
         if self.known(s).is_none_or(|(_, known)| known == stamp) {
@@ -316,47 +257,12 @@ impl Shards {
         Ok(())
     }
 
-    /// What is inside the shards that hold these examples, or all shards; looked into in parallel where it is not known.
-    pub fn prepare(&self, examples: Option<&mut dyn Iterator<Item = i64>>, watch: Watch<'_>) -> Result<Prepared<'_>> {
-        let mut wanted: Vec<usize> = match examples {
-            None => (0..self.specs.len()).collect(),
-            Some(examples) => {
-                let mut found = vec![];
-                for example in examples {
-                    let s = self.shard_of(check_example(example, self.examples())?);
-                    if found.last() != Some(&s) {
-                        found.push(s);
-                    }
-                }
-                found
-            }
-        };
-        wanted.sort_unstable();
-        wanted.dedup();
-        let mut indexes: BTreeMap<usize, Arc<Index>> = BTreeMap::new();
-        let mut unknown = vec![];
-        for s in wanted {
-            match self.known(s) {
-                Some((index, _)) => {
-                    indexes.insert(s, index);
-                }
-                None => unknown.push(s),
-            }
-        }
-        for some in unknown.chunks(self.at_once(&unknown)) {
-            for (s, loaded) in some.iter().zip(self.load_all(some, watch)?) {
-                indexes.insert(*s, loaded.index);
-            }
-        }
-        Ok(Prepared::new(self, indexes))
-    }
-
     /// How many of these shards may be decoded at once.
-    fn at_once(&self, which: &[usize]) -> usize {
+    pub(super) fn at_once(&self, which: &[usize]) -> usize {
         let largest = which.iter().map(|s| self.decoded_guess(*s)).max().unwrap_or(0);
         let fit = self.decoded.budget().checked_div(largest).map_or(usize::MAX, |n| n as usize);
         // More than the threads, so that none waits for the slowest of each go.
-        fit.clamp(1, pool::num_threads() * 4)
+        fit.clamp(1, threads::num_threads() * 4)
     }
 
     /// What a shard will take in memory: known, or what the file claims, as far as so few bytes can inflate to it.
@@ -382,7 +288,7 @@ impl Shards {
     }
 
     /// Indexes and decoded bytes of these shards: kept ones, ones that other threads are reading, or read now.
-    fn load_all(&self, which: &[usize], watch: Watch<'_>) -> Result<Vec<Loaded>> {
+    pub(super) fn load_all(&self, which: &[usize], watch: Watch<'_>) -> Result<Vec<Loaded>> {
         // A kept shard that is looked up becomes the one used last: loading the others does not evict it.
         let mut found: Vec<Option<Loaded>> = which.iter().map(|s| self.kept(*s)).collect();
         let mut lacking: Vec<usize> = (0..which.len()).filter(|i| found[*i].is_none()).collect();
@@ -400,7 +306,7 @@ impl Shards {
                         None => mine.push((i, Some(claim))),
                     },
                     // Inside a part of other work no thread waits: the one that it waited for may need this thread.
-                    Claim::Theirs(_) if pool::in_part() => mine.push((i, None)),
+                    Claim::Theirs(_) if threads::in_part() => mine.push((i, None)),
                     Claim::Theirs(flight) => theirs.push((i, flight)),
                 }
             }
@@ -425,32 +331,26 @@ impl Shards {
         mine: Vec<(usize, Option<Mine<'_, Loaded>>)>,
         watch: Watch<'_>,
     ) -> Result<Vec<(usize, Loaded)>> {
-        type Slot<'a> = Mutex<(Option<Mine<'a, Loaded>>, Option<Loaded>)>;
-        let (places, slots): (Vec<usize>, Vec<Slot<'_>>) =
-            mine.into_iter().map(|(i, claim)| (i, Mutex::new((claim, None)))).unzip();
-        let work = |k: usize, watch: Watch<'_>| -> Result<()> {
-            let loaded = self.load(which[places[k]], watch)?;
-            if let Ok(mut slot) = slots[k].lock() {
-                if let Some(claim) = slot.0.take() {
-                    claim.land(&loaded);
-                }
-                slot.1 = Some(loaded);
+        let work = |i: usize, claim: Option<Mine<'_, Loaded>>, watch: Watch<'_>| -> Result<(usize, Loaded)> {
+            let loaded = self.load(which[i], watch)?;
+            if let Some(claim) = claim {
+                claim.land(&loaded);
             }
-            Ok(())
+            Ok((i, loaded))
         };
         // In parallel; one that would be left over for a single thread is read after the others, by all of them.
-        let together = if places.len() % pool::num_threads() == 1 { places.len() - 1 } else { places.len() };
-        let part = |k: usize, stop: &Stop| match work(k, &mut || stop.is_set()) {
+        let mut together = mine;
+        let alone = if together.len() % threads::num_threads() == 1 { together.pop() } else { None };
+        let part = |_: usize, (i, claim), stop: &Stop| match work(i, claim, &mut || stop.is_set()) {
             // Another part's error stopped this one, and is the one to be reported.
-            Err(error) if error.kind == Kind::Interrupted && stop.is_set() => Ok(()),
-            done => done,
+            Err(error) if error.kind == Kind::Interrupted && stop.is_set() => Ok(None),
+            done => done.map(Some),
         };
-        pool::run(together, &part, &mut *watch)?;
-        if together < places.len() {
-            work(together, watch)?;
+        let mut loaded: Vec<_> = threads::map_each(together, &part, &mut *watch)?.into_iter().flatten().collect();
+        if let Some((i, claim)) = alone {
+            loaded.push(work(i, claim, watch)?);
         }
-        let loaded = slots.into_iter().zip(&places).filter_map(|(slot, i)| Some((*i, slot.into_inner().ok()?.1?)));
-        Ok(loaded.collect())
+        Ok(loaded)
     }
 
     /// A shard's index and decoded bytes, where both are kept.
@@ -626,79 +526,4 @@ impl Values {
     pub fn input(&self) -> &[u8] {
         self.bytes.get()
     }
-}
-
-enum Bytes {
-    Shared(Arc<Block>),
-    Stored(Stored),
-}
-
-impl Bytes {
-    fn get(&self) -> &[u8] {
-        match self {
-            Bytes::Shared(block) => block,
-            Bytes::Stored(stored) => stored.bytes(),
-        }
-    }
-}
-
-enum Stored {
-    Map(Map),
-    Block(Block),
-}
-
-impl Stored {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            Stored::Map(map) => map.bytes(),
-            Stored::Block(block) => block,
-        }
-    }
-}
-
-/// A regular file of `len` bytes, read into memory in pieces.
-fn read_whole(file: &File, len: usize, watch: Watch<'_>) -> Result<Block> {
-    const PIECE: usize = 16 << 20;
-    let said = |e: std::io::Error| Error::from_io(&e, std::path::Path::new(""), "read");
-    let mut block = Block::new(len).map_err(said)?;
-    for (i, piece) in block.bytes_mut().chunks_mut(PIECE).enumerate() {
-        if i > 0 && watch() {
-            return Err(Error::new(Kind::Interrupted, "interrupted"));
-        }
-        pread::read_exact_at(file, piece, (i * PIECE) as u64).map_err(said)?;
-    }
-    Ok(block)
-}
-
-/// A pickle file by itself, inflated if it is compressed; `limit` bounds what a compressed one may inflate to, as
-/// [`inflate::allowed`] does.
-pub fn read_file(path: &std::path::Path, compressed: bool, limit: u64, watch: Watch<'_>) -> Result<Block> {
-    let read = |watch: Watch<'_>| {
-        let (file, len) = open_regular(path)?;
-        let bytes = usize::try_from(len).map_err(|_| Error::new(Kind::Access, "does not fit this machine's memory"))?;
-        let stored = read_whole(&file, bytes, &mut *watch)?;
-        if !compressed {
-            return Ok(stored);
-        }
-        inflate::inflate_beside(&stored, inflate::allowed(len, u64::MAX, limit), &|_| Ok(()), watch)
-    };
-    read(watch).map_err(|e: Error| e.at(path))
-}
-
-/// Bytes hashed between two looks at a watch.
-const HASHED_AT_ONCE: usize = 4 << 20;
-
-fn sha256(bytes: &[u8], watch: Watch<'_>) -> Result<[u8; 32]> {
-    let mut sha = Sha256::new();
-    for (i, piece) in bytes.chunks(HASHED_AT_ONCE).enumerate() {
-        if i > 0 && watch() {
-            return Err(Error::new(Kind::Interrupted, "interrupted"));
-        }
-        sha.update(piece);
-    }
-    Ok(sha.finalize().into())
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }

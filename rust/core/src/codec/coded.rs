@@ -14,11 +14,11 @@ use std::sync::Arc;
 use zarrs::array::{Array, ArrayMetadata, ArrayMetadataV2, ArrayMetadataV3};
 use zarrs::storage::store::MemoryStore;
 
-pub use super::chain::Elements;
-use super::chain::{Chain, Shard, assemble, decoded_size, reserve};
-use super::decoded::{Cache, Kept};
-use super::open_regular;
+use crate::codec::cache::{Cache, Kept};
+pub use crate::codec::chain::Elements;
+use crate::codec::chain::{Chain, Shard, assemble, decoded_size, reserve};
 use crate::error::{Error, Kind, Result};
+use crate::source::descriptors::open_regular;
 
 /// Bytes of shard indexes that an array keeps.
 const INDEX_MEMORY: u64 = 32 << 20;

@@ -6,65 +6,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
-use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-use super::output::Output;
-
-/// Decoded bytes. Large ones lie in memory that is used again when they are gone: filling fresh pages costs as much as decoding
-/// into them.
-#[derive(Debug)]
-pub struct Block {
-    memory: Memory,
-    len: usize,
-}
-
-#[derive(Debug)]
-enum Memory {
-    Heap(Vec<u8>),
-    Recycled(Output),
-}
-
-impl Block {
-    /// Memory to be filled; what is in it is anybody's guess.
-    pub fn new(len: usize) -> std::io::Result<Block> {
-        Ok(Block { memory: Memory::Recycled(Output::new(len)?), len })
-    }
-
-    /// To write in.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        match &mut self.memory {
-            Memory::Heap(bytes) => &mut bytes[..self.len],
-            Memory::Recycled(output) => &mut output.as_mut()[..self.len],
-        }
-    }
-
-    /// Forgets what lies after `len` bytes.
-    pub fn truncate(&mut self, len: usize) {
-        self.len = self.len.min(len);
-    }
-}
-
-impl Deref for Block {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match &self.memory {
-            Memory::Heap(bytes) => &bytes[..self.len],
-            Memory::Recycled(output) => &output.bytes()[..self.len],
-        }
-    }
-}
-
-impl From<Vec<u8>> for Block {
-    fn from(bytes: Vec<u8>) -> Block {
-        let len = bytes.len();
-        Block { memory: Memory::Heap(bytes), len }
-    }
-}
+use crate::memory::block::Block;
+use crate::threads::fork::ForkMutex;
 
 /// What a [`Cache`] may keep.
 pub trait Kept {
@@ -73,12 +20,8 @@ pub trait Kept {
 }
 
 impl Kept for Block {
-    /// What it takes of memory, not what it holds: the rest of a reused mapping is as resident.
     fn size(&self) -> usize {
-        match &self.memory {
-            Memory::Heap(_) => self.len,
-            Memory::Recycled(output) => output.capacity(),
-        }
+        self.footprint()
     }
 }
 
@@ -291,58 +234,10 @@ impl<T: Kept, K: Copy + Eq + Hash> State<T, K> {
     }
 }
 
-/// A lock that a forked child can do without: where a thread that does not exist there holds it, the child finds that out
-/// once, after a few milliseconds, and goes on with a value of its own.
-#[derive(Debug)]
-pub(crate) struct ForkMutex<T> {
-    first: Mutex<T>,
-    spare: Mutex<T>,
-    /// The process that made it.
-    pid: u32,
-    /// In this process, or in the one it was forked from, the first is locked for ever.
-    lost: AtomicBool,
-}
-
-impl<T> ForkMutex<T> {
-    /// Protects a value; `spare` is what a child that lost it starts from.
-    pub(crate) fn new(first: T, spare: T) -> ForkMutex<T> {
-        let (first, spare) = (Mutex::new(first), Mutex::new(spare));
-        ForkMutex { first, spare, pid: std::process::id(), lost: AtomicBool::new(false) }
-    }
-
-    /// The lock, as by [`try_briefly`].
-    pub(crate) fn lock_briefly(&self) -> Option<MutexGuard<'_, T>> {
-        if !self.lost.load(Ordering::Relaxed) {
-            if let Some(guard) = try_briefly(&self.first) {
-                return Some(guard);
-            }
-            if std::process::id() == self.pid {
-                return None;
-            }
-            self.lost.store(true, Ordering::Relaxed);
-        }
-        try_briefly(&self.spare)
-    }
-}
-
-/// The lock, if it can be had within a few milliseconds; nobody holds one of ours for longer, but a fork may have made
-/// the holder disappear.
-pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
-    for attempt in 0..100 {
-        match mutex.try_lock() {
-            Ok(guard) => return Some(guard),
-            Err(std::sync::TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
-            Err(std::sync::TryLockError::WouldBlock) if attempt < 20 => std::hint::spin_loop(),
-            Err(std::sync::TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(50)),
-        }
-    }
-    None
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
     use proptest::prelude::*;
@@ -351,9 +246,7 @@ mod tests {
     fn a_child_that_lost_the_lock_keeps_blocks_all_the_same() {
         let mut cache: Cache = Cache::new(10);
         cache.put(1, &Arc::new(Block::from(vec![0; 4])));
-        // As after a fork: made by another process, and locked by a thread that does not exist.
-        cache.state.pid = 0;
-        std::mem::forget(cache.state.first.lock().unwrap());
+        cache.state.lose();
         assert!(cache.get(1).is_none());
         cache.put(1, &Arc::new(Block::from(vec![0; 5])));
         assert_eq!((cache.get(1).unwrap().len(), cache.used()), (5, 5));

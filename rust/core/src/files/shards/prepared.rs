@@ -8,15 +8,18 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::index::{Index, Spot, TYPES};
-use super::{Loaded, Shards};
-use crate::bytes::decoded::Block;
-use crate::bytes::{Body, Files, Io, OpenFile, Place, Row, View, map_or_read, open_regular};
+use super::load::{Loaded, Shards};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::files::Files;
+use crate::files::open::{Body, OpenFile, View, map_or_read};
+use crate::files::shards::index::{Index, Spot, TYPES};
+use crate::layout::row::{Place, Row};
 use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
-use crate::par::gather::Ints;
-use crate::par::pool::Watch;
+use crate::memory::block::Block;
+use crate::source::Io;
+use crate::source::descriptors::open_regular;
+use crate::threads::Watch;
 
 /// Shards that have been looked into, and those whose decoded bytes are held for now.
 pub struct Prepared<'a> {
@@ -27,8 +30,45 @@ pub struct Prepared<'a> {
     class: usize,
 }
 
+impl Shards {
+    /// What is inside the shards that hold these examples, or all shards; looked into in parallel where it is not known.
+    pub fn prepare(&self, examples: Option<&mut dyn Iterator<Item = i64>>, watch: Watch<'_>) -> Result<Prepared<'_>> {
+        let mut wanted: Vec<usize> = match examples {
+            None => (0..self.specs().len()).collect(),
+            Some(examples) => {
+                let mut found = vec![];
+                for example in examples {
+                    let s = self.shard_of(check_example(example, self.examples())?);
+                    if found.last() != Some(&s) {
+                        found.push(s);
+                    }
+                }
+                found
+            }
+        };
+        wanted.sort_unstable();
+        wanted.dedup();
+        let mut indexes: BTreeMap<usize, Arc<Index>> = BTreeMap::new();
+        let mut unknown = vec![];
+        for s in wanted {
+            match self.known(s) {
+                Some((index, _)) => {
+                    indexes.insert(s, index);
+                }
+                None => unknown.push(s),
+            }
+        }
+        for some in unknown.chunks(self.at_once(&unknown)) {
+            for (s, loaded) in some.iter().zip(self.load_all(some, watch)?) {
+                indexes.insert(*s, loaded.index);
+            }
+        }
+        Ok(Prepared::new(self, indexes))
+    }
+}
+
 impl<'a> Prepared<'a> {
-    pub(super) fn new(shards: &'a Shards, indexes: BTreeMap<usize, Arc<Index>>) -> Prepared<'a> {
+    fn new(shards: &'a Shards, indexes: BTreeMap<usize, Arc<Index>>) -> Prepared<'a> {
         Prepared { shards, indexes, pinned: HashMap::new(), class: shards.class() }
     }
 
@@ -50,10 +90,10 @@ impl<'a> Prepared<'a> {
         first + wave.start..first + wave.end
     }
 
-    /// Refuses rows of other types than the dataset's: they are read as a type that the caller names.
-    pub fn check_types(&self, groups: Ints<'_>, examples: impl Iterator<Item = i64>) -> Result<()> {
-        for (item, example) in examples.enumerate() {
-            let group = usize::try_from(groups.get(item)).unwrap_or(usize::MAX);
+    /// Refuses rows (groups and examples) of other types than the dataset's: they are read as a type that the caller names.
+    pub fn check_types(&self, rows: impl Iterator<Item = (i64, i64)>) -> Result<()> {
+        for (group, example) in rows {
+            let group = usize::try_from(group).unwrap_or(usize::MAX);
             let example = check_example(example, self.examples())?;
             if let Ok((_, spot)) = self.spot(group, example) {
                 self.check_type(example, spot)?;

@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::ShardSpec;
-use crate::bytes::decoded::Block;
+use super::spec::ShardSpec;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::memory::block::Block;
 use crate::parse::pickle::Tree;
 use crate::parse::pickle::shard::{Item, layers};
 

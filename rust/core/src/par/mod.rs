@@ -1,6 +1,0 @@
-//! Moving many rows at once, on threads of our own.
-
-pub mod cast;
-pub mod claims;
-pub mod gather;
-pub mod pool;

@@ -1,0 +1,170 @@
+//! File descriptors, a process-wide budget of them, and the clock that closes kept files when it is spent.
+
+use std::fs::File;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, TryLockError, Weak};
+use std::time::Duration;
+
+use crate::error::{Error, Kind, Result, is_out_of_descriptors};
+
+/// Files this process keeps open, over all datasets.
+static KEPT: AtomicUsize = AtomicUsize::new(0);
+/// And all that are open, also for a single call.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Half of the descriptors this process may have; the rest is the program's.
+pub(crate) fn budget() -> usize {
+    // Not a OnceLock: a child forked while another thread initialised it would wait for that thread.
+    static BUDGET: AtomicUsize = AtomicUsize::new(0);
+    match BUDGET.load(Ordering::Relaxed) {
+        0 => {
+            let soft = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+            let budget = soft.map_or(4096, |n| usize::try_from(n / 2).unwrap_or(4096)).clamp(16, 65_536);
+            BUDGET.store(budget, Ordering::Relaxed);
+            budget
+        }
+        budget => budget,
+    }
+}
+
+/// Files that one thread of `threads` may hold open at once without keeping them: all threads together stay within half of
+/// what the budget leaves.
+pub(crate) fn files_at_once(threads: usize) -> usize {
+    (budget() / 2 / threads.max(1)).clamp(2, 1024)
+}
+
+/// Whether all threads together hold so many files open that none should open a second one. Callers may be many more than
+/// our own threads, so their number says nothing.
+pub(crate) fn descriptors_are_scarce() -> bool {
+    OPEN.load(Ordering::Relaxed) > budget() + budget() / 2
+}
+
+/// An open descriptor's share of the budget, given back when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Share {
+    kept: bool,
+}
+
+impl Share {
+    /// Counts a descriptor that was just opened, and takes a share of those that may be kept if one is left.
+    pub(crate) fn take() -> Share {
+        OPEN.fetch_add(1, Ordering::Relaxed);
+        Share { kept: keep_one() }
+    }
+
+    /// Whether the descriptor may be kept.
+    pub(crate) fn may_keep(&self) -> bool {
+        self.kept
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        OPEN.fetch_sub(1, Ordering::Relaxed);
+        if self.kept {
+            KEPT.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A share of the descriptors that may be kept: a free one, or that of a file that was not used lately.
+fn keep_one() -> bool {
+    let take = || KEPT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < budget()).then_some(n + 1)).is_ok();
+    take() || (evict(false) > 0 && take())
+}
+
+/// Opens a file to read. Where the process has no descriptor left, kept ones are closed first; then those of other threads'
+/// reads are waited for, a moment.
+pub(crate) fn open_to_read(path: &Path) -> std::io::Result<File> {
+    const TRIES: usize = 20;
+    let mut tries = 0;
+    loop {
+        match File::open(path) {
+            Err(error) if tries < TRIES && error.raw_os_error().is_some_and(is_out_of_descriptors) => {
+                if evict(true) == 0 {
+                    tries += 1;
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+            other => return other,
+        }
+    }
+}
+
+/// Opens a regular file (symlinks are followed) and tells its length.
+pub(crate) fn open_regular(path: &Path) -> Result<(File, u64)> {
+    // Looking before opening: opening a named pipe would wait for a writer.
+    let meta = std::fs::metadata(path).map_err(|e| Error::from_io(&e, path, "look at"))?;
+    if !meta.is_file() {
+        let what = if meta.is_dir() { "a folder" } else { "a special file" };
+        return Err(Error::new(Kind::NotAFile, format!("expected a regular file, found {what}")).at(path));
+    }
+    let file = open_to_read(path).map_err(|e| Error::from_io(&e, path, "open"))?;
+    let meta = file.metadata().map_err(|e| Error::from_io(&e, path, "look at"))?;
+    Ok((file, meta.len()))
+}
+
+/// Slots of any dataset, as the clock sees them.
+pub(super) trait Keeper: Send + Sync {
+    fn len(&self) -> usize;
+    /// Closes the file in a slot, if no thread reads it and it was not used since the last visit; used or not, if `any`.
+    fn close(&self, slot: usize, any: bool) -> Visit;
+}
+
+/// What the clock did about a slot.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Visit {
+    Closed,
+    Spared,
+    Empty,
+}
+
+/// All slots of the process, and the clock's hand: which of them, and which slot.
+struct Keepers {
+    list: Vec<Weak<dyn Keeper>>,
+    hand: (usize, usize),
+}
+
+static KEEPERS: Mutex<Keepers> = Mutex::new(Keepers { list: vec![], hand: (0, 0) });
+
+/// Shows slots to the clock. Only ever tried: a dataset that is not listed keeps its files until it is dropped.
+pub(super) fn list(slots: Weak<dyn Keeper>) {
+    if let Ok(mut keepers) = KEEPERS.try_lock() {
+        keepers.list.retain(|keeper| keeper.strong_count() > 0);
+        keepers.list.push(slots);
+    }
+}
+
+/// Kept files that the clock visits to make room for one. Few, so that files that are all used in turn, more of them than
+/// descriptors, do not push each other out every time.
+const VISITS: usize = 4;
+/// And slots that it looks into, empty ones included.
+const LOOKS: usize = 256;
+
+/// Closes kept files that were not used lately; returns how many. In an emergency, used ones too, a sixteenth of all that may
+/// be kept.
+fn evict(emergency: bool) -> usize {
+    let most = if emergency { (budget() / 16).max(1) } else { 1 };
+    let (mut visits, mut looks) = if emergency { (usize::MAX, usize::MAX) } else { (VISITS, LOOKS) };
+    let mut keepers = match KEEPERS.try_lock() {
+        Ok(keepers) => keepers,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        Err(TryLockError::WouldBlock) => return 0,
+    };
+    let Keepers { list, hand } = &mut *keepers;
+    let (mut closed, mut passed) = (0, 0);
+    while closed < most && visits > 0 && looks > 0 && passed <= list.len() {
+        let Some(keeper) = list.get(hand.0).and_then(Weak::upgrade).filter(|k| hand.1 < k.len()) else {
+            *hand = (if hand.0 + 1 < list.len() { hand.0 + 1 } else { 0 }, 0);
+            passed += 1;
+            continue;
+        };
+        let visit = keeper.close(hand.1, emergency);
+        hand.1 += 1;
+        looks -= 1;
+        visits -= usize::from(visit != Visit::Empty);
+        closed += usize::from(visit == Visit::Closed);
+    }
+    closed
+}

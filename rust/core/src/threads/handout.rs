@@ -1,0 +1,138 @@
+//! Parts of one piece of work, handed out to threads in order. Which threads those are is up to [`pool`](super::pool) and
+//! [`waiting`](super::waiting).
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::error::{Error, Kind, Result};
+
+/// How often a waiting caller looks at its watch.
+pub const LOOK: Duration = Duration::from_millis(20);
+
+/// Asked now and then on the calling thread; `true` means stop.
+pub type Watch<'a> = &'a mut dyn FnMut() -> bool;
+
+/// The error of work whose watch asked to stop.
+pub fn interrupted() -> Error {
+    Error::new(Kind::Interrupted, "interrupted")
+}
+
+/// Whether the parts of a piece of work should go on.
+#[derive(Debug, Default)]
+pub struct Stop(AtomicBool);
+
+impl Stop {
+    /// Whether the work was called off: another part failed or the caller's watch said so.
+    #[inline]
+    pub fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Calls the work off.
+    pub fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What is done for each part.
+pub type Work<'a> = dyn Fn(usize, &Stop) -> Result<()> + Sync + 'a;
+
+/// Parts `0` to `parts - 1`, each given to one thread.
+pub struct Handout<'a> {
+    parts: usize,
+    work: &'a Work<'a>,
+    next: AtomicUsize,
+    stop: Stop,
+    interrupted: AtomicBool,
+    failed: Mutex<Option<(usize, Error)>>,
+    /// Threads that work now, the caller excepted.
+    running: Mutex<usize>,
+    finished: Condvar,
+}
+
+/// A thread that takes parts; counted out when dropped, also while it unwinds.
+pub struct Leave<'a>(&'a Mutex<usize>, &'a Condvar);
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.1.notify_all();
+    }
+}
+
+impl<'a> Handout<'a> {
+    pub fn new(parts: usize, work: &'a Work<'a>) -> Handout<'a> {
+        Handout {
+            parts,
+            work,
+            next: AtomicUsize::new(0),
+            stop: Stop::default(),
+            interrupted: AtomicBool::new(false),
+            failed: Mutex::new(None),
+            running: Mutex::new(0),
+            finished: Condvar::new(),
+        }
+    }
+
+    /// Counts a thread in, before it is started.
+    pub fn enter(&self) -> Leave<'_> {
+        *self.running.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Leave(&self.running, &self.finished)
+    }
+
+    /// Whether no thread but the caller works.
+    pub fn is_alone(&self) -> bool {
+        *self.running.lock().unwrap_or_else(PoisonError::into_inner) == 0
+    }
+
+    /// Takes the next part and does it; false when there is none left.
+    pub fn do_one(&self) -> bool {
+        let part = if self.stop.is_set() { self.parts } else { self.next.fetch_add(1, Ordering::Relaxed) };
+        if part >= self.parts {
+            return false;
+        }
+        if let Err(error) = (self.work)(part, &self.stop) {
+            let mut first = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
+            if first.as_ref().is_none_or(|(p, _)| part < *p) {
+                *first = Some((part, error));
+            }
+            self.stop.set();
+        }
+        true
+    }
+
+    /// Looks at the caller's watch, unless it asked to stop already.
+    pub fn look(&self, watch: Watch<'_>) {
+        if !self.interrupted.load(Ordering::Relaxed) && watch() {
+            self.interrupted.store(true, Ordering::Relaxed);
+            self.stop.set();
+        }
+    }
+
+    /// Waits until all threads have left.
+    pub fn wait(&self, watch: Watch<'_>) {
+        let mut left = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        while *left > 0 {
+            let (guard, timeout) = self.finished.wait_timeout(left, LOOK).unwrap_or_else(PoisonError::into_inner);
+            left = guard;
+            if timeout.timed_out() && *left > 0 {
+                // Not under the lock: a watch may run anything.
+                drop(left);
+                self.look(&mut *watch);
+                left = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    /// The error of the lowest failing part, so that what a user reads does not depend on timing.
+    pub fn result(self) -> Result<()> {
+        if self.interrupted.into_inner() {
+            return Err(interrupted());
+        }
+        match self.failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+}

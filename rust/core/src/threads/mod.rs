@@ -1,0 +1,16 @@
+//! Threads: one pool for work that computes ([`run`]), threads of their own for work that waits ([`run_waiting`]), and one way
+//! of handing out parts to both ([`handout`]). [`map`] and [`for_each`] hand out parts that own something: a chunk of an
+//! output, most often.
+
+pub mod fork;
+mod handout;
+mod parts;
+mod pool;
+#[cfg(target_os = "linux")]
+mod seat;
+mod waiting;
+
+pub use handout::{LOOK, Stop, Watch, interrupted};
+pub use parts::{for_each, map, map_each};
+pub use pool::{are_free, in_part, num_threads, run};
+pub use waiting::run_waiting;

@@ -1,0 +1,78 @@
+//! Parts that own something: the chunk of the output that they fill, or what they make.
+
+use std::sync::{Mutex, PoisonError};
+
+use super::handout::{Stop, Watch};
+use super::pool;
+use crate::error::{Error, Kind, Result};
+
+enum Slot<T, R> {
+    Waiting(T),
+    Taken,
+    Made(R),
+}
+
+/// What `work(i, item)` makes of each item, in order; run on this thread and the pool's. Each item belongs to one part, so that
+/// items that borrow chunks of one output need no proof that they do not overlap.
+pub fn map_each<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    work: &(dyn Fn(usize, T, &Stop) -> Result<R> + Sync),
+    watch: Watch<'_>,
+) -> Result<Vec<R>> {
+    let slots: Vec<Mutex<Slot<T, R>>> = items.into_iter().map(|item| Mutex::new(Slot::Waiting(item))).collect();
+    let exchange =
+        |i: usize, by: Slot<T, R>| std::mem::replace(&mut *slots[i].lock().unwrap_or_else(PoisonError::into_inner), by);
+    let one = |i: usize, stop: &Stop| {
+        let Slot::Waiting(item) = exchange(i, Slot::Taken) else {
+            return Err(Error::new(Kind::Internal, "a part was handed out twice"));
+        };
+        exchange(i, Slot::Made(work(i, item, stop)?));
+        Ok(())
+    };
+    pool::run(slots.len(), &one, watch)?;
+    let made = slots.into_iter().map(|slot| match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Slot::Made(made) => Some(made),
+        Slot::Waiting(_) | Slot::Taken => None,
+    });
+    made.collect::<Option<Vec<R>>>().ok_or_else(|| Error::new(Kind::Internal, "a part that was not done"))
+}
+
+/// [`map_each`] for parts that own nothing.
+pub fn map<R: Send>(
+    parts: usize,
+    work: &(dyn Fn(usize, &Stop) -> Result<R> + Sync),
+    watch: Watch<'_>,
+) -> Result<Vec<R>> {
+    map_each(0..parts, &|_, i, stop| work(i, stop), watch)
+}
+
+/// [`map_each`] for parts that make nothing but what they write to.
+pub fn for_each<T: Send>(
+    items: impl IntoIterator<Item = T>,
+    work: &(dyn Fn(usize, T, &Stop) -> Result<()> + Sync),
+    watch: Watch<'_>,
+) -> Result<()> {
+    map_each(items, work, watch).map(drop)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_chunk_is_filled_and_each_result_is_in_its_place() {
+        let mut out = vec![0usize; 10_000];
+        for_each(
+            out.chunks_mut(7),
+            &|i, chunk, _| {
+                chunk.fill(i);
+                Ok(())
+            },
+            &mut || false,
+        )
+        .unwrap();
+        assert!(out.iter().enumerate().all(|(at, i)| at / 7 == *i));
+        assert_eq!(map(100, &|i, _| Ok(i * i), &mut || false).unwrap()[99], 9801);
+    }
+}

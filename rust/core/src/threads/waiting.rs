@@ -1,0 +1,56 @@
+//! Threads that wait for a disk or a network: of their own, for those of the pool have work to do.
+
+use super::handout::{Handout, Stop, Watch};
+use crate::error::Result;
+
+/// Runs `work(0)`, ... `work(jobs - 1)`, each once, at most `at_once` at the same time, on threads that may wait, and waits for
+/// them. The error of the lowest failing job is returned. A single job is done by the calling thread.
+pub fn run_waiting(
+    jobs: usize,
+    at_once: usize,
+    work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync),
+    watch: Watch<'_>,
+) -> Result<()> {
+    if jobs <= 1 {
+        let stop = Stop::default();
+        return (0..jobs).try_for_each(|job| work(job, &stop));
+    }
+    let handout = Handout::new(jobs, work);
+    std::thread::scope(|scope| {
+        for i in 0..at_once.clamp(1, jobs) {
+            let (leave, handout) = (handout.enter(), &handout);
+            let made = std::thread::Builder::new().name(format!("actshard-wait-{i}")).spawn_scoped(scope, move || {
+                let _leave = leave;
+                while handout.do_one() {}
+            });
+            if made.is_err() {
+                break; // `leave` was dropped with the closure
+            }
+        }
+        if handout.is_alone() {
+            while handout.do_one() {} // no thread to be had, or all done already
+        }
+        handout.wait(watch);
+    });
+    handout.result()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::error::{Error, Kind};
+
+    #[test]
+    fn the_lowest_failing_job_is_told_and_others_stop() {
+        let done = AtomicUsize::new(0);
+        let work = |i: usize, _: &Stop| {
+            done.fetch_add(1, Ordering::Relaxed);
+            if i >= 3 { Err(Error::new(Kind::Format, format!("{i}"))) } else { Ok(()) }
+        };
+        assert_eq!(run_waiting(10_000, 4, &work, &mut || false).unwrap_err().detail, "3");
+        assert!(done.load(Ordering::Relaxed) < 10_000);
+    }
+}

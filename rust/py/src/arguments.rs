@@ -1,0 +1,75 @@
+//! Arguments from Python: numbers, names of types and modes, and the functions of `actshard._arguments`.
+
+use actshard_core::dtype::DType;
+use actshard_core::gather::Ints;
+use actshard_core::source::Io;
+use actshard_core::{Error, Kind};
+use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyInt;
+
+use crate::errors;
+
+/// An index argument.
+pub enum Index<'py> {
+    One(i64),
+    Each(PyReadonlyArray1<'py, i64>),
+    All,
+}
+
+impl Index<'_> {
+    pub fn ints(&self) -> PyResult<Ints<'_>> {
+        Ok(match self {
+            Index::One(x) => Ints::One(*x),
+            Index::Each(xs) => Ints::Each(xs.as_slice()?),
+            Index::All => Ints::Count,
+        })
+    }
+
+    /// What needs no help from Python: an int, or a contiguous one-dimensional int64 array.
+    pub fn quick<'py>(value: &Bound<'py, PyAny>) -> Option<Index<'py>> {
+        if value.is_exact_instance_of::<PyInt>() {
+            return value.extract().ok().map(Index::One);
+        }
+        let array = value.cast::<PyArray1<i64>>().ok()?;
+        if !array.is_c_contiguous() {
+            return None;
+        }
+        // A misaligned array has no slice; Python's side copies it.
+        array.try_readonly().ok().filter(|xs| xs.as_slice().is_ok()).map(Index::Each)
+    }
+
+    pub fn len(&self) -> Option<usize> {
+        match self {
+            Index::Each(xs) => Some(xs.len()),
+            Index::One(_) | Index::All => None,
+        }
+    }
+}
+
+/// One group for all, or one for each of `n` examples.
+pub fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyResult<Index<'py>> {
+    Index::quick(groups)
+        .filter(|g| g.len().is_none_or(|len| len == n))
+        .ok_or_else(|| errors::raise(py, &Error::new(Kind::Internal, "groups that are not one per example")))
+}
+
+/// A function of `actshard._arguments`, which knows the slow ways to say the same.
+pub fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    MODULE.get_or_try_init(py, || py.import("actshard._arguments").map(Bound::unbind))?.bind(py).getattr(name)
+}
+
+/// The element type of that name.
+pub fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
+    DType::from_name(name)
+        .ok_or_else(|| errors::raise(py, &Error::new(Kind::Unsupported, format!("unknown element type '{name}'"))))
+}
+
+/// The way of reading of that name.
+pub fn io_of(py: Python<'_>, name: &str) -> PyResult<Io> {
+    Io::from_name(name).ok_or_else(|| {
+        errors::raise(py, &Error::new(Kind::Argument, format!("io must be 'mmap', 'pread' or 'auto', not '{name}'")))
+    })
+}

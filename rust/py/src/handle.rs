@@ -1,0 +1,168 @@
+//! A dataset's rows as one Python object holds them; `rows` gives it its methods.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use actshard_core::dtype::Cast;
+use actshard_core::gather::{Ints, Out, Pick};
+use actshard_core::layout::row::Row;
+use actshard_core::rows::Rows as Dataset;
+use actshard_core::source::Io;
+use actshard_core::{Error, Kind};
+use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+
+use crate::arguments::{dtype_of, helper};
+use crate::{buffer, detach, errors};
+
+/// The rows of a dataset: its files, where rows lie in them, and their type.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct Rows {
+    /// `None` once closed. Locked only while the GIL is held, and only to copy or take the pointer: no thread waits here, and
+    /// a fork cannot find it locked.
+    rows: Mutex<Option<Arc<Dataset>>>,
+    row: Row,
+    examples: u64,
+    io: Io,
+    descr: Py<PyArrayDescr>,
+}
+
+/// Whether the output lies over an index array: Rust may not read what it is writing.
+fn overlaps(groups: &Ints<'_>, pick: &Pick<'_>, out: &buffer::Claim) -> bool {
+    let (examples, tokens) = match pick {
+        Pick::Tokens { examples, tokens } => (examples, Some(tokens)),
+        Pick::Last { examples } | Pick::Whole { examples } => (examples, None),
+    };
+    [Some(groups), Some(examples), tokens].into_iter().flatten().any(|ints| match ints {
+        Ints::Each(xs) => out.overlaps(xs),
+        Ints::One(_) | Ints::Count => false,
+    })
+}
+
+impl Rows {
+    pub fn new(py: Python<'_>, rows: Dataset, io: Io, descr: Bound<'_, PyArrayDescr>) -> PyResult<Rows> {
+        let (row, examples) = (rows.row(), rows.examples());
+        let made = Rows { rows: Mutex::new(Some(Arc::new(rows))), row, examples, io, descr: descr.clone().unbind() };
+        let dtype = row.dtype;
+        if dtype.size() != Some(descr.itemsize()) {
+            return Err(errors::raise(
+                py,
+                &Error::new(Kind::Internal, format!("{} given the wrong numpy type", dtype.name())),
+            ));
+        }
+        Ok(made)
+    }
+
+    /// How rows are read.
+    pub fn mode(&self) -> Io {
+        self.io
+    }
+
+    /// Number of examples.
+    pub fn examples(&self) -> u64 {
+        self.examples
+    }
+
+    /// The numpy type of a row.
+    pub fn stored<'py>(&self, py: Python<'py>) -> Bound<'py, PyArrayDescr> {
+        self.descr.bind(py).clone()
+    }
+
+    /// Takes the dataset out: later reads raise ClosedError.
+    pub fn take(&self) -> Option<Arc<Dataset>> {
+        self.rows.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// The dataset, for one read or for a stream's own thread; ClosedError after [`Rows::take`].
+    pub fn dataset(&self, py: Python<'_>) -> PyResult<Arc<Dataset>> {
+        let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        held.ok_or_else(|| errors::raise(py, &Error::new(Kind::Closed, "the store was closed")))
+    }
+
+    /// What a row is.
+    pub fn row(&self) -> Row {
+        self.row
+    }
+
+    /// Tokens of each of these examples.
+    pub fn count(&self, py: Python<'_>, groups: Ints<'_>, examples: &[i64]) -> PyResult<Vec<i64>> {
+        let dataset = self.dataset(py)?;
+        detach::detached(py, |watch| dataset.tokens_of(groups, examples, watch))
+    }
+
+    /// A gather into a new array or into `out`, as `dtype` or as stored.
+    #[allow(clippy::too_many_arguments)]
+    pub fn fill<'py>(
+        &self,
+        py: Python<'py>,
+        groups: Ints<'_>,
+        pick: Pick<'_>,
+        items: usize,
+        dims: &[usize],
+        out: Option<&Bound<'py, PyAny>>,
+        dtype: Option<&Bound<'py, PyAny>>,
+        overflows: Option<&Bound<'py, PyList>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let stored = self.descr.bind(py);
+        let (descr, to) = match dtype {
+            Some(asked) if !asked.is_none() && !asked.is(stored) => {
+                let (descr, name): (Bound<'py, PyArrayDescr>, String) =
+                    helper(py, "dtype")?.call1((asked,))?.extract()?;
+                (descr, dtype_of(py, &name)?)
+            }
+            _ => (stored.clone(), self.row().dtype),
+        };
+        let cast = Cast::between(self.row().dtype, to).map_err(|e| errors::raise(py, &e))?;
+        let size: usize = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).ok_or_else(|| {
+            errors::raise(py, &Error::new(Kind::Argument, "more bytes than this machine can address"))
+        })?;
+        let mut dataset = self.dataset(py)?;
+        if dtype.is_some_and(|asked| !asked.is_none()) {
+            // Rows of every type are read as the type that the caller names.
+            dataset = dataset.read_as(to).map_or(dataset, Arc::new);
+        }
+        let counter = &AtomicU64::new(0);
+        let cast = cast.counting(counter);
+        let tell = |counter: &AtomicU64| match (overflows, counter.load(Ordering::Relaxed)) {
+            (Some(list), found @ 1..) => list.append(found),
+            _ => Ok(()),
+        };
+        let Some(out) = out else {
+            let mut array = buffer::empty(py, &descr, dims)?;
+            let Some(bytes) = buffer::bytes_mut(&mut array) else {
+                return Err(errors::raise(py, &Error::new(Kind::Internal, "a new array that cannot be written")));
+            };
+            detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, Out::Dense(bytes), watch))?;
+            tell(counter)?;
+            return Ok(array.into_any());
+        };
+        let mut claim = buffer::Claim::new(&self.writable(py, out, &descr, dims, size)?, "out")?;
+        if overlaps(&groups, &pick, &claim) {
+            let detail = "out: shares memory with the indices, which would be overwritten while they are read";
+            return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
+        }
+        let into = Out::Dense(claim.as_mut());
+        detach::detached(py, |watch| dataset.gather(groups, pick, items, cast, into, watch))?;
+        tell(counter)?;
+        Ok(out.clone())
+    }
+
+    /// The caller's buffer as an array whose bytes are exactly the output.
+    fn writable<'py>(
+        &self,
+        py: Python<'py>,
+        out: &Bound<'py, PyAny>,
+        descr: &Bound<'py, PyArrayDescr>,
+        dims: &[usize],
+        size: usize,
+    ) -> PyResult<Bound<'py, PyUntypedArray>> {
+        if let Ok(array) = out.cast::<PyUntypedArray>() {
+            let same_type = array.dtype().is(descr) || array.dtype().is_equiv_to(descr);
+            if same_type && buffer::is_plain_and_writable(array) && array.len() * descr.itemsize() == size {
+                return Ok(array.clone());
+            }
+        }
+        Ok(helper(py, "writable")?.call1((out, descr, dims.to_vec()))?.extract()?)
+    }
+}
