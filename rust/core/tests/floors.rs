@@ -1,6 +1,6 @@
 //! The floors of the core, and of the binding: no file uses one on a floor above its own, and no files use each other in a circle.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

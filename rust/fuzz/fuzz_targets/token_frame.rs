@@ -51,7 +51,7 @@ fn check(frame: &[u8], bytes: usize, item: usize) {
         let all = whole.bytes(0, numbers).into_owned();
         assert_eq!(all.len(), numbers * item);
         // LZ4 does not promise the same numbers for the beginning of data that no encoder makes (matches of offset 0); that it does
-        // for data of encoders is a property test of `bytes::lz4`.
+        // for data of encoders is a property test of `codec::lz4`.
         let part = blocks.decode(frame, block, numbers / 2).expect("the beginning of what decodes");
         assert!(part.numbers() >= numbers / 2);
         assert_eq!(part.bytes(0, numbers / 2).len(), numbers / 2 * item);

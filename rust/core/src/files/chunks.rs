@@ -92,7 +92,7 @@ impl ChunkFiles {
             let grid = Grid::new(first, array.shape, array.chunk)
                 .ok_or_else(|| refuse(format!("chunks of shape {:?} hold nothing", array.chunk)))?;
             let elements = array.chunk.iter().try_fold(row.bytes as u64 / width, |n, c| n.checked_mul(*c));
-            let end = grid.len().and_then(|n| first.checked_add(n));
+            let end = grid.chunks().and_then(|n| first.checked_add(n));
             let (Some(_), Some(end)) = (elements.filter(|b| *b < 1 << 48), end.filter(|n| *n < 1 << 48)) else {
                 return Err(refuse(format!(
                     "shape {:?} in chunks of {:?} is no array that a disk can hold",

@@ -23,7 +23,7 @@ impl Grid {
     }
 
     /// Number of chunks.
-    pub fn len(&self) -> Option<u64> {
+    pub fn chunks(&self) -> Option<u64> {
         self.counts.iter().try_fold(1u64, |n, c| n.checked_mul(*c))
     }
 
