@@ -143,6 +143,17 @@ class Rows:
         io: str,
     ) -> Rows: ...
     @staticmethod
+    def spans(
+        files: list[tuple[str | PathLike[str], int, int, bool]],
+        parts: list[tuple[int | NDArray[np.uint32], NDArray[np.uint64], int | NDArray[np.uint32], int]],
+        *,
+        num_groups: int,
+        width: int,
+        dtype: str,
+        descr: np.dtype[Any],
+        io: str,
+    ) -> Rows: ...
+    @staticmethod
     def chunked(
         arrays: list[_ChunkArray],
         members: list[tuple[int, list[int]]],

@@ -13,6 +13,7 @@ use crate::files::table::FileTable;
 use crate::gather::{Ints, Out, Pick, Source, gather, hint};
 use crate::layout::chunked::Chunked;
 use crate::layout::row::Row;
+use crate::layout::spans::Spans;
 use crate::layout::strided::Strided;
 use crate::layout::table::Table;
 use crate::layout::{Address, Layout, check_example};
@@ -25,6 +26,8 @@ pub enum Rows {
     Strided(FileTable, Strided),
     /// Listed files, addresses looked up.
     Table(FileTable, Table),
+    /// Listed files, each example's rows at a place of its own.
+    Spans(FileTable, Spans),
     /// Arrays cut into chunk files.
     Chunked(ChunkFiles, Chunked),
     /// Pickle shards, which have to be looked into before anything is known of them; and the type that rows are given as, where
@@ -48,6 +51,7 @@ macro_rules! with_layout {
         match $self {
             Rows::Strided(_, $layout) => $body,
             Rows::Table(_, $layout) => $body,
+            Rows::Spans(_, $layout) => $body,
             Rows::Chunked(_, $layout) => $body,
             Rows::Shards(shards, _) => {
                 let $layout = &shards.prepare(Some($examples), $watch)?;
@@ -61,7 +65,7 @@ impl Rows {
     /// What a row is.
     pub fn row(&self) -> Row {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) => files.row(),
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.row(),
             Rows::Chunked(files, _) => files.row(),
             Rows::Shards(shards, None) => shards.row(),
             Rows::Shards(shards, Some(dtype)) => {
@@ -75,7 +79,7 @@ impl Rows {
     /// its files again.
     pub fn release(&self) {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) => files.release(),
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.release(),
             Rows::Chunked(files, _) => files.release(),
             Rows::Shards(shards, _) => shards.release(),
         }
@@ -86,6 +90,7 @@ impl Rows {
         match self {
             Rows::Strided(_, layout) => layout.examples(),
             Rows::Table(_, layout) => layout.examples(),
+            Rows::Spans(_, layout) => layout.examples(),
             Rows::Chunked(_, layout) => layout.examples(),
             Rows::Shards(shards, _) => shards.examples(),
         }
@@ -96,6 +101,7 @@ impl Rows {
         match self {
             Rows::Strided(_, layout) => layout.groups(),
             Rows::Table(_, layout) => layout.groups(),
+            Rows::Spans(_, layout) => layout.groups(),
             Rows::Chunked(_, layout) => layout.groups(),
             Rows::Shards(shards, _) => shards.groups(),
         }
@@ -104,7 +110,7 @@ impl Rows {
     /// Whether reading decodes, so that going back and forth between files is to be avoided.
     pub fn decodes(&self) -> bool {
         match self {
-            Rows::Strided(..) | Rows::Table(..) => false,
+            Rows::Strided(..) | Rows::Table(..) | Rows::Spans(..) => false,
             Rows::Chunked(files, _) => files.decodes(),
             Rows::Shards(shards, _) => shards.specs().iter().any(|s| s.compressed),
         }
@@ -145,6 +151,7 @@ impl Rows {
         Ok(match self {
             Rows::Strided(_, layout) => all(layout),
             Rows::Table(_, layout) => all(layout),
+            Rows::Spans(_, layout) => all(layout),
             Rows::Chunked(_, layout) => all(layout),
             Rows::Shards(shards, _) => {
                 let prepared = shards.prepare(None, watch)?;
@@ -164,6 +171,7 @@ impl Rows {
         match self {
             Rows::Strided(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
+            Rows::Spans(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Chunked(files, layout) => {
                 one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows))
             }
@@ -181,6 +189,7 @@ impl Rows {
         let only = 0..u64::MAX;
         match self {
             Rows::Strided(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
+            Rows::Spans(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
             Rows::Table(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
             Rows::Chunked(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
             Rows::Shards(..) => {}
@@ -203,6 +212,9 @@ impl Rows {
                 gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Table(files, layout) => {
+                gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
+            }
+            Rows::Spans(files, layout) => {
                 gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Chunked(files, layout) => {

@@ -10,6 +10,7 @@ use actshard_core::files::shards::{ShardSpec, Shards};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Pick};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
+use actshard_core::layout::spans::{Part, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::TableBuilder;
 use actshard_core::rows::Rows as Dataset;
@@ -92,6 +93,18 @@ impl Addresses {
 /// A shard, as [`Rows::shards`] is told of it: path, compressed, size and SHA-256 if they are to be checked, samples, smallest
 /// and largest number, layers, bytes it may inflate to.
 type ShardTuple = (PathBuf, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
+
+/// A part of every example, as [`Rows::spans`] is told of it: numbers of files (one or uint32 per example), first rows
+/// (uint64), tokens (one or uint32 per example), rows from a group to the next.
+type PartTuple<'py> = (Bound<'py, PyAny>, PyReadonlyArray1<'py, u64>, Bound<'py, PyAny>, u64);
+
+/// One number for all examples, or a uint32 array of one for each.
+fn per_example(numbers: &Bound<'_, PyAny>) -> PyResult<PerExample<u32>> {
+    Ok(match numbers.extract::<u32>() {
+        Ok(same) => PerExample::Same(same),
+        Err(_) => PerExample::Each(numbers.extract::<PyReadonlyArray1<'_, u32>>()?.as_slice()?.to_vec()),
+    })
+}
 
 /// An array of chunks, as [`Rows::chunked`] is told of it: folder, metadata file, prefix and separator of names, shape,
 /// chunk shape, the fill element, whether bytes are swapped, and how what has to be decoded is decoded.
@@ -190,6 +203,46 @@ impl Rows {
                 let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let table = builder.ok_or_else(used)?.finish(num_groups)?;
                 Ok(Dataset::Table(FileTable::new(files, width, dtype, io)?, table))
+            })?;
+            Rows::new(py, made, io, descr)
+        })
+    }
+
+    /// Rows at offsets: `files` are (path, first byte, rows, whether elements are in the other byte order); `parts` say where
+    /// each example's rows lie, part after part of its tokens (see [`PartTuple`]).
+    #[staticmethod]
+    #[pyo3(signature = (files, parts, *, num_groups, width, dtype, descr, io))]
+    #[allow(clippy::too_many_arguments)]
+    fn spans(
+        py: Python<'_>,
+        files: Vec<(PathBuf, u64, u64, bool)>,
+        parts: Vec<PartTuple<'_>>,
+        num_groups: usize,
+        width: u64,
+        dtype: &str,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        detach::guarded(py, || {
+            let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
+            let parts = parts
+                .into_iter()
+                .map(|(files, starts, tokens, stride)| {
+                    Ok(Part {
+                        files: per_example(&files)?,
+                        starts: starts.as_slice()?.to_vec(),
+                        tokens: per_example(&tokens)?,
+                        stride,
+                    })
+                })
+                .collect::<PyResult<_>>()?;
+            let made = detach::detached(py, |_| {
+                let layout = Spans::new(num_groups, files.len(), parts)?;
+                let files = files
+                    .into_iter()
+                    .map(|(path, start, rows, swapped)| RowFile { path, rows: RowsIn::At { start, rows, swapped } })
+                    .collect();
+                Ok(Dataset::Spans(FileTable::new(files, width, dtype, io)?, layout))
             })?;
             Rows::new(py, made, io, descr)
         })

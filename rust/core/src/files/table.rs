@@ -24,6 +24,15 @@ use crate::source::slots::Slots;
 pub enum RowsIn {
     /// The file is rows from its first byte on; it must hold at least this many.
     Raw(u64),
+    /// Rows from some byte on: an array in a file of several, or after a header that was read already.
+    At {
+        /// The first row's first byte.
+        start: u64,
+        /// The file must hold at least this many.
+        rows: u64,
+        /// Whether elements are in the other byte order.
+        swapped: bool,
+    },
     /// The rows are this 2-D tensor of a safetensors file.
     Tensor(String),
 }
@@ -119,9 +128,13 @@ impl FileTable {
     fn open(&self, number: u64, spec: &RowFile) -> Result<OpenFile> {
         let path = &spec.path;
         let (file, len) = open_regular(path)?;
-        let (start, rows) = match &spec.rows {
-            RowsIn::Raw(rows) => (0, *rows),
-            RowsIn::Tensor(key) => self.find_tensor(number, &file, path, len, key)?,
+        let (start, rows, swapped) = match &spec.rows {
+            RowsIn::Raw(rows) => (0, *rows, false),
+            RowsIn::At { start, rows, swapped } => (*start, *rows, *swapped),
+            RowsIn::Tensor(key) => {
+                let (start, rows) = self.find_tensor(number, &file, path, len, key)?;
+                (start, rows, false)
+            }
         };
         let place = Place::packed(start, rows, self.row.bytes).filter(|_| rows < 1 << 40);
         let Some(place) = place else {
@@ -129,10 +142,20 @@ impl FileTable {
                 Error::new(Kind::Format, format!("{rows} rows of {} bytes is too large", self.row.bytes)).at(path)
             );
         };
+        let place = place.swapped_if(swapped);
         if len < place.end {
             return Err(Error::new(
                 Kind::Truncated,
-                format!("expected at least {} bytes ({rows} rows of {} bytes), found {len}", place.end, self.row.bytes),
+                match start {
+                    0 => format!(
+                        "expected at least {} bytes ({rows} rows of {} bytes), found {len}",
+                        place.end, self.row.bytes
+                    ),
+                    _ => format!(
+                        "expected at least {} bytes ({rows} rows of {} bytes from byte {start} on), found {len}",
+                        place.end, self.row.bytes
+                    ),
+                },
             )
             .at(path)
             .byte(len));

@@ -6,6 +6,7 @@
 pub mod chunked;
 pub mod grid;
 pub mod row;
+pub mod spans;
 pub mod strided;
 pub mod table;
 

@@ -59,6 +59,12 @@ impl Place {
         Some(Place { start, end, unit, step: unit, used: row_bytes, column: 0, swapped: false })
     }
 
+    /// The same rows, their elements in the other byte order.
+    #[must_use]
+    pub fn swapped_if(self, swapped: bool) -> Place {
+        Place { swapped, ..self }
+    }
+
     /// Offset of an address's first byte, if it and the `rows - 1` after it end in time.
     #[inline]
     pub fn offset(&self, address: u64, rows: u64) -> Option<u64> {
