@@ -1,19 +1,18 @@
 """Conversions and merges, interrupted anywhere and asked again: done as an undisturbed one, or refused; nothing else.
 
-A case makes sources, runs the verb undisturbed, then again with an interruption: a forked child that is killed after some
-milliseconds, or an exception at the n-th change of the disk. Then comes a call with other arguments, and then the same call.
+A case makes sources, runs the verb undisturbed, then again with an interruption at the n-th change of the disk: an exception, or
+SIGKILL of a forked child. Then comes a call with other arguments, and then the same call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import os
 import random
 import shutil
 import signal
-import time
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,11 +32,10 @@ from hypothesis.stateful import (
 from tests.torture.budget import machine_settings, runs
 
 import actshard
-from actshard import merging, work
+from actshard import work
 from actshard.converting import running
 from actshard.formats import merging as format_merging
 from actshard.formats.lmprobe.read import TOKEN_LISTS
-from actshard.writing import sink
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
 SMALL: dict[str, dict[str, Any]] = {
@@ -52,33 +50,35 @@ class Interrupted(actshard.DiskFullError):
     """The exception that the machine raises: a disk that is full for a moment."""
 
 
-class Steps:
-    """Raises at the n-th change of the disk."""
+def fail() -> None:
+    raise Interrupted("injected")
 
-    def __init__(self, at: int) -> None:
-        self.left = at
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Steps:
+    """Stops at the n-th change of the disk."""
+
+    def __init__(self, at: int, stop: Callable[[], None]) -> None:
+        self.left, self.stop = at, stop
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def stepped(*arguments: Any, **named: Any) -> Any:
             self.left -= 1
             if self.left == 0:
-                raise Interrupted("injected")
+                self.stop()
             return function(*arguments, **named)
 
         return stepped
 
 
 @contextlib.contextmanager
-def interrupted_at(n: int) -> Iterator[Steps]:
-    steps = Steps(n)
+def interrupted_at(n: int, stop: Callable[[], None] = fail) -> Iterator[Steps]:
+    steps = Steps(n, stop)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (
-            work,
-            merging,
-            sink,
-            format_merging,
-            *(importlib.import_module(f"actshard.formats.{f}.merge") for f in FORMATS),
-        ):
+        for module in [m for n, m in sys.modules.items() if n.startswith("actshard.")]:
             for name in ("rename", "write_json", "make_folder", "write_bytes"):
                 if hasattr(module, name):
                     patch.setattr(module, name, steps(getattr(module, name)))
@@ -173,25 +173,22 @@ class ConvertMergeMachine(RuleBasedStateMachine):
     def exception(self, n: int) -> None:
         with interrupted_at(n) as steps:
             try:
-                made = self.call("target")
+                self.until_done()
             except actshard.ActshardError:
                 if steps.left > 0:
                     raise
                 self.begun = True
-                return
-        self.finished(made)
 
     @precondition(lambda self: self.done is None)
-    @rule(milliseconds=st.floats(0, 30))
-    def kill(self, milliseconds: float) -> None:
+    @rule(n=st.integers(1, 60))
+    def kill(self, n: int) -> None:
         child = os.fork()
         if child == 0:
             try:
-                self.call("target")
+                with interrupted_at(n, die):
+                    self.call("target")
             finally:
                 os._exit(0)
-        time.sleep(milliseconds / 1000)
-        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         self.begun = True
 
@@ -234,13 +231,17 @@ class ConvertMergeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.done is None)
     @rule()
     def same(self) -> None:
+        self.until_done()
+
+    def until_done(self) -> None:
         try:
-            self.finished(self.call("target"))
+            made = self.call("target")
         except actshard.ExistsError:
             # Killed after its last step: finished, and a merge of datasets that stay has nobody to say so to.
             assert self.verb == "datasets"
             assert self.begun
-            self.finished(next(iter(self.found())))
+            (made,) = self.found()
+        self.finished(made)
 
     @precondition(lambda self: self.done is not None)
     @rule()
