@@ -67,7 +67,7 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
         if len(made) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise FormatError(f"field '{twice}': appears twice", path=path)
+            raise FormatError(f"field '{twice}': appears twice", path=path, code="metadata")
         return made
 
     def no_constant(word: str) -> Any:
@@ -111,7 +111,8 @@ class Fields:
     def __init__(self, value: Any, path: Path, where: str = "") -> None:
         if not isinstance(value, dict):
             place = f"field '{where}': " if where else ""
-            raise FormatError(f"{place}expected an object, found {show(value)}", path=path)
+            code = "metadata" if where else None
+            raise FormatError(f"{place}expected an object, found {show(value)}", path=path, code=code)
         self.value: dict[str, Any] = value
         self.path = path
         self.where = where
@@ -120,7 +121,7 @@ class Fields:
         """The error for a field that is not what it should be."""
         dotted = f"{self.where}.{name}" if self.where else name
         found = show(self.value[name]) if name in self.value else "nothing"
-        return FormatError(f"field '{dotted}': expected {expected}, found {found}", path=self.path)
+        return FormatError(f"field '{dotted}': expected {expected}, found {found}", path=self.path, code="metadata")
 
     def name(self, *names: str) -> str:
         """The first of these names that is present; the first of all, which errors will name, if none is."""

@@ -147,11 +147,8 @@ class Epochs(ABC, Generic[B]):
         if count is not None and batch > count:
             raise ArgumentError(f"load_state_dict: batch {batch} of {count}")
         if added:
-            warnings.warn(
-                f"load_state_dict: a state of an older release does not name its dataset; check that it is {self._place()}",
-                ActshardWarning,
-                stacklevel=2,
-            )
+            said = f"load_state_dict: a state of an older release does not name its dataset; check that it is {self._place()}"
+            warnings.warn(ActshardWarning(said, code="state-without-dataset"), stacklevel=2)
         self._supersede("a state was loaded into this stream")
         if batch == count and batch:
             epoch, batch = epoch + 1, 0

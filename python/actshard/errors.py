@@ -21,11 +21,24 @@ _ESCAPES = {
 
 
 class ActshardWarning(UserWarning):
-    """Something about a dataset that its reader should know, and that does not keep it from being read."""
+    """Something about a dataset or a call that its user should know. The call succeeds.
+
+    Attributes:
+        code: stable, such as ``"hash-mismatch"``; docs/verify.md lists all of them. None for a warning of another package.
+    """
+
+    code: str | None = None
+
+    def __init__(self, *args: object, code: str | None = None) -> None:
+        super().__init__(*args)
+        if code is not None:
+            self.code = code
 
 
 class OverflowWarning(ActshardWarning):
     """Finite values became infinite while they were converted to a narrower type."""
+
+    code = "overflow"
 
 
 class ActshardError(Exception):
@@ -33,6 +46,8 @@ class ActshardError(Exception):
 
     Attributes:
         kind: a stable code for the kind of failure.
+        code: the code of the finding under which :func:`actshard.verify` reports it, or None where no finding is meant:
+            docs/verify.md lists them.
         detail: what was expected and what was found, without the path.
         path: the file or folder it is about, or None. A :class:`~actshard.location.Location` where it is not local.
         offset: the byte offset in that file, or None.
@@ -40,6 +55,7 @@ class ActshardError(Exception):
     """
 
     kind: ClassVar[str] = "error"
+    code: str | None = None
 
     def __init__(
         self,
@@ -48,12 +64,15 @@ class ActshardError(Exception):
         path: str | os.PathLike[str] | None = None,
         offset: int | None = None,
         reason: str | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(detail)
         self.detail = detail
         self.path = None if path is None else _place(path)
         self.offset = offset
         self.reason = reason
+        if code is not None:
+            self.code = code
 
     def __str__(self) -> str:
         where = "" if self.path is None else f"{self.path}: "
@@ -86,42 +105,49 @@ class MissingFileError(ActshardError, FileNotFoundError):
     """A file or folder that should be there is not."""
 
     kind = "not_found"
+    code = "missing-file"
 
 
 class FileAccessError(ActshardError, PermissionError):
     """The system refused to open, map or read a file."""
 
     kind = "access"
+    code = "unreadable"
 
 
 class NotAFileError(ActshardError, IsADirectoryError):
     """A folder or a special file stands where a regular file should."""
 
     kind = "not_a_file"
+    code = "not-a-file"
 
 
 class FormatError(ActshardError, ValueError):
     """A file contradicts its format, or two files of a dataset contradict each other."""
 
     kind = "format"
+    code = "format"
 
 
 class TruncatedFileError(FormatError, EOFError):
     """A file is shorter than what it must hold, or became shorter after it was opened."""
 
     kind = "truncated"
+    code = "truncated"
 
 
 class HeaderError(FormatError):
     """A safetensors header was refused; ``reason`` names the rule it breaks."""
 
     kind = "header"
+    code = "header"
 
 
 class UnsafePickleError(FormatError):
     """A pickle that would import, call or build something other than plain data. Nothing of it was done."""
 
     kind = "unsafe_pickle"
+    code = "unsafe-pickle"
 
 
 class UnknownFormatError(FormatError):
@@ -133,6 +159,7 @@ class UnknownFormatError(FormatError):
     """
 
     kind = "unknown_format"
+    code = "unknown-format"
     candidates: tuple[tuple[Path, str], ...] = ()
     ambiguous: bool = False
 
@@ -141,6 +168,7 @@ class UnsupportedError(ActshardError, NotImplementedError):
     """Well formed, but of a version or element type that this release does not read."""
 
     kind = "unsupported"
+    code = "unsupported"
 
 
 class OutOfRangeError(ActshardError, IndexError):
@@ -165,6 +193,7 @@ class DtypeError(ActshardError, TypeError):
     """An element type or conversion that cannot be given."""
 
     kind = "dtype"
+    code = "unsupported"
 
 
 class ArgumentError(ActshardError, ValueError):
@@ -201,6 +230,7 @@ class NoMemoryError(ActshardError, MemoryError):
     """The system has not enough memory for what a dataset or an argument asks for."""
 
     kind = "no_memory"
+    code = "unreadable"
 
 
 class ExistsError(ActshardError, FileExistsError):
@@ -213,6 +243,7 @@ class UnfinishedError(FormatError):
     """A dataset whose writer has not finished: it was interrupted, or is still at work."""
 
     kind = "unfinished"
+    code = "unfinished"
 
 
 class LockedError(ActshardError, BlockingIOError):
@@ -232,6 +263,7 @@ class MissingExtraError(ActshardError, ImportError):  # type: ignore[misc]
     """Something needs a library that is not installed; the message names the extra that brings it."""
 
     kind = "missing_extra"
+    code = "unsupported"
 
     @classmethod
     def of(cls, what: str, extra: str, path: str | os.PathLike[str] | None = None) -> MissingExtraError:
@@ -269,9 +301,10 @@ def from_native(
     offset: int | None,
     reason: str | None,
     number: int | None,
+    code: str | None = None,
 ) -> ActshardError:
     """The exception for an error of the native half, which calls this."""
-    error = _NATIVE[kind](detail, path=path, offset=offset, reason=reason)
+    error = _NATIVE[kind](detail, path=path, offset=offset, reason=reason, code=code)
     if isinstance(error, OSError):
         error.errno = number
         error.filename = path

@@ -51,7 +51,7 @@ def open(
     """
     store = open_quietly(path, format, io, decoded_memory, checksums)
     for warning in store.warnings:
-        warnings.warn(f"{store.path}: {warning}", ActshardWarning, stacklevel=2)
+        warnings.warn(ActshardWarning(f"{store.path}: {warning}", code=warning.code), stacklevel=2)
     return store
 
 

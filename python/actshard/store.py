@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, _native
 from actshard._selection import COMPARED, Mask, Tokens, column, select
+from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
     ActshardWarning,
@@ -61,7 +62,7 @@ class Store:
             types: that of the first array; examples of another type are read with ``dtype=``, and an error without.
         num_examples: number of examples; also ``len(store)``.
         metadata: the dataset's metadata, as the format holds it.
-        warnings: what a reader should know about this dataset.
+        warnings: what a reader should know about this dataset: texts, each with a ``code``.
         io: how rows are read: ``"mmap"`` or ``"pread"``.
         special_tokens: tokens at the front of every example that stand for none of its content: 1 for saev with CLS, else 0.
     """
@@ -84,7 +85,7 @@ class Store:
         self._lengths_read = False
         self.num_examples = contents.num_examples
         self.metadata = contents.metadata
-        self.warnings = contents.warnings
+        self.warnings = tuple(map(Remark.of, contents.warnings))
         self.io = io
         self.special_tokens = contents.special_tokens
 
@@ -222,7 +223,8 @@ class Store:
             return np.flatnonzero(examples)
         if examples.size == 0 and self._table is not None:
             # Of a column that was compared wrongly, perhaps; who never asked for the table has compared none.
-            warnings.warn(f"examples: no example was chosen{COMPARED}", ActshardWarning, stacklevel=3)
+            said = f"examples: no example was chosen{COMPARED}"
+            warnings.warn(ActshardWarning(said, code="no-example-chosen"), stacklevel=3)
         return examples
 
     def _overflowed(self, found: list[int], layer: Any, dtype: Any) -> None:

@@ -205,7 +205,11 @@ class Journal:
                 if record.get("actshard") != VERSION:
                     raise FormatError("line 1: expected the journal of an actshard writer", path=self.path)
                 if not isinstance(record.get("config"), dict):
-                    raise FormatError("line 1: field 'config': expected what was asked for, found none", path=self.path)
+                    raise FormatError(
+                        "line 1: field 'config': expected what was asked for, found none",
+                        path=self.path,
+                        code="metadata",
+                    )
                 self.config = record["config"]
             elif record.get("closing") or record.get("finished"):
                 self.closing = True
@@ -231,6 +235,7 @@ class Journal:
                 raise FormatError(
                     f"line {number}: field '{name}': expected {expected}, found {record.get(name)!r:.60}",
                     path=self.path,
+                    code="metadata",
                     offset=self._valid,
                 )
 

@@ -7,8 +7,21 @@
 A package adds a format by an entry point of the group ``actshard.formats``.
 """
 
-from actshard.formats.contents import Contents, Evidence, Options, Remark
+from actshard.codes import Code, Remark
+from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
 from actshard.formats.registry import contents_of, get, names, of_tokens, written
 
-__all__ = ["Contents", "Evidence", "Format", "Options", "Remark", "contents_of", "get", "names", "of_tokens", "written"]
+__all__ = [
+    "Code",
+    "Contents",
+    "Evidence",
+    "Format",
+    "Options",
+    "Remark",
+    "contents_of",
+    "get",
+    "names",
+    "of_tokens",
+    "written",
+]

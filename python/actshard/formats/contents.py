@@ -35,25 +35,6 @@ class Options:
         return cls(network_io(path))
 
 
-class Remark(str):
-    """A warning of a reader: a text with the code under which :func:`actshard.verify` reports it."""
-
-    code: str
-
-    def __new__(cls, code: str, text: str) -> Remark:
-        """``code`` is a key of ``actshard.verifying.CODES``."""
-        made = super().__new__(cls, text)
-        made.code = code
-        return made
-
-    def __reduce__(self) -> tuple[type[Remark], tuple[str, str]]:
-        return Remark, (self.code, str(self))
-
-    def within(self, name: str) -> Remark:
-        """The same about one part of a dataset."""
-        return Remark(self.code, f"{name}: {self}")
-
-
 @dataclass(frozen=True)
 class Evidence:
     """Whether a path looks like a format, and why: both sides are shown to a user whose path nobody recognises."""

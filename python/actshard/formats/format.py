@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from actshard.codes import Code
 from actshard.errors import UnsupportedError
 from actshard.formats.contents import Contents, Evidence, Options
 
@@ -38,6 +39,11 @@ class Format:
     """Formats of tokens are verified and listed; :func:`actshard.open` refuses them."""
     order: ClassVar[int] = 100
     """Position in lists of formats that can be written; equal positions are sorted by name."""
+
+    findings: ClassVar[tuple[Code, ...]] = ()
+    """Codes that only this format's reader and check use; general ones are in :mod:`actshard.codes`."""
+    calls: ClassVar[tuple[Code, ...]] = ()
+    """Codes that only this format's writer warns with."""
 
     def __repr__(self) -> str:
         return f"<actshard format {self.name}>"

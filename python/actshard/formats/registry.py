@@ -6,9 +6,13 @@ import functools
 import importlib
 import pkgutil
 import warnings
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import MappingProxyType
 
+from actshard import codes
+from actshard.codes import Code
 from actshard.errors import ActshardError, ActshardWarning
 from actshard.formats.contents import Contents, Options
 from actshard.formats.format import Format
@@ -55,7 +59,8 @@ def _plugin(point: EntryPoint) -> Format | None:
 
 
 def _warn(point: EntryPoint, why: str) -> None:
-    warnings.warn(f"format plugin {point.name!r} ({point.value}) is not used: {why}", ActshardWarning, stacklevel=4)
+    text = f"format plugin {point.name!r} ({point.value}) is not used: {why}"
+    warnings.warn(ActshardWarning(text, code="plugin-not-used"), stacklevel=4)
 
 
 def names() -> tuple[str, ...]:
@@ -72,6 +77,26 @@ def written() -> tuple[str, ...]:
     """Names of the formats that :func:`actshard.create` writes."""
     found = [format for format in installed().values() if format.writes]
     return tuple(format.name for format in sorted(found, key=lambda format: (format.order, format.name)))
+
+
+@functools.cache
+def findings() -> Mapping[str, Code]:
+    """Every finding by its code: the general ones, then those of each format. Of a code that is declared twice the first counts."""
+    return _by_name([*(code for group in codes.FINDINGS.values() for code in group), *_own("findings")])
+
+
+@functools.cache
+def calls() -> Mapping[str, Code]:
+    """The codes of all warnings that concern a call rather than a dataset."""
+    return _by_name([*codes.CALLS, *_own("calls")])
+
+
+def _own(kind: str) -> list[Code]:
+    return [code for format in installed().values() for code in getattr(format, kind)]
+
+
+def _by_name(declared: Sequence[Code]) -> Mapping[str, Code]:
+    return MappingProxyType({code.name: code for code in reversed(declared)})
 
 
 def get(name: str) -> Format:

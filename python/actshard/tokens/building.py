@@ -403,10 +403,12 @@ class Build:
         if known or not self.options["enforce_eos"] or not isinstance(self.format, TextFormat | SupervisedFormat):
             return
         warnings.warn(
-            f"{self.out}: the tokenizer names no eos token, so documents are stored without one and their borders are lost in "
-            "windows; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); enforce_eos=False "
-            "if that is meant",
-            errors.ActshardWarning,
+            errors.ActshardWarning(
+                f"{self.out}: the tokenizer names no eos token, so documents are stored without one and their borders are lost in "
+                "windows; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); enforce_eos=False "
+                "if that is meant",
+                code="no-eos",
+            ),
             stacklevel=6,
         )
 
@@ -503,8 +505,10 @@ class Build:
         total = sum(self.skipped.values())
         first = f"; the first: {self.problems[0]}" if self.problems else ""
         warnings.warn(
-            f"{self.out}: {total:,} records were skipped, in {len(self.skipped)} of {len(self.sources)} files{first}",
-            errors.ActshardWarning,
+            errors.ActshardWarning(
+                f"{self.out}: {total:,} records were skipped, in {len(self.skipped)} of {len(self.sources)} files{first}",
+                code="records-skipped",
+            ),
             stacklevel=4,
         )
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _arguments, _native
+from actshard.codes import Remark
 from actshard.errors import (
     ActshardWarning,
     ArgumentError,
@@ -48,7 +49,7 @@ def open_cache(path: str | os.PathLike[str], *, io: str = "auto", memory: int | 
     """
     cache = TokenCache(path, io=io, memory=memory)
     for warning in cache.warnings:
-        warnings.warn(f"{cache.path}: {warning}", ActshardWarning, stacklevel=2)
+        warnings.warn(ActshardWarning(f"{cache.path}: {warning}", code=warning.code), stacklevel=2)
     return cache
 
 
@@ -62,7 +63,7 @@ class TokenCache:
         path: the cache's folder.
         ledger: what ``shard_ledger.json`` says.
         fields: names of the fields; nested ones as ``"a/b"``.
-        warnings: what a reader should know.
+        warnings: what a reader should know: texts, each with a ``code``.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> None:
@@ -73,7 +74,7 @@ class TokenCache:
         self.ledger: Ledger = ledgers.read(self.path)
         self.io = io if io != "auto" else network_io(self.path)
         self._memory = _native.BlockCache(_arguments.size(memory, "memory"))
-        self.warnings: tuple[str, ...] = ()
+        self.warnings: tuple[Remark, ...] = ()
         names = sorted(self.ledger.field_counts) or _fields_on_disk(self.path, self.ledger)
         self._fields = {name: self._open(name) for name in names}
         self.fields: tuple[str, ...] = tuple(names)
@@ -118,7 +119,7 @@ class TokenCache:
             if name in self._fields and self._fields[name].num_elements != elements:
                 held = self._fields[name].num_elements
                 notes.append(f"the ledger counts {elements} elements of {name}, the last row ends at {held}")
-        self.warnings = tuple(notes)
+        self.warnings = tuple(Remark("count-claim", note) for note in notes)
         return rows
 
     def __repr__(self) -> str:
@@ -223,7 +224,7 @@ def _in_shape(flat: NDArray[Any], axes: list[int], name: str, path: Path) -> NDA
     if len(flat) % known == 0 if known else len(flat) == 0:
         with suppress(ValueError):  # more than numpy takes, even of rows without elements
             return flat.reshape(*axes, len(flat) // known if known else 0)
-    raise FormatError(f"field '{name}': {len(flat)} elements are no rows of shape {axes}", path=path)
+    raise FormatError(f"field '{name}': {len(flat)} elements are no rows of shape {axes}", path=path, code="metadata")
 
 
 class JaggedView:

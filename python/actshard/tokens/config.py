@@ -189,9 +189,11 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
             sha = None
         if not isinstance(sha, str):
             warnings.warn(
-                f"{self.id}: its commit cannot be asked for, so a change of the dataset between two runs of a build would not be "
-                "noticed; give revision= a commit",
-                ActshardWarning,
+                ActshardWarning(
+                    f"{self.id}: its commit cannot be asked for, so a change of the dataset between two runs of a build would not "
+                    "be noticed; give revision= a commit",
+                    code="unknown-revision",
+                ),
                 stacklevel=4,
             )
             return None
@@ -332,8 +334,10 @@ class LmDataConfig:
                     )
         if self.chat_template is not None:
             warnings.warn(
-                "data.chat_template is not used, by Levanter neither: put it into a component's format",
-                ActshardWarning,
+                ActshardWarning(
+                    "data.chat_template is not used, by Levanter neither: put it into a component's format",
+                    code="unused-setting",
+                ),
                 stacklevel=3,
             )
 

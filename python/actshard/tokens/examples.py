@@ -224,9 +224,11 @@ def _warn_of_no_eos(cache: TokenCache, eos_id: int) -> None:
     """Windows whose documents cannot be kept apart would pass for ones whose documents are."""
     if cache.ledger.preprocessor.get("append_eos") is False:
         warnings.warn(
-            f"{cache.path}: was built without eos tokens (append_eos: false), so eos_id={eos_id} separates documents only where "
-            "their texts hold it; build it with a tokenizer that names its eos token",
-            ActshardWarning,
+            ActshardWarning(
+                f"{cache.path}: was built without eos tokens (append_eos: false), so eos_id={eos_id} separates documents only "
+                "where their texts hold it; build it with a tokenizer that names its eos token",
+                code="no-eos",
+            ),
             stacklevel=3,
         )
 

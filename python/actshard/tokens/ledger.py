@@ -185,7 +185,7 @@ def _check_sharded(ledger: Ledger, path: Path) -> None:
     shards = ledger.finished_shards
 
     def wrong(name: str, expected: str, found: object) -> FormatError:
-        return FormatError(f"field '{name}': expected {expected}, found {show(found)}", path=path)
+        return FormatError(f"field '{name}': expected {expected}, found {show(found)}", path=path, code="metadata")
 
     if len(set(shards)) != len(shards):
         raise wrong("finished_shards", "each shard once", list(shards))

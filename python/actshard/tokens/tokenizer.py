@@ -215,9 +215,11 @@ def _token(config: dict[str, Any], name: str) -> str | None:
 def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
     if backend.truncation is not None:
         warnings.warn(
-            f"{name or 'the tokenizer'} cuts texts to {backend.truncation.get('max_length')} tokens (truncation in its "
-            "tokenizer.json), as Levanter would; no_truncation() of the tokenizers library turns that off",
-            ActshardWarning,
+            ActshardWarning(
+                f"{name or 'the tokenizer'} cuts texts to {backend.truncation.get('max_length')} tokens (truncation in its "
+                "tokenizer.json), as Levanter would; no_truncation() of the tokenizers library turns that off",
+                code="tokenizer-truncates",
+            ),
             stacklevel=4,
         )
     vocabulary = backend.get_vocab(with_added_tokens=True)

@@ -76,7 +76,7 @@ def _check(root: Path, format: str | None, report: Report, tell: Callable[[str, 
             report.error(error, root)
         return
     for warning in store.warnings:
-        report.add(getattr(warning, "code", "reader-warning"), root, warning)
+        report.add(warning.code, root, warning)
     report.count("examples", store.num_examples)
     if report.deep and store.layers:
         from actshard.verifying.deep import check_values

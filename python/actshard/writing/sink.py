@@ -404,7 +404,7 @@ class Sink:
             ) from error
         for name in mixed:
             said = f"column {name!r} was appended with different types by an earlier release: its values are texts"
-            warnings.warn(f"{self.target.root}: {said}", ActshardWarning, stacklevel=2)
+            warnings.warn(ActshardWarning(f"{self.target.root}: {said}", code="mixed-column-types"), stacklevel=2)
         return lengths, every
 
 

@@ -368,9 +368,11 @@ class Writer:
         missing = sink.own_lengths_missing()
         if missing:
             warnings.warn(
-                f"{self.path}: pad=True: lengths of {missing} examples that an earlier release wrote are not known; rows that "
-                "fill them up count as content: write the dataset again if any were padded",
-                ActshardWarning,
+                ActshardWarning(
+                    f"{self.path}: pad=True: lengths of {missing} examples that an earlier release wrote are not known; rows that "
+                    "fill them up count as content: write the dataset again if any were padded",
+                    code="unknown-lengths",
+                ),
                 stacklevel=4,
             )
 

@@ -88,6 +88,52 @@ impl Kind {
     }
 }
 
+/// What is wrong with a dataset, where that is more exact than the kind of the error: the code under which `actshard verify`
+/// reports it. Append only; a Python test compares the list with the table of codes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Finding {
+    /// A field of the metadata is missing or wrong.
+    Metadata,
+    /// A file has no bytes.
+    EmptyFile,
+    /// A file's size is not the one that the metadata state.
+    SizeBytes,
+    /// A file's checksum is not the one that the metadata state.
+    Checksum,
+    /// A gzip file or chunk is damaged, or is no gzip data.
+    Gzip,
+    /// A count in the metadata differs from the number found.
+    CountClaim,
+    /// A sample number occurs twice.
+    DuplicateSample,
+}
+
+impl Finding {
+    /// Every finding, in declaration order.
+    pub const ALL: [Finding; 7] = [
+        Finding::Metadata,
+        Finding::EmptyFile,
+        Finding::SizeBytes,
+        Finding::Checksum,
+        Finding::Gzip,
+        Finding::CountClaim,
+        Finding::DuplicateSample,
+    ];
+
+    /// The stable code.
+    pub fn code(self) -> &'static str {
+        match self {
+            Finding::Metadata => "metadata",
+            Finding::EmptyFile => "empty-file",
+            Finding::SizeBytes => "size-bytes",
+            Finding::Checksum => "checksum",
+            Finding::Gzip => "gzip",
+            Finding::CountClaim => "count-claim",
+            Finding::DuplicateSample => "duplicate-sample",
+        }
+    }
+}
+
 /// One failure. `Display` is one line: `path: byte N: detail`.
 #[derive(Clone, Debug, thiserror::Error)]
 pub struct Error {
@@ -99,6 +145,8 @@ pub struct Error {
     pub offset: Option<u64>,
     /// The named rule that was broken, where a parser has named rules.
     pub reason: Option<&'static str>,
+    /// What is wrong with the dataset, where the kind is less exact.
+    pub finding: Option<Finding>,
     /// The system's error number, where the system said no.
     pub errno: Option<i32>,
     /// Expected and found, in words.
@@ -123,7 +171,16 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// A failure about no particular file.
     pub fn new(kind: Kind, detail: impl Into<String>) -> Error {
-        Error { kind, path: None, offset: None, reason: None, errno: None, detail: detail.into(), carried: None }
+        Error {
+            kind,
+            path: None,
+            offset: None,
+            reason: None,
+            finding: None,
+            errno: None,
+            detail: detail.into(),
+            carried: None,
+        }
     }
 
     /// Names the file.
@@ -137,6 +194,13 @@ impl Error {
     #[must_use]
     pub fn byte(mut self, offset: u64) -> Error {
         self.offset = Some(offset);
+        self
+    }
+
+    /// Names the finding.
+    #[must_use]
+    pub fn finds(mut self, finding: Finding) -> Error {
+        self.finding = Some(finding);
         self
     }
 

@@ -40,4 +40,4 @@ pub mod tokens;
 pub mod write;
 
 pub use dtype::DType;
-pub use error::{Carried, Error, Kind, Result};
+pub use error::{Carried, Error, Finding, Kind, Result};

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use actshard_core::{Carried, Error, Kind};
+use actshard_core::{Carried, Error, Finding, Kind};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -27,7 +27,8 @@ pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
         .get_or_try_init(py, || py.import("actshard.errors")?.getattr("from_native").map(Bound::unbind))
         .and_then(|make| {
             let path = error.path.as_ref().map(|p| p.as_os_str());
-            make.bind(py).call1((error.kind.code(), &error.detail, path, error.offset, error.reason, error.errno))
+            let code = error.finding.map(Finding::code);
+            make.bind(py).call1((error.kind.code(), &error.detail, path, error.offset, error.reason, error.errno, code))
         });
     match made {
         Ok(exception) => PyErr::from_value(exception),

@@ -25,12 +25,12 @@ mod write;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
-use actshard_core::Kind;
 use actshard_core::codec::coded;
 use actshard_core::dtype::DType;
 use actshard_core::parse::safetensors;
 use actshard_core::source::pread;
 use actshard_core::threads;
+use actshard_core::{Finding, Kind};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
@@ -94,6 +94,12 @@ fn dtypes() -> Vec<(&'static str, Option<&'static str>, u64)> {
 #[pyfunction]
 fn error_kinds() -> Vec<&'static str> {
     Kind::ALL.iter().map(|k| k.code()).collect()
+}
+
+/// The findings that the core names, for the test that compares them with the table of codes.
+#[pyfunction]
+fn finding_codes() -> Vec<&'static str> {
+    Finding::ALL.iter().map(|f| f.code()).collect()
 }
 
 /// The named rules that a safetensors header can break.
@@ -183,6 +189,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(tokens::jax_permutation, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(error_kinds, m)?)?;
+    m.add_function(wrap_pyfunction!(finding_codes, m)?)?;
     m.add_function(wrap_pyfunction!(header_reasons, m)?)?;
     m.add_function(wrap_pyfunction!(is_network, m)?)?;
     m.add_function(wrap_pyfunction!(num_threads, m)?)?;

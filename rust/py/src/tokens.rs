@@ -13,7 +13,7 @@ use actshard_core::tokens::jagged::{Cursor, Field, Part, Range};
 use actshard_core::tokens::order::{self, Key};
 use actshard_core::tokens::pack::{Overlong, Packer};
 use actshard_core::tokens::write::{FieldWriter, How, Storage};
-use actshard_core::{Error, Kind};
+use actshard_core::{Error, Finding, Kind};
 use numpy::{
     PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
     PyUntypedArrayMethods,
@@ -56,7 +56,7 @@ type Examples<'py> =
     (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyUntypedArray>>, Option<Bound<'py, PyUntypedArray>>);
 
 /// What [`TokenField::check`] tells of.
-type Problem = (&'static str, String, Option<PathBuf>, Option<u64>, bool);
+type Problem = (&'static str, Option<&'static str>, String, Option<PathBuf>, Option<u64>, bool);
 
 /// Lengths of runs, and their numbers.
 type Runs<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
@@ -272,7 +272,7 @@ impl TokenField {
         })
     }
 
-    /// Everything that is wrong with the files: kind, detail, path, byte, and whether something is only not there. Of more than
+    /// Everything that is wrong with the files: kind, the finding's code where the kind is less exact, detail, path, byte, and whether something is only not there. Of more than
     /// 10,000 problems the first.
     fn check(&self, py: Python<'_>, deep: bool) -> PyResult<Vec<Problem>> {
         detach::guarded(py, || {
@@ -280,7 +280,7 @@ impl TokenField {
             detach::detached(py, |watch| {
                 let (mut found, mut known): (Vec<Problem>, HashSet<Problem>) = (vec![], HashSet::new());
                 let mut tell = |e: Error, absent: bool| {
-                    let problem = (e.kind.code(), e.detail, e.path, e.offset, absent);
+                    let problem = (e.kind.code(), e.finding.map(Finding::code), e.detail, e.path, e.offset, absent);
                     if known.len() < MOST && known.insert(problem.clone()) {
                         found.push(problem);
                     }

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from actshard.codes import Code
 from actshard.formats.contents import Evidence
 from actshard.formats.format import Format, Tell
+from actshard.formats.levanter import codes
 
 if TYPE_CHECKING:
     from actshard.formats.report import Report
@@ -17,6 +19,7 @@ class LevanterFormat(Format):
 
     name: ClassVar[str] = "levanter"
     description: ClassVar[str] = "Levanter token caches"
+    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     holds: ClassVar[Literal["activations", "tokens"]] = "tokens"
 
     def detect(self, path: Path) -> Evidence:

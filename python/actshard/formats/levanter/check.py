@@ -28,15 +28,15 @@ def check(root: Path, report: Report, tell: Callable[[str, int, int], object]) -
         report.error(error, root)
         return
     for warning in cache.warnings:
-        report.add("count-claim", root / ledgers.NAME, warning)
+        report.add(warning.code, root / ledgers.NAME, warning)
     _leftovers(cache, report)
     for done, name in enumerate(cache.fields):
         tell("fields", done, len(cache.fields))
-        for kind, detail, path, offset, absent in cache.field(name).check(report.deep):
+        for kind, code, detail, path, offset, absent in cache.field(name).check(report.deep):
             if absent:
                 report.add("chunk-missing", Path(path or root), detail)
                 continue
-            report.error(errors.from_native(kind, detail, path, offset, None, None), root)
+            report.error(errors.from_native(kind, detail, path, offset, None, None, code), root)
     _same_lengths(cache, report)
     if report.deep and not report.errors:
         for name in cache.fields:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from actshard.codes import Code
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Tell
+from actshard.formats.lmprobe import codes
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -20,6 +22,8 @@ class LmprobeFormat(Format):
 
     name: ClassVar[str] = "lmprobe"
     description: ClassVar[str] = "lmprobe extractions"
+    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
+    calls: ClassVar[tuple[Code, ...]] = codes.CALLS
     order: ClassVar[int] = 20
     writes: ClassVar[bool] = True
 

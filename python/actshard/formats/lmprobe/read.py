@@ -31,6 +31,7 @@ from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME
 from actshard._json import Fields, parse_json, show
 from actshard._native import Addresses, Rows
+from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
     FormatError,
@@ -40,7 +41,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats.contents import Contents, Evidence, Logits, Options, Remark, Router
+from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -175,7 +176,9 @@ class Dataset:
         numbers = re.fullmatch(r"(\d{1,6})(?:\.(\d{1,6}))?", str(stated))
         if numbers is None:
             raise FormatError(
-                f"field 'format_version': expected a version such as \"2.0\", found {show(stated)}", path=part
+                f"field 'format_version': expected a version such as \"2.0\", found {show(stated)}",
+                path=part,
+                code="metadata",
             )
         version = (int(numbers[1]), int(numbers[2] or 0))
         if version[0] > LAST_KNOWN[0]:
@@ -435,11 +438,16 @@ class Dataset:
             raise FormatError(
                 f"field '{fields.where}': {len(layers)} layers x {shards} shards are more than {_FILES_AT_MOST} files",
                 path=fields.path,
+                code="metadata",
             )
         name_file = self.pattern(fields, "file_pattern", layers, shards)
         name_key = self.pattern(fields, "key_pattern", layers, 1)
         if len({(name_file(la, 0), name_key(la, 0)) for la in layers}) != len(layers):
-            raise FormatError(f"field '{fields.where}': no pattern tells layers {list(layers)} apart", path=fields.path)
+            raise FormatError(
+                f"field '{fields.where}': no pattern tells layers {list(layers)} apart",
+                path=fields.path,
+                code="metadata",
+            )
         files = [(self.inside(fields, name_file(la, s)), name_key(la, s)) for la in layers for s in range(shards)]
         name, d_model = self._first_header(files, fields, "dim")
         dtype = self._numpy(name, fields)
@@ -496,6 +504,7 @@ class Dataset:
             raise FormatError(
                 f"field '{fields.where}.shards': expected {self.num_rows} prompts in all, found {sum(counts)}",
                 path=fields.path,
+                code="metadata",
             )
         paths = self.files_of(fields, len(counts))
         key = self.pattern(fields, "key_pattern", layers, 1, default=ROUTER_KEY)
@@ -554,14 +563,22 @@ class Dataset:
         try:
             parsed = list(string.Formatter().parse(pattern))
         except ValueError as error:
-            raise FormatError(f"field '{fields.where}.{name}': expected {expected}", path=fields.path) from error
+            raise FormatError(
+                f"field '{fields.where}.{name}': expected {expected}", path=fields.path, code="metadata"
+            ) from error
         for _, key, spec, conversion in parsed:
             if key is not None and (
                 key not in ("layer", "shard") or conversion or not re.fullmatch(r"(0?\d{1,2})?d?", spec or "")
             ):
-                raise FormatError(f"field '{fields.where}.{name}': expected {expected}", path=fields.path)
+                raise FormatError(
+                    f"field '{fields.where}.{name}': expected {expected}", path=fields.path, code="metadata"
+                )
         if shards > 1 and not any(key == "shard" for _, key, _, _ in parsed):
-            raise FormatError(f"field '{fields.where}.{name}': names one file for {shards} shards", path=fields.path)
+            raise FormatError(
+                f"field '{fields.where}.{name}': names one file for {shards} shards",
+                path=fields.path,
+                code="metadata",
+            )
 
         def apply(layer: int, shard: int) -> str:
             values = {"layer": layer, "shard": shard}
@@ -573,7 +590,9 @@ class Dataset:
         """A file name from the metadata, which must stay inside the dataset."""
         if not name or min(name) < " " or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
             raise FormatError(
-                f"field '{fields.where}': expected a file inside the dataset, found {show(name)}", path=fields.path
+                f"field '{fields.where}': expected a file inside the dataset, found {show(name)}",
+                path=fields.path,
+                code="metadata",
             )
         return self.root / name
 

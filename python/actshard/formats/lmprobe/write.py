@@ -423,12 +423,14 @@ class LmprobeTarget(Target):
             made["token_offset"] = pa.array(row)
         for name in sorted(OWN_COLUMNS & given.keys()):  # of a release that looked at names only now
             given[f"given_{name}"] = given.pop(name)
-            self._tell(f"column {name!r} is called 'given_{name}': lmprobe writes one of that name itself")
+            self._tell(
+                "column-renamed", f"column {name!r} is called 'given_{name}': lmprobe writes one of that name itself"
+            )
         made |= {name: given[name] for name in sorted(given)}
         return made
 
-    def _tell(self, said: str) -> None:
-        warnings.warn(f"{self.root}: {said}", ActshardWarning, stacklevel=2)
+    def _tell(self, code: str, said: str) -> None:
+        warnings.warn(ActshardWarning(f"{self.root}: {said}", code=code), stacklevel=2)
 
     def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
         """Of pooled data the prompts' own, which only the caller knows: null where nobody says, as lmprobe has it."""
@@ -436,7 +438,9 @@ class LmprobeTarget(Target):
 
         if self.full:
             if column is not None:
-                self._tell("column 'num_tokens' is left out: lmprobe writes that of full sequences itself")
+                self._tell(
+                    "column-left-out", "column 'num_tokens' is left out: lmprobe writes that of full sequences itself"
+                )
             return pa.array(tokens.astype(np.int32))
         if column is None:
             return pa.nulls(len(tokens), pa.int32())

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from actshard.codes import Code
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Tell
+from actshard.formats.pickle import codes
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -22,6 +24,7 @@ class PickleFormat(Format):
 
     name: ClassVar[str] = "pickle"
     description: ClassVar[str] = "pickle shards"
+    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 40
     writes: ClassVar[bool] = True
 

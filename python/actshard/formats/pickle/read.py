@@ -28,8 +28,9 @@ import numpy as np
 
 from actshard._json import Fields, read_json, show
 from actshard._native import Rows
+from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, NotStoredError
-from actshard.formats.contents import Contents, Evidence, Options, Remark
+from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import plain, table_of
 
 if TYPE_CHECKING:
@@ -398,6 +399,7 @@ def _twice(shards: Sequence[Shard], i: int, j: int, number: int, how_many: int) 
         f"sample_idx {number} is in {other} too ({how_many} numbers are in both): numbers must be unique over all "
         "shards and machines",
         path=one,
+        code="duplicate-sample",
     )
 
 

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from actshard.codes import Code
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Tell
+from actshard.formats.saev import codes
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -21,6 +23,7 @@ class SaevFormat(Format):
 
     name: ClassVar[str] = "saev"
     description: ClassVar[str] = "saev activation shards"
+    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 10
     writes: ClassVar[bool] = True
 

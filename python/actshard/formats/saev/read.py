@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from actshard._json import Fields, read_json, show
 from actshard._native import Rows
+from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
     FileAccessError,
@@ -42,7 +43,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats.contents import Contents, Evidence, Options, Remark
+from actshard.formats.contents import Contents, Evidence, Options
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -290,7 +291,11 @@ def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: i
             what = "a folder" if stat.S_ISDIR(found.st_mode) else "a special file"
             problems.append(NotAFileError(f"expected a regular file, found {what}", path=shard))
         elif found.st_size == 0:
-            problems.append(TruncatedFileError(f"expected {need} bytes, found an empty file", path=shard, offset=0))
+            problems.append(
+                TruncatedFileError(
+                    f"expected {need} bytes, found an empty file", path=shard, offset=0, code="empty-file"
+                )
+            )
         elif found.st_size < need:
             problems.append(
                 TruncatedFileError(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from actshard.codes import Code
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Tell
+from actshard.formats.zarr import codes
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -20,6 +22,7 @@ class ZarrFormat(Format):
 
     name: ClassVar[str] = "zarr"
     description: ClassVar[str] = "HalluLens Zarr stores of activations"
+    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 30
     writes: ClassVar[bool] = True
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME
 from actshard._json import Fields, exists, read_json, show
+from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
     FormatError,
@@ -31,7 +32,6 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats.contents import Remark
 from actshard.formats.zarr.package import PackageArray
 
 MOST_UNSTORED = 256 << 20
@@ -180,9 +180,11 @@ class ArrayMeta:
         assert self.dtype is not None
         return np.array([self.fill], self.dtype).tobytes()
 
-    def error(self, what: str) -> FormatError:
-        """About this array's metadata."""
-        return FormatError(what, path=self.metadata)
+    def error(self, what: str, field: str | None = None) -> FormatError:
+        """About this array's metadata, or one field of them."""
+        if field is None:
+            return FormatError(what, path=self.metadata)
+        return FormatError(f"field '{field}': {what}", path=self.metadata, code="metadata")
 
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
@@ -280,7 +282,7 @@ def _object(path: Path) -> dict[str, Any]:
 def _mapping(value: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
     found = value.get(name, {})
     if not isinstance(found, dict):
-        raise FormatError(f"field '{name}': expected an object, found {show(found)}", path=path)
+        raise FormatError(f"field '{name}': expected an object, found {show(found)}", path=path, code="metadata")
     return found
 
 
@@ -504,8 +506,9 @@ class Spare:
         beyond = max(0, size - MOST_RATIO * stored)
         if beyond > self.left:
             raise meta.error(
-                f"field 'shape': {list(meta.shape)} in chunks of {list(meta.outer)} takes {size} bytes, "
-                f"but its {len(files)} chunks have {stored}"
+                f"{list(meta.shape)} in chunks of {list(meta.outer)} takes {size} bytes, "
+                f"but its {len(files)} chunks have {stored}",
+                field="shape",
             )
         self.left -= beyond
         return size

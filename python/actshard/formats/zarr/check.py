@@ -52,7 +52,7 @@ def _check_store(store: Path, root: Path, report: Report) -> None:
                 meta = member.store.array(f"arrays/{name}")
                 if meta is not None and meta.node not in {a.node for a in member.arrays}:
                     _check_small(meta, member, report)
-    for differs in dict.fromkeys(w for w in member.store.warnings if "consolidated" in w):
+    for differs in dict.fromkeys(w for w in member.store.warnings if w.code == "consolidated-differs"):
         report.add("consolidated-differs", root, differs if store == root else f"{store.name}: {differs}")
     with _noting(report, store / "text"):
         for path in member.texts:

@@ -5,6 +5,7 @@ The package is the extra ``zarr``; numcodecs comes with it and knows what Zarr v
 
 from __future__ import annotations
 
+import gzip
 import json
 import lzma
 import math
@@ -97,7 +98,8 @@ class PackageArray:
         except (ActshardError, MemoryError):
             raise
         except Exception as error:  # a codec raises anything over damaged bytes
-            raise FormatError(f"the zarr package cannot decode this: {error}", path=path) from error
+            code = "gzip" if isinstance(error, gzip.BadGzipFile) else None
+            raise FormatError(f"the zarr package cannot decode this: {error}", path=path, code=code) from error
         return whole.tobytes()
 
     def _check_size(self, path: Path) -> None:

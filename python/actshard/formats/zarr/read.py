@@ -43,6 +43,7 @@ from actshard._arguments import name_of
 from actshard._json import Fields, exists, read_json, show, utf8
 from actshard._jsonl import read_lines
 from actshard._native import Rows
+from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
     ActshardWarning,
@@ -52,7 +53,7 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
-from actshard.formats.contents import Contents, Evidence, Options, Remark
+from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import ArrayMeta, Spare, ZarrStore, read_constant, read_whole
 
@@ -326,7 +327,7 @@ class Member:
         for array in self.arrays:
             if len(array.shape) != 4:
                 raise array.error(
-                    f"field 'shape': expected (samples, layers, tokens, hidden), found {list(array.shape)}"
+                    f"expected (samples, layers, tokens, hidden), found {list(array.shape)}", field="shape"
                 )
             if array.dtype is None or array.dtype.kind in "SU":
                 raise UnsupportedError("activations that are strings", path=array.metadata)
@@ -337,13 +338,14 @@ class Member:
                 or array.shape[0] >= MAX_SAMPLES
                 or array.shape[2] >= 1 << 32
             ):
-                raise array.error(f"field 'shape': {list(array.shape)} is no dataset")
+                raise array.error(f"{list(array.shape)} is no dataset", field="shape")
             _check_samples(array)
         shapes = {(a.shape[0], a.shape[1], a.shape[3], a.dtype) for a in self.arrays}
         if len(shapes) > 1:
             raise self.arrays[1].error(
-                f"field 'shape': expected samples, layers, hidden size and type of {self.arrays[0].node}, found "
-                f"{list(self.arrays[1].shape)} {self.arrays[1].dtype} beside {list(self.arrays[0].shape)} {self.arrays[0].dtype}"
+                f"expected samples, layers, hidden size and type of {self.arrays[0].node}, found "
+                f"{list(self.arrays[1].shape)} {self.arrays[1].dtype} beside {list(self.arrays[0].shape)} {self.arrays[0].dtype}",
+                field="shape",
             )
         self.rows, self.num_layers, _, self.width = self.arrays[0].shape
         self.n = self.rows
@@ -387,7 +389,9 @@ class Member:
             if row is not None:
                 if row in of_row:
                     raise FormatError(
-                        f"lines {of_row[row]} and {number}: both say that they are sample_index {row}", path=path
+                        f"lines {of_row[row]} and {number}: both say that they are sample_index {row}",
+                        path=path,
+                        code="duplicate-sample",
                     )
                 of_row[row] = number
         text_only = len(self.lines) - len(of_row)
@@ -429,12 +433,12 @@ class Member:
             )
             return longest
         if meta.shape != (self.rows,):
-            raise meta.error(f"field 'shape': expected [{self.rows}], one length per sample, found {list(meta.shape)}")
+            raise meta.error(f"expected [{self.rows}], one length per sample, found {list(meta.shape)}", field="shape")
         if meta.dtype is None or meta.dtype.kind not in "iu":
-            raise meta.error(f"field 'dtype': expected integers, found {meta.dtype or 'strings'}")
+            raise meta.error(f"expected integers, found {meta.dtype or 'strings'}", field="dtype")
         if (same := read_constant(meta)) is not None and self.lines is None:
             if not 0 <= same <= longest:
-                raise meta.error(f"field 'fill_value': expected lengths of 0 to {longest}, found {same}, and no chunks")
+                raise meta.error(f"expected lengths of 0 to {longest}, found {same}, and no chunks", field="fill_value")
             return same
         values = np.asarray(read_whole(meta, self.spare))[: self.n]
         if values.size and values.min() < 0:
@@ -528,7 +532,7 @@ def _check_samples(array: ArrayMeta) -> None:
             found += 1
             if found >= wanted:
                 return
-    raise array.error(f"field 'shape': {n} samples, but {array.node} has only {found} chunk files")
+    raise array.error(f"{n} samples, but {array.node} has only {found} chunk files", field="shape")
 
 
 def by_i(path: Path, n: int) -> list[tuple[int, int, dict[str, Any]]]:
@@ -539,9 +543,13 @@ def by_i(path: Path, n: int) -> list[tuple[int, int, dict[str, Any]]]:
         fields = Fields(line, path, f"line {number}")
         i = fields.integer("i", minimum=0) if "i" in line else number - 1
         if i >= n:
-            raise FormatError(f"line {number}: field 'i': expected a sample, 0 to {n - 1}, found {i}", path=path)
+            raise FormatError(
+                f"line {number}: field 'i': expected a sample, 0 to {n - 1}, found {i}", path=path, code="metadata"
+            )
         if i in seen:
-            raise FormatError(f"lines {seen[i]} and {number}: both are of sample {i}", path=path)
+            raise FormatError(
+                f"lines {seen[i]} and {number}: both are of sample {i}", path=path, code="duplicate-sample"
+            )
         seen[i] = number
         rows.append((i, number, line))
     return rows
@@ -572,7 +580,7 @@ def _join(
         lacking = [i for i in range(n) if i not in there]
         shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
         said = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line among its {len(rows)}: {shown}"
-        warn(said, ActshardWarning, stacklevel=6)
+        warn(ActshardWarning(said, code="missing-lines"), stacklevel=6)
 
 
 def _column(values: NDArray[Any] | list[str], n: int) -> Any:

@@ -22,6 +22,8 @@ use zarrs::array::{
 };
 use zarrs::metadata_ext::codec::sharding::{ShardingCodecConfiguration, ShardingIndexLocation};
 
+use crate::error::Finding;
+
 /// The largest decoded chunk: what numcodecs' compressors take ("Codec does not support buffers of > 2147483647 bytes").
 pub(super) const MOST_DECODED: u64 = i32::MAX as u64;
 
@@ -31,8 +33,20 @@ const MOST_NESTED: usize = 4;
 /// Encoded bytes of elements of variable size.
 const MOST_VARIABLE: u64 = 1 << 30;
 
-/// What a failing step says; the caller adds the file.
-pub(super) type Said<T> = Result<T, String>;
+/// Why a step failed; the caller adds the file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Undecodable {
+    pub text: String,
+    pub finding: Option<Finding>,
+}
+
+impl<T: Into<String>> From<T> for Undecodable {
+    fn from(text: T) -> Undecodable {
+        Undecodable { text: text.into(), finding: None }
+    }
+}
+
+pub(super) type Said<T> = Result<T, Undecodable>;
 
 /// Decoded elements in C order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,7 +71,7 @@ impl Form {
             .iter()
             .try_fold(1u64, |n, d| n.checked_mul(d.get()))
             .filter(|n| *n < 1 << 48)
-            .ok_or_else(|| format!("a chunk of shape {:?} is too large", self.shape))
+            .ok_or_else(|| format!("a chunk of shape {:?} is too large", self.shape).into())
     }
 }
 
@@ -130,8 +144,8 @@ fn options() -> CodecOptions {
     CodecOptions::default().with_concurrent_target(1)
 }
 
-fn text(error: impl std::fmt::Display) -> String {
-    error.to_string()
+fn text(error: impl std::fmt::Display) -> Undecodable {
+    error.to_string().into()
 }
 
 /// Memory for `n` bytes, or an error where it cannot be had: a failed `Vec::with_capacity` ends the process.
@@ -169,14 +183,14 @@ impl Chain {
                 let limit = shard.index_bytes.saturating_add(around(size.unwrap_or(MOST_VARIABLE)));
                 (ToBytes::Shard(Box::new(shard)), BytesRepresentation::UnboundedSize, Size::AtMost(limit))
             }
-            Some(_) => return Err(format!("shards nested more than {MOST_NESTED} deep are not read")),
+            Some(_) => return Err(format!("shards nested more than {MOST_NESTED} deep are not read").into()),
             None if codec.as_any().is::<VlenUtf8Codec>() || codec.as_any().is::<VlenBytesCodec>() => {
                 (ToBytes::Strings, BytesRepresentation::UnboundedSize, Size::AtMost(MOST_VARIABLE))
             }
             None => {
                 let known = codec.encoded_representation(&last.shape, &last.dtype, &last.fill).map_err(text)?;
                 let Some(size) = size else {
-                    return Err("elements of variable size are read of vlen-utf8 and vlen-bytes only".to_string());
+                    return Err("elements of variable size are read of vlen-utf8 and vlen-bytes only".into());
                 };
                 let plain = match known {
                     BytesRepresentation::FixedSize(n) => Size::Exactly(n),
@@ -221,7 +235,8 @@ impl Chain {
         {
             return Err(format!(
                 "a chunk of {whole} elements of {size} bytes: at most {MOST_DECODED} bytes are decoded at once"
-            ));
+            )
+            .into());
         }
         let mut bytes = Cow::Owned(encoded);
         for (undo, known, bound) in self.bytes.iter().rev() {
@@ -230,7 +245,7 @@ impl Chain {
         if let Size::Exactly(n) = self.plain
             && bytes.len() as u64 != n
         {
-            return Err(format!("expected {n} bytes, found {}", bytes.len()));
+            return Err(format!("expected {n} bytes, found {}", bytes.len()).into());
         }
         let mut array = match &self.to_bytes {
             ToBytes::Zarrs(codec) => {
@@ -270,14 +285,14 @@ fn strings(bytes: &[u8], count: u64) -> Said<Vec<Vec<u8>>> {
     let number = |b: &[u8]| u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
     let short = || format!("expected {count} strings, found {} bytes", bytes.len());
     if u64::from(next(4).map(number).ok_or_else(short)?) != count || (bytes.len() as u64) < 4 * count {
-        return Err(short());
+        return Err(short().into());
     }
     let each = (0..count).map(|_| {
         let length = next(4).map(number)?;
         next(length as usize).map(<[u8]>::to_vec)
     });
     let each: Vec<Vec<u8>> = each.collect::<Option<_>>().ok_or_else(short)?;
-    if rest.is_empty() { Ok(each) } else { Err(format!("{} bytes follow {count} strings", rest.len())) }
+    if rest.is_empty() { Ok(each) } else { Err(format!("{} bytes follow {count} strings", rest.len()).into()) }
 }
 
 impl Undo {
@@ -300,13 +315,16 @@ impl Undo {
 
     fn run<'a>(&self, encoded: Cow<'a, [u8]>, known: BytesRepresentation, bound: Size) -> Said<Cow<'a, [u8]>> {
         match self {
-            Undo::Gzip => inflate("gzip", flate2::bufread::MultiGzDecoder::new(&encoded[..]), &encoded, bound),
+            Undo::Gzip => inflate("gzip", flate2::bufread::MultiGzDecoder::new(&encoded[..]), &encoded, bound)
+                .map_err(|e| Undecodable { finding: Some(Finding::Gzip), ..e }),
             Undo::Zlib => {
                 let mut decoder = flate2::bufread::ZlibDecoder::new(&encoded[..]);
                 let made = inflate("zlib", &mut decoder, &encoded, bound)?;
                 let read = decoder.total_in();
                 if read != encoded.len() as u64 {
-                    return Err(format!("zlib: {} bytes follow the end of the data", encoded.len() as u64 - read));
+                    return Err(
+                        format!("zlib: {} bytes follow the end of the data", encoded.len() as u64 - read).into()
+                    );
                 }
                 Ok(made)
             }
@@ -324,10 +342,12 @@ impl Undo {
                     Size::AtMost(n) => claimed <= n,
                 };
                 if !fits {
-                    return Err(format!("blosc: expected a frame of {} bytes, found one of {claimed}", bound.limit()));
+                    return Err(
+                        format!("blosc: expected a frame of {} bytes, found one of {claimed}", bound.limit()).into()
+                    );
                 }
                 if length != encoded.len() as u64 {
-                    return Err(format!("blosc: expected {length} encoded bytes, found {}", encoded.len()));
+                    return Err(format!("blosc: expected {length} encoded bytes, found {}", encoded.len()).into());
                 }
                 drop(reserve(claimed)?);
                 codec.decode(encoded, &known, &options()).map_err(text)
@@ -344,7 +364,7 @@ pub(super) fn decoded_size(codec: &str, data: &[u8], limit: u64) -> Said<u64> {
         "zlib" => Undo::Zlib,
         "bz2" => Undo::Bz2,
         "zstd" => Undo::Zstd,
-        _ => return Err(format!("unknown codec '{codec}'")),
+        _ => return Err(format!("unknown codec '{codec}'").into()),
     };
     let made = undo.run(Cow::Borrowed(data), BytesRepresentation::UnboundedSize, Size::AtMost(limit))?;
     Ok(made.len() as u64)
@@ -365,12 +385,12 @@ fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<
             break;
         }
         if made.len() as u64 > limit {
-            return Err(format!("{name}: decodes to more than the {limit} bytes that the chunk's shape allows"));
+            return Err(format!("{name}: decodes to more than the {limit} bytes that the chunk's shape allows").into());
         }
     }
     match bound {
         Size::Exactly(n) if made.len() as u64 != n => {
-            Err(format!("{name}: expected {n} bytes, decoded {}", made.len()))
+            Err(format!("{name}: expected {n} bytes, decoded {}", made.len()).into())
         }
         _ => Ok(Cow::Owned(made)),
     }
@@ -384,11 +404,11 @@ impl Shard {
             .to_typed::<ShardingCodecConfiguration>()
             .map_err(text)?;
         let ShardingCodecConfiguration::V1(v1) = configuration else {
-            return Err("sharding of an unknown version".to_string());
+            return Err("sharding of an unknown version".into());
         };
         let chunk: Vec<NonZeroU64> = v1.chunk_shape.to_vec();
         if chunk.len() != form.shape.len() || form.shape.iter().zip(&chunk).any(|(n, c)| n.get() % c.get() != 0) {
-            return Err(format!("inner chunks of {chunk:?} do not divide shards of {:?}", form.shape));
+            return Err(format!("inner chunks of {chunk:?} do not divide shards of {:?}", form.shape).into());
         }
         let counts: Vec<u64> = form.shape.iter().zip(&chunk).map(|(n, c)| n.get() / c.get()).collect();
         let chain = |codecs: &[_]| CodecChain::from_metadata(codecs).map_err(text);
@@ -400,7 +420,7 @@ impl Shard {
         let index = Form { shape, dtype: zarrs::array::data_type::uint64(), fill };
         let index = Chain::nested(&chain(&v1.index_codecs)?, index, MOST_NESTED)?;
         let Size::Exactly(index_bytes) = index.encoded else {
-            return Err("index codecs must give a known number of bytes".to_string());
+            return Err("index codecs must give a known number of bytes".into());
         };
         let at_start = matches!(v1.index_location, ShardingIndexLocation::Start);
         Ok(Shard { inner, shape: form.shape.clone(), chunk, counts, index, index_bytes, at_start })
@@ -416,14 +436,16 @@ impl Shard {
         let start = if self.at_start { Some(0) } else { len.checked_sub(self.index_bytes) };
         match start {
             Some(start) if self.index_bytes <= len => Ok((start, self.index_bytes)),
-            _ => Err(format!("expected a shard index of {} bytes, found {len} bytes in all", self.index_bytes)),
+            _ => Err(format!("expected a shard index of {} bytes, found {len} bytes in all", self.index_bytes).into()),
         }
     }
 
     /// (offset, length) of each inner chunk.
     pub fn index(&self, encoded: Vec<u8>) -> Said<Vec<(u64, u64)>> {
-        let Elements::Fixed(bytes) = self.index.decode(encoded).map_err(|e| format!("shard index: {e}"))? else {
-            return Err("shard index: expected numbers".to_string());
+        let Elements::Fixed(bytes) =
+            self.index.decode(encoded).map_err(|e| Undecodable { text: format!("shard index: {}", e.text), ..e })?
+        else {
+            return Err("shard index: expected numbers".into());
         };
         let number = |b: &[u8]| b.try_into().map(u64::from_ne_bytes).unwrap_or(u64::MAX);
         Ok(bytes.chunks_exact(16).map(|pair| (number(&pair[..8]), number(&pair[8..]))).collect())
@@ -435,11 +457,13 @@ impl Shard {
             return Ok(None);
         }
         if offset.checked_add(length).is_none_or(|end| end > len) {
-            return Err(format!("the shard index names {length} bytes at {offset}, but the shard has {len}"));
+            return Err(format!("the shard index names {length} bytes at {offset}, but the shard has {len}").into());
         }
         let most = self.inner.most_encoded();
         if length > most {
-            return Err(format!("the shard index names an inner chunk of {length} bytes, expected at most {most}"));
+            return Err(
+                format!("the shard index names an inner chunk of {length} bytes, expected at most {most}").into()
+            );
         }
         Ok(Some((offset, length)))
     }
@@ -501,7 +525,7 @@ pub(super) fn assemble(
             Elements::Variable(each) => !fixed && each.len() == per,
         };
         if !right {
-            return Err(format!("expected a chunk of {per} elements"));
+            return Err(format!("expected a chunk of {per} elements").into());
         }
         // Runs along the last dimension, clipped at the array's end.
         let begin: Vec<u64> = at.iter().zip(chunks).map(|(a, c)| a * c).collect();

@@ -16,7 +16,7 @@ use zarrs::storage::store::MemoryStore;
 
 use crate::codec::cache::{Cache, Kept};
 pub use crate::codec::chain::Elements;
-use crate::codec::chain::{Chain, Shard, assemble, decoded_size, reserve};
+use crate::codec::chain::{Chain, Shard, Undecodable, assemble, decoded_size, reserve};
 use crate::error::{Error, Kind, Result};
 use crate::source::descriptors::open_regular;
 
@@ -92,7 +92,7 @@ impl Parsed {
                 Array::new_with_metadata(Arc::new(MemoryStore::new()), "/", metadata).map_err(|e| unsupported(&e))?;
             let chunk = array.chunk_shape(&vec![0; array.shape().len()]).map_err(|e| unsupported(&e))?;
             let chain = Chain::new(&array.codecs(), &chunk, array.data_type(), array.fill_value())
-                .map_err(|e| unsupported(&e))?;
+                .map_err(|e| unsupported(&e.text))?;
             let chunk = chunk.iter().map(|n| n.get()).collect();
             Ok(Parsed { folder: folder.to_path_buf(), array, chain, chunk })
         })
@@ -111,13 +111,13 @@ impl Parsed {
             let what = format!("expected an encoded chunk of at most {most} bytes, found {len}");
             return Err(Error::new(Kind::Format, what).at(&path));
         }
-        let mut encoded = reserve(len).map_err(|e| cannot_decode(&path, &e))?;
+        let mut encoded = reserve(len).map_err(|e| cannot_decode(&path, e))?;
         let found = (&mut file).take(len).read_to_end(&mut encoded).map_err(|e| Error::from_io(&e, &path, "read"))?;
         if found as u64 != len {
             let what = format!("expected {len} bytes, found {found}");
             return Err(Error::new(Kind::Truncated, what).at(&path).byte(found as u64));
         }
-        guarded(&path, || self.chain.decode(encoded).map(Some).map_err(|e| cannot_decode(&path, &e)))
+        guarded(&path, || self.chain.decode(encoded).map(Some).map_err(|e| cannot_decode(&path, e)))
     }
 
     /// A chunk inside a shard.
@@ -125,7 +125,7 @@ impl Parsed {
         let outer: Vec<u64> = indices.iter().zip(&shard.counts).map(|(i, n)| i / n).collect();
         let path = self.path(&outer);
         let Some((file, len)) = open_chunk(&path)? else { return Ok(None) };
-        let said = |e: String| cannot_decode(&path, &e);
+        let said = |e: Undecodable| cannot_decode(&path, e);
         let meta = file.metadata().map_err(|e| Error::from_io(&e, &path, "look at"))?;
         let stamp = (len, meta.ino(), meta.mtime(), meta.mtime_nsec());
         let grid = self.array.chunk_grid_shape();
@@ -145,7 +145,7 @@ impl Parsed {
         let entry = index.entries.get(shard.number(indices)).copied().unwrap_or((u64::MAX, u64::MAX));
         let Some((at, n)) = shard.place(entry, len).map_err(said)? else { return Ok(None) };
         let encoded = read_at(&file, at, n, &path)?;
-        guarded(&path, || shard.inner.decode(encoded).map(Some).map_err(|e| cannot_decode(&path, &e)))
+        guarded(&path, || shard.inner.decode(encoded).map(Some).map_err(|e| cannot_decode(&path, e)))
             .map_err(|e| e.byte(at))
     }
 }
@@ -181,7 +181,7 @@ impl CodedArray {
     pub fn decode(&self, encoded: Vec<u8>) -> Result<Elements> {
         let parsed = self.parsed()?;
         let path = &parsed.folder;
-        guarded(path, || parsed.chain.decode(encoded).map_err(|e| cannot_decode(path, &e)))
+        guarded(path, || parsed.chain.decode(encoded).map_err(|e| cannot_decode(path, e)))
     }
 
     fn parsed(&self) -> Result<&Parsed> {
@@ -199,7 +199,7 @@ impl Decode for CodedArray {
         match found {
             None => Ok(None),
             Some(Elements::Fixed(bytes)) => of_length(bytes, len, path).map(Some),
-            Some(Elements::Variable(_)) => Err(cannot_decode(path, &"expected numbers, found strings")),
+            Some(Elements::Variable(_)) => Err(cannot_decode(path, "expected numbers, found strings".into())),
         }
     }
 }
@@ -231,16 +231,16 @@ pub fn read_whole(folder: &Path, metadata: &[u8], there: Vec<Vec<u64>>, most: u6
     let made = assemble(shape, &parsed.chunk, fill, fixed.is_some(), there, |indices| {
         parsed.chunk(indices).map_err(|error| {
             failed = Some(error);
-            String::new()
+            Undecodable::default()
         })
     });
-    made.map_err(|what| failed.unwrap_or_else(|| cannot_decode(folder, &what)))
+    made.map_err(|what| failed.unwrap_or_else(|| cannot_decode(folder, what)))
 }
 
 /// Fails unless data of a codec ("gzip", "zlib", "bz2" or "zstd") decode to at most `limit` bytes: for libraries whose
 /// decoders have no limit.
 pub fn check_decoded_size(codec: &str, data: &[u8], limit: u64, path: &Path) -> Result<()> {
-    guarded(path, || decoded_size(codec, data, limit).map(|_| ()).map_err(|e| cannot_decode(path, &e)))
+    guarded(path, || decoded_size(codec, data, limit).map(|_| ()).map_err(|e| cannot_decode(path, e)))
 }
 
 /// A chunk's file, and its length; `None` if there is none.
@@ -253,14 +253,16 @@ fn open_chunk(path: &Path) -> Result<Option<(File, u64)>> {
 }
 
 fn read_at(file: &File, at: u64, n: u64, path: &Path) -> Result<Vec<u8>> {
-    let mut bytes = reserve(n).map_err(|e| cannot_decode(path, &e))?;
+    let mut bytes = reserve(n).map_err(|e| cannot_decode(path, e))?;
     bytes.resize(n as usize, 0);
     file.read_exact_at(&mut bytes, at).map_err(|e| Error::from_io(&e, path, "read"))?;
     Ok(bytes)
 }
 
-fn cannot_decode(path: &Path, error: &dyn std::fmt::Display) -> Error {
-    Error::new(Kind::Format, format!("cannot decode this chunk: {error}")).at(path)
+fn cannot_decode(path: &Path, why: Undecodable) -> Error {
+    let mut error = Error::new(Kind::Format, format!("cannot decode this chunk: {}", why.text)).at(path);
+    error.finding = why.finding;
+    error
 }
 
 /// Runs codecs, which may panic on bytes from a file.

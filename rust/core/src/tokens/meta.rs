@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::dtype::DType;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Finding, Kind, Result};
 use crate::source::descriptors::open_regular;
 
 /// Largest `zarr.json` that is read; Levanter's has some hundreds of bytes.
@@ -349,5 +349,5 @@ fn wrong(json: &Value, field: &str, expected: &str) -> Error {
         found.truncate(end);
         found.push_str("...");
     }
-    Error::new(Kind::Format, format!("field '{field}': expected {expected}, found {found}"))
+    Error::new(Kind::Format, format!("field '{field}': expected {expected}, found {found}")).finds(Finding::Metadata)
 }

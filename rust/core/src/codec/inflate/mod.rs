@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 
 use self::libdeflate::{Inflater, Outcome};
 use self::parallel::Beside;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Finding, Kind, Result};
 use crate::memory::block::Block;
 use crate::threads::{self, Stop, Watch};
 
@@ -61,6 +61,7 @@ pub fn too_large(limit: u64) -> Error {
              known to be good, raise decoded_memory"
         ),
     )
+    .finds(Finding::Gzip)
 }
 
 /// What the last four bytes of a gzip file of `stored` bytes claim that it inflates to, as far as that is possible; a guess, and
@@ -112,6 +113,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
             Kind::Format,
             format!("expected a gzip file, found one that begins with {:02x?}", &gz[..gz.len().min(2)]),
         )
+        .finds(Finding::Gzip)
         .byte(0));
     }
     let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
@@ -126,9 +128,9 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
             break;
         }
         if !is_gzip(&gz[read..]) {
-            return Err(
-                Error::new(Kind::Format, "expected another gzip member or the end of the file").byte(read as u64)
-            );
+            return Err(Error::new(Kind::Format, "expected another gzip member or the end of the file")
+                .finds(Finding::Gzip)
+                .byte(read as u64));
         }
         match inflater.member(&gz[read..], &mut out.bytes_mut()[made..]) {
             Outcome::Done { read: r, made: m } => {
@@ -155,15 +157,13 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
 /// Why a member cannot be inflated: libdeflate does not tell damage from an end that comes too early.
 fn why_bad(member: &[u8], most: u64) -> Error {
     let mut one = flate2::bufread::GzDecoder::new(member).take(most);
-    match std::io::copy(&mut one, &mut std::io::sink()) {
+    let detail = match std::io::copy(&mut one, &mut std::io::sink()) {
         Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => {
-            Error::new(Kind::Format, "the gzip data end too early: the file was cut short")
+            "the gzip data end too early: the file was cut short"
         }
-        _ => Error::new(
-            Kind::Format,
-            "the gzip data are damaged: inflating fails, or the checksum (CRC-32) or length does not match",
-        ),
-    }
+        _ => "the gzip data are damaged: inflating fails, or the checksum (CRC-32) or length does not match",
+    };
+    Error::new(Kind::Format, detail).finds(Finding::Gzip)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::spec::ShardSpec;
 use crate::dtype::DType;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Finding, Kind, Result};
 use crate::memory::block::Block;
 use crate::parse::pickle::Tree;
 use crate::parse::pickle::shard::{Item, layers};
@@ -131,7 +131,8 @@ impl Index {
             index.of_group.insert(*group, *list);
         }
         if index.samples.len() as u64 != spec.samples {
-            return refuse(format!("holds {} samples, metadata.json says {}", index.samples.len(), spec.samples));
+            let detail = format!("holds {} samples, metadata.json says {}", index.samples.len(), spec.samples);
+            return refuse(detail).map_err(|e| e.finds(Finding::CountClaim));
         }
         index.decoded = if in_memory && here { index.len } else { 0 };
         index.aside = aside.len() as u64;

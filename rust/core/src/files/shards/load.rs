@@ -12,7 +12,7 @@ use super::stored::{Bytes, Stored, hex, read_whole, sha256};
 
 use crate::codec::cache::Cache;
 use crate::codec::inflate;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Finding, Kind, Result};
 use crate::files::open::OpenFile;
 use crate::layout::row::Row;
 use crate::memory::block::Block;
@@ -405,15 +405,17 @@ impl Shards {
         if let Some(size) = spec.size
             && size != len
         {
-            let kind = if len < size { Kind::Truncated } else { Kind::Format };
-            return Err(Error::new(
-                kind,
-                format!("expected {size} bytes ('size_bytes' in metadata.json), found {len}"),
-            )
-            .byte(len.min(size)));
+            let detail = format!("expected {size} bytes ('size_bytes' in metadata.json), found {len}");
+            let error = match len < size {
+                true => Error::new(Kind::Truncated, detail),
+                false => Error::new(Kind::Format, detail).finds(Finding::SizeBytes),
+            };
+            return Err(error.byte(len.min(size)));
         }
         if len == 0 {
-            return Err(Error::new(Kind::Truncated, "expected a pickle, found an empty file").byte(0));
+            return Err(Error::new(Kind::Truncated, "expected a pickle, found an empty file")
+                .finds(Finding::EmptyFile)
+                .byte(0));
         }
         let bytes = usize::try_from(len).map_err(|_| Error::new(Kind::Access, "does not fit this machine's memory"))?;
         if self.io == Io::Mmap {
@@ -443,7 +445,8 @@ impl Shards {
                     hex(&expected),
                     hex(&found)
                 ),
-            ))
+            )
+            .finds(Finding::Checksum))
         };
         if spec.compressed != inflate::is_gzip(stored.bytes()) {
             verify(watch)?;
@@ -455,6 +458,7 @@ impl Shards {
                     "metadata.json says \"compressed\": {said}, the file is {found}; one of them has to be put right"
                 ),
             )
+            .finds(Finding::Gzip)
             .byte(0));
         }
         if !spec.compressed {

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::{Array, Id, Node, Tree};
 use crate::dtype::DType;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Finding, Kind, Result};
 
 /// Memory that an index may take: this, and four times the input.
 const MEMORY: usize = 8 << 20;
@@ -117,7 +117,8 @@ pub fn layers<'t>(tree: &'t Tree, input: &[u8], listed: Option<&[i64]>) -> Resul
                 }
             };
             if !seen.insert(item.sample) {
-                return Err(refuse(format!("'layer_{layer}'[{i}]: sample_idx {} is there twice", item.sample)));
+                let detail = format!("'layer_{layer}'[{i}]: sample_idx {} is there twice", item.sample);
+                return Err(refuse(detail).finds(Finding::DuplicateSample));
             }
             these.push(item);
         }

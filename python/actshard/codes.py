@@ -1,0 +1,378 @@
+"""Codes of warnings and findings: what each means, what follows from it, and what to do.
+
+:func:`actshard.verify` reports findings, opening a dataset warns of some of them, and other calls warn of what concerns the
+call. Each has a code beside its text. Codes are public and stable: they are added, never renamed or removed. Programs ask for codes, not for
+words of a text.
+
+Codes that several formats use are declared here, those of one format in its folder (``formats/<name>/codes.py``).
+``scripts/verify_page.py`` writes the tables of ``docs/verify.md`` from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+
+ERROR: Severity = "error"
+WARNING: Severity = "warning"
+NOTE: Severity = "note"
+
+
+@dataclass(frozen=True)
+class Code:
+    """A code and its texts.
+
+    Attributes:
+        name: the code, lower case with hyphens.
+        severity: ``"error"``, ``"warning"`` or ``"note"``.
+        meaning: what is the case.
+        consequence: what follows for a reader of the dataset, or for the caller.
+        remedy: what to do; part of every finding.
+    """
+
+    name: str
+    severity: Severity
+    meaning: str
+    consequence: str
+    remedy: str
+
+
+class Remark(str):
+    """A warning about a dataset: a text with the code under which :func:`actshard.verify` reports it."""
+
+    code: str
+
+    def __new__(cls, code: str, text: str) -> Remark:
+        """``code`` is a key of ``actshard.verifying.CODES``."""
+        made = super().__new__(cls, text)
+        made.code = code
+        return made
+
+    def __reduce__(self) -> tuple[type[Remark], tuple[str, str]]:
+        return Remark, (self.code, str(self))
+
+    @classmethod
+    def of(cls, text: str) -> Remark:
+        """The text as a remark; one without a code gets ``reader-warning``."""
+        return text if isinstance(text, Remark) else cls("reader-warning", text)
+
+    def within(self, name: str) -> Remark:
+        """The same about one part of a dataset."""
+        return Remark(self.code, f"{name}: {self}")
+
+
+_UNREADABLE = "Rows of this file cannot be read."
+_REWRITE = "restore it, or write the dataset again"
+
+FINDINGS: dict[str, tuple[Code, ...]] = {
+    "Files": (
+        Code(
+            "unknown-format",
+            ERROR,
+            "No format recognises the path.",
+            "The dataset cannot be opened.",
+            "say which format it should be (format=, --format)",
+        ),
+        Code(
+            "unfinished",
+            ERROR,
+            "A writer was interrupted, or is still at work.",
+            "The dataset cannot be opened.",
+            "finish it: create or convert with resume",
+        ),
+        Code("missing-file", ERROR, "A file that the metadata name does not exist.", _UNREADABLE, _REWRITE),
+        Code(
+            "not-a-file",
+            ERROR,
+            "A folder or a special file has the name of a data file.",
+            _UNREADABLE,
+            "move it away and restore the file",
+        ),
+        Code(
+            "unreadable",
+            ERROR,
+            "The system refuses to open or read a file.",
+            _UNREADABLE,
+            "check permissions and the disk",
+        ),
+        Code("empty-file", ERROR, "A file has no bytes.", _UNREADABLE, _REWRITE),
+        Code(
+            "truncated",
+            ERROR,
+            "A file is shorter than its content needs.",
+            "Rows at its end are lost; most formats refuse to open.",
+            "copy it again, or write the dataset again",
+        ),
+        Code(
+            "too-long",
+            ERROR,
+            "A file is longer than the metadata state.",
+            "The metadata may belong to another dataset, and rows may be read from wrong places.",
+            "check that metadata and files are of one dataset",
+        ),
+        Code(
+            "unlisted-file",
+            WARNING,
+            "A file looks like part of the dataset, but the metadata do not name it.",
+            "Its rows are not read.",
+            "remove it, or list it in the metadata",
+        ),
+        Code(
+            "checksum",
+            ERROR,
+            "A file's checksum differs from the one in the metadata.",
+            "The file is damaged or was exchanged; reading it raises an error.",
+            "copy it again",
+        ),
+        Code(
+            "size-bytes",
+            ERROR,
+            "A file's size differs from the one in the metadata.",
+            "The file is damaged or was exchanged; reading it raises an error.",
+            "copy it again",
+        ),
+        Code("gzip", ERROR, "Gzip data are damaged, or are no gzip data.", _UNREADABLE, "copy it again"),
+        Code(
+            "unsafe-pickle",
+            ERROR,
+            "A pickle would import or call something. None of it was run.",
+            "actshard refuses to read the file.",
+            "do not load it with pickle",
+        ),
+        Code(
+            "chunk-missing",
+            WARNING,
+            "A chunk of stored tokens has no file.",
+            "It is read as the fill value.",
+            "find out whether it was written",
+        ),
+    ),
+    "Metadata and tables": (
+        Code(
+            "metadata",
+            ERROR,
+            "A field of the metadata is missing or wrong.",
+            "The dataset, or the part that the field describes, cannot be read.",
+            "correct the field",
+        ),
+        Code(
+            "format",
+            ERROR,
+            "A file contradicts its format, or another file of the dataset.",
+            "The dataset, or a part of it, cannot be read.",
+            _REWRITE,
+        ),
+        Code(
+            "unsupported",
+            ERROR,
+            "A version or a dtype is not supported.",
+            "The dataset, or a part of it, cannot be read.",
+            "upgrade actshard, or convert with the original system",
+        ),
+        Code(
+            "header",
+            ERROR,
+            "A safetensors header breaks a rule of its format.",
+            _UNREADABLE,
+            "copy the file again, or write the dataset again",
+        ),
+        Code(
+            "version",
+            WARNING,
+            "The dataset has a newer version than actshard knows.",
+            "Fields may have another meaning.",
+            "upgrade actshard",
+        ),
+        Code(
+            "count-claim",
+            ERROR,
+            "A count in the metadata differs from the number found.",
+            "Examples or rows may be missing.",
+            "correct the count, or find what is missing",
+        ),
+        Code(
+            "claim",
+            WARNING,
+            "A value in the metadata differs from the files.",
+            "The value in the files is used.",
+            "trust the files; correct the metadata",
+        ),
+        Code(
+            "duplicate-sample",
+            ERROR,
+            "A sample number, line or shard occurs twice.",
+            "Samples cannot be told apart by their numbers.",
+            "merge again, or give samples other numbers",
+        ),
+        Code(
+            "layout",
+            NOTE,
+            "The layout is unusual but supported.",
+            "None for actshard; the original system may not read it.",
+            "nothing needs to be done",
+        ),
+        Code(
+            "reader-warning",
+            WARNING,
+            "Opening the dataset gives a warning that has no code of its own.",
+            "See the message.",
+            "see the message",
+        ),
+    ),
+    "Values (with `--deep`)": (
+        Code(
+            "nan",
+            ERROR,
+            "Rows contain NaN values.",
+            "Losses and statistics over these rows become NaN.",
+            "leave these examples out, or extract them again",
+        ),
+        Code(
+            "infinite",
+            ERROR,
+            "Rows contain infinite values.",
+            "Losses and statistics over these rows become infinite or NaN.",
+            "leave these examples out; float16 overflows at 65,504",
+        ),
+        Code(
+            "zero-row",
+            WARNING,
+            "All values of a row are zero.",
+            "The row may be padding, or may never have been written.",
+            "check that they were written, and are not padding",
+        ),
+        Code(
+            "constant-row",
+            WARNING,
+            "All values of a row are equal.",
+            "The row contains no information.",
+            "check how they were made",
+        ),
+        Code(
+            "dead-dimension",
+            WARNING,
+            "A column is zero in every row.",
+            "The dimension contains no information.",
+            "check the hook they were taken from",
+        ),
+        Code(
+            "constant-dimension",
+            WARNING,
+            "A column has the same value in every row.",
+            "The dimension contains no information.",
+            "check the hook they were taken from",
+        ),
+        Code(
+            "duplicate-example",
+            WARNING,
+            "Examples have identical rows in every layer.",
+            "These examples count more than once.",
+            "check for repeated inputs",
+        ),
+        Code(
+            "wide-dtype",
+            NOTE,
+            "Every value is representable in a narrower dtype.",
+            "The dataset takes more space than it needs.",
+            "convert with dtype= and save the space",
+        ),
+        Code(
+            "mixed-dtypes",
+            NOTE,
+            "Examples are stored with several dtypes.",
+            "Rows of different examples cannot be read into one array without a conversion.",
+            "read or convert it with dtype=",
+        ),
+    ),
+}
+"""Findings that several formats share, by the heading of their table in the documentation."""
+
+CALLS: tuple[Code, ...] = (
+    Code(
+        "overflow",
+        WARNING,
+        "Finite values became infinite in a conversion to a narrower dtype.",
+        "The batch or array contains infinite values.",
+        "read with a wider dtype=, or a smaller scale=",
+    ),
+    Code(
+        "no-example-chosen",
+        WARNING,
+        "A selection by a column of the table is empty.",
+        "No rows are read.",
+        "compare the column with pyarrow.compute, or convert it to numpy first",
+    ),
+    Code(
+        "state-without-dataset",
+        WARNING,
+        "A stream's state from an older release does not name its dataset.",
+        "A state of another dataset would go unnoticed.",
+        "check that the state belongs to this dataset",
+    ),
+    Code(
+        "missing-lines",
+        WARNING,
+        "A file of JSON lines has no line for some samples.",
+        "Their columns are null.",
+        "add the lines, or expect null values",
+    ),
+    Code(
+        "mixed-column-types",
+        WARNING,
+        "An earlier release appended a column with several types.",
+        "The values of the column are stored as texts.",
+        "cast the column when reading",
+    ),
+    Code(
+        "unknown-lengths",
+        WARNING,
+        "An earlier release padded examples without storing their lengths.",
+        "Rows of padding count as content.",
+        "write the dataset again if any examples were padded",
+    ),
+    Code(
+        "plugin-not-used",
+        WARNING,
+        "A package declares a format that cannot be loaded, or whose name is taken.",
+        "Datasets of that format are not recognised.",
+        "upgrade, repair or remove the package",
+    ),
+    Code(
+        "tokenizer-truncates",
+        WARNING,
+        "The tokenizer cuts texts to a length, as its tokenizer.json demands.",
+        "Tokens after that length are lost.",
+        "call no_truncation() on the tokenizer to keep them",
+    ),
+    Code(
+        "no-eos",
+        WARNING,
+        "Documents are stored without an eos token.",
+        "Boundaries between documents are lost in windows.",
+        "build the cache with a tokenizer that names its eos token",
+    ),
+    Code(
+        "unknown-revision",
+        WARNING,
+        "The hub does not return the commit of a dataset.",
+        "A change of the dataset between two runs of a build goes unnoticed.",
+        "set revision= to a commit",
+    ),
+    Code(
+        "unused-setting",
+        WARNING,
+        "A setting of the configuration has no effect.",
+        "The build ignores it, as Levanter does.",
+        "move it to the place that the message names",
+    ),
+    Code(
+        "records-skipped",
+        WARNING,
+        "Records of the sources could not be processed and were skipped.",
+        "The cache does not contain them.",
+        "correct the records that the report lists, and build again",
+    ),
+)
+"""Warnings that concern a call rather than a dataset; :func:`actshard.verify` does not report them."""

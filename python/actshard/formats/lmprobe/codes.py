@@ -1,0 +1,109 @@
+"""Findings that only lmprobe datasets can have, and warnings of their writer."""
+
+from actshard.codes import ERROR, NOTE, WARNING, Code
+
+_INDEX = "write the index again"
+
+FINDINGS = (
+    Code(
+        "tensor",
+        ERROR,
+        "A tensor is missing, or has another shape or dtype than its descriptor.",
+        "Rows of this tensor cannot be read.",
+        "write the dataset again",
+    ),
+    Code(
+        "dtype-claim",
+        WARNING,
+        "The descriptor names another dtype than the files have.",
+        "The dtype of the files is used.",
+        "trust the files; correct the descriptor",
+    ),
+    Code(
+        "row-bytes-claim",
+        NOTE,
+        "The descriptor gives another row size than the files have.",
+        "The row size of the files is used.",
+        "trust the files; correct the descriptor",
+    ),
+    Code(
+        "pooling",
+        WARNING,
+        "The one row of each example is not that of its last token.",
+        "Probes of last-token activations would use other values.",
+        "do not use it as last-token activations",
+    ),
+    Code(
+        "address-out-of-range",
+        ERROR,
+        "An address points outside its shard.",
+        "The rows of this example cannot be read.",
+        _INDEX,
+    ),
+    Code(
+        "address-overlap",
+        ERROR,
+        "Two examples or tokens have the same row.",
+        "At least one of them reads rows of another.",
+        _INDEX,
+    ),
+    Code(
+        "last-token-address",
+        ERROR,
+        "The two addresses of a last token differ.",
+        "Last-token reads and full reads return different rows.",
+        _INDEX,
+    ),
+    Code(
+        "unaddressed-rows",
+        WARNING,
+        "No address points to a stored row.",
+        "The row is never read; addresses may be off by one.",
+        "write the index again; an off-by-one may have moved it",
+    ),
+    Code(
+        "token-count",
+        ERROR,
+        "The token lists and the token count of an example differ.",
+        "Tokens are missing or too many.",
+        _INDEX,
+    ),
+    Code(
+        "zero-token-example",
+        WARNING,
+        "An example has no tokens, but an address of a last token.",
+        "Its last-token row has no meaning.",
+        "leave these examples out",
+    ),
+    Code(
+        "duplicate-text",
+        WARNING,
+        "Several prompts have the same text.",
+        "lmprobe finds rows by text, and reads the same rows for all of them.",
+        "read it with actshard or by the index's addresses, or write it again with a text for each prompt",
+    ),
+    Code(
+        "column-type",
+        WARNING,
+        "A column's type does not fit its values.",
+        "Values are read with the wrong type.",
+        "cast it when reading",
+    ),
+)
+
+CALLS = (
+    Code(
+        "column-renamed",
+        WARNING,
+        "The dataset has a column with a name that lmprobe's format uses itself.",
+        "The column is stored as given_NAME.",
+        "nothing needs to be done",
+    ),
+    Code(
+        "column-left-out",
+        WARNING,
+        "The format computes a column that was given.",
+        "The given values are not stored.",
+        "nothing needs to be done",
+    ),
+)

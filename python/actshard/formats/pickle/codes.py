@@ -1,0 +1,13 @@
+"""Findings that only pickle shards can have."""
+
+from actshard.codes import NOTE, Code
+
+FINDINGS = (
+    Code(
+        "no-checksum",
+        NOTE,
+        "The metadata give no checksum for a shard.",
+        "Damage to the shard may go unnoticed.",
+        "add checksums to metadata.json",
+    ),
+)
