@@ -27,7 +27,7 @@ import pytest
 
 import actshard
 from actshard import _native
-from actshard.formats.zarr.read import package as _zarr_package
+from actshard.formats.zarr import package as _zarr_package
 from conftest import GOLDEN, refuses
 from torture.chunk_damage import values
 from zarr_files import change, write_array, write_store

@@ -1,8 +1,8 @@
 """Codes of warnings and findings: what each means, what follows from it, and what to do.
 
-:func:`actshard.verify` reports findings, opening a dataset warns of some of them, and other calls warn of what concerns the
-call. Each has a code beside its text. Codes are public and stable: they are added, never renamed or removed. Programs ask for codes, not for
-words of a text.
+:func:`actshard.verify` reports findings, opening a dataset warns of some of them, and other calls warn of what concerns the call.
+Each has a code beside its text. Codes are public and stable: they are added, never renamed or removed. Programs ask for codes,
+not for words of a text.
 
 Codes that several formats use are declared here, those of one format in its folder (``formats/<name>/codes.py``).
 ``scripts/verify_page.py`` writes the tables of ``docs/verify.md`` from them.
