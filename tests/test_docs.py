@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+
+from actshard.formats import registry
 
 ROOT = Path(__file__).parents[1]
 
@@ -33,3 +36,11 @@ def test_links_between_documents_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_tables_of_codes_are_those_of_the_sources() -> None:
+    script = runpy.run_path(str(ROOT / "scripts/verify_page.py"))
+    page = (ROOT / "docs/verify.md").read_text(encoding="utf-8")
+    assert page == script["render"](page), "run python scripts/verify_page.py"
+    for code in (*registry.findings(), *registry.calls()):
+        assert page.count(f"| `{code}` |") == 1, code

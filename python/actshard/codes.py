@@ -302,7 +302,7 @@ CALLS: tuple[Code, ...] = (
         WARNING,
         "A selection by a column of the table is empty.",
         "No rows are read.",
-        "compare the column with pyarrow.compute, or convert it to numpy first",
+        "compare a column of store.table with .to_numpy() == x, or with pyarrow.compute.equal(column, x)",
     ),
     Code(
         "state-without-dataset",

@@ -1,0 +1,347 @@
+"""Codes of findings and warnings: each that is declared is raised, each that is raised is declared, and none is ever removed."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import actshard
+from actshard import _native, codes, tokens
+from actshard.codes import Remark
+from actshard.formats import registry
+from actshard.formats.report import CODES
+from conftest import GOLDEN, rewrite_index, saev_dump
+from test_pickle import mixed
+from test_verifying import CASES, put
+
+SOURCES = Path(actshard.__file__).parent
+RECORD = Path(__file__).with_name("codes.json")
+DIGESTS = json.loads(Path(__file__).with_name("digests.json").read_text(encoding="utf-8"))
+VERIFIED = [finding for each in DIGESTS["complaints"]["verified"].values() for finding in each]
+GOLDEN_CODES = {finding.split()[1] for finding in VERIFIED if not finding.startswith("status")}
+"""test_digests.py holds them."""
+CASE_CODES = {code for _, _, code in CASES}
+"""test_verifying.py holds them."""
+SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+
+
+def copied(source: Path, folder: Path, name: str | None = None) -> Path:
+    return Path(shutil.copytree(source, folder / (name or source.name)))
+
+
+def written(folder: Path, format: str, rows: np.ndarray, **options: Any) -> Path:
+    with actshard.create(folder / "d", format, layers=[0], d_model=rows.shape[-1]) as writer:
+        writer.append(rows, **options)
+    return writer.path
+
+
+def values(change: Callable[[np.ndarray], Any]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        rows = np.random.default_rng(0).standard_normal((6, 1, 3, 8)).astype(np.float32)
+        change(rows)
+        return written(folder, "zarr", rows)
+
+    return make
+
+
+def cache(fields: dict[str, Any], row: dict[str, Any], **options: Any) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        with tokens.CacheWriter(folder / "c", fields, **options) as writer:
+            writer.append([row])
+        return folder / "c"
+
+    return make
+
+
+def unknown(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder
+
+
+def unfinished(folder: Path) -> Path:
+    writer = actshard.create(folder / "d", "zarr", layers=[0], d_model=8)
+    writer.append(np.zeros((1, 1, 2, 8), np.float32))
+    writer.abort()
+    return folder / "d"
+
+
+def unreadable(folder: Path) -> Path:
+    path = copied(SAEV, folder)
+    (path / "acts000000.bin").unlink()
+    (path / "acts000000.bin").symlink_to(path / "acts000000.bin")  # a loop
+    return path
+
+
+def of_index(change: Callable[[Any, dict[str, Any]], Any]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        path = copied(GOLDEN / "lmprobe/fullseq_f32", folder)
+        rewrite_index(path, change)
+        return path
+
+    return make
+
+
+def lists_of_text(table: Any, meta: dict[str, Any]) -> Any:
+    column = pa.array([["1"]] * len(table))
+    at = table.column_names.index("token_ids") if "token_ids" in table.column_names else None
+    return table.append_column("token_ids", column) if at is None else table.set_column(at, "token_ids", column)
+
+
+def same_text(table: Any, meta: dict[str, Any]) -> Any:
+    return put(table, "text", lambda texts: texts.__setitem__(1, texts[0]))
+
+
+def odd_version(folder: Path) -> Path:
+    path = copied(GOLDEN / "pickle/numpy2_proto4", folder)
+    metadata = json.loads((path / "metadata.json").read_text())
+    (path / "metadata.json").write_text(json.dumps({**metadata, "version": 1}))
+    return path
+
+
+IDS = {"input_ids": np.int32}
+FINDINGS: dict[str, Callable[[Path], Path]] = {
+    "unknown-format": unknown,
+    "unfinished": unfinished,
+    "unreadable": unreadable,
+    "column-type": of_index(lists_of_text),
+    "duplicate-text": of_index(same_text),
+    "reader-warning": odd_version,
+    "mixed-dtypes": lambda folder: mixed(folder / "d", ["<f4", "<f2"], gz=True, protocol=4, per=1)[0],
+    "nan": values(lambda rows: rows.__setitem__((1, 0, 2, 4), np.nan)),
+    "infinite": values(lambda rows: rows.__setitem__((1, 0, 2, 4), np.inf)),
+    "zero-row": values(lambda rows: rows.__setitem__((1, 0, 2), 0)),
+    "dead-dimension": values(lambda rows: rows.__setitem__((..., 4), 0)),
+    "constant-dimension": values(lambda rows: rows.__setitem__((..., 4), 0.5)),
+    "duplicate-example": values(lambda rows: rows.__setitem__(5, rows[4])),
+    "token-range": cache(IDS, {"input_ids": [1, 9]}, metadata={"vocab_size": 9}),
+    "mask-value": cache(IDS | {"assistant_masks": np.int32}, {"input_ids": [1, 2], "assistant_masks": [0, 2]}),
+    "row-lengths-differ": cache(IDS | {"loss_weights": np.float32}, {"input_ids": [1, 2], "loss_weights": [1.0]}),
+}
+"""Datasets that raise the findings that neither golden datasets nor test_verifying.py's cases raise."""
+
+
+@pytest.mark.parametrize("code", FINDINGS)
+def test_these_findings_are_raised(code: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert code in actshard.verify(FINDINGS[code](tmp_path), deep=True).codes()
+
+
+def overflow(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    store = actshard.open(written(folder, "zarr", np.full((1, 1, 1, 4), 1e6, np.float32)))
+    store.sequence(0, 0, dtype="float16")
+
+
+def no_example(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    store = actshard.open(SAEV)
+    _ = store.table
+    store.last_tokens(store.layers[0], np.zeros(0, np.int64))
+
+
+def old_state(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    stream = actshard.open(SAEV).stream(5, 8, shuffle="window", memory=20_000)
+    new = {"dataset", "format", "d_model", "stored", "units"}
+    mine = stream.state_dict()["settings"]
+    stream.load_state_dict(
+        {"version": 1, "epoch": 0, "batch": 0, "settings": {k: v for k, v in mine.items() if k not in new}}
+    )
+
+
+def missing_lines(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    path = copied(GOLDEN / "zarr/single_consolidated/activations.zarr", folder)
+    prompts = path / "text/prompts.jsonl"
+    prompts.write_text(prompts.read_text().splitlines()[0] + "\n")
+    _ = actshard.open(path).table
+
+
+def mixed_columns(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("actshard.writing.sink.together", lambda tables: (tables[0], ["x"]))
+    written(folder, "zarr", np.ones((1, 1, 1, 4), np.float32), columns={"x": [1]})
+
+
+def unknown_lengths(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("actshard.writing.sink.Sink.own_lengths_missing", lambda self: 1)
+    with actshard.create(folder, "saev", layers=[0], d_model=4, tokens_per_example=2, pad=True) as writer:
+        writer.append(np.ones((1, 1, 1, 4), np.float32))
+
+
+def plugin(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint("nowhere", "no_such_module:FORMAT", registry.GROUP)]
+    patch.setattr(registry, "entry_points", lambda group: points)
+    registry.installed.__wrapped__()
+
+
+def truncating(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, models
+
+    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    made.enable_truncation(2)
+    made.save(str(folder / "tokenizer.json"))
+    tokens.load_tokenizer(folder / "tokenizer.json")
+
+
+def no_eos(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "a.jsonl").write_text('{"text": "a"}\n')
+    tokens.build_cache(folder / "a.jsonl", folder / "c", _tokenizer(folder))
+
+
+def _tokenizer(folder: Path) -> Path:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def unknown_revision(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    tokens.HfDatasetSourceConfig(id="no/such")._version()
+
+
+def skipped(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "a.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
+    tokens.build_cache(folder / "a.jsonl", folder / "c", _tokenizer(folder), on_error="skip", enforce_eos=False)
+
+
+def renamed(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("actshard.formats.lmprobe.write.LmprobeTarget.check_columns", lambda *_: None)
+    with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=4) as writer:
+        columns = {"text": ["a"], "shard_index": [1], "num_tokens": [1]}
+        writer.append(np.ones((1, 1, 1, 4), np.float32), columns=columns)
+
+
+CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
+    "overflow": overflow,
+    "no-example-chosen": no_example,
+    "state-without-dataset": old_state,
+    "missing-lines": missing_lines,
+    "mixed-column-types": mixed_columns,
+    "unknown-lengths": unknown_lengths,
+    "plugin-not-used": plugin,
+    "tokenizer-truncates": truncating,
+    "no-eos": no_eos,
+    "unknown-revision": unknown_revision,
+    "unused-setting": lambda folder, patch: tokens.LmDataConfig(chat_template="x"),
+    "records-skipped": skipped,
+    "column-renamed": renamed,
+    "column-left-out": renamed,
+}
+"""Calls that warn."""
+
+
+@pytest.mark.parametrize("code", CALLS)
+def test_these_calls_warn(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        CALLS[code](tmp_path, monkeypatch)
+    assert code in {w.message.code for w in caught if isinstance(w.message, actshard.ActshardWarning)}
+
+
+def test_every_code_is_raised_by_a_test() -> None:
+    assert GOLDEN_CODES | CASE_CODES | FINDINGS.keys() == CODES.keys()
+    assert CALLS.keys() == registry.calls().keys()
+
+
+def _constants(tree: ast.AST | None) -> set[str]:
+    """Texts that an expression may be: both sides of a condition, but not the condition."""
+    if isinstance(tree, ast.IfExp):
+        return _constants(tree.body) | _constants(tree.orelse)
+    return {tree.value} if isinstance(tree, ast.Constant) and isinstance(tree.value, str) else set()
+
+
+def _raised() -> set[str]:
+    """Codes that the sources name where they raise them."""
+    found: set[str] = set()
+    for path in SOURCES.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "code" for t in call.targets):
+                found |= _constants(call.value)
+            if not isinstance(call, ast.Call):
+                continue
+            found |= {text for key in call.keywords if key.arg == "code" for text in _constants(key.value)}
+            if not call.args:
+                continue
+            to = call.func
+            name = to.id if isinstance(to, ast.Name) else to.attr if isinstance(to, ast.Attribute) else None
+            of = to.value.id if isinstance(to, ast.Attribute) and isinstance(to.value, ast.Name) else None
+            if name in ("Remark", "_tell") or (name == "add" and of == "report"):
+                found |= _constants(call.args[0])
+            if name in ("error", "noting") and of == "report":
+                found |= {text for arg in call.args[1:] for text in _constants(arg)}
+    return found
+
+
+def test_every_code_that_is_raised_is_declared() -> None:
+    declared = CODES.keys() | registry.calls().keys()
+    raised = _raised()
+    assert len(raised) > 50
+    assert raised <= declared
+    assert set(_native.finding_codes()) <= CODES.keys()
+    assert {code for cls in vars(actshard.errors).values() if (code := getattr(cls, "code", None))} <= declared
+    with pytest.raises(actshard.InternalError, match="no-such-code"):
+        actshard.Report(SAEV, None, False).add("no-such-code", SAEV, "x")
+
+
+def test_codes_are_declared_once_and_never_removed() -> None:
+    every = [code for group in codes.FINDINGS.values() for code in group] + list(codes.CALLS)
+    every += [code for format in registry.installed().values() for code in (*format.findings, *format.calls)]
+    names = [code.name for code in every]
+    assert len(set(names)) == len(names)
+    found = {code.name: code.severity for code in every}
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert {name: found.get(name) for name in recorded} == recorded, "codes are public: none is removed or changed"
+    assert found == recorded, f"append new codes to {RECORD.name}"
+    for code in every:
+        for text in (code.meaning, code.consequence, code.remedy):
+            assert text
+            assert len(text.splitlines()) == 1
+
+
+def test_a_remark_is_a_text_with_a_code() -> None:
+    remark = Remark("claim", "num_prompts is 3")
+    for same in (remark, copy.copy(remark), copy.deepcopy(remark), pickle.loads(pickle.dumps(remark))):
+        assert (same, same.code, repr(same), f"{same}") == (
+            "num_prompts is 3",
+            "claim",
+            "'num_prompts is 3'",
+            "num_prompts is 3",
+        )
+    assert json.dumps([remark]) == '["num_prompts is 3"]'
+    assert (remark.within("a"), remark.within("a").code) == ("a: num_prompts is 3", "claim")
+    assert Remark.of("text").code == "reader-warning"
+    assert Remark.of(remark) is remark
+
+
+def test_warnings_and_errors_keep_their_codes_when_they_are_pickled() -> None:
+    for made in (
+        actshard.ActshardWarning("text", code="claim"),
+        actshard.OverflowWarning("text"),
+        actshard.FormatError("text", path="/a", code="metadata"),
+        actshard.FormatError("text"),
+        actshard.MissingFileError("text"),
+        actshard.ArgumentError("text"),
+    ):
+        again = pickle.loads(pickle.dumps(made))
+        assert (type(again), str(again), again.code) == (type(made), str(made), made.code)
+    assert actshard.ActshardWarning("text").code is None
+
+
+def test_opening_warns_with_the_codes_that_verify_reports(tmp_path: Path) -> None:
+    path = copied(SAEV, tmp_path, "renamed")
+    with pytest.warns(actshard.ActshardWarning, match="not the hash") as caught:
+        store = actshard.open(path)
+    assert [w.message.code for w in caught] == ["hash-mismatch"]  # type: ignore[union-attr]
+    assert [w.code for w in store.warnings] == ["hash-mismatch"]
+    assert pickle.loads(pickle.dumps(store)).warnings[0].code == "hash-mismatch"
+    assert actshard.verify(path).codes() == {"hash-mismatch"}
