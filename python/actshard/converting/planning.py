@@ -422,6 +422,8 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
             made.append(Loss("router", f"{format} has no place for it"))
     else:
         made += [Loss("columns", said) for said in columns.turned.values()]
+    if behind := columns.carrying.left_behind(store.contents):
+        made.append(Loss("columns", f"not carried over: {', '.join(behind)}"))
     if target.finds_by_text and columns.shared_texts:
         made.append(
             Loss(

@@ -36,6 +36,10 @@ class Carrying:
         """Columns that describe examples, and not files."""
         return [name for name in contents.column_names if name not in self.derived]
 
+    def left_behind(self, contents: Contents) -> list[str]:
+        """What other formats do not get although the dataset holds it: told as a loss."""
+        return []
+
     def fillers(self, contents: Contents) -> frozenset[str]:
         """Columns that the format always has and that hold nothing in this dataset."""
         return frozenset()
