@@ -1,0 +1,108 @@
+"""The rules of inference captures; see docs/formats/hallulens.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actshard._json import read_json
+from actshard.errors import ActshardError
+from actshard.formats.format import Tell
+from actshard.formats.hallulens.files import Array, Config, lines
+from actshard.formats.hallulens.read import Sample, sample_of
+from actshard.formats.report import Report
+
+_SHOWN = 20
+
+
+def check(root: Path, report: Report, tell: Tell) -> None:
+    """Sizes of all arrays, every line of meta.jsonl, and the lengths in both places."""
+    try:
+        config = Config.of(root)
+    except ActshardError as error:
+        report.error(error, root / "config.json", "metadata")
+        return
+    arrays = config.arrays(root)
+    samples = _samples(root, report)
+    rows: dict[str, int] = {}
+    for number, (name, array) in enumerate(arrays.items()):
+        tell("arrays", number, len(arrays))
+        if not array.exists():
+            if array.path.name not in config.skipped:
+                report.add(
+                    "missing-file", array.path, "nothing", "an array, or its name in config.json's _skipped_arrays"
+                )
+            continue
+        report.count("files")
+        with report.noting(array.path):
+            report.count("bytes", array.size())
+            rows[name] = array.rows(config.allocated)
+    fewest = min(rows.values(), default=None)
+    beyond = [] if fewest is None else [sample for sample in samples if sample.row >= fewest]
+    for sample in beyond[:_SHOWN]:
+        short = next(name for name, n in rows.items() if sample.row >= n)
+        report.add(
+            "address-out-of-range",
+            root / "meta.jsonl",
+            sample.row,
+            f"a row of {short}.npy, 0 to {rows[short] - 1}",
+            f"line {sample.number}, field 'sample_index'",
+        )
+    inside = [sample for sample in samples if fewest is None or sample.row < fewest]
+    for name in ("prompt_len", "response_len"):
+        if name in rows:
+            _check_lengths(root, arrays[name], inside, report)
+    _check_results(root, len(samples), report)
+
+
+def _samples(root: Path, report: Report) -> list[Sample]:
+    path = root / "meta.jsonl"
+    made: list[Sample] = []
+    seen: dict[int, int] = {}
+    with report.noting(path):
+        for number, line in lines(path, []):
+            with report.noting(path):
+                sample = sample_of(number, line, path)
+                if sample.row in seen:
+                    report.add(
+                        "duplicate-sample",
+                        path,
+                        f"sample_index {sample.row} as in line {seen[sample.row]}",
+                        "another row for every sample",
+                        f"line {number}",
+                    )
+                    continue
+                seen[sample.row] = number
+                made.append(sample)
+    report.count("samples", len(made))
+    return made
+
+
+def _check_lengths(root: Path, array: Array, samples: list[Sample], report: Report) -> None:
+    """The lengths of an array are those of the lines."""
+    with report.noting(array.path):
+        found = array.read(np.array([sample.row for sample in samples], np.int64)).tolist()
+        said = [getattr(sample, array.name) for sample in samples]
+        differ = [i for i, (a, b) in enumerate(zip(found, said, strict=True)) if a != b]
+        for i in differ[:_SHOWN]:
+            report.add(
+                "count-claim",
+                root / "meta.jsonl",
+                said[i],
+                f"{found[i]} as in {array.path.name}",
+                f"line {samples[i].number}, field '{array.name}'",
+            )
+
+
+def _check_results(root: Path, n: int, report: Report) -> None:
+    """eval_results.json has an entry per sample."""
+    path = root / "eval_results.json"
+    if not path.exists():
+        return
+    with report.noting(path, "metadata"):
+        value: Any = read_json(path)
+        for name, entries in value.items() if isinstance(value, dict) else ():
+            if isinstance(entries, list) and len(entries) != n:
+                report.add("claim", path, f"{len(entries)} entries", f"{n}, one per sample", f"field '{name}'")

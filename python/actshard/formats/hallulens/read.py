@@ -1,0 +1,357 @@
+"""HalluLens inference captures: the states of a prompt and of its answer, of every layer, in two large arrays.
+
+Sources: HalluLens at b6bd3d8, ``inference_capture_writer.py``, ``scripts/merge_icr_captures.py`` and its readers. The bytes are
+described in ``files``.
+
+Examples are the lines of ``meta.jsonl``, in their order. Tokens of an example are its stored prompt rows, then its stored
+response rows: response row q is the state that produced token q, so that row 0 repeats the last row of the prompt. Layer 0 is
+the embeddings.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._json import Fields, read_json, show
+from actshard._native import Rows
+from actshard.errors import ActshardError, FormatError, MissingFileError, NotStoredError
+from actshard.formats.contents import Contents, Evidence, Options, Remark
+from actshard.formats.hallulens.files import (
+    ATTENTION,
+    ICR,
+    PROMPT,
+    RESPONSE,
+    STORAGE,
+    Array,
+    Config,
+    lines,
+    read_scores,
+)
+from actshard.formats.tables import table_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_LOOKED_FOR = f'a folder with a config.json whose storage_format is "{STORAGE}"'
+_BATCH = 4096
+"""Examples whose columns are read at once."""
+_OF_LINE = ("sample_index", "key", "prompt_hash", "prompt_len", "response_len", "hallucinated", "wrote_at")
+
+
+def detect(path: Path) -> Evidence:
+    """A config.json of this storage format."""
+    config = path / "config.json"
+    if not path.is_dir():
+        return Evidence(False, _LOOKED_FOR, "a file")
+    if not config.is_file():
+        return Evidence(False, _LOOKED_FOR, "no config.json")
+    value = read_json(config)
+    if not isinstance(value, dict) or value.get("storage_format") != STORAGE:
+        return Evidence(False, _LOOKED_FOR, "a config.json of something else")
+    return Evidence(True, _LOOKED_FOR, "a config.json of a capture")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A committed sample: a line of meta.jsonl."""
+
+    number: int
+    """Of the line."""
+    row: int
+    prompt_len: int
+    response_len: int
+    line: dict[str, Any]
+
+
+def sample_of(number: int, line: dict[str, Any], path: Path) -> Sample:
+    """A line's fields, checked."""
+    fields = Fields(line, path, f"line {number}")
+    return Sample(
+        number,
+        fields.integer("sample_index", minimum=0),
+        fields.integer("prompt_len", minimum=0),
+        fields.integer("response_len", minimum=0),
+        line,
+    )
+
+
+class Capture:
+    """A capture's committed samples and arrays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.warnings: list[Remark] = []
+        self.config = Config.of(path)
+        self.arrays = {name: array for name, array in self.config.arrays(path).items() if array.exists()}
+        self.samples = self._committed()
+        self.numbers = np.array([sample.row for sample in self.samples], np.int64)
+        for name in (PROMPT, RESPONSE):
+            if name in self.arrays:
+                self._check_rows(self.arrays[name])
+        said = self.config.fields.value.get("dtype")
+        if said not in (None, "float16"):
+            self.warnings.append(Remark("dtype-claim", f"config.json says dtype {show(said)}, arrays are float16"))
+        self._find_scores()
+
+    def _committed(self) -> list[Sample]:
+        path = self.path / "meta.jsonl"
+        torn: list[int] = []
+        samples = [sample_of(number, line, path) for number, line in lines(path, torn)]
+        if torn:
+            self._tell_torn(path, torn[0])
+        seen: dict[int, int] = {}
+        for sample in samples:
+            if sample.row in seen:
+                raise FormatError(
+                    f"lines {seen[sample.row]} and {sample.number}: both are of sample_index {sample.row}", path=path
+                )
+            seen[sample.row] = sample.number
+        return samples
+
+    def _tell_torn(self, path: Path, offset: int) -> None:
+        self.warnings.append(
+            Remark(
+                "reader-warning",
+                f"{path.name}: the last line, cut off near byte {offset}, is left out: its writer was interrupted, or is at work",
+            )
+        )
+
+    def _check_rows(self, array: Array) -> int:
+        """Rows of an array, which has to have those of all samples."""
+        rows = array.rows(self.config.allocated)
+        if len(self.numbers) and self.numbers.max() >= rows:
+            at = self.samples[int(self.numbers.argmax())]
+            raise FormatError(
+                f"line {at.number}: field 'sample_index': expected a row of {array.path.name}, 0 to {rows - 1}, found {at.row}",
+                path=self.path / "meta.jsonl",
+            )
+        return rows
+
+    @cached_property
+    def prompt_tokens(self) -> NDArray[np.uint32]:
+        """Prompt rows stored of each example."""
+        each = [min(sample.prompt_len, self.config.prompt) for sample in self.samples]
+        return np.array(each, np.uint32)
+
+    @cached_property
+    def response_tokens(self) -> NDArray[np.uint32]:
+        """Response rows stored of each example."""
+        each = [min(sample.response_len, self.config.response) for sample in self.samples]
+        return np.array(each, np.uint32)
+
+    def native(self, options: Options) -> Rows | None:
+        """Rows: a prompt's, then its response's, as far as there are arrays of them."""
+        files: list[tuple[str | os.PathLike[str], int, int, bool]] = []
+        parts: list[tuple[int | NDArray[np.uint32], NDArray[np.uint64], int | NDArray[np.uint32], int]] = []
+        for name, room, tokens in (
+            (PROMPT, self.config.prompt, self.prompt_tokens),
+            (RESPONSE, self.config.response, self.response_tokens),
+        ):
+            if name in self.arrays:
+                array = self.arrays[name]
+                each = self.config.layers * room
+                parts.append((len(files), self.numbers.astype(np.uint64) * np.uint64(each), tokens, room))
+                files.append((array.path, 0, self._check_rows(array) * each, False))
+        if not files:
+            return None
+        return Rows.spans(
+            files,
+            parts,
+            num_groups=self.config.layers,
+            width=self.config.width,
+            dtype="F16",
+            descr=np.dtype(np.float16),
+            io=options.io,
+        )
+
+    def counts(self) -> NDArray[np.int64]:
+        """Tokens stored of each example."""
+        made = np.zeros(len(self.samples), np.int64)
+        for name, tokens in ((PROMPT, self.prompt_tokens), (RESPONSE, self.response_tokens)):
+            if name in self.arrays:
+                made += tokens
+        return made
+
+    # -- what is known of examples ---------------------------------------------------------------------------------
+
+    def _find_scores(self) -> None:
+        """The scores, if it is certain whose they are: a resumed writer saves only those of its own samples."""
+        self.scores: NDArray[np.float32] | None = None
+        self._no_scores: ActshardError | None = None
+        path = self.path / f"{ICR}.npy"
+        if not path.exists():
+            return
+        try:
+            scores = read_scores(path, self.config.blocks)
+            if len(scores) != len(self.samples) or not np.array_equal(np.sort(self.numbers), np.arange(len(scores))):
+                raise FormatError(
+                    f"{len(scores)} rows of scores for {len(self.samples)} samples do not say whose they are (the capture was "
+                    "resumed, or merged): they are not assigned",
+                    path=path,
+                )
+            self.scores = scores[self.numbers]
+        except ActshardError as error:
+            self._no_scores = error
+            code = "claim" if "not assigned" in error.detail else "format"
+            self.warnings.append(Remark(code, f"{path.name}: {error.detail}"))
+
+    @cached_property
+    def generated(self) -> dict[Any, dict[str, Any]]:
+        """Lines of generation.jsonl by prompt_hash; of several the last."""
+        path = self.path / "generation.jsonl"
+        if not path.exists():
+            return {}
+        return {hashed: line for _, line in lines(path, []) if (hashed := _hash_of(line)) is not None}
+
+    @cached_property
+    def text_names(self) -> list[str]:
+        """Columns that only generation.jsonl has."""
+        path = self.path / "generation.jsonl"
+        names: dict[str, None] = {}
+        torn: list[int] = []
+        hashes = {_hash_of(sample.line) for sample in self.samples} - {None}
+        told: set[str | None] = set()
+        if path.exists():
+            for _, line in lines(path, torn):
+                hashed = _hash_of(line)
+                if hashed in hashes:
+                    told.add(hashed)
+                    names |= dict.fromkeys(line)
+        if torn:
+            self._tell_torn(path, torn[0])
+        if hashes - told:
+            self.warnings.append(
+                Remark(
+                    "claim", f"generation.jsonl has no line of {len(hashes - told)} committed prompts: no texts of them"
+                )
+            )
+        own = {name for sample in self.samples for name in sample.line} | set(_OF_LINE)
+        return [name for name in names if name not in own]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Columns that cost little to read: all but attention."""
+        lined = dict.fromkeys(name for sample in self.samples for name in sample.line) or dict.fromkeys(_OF_LINE)
+        small = [name for name in self.arrays if len(self.arrays[name].shape) in (1, 2)]
+        scores = [ICR] if self.scores is not None else []
+        return (*lined, *self.text_names, *(name for name in (*small, *scores) if name not in lined))
+
+    def columns(self, wanted: Sequence[str], some: slice = slice(None)) -> pa.Table:
+        """Columns of some examples."""
+        import pyarrow as pa
+
+        for name in wanted:
+            if name == ICR and self._no_scores is not None:
+                raise FormatError(self._no_scores.detail, path=self._no_scores.path)
+            if name not in self.names and not (name == ATTENTION and ATTENTION in self.arrays):
+                raise NotStoredError(f"holds no column {name!r}; columns are {', '.join(self.names)}", path=self.path)
+        parts = [self._part(wanted, at) for at in self._batches(some)]
+        if not parts:
+            return pa.table({name: pa.nulls(0) for name in wanted})
+        return table_of(list(wanted), parts)
+
+    def batches(self, wanted: Sequence[str]) -> Iterator[pa.Table]:
+        """Columns of all examples in order, some at a time."""
+        for at in self._batches(slice(None)):
+            yield self.columns(wanted, at)
+
+    def _batches(self, some: slice) -> Iterator[slice]:
+        first, last, _ = some.indices(len(self.samples))
+        return (slice(at, min(at + _BATCH, last)) for at in range(first, last, _BATCH))
+
+    def _part(self, wanted: Sequence[str], some: slice) -> tuple[dict[str, Any], int]:
+        samples = self.samples[some]
+        made: dict[str, Any] = {}
+        for name in wanted:
+            if name == ICR and self.scores is not None:
+                made[name] = _lists(self.scores[some])
+            elif name in self.text_names:
+                lined = (self.generated.get(_hash_of(sample.line) or "", {}) for sample in samples)
+                made[name] = [line.get(name) for line in lined]
+            elif name in self.arrays and not any(name in sample.line for sample in samples):
+                made[name] = self._array_column(self.arrays[name], some)
+            else:
+                made[name] = [sample.line.get(name) for sample in samples]
+        return made, len(samples)
+
+    def _array_column(self, array: Array, some: slice) -> Any:
+        """Rows of an array without what only fills them up."""
+        self._check_rows(array)
+        values = array.read(self.numbers[some])
+        if array.name == ATTENTION:
+            ends = np.minimum([s.response_len for s in self.samples[some]], self.config.attended)
+            return [row[:, :r, :r].astype(np.float32).tolist() for row, r in zip(values, ends.tolist(), strict=True)]
+        tokens = self.prompt_tokens if array.name.startswith("prompt") else self.response_tokens
+        return _ragged(values, tokens[some].astype(np.int64))
+
+    def contents(self, options: Options) -> Contents:
+        """Everything a store needs."""
+        rows = self.native(options)
+        value = self.config.fields.value
+        known = ("storage_format", "r_max", "max_prompt_len", "max_response_len")
+        provenance = {name: value[name] for name in known} | {"allocated": self.config.allocated}
+        if isinstance(value.get("_merged_from"), list):
+            provenance["merged_from"] = len(value["_merged_from"])
+        if PROMPT not in self.arrays:
+            provenance["prompts"] = "not stored: rows are those of responses"
+        counts = self.counts()
+        names = self.names
+        return Contents(
+            format="hallulens",
+            path=self.path,
+            metadata=value,
+            layers=tuple(range(self.config.layers)) if rows is not None else (),
+            d_model=self.config.width if rows is not None else 0,
+            dtype=np.dtype(np.float16),
+            num_examples=len(self.samples),
+            token_counts=counts.copy,
+            rows=rows,
+            column_names=names,
+            columns=self.columns,
+            head_columns=lambda wanted, n: self.columns(wanted, slice(0, n)),
+            column_batches=self.batches,
+            files=lambda: [self.arrays[name].path for name in (PROMPT, RESPONSE) if name in self.arrays],
+            model=value["model_name"] if isinstance(value.get("model_name"), str) else None,
+            provenance=provenance,
+            extras=("response attention",) if ATTENTION in self.arrays else (),
+            warnings=tuple(self.warnings),
+        )
+
+
+def open(path: Path, options: Options) -> Contents:
+    """Reads config.json, meta.jsonl, names of texts and the sizes of the arrays; no rows."""
+    if not (path / "meta.jsonl").exists():
+        raise MissingFileError("expected the list of committed samples, found nothing", path=path / "meta.jsonl")
+    return Capture(path).contents(options)
+
+
+def _hash_of(line: dict[str, Any]) -> str | None:
+    """What lines of both journals are joined by."""
+    found = line.get("prompt_hash")
+    return found if isinstance(found, str) and found else None
+
+
+def _lists(values: NDArray[Any]) -> pa.Array:
+    """``(n, k)`` as fixed-size lists."""
+    import pyarrow as pa
+
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+
+
+def _ragged(values: NDArray[Any], lengths: NDArray[np.int64]) -> pa.Array:
+    """``(n, tokens)`` or ``(n, tokens, k)`` as lists of each example's own tokens."""
+    import pyarrow as pa
+
+    held = np.arange(values.shape[1]) < lengths[:, None]
+    flat = values[held]
+    items = pa.array(flat) if flat.ndim == 1 else _lists(flat) if flat.shape[1] else pa.nulls(len(flat))
+    return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), items)
