@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from actshard._json import Fields, read_json, show
 from actshard._native import Rows
+from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotStoredError
-from actshard.formats.contents import Contents, Evidence, Options, Remark
+from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hallulens.files import (
     ATTENTION,
     ICR,
