@@ -243,7 +243,7 @@ class ConvertMergeMachine(RuleBasedStateMachine):
             (made,) = self.found()
         self.finished(made)
 
-    @precondition(lambda self: self.done is not None)
+    @precondition(lambda self: self.done is not None and (self.root / "target").exists())
     @rule()
     def again(self) -> None:
         """What is finished stays as it is."""
