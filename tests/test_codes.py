@@ -293,6 +293,18 @@ def test_every_code_that_is_raised_is_declared() -> None:
         actshard.Report(SAEV, None, False).add("no-such-code", SAEV, "x")
 
 
+def test_every_warning_has_a_code() -> None:
+    made = 0
+    for path in SOURCES.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).split(".")[-1] == "warn":
+                raised = ast.unparse(call)
+                coded = "ActshardWarning(" in raised and "code=" in raised
+                assert coded or "OverflowWarning" in raised or "RuntimeWarning" in raised, f"{path}: {raised}"
+                made += 1
+    assert made > 12
+
+
 def test_codes_are_declared_once_and_never_removed() -> None:
     every = [code for group in codes.FINDINGS.values() for code in group] + list(codes.CALLS)
     every += [code for format in registry.installed().values() for code in (*format.findings, *format.calls)]

@@ -704,7 +704,8 @@ class Store:
             "columns": list(self._contents.column_names),
             "also": list(self._contents.extras),
             "provenance": self._contents.provenance,
-            "warnings": list(self.warnings),
+            "warnings": [str(w) for w in self.warnings],
+            "warning_codes": [w.code for w in self.warnings],
         }
 
 

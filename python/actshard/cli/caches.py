@@ -35,7 +35,8 @@ def about(cache: TokenCache) -> dict[str, Any]:
         "io": cache.io,
         "made_by": cache.ledger.preprocessor,
         "skipped": _skipped(cache),
-        "warnings": list(cache.warnings),
+        "warnings": [str(w) for w in cache.warnings],
+        "warning_codes": [w.code for w in cache.warnings],
     }
 
 

@@ -110,8 +110,8 @@ def show(done: Conversion) -> None:
     for loss in done.losses:
         out.print(f"[yellow]lost[/] {escape(str(loss))}", soft_wrap=True)
     if done.verified:
-        cast = next((x for x in done.losses if x.what == "dtype"), None)
+        cast = any(x.what == "dtype" for x in done.losses)
         over = next((x for x in done.losses if x.what == "overflow"), None)
-        what = "" if cast is None else f", as {cast.detail.partition(' becomes ')[2].partition(':')[0]}"
+        what = f", as {done.dtype}" if cast else ""
         same = "the same" if over is None else f"the same, but [yellow]{escape(over.detail)}[/]"
         out.print(f"every row was compared with the source{what}: {same}", soft_wrap=True)

@@ -56,6 +56,7 @@ class Conversion:
         seconds: it took.
         losses: what the result does not have.
         verified: whether every row was compared with the source afterwards.
+        dtype: that of the result's rows; None where the result holds no rows.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class Conversion:
     seconds: float
     losses: tuple[Loss, ...]
     verified: bool
+    dtype: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -186,7 +188,8 @@ def convert(
             lost = compare(asked, target, path)
         # Now that every shard was looked into, lengths cost nothing.
         told = tuple(losses(asked, target, columns, lost))
-    return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, told, verify)
+    dtype = None if target.dtype is None else str(target.dtype)
+    return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, told, verify, dtype)
 
 
 def _content_lengths(asked: Asked) -> NDArray[np.int64]:

@@ -92,7 +92,9 @@ def calls() -> Mapping[str, Code]:
 
 
 def _own(kind: str) -> list[Code]:
-    return [code for format in installed().values() for code in getattr(format, kind)]
+    # Formats of this package first: no other package changes the meaning of their codes.
+    formats = sorted(installed().values(), key=lambda format: not type(format).__module__.startswith("actshard."))
+    return [code for format in formats for code in getattr(format, kind)]
 
 
 def _by_name(declared: Sequence[Code]) -> Mapping[str, Code]:
