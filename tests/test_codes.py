@@ -260,10 +260,10 @@ def _constants(tree: ast.AST | None) -> set[str]:
     return {tree.value} if isinstance(tree, ast.Constant) and isinstance(tree.value, str) else set()
 
 
-def _raised() -> set[str]:
+def _raised(below: str = "") -> set[str]:
     """Codes that the sources name where they raise them."""
     found: set[str] = set()
-    for path in SOURCES.rglob("*.py"):
+    for path in (SOURCES / below).rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(call, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "code" for t in call.targets):
                 found |= _constants(call.value)
@@ -291,6 +291,16 @@ def test_every_code_that_is_raised_is_declared() -> None:
     assert {code for cls in vars(actshard.errors).values() if (code := getattr(cls, "code", None))} <= declared
     with pytest.raises(actshard.InternalError, match="no-such-code"):
         actshard.Report(SAEV, None, False).add("no-such-code", SAEV, "x")
+
+
+def test_a_format_raises_codes_of_its_own_and_general_ones_only() -> None:
+    general = {code.name for group in codes.FINDINGS.values() for code in group} | {code.name for code in codes.CALLS}
+    every = registry.installed().values()
+    for format in every:
+        own = {code.name for code in (*format.findings, *format.calls)}
+        assert _raised(f"formats/{format.name}") <= general | own, format.name
+    for below in ("verifying", "tokens", "writing", "converting", "cli", "compat"):
+        assert _raised(below) <= general, below
 
 
 def test_every_warning_has_a_code() -> None:

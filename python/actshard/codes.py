@@ -200,6 +200,20 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "trust the files; correct the metadata",
         ),
         Code(
+            "dtype-claim",
+            WARNING,
+            "The metadata name another dtype than the files have.",
+            "The dtype of the files is used.",
+            "trust the files; correct the descriptor",
+        ),
+        Code(
+            "address-out-of-range",
+            ERROR,
+            "An address points outside its file.",
+            "The rows of this example cannot be read.",
+            "write the index again",
+        ),
+        Code(
             "duplicate-sample",
             ERROR,
             "A sample number, line or shard occurs twice.",

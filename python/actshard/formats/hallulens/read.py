@@ -197,11 +197,12 @@ class Capture:
                     f"{len(scores)} rows of scores for {len(self.samples)} samples do not say whose they are (the capture was "
                     "resumed, or merged): they are not assigned",
                     path=path,
+                    code="claim",
                 )
             self.scores = scores[self.numbers]
         except ActshardError as error:
             self._no_scores = error
-            code = "claim" if "not assigned" in error.detail else "format"
+            code = "claim" if error.code == "claim" else "format"
             self.warnings.append(Remark(code, f"{path.name}: {error.detail}"))
 
     @cached_property

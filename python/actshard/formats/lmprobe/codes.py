@@ -13,13 +13,6 @@ FINDINGS = (
         "write the dataset again",
     ),
     Code(
-        "dtype-claim",
-        WARNING,
-        "The descriptor names another dtype than the files have.",
-        "The dtype of the files is used.",
-        "trust the files; correct the descriptor",
-    ),
-    Code(
         "row-bytes-claim",
         NOTE,
         "The descriptor gives another row size than the files have.",
@@ -32,13 +25,6 @@ FINDINGS = (
         "The one row of each example is not that of its last token.",
         "Probes of last-token activations would use other values.",
         "do not use it as last-token activations",
-    ),
-    Code(
-        "address-out-of-range",
-        ERROR,
-        "An address points outside its shard.",
-        "The rows of this example cannot be read.",
-        _INDEX,
     ),
     Code(
         "address-overlap",
