@@ -21,7 +21,7 @@ from actshard.errors import (
     from_os,
 )
 from actshard.formats.contents import Evidence
-from actshard.work import FOLDER, MERGING, PARTS, Journal, unfinished
+from actshard.work import Journal, count_parts, is_building, is_merging, unfinished
 
 _DEPTH = 6
 """How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
@@ -31,8 +31,6 @@ _LOOK_AT_MOST = 2_000
 """Folders looked into at most, so that a mistyped "/" answers at once."""
 LEDGER = "shard_ledger.json"
 """The file that makes a folder a token cache."""
-BUILDING = ".actshard-build"
-"""The working folder of a token cache that is being built."""
 _SHARD = re.compile(r"\d{5}_")
 """The beginning of the name of a token cache's shard."""
 
@@ -59,11 +57,7 @@ def check_finished(root: Path) -> None:
     """Raises UnfinishedError for what a writer has left or is still writing, ArgumentError for what holds no activations."""
     if is_cache_itself(root):
         raise ArgumentError("is a token cache and holds no activations: actshard.tokens.open_cache opens it", path=root)
-    parts = root if root.name == PARTS else root / PARTS
-    try:
-        count = sum(1 for _ in parts.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # there are none, or a merge has just removed them
-        count = None
+    count = count_parts(root)
     if count is not None:
         raise UnfinishedError(
             f"holds {count} parts of a dataset: when all are written, actshard.merge (or the command) makes one of them",
@@ -123,7 +117,7 @@ def _check_begun(root: Path) -> None:
         journal = unfinished(folder)
         if journal is not None:
             raise _unfinished(root, journal)
-    if (root / FOLDER / MERGING).is_file():
+    if is_merging(root):
         raise UnfinishedError(
             "holds a merge that is not finished: it is at work, or was interrupted (the same call of actshard.merge finishes it)",
             path=root,
@@ -228,7 +222,7 @@ def find_cache(path: str | os.PathLike[str]) -> Path:
     with boundary(root, "look into"):
         if is_cache_itself(root):
             return root
-        working = (root / BUILDING).exists()
+        working = is_building(root)
         below = [p for p, _ in walk(root, lambda folder: of_tokens() if is_cache_itself(folder) else None, _STANDS_FOR)]
     if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(

@@ -23,7 +23,7 @@ from tests.tokens.test_building import digests, same_rows
 from tests.tokens.test_config import hub
 
 import actshard
-from actshard import tokens
+from actshard import _native, tokens
 
 IDS = tokens.PrebuiltFormat()
 TOKENIZER = str(GOLDEN / LLAMA)
@@ -355,19 +355,19 @@ class TestDisk:
     ) -> None:
         """Counted by inode: folders are renamed between their sync and the ledger's."""
         synced: set[int] = set()
-        original, rename = os.fsync, Path.rename
+        original, rename = _native.sync_files, Path.rename
         at_ledger: list[set[int]] = []
 
-        def sync(descriptor: int) -> None:
-            synced.add(os.fstat(descriptor).st_ino)
-            original(descriptor)
+        def sync(paths: list[Path]) -> None:
+            synced.update(path.stat().st_ino for path in paths)
+            original(paths)
 
         def renamed(self: Path, target: Any) -> Any:
             if self.name == "shard_ledger.json":
                 at_ledger.append(set(synced))
             return rename(self, target)
 
-        monkeypatch.setattr(os, "fsync", sync)
+        monkeypatch.setattr(_native, "sync_files", sync)
         monkeypatch.setattr(Path, "rename", renamed)
         sources = [records("a.jsonl", [1]), records("b.jsonl", [2])]
         for layout in ("consolidated", "sharded"):
@@ -605,15 +605,13 @@ def test_levanters_caches_are_replaced_where_asked(tmp_path: Path, monkeypatch: 
 def test_a_first_append_that_fails_decides_nothing_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actshard.tokens import placing
-
     writer = tokens.CacheWriter(tmp_path / "c", {"ids": np.int32})
 
     def locked(_: Path) -> Any:
         raise actshard.LockedError("another process builds here")
 
     with monkeypatch.context() as patched:
-        patched.setattr(placing, "take_lock", locked)
+        patched.setattr("actshard.tokens.writing.locked", locked)
         with pytest.raises(actshard.LockedError):
             writer.append([{"ids": [[1, 2], [3, 4]]}])
     assert not any(tmp_path.iterdir())

@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.torture.budget import machine_settings
 
 import actshard
-from actshard import tokens
+from actshard import _native, tokens
 from actshard.tokens.ledger import Ledger
 from actshard.tokens.writing import FieldWriters
 
@@ -57,7 +57,7 @@ def stopping(step: int, stop: Callable[[], None]) -> Iterator[None]:
     """Calls ``stop`` before the n-th step; step 0 never comes."""
     steps = 0
     places = [(Path, name) for name in ("rename", "replace", "unlink", "rmdir", "mkdir")]
-    places += [(Ledger, "write"), (shutil, "rmtree"), (FieldWriters, "finish"), (os, "fsync")]  # type: ignore[list-item]
+    places += [(Ledger, "write"), (shutil, "rmtree"), (FieldWriters, "finish"), (os, "fsync"), (_native, "sync_files")]  # type: ignore[list-item]
     originals = [getattr(owner, name) for owner, name in places]
 
     def counted(original: Any) -> Any:

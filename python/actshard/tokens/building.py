@@ -29,7 +29,7 @@ from numpy.typing import DTypeLike
 
 from actshard import _native, errors
 from actshard._arguments import local_path, numpy_type, whole
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, ExistsError, InternalError
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, ExistsError, InternalError, boundary
 from actshard.tokens import formats, placing, shards
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache, open_cache
@@ -40,7 +40,7 @@ from actshard.tokens.shards import Counts, Task, build_shard
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.writing import FieldWriters, checked_storage
-from actshard.work import write_json
+from actshard.work import locked, make_folder, remove, sync_folders, sync_tree, write_json
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
@@ -248,7 +248,7 @@ class Build:
 
     def _make(self) -> None:
         work = self.out / placing.WORK
-        lock = placing.take_lock(work)
+        lock = locked(work)
         try:
             placing.recover(self.out, work)
             if not self._is_finished():  # another process may have been faster
@@ -264,7 +264,7 @@ class Build:
         if not os.path.lexists(work):
             return
         try:
-            lock = placing.take_lock(work)
+            lock = locked(work)
         except errors.ActshardError:  # somebody is at work, or this is not ours to write
             return
         try:
@@ -356,15 +356,15 @@ class Build:
             write_json(work / placing.STATE, state)
         shards_of_this = {source.shard for source in self.sources}
         for entry in [e for e in work.iterdir() if e.name not in (placing.LOCK, placing.STATE, placing.NEW)]:
-            placing.remove(entry)
-        placing.make(work / placing.NEW)
+            remove(entry)
+        make_folder(work / placing.NEW)
         for entry in [e for e in (work / placing.NEW).iterdir() if e.name not in shards_of_this]:
-            placing.remove(entry)
+            remove(entry)
         return tuple(now) if isinstance(now, list) and isinstance(self.format, ChatFormat) else None
 
     def _build(self, work: Path) -> None:
         names = list(self.process.fields)
-        with placing.os_errors(self.out, "build the cache at"):
+        with boundary(self.out, "build the cache at"):
             self._refuse_foreign(names)
             self._now = self._begin(work)
         self.built = True
@@ -378,7 +378,7 @@ class Build:
             if done is not None:
                 self._done[source.shard] = done
                 continue
-            placing.remove(folder)
+            remove(folder)
             # Of this process alone: a worker of a killed build may still be ending.
             staged = work / "staged" / f"{source.shard}.{os.getpid()}"
             task = Task(folder, staged, identity, self._shard_storage, self.skip, self._copies, self._now)
@@ -466,7 +466,7 @@ class Build:
         new = work / placing.NEW
         if self.layout == CONSOLIDATED:
             self._report("consolidating")
-            with placing.os_errors(work, "put shards together in"):
+            with boundary(work, "put shards together in"):
                 self._consolidate(work, names)
         Ledger(
             total_num_rows=sum(rows.values()),
@@ -494,10 +494,10 @@ class Build:
                 for shard in filled:
                     writers.extend(name, _native.TokenField([(new / shard / name, None)], "mmap", cache))
             writers.finish()
-        placing.sync_tree(merged)
+        sync_tree(merged)
         for entry in sorted(merged.iterdir()):
             entry.rename(new / entry.name)
-        ledgers.sync_folder(new)
+        sync_folders([new])
 
     def _warn(self) -> None:
         if not self.skipped:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from actshard._json import Fields, read_json, show
 from actshard.errors import FormatError, MissingFileError, UnfinishedError, from_os
 from actshard.finding import LEDGER
+from actshard.work import write_bytes
 
 NAME = LEDGER
 CONSOLIDATED = "consolidated"
@@ -72,28 +71,7 @@ class Ledger:
         Raises:
             DiskFullError, FileAccessError: the system refuses; nothing was changed.
         """
-        path = folder / NAME
-        staged = folder / f".{NAME}.{os.getpid()}"
-        try:
-            with staged.open("w", encoding="utf-8") as file:
-                json.dump(self.as_dict(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            staged.replace(path)
-            sync_folder(folder)
-        except OSError as error:
-            with suppress(OSError):
-                staged.unlink(missing_ok=True)
-            raise from_os(error, path, "write") from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Waits until a folder's entries are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        write_bytes(folder / NAME, json.dumps(self.as_dict()).encode())
 
 
 _KNOWN = {

@@ -16,81 +16,20 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from actshard._json import read_json
-from actshard.errors import ActshardError, ExistsError, FormatError, LockedError, MissingFileError, from_os
-from actshard.finding import BUILDING
-from actshard.tokens.ledger import NAME, sync_folder
-from actshard.work import Lock, write_json
+from actshard.errors import ActshardError, ExistsError, FormatError, boundary
+from actshard.tokens.ledger import NAME
+from actshard.work import BUILDING, remove, sync_folders, write_json
 
 WORK = BUILDING
 NEW, OLD, SWAP, STATE, LOCK = "new", "old", "swap.json", "build.json", "lock"
 SUCCESS = ".success"
 _ARRAYS = ("offsets", "data", "shapes")
-
-
-class WorkLock(Lock):
-    """The lock of a working folder, which is removed together with the folder."""
-
-    def is_in_place(self) -> bool:
-        """Whether the locked file is still the one in the folder."""
-        return self._file is not None and os.path.samestat(os.fstat(self._file), self.path.stat())
-
-
-@contextmanager
-def os_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turns what the system says within the block into an ActshardError about ``path``, or the file that it names."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, ActshardError):
-            raise
-        raise from_os(error, error.filename if isinstance(error.filename, str) else path, doing) from error
-
-
-def make(folder: Path) -> None:
-    """Makes a folder and those above it; their entries are on the disk afterwards."""
-    missing = [folder, *folder.parents]
-    with os_errors(folder, "make"):
-        made = missing[: next((i for i, p in enumerate(missing) if p.exists()), 0)]
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in reversed(made):
-            sync_folder(path.parent)
-
-
-def sync_tree(folder: Path) -> None:
-    """Waits until the entries of all folders below one are on the disk, and it itself; files have to be there already."""
-    with os_errors(folder, "write to the disk"):
-        for path, _, _ in os.walk(folder, topdown=False):
-            sync_folder(Path(path))
-
-
-def take_lock(work: Path) -> WorkLock:
-    """The lock of a working folder, which is made if it is not there.
-
-    Raises:
-        LockedError: another process has it.
-    """
-    for _ in range(100):
-        make(work)
-        lock = WorkLock(work)
-        try:
-            lock.take()
-        except MissingFileError:  # removed meanwhile by the process that finished
-            continue
-        # Whoever finishes removes the folder and the lock in it: a lock that is not in the folder any more locks nothing.
-        try:
-            if lock.is_in_place():
-                return lock
-        except OSError:
-            pass
-        lock.release()
-    raise LockedError("other processes build and finish here all the time; try again", path=work.parent)
 
 
 def clear(work: Path) -> None:
@@ -108,15 +47,6 @@ def clear_if_idle(work: Path) -> None:
     with suppress(OSError):
         if {entry.name for entry in work.iterdir()} <= {LOCK, STATE}:
             clear(work)
-
-
-def remove(path: Path) -> None:
-    """Removes a file, a link or a folder of the working folder."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink()
 
 
 def _safe(name: object) -> bool:
@@ -233,12 +163,12 @@ def swap(out: Path, work: Path, source: str, names: list[str]) -> None:
     Raises:
         ExistsError: something is in the way that no ledger names. Nothing was moved.
     """
-    with os_errors(out, "put the cache at"):
+    with boundary(out, "put the cache at"):
         mine = owned(out)
         leaves = [leaf for name in names for leaf in _leaves(work / source, name)]
         refuse_foreign(out, leaves, mine)
         write_json(work / SWAP, {"actshard": 1, "source": source, "names": names, "old": mine})
-        sync_folder(work)
+        sync_folders([work])
     _complete(out, work)
 
 
@@ -264,7 +194,7 @@ def _complete(out: Path, work: Path, *, resumed: bool = False) -> bool:
         or "/" in str(source)
     ):
         raise FormatError(f"expected paths below {out}", path=work / SWAP)
-    with os_errors(out, "put the cache at"):
+    with boundary(out, "put the cache at"):
         if resumed and NAME in old and not os.path.lexists(work / OLD / NAME):
             return False  # nothing was moved: the old cache is the cache
         for name in old:  # the ledger first
@@ -277,15 +207,15 @@ def _complete(out: Path, work: Path, *, resumed: bool = False) -> bool:
                     if above == out or out not in above.parents:
                         break
                     above.rmdir()
-        sync_folder(out)
+        sync_folders([out])
         new = work / str(source)
         for name in names:
             if name != NAME:
                 _move(new, out, name)
-        sync_folder(out)
+        sync_folders([out])
         if os.path.lexists(new / NAME):
             (new / NAME).rename(out / NAME)
-        sync_folder(out)
+        sync_folders([out])
     return True
 
 
@@ -301,7 +231,7 @@ def _move(source: Path, out: Path, name: str) -> None:
         refuse_foreign(out, [name], [])
     for entry in sorted(made.iterdir()):
         _move(source, out, f"{name}/{entry.name}")
-    sync_folder(target)
+    sync_folders([target])
     made.rmdir()
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from actshard import _native
-from actshard.errors import ActshardError
-from actshard.tokens import formats, placing
+from actshard.errors import ActshardError, boundary
+from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import OURS, Ledger
 from actshard.tokens.placing import SUCCESS
@@ -30,6 +30,7 @@ from actshard.tokens.processing import Prepared, Processor, processor
 from actshard.tokens.sources import AnySource, Record, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
+from actshard.work import remove, sync_folders, sync_tree
 
 _CHARS = 1 << 19
 """Characters that are encoded at once: enough for all processors, little enough for their memory."""
@@ -87,8 +88,8 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: Tell) -
     Raises:
         FormatError: a record that cannot be used, by file and line, unless bad ones are skipped.
     """
-    with placing.os_errors(task.staged, "make"):
-        placing.remove(task.staged)
+    with boundary(task.staged, "make"):
+        remove(task.staged)
         task.staged.mkdir(parents=True)
     process.now = None if task.now is None else time.struct_time(task.now)
     counts = Counts()
@@ -129,14 +130,14 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: Tell) -
         metadata={"preprocessor_metadata": process.metadata()},
         extra={OURS: own},
     ).write(task.staged)
-    with placing.os_errors(task.folder, "write"):
+    with boundary(task.folder, "write"):
         if rows_made:
             (task.staged / SUCCESS).touch()
             _native.sync_files([task.staged / SUCCESS])
-        placing.sync_tree(task.staged)
-        placing.remove(task.folder)
+        sync_tree(task.staged)
+        remove(task.folder)
         task.staged.rename(task.folder)
-        ledgers.sync_folder(task.folder.parent)
+        sync_folders([task.folder.parent])
     tell(counts)
     return counts
 

@@ -26,10 +26,12 @@ from actshard.errors import (
     DtypeError,
     ExistsError,
     InternalError,
+    boundary,
 )
 from actshard.tokens import ledger as ledgers
 from actshard.tokens import placing
 from actshard.tokens.ledger import Ledger
+from actshard.work import Lock, locked, remove, sync_folders, sync_tree
 
 STORAGES = ("plain", "lz4")
 _NO_SHAPES: NDArray[np.int64] = np.empty(0, np.int64)
@@ -144,10 +146,10 @@ class CacheWriter:
             json.dumps(self._metadata, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"metadata: expected what JSON can hold: {error}") from error
-        with placing.os_errors(self.path, "look at"):
+        with boundary(self.path, "look at"):
             self._refuse_foreign()
         self._staged: Path | None = None
-        self._lock: placing.WorkLock | None = None
+        self._lock: Lock | None = None
         self._writers: FieldWriters | None = None
         self._axes: dict[str, int] = {}
         self._open = True
@@ -260,12 +262,12 @@ class CacheWriter:
 
     def _begun(self, axes: dict[str, int]) -> FieldWriters:
         """The writers of a folder beside the cache's, which is locked; those of killed writers are removed."""
-        with placing.os_errors(self.path, "make"):
+        with boundary(self.path, "make"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for left in self.path.parent.glob(f"{globbing.escape(self.path.name)}.tmp.*"):
                 if _STAGED.search(left.name) and (left / placing.LOCK).is_file() and not left.is_symlink():
                     with suppress(ActshardError):
-                        lock = placing.take_lock(left)
+                        lock = locked(left)
                         placing.clear(left)
                         lock.release()
             number = 0
@@ -278,7 +280,7 @@ class CacheWriter:
                     number += 1
         self._staged = staged
         try:
-            self._lock = placing.take_lock(staged)
+            self._lock = locked(staged)
             return FieldWriters(staged / placing.NEW, self._fields, self._storage, axes)
         except BaseException:
             self._unstage()
@@ -334,7 +336,7 @@ class CacheWriter:
             except BaseException:
                 self.abort()
                 raise
-        with placing.os_errors(self.path, "put the cache at"):
+        with boundary(self.path, "put the cache at"):
             self._place(self._whole)
         self.abort()
 
@@ -352,7 +354,7 @@ class CacheWriter:
             field_counts=dict(sorted(counts.items())),
             metadata={"preprocessor_metadata": self._metadata},
         ).write(new)
-        placing.sync_tree(new)
+        sync_tree(new)
         return new
 
     def _place(self, new: Path) -> None:
@@ -362,13 +364,13 @@ class CacheWriter:
                 self.path.rmdir()
         if not os.path.lexists(self.path):
             new.rename(self.path)
-            ledgers.sync_folder(self.path.parent)
+            sync_folders([self.path.parent])
             return
         work = self.path / placing.WORK
-        lock = placing.take_lock(work)
+        lock = locked(work)
         try:
             placing.recover(self.path, work)
-            placing.remove(work / _WRITTEN)
+            remove(work / _WRITTEN)
             new.rename(work / _WRITTEN)
             placing.swap(self.path, work, _WRITTEN, sorted(p.name for p in (work / _WRITTEN).iterdir()))
             placing.clear(work)

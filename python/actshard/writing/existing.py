@@ -7,7 +7,7 @@ from pathlib import Path
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnfinishedError
 from actshard.formats.target import Target, refuse_existing, refuse_parts
-from actshard.work import EMPTY, FOLDER, MERGING, Journal, tidy, unfinished
+from actshard.work import EMPTY, FOLDER, Journal, is_merging, tidy, unfinished
 
 
 def complete_at(target: Target) -> Path | None:
@@ -41,7 +41,7 @@ def _refuse_beside(root: Path, target: Target) -> None:
     """Refuses a part beside a merge, or a whole dataset, which could not be opened, resumed or merged any more."""
     from actshard import formats
 
-    if (root / FOLDER / MERGING).exists():
+    if is_merging(root):
         # It may have moved parts already: what is in the folder looks like a dataset, and holds their only copy.
         raise UnfinishedError(
             "holds a merge of its parts that is not finished: it is at work, or was interrupted (the same call of actshard.merge "

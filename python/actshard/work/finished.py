@@ -1,0 +1,56 @@
+"""Whether what is in a folder is finished: the one place that knows what unfinished work of any kind leaves."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from actshard.errors import ActshardError
+from actshard.work.journal import Journal
+from actshard.work.names import BUILDING, FOLDER, MERGING, PARTS
+
+
+def count_parts(root: Path) -> int | None:
+    """How many parts of a dataset wait to be merged in a folder, or in its folder of parts; None: there is no such folder."""
+    parts = root if root.name == PARTS else root / PARTS
+    try:
+        return sum(1 for _ in parts.iterdir())
+    except (FileNotFoundError, NotADirectoryError):  # there are none, or a merge has just removed them
+        return None
+
+
+def is_merging(root: Path) -> bool:
+    """Whether a merge was begun in a folder and has not ended. Parts may have been moved already."""
+    return (root / FOLDER / MERGING).exists()
+
+
+def is_building(root: Path) -> bool:
+    """Whether a token cache is being built in a folder, or its build was interrupted."""
+    return (root / BUILDING).exists()
+
+
+def tidy(root: Path) -> None:
+    """Removes what is left in a finished dataset of a writer that was killed after its last step."""
+    journal = Journal(root)
+    if not journal.folder.is_dir() or is_merging(root):
+        return
+    with contextlib.suppress(ActshardError):  # somebody is at work, or the folder cannot be written
+        journal.lock.take()
+        try:
+            if journal.exists():
+                journal.read()
+            if journal.finished or not journal.exists():
+                journal.remove()
+        finally:
+            journal.lock.release()
+
+
+def unfinished(root: Path) -> Journal | None:
+    """The journal of a dataset that is not finished, in this folder; None if there is none."""
+    journal = Journal(root)
+    with contextlib.suppress(OSError):
+        if journal.exists():
+            with contextlib.suppress(ActshardError):
+                journal.read()
+            return None if journal.finished else journal
+    return None
