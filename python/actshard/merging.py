@@ -26,7 +26,6 @@ from actshard.errors import (
     FileAccessError,
     FormatError,
     InterruptedReadError,
-    LockedError,
     MissingFileError,
     NoMemoryError,
     UnfinishedError,
@@ -42,8 +41,7 @@ from actshard.work import (
     FOLDER,
     MERGING,
     PARTS,
-    Lock,
-    make_folder,
+    locked,
     remove_made,
     rename,
     tidy,
@@ -115,7 +113,7 @@ def _merged(root: Path, asked: _Asked, different_models: bool) -> Path:
     marker = root / FOLDER / _MARKER
     if not marker.exists() and asked.parts is None and not (root / PARTS).is_dir():
         return _there(root, asked.physical)
-    lock = _locked(root)
+    lock = locked(root / FOLDER)
     try:
         if not marker.exists():
             if asked.parts is None and not (root / PARTS).is_dir():  # another process has merged them meanwhile
@@ -146,17 +144,6 @@ def _merged(root: Path, asked: _Asked, different_models: bool) -> Path:
         lock.release()
     _native.sync_files([root])
     return place
-
-
-def _locked(root: Path) -> Lock:
-    """The lock of a merge; a folder that another process removes meanwhile, as it has finished, is made again."""
-    for _ in range(3):
-        make_folder(root / FOLDER)
-        lock = Lock(root / FOLDER)
-        with contextlib.suppress(MissingFileError):
-            lock.take()
-            return lock
-    raise LockedError("another merge is at work here; wait for it", path=root)
 
 
 def _remove_parts(root: Path) -> None:

@@ -36,8 +36,8 @@ from actshard import formats
 for _module in ("numpy.ma", "pyarrow.compute", "pyarrow.parquet"):
     importlib.import_module(_module)
 for _format in formats.names():
-    for _floor in ("formats", "writing", "verifying"):
-        importlib.import_module(f"actshard.{_floor}.{_format}")
+    for _room in ("read", "write", "check"):
+        importlib.import_module(f"actshard.formats.{_format}.{_room}")
 
 LAYERS, WIDTH = [3, 7], 4
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
