@@ -6,12 +6,31 @@ import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, from_os
 
 MAX_LINE = 64 << 20
 """No prompt is this long; a file without line breaks is not read into memory to find out."""
+
+
+def lines(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of a stream with their numbers, from 1.
+
+    Raises:
+        FormatError: a line is longer than ``limit`` bytes.
+    """
+    number = 0
+    while line := stream.readline(limit + 1):
+        number += 1
+        if len(line) > limit:
+            raise FormatError(f"line {number}: expected at most {limit} bytes", path=path)
+        yield number, line
+
+
+def interrupted(line: bytes) -> str:
+    """For messages about a line that is not JSON: whether it may be the rest of an interrupted write."""
+    return "" if line.endswith(b"\n") else " (the file ends in this line: was its writer interrupted?)"
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -28,11 +47,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not stat.S_ISREG(path.stat().st_mode):
             raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
         with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE + 1):
-                number += 1
-                if len(line) > MAX_LINE:
-                    raise FormatError(f"line {number}: expected at most {MAX_LINE} bytes", path=path)
+            for number, line in lines(file, path, MAX_LINE):
                 if line.strip():
                     yield number, _parse(line, number, path, file.tell() - len(line))
     except FileNotFoundError as error:
@@ -48,8 +63,9 @@ def _parse(line: bytes, number: int, path: Path, offset: int) -> dict[str, Any]:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         at = offset + len(error.doc[: error.pos].encode("utf-8", "surrogatepass"))
-        whole = "" if line.endswith(b"\n") else " (the file ends in this line: its writer was interrupted?)"
-        raise FormatError(f"line {number}: expected a JSON object: {error.msg}{whole}", path=path, offset=at) from error
+        raise FormatError(
+            f"line {number}: expected a JSON object: {error.msg}{interrupted(line)}", path=path, offset=at
+        ) from error
     except UnicodeDecodeError as error:
         raise FormatError(f"line {number}: expected UTF-8 text", path=path, offset=offset + error.start) from error
     except (RecursionError, ValueError) as error:

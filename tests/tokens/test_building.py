@@ -619,3 +619,26 @@ def test_globs_and_braces(tmp_path) -> None:
         cache = tokens.build_cache(f"{tmp_path}/{pattern}", tmp_path / f"c{i}", tokenizer)
         assert len(cache.ledger.finished_shards) == 12
     assert cache.ledger.finished_shards[:2] == ("00000_00_jsonl", "00001_01_jsonl")
+
+
+def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guarantee: interpreters and tokenizers are loaded once per job, not once per file; the cache is the same."""
+    from actshard.tokens import workers
+
+    files = [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"text {i} {j}"} for j in range(i + 1)]) for i in range(7)]
+    started: list[Any] = []
+    original = workers.subprocess.Popen
+    monkeypatch.setattr(workers.subprocess, "Popen", lambda *a, **k: started.append(a) or original(*a, **k))
+    seen: list[tokens.Progress] = []
+    many = tokens.build_cache(files, tmp_path / "many", GOLDEN / GPT2, jobs=2, progress=seen.append)
+    assert len(started) == 2
+    assert seen[-1].files_done == 7
+    one = tokens.build_cache(files, tmp_path / "one", GOLDEN / GPT2, jobs=1)
+    assert len(started) == 2
+    assert many.ledger.shard_rows == one.ledger.shard_rows
+    assert np.array_equal(many.view("input_ids").elements(), one.view("input_ids").elements())
+    # A file that is bad is told by its name, and ends all processes.
+    files[3].write_text('{"text": "x"}\n{"text": 5}\n')
+    with pytest.raises(actshard.FormatError, match=r"line 2") as caught:
+        tokens.build_cache(files, tmp_path / "bad", GOLDEN / GPT2, jobs=3)
+    assert caught.value.path == files[3]

@@ -10,15 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import selectors
 import shutil
-import subprocess
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +34,7 @@ from actshard.tokens.processing import ChatProcessor, Processor, processor
 from actshard.tokens.shards import Counts, Task, build_shard
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
+from actshard.tokens.workers import Workers
 from actshard.tokens.writing import FieldWriters, checked_storage
 from actshard.work import locked, make_folder, remove, sync_folders, sync_tree, write_json
 
@@ -427,7 +423,16 @@ class Build:
                 build_shard(source, self.process, task, tell)
                 self._files_done += 1
             return
-        _Workers(self, jobs, max(1, processors // jobs)).run(files)
+
+        def heard(shard: str, counts: Counts) -> None:
+            self._counts[shard] = counts
+            self._report()
+
+        def done(shard: str) -> None:
+            self._files_done += 1
+
+        setup = shards.setup_as_dict(self.format, self.tokenizer, self.options)
+        Workers(self.out, setup, jobs, max(1, processors // jobs), heard, done).run(files)
 
     def _report(self, stage: str = "tokenizing") -> None:
         if self._tell is None:
@@ -552,91 +557,3 @@ def _digest(value: Any) -> str:
 def _short(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-class _Workers:
-    """Sources built by processes of their own, as many at a time as there are jobs."""
-
-    def __init__(self, build: Build, jobs: int, threads: int) -> None:
-        self._build = build
-        self._jobs = jobs
-        self._threads = threads
-        self._running: dict[subprocess.Popen[bytes], tuple[str, bytearray]] = {}
-
-    def run(self, files: list[tuple[Source, Task]]) -> None:
-        # The largest first: the last to end is then a small one.
-        waiting = sorted(files, key=lambda f: -f[0].size())
-        selector = selectors.DefaultSelector()
-        try:
-            while waiting or self._running:
-                while waiting and len(self._running) < self._jobs:
-                    process, shard = self._start(*waiting.pop(0))
-                    self._running[process] = (shard, bytearray())
-                    assert process.stdout is not None
-                    selector.register(process.stdout, selectors.EVENT_READ, process)
-                for key, _ in selector.select():
-                    self._hear(selector, key.data)
-        finally:
-            for process in self._running:
-                with suppress(OSError):
-                    process.kill()
-            for process in self._running:
-                process.wait()
-            selector.close()
-
-    def _start(self, source: Source, task: Task) -> tuple[subprocess.Popen[bytes], str]:
-        build = self._build
-        said = shards.task_as_dict(source, build.format, build.tokenizer, task, build.options)
-        threads = str(self._threads)
-        env = {
-            **os.environ,
-            "RAYON_NUM_THREADS": threads,
-            "ACTSHARD_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "true" if self._threads > 1 else "false",
-            "PYTHONWARNINGS": "ignore",
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "actshard.tokens.shards"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            start_new_session=True,  # Ctrl-C is for this process, which ends them all
-        )
-        assert process.stdin is not None
-        stdin = process.stdin
-
-        def give() -> None:
-            # It stays open: when this process is gone, however that came, it closes, and the worker ends.
-            with suppress(OSError, ValueError):
-                stdin.write(json.dumps(said).encode() + b"\n")
-                stdin.flush()
-
-        # A tokenizer is larger than a pipe: who reads slowly must not keep the others from being heard.
-        threading.Thread(target=give, daemon=True).start()
-        return process, source.shard
-
-    def _hear(self, selector: selectors.BaseSelector, process: subprocess.Popen[bytes]) -> None:
-        shard, buffer = self._running[process]
-        assert process.stdout is not None
-        data = os.read(process.stdout.fileno(), 1 << 16)
-        buffer += data
-        while (at := buffer.find(b"\n")) >= 0:
-            said = json.loads(bytes(buffer[:at]))
-            del buffer[: at + 1]
-            if "error" in said:
-                raise getattr(errors, said["error"], errors.FormatError)(said["detail"], path=said["path"])
-            self._build._counts[shard] = Counts(**said)
-            self._build._report()
-        if not data:
-            selector.unregister(process.stdout)
-            del self._running[process]
-            process.stdout.close()
-            if process.stdin is not None:
-                with suppress(OSError):
-                    process.stdin.close()
-            status = process.wait()
-            self._build._files_done += status == 0
-            if status:
-                raise InternalError(
-                    f"the process that built shard {shard} ended with status {status}", path=self._build.out
-                )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
 import threading
 import time
@@ -192,71 +193,99 @@ def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[
             yield ready, future.result()
 
 
-def task_as_dict(
-    source: Source, format: formats.Format, tokenizer: Tokenizer | None, task: Task, options: dict[str, Any]
-) -> dict[str, Any]:
-    """A task as JSON, for another process."""
+def setup_as_dict(format: formats.Format, tokenizer: Tokenizer | None, options: dict[str, Any]) -> dict[str, Any]:
+    """What all tasks of a worker have in common, as JSON: a tokenizer is megabytes, and is sent once."""
     return {
-        "source": {"path": os.fspath(source.path), "shard": source.shard},
         "format": formats.as_dict(format),
         "tokenizer": None if tokenizer is None else tokenizer.as_dict(),
-        "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
         "options": options,
     }
 
 
-def main() -> None:
-    """The program: one task, told line by line."""
-    line = sys.stdin.readline()
-    if not line.endswith("\n"):  # the build was killed before it had said what to do
-        sys.exit(5)
-    given = json.loads(line)
-    out = sys.stdout
+def task_as_dict(source: Source, task: Task) -> dict[str, Any]:
+    """A task as JSON, for another process."""
+    return {
+        "source": {"path": os.fspath(source.path), "shard": source.shard},
+        "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
+    }
 
-    def follow() -> None:
+
+class _Orders:
+    """Lines from the build on stdin. When the build is gone, however that came, this process ends at once."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._idle = False
+        threading.Thread(target=self._follow, daemon=True, name="actshard-follow").start()
+
+    def _follow(self) -> None:
         # Not through sys.stdin: its lock would be waited for when this process ends.
-        while os.read(0, 4096):
-            pass
-        os._exit(5)
+        held, looked = bytearray(), 0
+        while data := os.read(0, 1 << 16):
+            held += data
+            while (at := held.find(b"\n", looked)) >= 0:
+                self._idle = False
+                self._lines.put(bytes(held[:at]))
+                del held[: at + 1]
+                looked = 0
+            looked = len(held)
+        if held or not self._idle:
+            os._exit(5)
+        self._lines.put(None)
 
-    threading.Thread(target=follow, daemon=True, name="actshard-follow").start()
+    def next(self) -> dict[str, Any] | None:
+        """The next line; None when there are no more."""
+        line = self._lines.get()
+        return None if line is None else dict(json.loads(line))
 
-    def tell(counts: Counts) -> None:
-        print(json.dumps(vars(counts)), file=out, flush=True)
+    def done(self) -> None:
+        """Everything that was asked for is done: the build may close stdin."""
+        self._idle = True
+
+
+def main() -> None:
+    """A worker: a line with what its tasks have in common, then a line per task. It answers line by line."""
+    orders, out = _Orders(), sys.stdout
+
+    def say(said: dict[str, Any]) -> None:
+        print(json.dumps(said), file=out, flush=True)
 
     try:
-        source = Source(Path(given["source"]["path"]), given["source"]["shard"])
-        tokenizer = None if given["tokenizer"] is None else Tokenizer.from_dict(given["tokenizer"])
-        options = given["options"]
-        dtype = None if options["dtype"] is None else np.dtype(options["dtype"])
-        process = processor(
-            formats.as_format(given["format"]),
-            tokenizer,
-            dtype,
-            enforce_eos=options["enforce_eos"],
-            enforce_bos=options["enforce_bos"],
-        )
-        made = given["task"]
-        task = Task(
-            Path(made["folder"]),
-            Path(made["staged"]),
-            made["identity"],
-            made["storage"],
-            made["skip"],
-            made["read_soon"],
-            None if made["now"] is None else tuple(made["now"]),
-        )
-        build_shard(source, process, task, tell)
+        process = _process(orders.next() or {})
+        while (given := orders.next()) is not None:
+            source = Source(Path(given["source"]["path"]), given["source"]["shard"])
+            build_shard(source, process, _task(given["task"]), lambda counts: say(vars(counts)))
+            orders.done()
+            say({"done": source.shard})
     except ActshardError as error:
-        said = {
-            "error": type(error).__name__,
-            "detail": error.detail,
-            "path": None if error.path is None else os.fspath(error.path),
-        }
-        print(json.dumps(said), file=out, flush=True)
+        path = None if error.path is None else os.fspath(error.path)
+        say({"error": type(error).__name__, "detail": error.detail, "path": path})
         sys.exit(3)
     except BrokenPipeError:
         sys.exit(4)
+
+
+def _process(setup: dict[str, Any]) -> Processor:
+    options = setup["options"]
+    return processor(
+        formats.as_format(setup["format"]),
+        None if setup["tokenizer"] is None else Tokenizer.from_dict(setup["tokenizer"]),
+        None if options["dtype"] is None else np.dtype(options["dtype"]),
+        enforce_eos=options["enforce_eos"],
+        enforce_bos=options["enforce_bos"],
+    )
+
+
+def _task(made: dict[str, Any]) -> Task:
+    return Task(
+        Path(made["folder"]),
+        Path(made["staged"]),
+        made["identity"],
+        made["storage"],
+        made["skip"],
+        made["read_soon"],
+        None if made["now"] is None else tuple(made["now"]),
+    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from actshard._jsonl import interrupted, lines
 from actshard.errors import ArgumentError, FormatError, MissingFileError, NotAFileError, from_os
 
 KINDS = (".jsonl", ".json", ".parquet")
@@ -235,12 +236,8 @@ def _no_object(number: int, value: Any, what: str) -> RowProblem:
 
 
 def _lines(stream: IO[bytes], path: Path) -> Iterator[Record]:
-    number = 0
     loads = json.loads
-    while line := stream.readline(_LONGEST_LINE + 1):
-        number += 1
-        if len(line) > _LONGEST_LINE:
-            raise FormatError(f"line {number}: expected at most {_LONGEST_LINE} bytes", path=path)
+    for number, line in lines(stream, path, _LONGEST_LINE):
         try:
             record = loads(line.decode("utf-8").rstrip("\r\n"))
         except json.JSONDecodeError as error:
@@ -259,8 +256,7 @@ def _lines(stream: IO[bytes], path: Path) -> Iterator[Record]:
 def _why(line: bytes, error: json.JSONDecodeError) -> str:
     if not line.strip():
         return "expected a JSON object, found a blank line"
-    whole = "" if line.endswith(b"\n") else " (the file ends in this line: was its writer interrupted?)"
-    return f"expected a JSON object: {error.msg} at character {error.pos + 1}{whole}"
+    return f"expected a JSON object: {error.msg} at character {error.pos + 1}{interrupted(line)}"
 
 
 def _share_of(size: int, tell: Callable[[int], object] | None) -> Callable[[int, int], object]:
