@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import actshard
+from actshard import formats
 from actshard.errors import ActshardError, UnknownFormatError, boundary
 
 app = typer.Typer(
@@ -28,7 +29,9 @@ app = typer.Typer(
 PathArgument = Annotated[
     Path, typer.Argument(help="The dataset's folder, or a folder that holds datasets.", show_default=False)
 ]
-FormatOption = Annotated[str | None, typer.Option("--format", help="saev, lmprobe, ...; detected if not given.")]
+FormatOption = Annotated[
+    str | None, typer.Option("--format", help=f"{', '.join(formats.names())}; detected if not given.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -139,9 +142,10 @@ def _layers_named(store: actshard.Store, words: str) -> Any:
 def convert_command(
     source: Annotated[Path, typer.Argument(help="The dataset to convert.", show_default=False)],
     target: Annotated[
-        Path | None, typer.Argument(help="The folder to make; for saev the folder of dumps.", show_default=False)
+        Path | None,
+        typer.Argument(help="The folder to make; formats that name their datasets make one in it.", show_default=False),
     ] = None,
-    to: Annotated[str, typer.Option("--to", help="saev, lmprobe, zarr or pickle.")] = "",
+    to: Annotated[str, typer.Option("--to", help=f"{', '.join(formats.written())}.")] = "",
     layer: Annotated[
         str, typer.Option(help="Layers to take: names with commas; -1=23 renames. All if not given.")
     ] = "",

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from actshard.cli._format import console, one_line, show_facts, size
 from actshard.errors import ActshardError, MissingExtraError
+from actshard.finding import of_tokens
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 
@@ -23,7 +24,7 @@ def about(cache: TokenCache) -> dict[str, Any]:
     lengths = np.diff(cache.view(cache.token_field).offsets) if len(cache) else np.zeros(0, np.int64)
     files = [f for f in cache.path.rglob("*") if f.is_file()]
     return {
-        "format": "levanter",
+        "format": of_tokens(),
         "path": str(cache.path),
         "layout": cache.ledger.layout,
         "rows": len(cache),
@@ -51,7 +52,7 @@ def show_info(cache: TokenCache) -> None:
     found = about(cache)
     low, high = found["tokens_per_row"]
     lines: list[tuple[str, Any]] = [
-        ("format", f"levanter token cache, {found['layout']}"),
+        ("format", f"{found['format']} token cache, {found['layout']}"),
         ("path", escape(found["path"])),
         ("rows", f"{found['rows']:,}"),
         (

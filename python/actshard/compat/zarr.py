@@ -25,7 +25,8 @@ from actshard import _arguments
 from actshard._arguments import name_of
 from actshard._native import Rows
 from actshard.errors import ActshardWarning, ArgumentError, NotStoredError, OutOfRangeError
-from actshard.formats.zarr.arrays import ArrayMeta, ZarrStore, read_array
+from actshard.formats.zarr.arrays import ZarrStore, native, read_array
+from actshard.formats.zarr.meta import ArrayMeta
 from actshard.formats.zarr.read import members_of
 from actshard.location import network_io
 
@@ -293,7 +294,7 @@ class Array:
             metas, first = self._metas, self._metas[0]
             assert first.dtype is not None
             self._rows = Rows.chunked(
-                [m.native() for m in metas],
+                [native(m) for m in metas],
                 [(m.shape[0], [k]) for k, m in enumerate(metas)],
                 [self._lengths()],
                 num_groups=self.shape[1],

@@ -10,9 +10,7 @@ import json
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,16 @@ from numpy.typing import NDArray
 
 from actshard import _native
 from actshard._arguments import NUMPY_BY_NAME
-from actshard._json import Fields, exists, read_json, show
+from actshard._json import Fields, exists, show
 from actshard.codes import Remark
 from actshard.errors import (
-    ActshardError,
     FormatError,
     MissingFileError,
-    NotAFileError,
     TruncatedFileError,
     UnsupportedError,
     from_os,
 )
+from actshard.formats.zarr.meta import ArrayMeta, json_mapping, json_object
 from actshard.formats.zarr.package import PackageArray
 
 MOST_UNSTORED = 256 << 20
@@ -51,150 +48,31 @@ _V3_TYPES = {
 }
 
 
-@dataclass(frozen=True)
-class ArrayMeta:
-    """What an array's metadata say."""
-
-    store: Path
-    node: str
-    """Its path in the store, such as ``arrays/activations``."""
-    metadata: Path
-    shape: tuple[int, ...]
-    chunks: tuple[int, ...]
-    """The shape of what is read at once: a chunk, or a chunk inside a shard."""
-    dtype: np.dtype[Any] | None
-    """In native order; None for strings of any length."""
-    swapped: bool
-    fill: Any
-    prefix: str
-    separator: str
-    how: str
-    """"" if a chunk's file is the chunk, in C order; else what has to be undone, in words."""
-    inner: bool
-    """Chunks are those inside shards."""
-    codecs: tuple[str, ...]
-    """Names of all codecs, those inside shards included."""
-    outer: tuple[int, ...]
-    """The shape of a file: a chunk, or a shard."""
-    json: bytes
-    """The metadata as they were read, less attributes."""
-
-    @property
-    def folder(self) -> Path:
-        """Where chunk files are."""
-        return self.store / self.node
-
-    def decoded_by(self) -> tuple[Path, bytes, bool] | Callable[[list[int]], bytes | None] | None:
-        """Who decodes its chunks: nobody, the core, or a function that asks the zarr package.
-
-        Raises:
-            MissingExtraError: it has to be the package, which is not installed.
-        """
-        if not self.how:
-            return None
-        why = _native.zarr_problem(self.folder, self.json)
-        return (self.folder, self.json, self.inner) if why is None else PackageArray(self, why).chunk
-
-    def chunk_files(self) -> dict[tuple[int, ...], int]:
-        """Sizes of the chunk files (shards) that are there, by their places in the grid. Lists folders; opens nothing.
-
-        Raises:
-            NotAFileError: a folder, a named pipe or another special file stands in place of a chunk.
-            FileAccessError: a folder cannot be listed, or a chunk cannot be looked at.
-        """
-        found: dict[tuple[int, ...], int] = {}
-        dims = len(self.shape)
-        if dims == 0:
-            path = self.folder / (self.prefix.rstrip("./") or "0")
-            try:
-                found[()] = _size(path.stat(), path)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                if isinstance(error, ActshardError):
-                    raise
-                raise from_os(error, path, "look at") from error
-            return found
-        nested = self.separator == "/"
-        folders: list[tuple[Path, tuple[int, ...]]] = [
-            (self.folder / self.prefix.rstrip("/") if nested else self.folder, ())
-        ]
-        while folders:
-            folder, place = folders.pop()
-            try:
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        parts = [entry.name] if nested else entry.name.removeprefix(self.prefix).split(".")
-                        if not all(_INDEX.fullmatch(part) for part in parts):
-                            continue
-                        at = (*place, *map(int, parts))
-                        if nested and len(at) < dims:
-                            folders.append((Path(entry.path), at))
-                        elif len(at) == dims:
-                            try:
-                                found[at] = _size(entry.stat(), Path(entry.path))
-                            except FileNotFoundError:  # removed since, or a link to nothing: as for a reader
-                                continue
-                            except OSError as error:
-                                if isinstance(error, ActshardError):
-                                    raise
-                                raise from_os(error, Path(entry.path), "look at") from error
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                if isinstance(error, ActshardError):
-                    raise
-                raise from_os(error, folder, "look into") from error
-        return found
-
-    def path_of(self, place: tuple[int, ...]) -> Path:
-        """The file of a chunk (a shard)."""
-        return self.folder / (
-            self.prefix + self.separator.join(map(str, place)) if place else (self.prefix.rstrip("./") or "0")
-        )
-
-    def native(self) -> tuple[Any, ...]:
-        """As the native half's ``Rows.chunked`` takes an array of four dimensions."""
-        return (
-            self.folder,
-            self.metadata,
-            self.prefix,
-            self.separator,
-            list(self.shape),
-            list(self.chunks),
-            self.fill_bytes(),
-            self.swapped,
-            self.decoded_by(),
-        )
-
-    def attributes(self) -> dict[str, Any]:
-        """The array's attributes, read when asked for: version 2 keeps them in a file of their own."""
-        path = self.folder / ("zarr.json" if self.metadata.name == "zarr.json" else ".zattrs")
-        if not exists(path):
-            return {}
-        value = _object(path)
-        return _mapping(value, "attributes", path) if path.name == "zarr.json" else value
-
-    def fill_bytes(self) -> bytes:
-        """The fill value as one element in native order."""
-        assert self.dtype is not None
-        return np.array([self.fill], self.dtype).tobytes()
-
-    def error(self, what: str, field: str | None = None) -> FormatError:
-        """About this array's metadata, or one field of them."""
-        if field is None:
-            return FormatError(what, path=self.metadata)
-        return FormatError(f"field '{field}': {what}", path=self.metadata, code="metadata")
+def native(meta: ArrayMeta) -> tuple[Any, ...]:
+    """As the native half's ``Rows.chunked`` takes an array of four dimensions."""
+    return (
+        meta.folder,
+        meta.metadata,
+        meta.prefix,
+        meta.separator,
+        list(meta.shape),
+        list(meta.chunks),
+        meta.fill_bytes(),
+        meta.swapped,
+        _decoded_by(meta),
+    )
 
 
-_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
+def _decoded_by(meta: ArrayMeta) -> tuple[Path, bytes, bool] | Callable[[list[int]], bytes | None] | None:
+    """The decoder of an array's chunks: none, the core, or a function that asks the zarr package.
 
-
-def _size(found: os.stat_result, path: Path) -> int:
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a special file"
-        raise NotAFileError(f"expected a regular file, a chunk, found {kind}", path=path)
-    return found.st_size
+    Raises:
+        MissingExtraError: it has to be the package, which is not installed.
+    """
+    if not meta.how:
+        return None
+    why = _native.zarr_problem(meta.folder, meta.json)
+    return (meta.folder, meta.json, meta.inner) if why is None else PackageArray(meta, why).chunk
 
 
 class ZarrStore:
@@ -208,16 +86,16 @@ class ZarrStore:
         self._consolidated: dict[str, Any] = {}
         self._consolidated_in = path / (".zmetadata" if self.version == 2 else "zarr.json")
         if self.version == 3:
-            root = _object(path / "zarr.json")
-            self.attributes = _mapping(root, "attributes", path / "zarr.json")
+            root = json_object(path / "zarr.json")
+            self.attributes = json_mapping(root, "attributes", path / "zarr.json")
             consolidated = root.get("consolidated_metadata")
             if isinstance(consolidated, dict):
-                self._consolidated = _mapping(consolidated, "metadata", path / "zarr.json")
+                self._consolidated = json_mapping(consolidated, "metadata", path / "zarr.json")
         else:
             if exists(path / ".zmetadata"):
-                self._consolidated = _mapping(_object(path / ".zmetadata"), "metadata", path / ".zmetadata")
+                self._consolidated = json_mapping(json_object(path / ".zmetadata"), "metadata", path / ".zmetadata")
             if exists(path / ".zattrs"):
-                self.attributes = _object(path / ".zattrs")
+                self.attributes = json_object(path / ".zattrs")
                 listed = self._consolidated.get(".zattrs", self.attributes)
                 if listed != self.attributes:
                     self.warnings.append(
@@ -236,7 +114,7 @@ class ZarrStore:
         key = f"{node}/{name}" if self.version == 2 else node
         listed = self._consolidated.get(key)
         if exists(own):
-            value = _object(own)
+            value = json_object(own)
             if listed is not None and not _same(listed, value):
                 self.warnings.append(
                     Remark(
@@ -273,17 +151,6 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself
         return False
-
-
-def _object(path: Path) -> dict[str, Any]:
-    return Fields(read_json(path), path).value
-
-
-def _mapping(value: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
-    found = value.get(name, {})
-    if not isinstance(found, dict):
-        raise FormatError(f"field '{name}': expected an object, found {show(found)}", path=path, code="metadata")
-    return found
 
 
 def _same(a: Any, b: Any) -> bool:

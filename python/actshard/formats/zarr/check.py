@@ -14,7 +14,8 @@ import numpy as np
 from actshard._json import Fields, exists, read_json
 from actshard.errors import ActshardError, from_os
 from actshard.formats.report import Report
-from actshard.formats.zarr.arrays import ArrayMeta, read_whole
+from actshard.formats.zarr.arrays import read_whole
+from actshard.formats.zarr.meta import ArrayMeta
 from actshard.formats.zarr.read import Member, by_i, is_group, stores_in
 
 

@@ -19,7 +19,7 @@ from actshard import _native
 from actshard.errors import ActshardError, FormatError, MissingExtraError, NotAFileError, UnsupportedError, from_os
 
 if TYPE_CHECKING:
-    from actshard.formats.zarr.arrays import ArrayMeta
+    from actshard.formats.zarr.meta import ArrayMeta
 
 
 _NUMBERS = ("astype", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle", "transpose")

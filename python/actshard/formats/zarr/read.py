@@ -55,7 +55,8 @@ from actshard.errors import (
 )
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
-from actshard.formats.zarr.arrays import ArrayMeta, Spare, ZarrStore, read_constant, read_whole
+from actshard.formats.zarr.arrays import Spare, ZarrStore, native, read_constant, read_whole
+from actshard.formats.zarr.meta import ArrayMeta
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -177,7 +178,7 @@ def open(path: Path, options: Options) -> Contents:
         for m0 in (parts[0],)
     ]
     rows = Rows.chunked(
-        [a.native() for a in arrays],
+        [native(a) for a in arrays],
         [(m.n, [next(numbers) for _ in m.arrays]) for m in members],
         lengths,
         num_groups=first.num_layers,

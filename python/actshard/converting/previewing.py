@@ -1,0 +1,155 @@
+"""``actshard convert --dry-run``: what a conversion would write and lose, without writing it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from actshard import _arguments, formats
+from actshard.converting.planning import (
+    OVERFLOW,
+    Loss,
+    ask,
+    checked,
+    fitted,
+    labels_for,
+    losses,
+    settle,
+    source,
+)
+from actshard.converting.running import overflowed, overflows
+from actshard.errors import ActshardError, ArgumentError, NotStoredError, boundary
+from actshard.formats.target import Target
+from actshard.store import Store
+
+_ROWS_LOOKED_AT = 256 << 20
+"""Bytes of rows of which a plan counts the values that overflow."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion to one format writes."""
+
+    format: str
+    path: Path
+    examples: int
+    layers: tuple[int, ...]
+    rows: int
+    dtype: str | None
+    shards: int
+    """Files that hold rows."""
+    files: int
+    """All files: what it takes of the file system's inodes."""
+    bytes: int
+    """Of rows with what surrounds them; before compression."""
+    losses: tuple[Loss, ...]
+    refused: str | None = None
+    """Why it cannot be done like this, and what to do; None if it can."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        made = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return made | {
+            "path": str(self.path),
+            "layers": list(self.layers),
+            "losses": [x.as_dict() for x in self.losses],
+        }
+
+
+def plan(
+    src: Any,
+    dst: str | os.PathLike[str],
+    format: str | None = None,
+    *,
+    layers: Sequence[int] | Mapping[int, int] | None = None,
+    examples: ArrayLike | slice | None = None,
+    tokens: str = "all",
+    dtype: DTypeLike | None = None,
+    pad: bool = False,
+    truncate: bool = False,
+    tokens_per_example: int | None = None,
+    shard_bytes: int | str | None = None,
+    src_format: str | None = None,
+    overflow: str = "refuse",
+    **options: Any,
+) -> list[Plan]:
+    """What :func:`actshard.convert` would write: for one format, or for all (None) side by side. Nothing is written.
+
+    Values that a narrower ``dtype`` cannot hold are counted where all rows are at most 256 MiB; of more nothing is read.
+    """
+    if not _arguments.is_one_of(overflow, OVERFLOW):
+        raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
+    root = _arguments.local_path(dst, "dst")
+    with boundary(root, "convert"):
+        store = source(src, src_format, "auto")
+        return [
+            _plan(
+                store,
+                root,
+                name,
+                format is not None,
+                {"layers": layers, "examples": examples, "tokens": tokens, "pad": pad, "truncate": truncate},
+                {
+                    "dtype": dtype,
+                    "tokens_per_example": tokens_per_example,
+                    "shard_bytes": shard_bytes,
+                    "metadata": None,
+                },
+                options,
+                overflow,
+            )
+            for name in ((format,) if format is not None else formats.written())
+        ]
+
+
+def _plan(
+    store: Store,
+    root: Path,
+    name: str,
+    only: bool,
+    wanted: dict[str, Any],
+    sizes: dict[str, Any],
+    options: Mapping[str, Any],
+    overflow: str,
+) -> Plan:
+    """For one format, which is the only one that is asked for, or one of all."""
+    kind = formats.get(name).target() if name in formats.written() else Target  # ask() refuses another name
+    own = {k: v for k, v in options.items() if only or k in kind.own}
+    if not kind.takes_shard_bytes and not only:
+        sizes = {**sizes, "shard_bytes": None}
+    try:
+        asked = ask(store, name, **wanted)
+        target = settle(asked, root, options=own, **sizes)
+        counts = asked.chosen(asked.stored)
+        if target.tokens is not None:
+            fitted(asked, target, counts, 0)
+            counts = np.full_like(counts, target.tokens)
+        columns = checked(asked, target)
+        lost = 0
+        if int(counts.sum()) * len(asked.layers) * store.d_model * store.dtype.itemsize <= _ROWS_LOOKED_AT:
+            lost = overflows(asked, target, asked.count)
+            if lost and overflow == "refuse":
+                raise overflowed(asked, target, lost)
+        shards, files, size = target.estimate(counts, has_labels=labels_for(asked, target) is not None)
+        return Plan(
+            name,
+            root if target.names_itself else target.place(),
+            asked.count,
+            asked.names,
+            int(counts.sum()) * len(asked.layers),
+            str(target.dtype),
+            shards,
+            files,
+            size,
+            tuple(losses(asked, target, columns, lost)),
+        )
+    except ActshardError as error:
+        if only and not isinstance(error, ArgumentError | TypeError | NotStoredError):
+            raise
+        return Plan(name, root, 0, (), 0, None, 0, 0, 0, (), refused=error.detail)

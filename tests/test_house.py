@@ -1,0 +1,264 @@
+"""The house: which floor imports which, no circles, and no format's name outside its folder."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard import formats
+from actshard.formats import registry
+from conftest import GOLDEN
+
+ROOT = Path(actshard.__file__).parent
+
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("_native", "errors", "codes"),
+    ("_arguments", "_json", "_jsonl", "location", "work"),
+    ("formats.contents", "formats.tables", "formats.target", "formats.carrying", "formats.merging", "formats.format"),
+    ("formats", "formats.registry", "formats.report"),
+    ("formats.*",),
+    ("finding",),
+    ("readable", "stats", "quality", "epochs"),
+    ("_selection", "stream"),
+    ("tokens",),
+    ("store",),
+    ("opening",),
+    ("formats.levanter",),
+    ("writing", "verifying"),
+    ("converting", "merging"),
+    ("",),  # the package itself: its public names
+    ("torch",),
+    ("compat", "cli"),
+)
+"""From the ground up. A name stands for a module and what is below it; the longest that fits counts. ``formats.*``: a format."""
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
+
+
+def imports(module: str) -> Iterator[tuple[str, int]]:
+    """Modules of ours that a module imports, wherever in it, with the line; types alone are no dependence."""
+
+    def visit(node: ast.AST) -> Iterator[tuple[str, int]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    if alias.name.partition(".")[0] == "actshard":
+                        yield alias.name.removeprefix("actshard").removeprefix("."), child.lineno
+            elif isinstance(child, ast.ImportFrom) and (child.module or "").partition(".")[0] == "actshard":
+                base = (child.module or "").removeprefix("actshard").removeprefix(".")
+                for alias in child.names:
+                    full = f"{base}.{alias.name}".removeprefix(".")
+                    yield (full if full in MODULES or full == "_native" else base), child.lineno
+            yield from visit(child)
+
+    for found, line in visit(ast.parse(MODULES[module].read_text())):
+        if found != module:
+            yield found, line
+
+
+def floor_of(module: str) -> int:
+    parts = module.split(".") if module else []
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        for number, names in enumerate(FLOORS):
+            if prefix in names and not (prefix == "formats" and n < len(parts)):
+                return number
+    known = "formats.*" if parts[:1] == ["formats"] else ""
+    if parts and not known:
+        raise AssertionError(f"{module} has no floor: add it to FLOORS")
+    return next(i for i, names in enumerate(FLOORS) if known in names)
+
+
+def test_no_module_imports_one_of_a_floor_above() -> None:
+    upward = [
+        f"{module or 'actshard'}:{line} imports {found or 'actshard'}"
+        for module in MODULES
+        for found, line in imports(module)
+        if floor_of(found) > floor_of(module)
+    ]
+    assert upward == []
+
+
+def test_formats_do_not_know_each_other() -> None:
+    folders = {name.split(".")[1] for name in MODULES if name.count(".") == 2 and name.startswith("formats.")}
+    across = [
+        f"{module}:{line} imports {found}"
+        for module in MODULES
+        for found, line in imports(module)
+        if module.startswith("formats.") and found.startswith("formats.")
+        if {module.split(".")[1], found.split(".")[1]} <= folders and module.split(".")[1] != found.split(".")[1]
+    ]
+    assert across == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    below = {module: {found for found, _ in imports(module) if found in MODULES} for module in MODULES}
+    while True:  # what imports nothing that is left is in no circle
+        free = {module for module, found in below.items() if not found & below.keys()}
+        if not free:
+            break
+        below = {module: found for module, found in below.items() if module not in free}
+    # Of the rest, those that nothing of the rest imports only lead to circles.
+    while above := below.keys() - {found for all_found in below.values() for found in all_found}:
+        below = {module: found for module, found in below.items() if module not in above}
+    assert sorted(below) == []
+
+
+NAMES = re.compile(rf"\b({'|'.join(registry.installed())})\b")
+ROOMS = ("opening", "finding", "store", "stream", "_selection", "merging", "writing", "converting", "verifying", "cli")
+
+
+def test_no_format_is_named_outside_its_folder() -> None:
+    """Docstrings may: they explain. Everything else asks the registry."""
+    found = []
+    for module, path in MODULES.items():
+        if module.partition(".")[0] not in ROOMS:
+            continue
+        tree = ast.parse(path.read_text())
+        explained = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            if node.body and isinstance(node.body[0], ast.Expr)
+        }
+        explained |= {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            texts: list[str] = []
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in explained:
+                texts = [node.value]
+            elif isinstance(node, ast.Name):
+                texts = [node.id.replace("_", " ")]
+            elif isinstance(node, ast.Attribute):
+                texts = [node.attr.replace("_", " ")]
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.arg):
+                texts = [(node.arg if isinstance(node, ast.arg) else node.name).replace("_", " ")]
+            elif isinstance(node, ast.ImportFrom):
+                texts = [(node.module or "").replace(".", " ")]
+            found += [f"{module}:{node.lineno}: {text!r}" for text in texts if NAMES.search(text)]  # type: ignore[attr-defined]
+    assert found == []
+
+
+def test_detecting_imports_no_writer() -> None:
+    """Nor pyarrow, but for a folder with a parquet index, whose metadata only pyarrow reads."""
+    code = f"""
+        import sys
+        from pathlib import Path
+        from actshard import formats
+        found = set()
+        for path in Path({str(GOLDEN)!r}).glob("*/*"):
+            if not (path / "index").exists():
+                found |= {{name for name in formats.names() if formats.get(name).detect(path).matches}}
+        assert len(found) >= 2, found
+        loaded = [name for name in sys.modules if name.startswith("actshard.formats.") and name.split(".")[-1] in
+                  ("write", "merge", "check", "columns")]
+        assert not loaded, loaded
+        assert "pyarrow" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
+
+
+PLUGIN = """
+from pathlib import Path
+
+import numpy as np
+
+from actshard._native import Rows
+from actshard.formats import Contents, Evidence, Format
+
+
+class Flat(Format):
+    name = "flat"
+    description = "files of float32 rows"
+
+    def detect(self, path):
+        found = (path / "rows.f32").exists()
+        return Evidence(found, "a folder with rows.f32", "rows.f32" if found else "none")
+
+    def open(self, path, options):
+        n = (path / "rows.f32").stat().st_size // 16
+        rows = Rows.strided(
+            [(path / "rows.f32", n)], num_examples=n, examples_per_file=n, num_groups=1, num_tokens=1, width=4, dtype="F32",
+            descr=np.dtype(np.float32), io=options.io,
+        )
+
+        def columns(names):
+            import pyarrow as pa
+
+            return pa.table({name: [] for name in names})
+
+        return Contents(
+            format=self.name, path=path, metadata={"made": "by hand"}, layers=(7,), d_model=4, dtype=np.dtype(np.float32),
+            num_examples=n, token_counts=lambda: np.ones(n, np.int64), rows=rows, column_names=(), tokens_each=1,
+            columns=columns, files=lambda: [path / "rows.f32"],
+        )
+"""
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of installed packages; formats are looked up anew before and after."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.installed.cache_clear()
+    yield tmp_path
+    registry.installed.cache_clear()
+    for name in ("flat_plugin", "broken_plugin"):
+        sys.modules.pop(name, None)
+
+
+def install(folder: Path, package: str, source: str, *points: str) -> None:
+    (folder / f"{package}.py").write_text(source)
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[actshard.formats]\n" + "\n".join(points) + "\n")
+    importlib.invalidate_caches()
+
+
+def test_another_package_adds_a_format(plugins: Path, tmp_path: Path) -> None:
+    install(plugins, "flat_plugin", PLUGIN, "flat = flat_plugin:Flat")
+    rows = np.arange(20, dtype=np.float32).reshape(5, 4)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/rows.f32").write_bytes(rows.tobytes())
+    store = actshard.open(tmp_path / "data")
+    assert store.format == "flat"
+    assert np.array_equal(store.last_tokens(7), rows)
+    assert np.array_equal(np.concatenate([b.activations for b in store.stream(7, 2)]), rows)
+    assert actshard.verify(tmp_path / "data", deep=True).format == "flat"
+    for name in formats.written():
+        made = actshard.convert(tmp_path / "data", tmp_path / name, name, verify=True).path
+        assert np.array_equal(actshard.open(made).last_tokens(7), rows)
+    assert "flat" not in formats.written()
+
+
+def test_a_format_that_cannot_be_loaded_is_a_warning(plugins: Path) -> None:
+    install(
+        plugins, "broken_plugin", "raise ZeroDivisionError('no')", "broken = broken_plugin:X", "saev = json:JSONDecoder"
+    )
+    with pytest.warns(actshard.ActshardWarning) as caught:
+        formats.names()
+    told = [str(w.message) for w in caught]
+    assert any("'broken' (broken_plugin:X) is not used: ZeroDivisionError: no" in text for text in told)
+    assert any("'saev' (json:JSONDecoder) is not used: expected an actshard.formats.Format" in text for text in told)
+    assert {"saev", "lmprobe", "zarr", "pickle"} <= set(formats.names())
