@@ -1,8 +1,7 @@
 """Making datasets: ``create``.
 
 - ``writer``: what a user appends becomes blocks of examples; ``sink``: blocks go to the disk on a thread, and are committed
-- ``target``: what a format has to say about being written; ``saev``, ``lmprobe``, ``zarr``, ``pickle`` say it
-- ``work``: the working folder: lock, journal, what is safe
+- ``formats.target``: the interface to the formats, each of which has a target of its own; ``work``: lock, journal, what is safe
 """
 
 from actshard.writing.writer import Writer, create
