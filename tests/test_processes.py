@@ -528,7 +528,7 @@ def test_every_native_function_that_can_fail_goes_through_a_gate() -> None:
     """Only constants and fields are returned without: a panic elsewhere would be an exception that no one catches."""
     plain = {"dtypes", "error_kinds", "finding_codes", "header_reasons", "num_threads", "looks"}
     plain |= {"descr", "width", "io", "batches", "items", "window", "inflated", "table_bytes", "used", "has_shapes"}
-    plain |= {"num_rows", "num_elements", "piece", "units", "take_overflows"}
+    plain |= {"num_rows", "num_elements", "piece", "units", "unit_bytes", "take_overflows"}
     plain |= {"stored_types"}  # everything but naming the types it found is behind `detached`
     plain |= {"parameters", "jax_key", "jax_fold_in", "jax_randint30"}
     found = 0

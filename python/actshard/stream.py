@@ -249,6 +249,8 @@ class Stream(Epochs[Batch]):
         if self.shuffle == "window":
             made["window"] = int(self._native.window)
             made["units"] = f"{self._native.units:016x}"
+            if self._native.unit_bytes is not None:
+                made["unit_bytes"] = self._native.unit_bytes
         return made
 
     def _fingerprint(self) -> str:

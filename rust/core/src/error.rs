@@ -3,8 +3,9 @@
 use std::any::Any;
 use std::fmt::{self, Write as _};
 use std::io;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
+
+use crate::location::Location;
 
 /// What went wrong, as a stable code. Append only: Python maps each code to one exception class, and a test holds the
 /// two lists against each other.
@@ -140,7 +141,7 @@ pub struct Error {
     /// What went wrong.
     pub kind: Kind,
     /// The file it is about.
-    pub path: Option<PathBuf>,
+    pub location: Option<Location>,
     /// The byte offset in that file.
     pub offset: Option<u64>,
     /// The named rule that was broken, where a parser has named rules.
@@ -173,7 +174,7 @@ impl Error {
     pub fn new(kind: Kind, detail: impl Into<String>) -> Error {
         Error {
             kind,
-            path: None,
+            location: None,
             offset: None,
             reason: None,
             finding: None,
@@ -185,8 +186,8 @@ impl Error {
 
     /// Names the file.
     #[must_use]
-    pub fn at(mut self, path: &Path) -> Error {
-        self.path = Some(path.to_path_buf());
+    pub fn at(mut self, location: impl Into<Location>) -> Error {
+        self.location = Some(location.into());
         self
     }
 
@@ -204,8 +205,8 @@ impl Error {
         self
     }
 
-    /// What the system said about `path`; `doing` is a verb ("open", "map", "read").
-    pub fn from_io(error: &io::Error, path: &Path, doing: &str) -> Error {
+    /// What the system said about a file; `doing` is a verb ("open", "map", "read").
+    pub fn from_io(error: &io::Error, location: impl Into<Location>, doing: &str) -> Error {
         let kind = match error.kind() {
             io::ErrorKind::NotFound => Kind::NotFound,
             io::ErrorKind::IsADirectory | io::ErrorKind::NotADirectory => Kind::NotAFile,
@@ -228,7 +229,7 @@ impl Error {
             }
             _ => format!("cannot {doing}: {error}"),
         };
-        let mut made = Error::new(kind, detail).at(path);
+        let mut made = Error::new(kind, detail).at(location);
         made.errno = error.raw_os_error();
         made
     }
@@ -259,8 +260,8 @@ fn write_escaped(f: &mut fmt::Formatter<'_>, text: &str) -> fmt::Result {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(path) = &self.path {
-            write_escaped(f, &path.to_string_lossy())?;
+        if let Some(location) = &self.location {
+            write_escaped(f, &location.to_string())?;
             f.write_str(": ")?;
         }
         if let Some(offset) = self.offset {
@@ -273,6 +274,8 @@ impl fmt::Display for Error {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     #[test]

@@ -2,11 +2,11 @@
 //!
 //! The floors. Each uses only those above it in this list (`tests/floors.rs` holds them); no files use each other in a circle.
 //!
-//! 1. [`error`]: how anything here fails. [`dtype`]: element types and casts. [`memory`]: blocks that are used again.
+//! 1. [`location`]: the name of a file or an object. [`error`]: how anything here fails. [`dtype`]: element types and casts. [`memory`]: blocks that are used again.
 //!    [`threads`]: one pool, one way of handing out parts.
-//! 2. [`source`]: where bytes lie, mapped or read in place. [`codec`]: decoding, with one cache of what was decoded.
-//! 3. [`parse`]: files not to be trusted. [`layout`]: the map from (group, example, token) to an [`layout::Address`], a file
-//!    and a row in it. A *group* is what a format stores apart for each example: a layer, usually.
+//! 2. [`source`]: where bytes lie, behind one trait: files of this machine, mapped or read in place, or anything else. [`codec`]: decoding, with one cache of what was decoded.
+//! 3. [`layout`]: the map from (group, example, token) to an [`layout::Address`], a file and a row in it. [`parse`]: files not
+//!    to be trusted. A *group* is what a format stores apart for each example: a layer, usually.
 //! 4. [`files`]: the numbered files of a dataset, opened on demand and proven to hold the rows that they held when opened:
 //!    listed ([`files::table`]), named by arithmetic ([`files::chunks`]), or found inside pickles ([`files::shards`]).
 //! 5. [`gather`]: many rows at once, sorted, hinted and copied or cast straight into the caller's memory.
@@ -29,6 +29,7 @@ pub mod error;
 pub mod files;
 pub mod gather;
 pub mod layout;
+pub mod location;
 pub mod memory;
 pub mod parse;
 pub mod rows;

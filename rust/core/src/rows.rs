@@ -10,7 +10,7 @@ use crate::files::chunks::ChunkFiles;
 use crate::files::open::View;
 use crate::files::shards::{Shards, TYPES as TYPES_OF_SHARDS};
 use crate::files::table::FileTable;
-use crate::gather::{Ints, Out, Pick, Source, gather, hint};
+use crate::gather::{Ints, Origin, Out, Pick, gather, hint};
 use crate::layout::chunked::Chunked;
 use crate::layout::row::Row;
 use crate::layout::spans::Spans;
@@ -116,6 +116,17 @@ impl Rows {
         }
     }
 
+    /// Bytes that the sources wish a window to read in one go; `None` for files of this machine.
+    pub fn unit_bytes(&self) -> Option<u64> {
+        match self {
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => {
+                files.wishes().map(|w| w.unit_bytes)
+            }
+            Rows::Chunked(files, _) => files.wishes().map(|w| w.unit_bytes),
+            Rows::Shards(..) => None,
+        }
+    }
+
     /// What is best read together.
     pub fn units(&self) -> Result<Units> {
         Ok(match self {
@@ -188,10 +199,10 @@ impl Rows {
     pub fn hint(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize) {
         let only = 0..u64::MAX;
         match self {
-            Rows::Strided(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
-            Rows::Spans(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
-            Rows::Table(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
-            Rows::Chunked(files, layout) => hint(&Source { files, layout, groups, only }, pick, items),
+            Rows::Strided(files, layout) => hint(&Origin { files, layout, groups, only }, pick, items),
+            Rows::Spans(files, layout) => hint(&Origin { files, layout, groups, only }, pick, items),
+            Rows::Table(files, layout) => hint(&Origin { files, layout, groups, only }, pick, items),
+            Rows::Chunked(files, layout) => hint(&Origin { files, layout, groups, only }, pick, items),
             Rows::Shards(..) => {}
         }
     }
@@ -209,16 +220,16 @@ impl Rows {
         let only = 0..u64::MAX;
         match self {
             Rows::Strided(files, layout) => {
-                gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
+                gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Table(files, layout) => {
-                gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
+                gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Spans(files, layout) => {
-                gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
+                gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Chunked(files, layout) => {
-                gather(&Source { files, layout, groups, only }, pick, items, cast, out, watch)
+                gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Shards(shards, asked) => {
                 let examples = &mut (0..items).map(|i| pick.example(i));
@@ -235,7 +246,7 @@ impl Rows {
                         prepared.hold(wave, &mut *watch)?;
                     }
                     let cast = cast.reading(prepared.select(classes.first().copied().unwrap_or(own)))?;
-                    let source = Source { files: &prepared, layout: &prepared, groups, only };
+                    let source = Origin { files: &prepared, layout: &prepared, groups, only };
                     return gather(&source, pick, items, cast, out, watch);
                 }
                 for wave in waves.drain(..) {
@@ -243,7 +254,7 @@ impl Rows {
                     for class in &classes {
                         let cast = cast.reading(prepared.select(*class))?;
                         let only = prepared.only(&wave);
-                        let source = Source { files: &prepared, layout: &prepared, groups, only };
+                        let source = Origin { files: &prepared, layout: &prepared, groups, only };
                         gather(&source, pick, items, cast, out.reborrow(), &mut *watch)?;
                     }
                 }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use actshard_core::dtype::Cast;
 use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
-use actshard_core::gather::{Ints, Out, Pick, Source, gather};
+use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::source::Io;
 use actshard_core::{DType, Kind, Result};
@@ -169,7 +169,7 @@ proptest! {
         }
         for (group, want) in want.iter().enumerate() {
             let mut out = vec![0xaa; e.len() * width as usize * 4];
-            let source = Source { files: &files, layout: &layout, groups: Ints::One(group as i64), only: 0..u64::MAX };
+            let source = Origin { files: &files, layout: &layout, groups: Ints::One(group as i64), only: 0..u64::MAX };
             let pick = Pick::Tokens { examples: Ints::Each(&e), tokens: Ints::Each(&t) };
             let cast = Cast::between(DType::U32, DType::U32).unwrap();
             gather(&source, pick, e.len(), cast, Out::Dense(&mut out), &mut || false).unwrap();

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use actshard_core::dtype::Cast;
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
-use actshard_core::gather::{Ints, Out, Pick, Source, gather};
+use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::layout::strided::Strided;
 use actshard_core::source::Io;
 use actshard_core::{DType, Kind, Result};
@@ -24,7 +24,7 @@ fn dataset(folder: &Path, examples: u64, width: u64, io: Io) -> (FileTable, Stri
         let values = (0..rows * width).flat_map(|i| ((f * 1_000_000) as f32 + i as f32).to_le_bytes());
         let path = folder.join(format!("{f}.bin"));
         fs::write(&path, values.collect::<Vec<u8>>()).unwrap();
-        files.push(RowFile { path, rows: RowsIn::Raw(rows) });
+        files.push(RowFile { location: path.into(), rows: RowsIn::Raw(rows) });
     }
     let table = FileTable::new(files, width, DType::F32, io).unwrap();
     (table, Strided::new(examples, PER_FILE, GROUPS, TOKENS).unwrap())
@@ -40,7 +40,7 @@ fn expected(width: u64, group: u64, example: i64, token: i64) -> Vec<f32> {
 fn run(files: &FileTable, layout: &Strided, group: usize, pick: Pick<'_>, items: usize, out: &mut [u8]) -> Result<()> {
     let cast = Cast::between(DType::F32, DType::F32)?;
     gather(
-        &Source { files, layout, groups: Ints::One(group as i64), only: 0..u64::MAX },
+        &Origin { files, layout, groups: Ints::One(group as i64), only: 0..u64::MAX },
         pick,
         items,
         cast,

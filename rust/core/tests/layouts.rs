@@ -5,14 +5,17 @@
 use std::fs;
 use std::path::Path;
 
+use std::sync::Arc;
+
 use actshard_core::dtype::Cast;
 use actshard_core::files::Files;
 use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
-use actshard_core::gather::{Ints, Out, Pick, Source, gather};
+use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::layout::Layout;
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::table::{Table, TableBuilder};
+use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::source::Io;
 use actshard_core::{DType, Kind, Result};
 use half::{bf16, f16};
@@ -56,7 +59,7 @@ fn both<L: Layout>(
 ) -> Result<(Vec<u8>, Vec<u8>)> {
     let cast = Cast::between(files.row().dtype, to)?;
     let row = files.row().width * to.size().unwrap();
-    let source = Source { files, layout, groups, only: 0..u64::MAX };
+    let source = Origin { files, layout, groups, only: 0..u64::MAX };
     let mut dense = vec![0xa5; rows * row];
     gather(&source, pick, items, cast, Out::Dense(&mut dense), &mut || false)?;
     let mut memory = vec![0xa5; rows * row];
@@ -83,7 +86,7 @@ fn shards(folder: &Path, groups: u64, rows: &[u64], width: u64, dtype: DType, io
             let path = folder.join(format!("{g}_{s}.safetensors"));
             fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &other, &data].concat())
                 .unwrap();
-            files.push(RowFile { path, rows: RowsIn::Tensor("acts".to_owned()) });
+            files.push(RowFile { location: path.into(), rows: RowsIn::Found(Arc::new(TensorRows("acts".to_owned()))) });
         }
     }
     FileTable::new(files, width, dtype, io).unwrap()

@@ -34,7 +34,7 @@ fn dataset(folder: &Path, io: Io) -> Rows {
         let path = folder.join(format!("{f}"));
         let numbers = (f * PER_FILE..(f + 1) * PER_FILE).flat_map(|r| std::iter::repeat_n(r as f32, WIDTH as usize));
         fs::write(&path, numbers.flat_map(f32::to_le_bytes).collect::<Vec<u8>>()).unwrap();
-        RowFile { path, rows: RowsIn::Raw(PER_FILE) }
+        RowFile { location: path.into(), rows: RowsIn::Raw(PER_FILE) }
     });
     let files = FileTable::new(files.collect(), WIDTH, DType::F32, io).unwrap();
     Rows::Strided(files, Strided::new(FILES * PER_FILE, PER_FILE, 1, 1).unwrap())
@@ -126,7 +126,8 @@ fn stream(rows: Arc<Rows>, shuffle: Shuffle, units: &Units) -> Arc<Stream> {
         groups: vec![0],
         interleaved: false,
         window: 300,
-        piece: 8,
+        unit_bytes: 8,
+        row_bytes: 1,
     };
     let selection = Selection::same(rows.examples(), 0, 1).unwrap();
     let plan = Plan::new(settings, selection, units).unwrap();

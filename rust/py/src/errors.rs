@@ -1,7 +1,9 @@
 //! The core's errors become the exceptions of `actshard.errors`, which owns the map from kind to class.
 
+use std::ffi::OsString;
 use std::sync::Arc;
 
+use actshard_core::location::Location;
 use actshard_core::{Carried, Error, Finding, Kind};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -26,7 +28,7 @@ pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
     let made = MAKE
         .get_or_try_init(py, || py.import("actshard.errors")?.getattr("from_native").map(Bound::unbind))
         .and_then(|make| {
-            let path = error.path.as_ref().map(|p| p.as_os_str());
+            let path = error.location.as_ref().map(path_of);
             let code = error.finding.map(Finding::code);
             make.bind(py).call1((error.kind.code(), &error.detail, path, error.offset, error.reason, error.errno, code))
         });
@@ -39,4 +41,9 @@ pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
             fallback
         }
     }
+}
+
+/// A location as Python names it.
+pub fn path_of(location: &Location) -> OsString {
+    location.path().map_or_else(|| location.to_string().into(), |path| path.as_os_str().to_os_string())
 }

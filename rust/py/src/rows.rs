@@ -13,6 +13,7 @@ use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::spans::{Part, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::TableBuilder;
+use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::Rows as Dataset;
 use actshard_core::source::Io;
 use actshard_core::{Error, Kind};
@@ -173,7 +174,10 @@ impl Rows {
         detach::guarded(py, || {
             let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
             let made = detach::detached(py, |_| {
-                let files = files.into_iter().map(|(path, rows)| RowFile { path, rows: RowsIn::Raw(rows) }).collect();
+                let files = files
+                    .into_iter()
+                    .map(|(path, rows)| RowFile { location: path.into(), rows: RowsIn::Raw(rows) })
+                    .collect();
                 let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
                 Ok(Dataset::Strided(FileTable::new(files, width, dtype, io)?, layout))
             })?;
@@ -198,7 +202,13 @@ impl Rows {
         detach::guarded(py, || {
             let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
             let made = detach::detached(py, |_| {
-                let files = files.into_iter().map(|(path, key)| RowFile { path, rows: RowsIn::Tensor(key) }).collect();
+                let files = files
+                    .into_iter()
+                    .map(|(path, key)| RowFile {
+                        location: path.into(),
+                        rows: RowsIn::Found(Arc::new(TensorRows(key))),
+                    })
+                    .collect();
                 // Another thread may be adding addresses, without the GIL.
                 let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let table = builder.ok_or_else(used)?.finish(num_groups)?;
@@ -240,7 +250,10 @@ impl Rows {
                 let layout = Spans::new(num_groups, files.len(), parts)?;
                 let files = files
                     .into_iter()
-                    .map(|(path, start, rows, swapped)| RowFile { path, rows: RowsIn::At { start, rows, swapped } })
+                    .map(|(path, start, rows, swapped)| RowFile {
+                        location: path.into(),
+                        rows: RowsIn::At { start, rows, swapped },
+                    })
                     .collect();
                 Ok(Dataset::Spans(FileTable::new(files, width, dtype, io)?, layout))
             })?;

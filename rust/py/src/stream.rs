@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use actshard_core::dtype::DType;
 use actshard_core::memory::output::Output;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
-use actshard_core::stream::plan::{Plan, Settings, Shuffle, picks_per_piece};
+use actshard_core::stream::plan::{Plan, Settings, Shuffle, UNIT_BYTES};
 use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
 use actshard_core::stream::{items_in, stats};
@@ -70,7 +70,7 @@ pub struct Stream {
 #[pymethods]
 impl Stream {
     #[new]
-    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm, given=false))]
+    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm, given=false, unit_bytes=None))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -92,6 +92,7 @@ impl Stream {
         scale: Option<PyReadonlyArray1<'_, f64>>,
         norm: Option<f64>,
         given: bool,
+        unit_bytes: Option<u64>,
     ) -> PyResult<Stream> {
         detach::guarded(py, || {
             let raise = |e: Error| errors::raise(py, &e);
@@ -140,7 +141,8 @@ impl Stream {
                 groups,
                 interleaved,
                 window: window.max(1),
-                piece: picks_per_piece(row.bytes as u64),
+                unit_bytes: unit_bytes.unwrap_or_else(|| rows.unit_bytes().unwrap_or(UNIT_BYTES)),
+                row_bytes: row.bytes as u64,
             };
             let plan = detach::detached(py, |_| Plan::new(settings, selection, &rows.units()?))?;
             let item = if stacked && !interleaved { vec![per_item, row.width] } else { vec![row.width] };
@@ -164,6 +166,12 @@ impl Stream {
     #[getter]
     fn window(&self) -> u64 {
         self.core.plan.settings.window
+    }
+
+    /// Bytes that a window reads in one go, at least; `None` where they are the usual number.
+    #[getter]
+    fn unit_bytes(&self) -> Option<u64> {
+        Some(self.core.plan.settings.unit_bytes).filter(|bytes| *bytes != UNIT_BYTES)
     }
 
     /// A digest of the units that windows are made of.

@@ -280,7 +280,8 @@ impl TokenField {
             detach::detached(py, |watch| {
                 let (mut found, mut known): (Vec<Problem>, HashSet<Problem>) = (vec![], HashSet::new());
                 let mut tell = |e: Error, absent: bool| {
-                    let problem = (e.kind.code(), e.finding.map(Finding::code), e.detail, e.path, e.offset, absent);
+                    let path = e.location.as_ref().map(|l| errors::path_of(l).into());
+                    let problem = (e.kind.code(), e.finding.map(Finding::code), e.detail, path, e.offset, absent);
                     if known.len() < MOST && known.insert(problem.clone()) {
                         found.push(problem);
                     }

@@ -23,10 +23,10 @@ use crate::files::open::{Body, OpenFile, View};
 use crate::layout::grid::Grid;
 use crate::layout::row::{Place, Row};
 use crate::memory::block::Block;
+use crate::source::Io;
 use crate::source::descriptors::open_regular;
-use crate::source::mmap::Map;
+use crate::source::local::Positioned;
 use crate::source::slots::Slots;
-use crate::source::{Io, pread};
 
 /// How a chunk's number becomes its file's name.
 #[derive(Clone, Debug)]
@@ -138,17 +138,7 @@ impl ChunkFiles {
         if self.io == Io::Pread || self.split(file) > 1 {
             return Ok(None);
         }
-        let open = self.get(file)?;
-        let Body::Read(descriptor) = open.body() else { return Ok(None) };
-        let (path, place) = (open.path(), *open.place());
-        let bytes = usize::try_from(place.end)
-            .map_err(|_| Error::new(Kind::Access, "does not fit this machine's address space").at(path))?;
-        open.check_length()?;
-        // For the length check alone: the view keeps the mapping and no descriptor.
-        let again = descriptor.try_clone().map_err(|e| Error::from_io(&e, path, "open"))?;
-        let map = Map::open(&again, bytes).map_err(|e| Error::from_io(&e, path, "map"))?;
-        let mapped = OpenFile::new(path.to_path_buf(), Body::Mapped(again, map), place.end, place);
-        View::of(&mapped, address, rows, self.row.bytes)
+        View::of(&*self.get(file)?, address, rows, self.row.bytes)
     }
 
     fn open(&self, number: u64) -> Result<OpenFile> {
@@ -166,8 +156,7 @@ impl ChunkFiles {
         match &array.content {
             Content::Plain { .. } => match open_regular(&path) {
                 Ok((file, len)) if len == end => {
-                    pread::expect_random(&file);
-                    Ok(OpenFile::new(path, Body::Read(file), len, place))
+                    Ok(OpenFile::new(Body::Stored(Box::new(Positioned::new(file, &path, len))), place))
                 }
                 Ok((_, len)) => {
                     let kind = if len < end { Kind::Truncated } else { Kind::Format };
@@ -181,7 +170,7 @@ impl ChunkFiles {
                 }
                 Err(error) if error.kind == Kind::NotFound => {
                     array.naming.check_array_is_there()?;
-                    Ok(OpenFile::new(path, Body::Fill(array.fill.clone()), 0, place))
+                    Ok(OpenFile::new(Body::Fill(path.into(), array.fill.clone()), place))
                 }
                 Err(error) => Err(error),
             },
@@ -191,9 +180,9 @@ impl ChunkFiles {
                 })?;
                 let Some(bytes) = found else {
                     array.naming.check_array_is_there()?;
-                    return Ok(OpenFile::new(path, Body::Fill(array.fill.clone()), 0, place));
+                    return Ok(OpenFile::new(Body::Fill(path.into(), array.fill.clone()), place));
                 };
-                Ok(OpenFile::new(path, Body::Memory(bytes), end, place))
+                Ok(OpenFile::new(Body::Decoded(path.into(), bytes), place))
             }
         }
     }

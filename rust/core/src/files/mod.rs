@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 use crate::layout::row::Row;
+use crate::source::Wishes;
 
 use self::open::OpenFile;
 
@@ -20,6 +21,16 @@ pub trait Files: Send + Sync {
 
     /// The file, open and long enough.
     fn get(&self, file: u64) -> Result<Arc<OpenFile>>;
+
+    /// Several files, in order; opened in parallel where opening waits for a network.
+    fn open_many(&self, files: &[u64]) -> Result<Vec<Arc<OpenFile>>> {
+        files.iter().map(|file| self.get(*file)).collect()
+    }
+
+    /// How the sources are best read; `None` where they are files of this machine.
+    fn wishes(&self) -> Option<Wishes> {
+        None
+    }
 
     /// Bits that hold any address inside a file; the bits above hold any file's number.
     fn address_bits(&self) -> u32 {

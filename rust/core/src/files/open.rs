@@ -1,57 +1,48 @@
-//! A file that is open: its body, and where the rows lie in it.
+//! A file that is open: its bytes, and where the rows lie in it.
 //!
-//! Every kind of dataset ends here. What differs is how the bytes are had (mapped, read in place, decoded into memory, or
-//! not there at all, which in a chunked array means "the fill value") and how the rows stand in them; [`Place`] says the
-//! second in five numbers.
+//! Every kind of dataset ends here. What differs is how the bytes are had (a source, decoded into memory, or not there at all,
+//! which in a chunked array means "the fill value") and how the rows stand in them; [`Place`] says the second in five numbers.
 
-use std::fs::File;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::{Error, Kind, Result};
 use crate::layout::row::Place;
+use crate::location::Location;
 use crate::memory::block::Block;
-use crate::source::Io;
-use crate::source::descriptors::Share;
 use crate::source::mmap::Map;
-use crate::source::pread;
 use crate::source::slots::Opened;
+use crate::source::{Range, Ready, Source};
 
 /// How the bytes of a file are had.
 #[derive(Debug)]
 pub enum Body {
-    /// Mapped; the descriptor stays open for questions about cached pages.
-    Mapped(File, Map),
-    /// Read in place, call by call.
-    Read(File),
+    /// As they are stored.
+    Stored(Box<dyn Source>),
     /// Decoded into memory.
-    Memory(Arc<Block>),
+    Decoded(Location, Arc<Block>),
     /// There is no such file, and the format says what that means: every element is this one.
-    Fill(Vec<u8>),
+    Fill(Location, Vec<u8>),
 }
 
 /// A file that is open, and where its rows lie.
 #[derive(Debug)]
 pub struct OpenFile {
-    path: PathBuf,
     body: Body,
-    /// Bytes the file had when it was opened; all of them are mapped.
-    len: u64,
     place: Place,
-    /// Of the process-wide budget, where there is a descriptor.
-    share: Option<Share>,
 }
 
 impl OpenFile {
-    /// A file whose `len` bytes were looked at just now. Takes a share of the descriptors that may be kept, if one is left.
-    pub fn new(path: PathBuf, body: Body, len: u64, place: Place) -> OpenFile {
-        let share = matches!(body, Body::Mapped(..) | Body::Read(_)).then(Share::take);
-        OpenFile { path, body, len, place, share }
+    /// A file whose length was looked at just now.
+    pub fn new(body: Body, place: Place) -> OpenFile {
+        OpenFile { body, place }
     }
 
-    /// The path it was opened by.
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// Where it is, or would be.
+    pub fn location(&self) -> &Location {
+        match &self.body {
+            Body::Stored(source) => source.location(),
+            Body::Decoded(location, _) | Body::Fill(location, _) => location,
+        }
     }
 
     /// How its bytes are had.
@@ -66,57 +57,34 @@ impl OpenFile {
         &self.place
     }
 
-    /// Whether whoever opened it may keep it open.
-    pub fn may_keep(&self) -> bool {
-        self.share.as_ref().is_some_and(Share::may_keep)
-    }
-
     /// The bytes, where they can be looked at.
     #[inline]
     pub fn bytes(&self) -> Option<&[u8]> {
         match &self.body {
-            Body::Mapped(_, map) => Some(map.bytes()),
-            Body::Memory(bytes) => Some(bytes),
-            Body::Read(_) | Body::Fill(_) => None,
+            Body::Stored(source) => source.bytes(),
+            Body::Decoded(_, bytes) => Some(bytes),
+            Body::Fill(..) => None,
         }
     }
 
-    /// The mapping, where there is one.
+    /// The source, where there is one.
     #[inline]
-    pub fn map(&self) -> Option<&Map> {
+    pub fn source(&self) -> Option<&dyn Source> {
         match &self.body {
-            Body::Mapped(_, map) => Some(map),
-            _ => None,
+            Body::Stored(source) => Some(&**source),
+            Body::Decoded(..) | Body::Fill(..) => None,
         }
     }
 
-    /// The descriptor, where there is one.
-    #[inline]
-    pub fn file(&self) -> Option<&File> {
-        match &self.body {
-            Body::Mapped(file, _) | Body::Read(file) => Some(file),
-            Body::Memory(_) | Body::Fill(_) => None,
-        }
+    /// Fails if the file is not what it was when it was opened.
+    pub fn unchanged(&self) -> Result<()> {
+        self.source().map_or(Ok(()), Source::unchanged)
     }
+}
 
-    /// Fails if the file is shorter than it was when opened: its mapped pages past the new end would fault.
-    pub fn check_length(&self) -> Result<()> {
-        let Some(file) = self.file() else { return Ok(()) };
-        // fstat and not File::metadata, whose statx costs twice as much; single-row reads feel it.
-        let stat = rustix::fs::fstat(file).map_err(|e| Error::from_io(&e.into(), &self.path, "look at"))?;
-        let now = u64::try_from(stat.st_size).unwrap_or(0);
-        if now < self.len {
-            return Err(Error::new(
-                Kind::Truncated,
-                format!(
-                    "was truncated after it was opened: expected {} bytes, found {now}; reopen the dataset",
-                    self.len
-                ),
-            )
-            .at(&self.path)
-            .byte(now));
-        }
-        Ok(())
+impl Opened for OpenFile {
+    fn may_keep(&self) -> bool {
+        self.source().is_some_and(Source::may_keep)
     }
 }
 
@@ -130,7 +98,7 @@ pub struct View {
 }
 
 impl View {
-    /// Rows of a mapped file; `None` where there is no map, or the rows are not one range of bytes in this machine's order.
+    /// Rows of a file that can be mapped; `None` where it cannot, or the rows are not one range of bytes in this machine's order.
     /// Cold pages are put on their way: who asks for a view is about to read it from front to back.
     pub fn of(file: &OpenFile, address: u64, rows: u64, row_bytes: usize) -> Result<Option<View>> {
         let place = *file.place();
@@ -140,20 +108,21 @@ impl View {
         let Some(begin) = place.offset(address, rows) else {
             return Err(outside(file, address, rows, ""));
         };
-        file.check_length()?;
+        file.unchanged()?;
         let (begin, end) = (begin as usize, begin as usize + rows as usize * row_bytes);
-        let (Some(map), Some(descriptor)) = (file.map(), file.file()) else { return Ok(None) };
-        if [begin, end - 1].iter().any(|at| pread::is_cached(descriptor, *at as u64) == pread::Cached::No) {
-            map.will_need(begin, end - begin);
+        let Some(source) = file.source() else { return Ok(None) };
+        let Some(map) = source.map()? else { return Ok(None) };
+        if [begin, end - 1].iter().any(|at| source.is_ready(*at as u64) == Ready::No) {
+            source.will_need(&[Range { at: begin as u64, len: (end - begin) as u64 }]);
         }
-        Ok(Some(View { map: map.clone(), begin, end }))
+        Ok(map.bytes().get(begin..end).is_some().then_some(View { map, begin, end }))
     }
 
     /// A range of a mapped file's bytes; `None` where there is no map, or the file has no such range.
-    pub fn range(file: &OpenFile, begin: usize, end: usize) -> Result<Option<View>> {
-        file.check_length()?;
-        let map = file.map().filter(|map| map.bytes().get(begin..end).is_some());
-        Ok(map.map(|map| View { map: map.clone(), begin, end }))
+    pub fn range(source: &dyn Source, begin: usize, end: usize) -> Result<Option<View>> {
+        source.unchanged()?;
+        let map = source.map()?.filter(|map| map.bytes().get(begin..end).is_some());
+        Ok(map.map(|map| View { map, begin, end }))
     }
 
     /// The bytes.
@@ -171,26 +140,5 @@ pub(crate) fn outside(file: &OpenFile, address: u64, rows: u64, whose: &str) -> 
     } else {
         format!("the index names {rows} rows at byte {address}{whose}, but the file has {} bytes", place.end)
     };
-    Error::new(Kind::Format, detail).at(file.path())
-}
-
-/// The body of a file whose rows are read where they lie, in jumps.
-pub(crate) fn map_or_read(file: File, path: &Path, len: u64, io: Io) -> Result<Body> {
-    // Also for a mapped file: the questions about cached pages go through the descriptor.
-    pread::expect_random(&file);
-    match io {
-        Io::Mmap if len > 0 => {
-            let bytes = usize::try_from(len)
-                .map_err(|_| Error::new(Kind::Access, "does not fit this machine's address space").at(path))?;
-            let map = Map::open(&file, bytes).map_err(|e| Error::from_io(&e, path, "map"))?;
-            Ok(Body::Mapped(file, map))
-        }
-        Io::Mmap | Io::Pread => Ok(Body::Read(file)),
-    }
-}
-
-impl Opened for OpenFile {
-    fn may_keep(&self) -> bool {
-        OpenFile::may_keep(self)
-    }
+    Error::new(Kind::Format, detail).at(file.location())
 }

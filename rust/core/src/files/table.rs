@@ -5,22 +5,20 @@
 //! that; see [`Slots`] for the fork.
 
 use std::collections::HashMap;
-use std::fs::File;
-use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
-use crate::files::open::{OpenFile, map_or_read};
-use crate::layout::row::{Place, Row};
-use crate::parse::safetensors;
-use crate::source::Io;
-use crate::source::descriptors::open_regular;
+use crate::files::open::{Body, OpenFile};
+use crate::layout::row::{FindRows, Found, Place, Row};
+use crate::location::Location;
+use crate::source::local::Local;
 use crate::source::slots::Slots;
+use crate::source::{Io, Source, Store, Version, Wishes};
 
 /// Where rows lie in a file.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum RowsIn {
     /// The file is rows from its first byte on; it must hold at least this many.
     Raw(u64),
@@ -33,15 +31,15 @@ pub enum RowsIn {
         /// Whether elements are in the other byte order.
         swapped: bool,
     },
-    /// The rows are this 2-D tensor of a safetensors file.
-    Tensor(String),
+    /// The file itself says where.
+    Found(Arc<dyn FindRows>),
 }
 
 /// One file of a dataset, not opened yet.
 #[derive(Clone, Debug)]
 pub struct RowFile {
     /// Where it is.
-    pub path: PathBuf,
+    pub location: Location,
     /// Which of its bytes are rows.
     pub rows: RowsIn,
 }
@@ -50,40 +48,20 @@ pub struct RowFile {
 #[derive(Debug)]
 pub struct FileTable {
     files: Vec<RowFile>,
+    store: Arc<dyn Store>,
     slots: Slots<OpenFile>,
     headers: Headers,
     row: Row,
-    io: Io,
 }
 
-/// Where a tensor lies, by the number of its file. Kept apart from descriptors: a file that was closed to make room for others
-/// is opened again in microseconds, but its header may be 100 MB of JSON.
+/// Where rows were found, by the number of their file. Kept apart from descriptors: a file that was closed to make room for others
+/// is opened again in microseconds, but its header may be 100 MB of JSON. Only ever tried and not waited for: a child forked
+/// while another thread was in here looks again.
 #[derive(Debug, Default)]
 struct Headers {
-    found: Mutex<HashMap<u64, Found>>,
+    found: Mutex<HashMap<u64, (Version, Found)>>,
     #[cfg(test)]
     parsed: std::sync::atomic::AtomicUsize,
-}
-
-/// First byte and rows of a tensor, as long as the file is the same.
-#[derive(Clone, Copy, Debug)]
-struct Found {
-    file: Identity,
-    start: u64,
-    rows: u64,
-}
-
-/// Device, inode, length, and the times of the last change of content and of metadata, in ns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Identity(u64, u64, u64, [i64; 4]);
-
-impl Identity {
-    fn of(file: &File) -> Option<Identity> {
-        use std::os::unix::fs::MetadataExt;
-        let meta = file.metadata().ok()?;
-        let times = [meta.mtime(), meta.mtime_nsec(), meta.ctime(), meta.ctime_nsec()];
-        Some(Identity(meta.dev(), meta.ino(), meta.len(), times))
-    }
 }
 
 impl Files for FileTable {
@@ -92,22 +70,50 @@ impl Files for FileTable {
     }
 
     fn get(&self, number: u64) -> Result<Arc<OpenFile>> {
-        let Some(file) = usize::try_from(number).ok().and_then(|n| self.files.get(n)) else {
-            return Err(Error::new(Kind::Internal, format!("file {number} of {}", self.files.len())));
-        };
-        self.slots.get(number, || self.open(number, file))
+        let file = self.file(number)?;
+        self.slots.get(number, || {
+            let opened = self.store.open_many(&[&file.location]).pop();
+            self.place(number, file, opened.unwrap_or_else(|| Err(not_opened(file))))
+        })
+    }
+
+    fn open_many(&self, numbers: &[u64]) -> Result<Vec<Arc<OpenFile>>> {
+        let mut open: Vec<Option<Arc<OpenFile>>> = numbers.iter().map(|number| self.slots.kept(*number)).collect();
+        let lacking: Vec<usize> = (0..numbers.len()).filter(|i| open[*i].is_none()).collect();
+        let files: Vec<&RowFile> = lacking.iter().map(|i| self.file(numbers[*i])).collect::<Result<_>>()?;
+        let locations: Vec<&Location> = files.iter().map(|file| &file.location).collect();
+        let opened = if locations.is_empty() { vec![] } else { self.store.open_many(&locations) };
+        let mut opened = opened.into_iter();
+        for (i, file) in lacking.iter().zip(files) {
+            let source = opened.next().unwrap_or_else(|| Err(not_opened(file)));
+            open[*i] = Some(self.slots.get(numbers[*i], || self.place(numbers[*i], file, source))?);
+        }
+        Ok(open.into_iter().flatten().collect())
+    }
+
+    fn wishes(&self) -> Option<Wishes> {
+        self.store.wishes()
     }
 }
 
+fn not_opened(file: &RowFile) -> Error {
+    Error::new(Kind::Internal, "a store that answered for too few files").at(&file.location)
+}
+
 impl FileTable {
-    /// A table of files with rows of `width` elements. Opens nothing.
+    /// A table of files of this machine with rows of `width` elements. Opens nothing.
     pub fn new(files: Vec<RowFile>, width: u64, dtype: DType, io: Io) -> Result<FileTable> {
+        FileTable::of(Arc::new(Local { io }), files, width, dtype)
+    }
+
+    /// A table of a store's files.
+    pub fn of(store: Arc<dyn Store>, files: Vec<RowFile>, width: u64, dtype: DType) -> Result<FileTable> {
         if files.len() >= 1 << 24 {
             return Err(Error::new(Kind::Format, format!("{} files; at most 2^24 - 1 are supported", files.len())));
         }
         let row = Row::new(width, dtype)?;
         let slots = Slots::new(files.len() as u64);
-        Ok(FileTable { files, slots, headers: Headers::default(), row, io })
+        Ok(FileTable { files, store, slots, headers: Headers::default(), row })
     }
 
     /// Number of files.
@@ -125,88 +131,49 @@ impl FileTable {
         self.slots.clear();
     }
 
-    fn open(&self, number: u64, spec: &RowFile) -> Result<OpenFile> {
-        let path = &spec.path;
-        let (file, len) = open_regular(path)?;
-        let (start, rows, swapped) = match &spec.rows {
-            RowsIn::Raw(rows) => (0, *rows, false),
-            RowsIn::At { start, rows, swapped } => (*start, *rows, *swapped),
-            RowsIn::Tensor(key) => {
-                let (start, rows) = self.find_tensor(number, &file, path, len, key)?;
-                (start, rows, false)
-            }
+    fn file(&self, number: u64) -> Result<&RowFile> {
+        let file = usize::try_from(number).ok().and_then(|n| self.files.get(n));
+        file.ok_or_else(|| Error::new(Kind::Internal, format!("file {number} of {}", self.files.len())))
+    }
+
+    /// An opened file with its rows' place, checked against its length.
+    fn place(&self, number: u64, spec: &RowFile, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
+        let source = opened?;
+        let Found { start, rows, swapped } = match &spec.rows {
+            RowsIn::Raw(rows) => Found { start: 0, rows: *rows, swapped: false },
+            RowsIn::At { start, rows, swapped } => Found { start: *start, rows: *rows, swapped: *swapped },
+            RowsIn::Found(finder) => self.find(number, &*source, &**finder)?,
         };
-        let place = Place::packed(start, rows, self.row.bytes).filter(|_| rows < 1 << 40);
-        let Some(place) = place else {
+        let (len, bytes) = (source.size(), self.row.bytes);
+        let Some(place) = Place::packed(start, rows, bytes).filter(|_| rows < 1 << 40) else {
             return Err(
-                Error::new(Kind::Format, format!("{rows} rows of {} bytes is too large", self.row.bytes)).at(path)
+                Error::new(Kind::Format, format!("{rows} rows of {bytes} bytes is too large")).at(&spec.location)
             );
         };
-        let place = place.swapped_if(swapped);
         if len < place.end {
-            return Err(Error::new(
-                Kind::Truncated,
-                match start {
-                    0 => format!(
-                        "expected at least {} bytes ({rows} rows of {} bytes), found {len}",
-                        place.end, self.row.bytes
-                    ),
-                    _ => format!(
-                        "expected at least {} bytes ({rows} rows of {} bytes from byte {start} on), found {len}",
-                        place.end, self.row.bytes
-                    ),
-                },
-            )
-            .at(path)
-            .byte(len));
+            let from = if start == 0 { String::new() } else { format!(" from byte {start} on") };
+            let need = format!("expected at least {} bytes ({rows} rows of {bytes} bytes{from})", place.end);
+            return Err(Error::new(Kind::Truncated, format!("{need}, found {len}")).at(&spec.location).byte(len));
         }
-        Ok(OpenFile::new(path.clone(), map_or_read(file, path, len, self.io)?, len, place))
+        Ok(OpenFile::new(Body::Stored(source), place.swapped_if(swapped)))
     }
 
-    /// First byte and rows of a tensor: of this very file as it was found before, or read now.
-    fn find_tensor(&self, number: u64, file: &File, path: &Path, len: u64, key: &str) -> Result<(u64, u64)> {
-        let identity = Identity::of(file);
-        // Tried and not waited for: a child forked while another thread was in here parses again.
-        let known = self.headers.found.try_lock().ok().and_then(|found| found.get(&number).copied());
-        if let Some(known) = known
-            && Some(known.file) == identity
+    /// Where rows lie: in this very file as they were found before, or looked for now.
+    fn find(&self, number: u64, source: &dyn Source, finder: &dyn FindRows) -> Result<Found> {
+        let version = source.version();
+        let known = self.headers.found.try_lock().ok().and_then(|found| found.get(&number).cloned());
+        if let (Some((of, found)), Some(version)) = (known, &version)
+            && of == *version
         {
-            return Ok((known.start, known.rows));
+            return Ok(found);
         }
-        let (start, rows) = self.read_header(file, path, len, key)?;
-        if let (Some(file), Ok(mut found)) = (identity, self.headers.found.try_lock()) {
-            found.insert(number, Found { file, start, rows });
-        }
-        Ok((start, rows))
-    }
-
-    fn read_header(&self, file: &File, path: &Path, len: u64, key: &str) -> Result<(u64, u64)> {
         #[cfg(test)]
         self.headers.parsed.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let header = safetensors::read_header(file, path, len)?;
-        let Some(tensor) = header.tensor(key) else {
-            let found: Vec<&str> = header.tensors.iter().map(|t| t.name.as_str()).take(8).collect();
-            return Err(Error::new(Kind::Format, format!("expected a tensor named '{key}', found {found:?}")).at(path));
-        };
-        if tensor.dtype != self.row.dtype {
-            return Err(Error::new(
-                Kind::Format,
-                format!(
-                    "tensor '{key}' is {}, but the dataset's first file has {}; one dataset, one dtype",
-                    tensor.dtype.name(),
-                    self.row.dtype.name()
-                ),
-            )
-            .at(path));
+        let found = finder.find(source, &self.row)?;
+        if let (Some(version), Ok(mut kept)) = (version, self.headers.found.try_lock()) {
+            kept.insert(number, (version, found));
         }
-        match tensor.shape[..] {
-            [rows, width] if width == self.row.width as u64 => Ok((header.data_start + tensor.begin, rows)),
-            _ => Err(Error::new(
-                Kind::Format,
-                format!("tensor '{key}' has shape {:?}, expected (rows, {})", tensor.shape, self.row.width),
-            )
-            .at(path)),
-        }
+        Ok(found)
     }
 }
 
@@ -215,7 +182,10 @@ impl FileTable {
 mod tests {
     use std::sync::atomic::Ordering;
 
+    use std::path::Path;
+
     use super::*;
+    use crate::parse::safetensors::TensorRows;
 
     fn write(path: &Path, skipped: usize) {
         let header = format!(
@@ -232,7 +202,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a");
         write(&path, 5);
-        let file = RowFile { path: path.clone(), rows: RowsIn::Tensor("b".to_owned()) };
+        let file = RowFile { location: (&path).into(), rows: RowsIn::Found(Arc::new(TensorRows("b".to_owned()))) };
         let table = FileTable::new(vec![file], 1, DType::U8, Io::Mmap).unwrap();
         let rows = |table: &FileTable| {
             let open = table.get(0).unwrap();

@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
+use crate::source::Source;
 
 /// What all rows of a dataset have in common.
 #[derive(Clone, Copy, Debug)]
@@ -82,4 +83,21 @@ impl Place {
     pub fn is_dense(&self) -> bool {
         self.step == self.used as u64
     }
+}
+
+/// Where rows lie in a file, as the file itself says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The first row's first byte.
+    pub start: u64,
+    /// How many.
+    pub rows: u64,
+    /// Whether elements are in the other byte order.
+    pub swapped: bool,
+}
+
+/// Looks into a file for a dataset's rows: what a format's header says, as a layout needs it.
+pub trait FindRows: std::fmt::Debug + Send + Sync {
+    /// Where rows like `row` lie. An error names the file.
+    fn find(&self, source: &dyn Source, row: &Row) -> Result<Found>;
 }

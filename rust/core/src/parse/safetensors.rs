@@ -15,14 +15,15 @@
 
 use std::cell::Cell;
 use std::fmt;
-use std::fs::File;
 use std::path::Path;
 
 use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
-use crate::source::pread;
+use crate::layout::row::{FindRows, Found, Row};
+use crate::source::local::open_to_jump;
+use crate::source::{Io, Source};
 
 /// safetensors' own cap.
 pub const MAX_HEADER: u64 = 100_000_000;
@@ -149,24 +150,63 @@ fn refuse(reason: Reason, detail: impl Into<String>) -> Error {
 
 /// Opens a file and reads its header.
 pub fn read_header_at(path: &Path) -> Result<Header> {
-    let (file, len) = crate::source::descriptors::open_regular(path)?;
-    read_header(&file, path, len)
+    read_header(&*open_to_jump(path, Io::Pread)?)
 }
 
-/// Reads and checks the header of a file of `len` bytes.
-pub fn read_header(file: &File, path: &Path, len: u64) -> Result<Header> {
-    let read = |buf: &mut [u8], at: u64| {
-        pread::read_exact_at(file, buf, at).map_err(|e| Error::from_io(&e, path, "read the header"))
+/// Reads and checks a file's header.
+pub fn read_header(source: &dyn Source) -> Result<Header> {
+    let (len, at) = (source.size(), source.location());
+    let read = |buf: &mut [u8], from: u64| {
+        source.read(from, buf).map_err(|mut e| {
+            e.detail = e.detail.replacen("cannot read:", "cannot read the header:", 1);
+            Error { offset: None, ..e }
+        })
     };
     let mut prefix = [0u8; 8];
     if len >= 8 {
         read(&mut prefix, 0)?;
     }
     // `header_len` keeps n within the file, so that a lie about it cannot make us allocate more than the file has.
-    let n = header_len(prefix, len).map_err(|e| e.at(path))?;
+    let n = header_len(prefix, len).map_err(|e| e.at(at))?;
     let mut json = vec![0u8; n];
     read(&mut json, 8)?;
-    parse(&json, len).map_err(|e| e.at(path))
+    parse(&json, len).map_err(|e| e.at(at))
+}
+
+/// A 2-D tensor of that name, as rows.
+#[derive(Clone, Debug)]
+pub struct TensorRows(pub String);
+
+impl FindRows for TensorRows {
+    fn find(&self, source: &dyn Source, row: &Row) -> Result<Found> {
+        let (key, at) = (&self.0, source.location());
+        let header = read_header(source)?;
+        let Some(tensor) = header.tensor(key) else {
+            let found: Vec<&str> = header.tensors.iter().map(|t| t.name.as_str()).take(8).collect();
+            return Err(Error::new(Kind::Format, format!("expected a tensor named '{key}', found {found:?}")).at(at));
+        };
+        if tensor.dtype != row.dtype {
+            return Err(Error::new(
+                Kind::Format,
+                format!(
+                    "tensor '{key}' is {}, but the dataset's first file has {}; one dataset, one dtype",
+                    tensor.dtype.name(),
+                    row.dtype.name()
+                ),
+            )
+            .at(at));
+        }
+        match tensor.shape[..] {
+            [rows, width] if width == row.width as u64 => {
+                Ok(Found { start: header.data_start + tensor.begin, rows, swapped: false })
+            }
+            _ => Err(Error::new(
+                Kind::Format,
+                format!("tensor '{key}' has shape {:?}, expected (rows, {})", tensor.shape, row.width),
+            )
+            .at(at)),
+        }
+    }
 }
 
 /// Parses a whole file held in memory.

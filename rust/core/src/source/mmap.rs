@@ -2,7 +2,7 @@
 //!
 //! The limits of what mapping can promise. A Rust slice over mapped bytes assumes that no process changes or truncates the
 //! file while the slice lives, and no program can force others to keep that promise. Files are opened read-only, and their
-//! length is compared with the mapped length before each gather (`OpenFile::check_length`), so that a shard
+//! length is compared with the mapped length before each gather (`Source::unchanged`), so that a shard
 //! truncated *before* a read is an error and not a SIGBUS. Rows are copied out as plain numbers: a concurrent overwrite gives
 //! mixed values. Pickles, gzip members and compressed blocks are parsed in the mapping: their parsers are written for
 //! hostile input, check every offset against the slice's length and rely on no byte being the same when read twice; libdeflate
@@ -27,7 +27,7 @@ pub struct Map {
 impl Map {
     /// Maps the first `len` bytes of `file`; `len` is not zero.
     pub fn open(file: &File, len: usize) -> io::Result<Map> {
-        // SAFETY: `file` is open for reading, and each caller (`open::map_or_read`, `ChunkFiles::view`, `Shards::stored`) took
+        // SAFETY: `file` is open for reading, and each caller (`Positioned::mapping`, `Shards::stored`) took
         // `len` from it or compared it with its length just before, so every page is backed. Truncation and overwriting by
         // others remain possible; the module header says what limits them.
         let inner = unsafe { MmapOptions::new().len(len).map(file)? };

@@ -1,10 +1,24 @@
-//! Where bytes lie: files of this machine, mapped ([`mmap`]) or read in place ([`pread`]), opened when first touched and
-//! kept open while descriptors last ([`slots`], [`descriptors`]).
+//! Where bytes lie. A [`Source`] is one file or object, open; a [`Store`] opens them. Files of this machine are mapped or read
+//! in place ([`local`]); [`scout`] and [`queue`] keep the disk busy for many reads of several sources at once. What was
+//! opened is kept while descriptors last ([`slots`], [`descriptors`]).
+//!
+//! A remote store is one more implementation of both traits: its [`Wishes`] decide how reads are planned.
 
 pub mod descriptors;
+pub mod local;
 pub mod mmap;
 pub mod pread;
+pub mod queue;
+pub mod scout;
 pub mod slots;
+
+use std::fmt::Debug;
+use std::sync::Arc;
+
+use self::mmap::Map;
+use crate::error::Result;
+use crate::location::Location;
+use crate::threads::Stop;
 
 /// How rows are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,5 +37,120 @@ impl Io {
             "pread" => Some(Io::Pread),
             _ => None,
         }
+    }
+}
+
+/// A range of a source's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// Its first byte.
+    pub at: u64,
+    /// Its length.
+    pub len: u64,
+}
+
+/// A read of a source: as many bytes from `at` on as `into` has.
+#[derive(Debug)]
+pub struct Read<'a> {
+    /// The first byte.
+    pub at: u64,
+    /// Where the bytes go.
+    pub into: &'a mut [u8],
+}
+
+/// Whether bytes can be had without waiting for a disk or a network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ready {
+    /// All of them.
+    Yes,
+    /// Not all of them.
+    No,
+    /// The source cannot tell.
+    Unknown,
+}
+
+/// What changes when the content of a source does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Version {
+    /// Of a file: device, inode, length, and the times of the last change of content and of metadata, in s and ns.
+    File(u64, u64, u64, [(i64, i64); 2]),
+    /// A store's own name for it.
+    Tag(Arc<str>),
+}
+
+/// How a source that answers slowly is best read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wishes {
+    /// Ranges this far apart, or nearer, are read as one.
+    pub gap: u64,
+    /// The largest read, in bytes; a longer range becomes several.
+    pub largest: u64,
+    /// Reads that may be on their way at the same time.
+    pub parallel: usize,
+    /// Bytes that a window stream reads in one go, at least.
+    pub unit_bytes: u64,
+}
+
+/// One file or object, open to read. A read into a caller's memory never changes the source.
+pub trait Source: Debug + Send + Sync {
+    /// Its name.
+    fn location(&self) -> &Location;
+
+    /// Bytes it had when it was opened.
+    fn size(&self) -> u64;
+
+    /// Its version now; `None` where there is none, and nothing may be kept of it.
+    fn version(&self) -> Option<Version>;
+
+    /// Its bytes, where they can be looked at.
+    fn bytes(&self) -> Option<&[u8]> {
+        None
+    }
+
+    /// A mapping of all of it that outlives the source, where there can be one.
+    fn map(&self) -> Result<Option<Map>> {
+        Ok(None)
+    }
+
+    /// Fills all places, waiting as long as it takes or until `stop` is set.
+    fn read_many(&self, reads: &mut [Read<'_>], stop: &Stop) -> Result<()>;
+
+    /// Fills a place if that needs no waiting; what is in it otherwise is undefined.
+    fn read_if_ready(&self, _read: Read<'_>) -> Result<Ready> {
+        Ok(Ready::Unknown)
+    }
+
+    /// Whether a byte can be read without waiting.
+    fn is_ready(&self, _at: u64) -> Ready {
+        Ready::Unknown
+    }
+
+    /// Starts fetching ranges, without waiting for them. A hint: it never fails.
+    fn will_need(&self, _ranges: &[Range]) {}
+
+    /// Fails if the source is not what it was when it was opened, as far as reading it would be unsafe or wrong.
+    fn unchanged(&self) -> Result<()>;
+
+    /// Whether it may be kept open.
+    fn may_keep(&self) -> bool {
+        true
+    }
+}
+
+impl dyn Source + '_ {
+    /// Reads one range.
+    pub fn read(&self, at: u64, into: &mut [u8]) -> Result<()> {
+        self.read_many(&mut [Read { at, into }], &Stop::default())
+    }
+}
+
+/// What opens sources.
+pub trait Store: Debug + Send + Sync {
+    /// Opens each, or tells why not; in parallel where opening waits for a network.
+    fn open_many(&self, locations: &[&Location]) -> Vec<Result<Box<dyn Source>>>;
+
+    /// How its sources are best read; `None` for files of this machine, which answer at once.
+    fn wishes(&self) -> Option<Wishes> {
+        None
     }
 }

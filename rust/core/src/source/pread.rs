@@ -5,47 +5,38 @@ use std::io::{self, IoSliceMut};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
+use super::Ready;
+
 /// Fills `buf` from `offset`, waiting for the disk if need be.
 pub fn read_exact_at(file: &File, buf: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(buf, offset)
 }
 
-/// What a read that must not wait found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cached {
-    /// The whole range was in the page cache and is in the buffer now.
-    Yes,
-    /// Some of it was not.
-    No,
-    /// This file system cannot tell.
-    Unknown,
-}
-
 /// Fills `buf` only if the page cache has all of it (`RWF_NOWAIT`).
-pub fn read_if_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Cached> {
+pub fn read_if_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Ready> {
     #[cfg(target_os = "linux")]
     {
         use rustix::io::{Errno, ReadWriteFlags, preadv2};
         let want = buf.len();
         match preadv2(file, &mut [IoSliceMut::new(buf)], offset, ReadWriteFlags::NOWAIT) {
-            Ok(n) if n == want => Ok(Cached::Yes),
+            Ok(n) if n == want => Ok(Ready::Yes),
             // Short: the cache ran out, or the file did; the waiting read will tell which.
-            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Ok(Cached::No),
-            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => Ok(Cached::Unknown),
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Ok(Ready::No),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => Ok(Ready::Unknown),
             Err(errno) => Err(errno.into()),
         }
     }
     #[cfg(not(target_os = "linux"))]
     {
         let _ = (file, buf, offset);
-        Ok(Cached::Unknown)
+        Ok(Ready::Unknown)
     }
 }
 
 /// Whether the byte at `offset` is in the page cache. Asked through a read that must not wait: unlike `mincore`, which
 /// answers "yes" for any file this user may not write, it tells the truth about everything this user may read.
-pub fn is_cached(file: &File, offset: u64) -> Cached {
-    read_if_cached(file, &mut [0], offset).unwrap_or(Cached::Unknown)
+pub fn is_cached(file: &File, offset: u64) -> Ready {
+    read_if_cached(file, &mut [0], offset).unwrap_or(Ready::Unknown)
 }
 
 /// Starts reading a range into the page cache without waiting for it. A hint.

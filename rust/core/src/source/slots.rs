@@ -45,18 +45,28 @@ impl<T: Opened + 'static> Slots<T> {
         Slots { slots }
     }
 
-    pub(crate) fn get(&self, number: u64, open: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
+    /// A file that is kept.
+    pub(crate) fn kept(&self, number: u64) -> Option<Arc<T>> {
         let slot = &self.slots[(number % self.slots.len() as u64) as usize];
-        if let Ok(guard) = slot.held.try_read()
-            && let Some((held, file)) = guard.as_ref()
-            && *held == number
-        {
-            // Most often it is set already, and a line that is only read stays in every processor's cache.
-            if !slot.used.load(Ordering::Relaxed) {
-                slot.used.store(true, Ordering::Relaxed);
-            }
-            return Ok(Arc::clone(file));
+        let guard = slot.held.try_read().ok()?;
+        let (held, file) = guard.as_ref()?;
+        if *held != number {
+            return None;
         }
+        // Most often it is set already, and a line that is only read stays in every processor's cache.
+        if !slot.used.load(Ordering::Relaxed) {
+            slot.used.store(true, Ordering::Relaxed);
+        }
+        Some(Arc::clone(file))
+    }
+
+    /// A file that is kept, or else opened now.
+    #[inline]
+    pub(crate) fn get(&self, number: u64, open: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
+        if let Some(kept) = self.kept(number) {
+            return Ok(kept);
+        }
+        let slot = &self.slots[(number % self.slots.len() as u64) as usize];
         let file = Arc::new(open()?);
         if file.may_keep()
             && let Ok(mut guard) = slot.held.try_write()

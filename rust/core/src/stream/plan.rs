@@ -16,7 +16,7 @@
 //! # The format of a stream's state
 //!
 //! A state names the dataset, the settings and a batch; everything else follows. Beside the settings, these numbers decide the
-//! orders of [`Shuffle::Window`], so they are part of a state's format and never change: [`PIECE_BYTES`] and [`picks_per_piece`]
+//! orders of [`Shuffle::Window`], so they are part of a state's format and never change: [`Settings::unit_bytes`] ([`UNIT_BYTES`] unless a state or a source says otherwise)
 //! (where units are cut), [`ITEM_BYTES`] and [`items_in`] (how many items a window has), what has to be decoded together
 //! ([`Units`]), and the keys and tables of [`Order`]. A state holds the result of the second as `window`, and
 //! [`Plan::units_digest`] of the first as `units`.
@@ -29,10 +29,10 @@ use crate::error::{Error, Kind, Result};
 use crate::rows::Units;
 
 /// Bytes that a window reads in one go, at least, where examples are as long: any disk gives its full rate from here on
-/// (docs/streams.md), and the shorter pieces are the more examples a window has.
+/// (docs/streams.md), and the shorter units are the more examples a window has. A state names another size, and none means this.
 ///
 /// Decides the orders of [`Shuffle::Window`], which are a promise: never change it.
-pub const PIECE_BYTES: u64 = 64 << 10;
+pub const UNIT_BYTES: u64 = 64 << 10;
 
 /// Bytes that an item of a window is counted with beside its rows.
 ///
@@ -44,9 +44,9 @@ pub fn items_in(memory: u64, item_bytes: u64) -> u64 {
     memory / item_bytes.saturating_add(ITEM_BYTES)
 }
 
-/// Picks that a unit has at least, where a pick has rows of so many bytes; 0 where a row is larger than a unit.
-pub fn picks_per_piece(row_bytes: u64) -> u64 {
-    PIECE_BYTES / row_bytes.max(1)
+/// Picks that a unit of so many bytes has at least, where a pick has rows of `row_bytes`; 0 where a row is larger than a unit.
+pub fn picks_per_unit(unit_bytes: u64, row_bytes: u64) -> u64 {
+    unit_bytes / row_bytes.max(1)
 }
 
 /// How rows are shuffled.
@@ -81,8 +81,10 @@ pub struct Settings {
     pub interleaved: bool,
     /// Items that a window may have.
     pub window: u64,
-    /// Picks that a unit has at least, where examples are long enough to be cut.
-    pub piece: u64,
+    /// Bytes that a unit has at least, where examples are long enough to be cut.
+    pub unit_bytes: u64,
+    /// Bytes of a row, as it is stored.
+    pub row_bytes: u64,
 }
 
 /// The rows of a stream, and the batches they make.
@@ -91,30 +93,30 @@ pub struct Plan {
     /// What a user decided.
     pub settings: Settings,
     selection: Selection,
-    units: Pieces,
+    units: Cuts,
     items: u64,
     batches: u64,
 }
 
-/// Units, as ranges of picks.
+/// Where units are cut, in picks.
 #[derive(Debug)]
-enum Pieces {
+enum Cuts {
     /// So many, of so many picks each.
     Equal { count: u64, size: u64 },
     /// Between neighbours of these; the first is 0, the last the number of picks.
     Between(Vec<u64>),
 }
 
-impl Pieces {
-    fn new(selection: &Selection, units: &Units, piece: u64) -> Pieces {
-        // As many pieces as there can be of at least so many picks.
-        let cut = |picks: u64| (picks / piece.max(1)).max(1);
+impl Cuts {
+    fn new(selection: &Selection, units: &Units, least: u64) -> Cuts {
+        // As many units as there can be of at least so many picks.
+        let cut = |picks: u64| (picks / least.max(1)).max(1);
         if let (Units::Examples, Some(same)) = (units, selection.same_count()) {
             let most = cut(same);
             // Equal ones need no list; a few less of them are as good.
             let equal = (most.div_ceil(2)..=most).rev().find(|n| same.is_multiple_of(*n));
             if let Some(n) = equal {
-                return Pieces::Equal { count: if same > 0 { selection.examples() * n } else { 0 }, size: same / n };
+                return Cuts::Equal { count: if same > 0 { selection.examples() * n } else { 0 }, size: same / n };
             }
         }
         let mut bounds = vec![0];
@@ -133,20 +135,20 @@ impl Pieces {
                 }
             }
         }
-        Pieces::Between(bounds)
+        Cuts::Between(bounds)
     }
 
     fn len(&self) -> u64 {
         match self {
-            Pieces::Equal { count, .. } => *count,
-            Pieces::Between(bounds) => bounds.len() as u64 - 1,
+            Cuts::Equal { count, .. } => *count,
+            Cuts::Between(bounds) => bounds.len() as u64 - 1,
         }
     }
 
     fn picks(&self, unit: u64) -> Range<u64> {
         match self {
-            Pieces::Equal { size, .. } => unit * size..(unit + 1) * size,
-            Pieces::Between(bounds) => bounds[unit as usize]..bounds[unit as usize + 1],
+            Cuts::Equal { size, .. } => unit * size..(unit + 1) * size,
+            Cuts::Between(bounds) => bounds[unit as usize]..bounds[unit as usize + 1],
         }
     }
 }
@@ -209,8 +211,8 @@ impl Plan {
             ));
         }
         let units = match settings.shuffle {
-            Shuffle::Window => Pieces::new(&selection, units, settings.piece),
-            Shuffle::Stored | Shuffle::Exact => Pieces::Equal { count: 0, size: 0 },
+            Shuffle::Window => Cuts::new(&selection, units, picks_per_unit(settings.unit_bytes, settings.row_bytes)),
+            Shuffle::Stored | Shuffle::Exact => Cuts::Equal { count: 0, size: 0 },
         };
         Ok(Plan { settings, selection, units, items, batches })
     }
@@ -234,8 +236,8 @@ impl Plan {
     /// A digest of the units that windows are made of: with another one, an order would be another.
     pub fn units_digest(&self) -> u64 {
         match &self.units {
-            Pieces::Equal { count, size } => key(&[0, *count, *size]),
-            Pieces::Between(bounds) => key(bounds),
+            Cuts::Equal { count, size } => key(&[0, *count, *size]),
+            Cuts::Between(bounds) => key(bounds),
         }
     }
 
@@ -299,7 +301,7 @@ impl Plan {
             Shuffle::Exact => Order::shuffled(self.items, key(&[seed, number])),
             Shuffle::Window => {
                 let order = Order::shuffled(self.units.len(), key(&[seed, number, 1]));
-                if let Pieces::Between(_) = self.units {
+                if let Cuts::Between(_) = self.units {
                     before.reserve_exact(self.units.len() as usize + 1);
                     let mut sum = 0;
                     before.push(0);
@@ -385,14 +387,14 @@ impl Epoch<'_> {
     pub fn sequence(&self, places: Range<u64>, mut each: impl FnMut(u64, Item)) {
         let (plan, per_pick) = (self.plan, self.plan.per_pick());
         let mut at = match &plan.units {
-            Pieces::Equal { size, .. } => places.start / (size * per_pick).max(1),
-            Pieces::Between(_) => self.before.partition_point(|b| *b <= places.start) as u64 - 1,
+            Cuts::Equal { size, .. } => places.start / (size * per_pick).max(1),
+            Cuts::Between(_) => self.before.partition_point(|b| *b <= places.start) as u64 - 1,
         };
         let mut place = places.start;
         while place < places.end {
             let begin = match &plan.units {
-                Pieces::Equal { size, .. } => at * size * per_pick,
-                Pieces::Between(_) => self.before[at as usize],
+                Cuts::Equal { size, .. } => at * size * per_pick,
+                Cuts::Between(_) => self.before[at as usize],
             };
             let picks = plan.units.picks(self.order.get(at));
             let end = (begin + (picks.end - picks.start) * per_pick).min(places.end);
@@ -434,7 +436,8 @@ mod tests {
             groups: vec![0, 1],
             interleaved: true,
             window: 10,
-            piece: 2,
+            unit_bytes: 2,
+            row_bytes: 1,
         }
     }
 
@@ -447,9 +450,9 @@ mod tests {
     /// Users' orders depend on these numbers.
     #[test]
     fn windows_are_as_large_as_ever() {
-        assert_eq!((PIECE_BYTES, ITEM_BYTES), (65_536, 28));
+        assert_eq!((UNIT_BYTES, ITEM_BYTES), (65_536, 28));
         assert_eq!([items_in(1 << 30, 3072), items_in(1000, 72), items_in(99, 72)], [346_368, 10, 0]);
-        assert_eq!([picks_per_piece(3072), picks_per_piece(1 << 16), picks_per_piece(1 << 17)], [21, 1, 0]);
+        assert_eq!([3072, 1 << 16, 1 << 17].map(|row| picks_per_unit(UNIT_BYTES, row)), [21, 1, 0]);
     }
 
     /// States count batches of these windows: where units are cut, where windows begin, and what is first in each.
@@ -459,7 +462,8 @@ mod tests {
         let starts = |selection: Selection, units: &Units, rank: u64| {
             let s = Settings {
                 window: items_in(100_000, row_bytes),
-                piece: picks_per_piece(row_bytes),
+                unit_bytes: UNIT_BYTES,
+                row_bytes,
                 ..settings(Shuffle::Window, 4, rank, 2)
             };
             let plan = Plan::new(s, selection, units).unwrap();
@@ -514,7 +518,7 @@ mod tests {
             same in any::<bool>(),
             masked in any::<bool>(),
             bound in prop::option::of(1usize..5),
-            (batch, ranks, window, piece) in (1u64..9, 1u64..5, 1u64..40, 1u64..9),
+            (batch, ranks, window, unit_bytes) in (1u64..9, 1u64..5, 1u64..40, 1u64..9),
             (interleaved, drop_last) in (any::<bool>(), any::<bool>()),
             epoch in 0u64..3,
         ) {
@@ -538,7 +542,7 @@ mod tests {
             for shuffle in [Shuffle::Stored, Shuffle::Exact, Shuffle::Window] {
                 let mut seen: Vec<Key> = vec![];
                 for rank in 0..ranks {
-                    let s = Settings { interleaved, drop_last, window, piece, ..settings(shuffle, batch, rank, ranks) };
+                    let s = Settings { interleaved, drop_last, window, unit_bytes, ..settings(shuffle, batch, rank, ranks) };
                     let Ok(plan) = Plan::new(s, make(), &units) else {
                         prop_assert!(!drop_last && (every.len() as u64) < every.len().div_ceil((batch * ranks) as usize) as u64 * ranks);
                         return Ok(());

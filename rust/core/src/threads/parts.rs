@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use super::handout::{Stop, Watch};
-use super::pool;
+use super::handout::{Stop, Watch, Work};
+use super::{pool, waiting};
 use crate::error::{Error, Kind, Result};
 
 enum Slot<T, R> {
@@ -19,6 +19,14 @@ pub fn map_each<T: Send, R: Send>(
     work: &(dyn Fn(usize, T, &Stop) -> Result<R> + Sync),
     watch: Watch<'_>,
 ) -> Result<Vec<R>> {
+    hand_out(items, work, |parts, one| pool::run(parts, one, watch))
+}
+
+fn hand_out<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    work: &(dyn Fn(usize, T, &Stop) -> Result<R> + Sync),
+    run: impl FnOnce(usize, &Work<'_>) -> Result<()>,
+) -> Result<Vec<R>> {
     let slots: Vec<Mutex<Slot<T, R>>> = items.into_iter().map(|item| Mutex::new(Slot::Waiting(item))).collect();
     let exchange =
         |i: usize, by: Slot<T, R>| std::mem::replace(&mut *slots[i].lock().unwrap_or_else(PoisonError::into_inner), by);
@@ -29,7 +37,7 @@ pub fn map_each<T: Send, R: Send>(
         exchange(i, Slot::Made(work(i, item, stop)?));
         Ok(())
     };
-    pool::run(slots.len(), &one, watch)?;
+    run(slots.len(), &one)?;
     let made = slots.into_iter().map(|slot| match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Slot::Made(made) => Some(made),
         Slot::Waiting(_) | Slot::Taken => None,
@@ -53,6 +61,16 @@ pub fn for_each<T: Send>(
     watch: Watch<'_>,
 ) -> Result<()> {
     map_each(items, work, watch).map(drop)
+}
+
+/// [`for_each`] on at most `at_once` threads that may wait.
+pub fn for_each_waiting<T: Send>(
+    items: impl IntoIterator<Item = T>,
+    at_once: usize,
+    work: &(dyn Fn(usize, T, &Stop) -> Result<()> + Sync),
+    watch: Watch<'_>,
+) -> Result<()> {
+    hand_out(items, work, |parts, one| waiting::run_waiting(parts, at_once, one, watch)).map(drop)
 }
 
 #[cfg(test)]

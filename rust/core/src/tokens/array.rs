@@ -17,11 +17,12 @@ use super::meta::{Coding, Meta};
 use crate::codec::coded::{self, CodedArray, Decode};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
-use crate::files::open::{Body, OpenFile, View, map_or_read};
-use crate::layout::row::Place;
+use crate::files::open::View;
 use crate::source::descriptors::open_regular;
+use crate::source::local::map_or_read;
+use crate::source::mmap::prefetch;
 use crate::source::slots::{Opened, Slots};
-use crate::source::{Io, pread};
+use crate::source::{Io, Range, Ready, Source, pread};
 use crate::threads::Watch;
 
 /// Bytes of a range that are asked for ahead.
@@ -40,7 +41,7 @@ mod seen {
 #[derive(Debug)]
 pub struct Shard {
     /// None where there is no such file: every number is the fill value.
-    file: Option<Arc<OpenFile>>,
+    file: Option<Arc<dyn Source>>,
     /// Offset and length of each inner chunk; empty where there is no file.
     index: Box<[(u64, u64)]>,
     /// As long as the index.
@@ -50,9 +51,9 @@ pub struct Shard {
 
 impl Shard {
     /// The file, and where in it an inner chunk is stored, if it is.
-    fn stored(&self, chunk: usize) -> Option<(&Arc<OpenFile>, u64, u64)> {
+    fn stored(&self, chunk: usize) -> Option<(&dyn Source, u64, u64)> {
         let (offset, len) = *self.index.get(chunk)?;
-        Some((self.file.as_ref().filter(|_| offset != u64::MAX)?, offset, len))
+        Some((self.file.as_deref().filter(|_| offset != u64::MAX)?, offset, len))
     }
 
     /// Whether an inner chunk is known to be a stored frame.
@@ -157,10 +158,8 @@ impl Array {
         let stamp = Stamp::of(&file.metadata().map_err(|e| Error::from_io(&e, &path, "look at"))?);
         let index = if self.meta.sharded { self.read_index(&file, &path, len)? } else { vec![(0, len)] };
         let seen = index.iter().map(|_| AtomicU8::new(seen::NOTHING)).collect();
-        let body = map_or_read(file, &path, len, self.io)?;
-        let place = Place { start: 0, end: len, unit: 1, step: 1, used: 1, column: 0, swapped: false };
-        let file = Arc::new(OpenFile::new(path, body, len, place));
-        Ok(Shard { file: Some(file), index: index.into(), seen, stamp })
+        let file = map_or_read(file, &path, len, self.io)?;
+        Ok(Shard { file: Some(file.into()), index: index.into(), seen, stamp })
     }
 
     /// A shard's index (sharding codec of Zarr 3): offset and length per inner chunk, and their checksum.
@@ -199,7 +198,7 @@ impl Array {
             if !matches!(&held.0, Some((array, number, _)) if *array == self.number && *number == file) {
                 let shard = self.shard(file)?;
                 if let Some(file) = &shard.file {
-                    file.check_length()?;
+                    file.unchanged()?;
                 }
                 held.0 = Some((self.number, file, shard));
             }
@@ -211,11 +210,15 @@ impl Array {
         Ok(())
     }
 
+    fn path_of<'a>(&'a self, file: &'a dyn Source) -> &'a Path {
+        file.location().path().unwrap_or(&self.folder)
+    }
+
     fn find<'a>(&self, shard: &'a Shard, piece: Piece) -> Result<Found<'a>> {
         let Some((file, offset, len)) = shard.stored(piece.chunk) else { return Ok(Found::Fill) };
         let item = self.meta.item();
         let bytes = self.meta.inner as usize * item;
-        let bad = |detail: String| Error::new(Kind::Format, detail).at(file.path()).byte(offset);
+        let bad = |detail: String| Error::new(Kind::Format, detail).at(file.location()).byte(offset);
         let lies = |at: usize| self.as_it_is(file, offset + (at + piece.first * item) as u64, piece.n * item);
         if self.meta.coding == Coding::Plain {
             return if len == bytes as u64 {
@@ -240,7 +243,7 @@ impl Array {
         let mut header = [0u8; HEADER];
         match file.bytes() {
             Some(all) => header.copy_from_slice(&all[offset as usize..offset as usize + HEADER]),
-            None => read(file, &mut header, offset)?,
+            None => file.read(offset, &mut header)?,
         }
         let blocks = match Frame::parse(&header, len, bytes, item).map_err(bad)? {
             Frame::Stored => {
@@ -273,17 +276,15 @@ impl Array {
             }
             None => None,
         };
-        if let (Some(map), Some(descriptor)) = (file.map(), file.file())
-            && pread::is_cached(descriptor, offset) == pread::Cached::No
-        {
-            map.will_need(offset as usize, len as usize);
+        if file.bytes().is_some() && file.is_ready(offset) == Ready::No {
+            file.will_need(&[Range { at: offset, len }]);
         }
         let owned;
         let whole: &[u8] = match file.bytes() {
             Some(all) => &all[offset as usize..(offset + len) as usize],
             None => {
                 let mut buf = vec![0u8; len as usize];
-                read(file, &mut buf, offset)?;
+                file.read(offset, &mut buf)?;
                 owned = buf;
                 &owned
             }
@@ -304,7 +305,7 @@ impl Array {
                 blocks.decode(whole, block, upto).map_err(bad)?
             }
             None => Planes::whole(
-                self.decode_whole(whole, bytes, file.path()).map_err(|e| e.byte(offset))?,
+                self.decode_whole(whole, bytes, self.path_of(file)).map_err(|e| e.byte(offset))?,
                 item,
                 per_block,
             ),
@@ -316,12 +317,12 @@ impl Array {
         Key { array: self.number, file: piece.file, stamp: shard.stamp, chunk: piece.chunk, block }
     }
 
-    fn as_it_is<'a>(&self, file: &'a OpenFile, at: u64, n: usize) -> Result<Found<'a>> {
+    fn as_it_is<'a>(&self, file: &'a dyn Source, at: u64, n: usize) -> Result<Found<'a>> {
         if let Some(all) = file.bytes() {
             return Ok(Found::Stored(&all[at as usize..at as usize + n]));
         }
         let mut buf = vec![0u8; n];
-        read(file, &mut buf, at)?;
+        file.read(at, &mut buf)?;
         Ok(Found::Read(buf))
     }
 
@@ -341,7 +342,7 @@ impl Array {
     }
 
     /// Decodes an inner chunk that is stored, with zarrs.
-    fn find_foreign<'a>(&self, shard: &'a Shard, file: &OpenFile, piece: Piece) -> Result<Found<'a>> {
+    fn find_foreign<'a>(&self, shard: &'a Shard, file: &dyn Source, piece: Piece) -> Result<Found<'a>> {
         let Some(coded) = &self.foreign else { return Ok(Found::Fill) };
         let key = self.key(shard, piece, 0);
         if let Some(held) = self.cache.get(key) {
@@ -351,7 +352,7 @@ impl Array {
         let chunk = piece.file * per_file + piece.chunk as u64;
         let numbers = self.meta.inner as usize;
         let bytes = numbers * self.meta.item();
-        let Some(made) = coded.chunk(&self.meta.indices(chunk), bytes as u64, file.path())? else {
+        let Some(made) = coded.chunk(&self.meta.indices(chunk), bytes as u64, self.path_of(file))? else {
             return Ok(Found::Fill);
         };
         Ok(Found::Decoded(self.cache.put(key, Planes::whole(made, self.meta.item(), numbers)), piece.first))
@@ -474,7 +475,7 @@ impl Array {
         if self.io != Io::Mmap || n == 0 {
             return Ok(None);
         }
-        let mut at: Option<(Arc<OpenFile>, usize, usize)> = None;
+        let mut at: Option<(Arc<dyn Source>, usize, usize)> = None;
         let mut pieces = 0;
         self.pieces(held, start, n, &mut |shard, piece, _| {
             pieces += 1;
@@ -491,7 +492,7 @@ impl Array {
             Ok(())
         })?;
         match at {
-            Some((file, begin, end)) => View::range(&file, begin, end),
+            Some((file, begin, end)) => View::range(&*file, begin, end),
             None => Ok(None),
         }
     }
@@ -585,14 +586,14 @@ impl Array {
             return;
         }
         if let Some((file, offset, _)) = shard.stored(chunk)
-            && let Some(map) = file.map()
+            && let Some(bytes) = file.bytes()
         {
             // Processors fetch ahead by themselves, but never into the next page.
             let begin = offset as usize + HEADER + first as usize * self.meta.item();
             let end = begin + n.min(PREFETCHED / self.meta.item()) * self.meta.item();
-            map.prefetch(begin);
+            prefetch(bytes.get(begin..).unwrap_or_default());
             for page in (begin.next_multiple_of(PAGE)..end).step_by(PAGE) {
-                map.prefetch(page);
+                prefetch(bytes.get(page..).unwrap_or_default());
             }
         }
     }
@@ -609,11 +610,9 @@ impl Array {
             } else {
                 (offset, len)
             };
-            if let Some(descriptor) = file.file()
-                && pread::is_cached(descriptor, at) == pread::Cached::No
-            {
+            if file.is_ready(at) == Ready::No {
                 all_there = false;
-                pread::will_need(descriptor, at, n);
+                file.will_need(&[Range { at, len: n }]);
             }
             Ok(())
         });
@@ -651,17 +650,6 @@ pub fn parse_index(raw: &[u8], meta: &Meta, len: u64) -> Result<Vec<(u64, u64)>,
         }
     }
     Ok(index)
-}
-
-fn read(file: &OpenFile, out: &mut [u8], at: u64) -> Result<()> {
-    match file.body() {
-        Body::Read(descriptor) | Body::Mapped(descriptor, _) => {
-            pread::read_exact_at(descriptor, out, at).map_err(|e| Error::from_io(&e, file.path(), "read"))
-        }
-        Body::Memory(_) | Body::Fill(_) => {
-            Err(Error::new(Kind::Internal, "a file that cannot be read").at(file.path()))
-        }
-    }
 }
 
 fn to_int32(dtype: DType, bytes: &[u8], out: &mut [i32]) -> bool {

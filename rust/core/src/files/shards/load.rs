@@ -7,7 +7,7 @@ use std::sync::{Arc, RwLock, TryLockError};
 
 use super::flights::{Claim, Flights, Mine};
 use super::index::{Index, TYPES, class_of};
-use super::spec::{ShardSpec, Stamp};
+use super::spec::ShardSpec;
 use super::stored::{Bytes, Stored, hex, read_whole, sha256};
 
 use crate::codec::cache::Cache;
@@ -17,7 +17,9 @@ use crate::files::open::OpenFile;
 use crate::layout::row::Row;
 use crate::memory::block::Block;
 use crate::parse::pickle::{Tree, machine};
+use crate::source::Version;
 use crate::source::descriptors::open_regular;
+use crate::source::local::version_of;
 use crate::source::mmap::Map;
 use crate::source::slots::Slots;
 use crate::source::{Io, pread};
@@ -37,7 +39,7 @@ struct Fresh {
     loaded: Loaded,
     tree: Tree,
     bytes: Bytes,
-    stamp: Stamp,
+    version: Version,
 }
 
 /// What is known of a shard from its first look on.
@@ -45,7 +47,7 @@ struct Fresh {
 struct Known {
     index: Arc<Index>,
     /// The file that was read last.
-    stamp: Stamp,
+    version: Version,
 }
 
 /// The shards of a dataset.
@@ -205,11 +207,11 @@ impl Shards {
 
     /// The index of a shard, if it has been looked into. Tried and never waited for: a forked child may find a lock taken by a
     /// thread that it does not have, and looks into the shard again.
-    pub(super) fn known(&self, s: usize) -> Option<(Arc<Index>, Stamp)> {
+    pub(super) fn known(&self, s: usize) -> Option<(Arc<Index>, Version)> {
         // Writing takes nanoseconds.
         for _ in 0..1000 {
             match self.known[s].try_read() {
-                Ok(slot) => return slot.as_ref().map(|known| (Arc::clone(&known.index), known.stamp)),
+                Ok(slot) => return slot.as_ref().map(|known| (Arc::clone(&known.index), known.version.clone())),
                 Err(TryLockError::Poisoned(_)) => return None,
                 Err(TryLockError::WouldBlock) => std::hint::spin_loop(),
             }
@@ -218,7 +220,7 @@ impl Shards {
     }
 
     /// Keeps what was found in a shard. A shard that was looked into before has to be as it was.
-    fn remember(&self, s: usize, index: &mut Arc<Index>, stamp: Stamp) -> Result<()> {
+    fn remember(&self, s: usize, index: &mut Arc<Index>, version: Version) -> Result<()> {
         for _ in 0..1000 {
             let mut slot = match self.known[s].try_write() {
                 Ok(slot) => slot,
@@ -237,7 +239,7 @@ impl Shards {
                 }
                 *index = Arc::clone(&known.index);
             }
-            *slot = Some(Known { index: Arc::clone(index), stamp });
+            *slot = Some(Known { index: Arc::clone(index), version });
             return Ok(());
         }
         Ok(())
@@ -246,12 +248,12 @@ impl Shards {
     /// Whether an open file is the one that was indexed, or holds the same.
     pub(super) fn check_same(&self, s: usize, file: &File) -> Result<()> {
         let path = &self.specs[s].path;
-        let stamp = Stamp::of(file).map_err(|e| Error::from_io(&e, path, "look at"))?;
-        if self.known(s).is_none_or(|(_, known)| known == stamp) {
+        let version = version_of(file).map_err(|e| Error::from_io(&e, path, "look at"))?;
+        if self.known(s).is_none_or(|(_, known)| known == version) {
             return Ok(());
         }
         let fresh = self.fresh(s, &mut || false)?;
-        if fresh.stamp != stamp {
+        if fresh.version != version {
             return Err(Error::new(Kind::Format, "changes while it is read; reopen the dataset").at(path));
         }
         Ok(())
@@ -372,7 +374,7 @@ impl Shards {
     /// Reads a shard, whether it is kept or not, and keeps what was read.
     fn fresh(&self, s: usize, watch: Watch<'_>) -> Result<Fresh> {
         let spec = &self.specs[s];
-        let in_shard = |e: Error| if e.path.is_none() { e.at(&spec.path) } else { e };
+        let in_shard = |e: Error| if e.location.is_none() { e.at(&spec.path) } else { e };
         let mut fresh = self.read(s, watch).map_err(in_shard)?;
         if self.class.is_some()
             && let Some((width, _)) = fresh.loaded.index.row()
@@ -387,7 +389,7 @@ impl Shards {
             )
             .at(&spec.path));
         }
-        self.remember(s, &mut fresh.loaded.index, fresh.stamp).map_err(in_shard)?;
+        self.remember(s, &mut fresh.loaded.index, fresh.version.clone()).map_err(in_shard)?;
         if let Some(main) = &fresh.loaded.main {
             self.decoded.put(2 * s as u64, main);
         }
@@ -398,10 +400,10 @@ impl Shards {
     }
 
     /// The shard's file as bytes.
-    fn stored(&self, s: usize, watch: Watch<'_>) -> Result<(Stored, Stamp)> {
+    fn stored(&self, s: usize, watch: Watch<'_>) -> Result<(Stored, Version)> {
         let spec = &self.specs[s];
         let (file, len) = open_regular(&spec.path)?;
-        let stamp = Stamp::of(&file).map_err(|e| Error::from_io(&e, &spec.path, "look at"))?;
+        let version = version_of(&file).map_err(|e| Error::from_io(&e, &spec.path, "look at"))?;
         if let Some(size) = spec.size
             && size != len
         {
@@ -424,14 +426,14 @@ impl Shards {
                 // All of it will be read, from front to back.
                 map.will_need(0, bytes);
             }
-            return Ok((Stored::Map(map), stamp));
+            return Ok((Stored::Map(map), version));
         }
-        Ok((Stored::Block(read_whole(&file, bytes, watch).map_err(|e| e.at(&spec.path))?), stamp))
+        Ok((Stored::Block(read_whole(&file, bytes, watch).map_err(|e| e.at(&spec.path))?), version))
     }
 
     fn read(&self, s: usize, watch: Watch<'_>) -> Result<Fresh> {
         let spec = &self.specs[s];
-        let (stored, stamp) = self.stored(s, &mut *watch)?;
+        let (stored, version) = self.stored(s, &mut *watch)?;
         let verify = |watch: Watch<'_>| -> Result<()> {
             let Some(expected) = spec.sha256 else { return Ok(()) };
             let found = sha256(stored.bytes(), watch)?;
@@ -463,13 +465,13 @@ impl Shards {
         }
         if !spec.compressed {
             // Rows of a plain shard are read where they lie, so that its checksum is compared once per file, not per read.
-            if self.known(s).is_none_or(|(_, known)| known != stamp) {
+            if self.known(s).is_none_or(|(_, known)| known != version) {
                 verify(watch)?;
             }
             let tree = machine::parse(stored.bytes())?;
             let (index, aside) = Index::build(spec, &self.groups, &tree, stored.bytes(), false)?;
             let loaded = Loaded { index: Arc::new(index), main: None, aside };
-            return Ok(Fresh { loaded, tree, bytes: Bytes::Stored(stored), stamp });
+            return Ok(Fresh { loaded, tree, bytes: Bytes::Stored(stored), version });
         }
         // Before all of it is inflated: a stretch that is enough to see that this is no pickle, or one of a value that is too large.
         let limit = self.limit(s, stored.bytes().len() as u64);
@@ -497,7 +499,7 @@ impl Shards {
         let (index, aside) = Index::build(spec, &self.groups, &tree, &main, true)?;
         let kept = (index.decoded > 0).then(|| Arc::clone(&main));
         let loaded = Loaded { index: Arc::new(index), main: kept, aside };
-        Ok(Fresh { loaded, tree, bytes: Bytes::Shared(main), stamp })
+        Ok(Fresh { loaded, tree, bytes: Bytes::Shared(main), version })
     }
 
     /// A shard's values, for texts and metadata.

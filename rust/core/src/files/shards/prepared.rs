@@ -12,13 +12,14 @@ use super::load::{Loaded, Shards};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
-use crate::files::open::{Body, OpenFile, View, map_or_read};
+use crate::files::open::{Body, OpenFile, View};
 use crate::files::shards::index::{Index, Spot, TYPES};
 use crate::layout::row::{Place, Row};
 use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::memory::block::Block;
 use crate::source::Io;
 use crate::source::descriptors::open_regular;
+use crate::source::local::map_or_read;
 use crate::threads::Watch;
 
 /// Shards that have been looked into, and those whose decoded bytes are held for now.
@@ -289,7 +290,7 @@ impl Files for Prepared<'_> {
         let spec = &self.shards.specs()[s];
         if let Some(block) = self.pinned.get(&(2 * s as u64 + u64::from(aside))) {
             let len = block.len() as u64;
-            let file = OpenFile::new(spec.path.clone(), Body::Memory(Arc::clone(block)), len, self.place(class, len));
+            let file = OpenFile::new(Body::Decoded((&spec.path).into(), Arc::clone(block)), self.place(class, len));
             return Ok(Arc::new(file));
         }
         let Some(index) = self.indexes.get(&s).filter(|index| !aside && index.decoded == 0) else {
@@ -309,8 +310,8 @@ impl Files for Prepared<'_> {
                 .byte(len));
             }
             self.shards.check_same(s, &descriptor)?;
-            let body = map_or_read(descriptor, &spec.path, len, self.shards.io)?;
-            Ok(OpenFile::new(spec.path.clone(), body, len, self.place(class, len)))
+            let source = map_or_read(descriptor, &spec.path, len, self.shards.io)?;
+            Ok(OpenFile::new(Body::Stored(source), self.place(class, len)))
         })
     }
 }

@@ -1,0 +1,174 @@
+//! Moving bytes of files that answer at once: of this machine, or decoded into memory.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::pick::{Out, Pick};
+use super::plan::{Cut, EXTENT, Extent, Job, Span};
+use crate::dtype::Cast;
+use crate::error::{Error, Kind, Result};
+use crate::files::open::{Body, OpenFile};
+use crate::layout::Layout;
+use crate::source::mmap::prefetch;
+use crate::source::queue::read_all;
+use crate::source::scout::{BLOCK, Scout};
+use crate::source::{self, Read, Ready, Source};
+use crate::threads::Stop;
+
+/// Rows are sorted within this much output: reads get their order, writes stay in the second-level cache, and many small
+/// sorts cost less than one large one.
+const SORT_BYTES: usize = 1 << 20;
+
+fn sources_of(files: &[Arc<OpenFile>]) -> Vec<Option<&dyn Source>> {
+    files.iter().map(|file| file.source()).collect()
+}
+
+impl<L: Layout + ?Sized> Job<'_, L> {
+    /// A single row, without the machinery: users do call this a million times in a loop.
+    pub fn one_row(&self, mut whole: Out<'_>) -> Result<()> {
+        let group = self.group(0)?;
+        let at = match self.pick {
+            Pick::Tokens { examples, tokens } => self.layout.locate(group, examples.get(0), tokens.get(0))?,
+            Pick::Last { examples } | Pick::Whole { examples } => self.layout.last(group, examples.get(0))?,
+        };
+        let (row, out_row) = (self.row_bytes, self.out_row());
+        if whole.bytes() != out_row {
+            return Err(Error::new(Kind::Argument, "the output is not one row"));
+        }
+        if self.files.split(at.file) > 1 {
+            return self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default());
+        }
+        let out = whole.range(0, out_row, out_row);
+        let open = self.files.get(at.file)?;
+        let place = open.place();
+        let Some(src) = place.offset(at.row, 1) else {
+            return Err(self.outside(&open, at.row, 1, Some(0)));
+        };
+        open.unchanged()?;
+        match open.bytes() {
+            Some(bytes) => {
+                // One page faults as fast as it can be hinted; more are worth asking for together.
+                if row > 4096
+                    && let Some(source) = open.source()
+                    && source.is_ready(src + row as u64 - 1) == Ready::No
+                {
+                    source.will_need(&[source::Range { at: src, len: row as u64 }]);
+                }
+                self.cast.swapped_if(place.swapped).apply(&bytes[src as usize..src as usize + row], out);
+                Ok(())
+            }
+            None if self.fill(&open, out) => Ok(()),
+            None if row > EXTENT => {
+                self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default())
+            }
+            None => {
+                let extent = Extent { src, dst: 0, len: row as u32, file: 0 };
+                self.copy_read(&[open], &[extent], &mut whole, &Stop::default())
+            }
+        }
+    }
+
+    pub fn run_part(&self, span: Span, out: &mut Out<'_>, stop: &Stop) -> Result<()> {
+        let first = span.first;
+        let mut entries = self.locate(span)?;
+        if !entries.is_sorted_by_key(|e| e.key) {
+            let mut rest = &mut entries[..];
+            // What has to be decoded is visited once per part, whatever the order costs in cache misses.
+            let sort_bytes = if self.decodes { usize::MAX } else { SORT_BYTES };
+            let block_rows = (sort_bytes / self.out_row()).max(1);
+            while !rest.is_empty() {
+                // Entries are in output order still, whole examples may bring several rows each.
+                let limit = (rest[0].dst as usize).saturating_add(block_rows);
+                let (block, others) = rest.split_at_mut(rest.partition_point(|e| (e.dst as usize) < limit).max(1));
+                block.sort_unstable_by_key(|e| e.key);
+                rest = others;
+            }
+        }
+        let mut rest = &entries[..];
+        while !rest.is_empty() {
+            let Cut { files, seen, read, filled, done } = self.cut(rest, first, out.is_dense())?;
+            rest = &rest[done..];
+            if stop.is_set() {
+                return Ok(());
+            }
+            for extent in &filled {
+                self.fill(&files[extent.file as usize], self.target(extent, out));
+            }
+            if !seen.is_empty() {
+                self.copy_seen(&files, &seen, out, stop)?;
+            }
+            if !read.is_empty() {
+                self.copy_read(&files, &read, out, stop)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the fill value of a file that is not there, converted like any other; false if the file is there.
+    pub fn fill(&self, open: &OpenFile, out: &mut [u8]) -> bool {
+        let Body::Fill(_, value) = open.body() else { return false };
+        let mut element = [0u8; 16];
+        let element = &mut element[..self.cast.to_size];
+        self.cast.apply(value, element);
+        if element.iter().all(|b| *b == 0) {
+            out.fill(0);
+        } else {
+            for to in out.chunks_exact_mut(element.len()) {
+                to.copy_from_slice(element);
+            }
+        }
+        true
+    }
+
+    /// Copies what can be looked at: mapped files and memory.
+    pub fn copy_seen(&self, files: &[Arc<OpenFile>], extents: &[Extent], out: &mut Out<'_>, stop: &Stop) -> Result<()> {
+        let bytes: Vec<&[u8]> = files.iter().map(|f| f.bytes().unwrap_or_default()).collect();
+        let casts: Vec<Cast<'_>> = files.iter().map(|f| self.cast.swapped_if(f.place().swapped)).collect();
+        let sources = sources_of(files);
+        let mut scout = Scout::new(&sources, extents);
+        for (at, block) in extents.chunks(BLOCK).enumerate() {
+            if stop.is_set() {
+                return Ok(());
+            }
+            scout.run_ahead_of(at * BLOCK);
+            let before = Instant::now();
+            for (i, extent) in block.iter().enumerate() {
+                // Two rows ahead: one is too late for a page walk, more evicts what is about to be used.
+                let soon = extents.get(at * BLOCK + i + 2);
+                if let Some(soon) = soon {
+                    prefetch(bytes[soon.file as usize].get(soon.src as usize..).unwrap_or_default());
+                }
+                let file = extent.file as usize;
+                let src = &bytes[file][extent.src as usize..extent.src as usize + extent.len as usize];
+                casts[file].apply(src, self.target(extent, out));
+            }
+            scout.block_took(before.elapsed(), block);
+        }
+        Ok(())
+    }
+
+    /// Copies what has to be read.
+    fn copy_read(&self, files: &[Arc<OpenFile>], extents: &[Extent], out: &mut Out<'_>, stop: &Stop) -> Result<()> {
+        let as_is = self.cast.convert.is_none() && !files.iter().any(|f| f.place().swapped);
+        let mut scratch = vec![0u8; if as_is { 0 } else { EXTENT }];
+        let sources = sources_of(files);
+        read_all(&sources, extents, stop, |extent, wait| {
+            let open = &files[extent.file as usize];
+            let Some(source) = open.source() else {
+                return Err(Error::new(Kind::Internal, "a file that is not open").at(open.location()));
+            };
+            let dst = self.target(extent, out);
+            let into = if as_is { &mut *dst } else { &mut scratch[..extent.len as usize] };
+            let read = Read { at: extent.src, into };
+            let ready = if wait {
+                source.read_many(&mut [read], &Stop::default()).map(|()| Ready::Yes)?
+            } else {
+                source.read_if_ready(read)?
+            };
+            if ready == Ready::Yes && !as_is {
+                self.cast.swapped_if(open.place().swapped).apply(&scratch[..extent.len as usize], dst);
+            }
+            Ok(ready)
+        })
+    }
+}

@@ -1,0 +1,324 @@
+//! From rows asked for to byte ranges of files: parts of the output, addresses sorted, neighbours joined.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry as MapEntry;
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::pick::{Ints, Origin, Out, Pick};
+use crate::dtype::Cast;
+use crate::error::{Error, Kind, Result};
+use crate::files::Files;
+use crate::files::open::{Body, OpenFile, outside};
+use crate::layout::{Address, Layout, check_example};
+use crate::source;
+use crate::source::descriptors::{descriptors_are_scarce, files_at_once};
+use crate::source::queue::Ranged;
+use crate::threads;
+
+/// Output below this is moved by the calling thread: waking others costs more (about 50 us).
+const INLINE_BYTES: usize = 512 << 10;
+/// Rows per part at most; bounds the scratch memory.
+const PART_ROWS: usize = 16_384;
+/// Output per part at most, unless one example is larger: bounds how long Ctrl-C waits for a part.
+const PART_BYTES: usize = 8 << 20;
+/// A long run is moved in extents of this size, a multiple of every element size.
+pub const EXTENT: usize = 256 << 10;
+
+/// Everything a part needs to know.
+pub struct Job<'a, L: ?Sized> {
+    pub files: &'a dyn Files,
+    pub layout: &'a L,
+    pub groups: Ints<'a>,
+    pub only: Range<u64>,
+    pub pick: Pick<'a>,
+    pub cast: Cast<'a>,
+    pub row_bytes: usize,
+    /// Bits of an entry's key that hold the address.
+    pub address_bits: u32,
+    /// Whether a run of rows may be cut between files.
+    pub decodes: bool,
+}
+
+/// The items of a part, from `first` to one before `end`. Where items are whole examples, a long one can begin in one part
+/// and end in another: `skip` rows of the first are not this part's, nor any after `rows`.
+#[derive(Clone, Copy, Debug)]
+pub struct Span {
+    pub first: usize,
+    pub end: usize,
+    pub skip: u64,
+    pub rows: u64,
+}
+
+/// Rows to copy: `rows` of them from `key` (file and address, in sorting order) to row `dst` of the part.
+#[derive(Clone, Copy)]
+pub struct Entry {
+    pub key: u64,
+    pub dst: u32,
+    pub rows: u32,
+}
+
+/// Bytes to copy from a file to a place in the part.
+#[derive(Clone, Copy)]
+pub struct Extent {
+    pub src: u64,
+    pub dst: usize,
+    pub len: u32,
+    /// Position among the files of the part.
+    pub file: u32,
+}
+
+/// Entries made into extents, by how their bytes are had.
+pub struct Cut {
+    pub files: Vec<Arc<OpenFile>>,
+    pub seen: Vec<Extent>,
+    pub read: Vec<Extent>,
+    pub filled: Vec<Extent>,
+    /// Entries that are in here.
+    pub done: usize,
+}
+
+impl Ranged for Extent {
+    fn source(&self) -> usize {
+        self.file as usize
+    }
+
+    fn range(&self) -> source::Range {
+        source::Range { at: self.src, len: u64::from(self.len) }
+    }
+}
+
+/// Small requests are one part; large ones are cut for balance, bounded memory and a prompt Ctrl-C.
+pub fn part_rows(out_bytes: usize, row_bytes: usize) -> usize {
+    if out_bytes <= INLINE_BYTES {
+        return usize::MAX;
+    }
+    let row_bytes = row_bytes.max(1);
+    let balanced = (out_bytes / row_bytes).div_ceil(threads::num_threads() * 4);
+    balanced.min(PART_ROWS).min(PART_BYTES / row_bytes).max(INLINE_BYTES / 2 / row_bytes).max(1)
+}
+
+impl<'a, L: Layout + ?Sized> Job<'a, L> {
+    /// What is asked of an origin; fails if lists are of other lengths than `items`.
+    pub fn new(origin: &Origin<'a, L>, pick: Pick<'a>, items: usize, cast: Cast<'a>) -> Result<Job<'a, L>> {
+        match pick {
+            Pick::Tokens { examples, tokens } => {
+                examples.check_len(items, "examples")?;
+                tokens.check_len(items, "tokens")?;
+            }
+            Pick::Last { examples } | Pick::Whole { examples } => examples.check_len(items, "examples")?,
+        }
+        let &Origin { files, layout, groups, ref only } = origin;
+        groups.check_len(items, "groups")?;
+        let row_bytes = files.row().bytes;
+        let (address_bits, decodes) = (files.address_bits(), files.decodes());
+        Ok(Job { files, layout, groups, only: only.clone(), pick, cast, row_bytes, address_bits, decodes })
+    }
+
+    /// The group of an item, if there is such a group.
+    pub fn group(&self, item: usize) -> Result<usize> {
+        let group = self.groups.get(item);
+        usize::try_from(group)
+            .ok()
+            .filter(|g| *g < self.layout.groups())
+            .ok_or_else(|| Error::new(Kind::Internal, format!("group {group} of {}", self.layout.groups())))
+    }
+
+    /// Bytes of a row of the output.
+    pub fn out_row(&self) -> usize {
+        self.row_bytes / self.cast.from_size * self.cast.to_size
+    }
+
+    /// Parts in output order, each with its own share of the output: at most `most` rows each.
+    pub fn parts<'o>(&self, items: usize, most: usize, out: Out<'o>) -> Result<Vec<(Span, Out<'o>)>> {
+        let mut parts = Vec::new();
+        let mut rest = out;
+        let mut item = 0;
+        // Rows of `item` that are in parts already.
+        let mut skip = 0u64;
+        while item < items {
+            let mut span = Span { first: item, end: item, skip, rows: 0 };
+            if let Pick::Whole { .. } = self.pick {
+                while item < items && span.rows < most as u64 {
+                    let example = check_example(self.pick.example(item), self.layout.examples())?;
+                    let left = self.layout.tokens(self.group(item)?, example).saturating_sub(skip);
+                    let taken = left.min(most as u64 - span.rows);
+                    span.rows += taken;
+                    span.end = item + 1;
+                    if taken < left {
+                        skip += taken;
+                    } else {
+                        skip = 0;
+                        item += 1;
+                    }
+                }
+            } else {
+                item += most.min(items - item);
+                span.rows = (item - span.first) as u64;
+                span.end = item;
+            }
+            let rows = usize::try_from(span.rows).unwrap_or(usize::MAX);
+            let Some((mine, others)) = rest.split_at(rows, self.out_row()) else {
+                return Err(Error::new(Kind::Argument, "the output is smaller than the rows asked for"));
+            };
+            parts.push((span, mine));
+            rest = others;
+        }
+        if rest.bytes() > 0 {
+            return Err(Error::new(Kind::Argument, "the output is larger than the rows asked for"));
+        }
+        Ok(parts)
+    }
+
+    /// Rows of the part's items, in output order; neighbours in a file and in the output as one entry.
+    pub fn locate(&self, span: Span) -> Result<Vec<Entry>> {
+        let Span { first, end, .. } = span;
+        let mut entries = Vec::with_capacity(end - first);
+        match self.pick {
+            Pick::Tokens { examples, tokens } => {
+                for i in first..end {
+                    let at = self.layout.locate(self.group(i)?, examples.get(i), tokens.get(i))?;
+                    self.enter(&mut entries, at, i - first, 1)?;
+                }
+            }
+            Pick::Last { examples } => {
+                for i in first..end {
+                    let at = self.layout.last(self.group(i)?, examples.get(i))?;
+                    self.enter(&mut entries, at, i - first, 1)?;
+                }
+            }
+            Pick::Whole { examples } => {
+                let mut dst = 0u64;
+                let mut skip = span.skip;
+                let mut failed = None;
+                for i in first..end {
+                    self.layout.runs(self.group(i)?, examples.get(i), &mut |run| {
+                        let passed = skip.min(run.rows);
+                        let rows = (run.rows - passed).min(span.rows - dst);
+                        skip -= passed;
+                        if rows == 0 {
+                            return;
+                        }
+                        let at =
+                            Address { file: run.at.file, row: run.at.row + passed * self.files.stride(run.at.file) };
+                        if let Err(error) = self.enter(&mut entries, at, dst as usize, rows) {
+                            failed = Some(error);
+                        }
+                        dst += rows;
+                    })?;
+                }
+                if let Some(error) = failed {
+                    return Err(error);
+                }
+            }
+        }
+        Ok(entries)
+    }
+
+    #[inline]
+    fn enter(&self, entries: &mut Vec<Entry>, at: Address, dst: usize, rows: u64) -> Result<()> {
+        if !self.only.contains(&at.file) {
+            return Ok(());
+        }
+        let too_large = |_| Error::new(Kind::Unsupported, "more than 2^32 rows in one example");
+        let (dst, rows) = (u32::try_from(dst).map_err(too_large)?, u32::try_from(rows).map_err(too_large)?);
+        // The files promise that both fit.
+        for file in at.file..at.file + self.files.split(at.file) {
+            entries.push(Entry { key: file << self.address_bits | at.row, dst, rows });
+        }
+        Ok(())
+    }
+
+    /// The number of an entry's file.
+    pub fn file_of(&self, entry: &Entry) -> u64 {
+        entry.key >> self.address_bits
+    }
+
+    /// Opens and checks the files that entries name, joins rows that follow each other both in the file and in the output,
+    /// and cuts the result into extents of bounded size. Stops where more files would be open than this thread may hold;
+    /// tells how many entries were cut.
+    pub fn cut(&self, entries: &[Entry], first: usize, dense: bool) -> Result<Cut> {
+        let files_at_once = if self.decodes { 1 } else { files_at_once(threads::num_threads()) };
+        let mut opened: HashMap<u64, usize> = HashMap::new();
+        let mut cut =
+            Cut { files: vec![], seen: Vec::with_capacity(entries.len()), read: vec![], filled: vec![], done: 0 };
+        let (from, to) = (self.cast.from_size, self.cast.to_size);
+        let out_row = self.out_row();
+        for run in entries.chunk_by(|a, b| self.file_of(a) == self.file_of(b)) {
+            let number = self.file_of(&run[0]);
+            let file = match opened.entry(number) {
+                MapEntry::Occupied(known) => *known.get(),
+                MapEntry::Vacant(_) if cut.files.len() >= files_at_once => break,
+                // With something to copy already, a thread does not ask for more of what all threads together lack.
+                MapEntry::Vacant(_) if !cut.files.is_empty() && descriptors_are_scarce() => break,
+                MapEntry::Vacant(new) => {
+                    let open = match self.files.get(number) {
+                        Err(error) if !cut.files.is_empty() && error.is_out_of_descriptors() => break,
+                        open => open?,
+                    };
+                    open.unchanged()?;
+                    cut.files.push(open);
+                    *new.insert(cut.files.len() - 1)
+                }
+            };
+            cut.done += run.len();
+            let open = &cut.files[file];
+            let place = open.place();
+            let extents = match open.body() {
+                Body::Fill(..) => &mut cut.filled,
+                Body::Stored(_) | Body::Decoded(..) if open.bytes().is_some() => &mut cut.seen,
+                Body::Stored(_) | Body::Decoded(..) => &mut cut.read,
+            };
+            let whole_rows = place.is_dense() && place.used == self.row_bytes;
+            let stride = place.step / place.unit;
+            let mut rest = run;
+            while let Some((head, tail)) = rest.split_first() {
+                // Join.
+                let mut rows = u64::from(head.rows);
+                let mut used = 0;
+                for next in tail {
+                    if next.key != head.key + rows * stride || u64::from(next.dst) != u64::from(head.dst) + rows {
+                        break;
+                    }
+                    rows += u64::from(next.rows);
+                    used += 1;
+                }
+                rest = &tail[used..];
+                let address = head.key & ((1 << self.address_bits) - 1);
+                let Some(src) = place.offset(address, rows) else {
+                    let whose = (!matches!(self.pick, Pick::Whole { .. })).then_some(first + head.dst as usize);
+                    return Err(self.outside(open, address, rows, whose));
+                };
+                // Cut. A run of whole rows is one range of bytes, parts of rows are taken row by row.
+                let dst = head.dst as usize * out_row + place.column * to;
+                let (times, bytes) =
+                    if whole_rows && dense { (1, rows as usize * self.row_bytes) } else { (rows as usize, place.used) };
+                for row in 0..times {
+                    let (mut src, mut dst) = (src + row as u64 * place.step, dst + row * out_row);
+                    let mut left = bytes;
+                    while left > 0 {
+                        // EXTENT is a multiple of every element size, so that extents hold whole elements.
+                        let len = left.min(EXTENT);
+                        extents.push(Extent { src, dst, len: len as u32, file: file as u32 });
+                        src += len as u64;
+                        dst += len / from * to;
+                        left -= len;
+                    }
+                }
+            }
+        }
+        Ok(cut)
+    }
+
+    /// The rows that an index names must be rows that the file holds.
+    pub fn outside(&self, open: &OpenFile, address: u64, rows: u64, item: Option<usize>) -> Error {
+        let whose = item.map_or(String::new(), |i| format!(" for example {}", self.pick.example(i)));
+        outside(open, address, rows, &whose)
+    }
+
+    /// Where a extent goes.
+    #[inline]
+    pub fn target<'o>(&self, extent: &Extent, out: &'o mut Out<'_>) -> &'o mut [u8] {
+        out.range(extent.dst, extent.len as usize / self.cast.from_size * self.cast.to_size, self.out_row())
+    }
+}

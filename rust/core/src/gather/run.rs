@@ -1,0 +1,34 @@
+//! A gather from beginning to end.
+
+use super::far;
+use super::pick::{Origin, Out, Pick};
+use super::plan::{Job, part_rows};
+use crate::dtype::Cast;
+use crate::error::Result;
+use crate::layout::Layout;
+use crate::threads::{self, Watch};
+
+/// Fills `out` with the `items` rows (or, for [`Pick::Whole`], examples) picked. `out` holds exactly those rows, in the
+/// type that `cast` makes.
+///
+/// Errors: an index out of range, a file that is missing, too short or changed, a row outside its file. `out` is then
+/// partly written.
+pub fn gather<L: Layout + ?Sized>(
+    origin: &Origin<'_, L>,
+    pick: Pick<'_>,
+    items: usize,
+    cast: Cast<'_>,
+    out: Out<'_>,
+    watch: Watch<'_>,
+) -> Result<()> {
+    let job = Job::new(origin, pick, items, cast)?;
+    if let Some(wishes) = origin.files.wishes() {
+        return far::gather(&job, items, out, &wishes, watch);
+    }
+    if items == 1 && !matches!(pick, Pick::Whole { .. }) && job.only.end == u64::MAX {
+        return job.one_row(out);
+    }
+    let most = part_rows(out.bytes(), job.out_row());
+    let parts = job.parts(items, most, out)?;
+    threads::for_each(parts, &|_, (span, mut out), stop| job.run_part(span, &mut out, stop), watch)
+}

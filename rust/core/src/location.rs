@@ -1,0 +1,71 @@
+//! Where bytes lie, as a name: a path of this machine, or a store and a key in it.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// The name of a file or an object.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Location {
+    /// A path of this machine.
+    Local(PathBuf),
+    /// An object of a store.
+    Object(Arc<Object>),
+}
+
+/// The name of an object. Shared, so that errors, which carry locations, stay small.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub struct Object {
+    /// The name of the bucket, the repository or whatever the store is, as messages give it.
+    pub store: String,
+    /// The object's name in it.
+    pub key: String,
+}
+
+impl Location {
+    /// An object of a store.
+    pub fn object(store: impl Into<String>, key: impl Into<String>) -> Location {
+        Location::Object(Arc::new(Object { store: store.into(), key: key.into() }))
+    }
+
+    /// The path, where there is one.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Location::Local(path) => Some(path),
+            Location::Object(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Location::Local(path) => f.write_str(&path.to_string_lossy()),
+            Location::Object(object) => write!(f, "{}/{}", object.store, object.key),
+        }
+    }
+}
+
+impl From<PathBuf> for Location {
+    fn from(path: PathBuf) -> Location {
+        Location::Local(path)
+    }
+}
+
+impl From<&PathBuf> for Location {
+    fn from(path: &PathBuf) -> Location {
+        Location::Local(path.clone())
+    }
+}
+
+impl From<&Path> for Location {
+    fn from(path: &Path) -> Location {
+        Location::Local(path.to_path_buf())
+    }
+}
+
+impl From<&Location> for Location {
+    fn from(location: &Location) -> Location {
+        location.clone()
+    }
+}

@@ -1,0 +1,204 @@
+//! Files of this machine: mapped, or read in place.
+
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use super::descriptors::{Share, open_regular};
+use super::mmap::Map;
+use super::{Io, Range, Read, Ready, Source, Store, Version, pread};
+use crate::error::{Error, Kind, Result};
+use crate::location::Location;
+use crate::threads::Stop;
+
+/// Opens files of this machine.
+#[derive(Clone, Copy, Debug)]
+pub struct Local {
+    /// How they are read.
+    pub io: Io,
+}
+
+impl Store for Local {
+    fn open_many(&self, locations: &[&Location]) -> Vec<Result<Box<dyn Source>>> {
+        let open = |location: &&Location| match location.path() {
+            Some(path) => open_to_jump(path, self.io),
+            None => Err(Error::new(Kind::Internal, "not a path of this machine").at(*location)),
+        };
+        locations.iter().map(open).collect()
+    }
+}
+
+/// Opens a regular file that is read in jumps.
+pub fn open_to_jump(path: &Path, io: Io) -> Result<Box<dyn Source>> {
+    let (file, len) = open_regular(path)?;
+    map_or_read(file, path, len, io)
+}
+
+/// A file of `len` bytes, open already, that is read in jumps.
+pub(crate) fn map_or_read(file: File, path: &Path, len: u64, io: Io) -> Result<Box<dyn Source>> {
+    let read = Positioned::new(file, path, len);
+    match io {
+        Io::Mmap if len > 0 => Ok(Box::new(Mapped { map: read.mapping()?, read })),
+        Io::Mmap | Io::Pread => Ok(Box::new(read)),
+    }
+}
+
+/// The version of a file.
+pub(crate) fn version_of(file: &File) -> std::io::Result<Version> {
+    let meta = file.metadata()?;
+    let times = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
+    Ok(Version::File(meta.dev(), meta.ino(), meta.len(), times))
+}
+
+/// Read call by call.
+#[derive(Debug)]
+pub(crate) struct Positioned {
+    location: Location,
+    file: File,
+    len: u64,
+    share: Share,
+}
+
+impl Positioned {
+    /// A file whose `len` bytes were looked at just now. Takes a share of the descriptors that may be kept, if one is left.
+    pub(crate) fn new(file: File, path: &Path, len: u64) -> Positioned {
+        // Also for a mapped file: the questions about cached pages go through the descriptor.
+        pread::expect_random(&file);
+        Positioned { location: path.into(), file, len, share: Share::take() }
+    }
+
+    fn mapping(&self) -> Result<Map> {
+        let bytes = usize::try_from(self.len)
+            .map_err(|_| Error::new(Kind::Access, "does not fit this machine's address space").at(&self.location))?;
+        Map::open(&self.file, bytes).map_err(|e| Error::from_io(&e, &self.location, "map"))
+    }
+
+    fn failed(&self, error: &std::io::Error, read: &Read<'_>) -> Error {
+        let mut error = Error::from_io(error, &self.location, "read").byte(read.at);
+        if error.kind == Kind::Truncated {
+            error.detail = format!("expected {} more bytes, the file ends", read.into.len());
+        }
+        error
+    }
+}
+
+impl Source for Positioned {
+    fn location(&self) -> &Location {
+        &self.location
+    }
+
+    fn size(&self) -> u64 {
+        self.len
+    }
+
+    fn version(&self) -> Option<Version> {
+        version_of(&self.file).ok()
+    }
+
+    fn map(&self) -> Result<Option<Map>> {
+        self.unchanged()?;
+        if self.len == 0 { Ok(None) } else { self.mapping().map(Some) }
+    }
+
+    fn read_many(&self, reads: &mut [Read<'_>], stop: &Stop) -> Result<()> {
+        for read in reads {
+            if stop.is_set() {
+                return Ok(());
+            }
+            pread::read_exact_at(&self.file, read.into, read.at).map_err(|e| self.failed(&e, read))?;
+        }
+        Ok(())
+    }
+
+    fn read_if_ready(&self, read: Read<'_>) -> Result<Ready> {
+        pread::read_if_cached(&self.file, &mut *read.into, read.at).map_err(|e| self.failed(&e, &read))
+    }
+
+    fn is_ready(&self, at: u64) -> Ready {
+        pread::is_cached(&self.file, at)
+    }
+
+    fn will_need(&self, ranges: &[Range]) {
+        for range in ranges {
+            pread::will_need(&self.file, range.at, range.len);
+        }
+    }
+
+    /// Fails if the file is shorter than it was when opened: its mapped pages past the new end would fault.
+    fn unchanged(&self) -> Result<()> {
+        // fstat and not File::metadata, whose statx costs twice as much; single-row reads feel it.
+        let stat = rustix::fs::fstat(&self.file).map_err(|e| Error::from_io(&e.into(), &self.location, "look at"))?;
+        let now = u64::try_from(stat.st_size).unwrap_or(0);
+        if now < self.len {
+            return Err(Error::new(
+                Kind::Truncated,
+                format!(
+                    "was truncated after it was opened: expected {} bytes, found {now}; reopen the dataset",
+                    self.len
+                ),
+            )
+            .at(&self.location)
+            .byte(now));
+        }
+        Ok(())
+    }
+
+    fn may_keep(&self) -> bool {
+        self.share.may_keep()
+    }
+}
+
+/// Mapped; the descriptor stays open for questions about cached pages.
+#[derive(Debug)]
+struct Mapped {
+    map: Map,
+    read: Positioned,
+}
+
+impl Source for Mapped {
+    fn location(&self) -> &Location {
+        &self.read.location
+    }
+
+    fn size(&self) -> u64 {
+        self.read.len
+    }
+
+    fn version(&self) -> Option<Version> {
+        self.read.version()
+    }
+
+    fn bytes(&self) -> Option<&[u8]> {
+        Some(self.map.bytes())
+    }
+
+    fn map(&self) -> Result<Option<Map>> {
+        Ok(Some(self.map.clone()))
+    }
+
+    fn read_many(&self, reads: &mut [Read<'_>], stop: &Stop) -> Result<()> {
+        self.read.read_many(reads, stop)
+    }
+
+    fn read_if_ready(&self, read: Read<'_>) -> Result<Ready> {
+        self.read.read_if_ready(read)
+    }
+
+    fn is_ready(&self, at: u64) -> Ready {
+        self.read.is_ready(at)
+    }
+
+    fn will_need(&self, ranges: &[Range]) {
+        for range in ranges {
+            self.map.will_need(range.at as usize, range.len as usize);
+        }
+    }
+
+    fn unchanged(&self) -> Result<()> {
+        self.read.unchanged()
+    }
+
+    fn may_keep(&self) -> bool {
+        self.read.may_keep()
+    }
+}

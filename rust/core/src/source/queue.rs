@@ -1,0 +1,62 @@
+//! Many reads of several sources by one thread: what is ready is read at once, the rest is hinted, and read when enough others
+//! have been hinted after it, so that a cold disk has all of them to work on.
+
+use std::collections::VecDeque;
+
+use super::{Range, Ready, Source};
+use crate::error::Result;
+use crate::threads::Stop;
+
+/// Ranges that hints run ahead of reads.
+pub const AHEAD: usize = 1024;
+/// And their bytes.
+pub const AHEAD_BYTES: usize = 16 << 20;
+
+/// A range of one of several sources.
+pub trait Ranged {
+    /// Position of its source.
+    fn source(&self) -> usize;
+    /// The range.
+    fn range(&self) -> Range;
+}
+
+/// Calls `read` for each range, with whether it is to wait; again, to wait, where it answered that the range was not ready.
+pub fn read_all<T: Ranged>(
+    sources: &[Option<&dyn Source>],
+    ranges: &[T],
+    stop: &Stop,
+    mut read: impl FnMut(&T, bool) -> Result<Ready>,
+) -> Result<()> {
+    let mut coming: VecDeque<&T> = VecDeque::new();
+    let mut coming_bytes = 0;
+    let mut can_ask = true;
+    for each in ranges {
+        if stop.is_set() {
+            return Ok(());
+        }
+        if can_ask {
+            match read(each, false)? {
+                Ready::Yes => continue,
+                Ready::No => {}
+                Ready::Unknown => can_ask = false,
+            }
+        }
+        if let Some(source) = sources[each.source()] {
+            source.will_need(&[each.range()]);
+        }
+        coming.push_back(each);
+        coming_bytes += each.range().len as usize;
+        while coming.len() >= AHEAD || coming_bytes >= AHEAD_BYTES {
+            let Some(oldest) = coming.pop_front() else { break };
+            coming_bytes -= oldest.range().len as usize;
+            read(oldest, true)?;
+        }
+    }
+    for each in coming {
+        if stop.is_set() {
+            return Ok(());
+        }
+        read(each, true)?;
+    }
+    Ok(())
+}
