@@ -251,3 +251,12 @@ def test_shapes_that_numpy_does_not_take_are_one_clear_error(tmp_path: Path, axi
         else:
             with pytest.raises(actshard.FormatError, match="elements are no rows of shape"):
                 read()
+
+
+def test_unsigned_indices_beyond_int64_are_no_negative_ones() -> None:
+    cache = tokens.open_cache(GOLDEN / "text_gpt2style_single" / "cache")
+    dataset = tokens.CausalLmDataset(tokens.TokenSeqDataset(cache, 8), eos_id=0)
+    wrapped = np.array([2**64 - 1], np.uint64)  # the last example, if its bits were read as signed
+    for read in (cache.rows, dataset.get_batch):
+        with pytest.raises(actshard.OutOfRangeError):
+            read(wrapped)
