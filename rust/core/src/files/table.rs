@@ -49,6 +49,8 @@ pub struct RowFile {
 pub struct FileTable {
     files: Vec<RowFile>,
     store: Arc<dyn Store>,
+    /// Asked of the store once: every gather asks.
+    wishes: Option<Wishes>,
     slots: Slots<OpenFile>,
     headers: Headers,
     row: Row,
@@ -92,7 +94,7 @@ impl Files for FileTable {
     }
 
     fn wishes(&self) -> Option<Wishes> {
-        self.store.wishes()
+        self.wishes
     }
 }
 
@@ -113,7 +115,8 @@ impl FileTable {
         }
         let row = Row::new(width, dtype)?;
         let slots = Slots::new(files.len() as u64);
-        Ok(FileTable { files, store, slots, headers: Headers::default(), row })
+        let wishes = store.wishes();
+        Ok(FileTable { files, store, wishes, slots, headers: Headers::default(), row })
     }
 
     /// Number of files.

@@ -61,10 +61,18 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             None if row > EXTENT => {
                 self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default())
             }
-            None => {
-                let extent = Extent { src, dst: 0, len: row as u32, file: 0 };
-                self.copy_read(&[open], &[extent], &mut whole, &Stop::default())
-            }
+            None => match open.source() {
+                Some(source) if self.cast.convert.is_none() && !place.swapped => {
+                    if source.read_if_ready(Read { at: src, into: &mut *out })? == Ready::Yes {
+                        return Ok(());
+                    }
+                    source.read(src, out)
+                }
+                _ => {
+                    let extent = Extent { src, dst: 0, len: row as u32, file: 0 };
+                    self.copy_read(&[open], &[extent], &mut whole, &Stop::default())
+                }
+            },
         }
     }
 
