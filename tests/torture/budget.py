@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine
 
 TORTURE = os.environ.get("ACTSHARD_TORTURE", "") not in ("", "0")
 
@@ -28,3 +30,17 @@ def machine_settings(small: int, large: int, steps: int = 20) -> settings:
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
+
+
+class CountedMachine(RuleBasedStateMachine):
+    """A machine whose runs are counted: a byte each in the file `ACTSHARD_TORTURE_COUNTS/<class>`.
+
+    A campaign of hours that is stopped, or fails, has a number then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        folder = os.environ.get("ACTSHARD_TORTURE_COUNTS")
+        if folder:
+            with (Path(folder) / type(self).__qualname__).open("ab") as file:
+                file.write(b".")

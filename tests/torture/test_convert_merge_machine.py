@@ -22,14 +22,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
-from tests.torture.budget import machine_settings, runs
+from tests.torture.budget import CountedMachine, machine_settings, runs
 
 import actshard
 from actshard import work
@@ -124,7 +123,7 @@ def make(path: Path, format: str, seed: int, small: bool, part: tuple[int, int] 
     return writer.path
 
 
-class ConvertMergeMachine(RuleBasedStateMachine):
+class ConvertMergeMachine(CountedMachine):
     """One verb at a time, disturbed and finished."""
 
     root: Path

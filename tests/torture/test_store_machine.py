@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.torture.budget import machine_settings
+from hypothesis.stateful import initialize, precondition, rule
+from tests.torture.budget import CountedMachine, machine_settings
 from tests.torture.datasets import EXAMPLES, FORMATS, LAYERS, D, dataset, in_a_child
 
 import actshard
@@ -29,7 +29,7 @@ Work = Callable[[], Any]
 DAMAGE = ("cut", "empty", "remove", "grow", "replace", "overwrite", "restore")
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(CountedMachine):
     """The rules; `options` differ."""
 
     options = st.fixed_dictionaries({})

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.torture.budget import machine_settings
+from hypothesis.stateful import Bundle, initialize, invariant, precondition, rule
+from tests.torture.budget import CountedMachine, machine_settings
 from tests.torture.datasets import FORMATS, LAYERS, D, dataset, in_a_child
 
 import actshard
@@ -49,7 +49,7 @@ ANY = st.fixed_dictionaries(
 )
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(CountedMachine):
     """The rules; `options` differ."""
 
     options = DEFAULTS

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.torture.budget import machine_settings
+from hypothesis.stateful import initialize, invariant, precondition, rule
+from tests.torture.budget import CountedMachine, machine_settings
 
 import actshard
 from actshard import _native, tokens
@@ -84,7 +84,7 @@ def files(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
-class Caches(RuleBasedStateMachine):
+class Caches(CountedMachine):
     """A folder with a cache, another cache and a user's files in it; three files of records beside."""
 
     def __init__(self) -> None:

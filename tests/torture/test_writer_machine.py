@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.torture.budget import machine_settings
+from hypothesis.stateful import initialize, precondition, rule
+from tests.torture.budget import CountedMachine, machine_settings
 
 import actshard
 from actshard import formats
@@ -219,7 +219,7 @@ class Part:
             self.pipe = None
 
 
-class WriterMachine(RuleBasedStateMachine):
+class WriterMachine(CountedMachine):
     """Any format with default options."""
 
     default = True
