@@ -179,6 +179,45 @@ def test_detecting_imports_no_writer() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
 
 
+WRITERS = ("write", "merge", "placing")
+"""Rooms that write local folders."""
+NOT_FREED = {"levanter.check", "lmprobe.check", "lmprobe.read", "pickle.check", "pickle.read", "zarr.arrays", "zarr.check",
+             "zarr.meta", "zarr.package", "zarr.read"}  # fmt: skip
+"""Rooms that still read user data by paths. None is added."""
+PAST_LOCATION = {"glob", "rglob", "iglob", "iterdir", "scandir", "listdir", "walk", "is_file", "is_dir", "read_bytes",
+                 "read_text", "memmap", "fromfile", "load", "st_size"}  # fmt: skip
+
+
+def reads_paths(module: str) -> list[str]:
+    """Where a room of a format reads a file or lists a folder past ``Location``."""
+    tree = ast.parse(MODULES[module].read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    own |= {alias.asname or alias.name for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) for alias in x.names}
+    return [
+        f"{module}:{node.lineno}: {ast.unparse(node)[:60]}"
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in PAST_LOCATION)
+        or (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "open"
+            and "open" not in own
+        )
+    ]
+
+
+def test_formats_read_user_data_through_locations_only() -> None:
+    found: list[str] = []
+    reading = {}
+    for module in MODULES:
+        room = module.removeprefix("formats.")
+        if module.startswith("formats.") and "." in room and room.rpartition(".")[2] not in WRITERS:
+            reading[room] = reads_paths(module)
+            found += reading[room] if room not in NOT_FREED else []
+    assert found == []
+    assert {room for room in NOT_FREED if not reading[room]} == set(), "freed: take them off the list"
+
+
 PLUGIN = """
 from pathlib import Path
 

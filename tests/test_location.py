@@ -48,6 +48,18 @@ def test_files_are_listed_by_name_and_read_by_range(root: Location) -> None:
         assert list(lines) == [b'{"x": 1}\n', b'{"x": 2}\n']
 
 
+def test_buffers_are_filled_from_several_places(root: Location) -> None:
+    made = bytearray(7)
+    view = memoryview(made)
+    (root / "a.bin").fill([(2, view[:3]), (9, view[3:4]), (0, view[4:]), (10, view[:0])])
+    assert bytes(made) == b"2349012"
+    with refuses(actshard.TruncatedFileError, where(root / "a.bin"), "expected 4 bytes at 8, the file ends") as caught:
+        (root / "a.bin").fill([(8, view[:4])])
+    assert caught.value.offset == 10
+    with refuses(actshard.MissingFileError, where(root / "x"), "found nothing"):
+        (root / "x").fill([])
+
+
 def test_names_lead_down_and_never_elsewhere(root: Location) -> None:
     below = root.joinpath("web", "./train//0.bin")
     assert below == root / "web" / "train" / "0.bin"
@@ -102,6 +114,26 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     for act in (Location.read, Location.open, Location.arrow):
         with refuses(actshard.NotAFileError, tmp_path / "pipe", "special file"):
             act(root / "pipe")
+
+
+def test_links_and_holes_are_told(tmp_path: Path) -> None:
+    for name, target in (("itself", "itself"), ("broken", "nowhere")):
+        (tmp_path / name).symlink_to(target)
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 20)
+    root = Location.of(tmp_path)
+    assert root.entries() == [Entry("broken", "other"), Entry("itself", "other"), Entry("sparse", "file")]
+    assert (root / "broken").is_named()
+    assert not (root / "broken").exists()
+    assert not (root / "x").is_named()
+    assert (root / "sparse").stat().stored < (root / "sparse").stat().size
+    memory = Location.in_memory({"x": b"123"})
+    assert (memory / "x").is_named()
+    assert (memory / "x").stat().stored == 3
+    assert Location.at(tmp_path) == root
+    assert Location.at(memory) is memory
+    assert root.place == tmp_path
+    assert memory.place is memory  # type: ignore[comparison-overlap]
 
 
 def test_a_version_changes_with_the_file(tmp_path: Path) -> None:

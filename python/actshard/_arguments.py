@@ -134,7 +134,7 @@ def pickled_scalar(data: bytes, name: str, swapped: bool) -> Any:
     return np.frombuffer(data, dtype.newbyteorder("S") if swapped else dtype)[0]
 
 
-def name_of(stored: np.dtype[Any], path: Path | None = None) -> str:
+def name_of(stored: np.dtype[Any], path: str | os.PathLike[str] | None = None) -> str:
     """The safetensors name of a stored type."""
     name = _NAME_BY_NUMPY.get(stored)
     if name is None:

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from actshard.errors import FormatError, MissingFileError, NotAFileError, from_os
+from actshard.errors import FormatError
+from actshard.location import Location
 
 MAX_BYTES = 256 << 20
 """No metadata file of any format comes near this."""
@@ -22,35 +23,25 @@ MAX_INT = 1 << 62
 """Larger sizes are nonsense and would overflow on their way to the native half."""
 
 
-def exists(path: Path) -> bool:
+def exists(path: Path | Location) -> bool:
     """Whether something is at a path.
 
     Raises:
         FileAccessError: this user may not know.
     """
-    try:
-        return path.exists()
-    except OSError as error:
-        raise from_os(error, path, "look at") from error
+    return Location.at(path).exists()
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path | Location) -> Any:
     """Reads a JSON file; every way to be wrong is an actshard exception that names the file."""
+    file = Location.at(path)
+    size = file.regular("read").size
+    if size > MAX_BYTES:
+        raise FormatError(f"expected a metadata file, found {size} bytes (at most {MAX_BYTES} are read)", path=path)
     try:
-        if not path.is_file():
-            if path.exists():
-                raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
-            raise MissingFileError("expected a file, found nothing", path=path)
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise FormatError(f"expected a metadata file, found {size} bytes (at most {MAX_BYTES} are read)", path=path)
-        text = path.read_bytes().decode("utf-8")
+        text = file.read(0, size).decode("utf-8")
     except UnicodeDecodeError as error:
         raise FormatError("expected UTF-8 text", path=path, offset=error.start) from error
-    except OSError as error:
-        if isinstance(error, MissingFileError | NotAFileError):
-            raise
-        raise from_os(error, path, "read") from error
     return parse_json(text, path)
 
 
@@ -108,7 +99,7 @@ class Fields:
     A field may have had several names over the versions of a format: the first one present counts.
     """
 
-    def __init__(self, value: Any, path: Path, where: str = "") -> None:
+    def __init__(self, value: Any, path: Path | Location, where: str = "") -> None:
         if not isinstance(value, dict):
             place = f"field '{where}': " if where else ""
             code = "metadata" if where else None

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, from_os
+from actshard.errors import FormatError, boundary
+from actshard.location import Location
 
 MAX_LINE = 64 << 20
 """No prompt is this long; a file without line breaks is not read into memory to find out."""
 
 
-def lines(stream: IO[bytes], path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
+def lines(stream: IO[bytes], path: Path | Location, limit: int) -> Iterator[tuple[int, bytes]]:
     """The lines of a stream with their numbers, from 1.
 
     Raises:
@@ -33,7 +33,7 @@ def interrupted(line: bytes) -> str:
     return "" if line.endswith(b"\n") else " (the file ends in this line: was its writer interrupted?)"
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path | Location) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a file with their line numbers, from 1.
 
     Empty lines are skipped; NaN and Infinity are numbers, as Python writes them.
@@ -42,23 +42,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         MissingFileError, NotAFileError, FileAccessError: it cannot be read.
         FormatError: a line is no JSON object; the message names it.
     """
-    try:
-        # Looking before opening: opening a named pipe would wait for a writer.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
-        with path.open("rb") as file:
-            for number, line in lines(file, path, MAX_LINE):
-                if line.strip():
-                    yield number, _parse(line, number, path, file.tell() - len(line))
-    except FileNotFoundError as error:
-        raise MissingFileError("expected a file, found nothing", path=path) from error
-    except OSError as error:
-        if isinstance(error, ActshardError):
-            raise
-        raise from_os(error, path, "read") from error
+    with boundary(path, "read"), Location.at(path).open("read") as file:
+        for number, line in lines(file, path, MAX_LINE):
+            if line.strip():
+                yield number, _parse(line, number, path, file.tell() - len(line))
 
 
-def _parse(line: bytes, number: int, path: Path, offset: int) -> dict[str, Any]:
+def _parse(line: bytes, number: int, path: Path | Location, offset: int) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:

@@ -68,7 +68,7 @@ class ActshardError(Exception):
     ) -> None:
         super().__init__(detail)
         self.detail = detail
-        self.path = None if path is None else _place(path)
+        self.path = None if path is None else place_of(path)
         self.offset = offset
         self.reason = reason
         if code is not None:
@@ -336,10 +336,10 @@ def boundary(path: Any, doing: str) -> Iterator[None]:
 def _as_path(value: Any) -> Path | None:
     if isinstance(value, bytes):
         value = os.fsdecode(value)
-    return _place(value) if isinstance(value, str | os.PathLike) else None
+    return place_of(value) if isinstance(value, str | os.PathLike) else None
 
 
-def _place(path: str | os.PathLike[str]) -> Path:
+def place_of(path: str | os.PathLike[str]) -> Path:
     """The path. A remote location stays what it is: pathlib would fold the slashes of its URL."""
     return path if getattr(path, "is_local", True) is False else Path(path)  # type: ignore[return-value]
 

@@ -13,7 +13,7 @@ import io
 import os
 import stat as modes
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -29,6 +29,8 @@ from actshard.errors import (
     TruncatedFileError,
     UnsupportedError,
     boundary,
+    from_os,
+    place_of,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +43,12 @@ MOST_ENTRIES = 10_000_000
 """Entries that :meth:`Location.entries` returns at most."""
 
 
-def network_io(path: Path) -> str:
-    """How ``io="auto"`` reads a path: ``"pread"`` on network file systems, ``"mmap"`` elsewhere."""
+def network_io(path: Path | Location) -> str:
+    """How ``io="auto"`` reads a path: ``"mmap"`` on file systems of this machine, ``"pread"`` elsewhere."""
+    if isinstance(path, Location):
+        if not path.is_local:
+            return "pread"
+        path = path.local
     return "pread" if _native.is_network(path) else "mmap"
 
 
@@ -54,11 +60,13 @@ class Stat:
         kind: a file, a folder, or neither.
         size: bytes of a file; 0 for anything else.
         version: changes when the file is replaced or written to. Compare it for equality only.
+        stored: bytes that are there: fewer than ``size`` for a sparse file, which claims any size.
     """
 
     kind: Kind
     size: int
     version: str
+    stored: int
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,6 +99,9 @@ class Storage(Protocol):
     def read(self, key: str, start: int, length: int) -> bytes:
         """Bytes from an offset; fewer than asked for where the file ends."""
 
+    def fill(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Fills buffers with the bytes from offsets on; TruncatedFileError where the file ends."""
+
     def arrow(self, key: str) -> pa.NativeFile:
         """A file that pyarrow reads at random positions."""
 
@@ -108,18 +119,14 @@ class Local:
         found = os.stat(key)  # noqa: PTH116 -- a key is a str, and many are looked at
         version = f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
         if modes.S_ISREG(found.st_mode):
-            return Stat("file", found.st_size, version)
-        return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version)
+            return Stat("file", found.st_size, version, found.st_blocks * 512)
+        return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version, 0)
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
         with os.scandir(key) as entries:
             for entry in entries:
-                if entry.is_dir():
-                    yield Entry(entry.name, "folder")
-                elif entry.is_file():
-                    yield Entry(entry.name, "file", entry.stat().st_size if sizes else None)
-                else:
-                    yield Entry(entry.name, "other")
+                kind = _kind_of(entry)
+                yield Entry(entry.name, kind, entry.stat().st_size if sizes and kind == "file" else None)
 
     def read(self, key: str, start: int, length: int) -> bytes:
         with Path(key).open("rb", buffering=0) as file:
@@ -129,6 +136,16 @@ class Local:
                 made += more
             return bytes(made)
 
+    def fill(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
+        with Path(key).open("rb", buffering=0) as file:
+            for start, into in parts:
+                done = 0
+                while done < len(into):
+                    got = os.preadv(file.fileno(), [into[done:]], start + done)
+                    if got == 0:
+                        raise _ended(start, into, done)
+                    done += got
+
     def arrow(self, key: str) -> pa.NativeFile:
         import pyarrow as pa
 
@@ -137,6 +154,17 @@ class Local:
         except UnicodeEncodeError:  # pyarrow takes no path that is not UTF-8
             return pa.PythonFile(Path(key).open("rb"), mode="r")
         return pa.OSFile(key)
+
+
+def _kind_of(entry: os.DirEntry[str]) -> Kind:
+    try:
+        return "folder" if entry.is_dir() else "file" if entry.is_file() else "other"
+    except OSError:  # a link to itself
+        return "other"
+
+
+def _ended(start: int, into: memoryview, done: int) -> TruncatedFileError:
+    return TruncatedFileError(f"expected {len(into)} bytes at {start}, the file ends", offset=start + done)
 
 
 _LOCAL = Local()
@@ -159,10 +187,10 @@ class Memory:
     def stat(self, key: str) -> Stat:
         data = self.files.get(key)
         if data is not None:
-            return Stat("file", len(data), f"{len(data)}-{zlib.crc32(data):08x}")
+            return Stat("file", len(data), f"{len(data)}-{zlib.crc32(data):08x}", len(data))
         if key and not any(name.startswith(f"{key}/") for name in self.files):
             raise FileNotFoundError(2, "No such file or directory")
-        return Stat("folder", 0, "")
+        return Stat("folder", 0, "", 0)
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
         if self.stat(key).kind != "folder":
@@ -176,6 +204,13 @@ class Memory:
     def read(self, key: str, start: int, length: int) -> bytes:
         self.stat(key)
         return self.files[key][start : start + length]
+
+    def fill(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
+        for start, into in parts:
+            data = self.files[key][start : start + len(into)]
+            if len(data) < len(into):
+                raise _ended(start, into, len(data))
+            into[:] = data
 
     def arrow(self, key: str) -> pa.NativeFile:
         import pyarrow as pa
@@ -208,6 +243,11 @@ class Location:
         if isinstance(value, Location):
             return value
         return cls(_LOCAL, os.fspath(local_path(value, what)))
+
+    @classmethod
+    def at(cls, place: str | os.PathLike[str]) -> Location:
+        """The location of a path that was checked when its user gave it; nothing is looked at."""
+        return place if isinstance(place, Location) else cls(_LOCAL, os.fspath(place))
 
     @classmethod
     def in_memory(cls, files: Mapping[str, bytes], name: str = "memory") -> Location:
@@ -244,6 +284,11 @@ class Location:
         if not self.is_local:
             raise UnsupportedError("expected a local path, found a remote one", path=self)
         return Path(self.key)
+
+    @property
+    def place(self) -> Path:
+        """What users are shown: the local path, or itself where it is not local."""
+        return place_of(self)
 
     @property
     def name(self) -> str:
@@ -284,18 +329,29 @@ class Location:
             raise ArgumentError(f"expected a location below {above}", path=self)
         return self.key[len(start) :]
 
-    def stat(self) -> Stat:
+    def stat(self, doing: str = "look at") -> Stat:
         """Kind, size and version; links are followed.
+
+        Args:
+            doing: a verb, for messages: what it is looked at for.
 
         Raises:
             MissingFileError: nothing is there.
             FileAccessError: this user may not know.
         """
-        with boundary(self, "look at"):
-            try:
-                return self.storage.stat(self.key)
-            except NotADirectoryError as error:  # a file stands where a folder above should
-                raise MissingFileError("expected a file, found nothing", path=self) from error
+        found = self.found(doing)
+        if found is None:
+            raise MissingFileError("expected a file, found nothing", path=self)
+        return found
+
+    def found(self, doing: str = "look at") -> Stat | None:
+        """As :meth:`stat`; None where there is nothing."""
+        try:
+            return self.storage.stat(self.key)
+        except (FileNotFoundError, NotADirectoryError):  # a file stands where a folder above should
+            return None
+        except OSError as error:
+            raise from_os(error, self, doing) from error
 
     def kind(self) -> Kind | None:
         """``"file"``, ``"folder"``, ``"other"``, or None where there is nothing.
@@ -303,14 +359,16 @@ class Location:
         Raises:
             FileAccessError: this user may not know.
         """
-        try:
-            return self.stat().kind
-        except MissingFileError:
-            return None
+        found = self.found()
+        return None if found is None else found.kind
 
     def exists(self) -> bool:
         """Whether something is there. Raises FileAccessError where this user may not know."""
         return self.kind() is not None
+
+    def is_named(self) -> bool:
+        """Whether something of this name is there, even a link that leads nowhere."""
+        return os.path.lexists(self.key) if self.is_local else self.exists()
 
     def entries(self, pattern: str = "*", *, sizes: bool = False, limit: int = MOST_ENTRIES) -> list[Entry]:
         """Entries of a folder whose names match a shell pattern, sorted by name.
@@ -350,7 +408,7 @@ class Location:
             FormatError: more than ``limit`` bytes.
         """
         # Looking before opening: opening a named pipe would wait for a writer.
-        size = self._regular().size
+        size = self.regular("read").size
         wanted = max(size - start, 0) if length is None else length
         if limit is not None and wanted > limit:
             raise FormatError(f"expected at most {limit} bytes, found {wanted}", path=self)
@@ -364,22 +422,43 @@ class Location:
             raise TruncatedFileError(f"expected {start + wanted} bytes, found {start + len(data)}", path=self)
         return data
 
-    def open(self) -> io.BufferedReader | io.BytesIO:
+    def fill(self, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Fills buffers with the bytes from offsets on; the file is opened once.
+
+        Raises:
+            MissingFileError, NotAFileError, FileAccessError: it cannot be read.
+            TruncatedFileError: the file ends before.
+        """
+        self.regular("read")
+        with boundary(self, "read"):
+            try:
+                self.storage.fill(self.key, parts)
+            except TruncatedFileError as error:
+                error.path = self.place
+                raise
+
+    def open(self, doing: str = "open") -> io.BufferedReader | io.BytesIO:
         """The file as Python reads it, from its beginning; for files that are read line by line."""
-        size = self._regular().size
+        size = self.regular(doing).size
         if self.is_local:
-            with boundary(self, "open"):
+            with boundary(self, doing):
                 return self.local.open("rb")
         return io.BytesIO(self.read(0, size))
 
     def arrow(self) -> pa.NativeFile:
         """The file as pyarrow reads it, at any position: ``pq.ParquetFile(location.arrow())``. Close it, or use it in ``with``."""
-        self._regular()
+        self.regular("open")
         with boundary(self, "open"):
             return self.storage.arrow(self.key)
 
-    def _regular(self) -> Stat:
-        found = self.stat()
+    def regular(self, doing: str = "look at") -> Stat:
+        """The state of what has to be a regular file: opening a named pipe would wait for a writer.
+
+        Raises:
+            MissingFileError, FileAccessError: as :meth:`stat`.
+            NotAFileError: a folder, a device, a pipe.
+        """
+        found = self.stat(doing)
         if found.kind != "file":
             raise NotAFileError("expected a regular file, found a folder or a special file", path=self)
         return found

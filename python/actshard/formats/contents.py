@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.location import network_io
+from actshard.location import Location, network_io
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,8 +30,8 @@ class Options:
     """Whether files are held against the checksums that the dataset lists."""
 
     @classmethod
-    def of(cls, path: Path) -> Options:
-        """Defaults, with ``io`` chosen by the file system that a path is on."""
+    def of(cls, path: Path | Location) -> Options:
+        """Defaults, with ``io`` chosen by where a path is."""
         return cls(network_io(path))
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from actshard._json import show
 from actshard.codes import ERROR, WARNING
-from actshard.errors import ActshardError, InternalError, boundary
+from actshard.errors import ActshardError, InternalError, boundary, place_of
 from actshard.formats import registry
+from actshard.location import Location
 
 
 class _Codes(Mapping[str, tuple[str, str, str]]):
@@ -114,8 +115,9 @@ class Report:
             "findings": [f.as_dict() for f in self.findings],
         }
 
-    def add(self, code: str, path: Path, found: Any, expected: str = "", place: str | None = None) -> None:
+    def add(self, code: str, path: Path | Location, found: Any, expected: str = "", place: str | None = None) -> None:
         """Notes a finding."""
+        path = place_of(path)
         known = registry.findings().get(code)
         if known is None:
             raise InternalError(f"finding {code!r}: expected a declared code (Format.findings)", path=path)
@@ -132,17 +134,17 @@ class Report:
         """Notes how much was looked at."""
         self.checked[what] = self.checked.get(what, 0) + n
 
-    def error(self, error: ActshardError, path: Path, code: str | None = None) -> None:
+    def error(self, error: ActshardError, path: Path | Location, code: str | None = None) -> None:
         """Notes an exception as a finding, unless its file has been found wrong in the same way."""
         code = code or error.code or "format"
-        where = error.path or path
+        where = error.path or place_of(path)
         place = None if error.offset is None else f"byte {error.offset}"
         if (where, code) in self._wrong or (where, error.detail) in self._wrong:
             return
         self.add(code, where, error.detail, place=place)
 
     @contextmanager
-    def noting(self, path: Path, code: str | None = None) -> Iterator[None]:
+    def noting(self, path: Path | Location, code: str | None = None) -> Iterator[None]:
         """Notes what goes wrong inside, and goes on after it."""
         try:
             with boundary(path, "check"):
@@ -150,7 +152,7 @@ class Report:
         except ActshardError as error:
             self.error(error, path, code)
 
-    def field(self, path: Path, read: Callable[[], Any]) -> Any:
+    def field(self, path: Path | Location, read: Callable[[], Any]) -> Any:
         """A field's value; None, and a finding, if it is not what it should be."""
         try:
             with boundary(path, "check"):

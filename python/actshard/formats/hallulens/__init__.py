@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Tell
+from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -19,20 +20,20 @@ class HallulensFormat(Format):
     name: ClassVar[str] = "hallulens"
     description: ClassVar[str] = "HalluLens inference captures"
 
-    def detect(self, path: Path) -> Evidence:
+    def detect(self, path: Path | Location) -> Evidence:
         from actshard.formats.hallulens.read import detect
 
-        return detect(path)
+        return detect(Location.at(path))
 
-    def open(self, path: Path, options: Options) -> Contents:
+    def open(self, path: Path | Location, options: Options) -> Contents:
         from actshard.formats.hallulens.read import open
 
-        return open(path, options)
+        return open(Location.at(path), options)
 
-    def check(self, path: Path, report: Report, tell: Tell) -> None:
+    def check(self, path: Path | Location, report: Report, tell: Tell) -> None:
         from actshard.formats.hallulens.check import check
 
-        check(path, report, tell)
+        check(Location.at(path), report, tell)
 
     def remains(self, names: frozenset[str]) -> bool:
         return "response_activations.npy" in names or {"meta.jsonl", "generation.jsonl"} <= names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ from actshard.formats.format import Tell
 from actshard.formats.hallulens.files import Array, Config, lines
 from actshard.formats.hallulens.read import Sample, sample_of
 from actshard.formats.report import Report
+from actshard.location import Location
 
 _SHOWN = 20
 
 
-def check(root: Path, report: Report, tell: Tell) -> None:
+def check(root: Location, report: Report, tell: Tell) -> None:
     """Sizes of all arrays, every line of meta.jsonl, and the lengths in both places."""
     try:
         config = Config.of(root)
@@ -57,7 +57,7 @@ def check(root: Path, report: Report, tell: Tell) -> None:
     _check_results(root, len(samples), report)
 
 
-def _samples(root: Path, report: Report) -> list[Sample]:
+def _samples(root: Location, report: Report) -> list[Sample]:
     path = root / "meta.jsonl"
     made: list[Sample] = []
     seen: dict[int, int] = {}
@@ -80,7 +80,7 @@ def _samples(root: Path, report: Report) -> list[Sample]:
     return made
 
 
-def _check_lengths(root: Path, array: Array, samples: list[Sample], report: Report) -> None:
+def _check_lengths(root: Location, array: Array, samples: list[Sample], report: Report) -> None:
     """The lengths of an array are those of the lines."""
     with report.noting(array.path):
         found = array.read(np.array([sample.row for sample in samples], np.int64)).tolist()
@@ -96,7 +96,7 @@ def _check_lengths(root: Path, array: Array, samples: list[Sample], report: Repo
             )
 
 
-def _check_results(root: Path, n: int, report: Report) -> None:
+def _check_results(root: Location, n: int, report: Report) -> None:
     """eval_results.json has an entry per sample."""
     path = root / "eval_results.json"
     if not path.exists():

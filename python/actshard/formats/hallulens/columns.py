@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from actshard.formats.carrying import Carrying
 from actshard.formats.hallulens.files import ATTENTION
+from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents
@@ -18,4 +19,4 @@ class HallulensCarrying(Carrying):
     number_column: ClassVar[str | None] = None
 
     def left_behind(self, contents: Contents) -> list[str]:
-        return [ATTENTION] if (contents.path / f"{ATTENTION}.npy").exists() else []
+        return [ATTENTION] if (Location.at(contents.path) / f"{ATTENTION}.npy").exists() else []

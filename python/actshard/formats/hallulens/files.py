@@ -10,11 +10,8 @@ icr_scores.npy   a real .npy file of the scores that one process appended
 from __future__ import annotations
 
 import math
-import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +19,8 @@ from numpy.typing import NDArray
 
 from actshard._json import Fields, read_json
 from actshard._jsonl import read_lines
-from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, TruncatedFileError, from_os
+from actshard.errors import FormatError, MissingFileError, TruncatedFileError, boundary
+from actshard.location import Location, Stat
 
 STORAGE = "inference_capture_v1"
 PROMPT, RESPONSE = "prompt_activations", "response_activations"
@@ -38,7 +36,7 @@ _MODEST = 1 << 30
 class Array:
     """An array of one row per allocated sample."""
 
-    path: Path
+    path: Location
     shape: tuple[int, ...]
     """Of a row."""
     dtype: np.dtype[Any]
@@ -55,19 +53,17 @@ class Array:
 
     def exists(self) -> bool:
         """Whether there is such a file: merges leave some out."""
-        return os.path.lexists(self.path)
+        return self.path.is_named()
 
     def size(self) -> int:
         """Bytes of the file."""
+        return self._stat().size
+
+    def _stat(self) -> Stat:
         try:
-            found = self.path.stat()
-        except FileNotFoundError as error:
+            return self.path.regular()
+        except MissingFileError as error:
             raise MissingFileError("expected an array, found nothing", path=self.path) from error
-        except OSError as error:
-            raise from_os(error, self.path, "look at") from error
-        if not stat.S_ISREG(found.st_mode):
-            raise NotAFileError("expected a regular file, found a folder or a special file", path=self.path)
-        return found.st_size
 
     def rows(self, allocated: int) -> int:
         """Rows of the file: whole ones, at least as many as were allocated.
@@ -93,35 +89,12 @@ class Array:
             return made
         flat = made.reshape(len(numbers), -1).view(np.uint8)
         starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                self._check_sparse(made.nbytes, file.fileno())
-                for first, last in zip(starts, [*starts[1:], len(numbers)], strict=True):
-                    self._fill(file.fileno(), int(numbers[first]) * self.row_bytes, flat[first:last].reshape(-1))
-        except FileNotFoundError as error:
-            raise MissingFileError("expected an array, found nothing", path=self.path) from error
-        except OSError as error:
-            if isinstance(error, ActshardError):
-                raise
-            raise from_os(error, self.path, "read") from error
+        _check_sparse(self.path, self._stat(), made.nbytes)
+        runs = zip(starts, [*starts[1:], len(numbers)], strict=True)
+        self.path.fill(
+            (int(numbers[first]) * self.row_bytes, flat[first:last].reshape(-1).data) for first, last in runs
+        )
         return made
-
-    def _fill(self, file: int, offset: int, into: NDArray[np.uint8]) -> None:
-        done = 0
-        while done < len(into):
-            got = os.preadv(file, [into.data[done:]], offset + done)
-            if got == 0:
-                raise TruncatedFileError(
-                    f"expected {len(into)} bytes at {offset}, the file ends", path=self.path, offset=offset + done
-                )
-            done += got
-
-    def _check_sparse(self, wanted: int, file: int) -> None:
-        there = os.fstat(file).st_blocks * 512
-        if wanted > max(_MODEST, 64 * there):
-            raise FormatError(
-                f"expected data, found a sparse file: {there} bytes on the disk claim {wanted}", path=self.path
-            )
 
 
 @dataclass(frozen=True)
@@ -140,7 +113,7 @@ class Config:
     allocated: int
 
     @classmethod
-    def of(cls, path: Path) -> Config:
+    def of(cls, path: Location) -> Config:
         """Reads ``config.json``."""
         fields = Fields(read_json(path / "config.json"), path / "config.json")
         if fields.text("storage_format") != STORAGE:
@@ -168,7 +141,7 @@ class Config:
         """Stored layers: the embeddings and every block."""
         return self.blocks + 1
 
-    def arrays(self, path: Path) -> dict[str, Array]:
+    def arrays(self, path: Location) -> dict[str, Array]:
         """All arrays by their names, whether they are there or not."""
         half, ids, floats = np.dtype("<f2"), np.dtype("<i4"), np.dtype("<f4")
         shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
@@ -192,7 +165,7 @@ class Config:
         return frozenset(x for x in named if isinstance(x, str)) if isinstance(named, list) else frozenset()
 
 
-def lines(path: Path, torn: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def lines(path: Location, torn: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Lines of a journal with their numbers.
 
     A last line without a newline that is no JSON was being appended when its writer died: its offset goes to ``torn``.
@@ -214,46 +187,54 @@ def lines(path: Path, torn: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         yield line
 
 
-def _is_last(path: Path, offset: int) -> bool:
+def _is_last(path: Location, offset: int) -> bool:
     """Whether no line ends at or after an offset."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            while data := file.read(1 << 20):
-                if b"\n" in data:
-                    return False
-    except OSError as error:
-        raise from_os(error, path, "read") from error
+    with boundary(path, "read"), path.open("read") as file:
+        file.seek(offset)
+        while data := file.read(1 << 20):
+            if b"\n" in data:
+                return False
     return True
 
 
-def read_scores(path: Path, blocks: int) -> NDArray[np.float32]:
+def read_scores(path: Location, blocks: int) -> NDArray[np.float32]:
     """``(rows, blocks)``: the scores of ``icr_scores.npy``.
 
     Raises:
         FormatError: not such an array, or a file longer than its header says: an early merge put two files into one.
     """
-    try:
-        with path.open("rb") as file:
-            version = np.lib.format.read_magic(file)
-            if version not in ((1, 0), (2, 0)):
-                raise FormatError(f"expected an .npy file of version 1 or 2, found {version}", path=path)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, fortran, dtype = header(file)
-            if len(shape) != 2 or shape[1] != blocks or dtype != np.float32 or fortran:
-                raise FormatError(f"expected (rows, {blocks}) float32 in C order, found {shape} {dtype}", path=path)
-            start, size = file.tell(), os.fstat(file.fileno()).st_size
-            if size != start + math.prod(shape) * 4:
-                raise FormatError(
-                    f"expected {start + math.prod(shape) * 4} bytes as its header says, found {size}: several files in one are "
-                    "not read",
-                    path=path,
-                    offset=start,
-                )
-            return np.fromfile(file, np.dtype("<f4")).reshape(shape)
-    except OSError as error:
-        if isinstance(error, ActshardError):
-            raise
-        raise from_os(error, path, "read") from error
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
-        raise FormatError(f"expected an .npy header: {str(error)[:200]}", path=path) from error
+    with boundary(path, "read"):
+        try:
+            return _scores(path, blocks)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+            raise FormatError(f"expected an .npy header: {str(error)[:200]}", path=path) from error
+
+
+def _scores(path: Location, blocks: int) -> NDArray[np.float32]:
+    with path.open("read") as file:
+        version = np.lib.format.read_magic(file)
+        if version not in ((1, 0), (2, 0)):
+            raise FormatError(f"expected an .npy file of version 1 or 2, found {version}", path=path)
+        header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = header(file)
+        start = file.tell()
+    if len(shape) != 2 or shape[1] != blocks or dtype != np.float32 or fortran:
+        raise FormatError(f"expected (rows, {blocks}) float32 in C order, found {shape} {dtype}", path=path)
+    found, size = path.regular("read"), start + math.prod(shape) * 4
+    if found.size != size:
+        raise FormatError(
+            f"expected {size} bytes as its header says, found {found.size}: several files in one are not read",
+            path=path,
+            offset=start,
+        )
+    _check_sparse(path, found, size)
+    made = np.empty(size - start, np.uint8)
+    path.fill([(start, made.data)])
+    return made.view("<f4").reshape(shape)
+
+
+def _check_sparse(path: Location, found: Stat, wanted: int) -> None:
+    if wanted > max(_MODEST, 64 * found.stored):
+        raise FormatError(
+            f"expected data, found a sparse file: {found.stored} bytes on the disk claim {wanted}", path=path
+        )

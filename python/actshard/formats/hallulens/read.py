@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from actshard.formats.hallulens.files import (
     read_scores,
 )
 from actshard.formats.tables import table_of
+from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,12 +47,12 @@ _BATCH = 4096
 _OF_LINE = ("sample_index", "key", "prompt_hash", "prompt_len", "response_len", "hallucinated", "wrote_at")
 
 
-def detect(path: Path) -> Evidence:
+def detect(path: Location) -> Evidence:
     """A config.json of this storage format."""
     config = path / "config.json"
-    if not path.is_dir():
+    if path.kind() != "folder":
         return Evidence(False, _LOOKED_FOR, "a file")
-    if not config.is_file():
+    if config.kind() != "file":
         return Evidence(False, _LOOKED_FOR, "no config.json")
     value = read_json(config)
     if not isinstance(value, dict) or value.get("storage_format") != STORAGE:
@@ -72,7 +72,7 @@ class Sample:
     line: dict[str, Any]
 
 
-def sample_of(number: int, line: dict[str, Any], path: Path) -> Sample:
+def sample_of(number: int, line: dict[str, Any], path: Location) -> Sample:
     """A line's fields, checked."""
     fields = Fields(line, path, f"line {number}")
     return Sample(
@@ -87,7 +87,7 @@ def sample_of(number: int, line: dict[str, Any], path: Path) -> Sample:
 class Capture:
     """A capture's committed samples and arrays."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         self.config = Config.of(path)
@@ -117,7 +117,7 @@ class Capture:
             seen[sample.row] = sample.number
         return samples
 
-    def _tell_torn(self, path: Path, offset: int) -> None:
+    def _tell_torn(self, path: Location, offset: int) -> None:
         self.warnings.append(
             Remark(
                 "reader-warning",
@@ -308,7 +308,7 @@ class Capture:
         names = self.names
         return Contents(
             format="hallulens",
-            path=self.path,
+            path=self.path.place,
             metadata=value,
             layers=tuple(range(self.config.layers)) if rows is not None else (),
             d_model=self.config.width if rows is not None else 0,
@@ -320,7 +320,7 @@ class Capture:
             columns=self.columns,
             head_columns=lambda wanted, n: self.columns(wanted, slice(0, n)),
             column_batches=self.batches,
-            files=lambda: [self.arrays[name].path for name in (PROMPT, RESPONSE) if name in self.arrays],
+            files=lambda: [self.arrays[name].path.place for name in (PROMPT, RESPONSE) if name in self.arrays],
             model=value["model_name"] if isinstance(value.get("model_name"), str) else None,
             provenance=provenance,
             extras=("response attention",) if ATTENTION in self.arrays else (),
@@ -328,7 +328,7 @@ class Capture:
         )
 
 
-def open(path: Path, options: Options) -> Contents:
+def open(path: Location, options: Options) -> Contents:
     """Reads config.json, meta.jsonl, names of texts and the sizes of the arrays; no rows."""
     if not (path / "meta.jsonl").exists():
         raise MissingFileError("expected the list of committed samples, found nothing", path=path / "meta.jsonl")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import stat
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from actshard._json import Fields, read_json
-from actshard.errors import ActshardError, from_os
+from actshard.errors import ActshardError, MissingFileError
 from actshard.formats.report import Report
 from actshard.formats.saev.read import (
     BUDGET,
@@ -21,12 +19,13 @@ from actshard.formats.saev.read import (
     LENGTHS,
     N_EXAMPLES,
 )
+from actshard.location import Location
 
 _MISSING = 16
 """Missing shards that are named one by one."""
 
 
-def check(root: Path, report: Report, tell: Any) -> None:
+def check(root: Location, report: Report, tell: Any) -> None:
     """Metadata field by field, then every shard."""
     path = root / "metadata.json"
     try:
@@ -60,7 +59,7 @@ def check(root: Path, report: Report, tell: Any) -> None:
         return
     size = per_example * d_model * ITEMSIZE
     listing = _listing(root, report, n, eps, fields)
-    present = sorted(p for p in root.iterdir() if re.fullmatch(r"acts\d+\.bin.*", p.name))
+    present = [root / entry.name for entry in root.entries() if re.fullmatch(r"acts\d+\.bin.*", entry.name)]
     last = max((i for i, (_, count) in enumerate(listing) if count), default=0)
     for i, (shard, count) in enumerate(listing):
         tell("shards", i, len(listing))
@@ -76,20 +75,21 @@ def check(root: Path, report: Report, tell: Any) -> None:
         (root / LENGTHS, n * 4, f"{n} x 4"),
     ):
         try:
-            found = path.stat().st_size if path.is_file() else need
-        except OSError as error:
-            report.error(from_os(error, path, "look at"), path)
+            state = path.found()
+            found = state.size if state is not None and state.kind == "file" else need
+        except ActshardError as error:
+            report.error(error, path)
             continue
         if found != need:
             report.add("truncated" if found < need else "too-long", path, f"{found} bytes", f"{sizes} = {need} bytes")
 
 
-def _listing(root: Path, report: Report, n: int, eps: int, metadata: Fields) -> list[tuple[Path, int]]:
+def _listing(root: Location, report: Report, n: int, eps: int, metadata: Fields) -> list[tuple[Location, int]]:
     """Shards with the examples they should hold: as shards.json says, or as its metadata do where that is broken."""
     path = root / "shards.json"
     # As many as metadata claim, but no more than there are files, and a few that are missing.
     count = -(-n // eps)
-    present = sum(1 for _ in root.glob("acts*.bin"))
+    present = len(root.entries("acts*.bin"))
     expected = [(root / f"acts{i:06}.bin", min(eps, n - i * eps)) for i in range(min(count, present + _MISSING))]
     if count > len(expected):
         report.add("missing-file", root, f"{present} shards", f"{count} shards ({n} examples, {eps} per shard)")
@@ -128,25 +128,22 @@ def _listing(root: Path, report: Report, n: int, eps: int, metadata: Fields) -> 
     return made
 
 
-def _check_shard(shard: Path, need: int, full: int, report: Report, *, exact: bool) -> None:
+def _check_shard(shard: Location, need: int, full: int, report: Report, *, exact: bool) -> None:
     try:
         found = shard.stat()
-    except OSError as error:
-        report.add(
-            "missing-file" if isinstance(error, FileNotFoundError) else "unreadable",
-            shard,
-            str(error.strerror),
-            f"{need} bytes",
-        )
+    except ActshardError as error:
+        missing = isinstance(error, MissingFileError)
+        said = "No such file or directory" if missing else getattr(error.__cause__, "strerror", None) or error.detail
+        report.add("missing-file" if missing else "unreadable", shard, said, f"{need} bytes")
         return
-    report.count("bytes", found.st_size)
-    if not stat.S_ISREG(found.st_mode):
+    report.count("bytes", found.size)
+    if found.kind != "file":
         report.add("not-a-file", shard, "a folder or a special file", "a regular file")
-    elif found.st_size == 0:
+    elif found.size == 0:
         report.add("empty-file", shard, "an empty file", f"{need} bytes", "byte 0")
-    elif found.st_size < need:
-        report.add("truncated", shard, f"{found.st_size} bytes", f"{need} bytes", f"byte {found.st_size}")
-    elif found.st_size > full:
-        report.add("too-long", shard, f"{found.st_size} bytes", f"at most {full} bytes", f"byte {full}")
-    elif exact and found.st_size != full:
-        report.add("truncated", shard, f"{found.st_size} bytes", f"{full} bytes", f"byte {found.st_size}")
+    elif found.size < need:
+        report.add("truncated", shard, f"{found.size} bytes", f"{need} bytes", f"byte {found.size}")
+    elif found.size > full:
+        report.add("too-long", shard, f"{found.size} bytes", f"at most {full} bytes", f"byte {full}")
+    elif exact and found.size != full:
+        report.add("truncated", shard, f"{found.size} bytes", f"{full} bytes", f"byte {found.size}")

@@ -18,6 +18,7 @@ from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.saev.read import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
 from actshard.formats.saev.read import open as open_dump
+from actshard.location import Location
 from actshard.work import make_folder, rename, write_bytes, write_json
 
 
@@ -69,7 +70,7 @@ def _check(plan: Merge) -> None:
             "expected nothing, found the dataset that these parts would make: remove one of the two", path=place
         )
     for path in plan.parts:
-        files = open_dump(path, Options.of(path)).files()
+        files = open_dump(Location.at(path), Options.of(path)).files()
         odd = next((f for i, f in enumerate(files) if f.name != f"acts{i:06}.bin"), None)
         if odd is not None:
             raise UnsupportedError(f"shards have other names than saev's ({odd.name}): convert it first", path=path)

@@ -19,11 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import stat
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,9 +38,9 @@ from actshard.errors import (
     NotStoredError,
     TruncatedFileError,
     UnsupportedError,
-    from_os,
 )
 from actshard.formats.contents import Contents, Evidence, Options
+from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -62,13 +59,13 @@ LENGTHS = "actshard_lengths.bin"
 """How many tokens examples had before they were filled up to the same number."""
 
 
-def detect(path: Path) -> Evidence:
+def detect(path: Location) -> Evidence:
     """A folder with a metadata.json that gives a row width and a token count in saev's words."""
     looked_for = (
         "a folder with a metadata.json that has layers, d_model and content_tokens_per_example (or their older names)"
     )
     metadata = path / "metadata.json"
-    if not path.is_dir():
+    if path.kind() != "folder":
         return Evidence(False, looked_for, "a file")
     if not metadata.exists():
         return Evidence(False, looked_for, "no metadata.json")
@@ -82,7 +79,7 @@ def detect(path: Path) -> Evidence:
     return Evidence(True, looked_for, "a metadata.json with saev's fields")
 
 
-def open(path: Path, options: Options) -> Contents:
+def open(path: Location, options: Options) -> Contents:
     """Reads metadata.json and shards.json and checks every shard's size."""
     fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
     warnings: list[Remark] = []
@@ -115,15 +112,17 @@ def open(path: Path, options: Options) -> Contents:
     _check_shards(shards, eps, example_bytes, warnings)
     _check_hash(path, fields.value, warnings)
     labels = path / "labels.bin"
-    if labels.exists() and labels.is_file() and labels.stat().st_size != n * content:
+    lengths = path / LENGTHS
+    beside = {
+        what: found
+        for file, what in ((labels, "patch labels"), (lengths, "lengths before padding"))
+        if (found := file.found()) is not None and found.kind == "file"
+    }
+    if (found := beside.get("patch labels")) is not None and found.size != n * content:
         warnings.append(
-            Remark(
-                "truncated",
-                f"labels.bin: expected {n} x {content} = {n * content} bytes, found {labels.stat().st_size}",
-            )
+            Remark("truncated", f"labels.bin: expected {n} x {content} = {n * content} bytes, found {found.size}")
         )
 
-    lengths = path / LENGTHS
     rows = Rows.strided(
         [(shard, count * per_example) for shard, count in shards if count],
         num_examples=n,
@@ -143,7 +142,7 @@ def open(path: Path, options: Options) -> Contents:
     }
     return Contents(
         format="saev",
-        path=path,
+        path=path.place,
         metadata=fields.value,
         layers=layers,
         d_model=d_model,
@@ -155,12 +154,10 @@ def open(path: Path, options: Options) -> Contents:
         tokens_each=tokens,
         content_lengths=lambda: _content_lengths(lengths, n, content),
         columns=lambda names: _columns(path, n, names, [shard for shard, count in shards if count]),
-        files=lambda: [shard for shard, _ in shards],
+        files=lambda: [shard.place for shard, _ in shards],
         model=model or None,
         provenance=provenance,
-        extras=tuple(
-            what for file, what in ((labels, "patch labels"), (lengths, "lengths before padding")) if file.is_file()
-        ),
+        extras=tuple(beside),
         special_tokens=int(cls),
         warnings=tuple(warnings),
         labels=lambda: _labels(labels, n, content),
@@ -209,18 +206,20 @@ def _layers(fields: Fields, warnings: list[Remark]) -> tuple[int, ...]:
     return layers
 
 
-def _shards(path: Path, n: int, eps: int, protocol: str | None, warnings: list[Remark]) -> list[tuple[Path, int]]:
+def _shards(
+    path: Location, n: int, eps: int, protocol: str | None, warnings: list[Remark]
+) -> list[tuple[Location, int]]:
     """The shard files in order, and how many examples each holds."""
     listing = path / "shards.json"
     expected = -(-n // eps)
     if not listing.exists():
         if protocol is None:  # shards.json came on 2025-06-18, a day before the protocol field
-            present = sum(1 for _ in path.glob("acts*.bin"))
+            present = len(path.entries("acts*.bin"))
             if present < expected:
                 missing = next(shard for i in range(expected) if not (shard := path / _name(i)).exists())
                 raise MissingFileError(f"expected {expected} shards, found {present}", path=missing)
             return [(path / _name(i), min(eps, n - i * eps)) for i in range(expected)]
-        found = sorted(p.name for p in path.glob("acts*.bin"))
+        found = [entry.name for entry in path.entries("acts*.bin")]
         raise MissingFileError(
             f"expected a list of shards, found nothing beside {len(found)} acts files {found[:5]}: "
             "the dump is unfinished or lost a file; regenerate it",
@@ -229,8 +228,8 @@ def _shards(path: Path, n: int, eps: int, protocol: str | None, warnings: list[R
     value = read_json(listing)
     if not isinstance(value, list):
         raise FormatError("expected a list of shards", path=listing)
-    shards: list[tuple[Path, int]] = []
-    names: set[Path] = set()
+    shards: list[tuple[Location, int]] = []
+    names: set[Location] = set()
     total = 0
     for i, entry in enumerate(value):
         fields = Fields(entry, listing, f"[{i}]")
@@ -256,7 +255,7 @@ def _name(index: int) -> str:
     return f"acts{index:06}.bin"
 
 
-def _listed_name(fields: Fields, path: Path, index: int, warnings: list[Remark]) -> str:
+def _listed_name(fields: Fields, path: Location, index: int, warnings: list[Remark]) -> str:
     name = fields.text("name")
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise fields.error("name", "the name of a file in this folder")
@@ -271,7 +270,7 @@ def _listed_name(fields: Fields, path: Path, index: int, warnings: list[Remark])
     return chosen
 
 
-def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: int, warnings: list[Remark]) -> None:
+def _check_shards(shards: Sequence[tuple[Location, int]], eps: int, example_bytes: int, warnings: list[Remark]) -> None:
     """Every listed file is a regular file of a size that its examples allow."""
     problems: list[ActshardError] = []
     last = max(i for i, (_, count) in enumerate(shards) if count)
@@ -283,32 +282,32 @@ def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: i
             continue
         need, full = count * example_bytes, eps * example_bytes
         try:
-            found = os.stat(shard)  # noqa: PTH116 -- one call, not two
-        except OSError as error:
-            problems.append(from_os(error, shard, "look at"))
+            found = shard.stat()
+        except ActshardError as error:
+            problems.append(error)
             continue
-        if not stat.S_ISREG(found.st_mode):
-            what = "a folder" if stat.S_ISDIR(found.st_mode) else "a special file"
+        if found.kind != "file":
+            what = "a folder" if found.kind == "folder" else "a special file"
             problems.append(NotAFileError(f"expected a regular file, found {what}", path=shard))
-        elif found.st_size == 0:
+        elif found.size == 0:
             problems.append(
                 TruncatedFileError(
                     f"expected {need} bytes, found an empty file", path=shard, offset=0, code="empty-file"
                 )
             )
-        elif found.st_size < need:
+        elif found.size < need:
             problems.append(
                 TruncatedFileError(
                     f"expected {'at least ' if i == last else ''}{need} bytes ({count} examples of {example_bytes}), "
-                    f"found {found.st_size}",
+                    f"found {found.size}",
                     path=shard,
-                    offset=found.st_size,
+                    offset=found.size,
                 )
             )
-        elif found.st_size > full:
+        elif found.size > full:
             problems.append(
                 FormatError(
-                    f"expected at most {full} bytes ({eps} examples of {example_bytes}), found {found.st_size}: "
+                    f"expected at most {full} bytes ({eps} examples of {example_bytes}), found {found.size}: "
                     "the metadata describe other shards",
                     path=shard,
                     offset=full,
@@ -323,7 +322,7 @@ def _check_shards(shards: Sequence[tuple[Path, int]], eps: int, example_bytes: i
         raise first
 
 
-def _check_hash(path: Path, metadata: dict[str, Any], warnings: list[Remark]) -> None:
+def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]) -> None:
     """The folder's name is a digest of its metadata, by one of the recipes that were in use."""
     if path.name not in hashes(metadata):
         warnings.append(
@@ -350,7 +349,7 @@ def hashes(metadata: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _labels(path: Path, n: int, content: int) -> NDArray[np.uint8] | None:
+def _labels(path: Location, n: int, content: int) -> NDArray[np.uint8] | None:
     """Read, not mapped: a mapping of a file that is cut short later kills the process."""
     read = _whole(path, (n, content), np.dtype(np.uint8))
     if read is not None:
@@ -358,7 +357,7 @@ def _labels(path: Path, n: int, content: int) -> NDArray[np.uint8] | None:
     return read
 
 
-def _content_lengths(path: Path, n: int, content: int) -> NDArray[np.int64] | None:
+def _content_lengths(path: Location, n: int, content: int) -> NDArray[np.int64] | None:
     read = _whole(path, (n,), np.dtype("<u4"))
     if read is None:
         return None
@@ -371,40 +370,30 @@ def _content_lengths(path: Path, n: int, content: int) -> NDArray[np.int64] | No
     return read.astype(np.int64)
 
 
-def _whole(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+def _whole(path: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
     """A small file's elements, which must be exactly so many; None if there is no such file."""
+    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if not path.exists():
         return None
-    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+    found = path.regular("read").size
+    if found != size:
+        kind = TruncatedFileError if found < size else FormatError
+        product = " x ".join(map(str, (*shape, *([dtype.itemsize] if dtype.itemsize > 1 else []))))
+        raise kind(f"expected {product} = {size} bytes, found {found}", path=path, offset=min(found, size))
+    _check_sparse(size, [path], path)
     try:
-        if not path.is_file():
-            raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
-        found = path.stat().st_size
-        if found == size:
-            _check_sparse(size, [path], path)
-            read = np.fromfile(path, dtype)
-            found = read.nbytes
-        if found != size:
-            kind = TruncatedFileError if found < size else FormatError
-            product = " x ".join(map(str, (*shape, *([dtype.itemsize] if dtype.itemsize > 1 else []))))
-            raise kind(f"expected {product} = {size} bytes, found {found}", path=path, offset=min(found, size))
+        made = np.empty(size, np.uint8)
     except MemoryError as error:
         raise FileAccessError(f"not enough memory to read {size} bytes", path=path) from error
-    except OSError as error:
-        if isinstance(error, ActshardError):
-            raise
-        raise from_os(error, path, "read") from error
-    return read.reshape(shape)
+    path.fill([(0, made.data)])
+    return made.view(dtype).reshape(shape)
 
 
-def _check_sparse(claimed: int, files: Sequence[Path], path: Path) -> None:
+def _check_sparse(claimed: int, files: Sequence[Location], path: Location) -> None:
     """A sparse file claims any size: nothing large is allocated for one of which next to nothing is on the disk."""
     if claimed <= _MODEST:
         return
-    try:
-        there = sum(file.stat().st_blocks * 512 for file in files)
-    except OSError as error:
-        raise from_os(error, path, "look at") from error
+    there = sum(file.stat().stored for file in files)
     if claimed > 64 * there:
         raise UnsupportedError(
             f"expected data, found a sparse file: {there} bytes on the disk claim {claimed}", path=path
@@ -415,7 +404,7 @@ _MODEST = 1 << 30
 """Bytes that are allocated without a look at the disk."""
 
 
-def _columns(path: Path, n: int, names: Sequence[str], shards: Sequence[Path]) -> pa.Table:
+def _columns(path: Location, n: int, names: Sequence[str], shards: Sequence[Location]) -> pa.Table:
     import pyarrow as pa
 
     unknown = [name for name in names if name != "example_idx"]

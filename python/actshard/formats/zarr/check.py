@@ -17,10 +17,11 @@ from actshard.formats.report import Report
 from actshard.formats.zarr.arrays import read_whole
 from actshard.formats.zarr.meta import ArrayMeta
 from actshard.formats.zarr.read import Member, by_i, is_group, stores_in
+from actshard.location import Location
 
 
 @contextmanager
-def _noting(report: Report, path: Path) -> Iterator[None]:
+def _noting(report: Report, path: Path | Location) -> Iterator[None]:
     """Notes what goes wrong inside, what the system says about a path included."""
     with report.noting(path):
         try:

@@ -13,6 +13,7 @@ import numpy as np
 
 from actshard._json import Fields, exists, read_json, show
 from actshard.errors import ActshardError, FormatError, NotAFileError, from_os
+from actshard.location import Location
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ArrayMeta:
     store: Path
     node: str
     """Its path in the store, such as ``arrays/activations``."""
-    metadata: Path
+    metadata: Path | Location
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     """The shape of what is read at once: a chunk, or a chunk inside a shard."""
