@@ -220,7 +220,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, eq=True)
 class Location:
-    """A file or folder, which need not be there. Immutable, hashable, sortable by its text, and cheap to pickle.
+    """A file or folder, which need not be there. Immutable, hashable, sortable by its names, and cheap to pickle.
 
     A local location is an ``os.PathLike``: ``open``, ``pathlib.Path`` and the native half take it.
 
@@ -261,7 +261,7 @@ class Location:
         return f"Location({str(self)!r})"
 
     def __lt__(self, other: Location) -> bool:
-        return str(self) < str(other)
+        return str(self).split("/") < str(other).split("/")  # a folder before its siblings "folder-2", as pathlib does
 
     def __fspath__(self) -> str:
         return str(self.local)

@@ -11,6 +11,7 @@ from actshard.codes import Code
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Tell
 from actshard.formats.pickle import codes
+from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -28,25 +29,25 @@ class PickleFormat(Format):
     order: ClassVar[int] = 40
     writes: ClassVar[bool] = True
 
-    def detect(self, path: Path) -> Evidence:
+    def detect(self, path: Path | Location) -> Evidence:
         from actshard.formats.pickle.read import detect
 
-        return detect(path)
+        return detect(Location.at(path))
 
-    def open(self, path: Path, options: Options) -> Contents:
+    def open(self, path: Path | Location, options: Options) -> Contents:
         from actshard.formats.pickle.read import open
 
-        return open(path, options)
+        return open(Location.at(path), options)
 
     def target(self) -> type[Target]:
         from actshard.formats.pickle.write import PickleTarget
 
         return PickleTarget
 
-    def check(self, path: Path, report: Report, tell: Tell) -> None:
+    def check(self, path: Path | Location, report: Report, tell: Tell) -> None:
         from actshard.formats.pickle.check import check
 
-        check(path, report, tell)
+        check(Location.at(path), report, tell)
 
     def merger(self) -> Merger:
         from actshard.formats.pickle.merge import PickleMerger
@@ -60,10 +61,10 @@ class PickleFormat(Format):
 
     opens_several: ClassVar[bool] = True
 
-    def open_several(self, path: Path, folders: Sequence[Path], options: Options) -> Contents:
+    def open_several(self, path: Path | Location, folders: Sequence[Path | Location], options: Options) -> Contents:
         from actshard.formats.pickle.read import open_many
 
-        return open_many(path, folders, options)
+        return open_many(Location.at(path), [Location.at(folder) for folder in folders], options)
 
     def remains(self, names: frozenset[str]) -> bool:
         return any(re.fullmatch(r"shard_\d+\.pkl(\.gz)?", name) for name in names)

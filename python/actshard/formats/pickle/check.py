@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from actshard._json import Fields, read_json
@@ -13,16 +12,17 @@ from actshard.errors import ActshardError
 from actshard.formats.contents import Options
 from actshard.formats.pickle.read import machines_in, shard_of
 from actshard.formats.report import Report
+from actshard.location import Location
 
 _REQUIRED = ("version", "created_at", "extraction_config", "shards", "statistics")
 
 
-def check(root: Path, report: Report, tell: Any) -> None:
+def check(root: Location, report: Report, tell: Any) -> None:
     """Every metadata.json, and every shard by itself; then what holds across them."""
     folders = [root] if (root / "metadata.json").exists() else machines_in(root) or [root]
-    seen: dict[int, list[Path]] = defaultdict(list)
-    widths: dict[int, Path] = {}
-    types: dict[str, Path] = {}
+    seen: dict[int, list[Location]] = defaultdict(list)
+    widths: dict[int, Location] = {}
+    types: dict[str, Location] = {}
     for folder in folders:
         path = folder / "metadata.json"
         try:
@@ -40,9 +40,8 @@ def check(root: Path, report: Report, tell: Any) -> None:
             tell("shards", i, len(entries))
             count = _check_shard(folder, metadata, entry, listed, seen, widths, types, report)
             samples += count or 0
-        present = {
-            p.name for p in folder.iterdir() if re.search(r"\.pkl(\.gz)?$", p.name) and not p.name.startswith(".")
-        }
+        names = [entry.name for entry in folder.entries()]
+        present = {name for name in names if re.search(r"\.pkl(\.gz)?$", name) and not name.startswith(".")}
         for stray in sorted(present - listed):
             report.add("unlisted-file", folder / stray, "a shard that metadata.json does not name")
     for sample, where in seen.items():
@@ -66,13 +65,13 @@ def check(root: Path, report: Report, tell: Any) -> None:
 
 
 def _check_shard(
-    folder: Path,
+    folder: Location,
     metadata: Fields,
     entry: Fields,
     listed: set[str],
-    seen: dict[int, list[Path]],
-    widths: dict[int, Path],
-    types: dict[str, Path],
+    seen: dict[int, list[Location]],
+    widths: dict[int, Location],
+    types: dict[str, Location],
     report: Report,
 ) -> int | None:
     path = entry.path
@@ -88,9 +87,9 @@ def _check_shard(
     shard = spec.path
     size = None
     try:
-        size = shard.stat().st_size
+        size = shard.stat().size
         report.count("bytes", size)
-    except OSError:
+    except ActshardError:
         pass
     if size is not None and spec.size is not None and size not in (0, spec.size):
         report.add("size-bytes", shard, f"{size} bytes", f"{spec.size} bytes", "field 'size_bytes'")

@@ -12,7 +12,7 @@ from actshard.formats.contents import Options
 from actshard.formats.merging import Merge, Merger, check_column_types
 from actshard.formats.pickle.read import machines_in, open_many
 from actshard.formats.pickle.write import PickleTarget, shard_listing
-from actshard.location import network_io
+from actshard.location import Location, network_io
 from actshard.work import write_json
 
 _DECODED = 160 << 20
@@ -20,12 +20,13 @@ _DECODED = 160 << 20
 
 
 def _check(plan: Merge) -> None:
-    open_many(plan.path, list(plan.parts), Options("pread"))  # refuses sample numbers that are there twice
+    parts = [Location.at(part) for part in plan.parts]
+    open_many(Location.at(plan.path), parts, Options("pread"))  # refuses sample numbers that are there twice
     missing = next((source for source, _ in _planned(plan)[0] if not source.is_file()), None)
     if missing is not None:
         raise MissingFileError("expected a shard, found nothing", path=missing)
     # Columns of a whole part would have to be decoded with its rows: its first shard tells its types.
-    contents = [open_many(p, [p], Options(network_io(p), _DECODED)) for p in plan.parts]
+    contents = [open_many(p, [p], Options(network_io(p), _DECODED)) for p in parts]
     check_column_types(plan, [c.unit_columns(0) for c in contents if c.unit_columns is not None])
 
 
@@ -73,7 +74,9 @@ class PickleMerger(Merger):
     makes: ClassVar[tuple[str, ...]] = PickleTarget.makes
 
     def datasets(self, path: Path) -> list[Path]:
-        return [path] if (path / "metadata.json").exists() else machines_in(path)
+        return (
+            [path] if (path / "metadata.json").exists() else [folder.local for folder in machines_in(Location.at(path))]
+        )
 
     def check(self, plan: Merge) -> None:
         _check(plan)

@@ -21,7 +21,6 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, NotStoredError
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import plain, table_of
+from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,9 +49,9 @@ SLACK_PER_SAMPLE = 64 << 10
 """What a sample may take in a shard beside its activations: a preview of 200 characters and a few fields of metadata."""
 
 
-def detect(path: Path) -> Evidence:
+def detect(path: Location) -> Evidence:
     """A metadata.json of pickle shards, here or in the folders of several machines of one extraction."""
-    if not path.is_dir():
+    if path.kind() != "folder":
         return Evidence(False, LOOKED_FOR, "a file")
     if (path / "metadata.json").exists():
         if _is_one(path):
@@ -84,7 +84,7 @@ def _difference(a: Any, b: Any) -> str:
     return next((f"extraction_config.{show(k)[1:-1]}" for k in [*a, *b] if a.get(k) != b.get(k)), "extraction_config")
 
 
-def _is_one(path: Path) -> bool:
+def _is_one(path: Location) -> bool:
     value = read_json(path / "metadata.json")
     shards = value.get("shards") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(shards, list):
@@ -93,18 +93,22 @@ def _is_one(path: Path) -> bool:
     return named or (not shards and "extraction_config" in value)
 
 
-def machines_in(path: Path) -> list[Path]:
+def machines_in(path: Location) -> list[Location]:
     """Folders of pickle shards right below, in the order of their numbers; none if another dataset lies among them."""
     try:
-        below = [p for p in path.iterdir() if p.is_dir() and (p / "metadata.json").is_file()]
+        below = [
+            folder
+            for entry in path.entries()
+            if entry.kind == "folder" and ((folder := path / entry.name) / "metadata.json").kind() == "file"
+        ]
         if not below or len(below) > 100_000 or not all(_is_one(p) for p in below):
             return []
-    except (OSError, ActshardError):
+    except ActshardError:
         return []
     return sorted(below, key=_natural)
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
+def _natural(path: Location) -> list[tuple[int, str]]:
     """machine_2 before machine_10."""
     # Only 0 to 9 are digits here: other scripts' and superscripts count as text.
     parts = re.split(r"([0-9]{1,15})", path.name)
@@ -115,7 +119,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 class Shard:
     """A shard as its metadata.json lists it."""
 
-    path: Path
+    path: Location
     compressed: bool
     size: int | None
     sha256: bytes | None
@@ -130,7 +134,7 @@ class Shard:
         return self.ids[1] - self.ids[0] + 1 == self.samples
 
 
-def open(path: Path, options: Options) -> Contents:
+def open(path: Location, options: Options) -> Contents:
     """Reads metadata.json, of every machine if there are several, and looks into one shard."""
     if (path / "metadata.json").exists():
         return open_many(path, [path], options)
@@ -140,7 +144,7 @@ def open(path: Path, options: Options) -> Contents:
     return open_many(path, machines, options)
 
 
-def open_many(path: Path, machines: Sequence[Path], options: Options) -> Contents:
+def open_many(path: Location, machines: Sequence[Location], options: Options) -> Contents:
     """Folders of several machines as one dataset, in this order."""
     warnings: list[Remark] = []
     metadata = [Fields(read_json(m / "metadata.json"), m / "metadata.json") for m in machines]
@@ -194,7 +198,7 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
     names = [*OWN_COLUMNS, *_fields_of(rows, next(i for i, s in enumerate(shards) if s.samples))]
     return Contents(
         format="pickle",
-        path=path,
+        path=path.place,
         metadata=first
         if len(machines) == 1
         else {"machines": {m.name: f.value for m, f in zip(machines, metadata, strict=True)}},
@@ -209,7 +213,7 @@ def open_many(path: Path, machines: Sequence[Path], options: Options) -> Content
         units=tuple(itertools.accumulate((s.samples for s in shards), initial=0)),
         unit_columns=lambda unit: _columns(path, rows, shards, names, [unit]),
         head_columns=lambda wanted, n: _columns(path, rows, shards, wanted, _first_shards(shards, n)),
-        files=lambda: [s.path for s in shards],
+        files=lambda: [s.path.place for s in shards],
         model=str(config["model_name"]) if config.get("model_name") else None,
         provenance=provenance,
         warnings=tuple(warnings),
@@ -225,7 +229,7 @@ def _config(metadata: Fields) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[Remark]) -> list[Shard]:
+def _shards(folder: Location, metadata: Fields, options: Options, warnings: list[Remark]) -> list[Shard]:
     """The shards that a metadata.json lists."""
     version = metadata.value.get("version")
     if not isinstance(version, str) or not re.match(r"\d+(\.\d+)*$", version):
@@ -250,7 +254,7 @@ def _shards(folder: Path, metadata: Fields, options: Options, warnings: list[Rem
     return made
 
 
-def shard_of(folder: Path, metadata: Fields, fields: Fields, names: set[str], options: Options) -> Shard:
+def shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str], options: Options) -> Shard:
     """One entry of a metadata.json, checked; its name is added to those that are taken."""
     name = fields.text("filename")
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
@@ -430,7 +434,7 @@ def _first_shards(shards: Sequence[Shard], examples: int) -> list[int]:
 
 
 def _columns(
-    path: Path, rows: Rows, shards: Sequence[Shard], names: Sequence[str], only: Sequence[int] | None = None
+    path: Location, rows: Rows, shards: Sequence[Shard], names: Sequence[str], only: Sequence[int] | None = None
 ) -> pa.Table:
     asked = set(names)
     parts: list[tuple[dict[str, list[Any]], int]] = []
