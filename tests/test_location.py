@@ -44,6 +44,7 @@ def test_files_are_listed_by_name_and_read_by_range(root: Location) -> None:
     assert file.read(8) == b"89"
     assert file.read(10, 0) == b""
     assert (root / "web/train/0.bin").read() == b""
+    assert [(root / name).count(2) for name in (".", "web", "a.bin", "nothing")] == [2, 2, 0, 0]
     with (root / "b.jsonl").open() as lines:
         assert list(lines) == [b'{"x": 1}\n', b'{"x": 2}\n']
 

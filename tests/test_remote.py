@@ -16,6 +16,12 @@ from conftest import GOLDEN, refuses
 DATASETS = {
     "saev": ["saev/v21_cls_labels_multishard/saev/shards/*", "saev/v20_late_names/**/metadata.json"],
     "pickle": ["pickle/numpy2_proto5", "pickle/ragged_layers_machine3"],
+    "zarr": [
+        "zarr/single_minimal/activations.zarr",
+        "zarr/v3_sharded/activations.zarr",
+        "zarr/run_20260122_101112/**/manifest.json",
+        "zarr/separator_slash/**/.zgroup",
+    ],
     "hallulens": ["hallulens_v1/full_capture/capture", "hallulens_v1/resumed_capture/capture"],
 }
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import fnmatch
 import io
+import itertools
+import operator
 import os
 import stat as modes
 import zlib
@@ -126,7 +128,11 @@ class Local:
         with os.scandir(key) as entries:
             for entry in entries:
                 kind = _kind_of(entry)
-                yield Entry(entry.name, kind, entry.stat().st_size if sizes and kind == "file" else None)
+                try:
+                    size = entry.stat().st_size if sizes and kind == "file" else None
+                except FileNotFoundError:  # removed since
+                    continue
+                yield Entry(entry.name, kind, size)
 
     def read(self, key: str, start: int, length: int) -> bytes:
         with Path(key).open("rb", buffering=0) as file:
@@ -167,6 +173,7 @@ def _ended(start: int, into: memoryview, done: int) -> TruncatedFileError:
     return TruncatedFileError(f"expected {len(into)} bytes at {start}, the file ends", offset=start + done)
 
 
+_NAME = operator.attrgetter("name")
 _LOCAL = Local()
 
 
@@ -383,16 +390,28 @@ class Location:
             FormatError: there are more than ``limit`` names.
         """
         found = []
-        with boundary(self, "list"):
+        with boundary(self, "look into"):
             try:
                 for count, entry in enumerate(self.storage.scan(self.key, sizes)):
                     if count >= limit:
                         raise FormatError(f"expected at most {limit} files and folders, found more", path=self)
-                    if fnmatch.fnmatchcase(entry.name, pattern):
+                    if pattern == "*" or fnmatch.fnmatchcase(entry.name, pattern):
                         found.append(entry)
             except NotADirectoryError as error:
                 raise NotAFileError("expected a folder, found a file", path=self) from error
-        return sorted(found)
+        return sorted(found, key=_NAME)
+
+    def count(self, most: int) -> int:
+        """How many names a folder holds, counted up to ``most``; 0 where there is no folder.
+
+        Raises:
+            FileAccessError: it cannot be listed.
+        """
+        with boundary(self, "look into"):
+            try:
+                return sum(1 for _ in itertools.islice(self.storage.scan(self.key, False), most))
+            except (FileNotFoundError, NotADirectoryError):
+                return 0
 
     def read(self, start: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
         """Bytes of a file: all, or ``length`` from an offset on.

@@ -28,7 +28,7 @@ from actshard.errors import ActshardWarning, ArgumentError, NotStoredError, OutO
 from actshard.formats.zarr.arrays import ZarrStore, native, read_array
 from actshard.formats.zarr.meta import ArrayMeta
 from actshard.formats.zarr.read import members_of
-from actshard.location import network_io
+from actshard.location import Location, network_io
 
 __all__ = ["Array", "Group", "TrainingDataset", "open_consolidated", "open_group"]
 
@@ -43,7 +43,7 @@ def open_group(store: str | PathLike[str], mode: str = "r", **_: Any) -> Group:
     if mode != "r":
         raise ArgumentError(f'mode: expected "r", found {mode!r}: this group is read-only')
     path = _arguments.local_path(store)
-    return Group([ZarrStore(member) for member in members_of(path)], path, "")
+    return Group([ZarrStore(member) for member in members_of(Location.at(path))], path, "")
 
 
 open_consolidated = open_group
@@ -66,6 +66,10 @@ class Group:
 
     def __getitem__(self, name: str) -> Group | Array:
         node = f"{self._prefix}{name}".strip("/")
+        if not node:
+            return Group(self._stores, self._path, "")
+        if ".." in node.split("/") or "\0" in node:
+            raise MissingNodeError(f"holds no array or group {node!r}; there are {self._names()}", path=self._path)
         metas = [store.array(node) for store in self._stores]
         if all(m is not None for m in metas):
             return Array([m for m in metas if m is not None])

@@ -9,6 +9,7 @@ from actshard.codes import Code
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Tell
 from actshard.formats.zarr import codes
+from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -26,25 +27,25 @@ class ZarrFormat(Format):
     order: ClassVar[int] = 30
     writes: ClassVar[bool] = True
 
-    def detect(self, path: Path) -> Evidence:
+    def detect(self, path: Path | Location) -> Evidence:
         from actshard.formats.zarr.read import detect
 
-        return detect(path)
+        return detect(Location.at(path))
 
-    def open(self, path: Path, options: Options) -> Contents:
+    def open(self, path: Path | Location, options: Options) -> Contents:
         from actshard.formats.zarr.read import open
 
-        return open(path, options)
+        return open(Location.at(path), options)
 
     def target(self) -> type[Target]:
         from actshard.formats.zarr.write import ZarrTarget
 
         return ZarrTarget
 
-    def check(self, path: Path, report: Report, tell: Tell) -> None:
+    def check(self, path: Path | Location, report: Report, tell: Tell) -> None:
         from actshard.formats.zarr.check import check
 
-        check(path, report, tell)
+        check(Location.at(path), report, tell)
 
     def merger(self) -> Merger:
         from actshard.formats.zarr.merge import ZarrMerger

@@ -6,12 +6,11 @@ keys, and the ``bytes`` and ``sharding_indexed`` codecs. Values are checked as t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,10 @@ from actshard.errors import (
     MissingFileError,
     TruncatedFileError,
     UnsupportedError,
-    from_os,
 )
 from actshard.formats.zarr.meta import ArrayMeta, json_mapping, json_object
 from actshard.formats.zarr.package import PackageArray
+from actshard.location import Location
 
 MOST_UNSTORED = 256 << 20
 """Bytes of memory that small arrays may take without bytes on the disk: chunks that are not there, fill values."""
@@ -63,7 +62,7 @@ def native(meta: ArrayMeta) -> tuple[Any, ...]:
     )
 
 
-def _decoded_by(meta: ArrayMeta) -> tuple[Path, bytes, bool] | Callable[[list[int]], bytes | None] | None:
+def _decoded_by(meta: ArrayMeta) -> tuple[Location, bytes, bool] | Callable[[list[int]], bytes | None] | None:
     """The decoder of an array's chunks: none, the core, or a function that asks the zarr package.
 
     Raises:
@@ -78,7 +77,7 @@ def _decoded_by(meta: ArrayMeta) -> tuple[Path, bytes, bool] | Callable[[list[in
 class ZarrStore:
     """A Zarr store in a folder: its attributes, and the arrays in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
         self.version = 3 if exists(path / "zarr.json") else 2
         self.attributes: dict[str, Any] = {}
@@ -136,21 +135,9 @@ class ZarrStore:
         found = {
             key.removeprefix(f"{group}/").split("/")[0] for key in self._consolidated if key.startswith(f"{group}/")
         }
-        try:
-            with os.scandir(self.path / group) as entries:
-                found |= {entry.name for entry in entries if _is_folder(entry)}
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise from_os(error, self.path / group, "look into") from error
+        with contextlib.suppress(MissingFileError):
+            found |= {entry.name for entry in (self.path / group).entries() if entry.kind == "folder"}
         return sorted(name for name in found if name.isprintable() and not name.startswith("."))
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -172,7 +159,7 @@ def _lengths(fields: Fields, name: str, minimum: int, dims: int | None = None) -
     return tuple(value)
 
 
-def _v2(store: Path, node: str, fields: Fields) -> ArrayMeta:
+def _v2(store: Location, node: str, fields: Fields) -> ArrayMeta:
     if fields.value.get("zarr_format", 2) != 2:
         raise fields.error("zarr_format", "2")
     shape = _lengths(fields, "shape", 0)
@@ -196,7 +183,7 @@ def _v2(store: Path, node: str, fields: Fields) -> ArrayMeta:
     return ArrayMeta(
         store,
         node,
-        fields.path,
+        Location.at(fields.path),
         shape,
         chunks,
         dtype,
@@ -238,7 +225,7 @@ def _v2_type(fields: Fields) -> tuple[np.dtype[Any] | None, bool]:
     return found.newbyteorder("="), not found.isnative
 
 
-def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
+def _v3(store: Location, node: str, fields: Fields) -> ArrayMeta:
     if fields.value.get("zarr_format") != 3:
         raise fields.error("zarr_format", "3")
     shape = _lengths(fields, "shape", 0)
@@ -292,7 +279,7 @@ def _v3(store: Path, node: str, fields: Fields) -> ArrayMeta:
     return ArrayMeta(
         store,
         node,
-        fields.path,
+        Location.at(fields.path),
         shape,
         chunks,
         dtype,
@@ -463,12 +450,7 @@ def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any], files: Mapping[tuple[int,
             raise kind(
                 f"expected {size} bytes, a whole chunk, found {files[at]}", path=path, offset=min(files[at], size)
             )
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise from_os(error, path, "read") from error
-        if len(raw) != size:
-            raise TruncatedFileError(f"expected {size} bytes, found {len(raw)}", path=path, offset=len(raw))
+        raw = path.read(0, size)
         return np.frombuffer(raw, stored).astype(dtype).tobytes() if meta.swapped else raw
 
     return _joined(meta, dtype, files, chunk)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from actshard._json import Fields, exists, read_json
-from actshard.errors import ActshardError, from_os
+from actshard.errors import ActshardError
 from actshard.formats.report import Report
 from actshard.formats.zarr.arrays import read_whole
 from actshard.formats.zarr.meta import ArrayMeta
@@ -20,51 +18,39 @@ from actshard.formats.zarr.read import Member, by_i, is_group, stores_in
 from actshard.location import Location
 
 
-@contextmanager
-def _noting(report: Report, path: Path | Location) -> Iterator[None]:
-    """Notes what goes wrong inside, what the system says about a path included."""
-    with report.noting(path):
-        try:
-            yield
-        except OSError as error:
-            if isinstance(error, ActshardError):
-                raise
-            raise from_os(error, error.filename if isinstance(error.filename, str) else path, "look at") from error
-
-
-def check(root: Path, report: Report, tell: Any) -> None:
+def check(root: Location, report: Report, tell: Any) -> None:
     """Every store of a run: metadata, lengths, chunk files, lines of text."""
-    stores: list[Path] = []
-    with _noting(report, root):
+    stores: list[Location] = []
+    with report.noting(root):
         stores = _stores(root, report)
     for number, store in enumerate(stores):
         tell("stores", number, 0)
-        with _noting(report, store):
+        with report.noting(store):
             _check_store(store, root, report)
 
 
-def _check_store(store: Path, root: Path, report: Report) -> None:
+def _check_store(store: Location, root: Location, report: Report) -> None:
     member = Member(store)
     for array in member.arrays:
-        with _noting(report, array.metadata):
+        with report.noting(array.metadata):
             _check_chunks(array, member, report)
-    with _noting(report, store / "arrays"):
+    with report.noting(store / "arrays"):
         for name in member.store.names("arrays"):
-            with _noting(report, store / "arrays" / name):
+            with report.noting(store / "arrays" / name):
                 meta = member.store.array(f"arrays/{name}")
                 if meta is not None and meta.node not in {a.node for a in member.arrays}:
                     _check_small(meta, member, report)
     for differs in dict.fromkeys(w for w in member.store.warnings if w.code == "consolidated-differs"):
         report.add("consolidated-differs", root, differs if store == root else f"{store.name}: {differs}")
-    with _noting(report, store / "text"):
+    with report.noting(store / "text"):
         for path in member.texts:
-            with _noting(report, path):
+            with report.noting(path):
                 lines = by_i(path, member.rows)
                 if len(lines) < member.n:
                     report.add("count-claim", path, f"{len(lines)} lines", f"{member.n}, one per sample")
 
 
-def _stores(root: Path, report: Report) -> list[Path]:
+def _stores(root: Location, report: Report) -> list[Location]:
     """The stores of a run as its manifest lists them, or a store alone."""
     if is_group(root):
         return [root]
@@ -72,8 +58,8 @@ def _stores(root: Path, report: Report) -> list[Path]:
     present = stores_in(root / "shards")
     if not exists(listing):
         return present or [root]
-    made: list[Path] = []
-    named: set[Path] = set()
+    made: list[Location] = []
+    named: set[Location] = set()
     start = 0
     try:
         manifest = Fields(read_json(listing), listing)
@@ -85,18 +71,18 @@ def _stores(root: Path, report: Report) -> list[Path]:
         name = report.field(listing, partial(fields.text, "path"))
         if name is None:
             continue
-        relative = Path(name)
-        if relative.is_absolute() or ".." in relative.parts or not relative.parts:
+        relative = PurePosixPath(name)
+        if relative.is_absolute() or ".." in relative.parts or not relative.parts or "\0" in name:
             report.add("metadata", listing, name, "a path inside the run's folder", f"field '{fields.where}.path'")
             continue
-        store = root / relative
+        store = root / name
         if store in named:
             report.add(
                 "duplicate-sample", listing, name, "another store for each shard", f"field '{fields.where}.path'"
             )
             continue
         named.add(store)
-        if store.is_dir():
+        if store.kind() == "folder":
             made.append(store)
         else:
             report.add("missing-file", store, "nothing", "a Zarr store, which manifest.json lists")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from actshard.formats.carrying import Carrying, without_files
 from actshard.formats.zarr.read import Member, members_of
 from actshard.formats.zarr.write import OWN_ATTRIBUTES
+from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents
@@ -38,4 +39,4 @@ class ZarrCarrying(Carrying):
 
 def _first(contents: Contents) -> dict[str, Any]:
     """Attributes of a run's first store."""
-    return Member(members_of(contents.path)[0]).metadata
+    return Member(members_of(Location.at(contents.path))[0]).metadata

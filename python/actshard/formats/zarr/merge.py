@@ -17,6 +17,7 @@ from actshard.formats.target import Examples, Spec
 from actshard.formats.zarr.read import ACTIVATIONS, Member, is_group, members_of
 from actshard.formats.zarr.read import open as open_store
 from actshard.formats.zarr.write import OWN_ATTRIBUTES, ZarrTarget
+from actshard.location import Location
 from actshard.work import write_json
 
 
@@ -24,7 +25,7 @@ def _check_chunks(sources: Sequence[Path]) -> None:
     """Stores can become one if a chunk is a file that another number makes one of the whole."""
     first = None
     for path in sources:
-        member = Member(path)
+        member = Member(Location.at(path))
         (array,) = member.arrays if len(member.arrays) == 1 else (None,)
         if (
             array is None
@@ -62,11 +63,11 @@ def _run(plan: Merge) -> Path:
     for i, part in enumerate(plan.parts):
         name = f"shards/shard-{i:04}.zarr"
         plan.take(part, plan.path / name)
-        member = Member(plan.path / name)
+        member = Member(Location.at(plan.path / name))
         shards.append({"path": name, "n_samples": member.n, "start": start})
         start += member.n
     assert member is not None
-    first = Member(plan.path / shards[0]["path"])
+    first = Member(Location.at(plan.path / shards[0]["path"]))
     known: dict[str, Any] = {
         k: first.metadata[k] for k in ("schema_version", "created_at", "model_id", "layers") if k in first.metadata
     }
@@ -76,7 +77,7 @@ def _run(plan: Merge) -> Path:
         "n_samples": start,
         "num_layers": first.num_layers,
         "hidden_size": first.width,
-        "T_max": max(Member(plan.path / s["path"]).arrays[0].shape[2] for s in shards),
+        "T_max": max(Member(Location.at(plan.path / s["path"])).arrays[0].shape[2] for s in shards),
         "dtype": str(first.arrays[0].dtype),
         **known,
         "shards": shards,
@@ -90,7 +91,7 @@ def _run(plan: Merge) -> Path:
 def _one_store(plan: Merge) -> Path:
     """Chunk files move, their first number by the samples before; everything small is written again."""
     stores = [_opened(p) for p in plan.parts]
-    members = [Member(p) for p in plan.parts]
+    members = [Member(Location.at(p)) for p in plan.parts]
     lengths, tables = [], []
     start = 0
     for store, member in zip(stores, members, strict=True):
@@ -131,7 +132,7 @@ def _one_store(plan: Merge) -> Path:
 
 
 def _opened(path: Path) -> Contents:
-    return open_store(path, Options.of(path))
+    return open_store(Location.at(path), Options.of(path))
 
 
 def _columns(contents: Contents) -> Any:
@@ -145,10 +146,10 @@ class ZarrMerger(Merger):
     physical: ClassVar[str | None] = "Zarr stores"
 
     def datasets(self, path: Path) -> list[Path]:
-        return members_of(path)
+        return [member.local for member in members_of(Location.at(path))]
 
     def several(self, path: Path) -> bool:
-        return not is_group(path)
+        return not is_group(Location.at(path))
 
     def check(self, plan: Merge) -> None:
         _check(plan)

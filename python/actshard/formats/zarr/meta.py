@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from actshard._json import Fields, exists, read_json, show
-from actshard.errors import ActshardError, FormatError, NotAFileError, from_os
-from actshard.location import Location
+from actshard.errors import FormatError, MissingFileError, NotAFileError
+from actshard.location import Entry, Kind, Location
 
 
 @dataclass(frozen=True)
 class ArrayMeta:
     """What an array's metadata say."""
 
-    store: Path
+    store: Location
     node: str
     """Its path in the store, such as ``arrays/activations``."""
-    metadata: Path | Location
+    metadata: Location
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     """The shape of what is read at once: a chunk, or a chunk inside a shard."""
@@ -45,7 +42,7 @@ class ArrayMeta:
     """The metadata as they were read, less attributes."""
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Location:
         """Where chunk files are."""
         return self.store / self.node
 
@@ -59,49 +56,33 @@ class ArrayMeta:
         found: dict[tuple[int, ...], int] = {}
         dims = len(self.shape)
         if dims == 0:
-            path = self.folder / (self.prefix.rstrip("./") or "0")
-            try:
-                found[()] = _size(path.stat(), path)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                if isinstance(error, ActshardError):
-                    raise
-                raise from_os(error, path, "look at") from error
-            return found
+            path = self.path_of(())
+            state = path.found()
+            return {} if state is None else {(): _size(path, state.kind, state.size)}
         nested = self.separator == "/"
-        folders: list[tuple[Path, tuple[int, ...]]] = [
-            (self.folder / self.prefix.rstrip("/") if nested else self.folder, ())
-        ]
+        folders: list[tuple[Location, tuple[int, ...]]] = [(self.chunks_in, ())]
         while folders:
             folder, place = folders.pop()
-            try:
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        parts = [entry.name] if nested else entry.name.removeprefix(self.prefix).split(".")
-                        if not all(_INDEX.fullmatch(part) for part in parts):
-                            continue
-                        at = (*place, *map(int, parts))
-                        if nested and len(at) < dims:
-                            folders.append((Path(entry.path), at))
-                        elif len(at) == dims:
-                            try:
-                                found[at] = _size(entry.stat(), Path(entry.path))
-                            except FileNotFoundError:  # removed since, or a link to nothing: as for a reader
-                                continue
-                            except OSError as error:
-                                if isinstance(error, ActshardError):
-                                    raise
-                                raise from_os(error, Path(entry.path), "look at") from error
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                if isinstance(error, ActshardError):
-                    raise
-                raise from_os(error, folder, "look into") from error
+            for entry in _entries(folder):
+                parts = [entry.name] if nested else entry.name.removeprefix(self.prefix).split(".")
+                if not all(_INDEX.fullmatch(part) for part in parts):
+                    continue
+                at = (*place, *map(int, parts))
+                if nested and len(at) < dims:
+                    folders.append((folder / entry.name, at))
+                elif len(at) == dims:
+                    if entry.kind == "other" and (folder / entry.name).found() is None:
+                        continue  # a link to nothing: as for a reader
+                    found[at] = entry.size if entry.size is not None else _size(folder / entry.name, entry.kind, 0)
         return found
 
-    def path_of(self, place: tuple[int, ...]) -> Path:
+    @property
+    def chunks_in(self) -> Location:
+        """The folder that holds chunk files, or folders of them."""
+        first = self.prefix.rstrip("/") if self.separator == "/" else ""
+        return self.folder / first if first else self.folder
+
+    def path_of(self, place: tuple[int, ...]) -> Location:
         """The file of a chunk (a shard)."""
         return self.folder / (
             self.prefix + self.separator.join(map(str, place)) if place else (self.prefix.rstrip("./") or "0")
@@ -130,19 +111,27 @@ class ArrayMeta:
 _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
-def _size(found: os.stat_result, path: Path) -> int:
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a special file"
-        raise NotAFileError(f"expected a regular file, a chunk, found {kind}", path=path)
-    return found.st_size
+def _entries(folder: Location) -> list[Entry]:
+    """With sizes; none where there is no folder."""
+    try:
+        return folder.entries(sizes=True)
+    except (MissingFileError, NotAFileError):
+        return []
 
 
-def json_object(path: Path) -> dict[str, Any]:
+def _size(path: Location, kind: Kind, size: int) -> int:
+    if kind != "file":
+        what = "a folder" if kind == "folder" else "a special file"
+        raise NotAFileError(f"expected a regular file, a chunk, found {what}", path=path)
+    return size
+
+
+def json_object(path: Location) -> dict[str, Any]:
     """The object in a JSON file."""
     return Fields(read_json(path), path).value
 
 
-def json_mapping(value: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
+def json_mapping(value: dict[str, Any], name: str, path: Location) -> dict[str, Any]:
     """A field that is an object; absent, an empty one."""
     found = value.get(name, {})
     if not isinstance(found, dict):

@@ -10,16 +10,16 @@ import json
 import lzma
 import math
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from actshard import _native
-from actshard.errors import ActshardError, FormatError, MissingExtraError, NotAFileError, UnsupportedError, from_os
+from actshard.errors import ActshardError, FormatError, MissingExtraError, NotAFileError, UnsupportedError
 
 if TYPE_CHECKING:
     from actshard.formats.zarr.meta import ArrayMeta
+    from actshard.location import Location
 
 
 _NUMBERS = ("astype", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle", "transpose")
@@ -56,17 +56,17 @@ class PackageArray:
 
         if self._live is None or self._live[0] != os.getpid():
             self._check_metadata_files()
-            self._live = (os.getpid(), zarr.open_group(str(self.meta.store), mode="r")[self.meta.node])
+            self._live = (os.getpid(), zarr.open_group(str(self.meta.store.local), mode="r")[self.meta.node])
         return self._live[1]
 
     def _check_metadata_files(self) -> None:
         """The package reads every metadata file on the way; a named pipe in place of one would make it wait."""
         folder = self.meta.store
-        for part in ("", *Path(self.meta.node).parts):
+        for part in (".", *self.meta.node.split("/")):
             folder = folder / part
             for name in (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json"):
                 path = folder / name
-                if path.exists() and not path.is_file():
+                if path.kind() not in (None, "file"):
                     raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
 
     def chunk(self, indices: list[int]) -> bytes | None:
@@ -81,16 +81,12 @@ class PackageArray:
         meta = self.meta
         assert meta.dtype is not None
         path = meta.path_of(tuple(i * s // o for i, s, o in zip(indices, shape, meta.outer, strict=True)))
-        try:
-            if not path.exists():
-                return None
-            if not path.is_file():
-                raise NotAFileError("expected a regular file, a chunk, found a folder or a special file", path=path)
-            self._check_size(path)
-        except OSError as error:
-            if isinstance(error, ActshardError):
-                raise
-            raise from_os(error, path, "read") from error
+        found = path.found("read")
+        if found is None:
+            return None
+        if found.kind != "file":
+            raise NotAFileError("expected a regular file, a chunk, found a folder or a special file", path=path)
+        self._check_size(path, found.size)
         whole = np.full(shape, meta.fill, meta.dtype)
         where = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(indices, shape, meta.shape, strict=True))
         try:
@@ -102,17 +98,17 @@ class PackageArray:
             raise FormatError(f"the zarr package cannot decode this: {error}", path=path, code=code) from error
         return whole.tobytes()
 
-    def _check_size(self, path: Path) -> None:
+    def _check_size(self, path: Location, length: int) -> None:
         """Compressed data must not decode to more than the chunk's shape allows: the package has no such limit."""
         meta = self.meta
         assert meta.dtype is not None
         if "sharding_indexed" in meta.codecs:
             return
         limit = MOST_WIDER * math.prod(meta.outer) * meta.dtype.itemsize + (64 << 10)
-        if (length := path.stat().st_size) > limit:
+        if length > limit:
             raise FormatError(f"expected at most {limit} encoded bytes, found {length}", path=path)
         name, configuration = _outermost(json.loads(meta.json))
-        data = path.read_bytes()
+        data = path.read()
         size: int | None = None
         if name in ("gzip", "zlib", "bz2", "zstd"):
             _native.check_decoded_size(name, data, limit, path)
@@ -139,7 +135,7 @@ def _outermost(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return str(codec.get("id")), codec
 
 
-def _lzma_size(data: bytes, configuration: dict[str, Any], limit: int, path: Path) -> int:
+def _lzma_size(data: bytes, configuration: dict[str, Any], limit: int, path: Location) -> int:
     """Bytes that LZMA data decode to, at most ``limit + 1``."""
     try:
         kind = int(configuration.get("format", lzma.FORMAT_XZ))

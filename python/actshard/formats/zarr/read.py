@@ -27,13 +27,11 @@ sharding go through the zarrs crate, or, where it lacks a codec, the zarr packag
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
 from warnings import warn
 
 import numpy as np
@@ -45,18 +43,17 @@ from actshard._jsonl import read_lines
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import (
-    ActshardError,
     ActshardWarning,
     FormatError,
     MissingFileError,
     NotStoredError,
     UnsupportedError,
-    from_os,
 )
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import Spare, ZarrStore, native, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta
+from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -72,34 +69,13 @@ SAMPLES_PER_FILE = 1 << 10
 """Samples beyond those that a chunk file accounts for."""
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _of_paths(function: Callable[P, T]) -> Callable[P, T]:
-    """What the system says about a path in there becomes an error of actshard: pathlib raises its own."""
-
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except OSError as error:
-            if isinstance(error, ActshardError):
-                raise
-            path = error.filename if isinstance(error.filename, str | Path) else str(args[0])
-            raise from_os(error, path, "look at") from error
-
-    return wrapped
-
-
-@_of_paths
-def detect(path: Path) -> Evidence:
+def detect(path: Location) -> Evidence:
     """A Zarr group with activations, or a folder whose manifest or ``shards/`` name such groups."""
     looked_for = (
         "a Zarr group with arrays/activations (or HalluLens' arrays/prompt_activations), "
         "or a run: manifest.json and shards/*.zarr"
     )
-    if not path.is_dir():
+    if path.kind() != "folder":
         return Evidence(False, looked_for, "a file")
     if is_group(path):
         found = [node for node in (ACTIVATIONS, PROMPT, RESPONSE) if _is_array(path / node)]
@@ -108,7 +84,7 @@ def detect(path: Path) -> Evidence:
         return Evidence(False, looked_for, "a Zarr group without these arrays")
     if _is_array(path):
         return Evidence(False, looked_for, "a single Zarr array; open the store it is in")
-    if (path / "manifest.json").is_file():
+    if (path / "manifest.json").kind() == "file":
         value = read_json(path / "manifest.json")
         shards = value.get("shards") if isinstance(value, dict) else None
         if isinstance(shards, list) and all(isinstance(s, dict) and "path" in s for s in shards):
@@ -120,31 +96,32 @@ def detect(path: Path) -> Evidence:
     return Evidence(False, looked_for, "neither")
 
 
-def is_group(path: Path) -> bool:
+def is_group(path: Location) -> bool:
     """Whether a folder is a Zarr group, of either version."""
-    if (path / "zarr.json").is_file():
+    if (path / "zarr.json").kind() == "file":
         return not _is_array(path)
-    return any((path / name).is_file() for name in (".zgroup", ".zmetadata")) or (
-        (path / ".zattrs").is_file() and (path / "arrays").is_dir()
+    return any((path / name).kind() == "file" for name in (".zgroup", ".zmetadata")) or (
+        (path / ".zattrs").kind() == "file" and (path / "arrays").kind() == "folder"
     )
 
 
-def _is_array(path: Path) -> bool:
-    if (path / ".zarray").is_file():
+def _is_array(path: Location) -> bool:
+    if (path / ".zarray").kind() == "file":
         return True
-    if not (path / "zarr.json").is_file():
+    if (path / "zarr.json").kind() != "file":
         return False
     value = read_json(path / "zarr.json")
     return isinstance(value, dict) and value.get("node_type") == "array"
 
 
-def stores_in(folder: Path) -> list[Path]:
+def stores_in(folder: Location) -> list[Location]:
     """Zarr stores right below a folder, in the order of their names."""
-    return sorted(p for p in folder.glob("*.zarr") if p.is_dir()) if folder.is_dir() else []
+    if folder.kind() != "folder":
+        return []
+    return [folder / entry.name for entry in folder.entries("*.zarr") if entry.kind == "folder"]
 
 
-@_of_paths
-def open(path: Path, options: Options) -> Contents:
+def open(path: Location, options: Options) -> Contents:
     """Reads metadata and lengths; never looks into a folder of chunks."""
     if is_group(path):
         members = [Member(path)]
@@ -212,7 +189,7 @@ def open(path: Path, options: Options) -> Contents:
     layers = _layer_names(metadata, first, warnings)
     return Contents(
         format="zarr",
-        path=path,
+        path=path.place,
         metadata=metadata,
         layers=layers,
         d_model=first.width,
@@ -222,7 +199,7 @@ def open(path: Path, options: Options) -> Contents:
         rows=rows,
         column_names=_column_names(members),
         columns=lambda names: _columns(path, members, names),
-        files=lambda: [a.path_of(at) for a in arrays for at in a.chunk_files()],
+        files=lambda: [a.path_of(at).place for a in arrays for at in a.chunk_files()],
         model=None if model is None else utf8(model),
         provenance=provenance,
         extras=tuple(texts),
@@ -249,7 +226,7 @@ def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark
     return tuple(range(member.num_layers))
 
 
-def members_of(path: Path) -> list[Path]:
+def members_of(path: Location) -> list[Location]:
     """The stores of a run in order, or a store alone."""
     return [path] if is_group(path) else [m.path for m in _run(path)[0]]
 
@@ -264,7 +241,7 @@ def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]
     )
 
 
-def _run(path: Path) -> tuple[list[Member], dict[str, Any], bool]:
+def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
     """The stores of a run in order, and its manifest if it has one."""
     listing = path / "manifest.json"
     if not exists(listing):
@@ -272,21 +249,21 @@ def _run(path: Path) -> tuple[list[Member], dict[str, Any], bool]:
         if not stores:
             raise MissingFileError("expected a Zarr group, or a run with shards/*.zarr, found neither", path=path)
         members = [Member(store) for store in stores]
-        return members, {"shards": [str(s.relative_to(path)) for s in stores], **members[0].metadata}, False
+        return members, {"shards": [s.relative_to(path) for s in stores], **members[0].metadata}, False
     manifest = Fields(read_json(listing), listing)
     members = []
-    seen: set[Path] = set()
+    seen: set[Location] = set()
     start = 0
     for fields in manifest.items("shards"):
         name = fields.text("path")
-        relative = Path(name)
+        relative = PurePosixPath(name)
         if relative.is_absolute() or ".." in relative.parts or not name.isprintable() or not relative.parts:
             raise fields.error("path", "a path inside the run's folder")
-        store = path / relative
+        store = path / name
         if store in seen:
             raise fields.error("path", "another store for each shard")
         seen.add(store)
-        if not store.is_dir():
+        if store.kind() != "folder":
             raise MissingFileError(f"expected a Zarr store, which {listing.name} lists, found nothing", path=store)
         member = Member(store)
         if fields.has("n_samples"):
@@ -309,7 +286,7 @@ def _run(path: Path) -> tuple[list[Member], dict[str, Any], bool]:
 class Member:
     """A store, alone or of a run."""
 
-    path: Path
+    path: Location
     warnings: list[Remark] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -359,7 +336,7 @@ class Member:
     def _read_attributes(self) -> None:
         config = self.path / "meta" / "config.json"
         self.metadata: dict[str, Any] = {}
-        if config.is_file():
+        if config.kind() == "file":
             self.metadata |= Fields(read_json(config), config).value
         self.metadata |= self.store.attributes
         claims = {"num_layers": self.num_layers, "hidden_size": self.width}
@@ -374,7 +351,7 @@ class Member:
         """HalluLens: which rows are samples. Rows may be allocated ahead, and a key that is logged again leaves its old row."""
         self.lines: list[tuple[int, dict[str, Any]]] | None = None
         path = self.path / "meta" / "index.jsonl"
-        if not self.hallulens or not path.is_file():
+        if not self.hallulens or path.kind() != "file":
             return
         by_key: dict[Any, tuple[int, dict[str, Any]]] = {}
         for number, line in read_lines(path):
@@ -474,12 +451,12 @@ class Member:
                 raise its.error(f"expected the {what} of {self.path.name}, {a}, found {b}")
 
     @cached_property
-    def texts(self) -> list[Path]:
+    def texts(self) -> list[Location]:
         """JSONL files beside the arrays, the one that the text gives to sample keys first."""
         folder = self.path / "text"
-        found = sorted(folder.glob("*.jsonl")) if folder.is_dir() else []
+        found = [folder / entry.name for entry in folder.entries("*.jsonl")] if folder.kind() == "folder" else []
         index = self.path / "meta" / "sample_index.jsonl"
-        return [index, *found] if index.is_file() else found
+        return [index, *found] if index.kind() == "file" else found
 
     @cached_property
     def small(self) -> dict[str, ArrayMeta]:
@@ -493,9 +470,9 @@ class Member:
                 found[name] = meta
         return found
 
-    def text_names(self) -> dict[str, Path]:
+    def text_names(self) -> dict[str, Location]:
         """Fields of the first line of each JSONL file, by name; lines to come may have others."""
-        found: dict[str, Path] = {}
+        found: dict[str, Location] = {}
         if self.lines is not None:
             for _, line in self.lines:
                 found |= dict.fromkeys(line, self.path / "meta" / "index.jsonl")
@@ -525,18 +502,14 @@ def _check_samples(array: ArrayMeta) -> None:
     n, per = array.shape[0], array.outer[0]
     if n <= UNSTORED_SAMPLES:
         return
-    folder = array.folder / array.prefix.rstrip("/") if array.separator == "/" else array.folder
     wanted = -(-n // (per * SAMPLES_PER_FILE))
-    found = 0
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
-        for _ in entries:
-            found += 1
-            if found >= wanted:
-                return
+    found = array.chunks_in.count(wanted)
+    if found >= wanted:
+        return
     raise array.error(f"{n} samples, but {array.node} has only {found} chunk files", field="shape")
 
 
-def by_i(path: Path, n: int) -> list[tuple[int, int, dict[str, Any]]]:
+def by_i(path: Location, n: int) -> list[tuple[int, int, dict[str, Any]]]:
     """Lines of a text file as (sample, line number, line)."""
     rows: list[tuple[int, int, dict[str, Any]]] = []
     seen: dict[int, int] = {}
@@ -561,7 +534,7 @@ def _join(
     rows: Sequence[tuple[int, int, dict[str, Any]]],
     n: int,
     wanted: Callable[[str], bool],
-    path: Path,
+    path: Location,
     *,
     complete: bool,
 ) -> None:
@@ -608,8 +581,7 @@ def _column_names(members: Sequence[Member]) -> tuple[str, ...]:
     return tuple(names)
 
 
-@_of_paths
-def _columns(path: Path, members: Sequence[Member], names: Sequence[str]) -> pa.Table:
+def _columns(path: Location, members: Sequence[Member], names: Sequence[str]) -> pa.Table:
     asked = set(names)
     # A field that only later lines have is not among the names known beforehand; asking for all means all.
     every = asked >= set(_column_names(members))
