@@ -181,7 +181,7 @@ def test_detecting_imports_no_writer() -> None:
 
 WRITERS = ("write", "merge", "placing")
 """Rooms that write local folders."""
-NOT_FREED = {"levanter.check", "lmprobe.check", "lmprobe.read"}
+NOT_FREED = {"levanter.check"}
 """Rooms that still read user data by paths. None is added."""
 PAST_LOCATION = {"glob", "rglob", "iglob", "iterdir", "scandir", "listdir", "walk", "is_file", "is_dir", "read_bytes",
                  "read_text", "memmap", "fromfile", "load", "st_size"}  # fmt: skip

@@ -22,11 +22,12 @@ DATASETS = {
         "zarr/run_20260122_101112/**/manifest.json",
         "zarr/separator_slash/**/.zgroup",
     ],
+    "lmprobe": ["lmprobe/logits_only/**/index", "lmprobe/fullseq_bf16/**/index"],
     "hallulens": ["hallulens_v1/full_capture/capture", "hallulens_v1/resumed_capture/capture"],
 }
 
 
-ROWS_ARE_CHECKED = ("pickle",)
+ROWS_ARE_CHECKED = ("pickle", "lmprobe")
 """Their check looks into the rows, which only the core can do."""
 
 
@@ -35,7 +36,7 @@ def places() -> list[Any]:
     for name, patterns in DATASETS.items():
         for pattern in patterns:
             path = sorted(GOLDEN.glob(pattern))[0]
-            path = path.parent if path.is_file() else path
+            path = path.parent if path.is_file() or path.name == "index" else path
             found.append(pytest.param(name, path, id=f"{name}-{path.relative_to(GOLDEN).parts[1]}"))
     return found
 
@@ -62,7 +63,7 @@ def test_a_dataset_in_memory_is_detected_and_checked(name: str, folder: Path) ->
     assert format.detect(root).matches
     assert not format.detect(root.parent).matches
     if name in ROWS_ARE_CHECKED:
-        assert [code for code, *_ in checked(name, root)[0]] == ["unsupported"] * 2
+        assert {code for code, *_ in checked(name, root)[0]} == {"unsupported"}
         return
     assert checked(name, root) == checked(name, folder)
     # Damage is found as it is on the disk, and named by the location.

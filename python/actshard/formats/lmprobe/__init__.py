@@ -9,6 +9,7 @@ from actshard.codes import Code
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Tell
 from actshard.formats.lmprobe import codes
+from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -27,25 +28,25 @@ class LmprobeFormat(Format):
     order: ClassVar[int] = 20
     writes: ClassVar[bool] = True
 
-    def detect(self, path: Path) -> Evidence:
+    def detect(self, path: Path | Location) -> Evidence:
         from actshard.formats.lmprobe.read import detect
 
-        return detect(path)
+        return detect(Location.at(path))
 
-    def open(self, path: Path, options: Options) -> Contents:
+    def open(self, path: Path | Location, options: Options) -> Contents:
         from actshard.formats.lmprobe.read import open
 
-        return open(path, options)
+        return open(Location.at(path), options)
 
     def target(self) -> type[Target]:
         from actshard.formats.lmprobe.write import LmprobeTarget
 
         return LmprobeTarget
 
-    def check(self, path: Path, report: Report, tell: Tell) -> None:
+    def check(self, path: Path | Location, report: Report, tell: Tell) -> None:
         from actshard.formats.lmprobe.check import check
 
-        check(path, report, tell)
+        check(Location.at(path), report, tell)
 
     def merger(self) -> Merger:
         from actshard.formats.lmprobe.merge import LmprobeMerger

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,19 @@ from actshard._json import Fields
 from actshard.errors import ActshardError, MissingFileError
 from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, TOKEN_LISTS, Dataset, int64_of, lists_of
 from actshard.formats.report import Report
+from actshard.location import Location
 
 _FEW = 8
 
 
-def check(root: Path, report: Report, tell: Any) -> None:
+def check(root: Location, report: Report, tell: Any) -> None:
     """The index's metadata, every tensor file's header, every address."""
     try:
         dataset = Dataset(root, "auto")
     except ActshardError as error:
         report.error(error, root)
         return
-    named: set[Path] = set()
+    named: set[Location] = set()
     hidden = report.field(dataset.parts[0], lambda: dataset.hidden)
     if hidden is not None:
         with report.noting(dataset.parts[0]):
@@ -42,19 +42,20 @@ def check(root: Path, report: Report, tell: Any) -> None:
         _check_columns(dataset, report)
         _check_texts(dataset, report)
     folder = dataset.root / "tensors"
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if path not in named and path.suffix == ".safetensors":
+    if folder.kind() == "folder":
+        for entry in folder.entries("*.safetensors"):
+            path = folder / entry.name
+            if path not in named:
                 report.add("unlisted-file", path, "a tensor file that no descriptor names")
 
 
-def _tensors(path: Path, report: Report, named: set[Path]) -> dict[str, tuple[str, list[int]]] | None:
+def _tensors(path: Location, report: Report, named: set[Location]) -> dict[str, tuple[str, list[int]]] | None:
     """Types and shapes of a file's tensors; None, and a finding, where they cannot be read."""
     named.add(path)
     report.count("files")
     try:
         tensors = _native.safetensors_header(path)[0]
-        report.count("bytes", path.stat().st_size)
+        report.count("bytes", path.stat().size)
     except MissingFileError:
         report.add("missing-file", path, "nothing", "a tensor file")
         return None
@@ -65,7 +66,7 @@ def _tensors(path: Path, report: Report, named: set[Path]) -> dict[str, tuple[st
 
 
 def _check_tensor(
-    path: Path, key: str, tensors: dict[str, tuple[str, list[int]]] | None, rows: int, report: Report
+    path: Location, key: str, tensors: dict[str, tuple[str, list[int]]] | None, rows: int, report: Report
 ) -> tuple[str, int] | None:
     """A 2-D tensor of so many rows: its type and width."""
     if tensors is None:
@@ -118,7 +119,7 @@ def _claims(
             )
 
 
-def _check_hidden(dataset: Dataset, fields: Fields, named: set[Path], report: Report, tell: Any) -> None:
+def _check_hidden(dataset: Dataset, fields: Fields, named: set[Location], report: Report, tell: Any) -> None:
     layers = fields.integers("layers")
     full = fields.value.get("storage") == "full_sequence"
     shards = fields.items("shards")
@@ -167,7 +168,7 @@ def _check_addresses(dataset: Dataset, counts: list[int], lasts: int, full: bool
     wide = np.asarray(counts, np.int64)
 
     def place(
-        shard: NDArray[np.int64], row: NDArray[np.int64], who: NDArray[np.int64], what: str, part: Path, most: int
+        shard: NDArray[np.int64], row: NDArray[np.int64], who: NDArray[np.int64], what: str, part: Location, most: int
     ) -> NDArray[np.int64]:
         """Numbers of rows, -1 where there is no such row."""
         inside = (shard >= 0) & (shard < most)
@@ -279,7 +280,7 @@ def _count(times: NDArray[np.uint8], rows: NDArray[np.int64]) -> None:
     times[unique] = np.minimum(times[unique].astype(np.int64) + n, 255).astype(np.uint8)
 
 
-def _check_logits(dataset: Dataset, fields: Fields, named: set[Path], report: Report) -> None:
+def _check_logits(dataset: Dataset, fields: Fields, named: set[Location], report: Report) -> None:
     shards = fields.items("shards")
     counts = [s.integer("num_prompts", minimum=0) for s in shards]
     values: list[tuple[str, int]] = []
@@ -321,7 +322,7 @@ def _check_logits(dataset: Dataset, fields: Fields, named: set[Path], report: Re
             )
 
 
-def _check_router(dataset: Dataset, fields: Fields, named: set[Path], report: Report) -> None:
+def _check_router(dataset: Dataset, fields: Fields, named: set[Location], report: Report) -> None:
     layers = fields.integers("layers")
     counts = [s.integer("num_prompts", minimum=0) for s in fields.items("shards")]
     key = dataset.pattern(fields, "key_pattern", layers, 1, default=ROUTER_KEY)

@@ -16,6 +16,7 @@ from actshard.formats.contents import Contents
 from actshard.formats.lmprobe.read import TOKEN_LISTS, Dataset
 from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
 from actshard.formats.merging import Merge, Merger
+from actshard.location import Location
 from actshard.work import make_folder, rename
 
 _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
@@ -35,7 +36,7 @@ def _schema(datasets: Sequence[Dataset]) -> Any:
 
 
 def _check(plan: Merge) -> None:
-    datasets = [Dataset(p, "auto") for p in plan.parts]
+    datasets = [Dataset(Location.at(p), "auto") for p in plan.parts]
     for path, dataset in zip(plan.parts, datasets, strict=True):
         twice = sorted({n for n in dataset.names if dataset.names.count(n) > 1})
         if twice:
@@ -52,7 +53,7 @@ def _check(plan: Merge) -> None:
                 raise UnsupportedError("several layers are in one file: convert it first", path=path)
             if dataset.hidden.has("last_token_shards"):
                 dataset.hidden.integer("last_token_shards", minimum=0)
-        missing = next((f for f in dataset.files() if not f.is_file()), None)
+        missing = next((f for f in dataset.files() if f.kind() != "file"), None)
         if missing is not None:
             raise MissingFileError("expected a file, found nothing: a dataset is merged whole", path=missing)
     _schema(datasets)
@@ -63,7 +64,7 @@ def _run(plan: Merge) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    datasets = [Dataset(p, "auto") for p in plan.parts]
+    datasets = [Dataset(Location.at(p), "auto") for p in plan.parts]
     hidden = [d.hidden for d in datasets]
     described = [h.value if h is not None else {"shards": [], "layers": []} for h in hidden]
     full = described[0].get("storage") == "full_sequence"
@@ -84,7 +85,7 @@ def _run(plan: Merge) -> Path:
                 new = last_at[p] + s if s < lasts[p] else total + rest_at[p] + s - lasts[p]
                 if shard.value.get("num_tokens", 1):
                     target = plan.path / _HIDDEN_FILE.format(layer=layer, shard=new)
-                    plan.take(datasets[p].inside(h, name(layer, s)), target)
+                    plan.take(datasets[p].inside(h, name(layer, s)).local, target)
     tensors = dict(datasets[0].metadata["tensors"])
     if hidden[0] is not None:
         key = hidden[0].where.removeprefix("tensors.")
@@ -102,7 +103,7 @@ def _run(plan: Merge) -> Path:
             files = datasets[p].files_of(every[p], len(of_part))
             for s, (shard, source) in enumerate(zip(of_part, files, strict=True)):
                 file = f"tensors/{kind}_{beside_at[kind][p] + s:03d}.safetensors"
-                plan.take(source, plan.path / file)
+                plan.take(source.local, plan.path / file)
                 listed.append({**shard.value, "file": file})
         tensors[kind] = {**tensors[kind], "file_pattern": f"tensors/{kind}_{{shard:03d}}.safetensors", "shards": listed}
     metadata = {**datasets[0].metadata, "tensors": tensors, "num_prompts": sum(d.num_rows for d in datasets)}

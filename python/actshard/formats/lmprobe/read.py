@@ -15,13 +15,11 @@ null, a shard without rows has no file, and router tensors are not in the text a
 
 from __future__ import annotations
 
-import glob
 import json
 import re
 import string
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,12 +34,11 @@ from actshard.errors import (
     ActshardError,
     FormatError,
     MissingFileError,
-    NotAFileError,
     NotStoredError,
     UnsupportedError,
-    from_os,
 )
 from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
+from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,10 +56,10 @@ _EXPANDED, _EXPANSION = 256 << 20, 64
 """A column's texts are plain up to so many bytes, and so many for each byte of the index; beyond, they stay a dictionary."""
 
 
-def detect(path: Path) -> Evidence:
+def detect(path: Location) -> Evidence:
     """A folder with index/*.parquet whose schema has lmprobe's keys, or such a file."""
     looked_for = 'a folder with index/*.parquet that has "lmprobe:" schema metadata'
-    if path.is_file() and path.suffix != ".parquet":
+    if path.kind() == "file" and not path.name.endswith(".parquet"):
         return Evidence(False, looked_for, "a file")
     _, parts = _find_parts(path)
     if not parts:
@@ -70,9 +67,8 @@ def detect(path: Path) -> Evidence:
     import pyarrow.parquet as pq
 
     try:
-        if not parts[0].is_file():  # pyarrow would wait for the writer of a named pipe
-            raise ValueError
-        keys = pq.read_schema(parts[0]).metadata or {}
+        with parts[0].arrow() as file:
+            keys = pq.read_schema(file).metadata or {}
     except Exception:  # pyarrow raises many kinds; open() says what is wrong with it
         return Evidence(True, looked_for, f"{parts[0].name}, which cannot be read as parquet")
     if not any(key.startswith(PREFIX) for key in keys):
@@ -83,28 +79,35 @@ def detect(path: Path) -> Evidence:
     return Evidence(True, looked_for, f"{parts[0].name} with lmprobe keys")
 
 
-def open(path: Path, options: Options) -> Contents:
+def open(path: Location, options: Options) -> Contents:
     """Reads the index's schema metadata and addressing columns, and one safetensors header."""
     return Dataset(path, options.io).contents()
 
 
-def _find_parts(path: Path) -> tuple[Path, list[Path]]:
+def _find_parts(path: Location) -> tuple[Location, list[Location]]:
     """The folder that patterns are relative to, and the index files in name order."""
-    if path.is_file():
+    if path.kind() == "file":
         root = path.parent.parent if path.parent.name == "index" else path.parent
         numbered = _PART.fullmatch(path.name)
         if numbered is None:
             return root, [path]
         # One part stands for all of them.
-        return root, sorted(path.parent.glob(f"{glob.escape(numbered['split'])}-*-of-{numbered['total']}.parquet"))
+        return root, [
+            path.parent / entry.name
+            for entry in path.parent.entries()
+            if entry.name.startswith(f"{numbered['split']}-")
+            if entry.name[len(numbered["split"]) + 1 :].endswith(f"-of-{numbered['total']}.parquet")
+        ]
     index = path / "index"
-    return path, sorted(p for p in index.glob("*.parquet")) if index.is_dir() else []
+    if index.kind() != "folder":
+        return path, []
+    return path, [index / entry.name for entry in index.entries("*.parquet")]
 
 
 class Dataset:
     """One dataset while it is opened; afterwards it serves the columns and tensors that are asked for later."""
 
-    def __init__(self, path: Path, io: str) -> None:
+    def __init__(self, path: Location, io: str) -> None:
         self.path = path
         self.io = io
         self.root, found = _find_parts(path)
@@ -129,19 +132,15 @@ class Dataset:
 
     # -- the index -------------------------------------------------------------------------------------------------
 
-    def _file(self, part: Path, coded: Sequence[str] = ()) -> Any:
+    def _file(self, part: Location, coded: Sequence[str] = ()) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if part.exists() and not part.is_file():
-            raise NotAFileError("expected a regular file, found a folder or a special file", path=part)
+        file = part.arrow()
         try:
-            return pq.ParquetFile(part, read_dictionary=list(coded))
-        except OSError as error:
-            if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-                raise from_os(error, part, "open") from error
-            raise FormatError(f"expected a parquet file: {_one_line(error)}", path=part) from error
-        except (pa.ArrowException, ValueError) as error:
+            return pq.ParquetFile(file, read_dictionary=list(coded))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            file.close()
             raise FormatError(f"expected a parquet file: {_one_line(error)}", path=part) from error
 
     @cached_property
@@ -212,8 +211,9 @@ class Dataset:
             try:
                 # A value that repeats is stored once: 12 kB of parquet can hold 5 GB of texts. It is read once, too.
                 texts = [n for n in names if _is_text(self.schema.field(n).type)]
-                table = pq.read_table(part, columns=list(names), partitioning=None, read_dictionary=texts)
-                tables.append(_plain_texts(table, texts, _EXPANDED + _EXPANSION * part.stat().st_size))
+                with part.arrow() as file:
+                    table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=texts)
+                tables.append(_plain_texts(table, texts, _EXPANDED + _EXPANSION * part.stat().size))
             except (pa.ArrowException, OSError, ValueError) as error:
                 if isinstance(error, ActshardError):
                     raise
@@ -261,11 +261,11 @@ class Dataset:
         for part, _, batch in self.batches(names, rows, texts):
             table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
             if table.num_columns:
-                yield _plain_texts(table.select(list(names)), texts, _EXPANDED + _EXPANSION * part.stat().st_size)
+                yield _plain_texts(table.select(list(names)), texts, _EXPANDED + _EXPANSION * part.stat().size)
 
     def batches(
         self, names: Sequence[str], rows: int = _BATCH_ROWS, coded: Sequence[str] = ()
-    ) -> Iterator[tuple[Path, int, pa.RecordBatch]]:
+    ) -> Iterator[tuple[Location, int, pa.RecordBatch]]:
         """Columns batch by batch, with the part and the first row's number in it; texts named in ``coded`` as dictionaries."""
         import pyarrow as pa
 
@@ -358,7 +358,7 @@ class Dataset:
             model = model.get("name")
         return Contents(
             format="lmprobe",
-            path=self.path,
+            path=self.path.place,
             metadata=self.metadata,
             layers=layers,
             d_model=d_model,
@@ -370,7 +370,7 @@ class Dataset:
             columns=self.columns,
             head_columns=self.head,
             column_batches=self.column_batches,
-            files=self.files,
+            files=lambda: [file.place for file in self.files()],
             model=model if isinstance(model, str) else None,
             provenance=provenance,
             extras=self._extras(),
@@ -483,7 +483,7 @@ class Dataset:
             raise FormatError(f"has {widths[0]} values but {widths[1]} indices in a row", path=there)
         return Logits(*made)
 
-    def logits_keys(self, paths: list[Path]) -> tuple[Path, tuple[str, str]]:
+    def logits_keys(self, paths: list[Location]) -> tuple[Location, tuple[str, str]]:
         """The first file that is there, and what its tensors are called."""
         path, present = _first_there(paths)
         for pair in LOGITS_KEYS:
@@ -521,9 +521,9 @@ class Dataset:
         )
         return Router(layers, rows)
 
-    def files(self) -> list[Path]:
+    def files(self) -> list[Location]:
         """Every tensor file that the descriptors name; shards without rows have none."""
-        found: dict[Path, None] = {}
+        found: dict[Location, None] = {}
         if (hidden := self.hidden) is not None:
             shards = hidden.items("shards")
             used = [i for i, shard in enumerate(shards) if shard.value.get("num_tokens", 1) != 0]
@@ -543,7 +543,7 @@ class Dataset:
             raise fields.error("shards", f"1 to {_FILES_AT_MOST} shards")
         return len(shards)
 
-    def files_of(self, fields: Fields, shards: int) -> list[Path]:
+    def files_of(self, fields: Fields, shards: int) -> list[Location]:
         """The files of a tensor type that keeps all its layers in one file per shard."""
         if fields.has("file_pattern"):
             name = self.pattern(fields, "file_pattern", (0,), shards)
@@ -586,7 +586,7 @@ class Dataset:
 
         return apply
 
-    def inside(self, fields: Fields, name: str) -> Path:
+    def inside(self, fields: Fields, name: str) -> Location:
         """A file name from the metadata, which must stay inside the dataset."""
         if not name or min(name) < " " or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
             raise FormatError(
@@ -596,7 +596,7 @@ class Dataset:
             )
         return self.root / name
 
-    def _first_header(self, files: Sequence[tuple[Path, str]], fields: Fields, width_field: str) -> tuple[str, int]:
+    def _first_header(self, files: Sequence[tuple[Location, str]], fields: Fields, width_field: str) -> tuple[str, int]:
         """Element type and row width, from the first file that is there: datasets are downloaded in part."""
         path, tensors = _first_there([path for path, _ in files])
         key = next(key for file, key in files if file == path)
@@ -617,7 +617,7 @@ class Dataset:
         return dtype
 
 
-def _ordered_parts(found: list[Path], root: Path) -> list[Path]:
+def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
     """The index files in order; none of a numbered set may be missing."""
     if not found:
         raise MissingFileError("expected an index, found no parquet file", path=root / "index")
@@ -648,7 +648,7 @@ def _ordered_parts(found: list[Path], root: Path) -> list[Path]:
     return found
 
 
-def _first_there(paths: Sequence[Path]) -> tuple[Path, dict[str, tuple[str, list[int]]]]:
+def _first_there(paths: Sequence[Location]) -> tuple[Location, dict[str, tuple[str, list[int]]]]:
     """The first of these files that is there, and the type and shape of each tensor in it."""
     for path in paths:
         try:
@@ -660,7 +660,7 @@ def _first_there(paths: Sequence[Path]) -> tuple[Path, dict[str, tuple[str, list
     raise MissingFileError(f"expected a file, found nothing{others}", path=paths[0])
 
 
-def _json_or_text(value: bytes, part: Path) -> Any:
+def _json_or_text(value: bytes, part: Location) -> Any:
     """A metadata value: JSON, or as lmprobe's reader does, the text itself where it is none."""
     text = value.decode("utf-8", "replace")
     try:
@@ -712,7 +712,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def int64_of(
-    column: pa.Array, name: str, part: Path, row: int, ends: NDArray[np.int64] | None = None
+    column: pa.Array, name: str, part: Location, row: int, ends: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
     """An integer column without nulls, as int64; ``ends`` are the rows' ends if it is what the rows' lists hold."""
     import pyarrow as pa
@@ -730,7 +730,7 @@ def int64_of(
     return np.ascontiguousarray(numbers, dtype=np.int64)
 
 
-def lists_of(column: pa.Array, name: str, part: Path, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def lists_of(column: pa.Array, name: str, part: Location, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """A column of integer lists: where each list begins and ends, and all values. A null list has no tokens."""
     import pyarrow as pa
 
