@@ -271,10 +271,15 @@ class Location:
         return str(self).split("/") < str(other).split("/")  # a folder before its siblings "folder-2", as pathlib does
 
     def __fspath__(self) -> str:
-        return str(self.local)
+        return self.key if self.storage.local else os.fspath(self.local)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     def __truediv__(self, name: str) -> Location:
-        return self.joinpath(name)
+        if "/" in name or "\0" in name or name in ("", ".", "..") or self.key in ("", "/"):
+            return self.joinpath(name)
+        return Location(self.storage, f"{self.key}/{name}")  # a dataset may have many thousands of files
 
     @property
     def is_local(self) -> bool:
