@@ -4,16 +4,16 @@ use super::handout::{Handout, Stop, Watch};
 use crate::error::Result;
 
 /// Runs `work(0)`, ... `work(jobs - 1)`, each once, at most `at_once` at the same time, on threads that may wait, and waits for
-/// them. The error of the lowest failing job is returned. A single job is done by the calling thread.
+/// them. The error of the lowest failing job is returned. A single job has a thread of its own too: the caller looks at its
+/// watch meanwhile.
 pub fn run_waiting(
     jobs: usize,
     at_once: usize,
     work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync),
     watch: Watch<'_>,
 ) -> Result<()> {
-    if jobs <= 1 {
-        let stop = Stop::default();
-        return (0..jobs).try_for_each(|job| work(job, &stop));
+    if jobs == 0 {
+        return Ok(());
     }
     let handout = Handout::new(jobs, work);
     std::thread::scope(|scope| {

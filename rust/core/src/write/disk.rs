@@ -11,8 +11,11 @@ use crate::threads::{self, Watch};
 /// Writes that wait for the disk at the same time.
 const AT_ONCE: usize = 4;
 
-/// Does `jobs` jobs that wait for the disk.
+/// Does `jobs` jobs that wait for the disk. A single one, which cannot be stopped anyway, is done by the calling thread.
 pub(super) fn on_threads(jobs: usize, work: &(dyn Fn(usize) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
+    if jobs <= 1 {
+        return (0..jobs).try_for_each(work);
+    }
     threads::run_waiting(jobs, AT_ONCE, &|job, _| work(job), watch)
 }
 
