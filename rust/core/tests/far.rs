@@ -269,6 +269,93 @@ fn a_caller_that_stops_waits_for_no_further_request() {
     assert!(store.reads().len() < files as usize);
 }
 
+/// An object that never answers, unless it is told to stop.
+#[derive(Debug)]
+struct Silent(Location);
+
+impl Source for Silent {
+    fn location(&self) -> &Location {
+        &self.0
+    }
+
+    fn size(&self) -> u64 {
+        1 << 20
+    }
+
+    fn version(&self) -> Option<Version> {
+        None
+    }
+
+    fn read_many(&self, _: &mut [Read<'_>], stop: &Stop) -> Result<()> {
+        for _ in 0..1000 {
+            if stop.is_set() {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Err(Error::new(Kind::Access, "nobody stopped it"))
+    }
+
+    fn unchanged(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Mute;
+
+impl Store for Mute {
+    fn open_many(&self, locations: &[&Location]) -> Vec<Result<Box<dyn Source>>> {
+        locations.iter().map(|l| Ok(Box::new(Silent((*l).clone())) as Box<dyn Source>)).collect()
+    }
+
+    fn wishes(&self) -> Option<Wishes> {
+        Some(WISHES)
+    }
+}
+
+#[test]
+fn a_single_request_can_be_stopped_while_it_waits() {
+    let table = FileTable::of(Arc::new(Mute), row_files(1, 4, 0), 2, DType::F32).unwrap();
+    let dataset = Rows::Strided(table, Strided::new(4, 4, 1, 1).unwrap());
+    let mut looks = 0;
+    let pick = Pick::Tokens { examples: Ints::Each(&[1]), tokens: Ints::One(0) };
+    let error = gather(&dataset, pick, 1, 2, &mut || {
+        looks += 1;
+        looks > 2
+    })
+    .unwrap_err();
+    assert_eq!(error.kind, Kind::Interrupted);
+}
+
+/// More objects than files may be open at once are one request all the same: nothing is read before all is known to be there.
+#[test]
+fn many_objects_are_planned_together() {
+    let files = 3000;
+    let store = Arc::new(Memory::new(objects(files, 1, 2, 0), Wishes { parallel: 2, ..WISHES }));
+    let table = FileTable::of(Arc::new(Handle(Arc::clone(&store))), row_files(files, 1, 0), 2, DType::F32).unwrap();
+    let part = Part {
+        files: PerExample::Each((0..files as u32).collect()),
+        starts: (0..files).map(|f| u64::from(f + 1 == files)).collect(),
+        tokens: PerExample::Same(1),
+        stride: 0,
+    };
+    let dataset = Rows::Spans(table, Spans::new(1, files as usize, vec![part]).unwrap());
+    let all: Vec<i64> = (0..files as i64).collect();
+    assert_eq!(some(&dataset, &all, 2).unwrap_err().kind, Kind::Format);
+    assert!(store.reads().is_empty());
+    assert_eq!(some(&dataset, &all[..5], 2).unwrap()[8..], [8.0, 9.0]);
+}
+
+#[test]
+fn any_gap_may_be_wished_for() {
+    let (rows, width) = (64, 16);
+    let wishes = Wishes { gap: u64::MAX, largest: u64::MAX, ..WISHES };
+    let store = Arc::new(Memory::new(objects(1, rows, width, 0), wishes));
+    some(&strided(&store, 1, rows, width), &[60, 1, 33], width).unwrap();
+    assert_eq!(store.reads(), [("part-0".to_string(), 64, 60 * 64)]);
+}
+
 fn stream_of(rows: Rows, window: u64, unit_bytes: u64, width: usize) -> Arc<Stream> {
     let settings = Settings {
         shuffle: Shuffle::Window,

@@ -61,7 +61,7 @@ pub fn gather<L: Layout + ?Sized>(
     }
     let open = job.files.open_many(&numbers)?;
     let files = Together { files: job.files, open: numbers.into_iter().zip(open).collect() };
-    let job = Job { files: &files, only: job.only.clone(), ..*job };
+    let job = Job { files: &files, only: job.only.clone(), opened: true, ..*job };
     let mut rest = &entries[..];
     while !rest.is_empty() {
         // Row by row: an extent then lies in one row of the output.
@@ -86,7 +86,7 @@ fn requests(extents: &[Extent], wishes: &Wishes) -> Vec<Request> {
         match made.last_mut() {
             Some(last)
                 if last.file == file
-                    && extent.src <= last.at + last.len + wishes.gap
+                    && extent.src <= (last.at + last.len).saturating_add(wishes.gap)
                     && end.saturating_sub(last.at) <= wishes.largest =>
             {
                 last.len = last.len.max(end - last.at);

@@ -38,6 +38,8 @@ pub struct Job<'a, L: ?Sized> {
     pub address_bits: u32,
     /// Whether a run of rows may be cut between files.
     pub decodes: bool,
+    /// Whether all files are open and held already.
+    pub opened: bool,
 }
 
 /// The items of a part, from `first` to one before `end`. Where items are whole examples, a long one can begin in one part
@@ -112,7 +114,8 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
         groups.check_len(items, "groups")?;
         let row_bytes = files.row().bytes;
         let (address_bits, decodes) = (files.address_bits(), files.decodes());
-        Ok(Job { files, layout, groups, only: only.clone(), pick, cast, row_bytes, address_bits, decodes })
+        let only = only.clone();
+        Ok(Job { files, layout, groups, only, pick, cast, row_bytes, address_bits, decodes, opened: false })
     }
 
     /// The group of an item, if there is such a group.
@@ -238,7 +241,11 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
     /// and cuts the result into extents of bounded size. Stops where more files would be open than this thread may hold;
     /// tells how many entries were cut.
     pub fn cut(&self, entries: &[Entry], first: usize, dense: bool) -> Result<Cut> {
-        let files_at_once = if self.decodes { 1 } else { files_at_once(threads::num_threads()) };
+        let files_at_once = match (self.opened, self.decodes) {
+            (true, _) => usize::MAX,
+            (false, true) => 1,
+            (false, false) => files_at_once(threads::num_threads()),
+        };
         let mut opened: HashMap<u64, usize> = HashMap::new();
         let mut cut =
             Cut { files: vec![], seen: Vec::with_capacity(entries.len()), read: vec![], filled: vec![], done: 0 };
@@ -250,7 +257,7 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
                 MapEntry::Occupied(known) => *known.get(),
                 MapEntry::Vacant(_) if cut.files.len() >= files_at_once => break,
                 // With something to copy already, a thread does not ask for more of what all threads together lack.
-                MapEntry::Vacant(_) if !cut.files.is_empty() && descriptors_are_scarce() => break,
+                MapEntry::Vacant(_) if !cut.files.is_empty() && !self.opened && descriptors_are_scarce() => break,
                 MapEntry::Vacant(new) => {
                     let open = match self.files.get(number) {
                         Err(error) if !cut.files.is_empty() && error.is_out_of_descriptors() => break,
