@@ -86,6 +86,10 @@ impl Opened for OpenFile {
     fn may_keep(&self) -> bool {
         self.source().is_some_and(Source::may_keep)
     }
+
+    fn holds_descriptor(&self) -> bool {
+        self.source().is_some_and(Source::holds_descriptor)
+    }
 }
 
 /// Rows that lie one after another, as bytes in a shared mapping: they stay readable when the dataset is closed. A view keeps
@@ -141,4 +145,50 @@ pub(crate) fn outside(file: &OpenFile, address: u64, rows: u64, whose: &str) -> 
         format!("the index names {rows} rows at byte {address}{whose}, but the file has {} bytes", place.end)
     };
     Error::new(Kind::Format, detail).at(file.location())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+    use crate::source::local::open_to_jump;
+    use crate::source::{Io, Read, Version};
+    use crate::threads::Stop;
+
+    #[derive(Debug)]
+    struct Object(Location);
+
+    impl Source for Object {
+        fn location(&self) -> &Location {
+            &self.0
+        }
+
+        fn size(&self) -> u64 {
+            0
+        }
+
+        fn version(&self) -> Option<Version> {
+            None
+        }
+
+        fn read_many(&self, _: &mut [Read<'_>], _: &Stop) -> Result<()> {
+            Ok(())
+        }
+
+        fn unchanged(&self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Or the clock would close objects where descriptors are lacking, and count them as free.
+    #[test]
+    fn an_object_holds_no_descriptor_and_a_file_does() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        std::fs::write(&path, [1]).unwrap();
+        let place = Place::packed(0, 0, 1).unwrap();
+        let holds = |source| OpenFile::new(Body::Stored(source), place).holds_descriptor();
+        assert!([Io::Mmap, Io::Pread].into_iter().all(|io| holds(open_to_jump(&path, io).unwrap())));
+        assert!(!holds(Box::new(Object(Location::object("store", "a")))));
+    }
 }

@@ -146,6 +146,10 @@ impl Source for Positioned {
     fn may_keep(&self) -> bool {
         self.share.may_keep()
     }
+
+    fn holds_descriptor(&self) -> bool {
+        true
+    }
 }
 
 /// Mapped; the descriptor stays open for questions about cached pages.
@@ -200,5 +204,9 @@ impl Source for Mapped {
 
     fn may_keep(&self) -> bool {
         self.read.may_keep()
+    }
+
+    fn holds_descriptor(&self) -> bool {
+        true
     }
 }

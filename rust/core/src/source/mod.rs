@@ -135,6 +135,11 @@ pub trait Source: Debug + Send + Sync {
     fn may_keep(&self) -> bool {
         true
     }
+
+    /// Whether a descriptor is free when it is dropped.
+    fn holds_descriptor(&self) -> bool {
+        false
+    }
 }
 
 impl dyn Source + '_ {
