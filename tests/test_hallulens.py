@@ -127,6 +127,15 @@ def test_a_torn_last_line_is_left_out(capture: Path, name: str) -> None:
         actshard.open(capture)
 
 
+@pytest.mark.parametrize("last", [b"", b"\n"], ids=["torn", "whole"])
+def test_a_broken_line_that_has_its_newline_is_refused(capture: Path, last: bytes) -> None:
+    path = capture / "meta.jsonl"
+    *before, broken, whole = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*before, broken.rstrip(b"}"), *([whole] if not last else [])]) + last)
+    with refuses(actshard.FormatError, path, r"line \d: expected a JSON object"):
+        opened(capture)
+
+
 def test_a_last_line_that_lacks_only_its_newline_counts(capture: Path) -> None:
     path = capture / "meta.jsonl"
     path.write_bytes(path.read_bytes()[:-1])
