@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib.metadata
 import json
 import pickle
 import shutil
@@ -179,7 +180,7 @@ def unknown_lengths(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 def plugin(folder: Path, patch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint("nowhere", "no_such_module:FORMAT", registry.GROUP)]
-    patch.setattr(registry, "entry_points", lambda group: points)
+    patch.setattr(importlib.metadata, "entry_points", lambda group: points)
     registry.installed.__wrapped__()
 
 

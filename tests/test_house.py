@@ -300,3 +300,77 @@ def test_a_format_that_cannot_be_loaded_is_a_warning(plugins: Path) -> None:
     assert any("'broken' (broken_plugin:X) is not used: ZeroDivisionError: no" in text for text in told)
     assert any("'saev' (json:JSONDecoder) is not used: expected an actshard.formats.Format" in text for text in told)
     assert {"saev", "lmprobe", "zarr", "pickle"} <= set(formats.names())
+
+
+FAULTY = """
+from actshard.formats import Evidence, Format
+
+
+class Faulty(Format):
+    name = "faulty"
+
+    def detect(self, path):
+        return Evidence(False, "a", "b")
+
+
+class Raises(Faulty):
+    def detect(self, path):
+        raise KeyError("detect")
+
+    def begun(self, path):
+        raise KeyError("begun")
+
+    def remains(self, names):
+        raise KeyError("remains")
+
+
+class Answers(Faulty):
+    detect = begun = lambda self, path: None
+
+
+class Slashed(Faulty):
+    name = "a/b"
+
+
+class Tokens(Faulty):
+    holds = "tokens"
+
+
+class Codes(Faulty):
+    findings = ("a code",)
+
+
+class Unordered(Faulty):
+    order = None
+
+
+class Exits(Faulty):
+    def __init__(self):
+        raise SystemExit(3)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:format plugin:actshard.ActshardWarning")
+@pytest.mark.parametrize("fault", ["Raises", "Answers", "Slashed", "Tokens", "Codes", "Unordered", "Exits"])
+def test_a_faulty_plugin_does_not_keep_other_datasets_from_being_read(
+    plugins: Path, tmp_path: Path, fault: str
+) -> None:
+    install(plugins, "broken_plugin", FAULTY, f"faulty = broken_plugin:{fault}")
+    registry.findings.cache_clear()
+    empty, cache = tmp_path / "empty", tmp_path / "above/cache"
+    empty.mkdir()
+    cache.mkdir(parents=True)
+    (cache / "shard_ledger.json").write_text("{}")
+    try:
+        with actshard.create(tmp_path / "own", "pickle", layers=[0], d_model=2, part=(0, 1)) as writer:
+            writer.append(np.ones((1, 1, 3, 2), np.float32))
+        made = actshard.merge(tmp_path / "own")
+        assert actshard.open(made).format == "pickle"
+        assert actshard.verify(made).ok
+        assert actshard.verify(cache.parent).format == "levanter"
+        assert not actshard.verify(empty).ok
+        for path in (empty, cache.parent):
+            with pytest.raises(actshard.UnknownFormatError):
+                actshard.open(path)
+    finally:
+        registry.findings.cache_clear()

@@ -113,7 +113,7 @@ def find(root: Path) -> tuple[Path, str]:
 
 def _check_begun(root: Path) -> None:
     """Raises UnfinishedError for a folder in which a saev dump or a merge was begun, and nothing else is."""
-    for folder in (folder for name in formats.names() for folder in formats.get(name).begun(root)):
+    for folder in (folder for name in formats.names() for folder in _begun(name, root)):
         journal = unfinished(folder)
         if journal is not None:
             raise _unfinished(root, journal)
@@ -122,6 +122,12 @@ def _check_begun(root: Path) -> None:
             "holds a merge that is not finished: it is at work, or was interrupted (the same call of actshard.merge finishes it)",
             path=root,
         )
+
+
+def _begun(name: str, root: Path) -> list[Path]:
+    format = formats.get(name)
+    nothing: list[Path] = []
+    return formats.asked(format, lambda: list(format.begun(root)), nothing)
 
 
 def _unfinished(root: Path, journal: Journal) -> UnfinishedError:
@@ -165,7 +171,7 @@ def detect(root: Path) -> str:
 
 def _evidence(name: str, root: Path) -> Evidence:
     try:
-        return formats.get(name).detect(root)
+        return formats.detect(name, root)
     except (ActshardError, OSError) as error:
         return Evidence(False, f"a {name} dataset", str(error))
 

@@ -10,7 +10,7 @@ A package adds a format by an entry point of the group ``actshard.formats``.
 from actshard.codes import Code, Remark
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
-from actshard.formats.registry import contents_of, get, names, of_tokens, written
+from actshard.formats.registry import asked, contents_of, detect, get, names, of_tokens, written
 
 __all__ = [
     "Code",
@@ -19,7 +19,9 @@ __all__ = [
     "Format",
     "Options",
     "Remark",
+    "asked",
     "contents_of",
+    "detect",
     "get",
     "names",
     "of_tokens",

@@ -5,20 +5,27 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import re
 import warnings
-from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeVar
 
 from actshard import codes
 from actshard.codes import Code
 from actshard.errors import ActshardError, ActshardWarning
-from actshard.formats.contents import Contents, Options
+from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 GROUP = "actshard.formats"
 """Entry points of this group name a :class:`Format`, as a class or an object."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
+"""Names of several formats are joined by ``/`` in messages."""
+T = TypeVar("T")
 
 
 @functools.cache
@@ -27,6 +34,8 @@ def installed() -> dict[str, Format]:
 
     A plugin that cannot be loaded, or whose name is taken, is left out with a warning.
     """
+    from importlib.metadata import entry_points  # which takes longer than all of these formats
+
     folder = importlib.import_module("actshard.formats").__path__
     found = {
         module.name: importlib.import_module(f"actshard.formats.{module.name}").FORMAT
@@ -49,13 +58,32 @@ def _plugin(point: EntryPoint) -> Format | None:
     try:
         loaded = point.load()
         format = loaded() if isinstance(loaded, type) else loaded
-    except Exception as error:  # whatever a plugin raises, datasets of other formats are still read
+    except (Exception, SystemExit) as error:  # whatever a plugin raises, datasets of other formats are still read
         _warn(point, f"{type(error).__name__}: {error}")
         return None
     if not isinstance(format, Format) or not isinstance(getattr(format, "name", None), str):
         _warn(point, f"expected an actshard.formats.Format with a name, found {type(format).__name__}")
         return None
+    wrong = _wrong_in(format)
+    if wrong is not None:
+        _warn(point, wrong)
+        return None
     return format
+
+
+def _wrong_in(format: Format) -> str | None:
+    """What of a plugin's declarations would break verbs that only list formats; None: nothing."""
+    if not _NAME.fullmatch(format.name):
+        return f"name: expected letters, digits, '.', '_', '+' and '-', found {format.name!r:.80}"
+    if format.holds != "activations":
+        return f"holds: expected 'activations', found {format.holds!r:.80}"
+    if type(format.order) is not int:
+        return f"order: expected an integer, found {format.order!r:.80}"
+    for kind in ("findings", "calls"):
+        codes_of = getattr(format, kind)
+        if not isinstance(codes_of, tuple) or not all(isinstance(code, Code) for code in codes_of):
+            return f"{kind}: expected a tuple of actshard.formats.Code"
+    return None
 
 
 def _warn(point: EntryPoint, why: str) -> None:
@@ -93,7 +121,7 @@ def calls() -> Mapping[str, Code]:
 
 def _own(kind: str) -> list[Code]:
     # Formats of this package first: no other package changes the meaning of their codes.
-    formats = sorted(installed().values(), key=lambda format: not type(format).__module__.startswith("actshard."))
+    formats = sorted(installed().values(), key=lambda format: not _is_own(format))
     return [code for format in formats for code in getattr(format, kind)]
 
 
@@ -104,6 +132,40 @@ def _by_name(declared: Sequence[Code]) -> Mapping[str, Code]:
 def get(name: str) -> Format:
     """A format by its name, which was checked."""
     return installed()[name]
+
+
+def _is_own(format: Format) -> bool:
+    return type(format).__module__.startswith("actshard.")
+
+
+def detect(name: str, path: Path) -> Evidence:
+    """Whether a path is a dataset of a format. A plugin that fails does not recognise it.
+
+    Raises:
+        ActshardError, OSError: it cannot be looked at.
+    """
+    format = get(name)
+    try:
+        found = format.detect(path)
+    except (ActshardError, OSError):
+        raise
+    except Exception as error:
+        if _is_own(format):
+            raise
+        return Evidence(False, f"a {name} dataset", f"a fault of its plugin ({type(error).__name__}: {error})")
+    if not isinstance(found, Evidence):
+        return Evidence(False, f"a {name} dataset", f"a fault of its plugin ({type(found).__name__} for an Evidence)")
+    return found
+
+
+def asked(format: Format, question: Callable[[], T], otherwise: T) -> T:
+    """The answer to a question that every format is asked, whosever the dataset is; ``otherwise`` where a plugin fails."""
+    try:
+        return question()
+    except Exception:
+        if _is_own(format):
+            raise
+        return otherwise
 
 
 def contents_of(name: str, path: Path, options: Options | None = None) -> Contents:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -102,4 +103,7 @@ def _guess(root: Path) -> tuple[Path, str] | None:
         return None
     names = frozenset(p.name for p in root.iterdir())
     known = sorted(map(formats.get, formats.names()), key=lambda format: format.order)
-    return next(((root, format.name) for format in known if format.remains(names)), None)
+    for format in known:
+        if formats.asked(format, functools.partial(format.remains, names), False):
+            return root, format.name
+    return None

@@ -58,7 +58,7 @@ def _refuse_beside(root: Path, target: Target) -> None:
             path=root,
         )
     for name in formats.names():
-        if root.is_dir() and formats.get(name).detect(root).matches:
+        if root.is_dir() and formats.detect(name, root).matches:
             raise ExistsError(
                 "holds a finished dataset: its parts were merged, or it was never in parts; remove it to write it again, or choose "
                 "another folder",
@@ -73,7 +73,7 @@ def _looks_finished(target: Target) -> bool:
     root = target.root
     if not root.is_dir() or not any(p.name != FOLDER for p in root.iterdir()):
         return False
-    return formats.get(target.format).detect(root).matches
+    return formats.detect(target.format, root).matches
 
 
 def check_same(target: Target, path: Path) -> int:
