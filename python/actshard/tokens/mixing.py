@@ -126,7 +126,7 @@ class Mixture(Streamed):
 
     def __len__(self) -> int:
         if self._length is None:
-            raise ArgumentError(f"a mixture with stop_strategy={self.stop_strategy!r} does not end")
+            raise ArgumentTypeError(f"a mixture with stop_strategy={self.stop_strategy!r} does not end")
         return self._length
 
     def __bool__(self) -> bool:

@@ -167,7 +167,7 @@ class TokenStream(Epochs[Any]):
     def __len__(self) -> int:
         """Batches of an epoch, of this rank; every rank has as many."""
         if self._batches is None:
-            raise ArgumentError("the dataset does not end, and so does its stream")
+            raise ArgumentTypeError("the dataset does not end, and neither does its stream")
         return self._batches
 
     def __bool__(self) -> bool:
