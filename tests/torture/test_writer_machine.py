@@ -30,17 +30,15 @@ from hypothesis.stateful import initialize, precondition, rule
 from tests.torture.budget import CountedMachine, machine_settings
 
 import actshard
-from actshard import formats
-
-# Imported before the children are forked, which would each import them again.
-for _module in ("numpy.ma", "pyarrow.compute", "pyarrow.parquet"):
-    importlib.import_module(_module)
-for _format in formats.names():
-    for _room in ("read", "write", "check"):
-        importlib.import_module(f"actshard.formats.{_format}.{_room}")
 
 LAYERS, WIDTH = [3, 7], 4
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
+# Imported before the children are forked, which would each import them again.
+for _module in ("numpy.ma", "pyarrow.compute", "pyarrow.parquet"):
+    importlib.import_module(_module)
+for _format in FORMATS:
+    for _room in ("read", "write", "check"):
+        importlib.import_module(f"actshard.formats.{_format}.{_room}")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "saev": [{"max_tokens_per_shard": 12}, {"protocol": "2.0", "max_tokens_per_shard": 30}, {"cls_token": True}],
     "lmprobe": [{"shard_bytes": 150}, {"storage": "full_sequence", "shard_bytes": 16}, {"dtype": "float64"}],
