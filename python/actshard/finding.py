@@ -70,7 +70,7 @@ def check_finished(root: Path) -> None:
 
 def is_cache_itself(root: Path) -> bool:
     """Whether a folder is a token cache, and not one above it."""
-    return (root / LEDGER).exists()
+    return (root / LEDGER).is_file()
 
 
 def find_any(root: Path) -> tuple[Path, str]:
