@@ -298,6 +298,22 @@ def test_tokens_stored_in_any_order_read_the_same(lmprobe_copy: Copy, io: str) -
     check(actshard.open(path, io=io), "fullseq_f32")
 
 
+def test_codes_that_are_in_no_dictionary_of_texts_are_refused(lmprobe_copy: Copy) -> None:
+    path = lmprobe_copy("pooled_f32", lambda t, _: put(t, "text", [f"text {i % 3}" for i in range(len(t))]))
+    part = path / PART
+    pq.write_table(pq.read_table(part), part, compression="NONE", use_dictionary=["text"])
+    data, codes = part.read_bytes(), bytes.fromhex("244992244992")  # 0, 1, 2, 0, ... of two bits
+    assert data.count(codes) == 1
+    part.write_bytes(data.replace(codes, b"\xff" * 6))
+    store = actshard.open(path)
+    with refuses(actshard.FormatError, part, "cannot read columns"):
+        store.read_columns(["text"])
+    with refuses(actshard.FormatError, part, "cannot read columns"):
+        list(store.contents.column_batches(["text"]))
+    report = actshard.verify(path, deep=True)
+    assert not report.ok
+
+
 def test_column_named_twice_is_refused(lmprobe_copy: Copy) -> None:
     path = lmprobe_copy("pooled_f32", lambda t, _: t.append_column("shard_index", t["shard_index"]))
     with refuses(actshard.FormatError, path / PART, "column 'shard_index' .*twice"):

@@ -273,6 +273,9 @@ class Dataset:
             row = 0
             try:
                 for batch in self._file(part, coded).iter_batches(batch_size=rows, columns=list(names)):
+                    for column in batch.columns:
+                        if _is_coded(column.type):  # pyarrow does not hold the codes of a file against its dictionary
+                            column.validate(full=True)
                     yield part, row, batch
                     row += batch.num_rows
             except (pa.ArrowException, OSError, ValueError) as error:
@@ -683,7 +686,10 @@ def _is_coded(kind: Any) -> bool:
 
 
 def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
-    """The table with dictionaries of texts as plain texts, but for those whose values would take more than ``most`` bytes."""
+    """The table with dictionaries of texts as plain texts, but for those whose values would take more than ``most`` bytes.
+
+    Raises pyarrow's ArrowInvalid for codes that are not in their dictionary.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -693,6 +699,7 @@ def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
             continue
         size = 0
         for chunk in column.chunks:
+            chunk.validate(full=True)
             lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
             size += int(pc.sum(lengths.cast(pa.int64())).as_py() or 0)
         if size <= most:
