@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import signal
 import time
@@ -150,15 +151,21 @@ def test_labels_and_masks_select_rows_by_number() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_worker_is_one_clear_error_and_no_hang(victim: int) -> None:
-    """The loader says which worker died; nobody waits for it."""
+    """The loader says that a worker died; nobody waits for it.
+
+    Torch itself raises it: by its number, or, where the worker was killed between announcing a batch and handing over the
+    descriptor of its shared memory (`torch.multiprocessing`, `file_descriptor` strategy), as the connection that broke.
+    """
     loader = DataLoader(
         actshard.torch.IterableDataset(stream("window")), batch_size=None, num_workers=2, prefetch_factor=1
     )
     batches = iter(loader)
     next(batches)
     os.kill(batches._workers[victim].pid, signal.SIGKILL)  # type: ignore[attr-defined] -- torch's own, of several loaders
-    with pytest.raises(RuntimeError, match=r"worker.*(exited|killed)"):
+    with pytest.raises((RuntimeError, ConnectionError, EOFError)) as raised:
         drain(batches)
+    if isinstance(raised.value, RuntimeError):
+        assert re.search(r"worker.*(exited|killed)", str(raised.value))
 
 
 def drain(batches: Any) -> None:
