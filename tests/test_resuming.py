@@ -539,3 +539,23 @@ def test_a_dump_that_is_not_finished_is_told_by_the_folder_it_was_asked_for(tmp_
     assert len(actshard.open(tmp_path / "d")) == 2
     create(tmp_path / "d", "saev", dtype="float32", tokens_per_example=9).abort()
     assert len(actshard.open(tmp_path / "d")) == 2  # what is finished beside it is opened
+
+
+def test_a_full_disk_at_the_last_name_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that another dataset was there, which nobody would have removed."""
+    writer = create(tmp_path / "d", "saev")
+    writer.append(examples([4, 4]))
+    real = Path.replace
+
+    def full(source: Path, target: Path) -> Path:
+        if source.name.startswith(".writing-"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(source))
+        return real(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        with pytest.raises(actshard.DiskFullError, match="rename"):
+            writer.close()
+    with create(tmp_path / "d", "saev", resume=True):
+        pass
+    check(tmp_path / "d", examples([4, 4]))

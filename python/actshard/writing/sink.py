@@ -274,7 +274,10 @@ class Sink:
         try:
             rename(self.target.root, place)
         except ActshardError as error:
-            raise ExistsError(f"cannot give the finished dataset its name: {error.detail}", path=place) from error
+            # Only what is there already is somebody else's: a full disk stays a full disk, and the same call goes on.
+            if os.path.lexists(place):
+                raise ExistsError(f"cannot give the finished dataset its name: {error.detail}", path=place) from error
+            raise
         self.journal.moved(place)
 
     def discard(self) -> None:
