@@ -246,7 +246,7 @@ def root_of(copy: Path, format: str) -> Path:
     return copy
 
 
-FORMATS = ("saev", "lmprobe", "zarr", "pickle", "levanter")
+FORMATS = ("saev", "lmprobe", "zarr", "pickle", "levanter", "hallulens_v1")
 
 
 def hunt(format: str, count: int, seed: int, folder: Path) -> list[str]:
