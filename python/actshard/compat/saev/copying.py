@@ -1,0 +1,57 @@
+"""``use_tmpdir``: a copy of a dump on this machine's own disk."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import fcntl
+import logging
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+from actshard.errors import (
+    from_os,
+)
+
+
+def copy_to_tmpdir(source: pathlib.Path, logger: logging.Logger) -> pathlib.Path:
+    """A copy on this machine's own disk, made once per job: by the first process of a node, while the others wait.
+
+    The folder has its name when it is whole. ``.copy_complete`` in it says that it is one of these.
+    """
+    root = os.environ.get("TMPDIR")
+    if not root:
+        logger.warning("use_tmpdir=True but $TMPDIR not set; using original path")
+        return source
+    target = pathlib.Path(root) / os.environ.get("SLURM_JOB_ID", "nojob") / "saev" / "shards" / source.name
+    marker = target / ".copy_complete"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_name(f".{target.name}.lock")):
+            if marker.exists():
+                logger.info("Reusing existing TMPDIR copy: %s", target)
+                return target
+            # Of a process that was killed; or of a release that copied into the folder itself.
+            copy = target.with_name(f".{target.name}.copying")
+            for left in (copy, target):
+                if left.exists():
+                    shutil.rmtree(left)
+            copy.mkdir()
+            files = [f for f in source.iterdir() if f.is_file()]
+            with concurrent.futures.ThreadPoolExecutor(min(8, len(files)) or 1) as pool:
+                list(pool.map(lambda f: shutil.copy2(f, copy / f.name), files))
+            (copy / marker.name).touch()
+            copy.rename(target)
+    except OSError as error:
+        raise from_os(error, error.filename or target, "copy to $TMPDIR") from error
+    return target
+
+
+@contextlib.contextmanager
+def _locked(path: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process has it; the lock of one that died is free."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,303 @@
+"""A dump's metadata and shards as saev's own classes, and where its items lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+
+from actshard._json import Fields, read_json
+from actshard.errors import (
+    ActshardError,
+    ArgumentError,
+    ArgumentTypeError,
+    MissingFileError,
+    OutOfRangeError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from actshard.formats.saev.read import hashes
+from actshard.location import Location
+
+Tokens = Literal["special", "content", "all"]
+
+
+class WrongError(ArgumentError, AssertionError):
+    """A setting that does not fit the dump."""
+
+
+def expect(name: str, value: Any, kind: Any, words: str) -> None:
+    """Raises ArgumentTypeError unless a value is of a kind."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ArgumentTypeError(f"{name}: expected {words}, found {value!r:.80}")
+
+
+def expect_integer(name: str, value: Any, least: int | None = None) -> None:
+    """Raises for what is no integer, or less than ``least``."""
+    expect(name, value, int | np.integer, "an integer")
+    if least is not None and value < least:
+        raise ArgumentError(f"{name}: expected an integer from {least} on, found {value}")
+
+
+class PixelAgg(enum.Enum):
+    """How pixel labels became patch labels."""
+
+    MAJORITY = "majority"
+    PREFER_FG = "prefer-fg"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metadata:
+    """``metadata.json`` of a dump, protocol 2.1; fields and their order are upstream's, and decide the hash."""
+
+    family: str
+    ckpt: str
+    layers: tuple[int, ...]
+    content_tokens_per_example: int
+    cls_token: bool
+    d_model: int
+    n_examples: int
+    max_tokens_per_shard: int
+    data: str
+    dataset: pathlib.Path
+    pixel_agg: PixelAgg = PixelAgg.MAJORITY
+    dtype: str = "float32"
+    protocol: str = "2.1"
+
+    def __post_init__(self) -> None:
+        for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
+            expect_integer(name, getattr(self, name), 1)
+        for name in ("family", "ckpt", "data", "dtype", "protocol"):
+            expect(name, getattr(self, name), str, "text")
+        expect("cls_token", self.cls_token, bool, "a bool")
+        expect("pixel_agg", self.pixel_agg, PixelAgg, "a PixelAgg")
+        expect("layers", self.layers, tuple, "a tuple of integers")
+        for layer in self.layers:
+            expect_integer("layers", layer)
+        if not self.layers:
+            raise WrongError("layers: expected at least one layer")
+        if self.examples_per_shard < 1:
+            raise WrongError("At least one example per shard must fit; increase max_tokens_per_shard.")
+
+    @classmethod
+    def load(cls, shards_dir: pathlib.Path | str) -> Metadata:
+        """Reads ``metadata.json``.
+
+        Raises:
+            MissingFileError, FormatError: there is none, or a field is missing or damaged.
+            UnsupportedError: another major version of the protocol.
+        """
+        path = pathlib.Path(shards_dir) / "metadata.json"
+        fields = Fields(read_json(path), path)
+        known = [f.name for f in dataclasses.fields(cls)]
+        values = {k: v for k, v in fields.value.items() if k in known}
+        needed = (f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING)
+        if lacking := [name for name in needed if name not in values]:
+            raise fields.error(lacking[0], "a field of protocol 2.1; actshard.open reads older dumps")
+        for name in ("content_tokens_per_example", "d_model", "n_examples", "max_tokens_per_shard"):
+            values[name] = fields.integer(name)
+        for name in ("family", "ckpt", "data", "dataset", "dtype", "protocol"):
+            if name in values:
+                values[name] = fields.text(name)
+        values["cls_token"] = fields.boolean("cls_token")
+        values["layers"] = fields.integers("layers")
+        values["dataset"] = pathlib.Path(values["dataset"])
+        known = [agg.value for agg in PixelAgg]
+        if values.get("pixel_agg", known[0]) not in known:
+            raise fields.error("pixel_agg", " or ".join(map(repr, known)))
+        values["pixel_agg"] = PixelAgg(values.get("pixel_agg", known[0]))
+        if not re.fullmatch(r"2\.\d{1,6}(\.\d{1,6})?", values.get("protocol", "2.1")):
+            raise UnsupportedError(f"protocol: expected 2.1, found {values['protocol']!r:.50}", path=path)
+        return cls(**values)
+
+    def _plain(self) -> dict[str, Any]:
+        made = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return made | {"layers": list(self.layers), "dataset": str(self.dataset), "pixel_agg": self.pixel_agg.value}
+
+    def dump(self, shards_root: pathlib.Path | str) -> None:
+        """Writes ``metadata.json`` into the folder of this hash below ``shards_root``."""
+        folder = pathlib.Path(shards_root) / self.hash
+        folder.mkdir(exist_ok=True)
+        (folder / "metadata.json").write_text(json.dumps(self._plain(), indent=2, ensure_ascii=False), encoding="utf-8")
+
+    @property
+    def hash(self) -> str:
+        """The folder's name: 8 hex digits of the SHA-256 of the fields as compact JSON, in their order."""
+        return hashes(self._plain())[0]
+
+    @property
+    def tokens_per_example(self) -> int:
+        """Content tokens, and one more with CLS."""
+        return self.content_tokens_per_example + int(self.cls_token)
+
+    @property
+    def n_shards(self) -> int:
+        """Shards that hold all examples."""
+        return math.ceil(self.n_examples / self.examples_per_shard)
+
+    @property
+    def examples_per_shard(self) -> int:
+        """Examples in every shard but the last."""
+        return self.max_tokens_per_shard // (self.tokens_per_example * len(self.layers))
+
+    @property
+    def shard_shape(self) -> tuple[int, int, int, int]:
+        """(examples, layers, tokens, d_model) of a shard's array."""
+        return (self.examples_per_shard, len(self.layers), self.tokens_per_example, self.d_model)
+
+    def make_data_cfg(self) -> NoReturn:
+        """Refused: the ``data`` field is a pickle, which may run anything.
+
+        Raises:
+            UnsafePickleError: always.
+        """
+        raise UnsafePickleError("the field 'data' is a pickle and is not unpickled; saev's own Metadata does that")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A line of ``shards.json``."""
+
+    name: str
+    n_examples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardInfo:
+    """``shards.json``: the shards, in order."""
+
+    shards: list[Shard] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def load(cls, shards_dir: pathlib.Path | str) -> ShardInfo:
+        """Reads ``shards.json``; says what is there instead if it is missing."""
+        path = pathlib.Path(shards_dir) / "shards.json"
+        if not Location.at(path).exists():
+            raise MissingFileError(_instead(path.parent), path=path)
+        value = read_json(path)
+        entries = [
+            Fields(entry, path, f"[{i}]") for i, entry in enumerate(value if isinstance(value, list) else [value])
+        ]
+        return cls([Shard(e.text("name"), e.integer("n_examples", minimum=0)) for e in entries])
+
+    def dump(self, shards_dir: pathlib.Path | str) -> None:
+        """Writes ``shards.json``."""
+        text = json.dumps([dataclasses.asdict(s) for s in self.shards], indent=2)
+        (pathlib.Path(shards_dir) / "shards.json").write_text(text, encoding="utf-8")
+
+    def append(self, shard: Shard) -> None:
+        """Adds a shard."""
+        self.shards.append(shard)
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.shards[i]
+
+    def __iter__(self) -> Iterator[Shard]:
+        yield from self.shards
+
+    def validate(self, shards_dir: pathlib.Path | str) -> None:
+        """Every listed file is a regular file that holds something.
+
+        Raises:
+            MissingFileError: with all that is wrong, in saev's words.
+        """
+        folder = pathlib.Path(shards_dir)
+        wrong: dict[str, list[str]] = {"Missing": [], "Empty": [], "Unreadable": [], "Not regular": []}
+        for shard in self.shards:
+            path = folder / shard.name
+            try:
+                found = Location.at(path).found()
+            except ActshardError:
+                wrong["Unreadable"].append(str(path.resolve()))
+                continue
+            if found is None:
+                wrong["Missing"].append(str(path.resolve()))
+            elif found.kind != "file":
+                wrong["Not regular"].append(str(path.resolve()))
+            elif found.size == 0:
+                wrong["Empty"].append(str(path.resolve()))
+        said = [f"{what} files ({len(paths)}): {', '.join(paths)}" for what, paths in wrong.items() if paths]
+        if said:
+            raise MissingFileError(f"Shard validation failed. {'. '.join(said)}", path=folder.resolve())
+
+
+def _instead(folder: pathlib.Path) -> str:
+    """What is there, where shards.json is not."""
+    where = folder.resolve(strict=False)
+    kind = Location.at(folder).kind()
+    if kind is None:
+        return f"Shard directory is missing: '{where}'. Scratch shards may have been cleaned; re-run inference to regenerate them."
+    if kind != "folder":
+        return f"Expected shard directory at '{where}', but it is not a directory."
+    acts = [entry.name for entry in Location.at(folder).entries("acts*.bin")]
+    found = f"Shard directory exists: '{where}'. acts*.bin files found: {len(acts)}."
+    if not acts:
+        return f"{found} No shard binaries were found. Re-run inference to regenerate shards."
+    shown = ", ".join(acts[:5]) + (", ..." if len(acts) > 5 else "")
+    return (
+        f"{found} Example shard files: {shown}. This looks like an incomplete or older shard layout without shards.json. "
+        "Re-run inference to regenerate shards."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """Where an item is."""
+
+    idx: int
+    example_idx: int
+    content_token_idx: int
+    shard_idx: int
+    example_idx_in_shard: int
+    layer_idx_in_shard: int
+    token_idx_in_shard: int
+
+
+class IndexMap:
+    """From an item's number to its place.
+
+    Content tokens of one layer: ``i = example * content_tokens + token``. ``tokens="all"`` counts stored tokens, CLS first;
+    ``"special"`` one per example. With ``layer="all"`` the layers of a token follow each other:
+    ``i = (example * tokens + token) * n_layers + layer position``.
+    """
+
+    def __init__(self, md: Metadata, tokens: Tokens, layer: int | Literal["all"]) -> None:
+        if tokens not in ("special", "content", "all"):
+            raise ArgumentError(f'tokens: expected "special", "content" or "all", found {tokens!r}')
+        if tokens == "special" and not md.cls_token:
+            raise WrongError('tokens="special": the dump has no [CLS] token')
+        if layer != "all" and layer not in md.layers:
+            raise WrongError(f"Layer {layer} not in {md.layers}")
+        self.md, self.tokens, self.layer = md, tokens, layer
+        self.layer_idx_lookup = {name: i for i, name in enumerate(md.layers)}
+        self._first = 0 if tokens != "content" else int(md.cls_token)
+        self._count = {"special": 1, "content": md.content_tokens_per_example, "all": md.tokens_per_example}[tokens]
+        self._layers = len(md.layers) if layer == "all" else 1
+
+    def __len__(self) -> int:
+        return self.md.n_examples * self._count * self._layers
+
+    def place(self, idx: Any) -> tuple[int, int, int]:
+        """(example, stored token, position of the layer); checked."""
+        i = int(idx)
+        if not 0 <= i < len(self):
+            raise OutOfRangeError(f"Index {i} out of range for dataset of length {len(self)}")
+        i, k = divmod(i, self._layers)
+        example, token = divmod(i, self._count)
+        return example, token + self._first, k if self.layer == "all" else self.layer_idx_lookup[self.layer]
+
+    def from_global(self, idx: Any) -> Index:
+        """The place of an item."""
+        example, token, layer = self.place(idx)
+        shard, inside = divmod(example, self.md.examples_per_shard)
+        return Index(int(idx), example, token - int(self.md.cls_token), shard, inside, layer, token)

@@ -1,0 +1,349 @@
+"""The loaders: by number, in order, shuffled."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard
+from actshard.compat.saev.copying import copy_to_tmpdir
+from actshard.compat.saev.dumps import IndexMap, Metadata, ShardInfo, WrongError, expect
+from actshard.compat.saev.settings import IndexedConfig, NotDoneError, OrderedConfig, ShuffledConfig
+from actshard.errors import (
+    ActshardError,
+    ActshardWarning,
+    ArgumentError,
+    MissingExtraError,
+    MissingFileError,
+    OutOfRangeError,
+    UnsupportedError,
+)
+from actshard.location import Location
+from actshard.stream import Stream
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingExtraError.of("actshard.compat.saev", "torch") from error
+
+_SLOT_OVERHEAD = 28
+"""Bytes that a pool takes per row beside it; so that a pool holds as many rows as upstream's reservoir."""
+
+
+class NotSavedError(MissingFileError, RuntimeError):
+    """No such folder."""
+
+
+class LoaderError(ActshardError, RuntimeError):
+    """Reading failed; ``__cause__`` is the error."""
+
+    kind = "loader"
+
+
+class Example(TypedDict, total=False):
+    """An item of :class:`IndexedDataset`."""
+
+    act: Any
+    example_idx: int
+    token_idx: int
+    token_label: int
+    layer: int
+
+
+class ExampleBatch(TypedDict, total=False):
+    """A batch of the loaders."""
+
+    act: Any
+    example_idx: Any
+    token_idx: Any
+    token_labels: Any
+    layer: Any
+
+
+def _open(folder: pathlib.Path) -> tuple[Metadata, actshard.Store]:
+    """What all loaders do first, in upstream's order; nothing waits until iteration."""
+    if Location.at(folder).kind() != "folder":
+        raise NotSavedError(f"Activations are not saved at '{folder}'.")
+    md = Metadata.load(folder)
+    ShardInfo.load(folder).validate(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ActshardWarning)  # upstream never minds a folder's name
+        return md, actshard.open(folder, format="saev")
+
+
+class IndexedDataset(torch.utils.data.Dataset):
+    """Rows by number.
+
+    Every stored token has a number, also those that only fill up shorter examples.
+
+    An item is ``{"act": (d_model,) float32, "example_idx": int, "token_idx": int}``, with ``"token_label": int`` where the dump has
+    labels and the token one. With ``layer="all"`` also ``"layer": int``, the layer's name. ``token_idx`` counts content tokens; -1
+    is CLS. :class:`IndexMap` tells the order. Loaders that ask for whole batches get them from ``__getitems__`` in one read.
+    """
+
+    Example = Example
+
+    def __init__(self, cfg: IndexedConfig) -> None:
+        expect("cfg", cfg, IndexedConfig, "an IndexedConfig")
+        self.cfg = cfg
+        self.md, self._store = _open(cfg.shards)
+        self.index_map = IndexMap(self.md, cfg.tokens, cfg.layer)
+        self.labels_mmap = self._store.labels
+        self._cls = int(self.md.cls_token)
+
+    def transform(self, act: NDArray[np.float32]) -> Any:
+        """What is made of a row; subclasses may do more."""
+        return torch.from_numpy(act)
+
+    @property
+    def layer_idx(self) -> int:
+        """Position of the layer that was chosen.
+
+        Raises:
+            ArgumentError: all were.
+        """
+        if self.cfg.layer == "all":
+            raise ArgumentError('layer="all": there is no one position; every item names its layer')
+        return self.index_map.layer_idx_lookup[self.cfg.layer]
+
+    @property
+    def d_model(self) -> int:
+        """Elements per row."""
+        return self.md.d_model
+
+    def __len__(self) -> int:
+        return len(self.index_map)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        example, token, at = self.index_map.place(i)
+        layer = self.md.layers[at]
+        made = {
+            "act": self.transform(self._store.gather(layer, example, token)[0]),
+            "example_idx": example,
+            "token_idx": token - self._cls,
+        }
+        if self.labels_mmap is not None and token >= self._cls:
+            made["token_label"] = int(self.labels_mmap[example, token - self._cls])
+        if self.cfg.layer == "all":
+            made["layer"] = layer
+        return made
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        numbers = np.asarray(indices, np.int64)
+        n = len(self)
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= n):
+            bad = int(numbers[(numbers < 0) | (numbers >= n)][0])
+            raise OutOfRangeError(f"Index {bad} out of range for dataset of length {n}")
+        m = self.index_map
+        rest, at = np.divmod(numbers, m._layers)
+        examples, tokens = np.divmod(rest, m._count)
+        tokens = tokens + m._first
+        if m.layer == "all":
+            rows = np.empty((len(numbers), self.d_model), np.float32)
+            for k, layer in enumerate(self.md.layers):
+                mine = np.flatnonzero(at == k)
+                rows[mine] = self._store.gather(layer, examples[mine], tokens[mine])
+        else:
+            rows = self._store.gather(m.layer, examples, tokens)
+        plain = type(self).transform is IndexedDataset.transform
+        acts = torch.from_numpy(rows).unbind() if plain else [self.transform(row) for row in rows]
+        places = (examples.tolist(), (tokens - self._cls).tolist())
+        made = [{"act": a, "example_idx": e, "token_idx": t} for a, e, t in zip(acts, *places, strict=True)]
+        if self.labels_mmap is not None and self.cfg.tokens != "special":
+            labels = self.labels_mmap[examples, np.maximum(tokens - self._cls, 0)].tolist()
+            for item, label in zip(made, labels, strict=True):
+                if item["token_idx"] >= 0:
+                    item["token_label"] = label
+        if m.layer == "all":
+            for item, k in zip(made, at.tolist(), strict=True):
+                item["layer"] = self.md.layers[k]
+        return made
+
+
+class _Reservoir:
+    """What a monitor asks a loader's buffer."""
+
+    def __init__(self, loader: _Loader) -> None:
+        self._loader = loader
+
+    def fill(self) -> float:
+        """The share of the buffer that is filled: windows are filled before their first batch, so 1 within a loop, else 0."""
+        live = self._loader._live
+        return 1.0 if live is not None and live.reads else 0.0
+
+
+class _Loader:
+    """What both loaders have."""
+
+    ExampleBatch = ExampleBatch
+    cfg: OrderedConfig | ShuffledConfig
+
+    def __init__(self) -> None:
+        self._live: Any = None
+
+    @property
+    def n_batches(self) -> int:
+        """Batches per pass."""
+        return len(self)
+
+    @property
+    def n_samples(self) -> int:
+        """Rows per pass, before ``drop_last``."""
+        return self._n_samples
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per batch."""
+        return self.cfg.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether a short last batch is left out."""
+        return self.cfg.drop_last
+
+    @property
+    def reservoir(self) -> _Reservoir:
+        """The buffer, as far as a monitor asks for it."""
+        return _Reservoir(self)
+
+    @property
+    def manager_pid(self) -> int:
+        """-1: there is no manager process, which upstream says of one that does not run."""
+        return -1
+
+    _n_samples: int
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.n_samples, self.cfg.batch_size)
+        return full + bool(rest and not self.cfg.drop_last)
+
+    def _batches(self, stream: Stream) -> Iterator[Any]:
+        """A stream's batches; failures as upstream's users catch them. The loop before, if there is one, fails."""
+        if self._live is not None:
+            self._live.close("another loop over this loader was begun; make a loader for each")
+        live: Any = iter(stream)
+        self._live = live
+        try:
+            while True:
+                try:
+                    batch = next(live)
+                except StopIteration:
+                    return
+                except ActshardError as error:
+                    raise LoaderError(error.detail, path=error.path, offset=error.offset) from error
+                yield batch
+        finally:
+            live.close()
+
+    def _stop(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.close()
+
+    def shutdown(self) -> None:
+        """Stops reading; may be called at any time. The next loop begins anew."""
+        self._stop()
+
+
+class OrderedDataLoader(_Loader):
+    """All content tokens of a layer in stored order.
+
+    Batches are dicts of ``act`` (b, d_model) float32, ``example_idx`` and ``token_idx`` (b,) int64, and ``token_labels`` (b,) int64
+    where the dump has labels. Every loop begins with the first batch.
+
+    Raises:
+        RuntimeError: (:class:`LoaderError`) while iterating: ``layer="all"``, or a shard that disappeared.
+    """
+
+    def __init__(self, cfg: OrderedConfig) -> None:
+        super().__init__()
+        expect("cfg", cfg, OrderedConfig, "an OrderedConfig")
+        self.cfg: OrderedConfig = cfg
+        self.md, self._store = _open(cfg.shards)
+        if cfg.layer != "all" and cfg.layer not in self.md.layers:
+            raise WrongError(f"Layer {cfg.layer} not in {self.md.layers}")
+        layers = len(self.md.layers) if cfg.layer == "all" else 1
+        lengths = self._store.content_lengths
+        content = self.md.n_examples * self.md.content_tokens_per_example if lengths is None else int(lengths.sum())
+        self._n_samples = content * layers
+        self._cls = int(self.md.cls_token)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        cfg = self.cfg
+        if cfg.layer == "all":
+            raise NotDoneError('layer="all": the ordered loader reads one layer; store.stream("all", ...) reads all')
+        stream = self._store.stream(cfg.layer, cfg.batch_size, drop_last=cfg.drop_last)
+        for batch in self._batches(stream):
+            made = {
+                "act": torch.from_numpy(batch.activations),
+                "example_idx": torch.from_numpy(batch.examples),
+                "token_idx": torch.from_numpy(batch.tokens - self._cls),
+            }
+            if batch.labels is not None:
+                made["token_labels"] = torch.from_numpy(batch.labels.astype(np.int64))
+            yield made
+
+
+class ShuffledDataLoader(_Loader):
+    """Tokens in a random order.
+
+    Batches are dicts of ``act`` (b, d_model) float32, ``example_idx`` and ``token_idx`` (b,) int32. ``token_idx`` counts content
+    tokens, -1 is CLS. With ``layer="all"`` rows are of one layer each, and ``layer`` (b,) int32 says which.
+
+    The order is that of ``store.stream(shuffle="window")`` with a pool of ``buffer_size`` batches. It depends on ``seed`` alone;
+    every pass has another, and one that was left early is begun again.
+    """
+
+    def __init__(self, cfg: ShuffledConfig) -> None:
+        super().__init__()
+        expect("cfg", cfg, ShuffledConfig, "a ShuffledConfig")
+        self.cfg: ShuffledConfig = cfg
+        self.logger = logging.getLogger("shuffled.DataLoader")
+        if Location.at(cfg.shards).kind() != "folder":
+            raise NotSavedError(f"Activations are not saved at '{cfg.shards}'.")
+        self._shards_path = copy_to_tmpdir(pathlib.Path(cfg.shards), self.logger) if cfg.use_tmpdir else cfg.shards
+        if cfg.scale_norm:
+            raise UnsupportedError('scale_norm is not implemented; store.stream(scale="sqrt-d") is')
+        self.metadata, self._store = _open(self._shards_path)
+        IndexMap(self.metadata, cfg.tokens, cfg.layer)  # says what does not fit
+        labels = pathlib.Path(self._shards_path) / "labels.bin"
+        if cfg.ignore_labels and not Location.at(labels).exists():
+            raise MissingFileError("ignore_labels filtering requested but labels.bin not found", path=labels)
+        row = self.metadata.d_model * 4
+        self._stream = self._store.stream(
+            cfg.layer,
+            cfg.batch_size,
+            shuffle="window",
+            seed=cfg.seed,
+            tokens=cfg.tokens,
+            ignore_labels=cfg.ignore_labels,
+            interleave=cfg.layer == "all",
+            drop_last=cfg.drop_last,
+            memory=max(cfg.buffer_size, 1) * cfg.batch_size * (row + _SLOT_OVERHEAD),
+        )
+        self._n_samples = self._stream.num_rows
+        self._cls = int(self.metadata.cls_token)
+        self._last_reservoir_fill: float | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._last_reservoir_fill = 1.0 if self.cfg.min_buffer_fill > 0 else None
+        for batch in self._batches(self._stream):
+            made = {
+                "act": torch.from_numpy(batch.activations),
+                "example_idx": torch.from_numpy(batch.examples.astype(np.int32)),
+                "token_idx": torch.from_numpy((batch.tokens - self._cls).astype(np.int32)),
+            }
+            if self.cfg.layer == "all":
+                made["layer"] = torch.from_numpy(batch.layers.astype(np.int32))
+            yield made
+
+    def shutdown(self) -> None:
+        """Stops reading; may be called at any time. The next loop begins anew."""
+        super().shutdown()
+        self._last_reservoir_fill = None
