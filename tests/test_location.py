@@ -190,3 +190,22 @@ def test_urls_and_what_is_no_path_are_refused(tmp_path: Path, monkeypatch: pytes
     with refuses(actshard.ArgumentTypeError, None, "expected a path, found int"):
         Location.of(3)
     assert Location.of("x").local == tmp_path / "x"
+
+
+def test_files_below_are_listed_by_their_names_and_not_through_links(root: Location, tmp_path: Path) -> None:
+    assert [(file.relative_to(root), entry.size) for file, entry in root.files(sizes=True)] == [
+        ("a.bin", 10), ("b.jsonl", 18), ("web/notes.txt", 5), ("web/train/0.bin", 0)
+    ]  # fmt: skip
+    assert len(root.first(2)) == 2
+    if root.is_local:
+        (tmp_path / "itself").symlink_to(tmp_path)
+        assert len(list(root.files())) == 4
+        assert (root / "a.bin").stat().modified == (tmp_path / "a.bin").stat().st_mtime_ns
+
+
+def test_text_is_utf8_with_unix_line_breaks() -> None:
+    root = Location.in_memory({"a": "ä\r\nb\rc\n".encode(), "b": b"ab\xff"}, "store")
+    assert (root / "a").read_utf8() == "ä\nb\nc\n"
+    with refuses(actshard.FormatError, where(root / "b"), "expected UTF-8 text") as caught:
+        (root / "b").read_utf8()
+    assert caught.value.offset == 2

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 import actshard
+from actshard import finding, tokens
 from actshard.formats import Options, registry
 from actshard.formats.report import Report
 from actshard.location import Location
+from actshard.tokens import ledger
 from conftest import GOLDEN, refuses
 
 DATASETS = {
@@ -78,6 +80,30 @@ def test_rows_that_are_not_local_are_refused_by_name(name: str, folder: Path) ->
     with pytest.raises(actshard.UnsupportedError, match="expected a local path") as caught:
         format.open(in_memory(folder), Options("pread"))
     assert str(caught.value).startswith("memory://store/")
+
+
+@pytest.mark.parametrize(("name", "folder"), places())
+def test_a_dataset_in_memory_is_found_and_verified_like_one_on_the_disk(name: str, folder: Path) -> None:
+    root = in_memory(folder)
+    assert finding.find(finding.existing(root.parent)) == (root, name)
+    for path in (root / "nothing", root.parent / "nothing/below"):
+        with refuses(actshard.MissingFileError, path, "expected a dataset, found nothing"):  # type: ignore[arg-type]
+            actshard.open(path)
+    with pytest.raises(actshard.UnsupportedError, match="expected a local path"):
+        actshard.open(root, io="pread")
+    report = actshard.verify(root)
+    assert (str(report.path), report.format) == (str(root), name)
+    assert "unsupported" in report.codes()
+
+
+def test_a_token_cache_in_memory_is_found_and_its_ledger_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    tokens.build_cache(tmp_path / "a.jsonl", tmp_path / "web/train", format={"type": "prebuilt"})
+    root = in_memory(tmp_path / "web")
+    assert finding.find_any(root) == (root / "train", "levanter")
+    assert ledger.read(root / "train") == ledger.read(tmp_path / "web/train")
+    with pytest.raises(actshard.UnsupportedError, match="expected a local path"):
+        tokens.open_cache(root)
 
 
 def test_columns_of_a_dataset_in_memory_are_those_on_the_disk() -> None:

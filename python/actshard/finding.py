@@ -10,17 +10,17 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from actshard import _arguments, formats
+from actshard import formats
 from actshard.errors import (
     ActshardError,
     ArgumentError,
     MissingFileError,
+    NotAFileError,
     UnfinishedError,
     UnknownFormatError,
-    boundary,
-    from_os,
 )
 from actshard.formats.contents import Evidence
+from actshard.location import Location
 from actshard.work import Journal, count_parts, is_building, is_merging, unfinished
 
 _DEPTH = 6
@@ -41,19 +41,25 @@ def of_tokens() -> str:
     return name
 
 
-def existing(path: str | os.PathLike[str]) -> Path:
-    """A local path at which there is something; MissingFileError if there is nothing."""
-    root = _arguments.local_path(path)
-    try:
-        root.stat()
-    except FileNotFoundError as error:
-        raise MissingFileError("expected a dataset, found nothing", path=root) from error
-    except OSError as error:
-        raise from_os(error, root, "look at") from error
-    return root
+def existing(path: str | os.PathLike[str]) -> Location:
+    """The location of a path at which there is something.
+
+    Raises:
+        MissingFileError: there is nothing.
+        NotAFileError: a file stands where a folder above it should.
+    """
+    root = Location.of(path)
+    if root.exists():
+        return root
+    above = root.parent
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    if above.kind() not in ("folder", None):
+        raise NotAFileError(f"expected a dataset, but {above.name!r} above it is no folder", path=root)
+    raise MissingFileError("expected a dataset, found nothing", path=root)
 
 
-def check_finished(root: Path) -> None:
+def check_finished(root: Location) -> None:
     """Raises UnfinishedError for what a writer has left or is still writing, ArgumentError for what holds no activations."""
     if is_cache_itself(root):
         raise ArgumentError("is a token cache and holds no activations: actshard.tokens.open_cache opens it", path=root)
@@ -63,17 +69,17 @@ def check_finished(root: Path) -> None:
             f"holds {count} parts of a dataset: when all are written, actshard.merge (or the command) makes one of them",
             path=root,
         )
-    journal = unfinished(root) if root.is_dir() else None
+    journal = unfinished(root) if root.kind() == "folder" else None
     if journal is not None:
         raise _unfinished(root, journal)
 
 
-def is_cache_itself(root: Path) -> bool:
+def is_cache_itself(root: Location) -> bool:
     """Whether a folder is a token cache, and not one above it."""
-    return (root / LEDGER).is_file()
+    return (root / LEDGER).kind() == "file"
 
 
-def find_any(root: Path) -> tuple[Path, str]:
+def find_any(root: Location) -> tuple[Location, str]:
     """What a path stands for, activations or tokens: the dataset and its format.
 
     The dataset *at* the path wins; then the one that :func:`open` would open below it; then the only token cache below it.
@@ -91,7 +97,7 @@ def find_any(root: Path) -> tuple[Path, str]:
             raise error from None
 
 
-def find(root: Path) -> tuple[Path, str]:
+def find(root: Location) -> tuple[Location, str]:
     """The dataset that a path stands for, and its format: the path itself, or the only dataset below it.
 
     saev's folders are named by hashes that nobody types: ``saev/shards/`` with a single dump stands for the dump. Farther down
@@ -104,16 +110,19 @@ def find(root: Path) -> tuple[Path, str]:
             _check_begun(root)
         if len(error.candidates) != 1 or "/" in error.candidates[0][1]:
             raise
-        (only,) = error.candidates
-        if len(only[0].relative_to(root).parts) > _STANDS_FOR:
+        ((place, name),) = error.candidates
+        only = Location.at(place)
+        if only.relative_to(root).count("/") >= _STANDS_FOR:
             raise
-        check_finished(only[0])
-        return only
+        check_finished(only)
+        return only, name
 
 
-def _check_begun(root: Path) -> None:
+def _check_begun(root: Location) -> None:
     """Raises UnfinishedError for a folder in which a saev dump or a merge was begun, and nothing else is."""
-    for folder in (folder for name in formats.names() for folder in _begun(name, root)):
+    if not root.is_local:
+        return  # writers write local folders
+    for folder in (Location.at(folder) for name in formats.names() for folder in _begun(name, root)):
         journal = unfinished(folder)
         if journal is not None:
             raise _unfinished(root, journal)
@@ -124,13 +133,13 @@ def _check_begun(root: Path) -> None:
         )
 
 
-def _begun(name: str, root: Path) -> list[Path]:
+def _begun(name: str, root: Location) -> list[Path]:
     format = formats.get(name)
     nothing: list[Path] = []
-    return formats.asked(format, lambda: list(format.begun(root)), nothing)
+    return formats.asked(format, lambda: list(format.begun(root.place)), nothing)
 
 
-def _unfinished(root: Path, journal: Journal) -> UnfinishedError:
+def _unfinished(root: Location, journal: Journal) -> UnfinishedError:
     return UnfinishedError(
         f"holds {journal.examples} examples of a dataset that is not finished: its writer is at work, or was interrupted "
         "(create or convert with resume continues it)",
@@ -138,7 +147,7 @@ def _unfinished(root: Path, journal: Journal) -> UnfinishedError:
     )
 
 
-def detect(root: Path) -> str:
+def detect(root: Location) -> str:
     """The format of a dataset; UnknownFormatError if it is none or several."""
     evidence = {name: _evidence(name, root) for name in formats.names()}
     matches = [name for name, e in evidence.items() if e.matches]
@@ -152,15 +161,14 @@ def detect(root: Path) -> str:
         )
         several.ambiguous = True
         raise several
-    candidates = tuple(
-        found for found in walk(root, _kind) if formats.get(found[1].partition("/")[0]).holds == "activations"
-    )
+    below = walk(root, _kind)
+    candidates = [(at, name) for at, name in below if formats.get(name.partition("/")[0]).holds == "activations"]
     if candidates:
-        listed = ", ".join(f"{path.relative_to(root)} ({name})" for path, name in candidates[:20])
+        listed = ", ".join(f"{at.relative_to(root)} ({name})" for at, name in candidates[:20])
         more = f" and {len(candidates) - 20} more" if len(candidates) > 20 else ""
         what = "a dataset" if len(candidates) == 1 else f"{len(candidates)} datasets"
         unknown = UnknownFormatError(f"is no dataset itself but holds {what}, open one: {listed}{more}", path=root)
-        unknown.candidates = candidates
+        unknown.candidates = tuple((at.place, name) for at, name in candidates)
         raise unknown
     raise UnknownFormatError(
         "is no dataset that actshard knows; "
@@ -169,21 +177,21 @@ def detect(root: Path) -> str:
     )
 
 
-def _evidence(name: str, root: Path) -> Evidence:
+def _evidence(name: str, root: Location) -> Evidence:
     try:
-        return formats.detect(name, root)
+        return formats.detect(name, root.place)
     except (ActshardError, OSError) as error:
         return Evidence(False, f"a {name} dataset", str(error))
 
 
-def _kind(folder: Path) -> str | None:
+def _kind(folder: Location) -> str | None:
     """The formats that recognise a folder, joined by ``/``; None for no dataset."""
     if is_cache_itself(folder):
         return of_tokens()
     return "/".join(name for name in formats.names() if _evidence(name, folder).matches) or None
 
 
-def walk(root: Path, kind: Callable[[Path], str | None], depth: int = _DEPTH) -> Iterator[tuple[Path, str]]:
+def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _DEPTH) -> Iterator[tuple[Location, str]]:
     """Datasets below a folder with their kinds, level by level and by name; none below another.
 
     Hidden folders and folders that cannot be listed are left out. At most 2,000 folders are looked at.
@@ -196,27 +204,28 @@ def walk(root: Path, kind: Callable[[Path], str | None], depth: int = _DEPTH) ->
     looked = 0
     level = [root]
     for _ in range(depth):
-        below: list[Path] = []
+        below: list[Location] = []
         for folder in level:
             try:
-                with os.scandir(folder) as entries:
-                    children = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith("."))
-            except OSError:
+                entries = folder.entries()
+            except ActshardError:
                 continue
-            for child in children:
+            for entry in entries:
+                if entry.kind != "folder" or entry.name.startswith("."):
+                    continue
                 looked += 1
                 if looked > _LOOK_AT_MOST:
                     return
-                path = folder / child
-                found = kind(path)
+                child = folder / entry.name
+                found = kind(child)
                 if found is not None:
-                    yield path, found
+                    yield child, found
                 else:
-                    below.append(path)
+                    below.append(child)
         level = below
 
 
-def find_cache(path: str | os.PathLike[str]) -> Path:
+def find_cache(path: str | os.PathLike[str]) -> Location:
     """The token cache that a path stands for: itself, or the only one not far below it.
 
     Raises:
@@ -224,12 +233,11 @@ def find_cache(path: str | os.PathLike[str]) -> Path:
         ArgumentError: there are several; the message lists them.
         MissingFileError: there is none.
     """
-    root = _arguments.local_path(path)
-    with boundary(root, "look into"):
-        if is_cache_itself(root):
-            return root
-        working = is_building(root)
-        below = [p for p, _ in walk(root, lambda folder: of_tokens() if is_cache_itself(folder) else None, _STANDS_FOR)]
+    root = Location.of(path)
+    if is_cache_itself(root):
+        return root
+    working = is_building(root)
+    below = [p for p, _ in walk(root, lambda folder: of_tokens() if is_cache_itself(folder) else None, _STANDS_FOR)]
     if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(
             f"holds shards of a token cache, but no {LEDGER}: its build was interrupted, or is at work; build it again",
@@ -238,6 +246,6 @@ def find_cache(path: str | os.PathLike[str]) -> Path:
     if len(below) == 1:
         return below[0]
     if below:
-        listed = ", ".join(str(p.relative_to(root)) for p in below[:8])
+        listed = ", ".join(p.relative_to(root) for p in below[:8])
         raise ArgumentError(f"holds {len(below)} token caches, open one of them: {listed}", path=root)
     raise MissingFileError(f"expected a token cache with a {LEDGER}, found none", path=root)

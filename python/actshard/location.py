@@ -25,6 +25,7 @@ from actshard import _native
 from actshard._arguments import local_path
 from actshard.errors import (
     ArgumentError,
+    FileAccessError,
     FormatError,
     MissingFileError,
     NotAFileError,
@@ -63,21 +64,31 @@ class Stat:
         size: bytes of a file; 0 for anything else.
         version: changes when the file is replaced or written to. Compare it for equality only.
         stored: bytes that are there: fewer than ``size`` for a sparse file, which claims any size.
+        modified: when it was last written to, in nanoseconds since 1970; 0 where the storage does not know.
     """
 
     kind: Kind
     size: int
     version: str
     stored: int
+    modified: int = 0
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """A name in a folder. ``size`` is None where it was not asked for and would cost a request."""
+    """A name in a folder.
+
+    Attributes:
+        name: the name.
+        kind: that of a link's target.
+        size: bytes of a file; None where it was not asked for and would cost a request.
+        is_link: whether it is a symbolic link.
+    """
 
     name: str
     kind: Kind = field(compare=False)
     size: int | None = field(compare=False, default=None)
+    is_link: bool = field(compare=False, default=False)
 
 
 class Storage(Protocol):
@@ -121,8 +132,8 @@ class Local:
         found = os.stat(key)  # noqa: PTH116 -- a key is a str, and many are looked at
         version = f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
         if modes.S_ISREG(found.st_mode):
-            return Stat("file", found.st_size, version, found.st_blocks * 512)
-        return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version, 0)
+            return Stat("file", found.st_size, version, found.st_blocks * 512, found.st_mtime_ns)
+        return Stat("folder" if modes.S_ISDIR(found.st_mode) else "other", 0, version, 0, found.st_mtime_ns)
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
         with os.scandir(key) as entries:
@@ -132,7 +143,7 @@ class Local:
                     size = entry.stat().st_size if sizes and kind == "file" else None
                 except FileNotFoundError:  # removed since
                     continue
-                yield Entry(entry.name, kind, size)
+                yield Entry(entry.name, kind, size, entry.is_symlink())
 
     def read(self, key: str, start: int, length: int) -> bytes:
         with Path(key).open("rb", buffering=0) as file:
@@ -362,6 +373,8 @@ class Location:
             return self.storage.stat(self.key)
         except (FileNotFoundError, NotADirectoryError):  # a file stands where a folder above should
             return None
+        except ValueError:  # a name that no file can have: a null byte, a lone surrogate
+            return None
         except OSError as error:
             raise from_os(error, self, doing) from error
 
@@ -418,6 +431,28 @@ class Location:
             except (FileNotFoundError, NotADirectoryError):
                 return 0
 
+    def first(self, most: int) -> list[Entry]:
+        """The first entries of a folder in the order of its storage, at most ``most``: for looking at huge folders.
+
+        Raises:
+            MissingFileError, NotAFileError, FileAccessError: it is not there, not a folder, or not readable.
+        """
+        with boundary(self, "look into"):
+            return list(itertools.islice(self.storage.scan(self.key, False), most))
+
+    def files(self, *, sizes: bool = False) -> Iterator[tuple[Location, Entry]]:
+        """All files below, by their names. Linked folders, and those that this user may not list, are left out."""
+        try:
+            entries = self.entries(sizes=sizes)
+        except FileAccessError:
+            return
+        for entry in entries:
+            below = self / entry.name
+            if entry.kind == "file":
+                yield below, entry
+            elif entry.kind == "folder" and not entry.is_link:
+                yield from below.files(sizes=sizes)
+
     def read(self, start: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
         """Bytes of a file: all, or ``length`` from an offset on.
 
@@ -446,6 +481,18 @@ class Location:
             raise TruncatedFileError(f"expected {start + wanted} bytes, found {start + len(data)}", path=self)
         return data
 
+    def read_utf8(self) -> str:
+        """A file of text, in UTF-8, Unix line breaks.
+
+        Raises:
+            MissingFileError, NotAFileError, FileAccessError: it cannot be read.
+            FormatError: it is not UTF-8.
+        """
+        try:
+            return self.read().decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            raise FormatError("expected UTF-8 text", path=self, offset=error.start) from error
+
     def fill(self, parts: Iterable[tuple[int, memoryview]]) -> None:
         """Fills buffers with the bytes from offsets on; the file is opened once.
 
@@ -461,9 +508,15 @@ class Location:
                 error.path = self.place
                 raise
 
-    def open(self, doing: str = "open") -> io.BufferedReader | io.BytesIO:
-        """The file as Python reads it, from its beginning; for files that are read line by line."""
-        size = self.regular(doing).size
+    def open(self, doing: str = "open", *, pipes: bool = False) -> io.BufferedReader | io.BytesIO:
+        """The file as Python reads it, from its beginning; for files that are read line by line.
+
+        Args:
+            doing: a verb, for messages.
+            pipes: whether a pipe is opened too, which waits for its writer.
+        """
+        found = self.stat(doing)
+        size = found.size if pipes and found.kind == "other" else self.regular(doing).size
         if self.is_local:
             with boundary(self, doing):
                 return self.local.open("rb")

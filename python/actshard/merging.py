@@ -35,6 +35,7 @@ from actshard.errors import (
 from actshard.finding import existing, find
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.target import refuse_existing
+from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.work import (
     EMPTY,
@@ -185,7 +186,7 @@ def _there(root: Path, physical: bool) -> Path:
         raise MissingFileError("expected parts of a dataset, found nothing", path=root)
     if unfinished(root) is not None:
         raise UnfinishedError("expected parts of a dataset, found one whose writer has not finished", path=root)
-    found, format = find(root)
+    found, format = _found(root)
     if physical:
         merger = _merger(format)
         if merger.physical is None:
@@ -198,6 +199,12 @@ def _there(root: Path, physical: bool) -> Path:
             )
     tidy(found)
     return found
+
+
+def _found(folder: Path) -> tuple[Path, str]:
+    """The dataset that a folder stands for, and its format."""
+    found, format = find(Location.at(folder))
+    return found.local, format
 
 
 def _merger(format: str) -> Merger:
@@ -252,7 +259,7 @@ def _begin(root: Path, asked: _Asked, marker: Path, different_models: bool) -> N
     else:
         if not asked.parts:
             raise ArgumentError("parts: expected at least one dataset")
-        sources = [find(existing(p))[0] for p in asked.parts]
+        sources = [find(existing(p))[0].local for p in asked.parts]
         if len(set(sources)) < len(sources):
             raise ArgumentError("parts: a dataset is in the list twice")
         if (root / PARTS).exists():
@@ -299,7 +306,7 @@ def _own_parts(root: Path) -> list[Path]:
         if any(unfinished(p) is not None for p in below):
             behind.append(i)
             continue
-        made.append(find(folder)[0])
+        made.append(_found(folder)[0])
     if missing or behind:
         said = [
             f"part {', '.join(map(str, some))} {what}"

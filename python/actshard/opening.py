@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from actshard import _arguments, formats
 from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
 from actshard.finding import check_finished, detect, existing, find
 from actshard.formats.contents import Options
-from actshard.location import network_io
+from actshard.location import Location, network_io
 from actshard.store import Store
 
 
@@ -99,17 +98,20 @@ def _opened(
         several = ", ".join(f.description for f in map(formats.get, formats.names()) if f.opens_several)
         raise ArgumentError(f"path: a list of folders is for {several}, not for {name}; open one path", path=root)
     try:
-        contents = chosen.open(root, options) if together is None else chosen.open_several(root, together, options)
+        if together is None:
+            contents = chosen.open(root.place, options)
+        else:
+            contents = chosen.open_several(root.place, [folder.place for folder in together], options)
     except ActshardError as error:
         if error.path is None:  # from the core, which knows numbers and not whose they are
-            error.path = root
+            error.path = root.place
         raise
     return Store(contents, io=mode, reopen=(open_quietly, (together or root, name, io, decoded_memory, checksums)))
 
 
-def _common(paths: Sequence[Path]) -> Path:
+def _common(paths: Sequence[Location]) -> Location:
     if not paths:
         raise ArgumentError("path: expected at least one folder, found an empty list")
     if len(set(paths)) < len(paths):
         raise ArgumentError("path: a folder is in the list twice")
-    return Path(os.path.commonpath(paths))
+    return Location.at(os.path.commonpath(paths))

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import operator
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from actshard.errors import (
     OverflowWarning,
 )
 from actshard.formats.contents import Contents, Logits, Router
+from actshard.location import Location
 from actshard.stats import Stats
 from actshard.stream import Scale, Shuffle, Stream
 
@@ -675,11 +675,14 @@ class Store:
         """What ``actshard info`` shows, as plain Python values."""
         present = missing = total = 0
         for file in self._contents.files():
-            try:
-                total += os.stat(file).st_size  # noqa: PTH116 -- many files; a Path method costs twice as much
-                present += 1
-            except OSError:
+            found = None
+            with contextlib.suppress(ActshardError):
+                found = Location.at(file).found()
+            if found is None:
                 missing += 1
+            else:
+                present += 1
+                total += found.size
         each = self._contents.tokens_each
         known = self._contents.counts_are_cheap or self._token_counts is not None
         counts = self.token_counts if each is None and known else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import glob
 import gzip
 import json
 import lzma
@@ -24,6 +25,7 @@ from tests.tokens.conftest import BUILDS, GOLDEN, GPT2, LLAMA, expected, write_l
 
 import actshard
 from actshard import tokens
+from actshard.tokens.patterns import matching
 
 WAYS = [
     (layout, storage, jobs) for layout in ("consolidated", "sharded") for storage in ("plain", "lz4") for jobs in (1, 2)
@@ -442,6 +444,7 @@ class TestFinishedCaches:
 SCRIPT = """
 import sys
 from actshard import tokens
+from actshard.tokens.patterns import matching
 tokens.build_cache(sys.argv[1:-4], sys.argv[-4], sys.argv[-3], layout=sys.argv[-2], jobs=int(sys.argv[-1]))
 """
 
@@ -609,6 +612,38 @@ def test_records_of_a_program(tmp_path) -> None:
     assert len(cache) == 60
     with pytest.raises(actshard.FormatError, match="row 2: expected an object"):
         tokens.build_cache(tokens.RowSource("c", lambda: [{"text": "a"}, 3]), tmp_path / "d", str(GOLDEN / GPT2))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*.jsonl", "a/*.jsonl", "./a/*", "a//x*", "**/*.jsonl", "a/**", "**", "**/b/**/*.jsonl", "[ab]/?1.jsonl", "a*/x1.jsonl",
+     ".*", ".h/*", "*/", "a/*/", "*/b/", "nothing*/x", "link/*.jsonl", "**/x1.jsonl", "a/x1.jsonl", "a/no.jsonl", "**/.h*"],
+)  # fmt: skip
+@pytest.mark.parametrize("absolute", [False, True])
+def test_patterns_match_what_glob_matches(
+    pattern: str, absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "a/x1.jsonl",
+        "a/x2.jsonl",
+        "a/b/x1.jsonl",
+        "a/b/c/.x.jsonl",
+        "b/y1.jsonl",
+        ".h/x1.jsonl",
+        "top.jsonl",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "broken.jsonl").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path)
+    asked = f"{tmp_path}/{pattern}" if absolute else pattern
+    expected = sorted(glob.glob(asked, recursive=True))  # noqa: PTH207
+    if expected and not asked.endswith("a/x1.jsonl"):
+        assert matching(asked) == expected
+    elif not expected:
+        with pytest.raises(actshard.MissingFileError):
+            matching(asked)
 
 
 def test_globs_and_braces(tmp_path) -> None:

@@ -24,6 +24,7 @@ from tests.tokens.test_config import hub
 
 import actshard
 from actshard import _native, tokens
+from actshard.location import Local
 
 IDS = tokens.PrebuiltFormat()
 TOKENIZER = str(GOLDEN / LLAMA)
@@ -395,20 +396,20 @@ class TestDisk:
         self, records: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         tokens.build_cache(records("a.jsonl", [1]), tmp_path / "c", format=IDS)
-        original = Path.iterdir
+        original = Local.scan
 
-        def refused(self: Path) -> Any:
-            if self == tmp_path / "c":
-                raise PermissionError(errno.EACCES, "Permission denied", str(self))
-            return original(self)
+        def refused(self: Local, key: str, sizes: bool) -> Any:
+            if key == str(tmp_path / "c"):
+                raise PermissionError(errno.EACCES, "Permission denied", key)
+            return original(self, key, sizes)
 
-        monkeypatch.setattr(Path, "iterdir", refused)
+        monkeypatch.setattr(Local, "scan", refused)
         assert actshard.verify(tmp_path / "c").codes() == {"unreadable"}
 
-        def denied(self: Path, **_: Any) -> bool:
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        def denied(self: Local, key: str) -> Any:
+            raise PermissionError(errno.EACCES, "Permission denied", key)
 
-        monkeypatch.setattr(Path, "exists", denied)
+        monkeypatch.setattr(Local, "stat", denied)
         with pytest.raises(actshard.FileAccessError):
             tokens.open_cache(tmp_path / "c")
 

@@ -305,11 +305,12 @@ def _cache_at(path: Path, format: str | None) -> Any:
         return None
     if format is None:
         try:
-            path, found = find_any(existing(path))
+            at, found = find_any(existing(path))
         except ActshardError:
             return None  # actshard.open says why
         if found != of_tokens():
             return None
+        path = at.place
     from actshard.tokens.cache import open_cache
 
     return open_cache(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from rich.table import Table
 from actshard.cli._format import console, one_line, show_facts, size
 from actshard.errors import ActshardError, MissingExtraError
 from actshard.finding import of_tokens
+from actshard.location import Location
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 
@@ -22,7 +22,7 @@ _SHOWN = 12
 def about(cache: TokenCache) -> dict[str, Any]:
     """What a cache is."""
     lengths = np.diff(cache.view(cache.token_field).offsets) if len(cache) else np.zeros(0, np.int64)
-    files = [f for f in cache.path.rglob("*") if f.is_file()]
+    files = Location.at(cache.path).files(sizes=True)
     return {
         "format": of_tokens(),
         "path": str(cache.path),
@@ -32,7 +32,7 @@ def about(cache: TokenCache) -> dict[str, Any]:
         "tokens_per_row": [int(lengths.min()), int(lengths.max())] if len(lengths) else [0, 0],
         "fields": {name: str(cache.dtype(name)) for name in cache.fields},
         "shards": len(cache.ledger.finished_shards),
-        "bytes": sum(f.stat().st_size for f in files),
+        "bytes": sum(entry.size or 0 for _, entry in files),
         "io": cache.io,
         "made_by": cache.ledger.preprocessor,
         "skipped": _skipped(cache),
@@ -74,7 +74,7 @@ def tokenizer_of(cache: TokenCache, given: str) -> Tokenizer | None:
     if given:
         return load_tokenizer(given)
     told = cache.ledger.preprocessor.get("tokenizer")
-    if not isinstance(told, str) or not Path(told).exists():
+    if not isinstance(told, str) or not Location.at(told).exists():
         return None
     try:
         return load_tokenizer(told)

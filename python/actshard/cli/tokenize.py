@@ -13,7 +13,8 @@ from rich.table import Table
 from actshard.cli._format import console
 from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
-from actshard.errors import ArgumentError
+from actshard.errors import ActshardError, ArgumentError
+from actshard.location import Location
 from actshard.tokens.building import Build, Options
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.config import CachePlan, LmDataConfig
@@ -24,9 +25,9 @@ def format_named(name: str, words: list[str], template: Path | None) -> dict[str
     made = {"type": name, **options_named(words)}
     if template is not None:
         try:
-            made["chat_template"] = template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"--chat-template: cannot read it: {error}", path=template) from error
+            made["chat_template"] = Location.of(template).read_utf8()
+        except ActshardError as error:
+            raise ArgumentError(f"--chat-template: cannot read it: {error.detail}", path=template) from error
     return made
 
 

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import tokens
-from actshard._arguments import local_path
 from actshard.errors import ArgumentError, ExistsError, MissingExtraError, OutOfRangeError
+from actshard.location import Location
 from actshard.tokens import config as configs
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
@@ -168,7 +168,7 @@ class TreeCache(_Dataset):
     @staticmethod
     def build_or_load(cache_dir: str | os.PathLike[str], shard_source: Any, processor: Any, options: Any = None) -> Any:
         """Opens the cache if it is there. A processor of Levanter's cannot build one here; :func:`build_lm_dataset_cache` can."""
-        if (local_path(cache_dir, "cache_dir") / ledgers.NAME).exists():
+        if ledgers.exists(Location.of(cache_dir, "cache_dir")):
             return TreeCache.load(cache_dir)
         raise ArgumentError(
             "cache_dir: there is no cache, and processors of Levanter run in Levanter only", path=cache_dir

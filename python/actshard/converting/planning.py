@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from actshard.converting.columns import Columns, NumbersMatterError, dropped, la
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
 from actshard.formats.target import TEXTS, Target
+from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.columns import Columns as Decided
@@ -242,17 +242,17 @@ def fingerprint(store: Store) -> str:
     Of more than some thousand files evenly spread ones count; what is beside them in the dataset's folder always does.
     """
     digest = hashlib.sha256(f"{store.num_examples}".encode())
-    files = store.contents.files()
-    files = files[:: max(1, -(-len(files) // _FILES_LOOKED_AT))]
-    for folder in dict.fromkeys([store.path, *(f.parent for f in files[:1])]):
-        if folder.is_dir():
-            files += sorted(Path(e.path) for e in itertools.islice(os.scandir(folder), _FILES_LOOKED_AT) if e.is_file())
+    root = Location.at(store.path)
+    listed = store.contents.files()
+    files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // _FILES_LOOKED_AT))]]
+    for folder in dict.fromkeys([root, *(f.parent for f in files[:1])]):
+        if folder.kind() == "folder":
+            files += [folder / e.name for e in sorted(folder.first(_FILES_LOOKED_AT)) if e.kind == "file"]
     for file in files:
-        try:
-            found = file.stat()
-        except FileNotFoundError:
+        found = file.found()
+        if found is None:
             continue  # a chunk of fill values, or a shard that was not downloaded
-        said = f"{os.path.relpath(file, store.path)}\0{found.st_size}\0{found.st_mtime_ns}\n"
+        said = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{found.modified}\n"
         digest.update(said.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 

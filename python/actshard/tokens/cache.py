@@ -24,7 +24,7 @@ from actshard.errors import (
     OutOfRangeError,
 )
 from actshard.finding import find_cache
-from actshard.location import network_io
+from actshard.location import Location, network_io
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
 
@@ -69,13 +69,14 @@ class TokenCache:
     def __init__(self, path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> None:
         if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
             raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
-        self.path = find_cache(path)
-        self._asked = (str(self.path), io, memory)
-        self.ledger: Ledger = ledgers.read(self.path)
-        self.io = io if io != "auto" else network_io(self.path)
+        root = find_cache(path)
+        self.path = root.place
+        self._asked = (root, io, memory)
+        self.ledger: Ledger = ledgers.read(root)
+        self.io = io if io != "auto" else network_io(root)
         self._memory = _native.BlockCache(_arguments.size(memory, "memory"))
         self.warnings: tuple[Remark, ...] = ()
-        names = sorted(self.ledger.field_counts) or _fields_on_disk(self.path, self.ledger)
+        names = sorted(self.ledger.field_counts) or _fields_on_disk(root, self.ledger)
         self._fields = {name: self._open(name) for name in names}
         self.fields: tuple[str, ...] = tuple(names)
         self._rows = self._agreed_rows()
@@ -215,7 +216,7 @@ class TokenCache:
         return JaggedView(self, field)
 
 
-def _reopen(path: str, io: str, memory: int | str) -> TokenCache:
+def _reopen(path: str | Location, io: str, memory: int | str) -> TokenCache:
     return TokenCache(path, io=io, memory=memory)
 
 
@@ -269,14 +270,15 @@ class JaggedView:
         return self._field.elements(first, max(last - first, 0))
 
 
-def _fields_on_disk(path: Path, ledger: Ledger) -> list[str]:
+def _fields_on_disk(root: Location, ledger: Ledger) -> list[str]:
     """Fields of a cache whose ledger does not name them: folders that hold an array of offsets."""
     shards = set(ledger.finished_shards)
     found = []
-    for offsets in sorted(path.glob("**/offsets/zarr.json")):
-        name = offsets.parent.parent.relative_to(path).as_posix()
-        inside = any((path / parent / ledgers.NAME).exists() for parent in Path(name).parents if parent != Path())
-        if name.split("/")[0] in shards or inside or (path / name / ledgers.NAME).exists() or name.startswith("__"):
+    for file, _ in root.files():
+        name, _, array = file.relative_to(root).rpartition("/offsets/")
+        if array != "zarr.json" or not name or name.split("/")[0] in shards or name.startswith("__"):
             continue
-        found.append(name)
+        parts = name.split("/")
+        if not any(ledgers.exists(root / "/".join(parts[: n + 1])) for n in range(len(parts))):
+            found.append(name)
     return found

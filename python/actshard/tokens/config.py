@@ -28,8 +28,8 @@ from actshard.errors import (
     FormatError,
     MissingExtraError,
     MissingFileError,
-    from_os,
 )
+from actshard.location import Location
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.building import Build, Options, Watch
 from actshard.tokens.cache import TokenCache, open_cache
@@ -142,7 +142,7 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
         except ImportError as error:
             raise MissingExtraError.of(f"the dataset {self.id} of the Hugging Face hub", "datasets") from error
         version = self._version()
-        revision = self.revision if Path(self.id).is_dir() else version or self.revision
+        revision = self.revision if Location.at(self.id).kind() == "folder" else version or self.revision
 
         def names() -> Any:
             return datasets.get_dataset_split_names(self.id, config_name=self.name, revision=revision)
@@ -174,10 +174,10 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
 
     def _version(self) -> str | None:
         """The commit of the hub that is read, or a digest of a local folder's files; None if it cannot be known."""
-        folder = Path(self.id)
-        if folder.is_dir():
-            found = sorted(p for p in folder.rglob("*") if p.is_file())
-            listed = [(str(p.relative_to(folder)), (s := p.stat()).st_size, s.st_mtime_ns) for p in found]
+        folder = Location.at(Path(self.id))
+        if folder.kind() == "folder":
+            found = [(file.relative_to(folder), file.stat()) for file, _ in folder.files()]
+            listed = [(name, stat.size, stat.modified) for name, stat in found]
             return hashlib.sha256(json.dumps(listed).encode()).hexdigest()[:40]
         if self.revision is not None and re.fullmatch(r"[0-9a-f]{40}", self.revision):
             return self.revision
@@ -360,17 +360,14 @@ class LmDataConfig:
             import yaml
         except ImportError as error:
             raise MissingExtraError.of("reading YAML", "tokens", path) from error
-        file = local_path(path)
+        file = Location.of(path)
+        if file.kind() != "file":
+            raise MissingFileError("expected a YAML file, found nothing", path=file)
+        text = file.read_utf8()
         try:
-            if not file.is_file():
-                raise MissingFileError("expected a YAML file, found nothing", path=file)
-            made = yaml.safe_load(file.read_text(encoding="utf-8"))
+            made = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise FormatError(f"expected YAML: {error}", path=file) from error
-        except OSError as error:
-            if isinstance(error, MissingFileError):
-                raise
-            raise from_os(error, file, "read") from error
         if not isinstance(made, dict):
             raise FormatError(f"expected an object, found {show(made)}", path=file)
         try:
@@ -432,7 +429,7 @@ class LmDataConfig:
                     continue
                 path = self.cache_path(name, which)
                 sources = () if component.source is None else tuple(component.source.sources(which))
-                done = (path / ledgers.NAME).exists()
+                done = ledgers.exists(path)
                 asked = which == "train" and (component.source is None or self._has_weight(name))
                 if not sources and not done and not asked:
                     continue
@@ -493,7 +490,7 @@ class LmDataConfig:
         for name, component in self.components.items():
             if (which == "train" and not self._has_weight(name)) or (component.flat_cache and which != "train"):
                 continue
-            if which != "train" and not (self.cache_path(name, which) / ledgers.NAME).exists():
+            if which != "train" and not ledgers.exists(self.cache_path(name, which)):
                 continue
             made[name] = dataset_for_component(
                 component,

@@ -8,8 +8,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from actshard._json import Fields, read_json, show
-from actshard.errors import FormatError, MissingFileError, UnfinishedError, from_os
+from actshard.errors import FormatError, MissingFileError, UnfinishedError
 from actshard.finding import LEDGER
+from actshard.location import Location
 from actshard.work import write_bytes
 
 NAME = LEDGER
@@ -86,7 +87,12 @@ _KNOWN = {
 }
 
 
-def read(folder: Path) -> Ledger:
+def exists(folder: Path | Location) -> bool:
+    """Whether a folder holds a ledger, of a finished cache or not."""
+    return (Location.at(folder) / NAME).exists()
+
+
+def read(folder: Path | Location) -> Ledger:
     """The ledger of a finished cache, held against the rules that Levanter holds it against.
 
     Raises:
@@ -94,12 +100,8 @@ def read(folder: Path) -> Ledger:
         UnfinishedError: it says that the cache is not finished.
         FormatError: it contradicts itself; the message names the field.
     """
-    path = folder / NAME
-    try:
-        there = path.exists()
-    except OSError as error:
-        raise from_os(error, folder, "look into") from error
-    if not there:
+    path = Location.at(folder) / NAME
+    if path.found("look into") is None:
         raise MissingFileError(f"expected a token cache with a {NAME}, found none", path=folder)
     fields = Fields(read_json(path), path)
     finished = fields.boolean("is_finished") if "is_finished" in fields.value else False
@@ -158,7 +160,7 @@ def _metadata(fields: Fields) -> dict[str, Any]:
     return dict(value)
 
 
-def _check_sharded(ledger: Ledger, path: Path) -> None:
+def _check_sharded(ledger: Ledger, path: Location) -> None:
     """What Levanter refuses of a sharded cache, said with what was expected."""
     shards = ledger.finished_shards
 

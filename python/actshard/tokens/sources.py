@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import bz2
-import glob as globbing
 import gzip
 import io
 import json
 import lzma
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from actshard._jsonl import interrupted, lines
-from actshard.errors import ArgumentError, FormatError, MissingFileError, NotAFileError, from_os
+from actshard.errors import ActshardError, ArgumentError, FormatError, from_os
+from actshard.location import Location
+from actshard.tokens.patterns import matching
 
 KINDS = (".jsonl", ".json", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
@@ -62,18 +62,16 @@ class Source:
 
     def size(self) -> int:
         """Bytes of the file."""
-        return self._stat().st_size
+        return self._location.stat("read").size
 
-    def _stat(self) -> os.stat_result:
-        try:
-            return self.path.stat()
-        except OSError as error:
-            raise from_os(error, self.path, "read") from error
+    @property
+    def _location(self) -> Location:
+        return Location.at(self.path)
 
     def identity(self) -> dict[str, Any]:
         """What tells this file from another, or from itself after a change."""
-        stat = self._stat()
-        return {"path": os.path.abspath(self.path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}  # noqa: PTH100 -- Path.resolve would follow links
+        found = self._location.stat("read")
+        return {"path": os.path.abspath(self.path), "size": found.size, "mtime_ns": found.modified}  # noqa: PTH100 -- Path.resolve would follow links
 
     @property
     def what(self) -> str:
@@ -88,11 +86,11 @@ class Source:
         """
         kind = _kind(self.path)
         try:
-            with self.path.open("rb") as raw:
+            with self._location.open("read", pipes=True) as raw:
                 watched = _Watched(raw, tell)
                 if kind == ".parquet":
                     plain = _compression(self.path) is None
-                    share = _share_of(os.fstat(raw.fileno()).st_size, tell) if plain else None
+                    share = _share_of(self.size(), tell) if plain else None
                     yield from _parquet(raw if plain else _inflated(watched, self.path), columns, self.path, share)
                     return
                 stream = _inflated(watched, self.path)
@@ -100,13 +98,11 @@ class Source:
                     yield from _array(stream, self.path)
                 else:
                     yield from _lines(stream, self.path)
-        except FileNotFoundError as error:
-            raise MissingFileError("expected a file, found nothing", path=self.path) from error
+        except ActshardError:
+            raise
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise FormatError(f"the compressed data is broken or cut: {error}", path=self.path) from error
         except OSError as error:
-            if isinstance(error, FormatError):
-                raise
             if error.errno is None:  # the decompressors' own
                 raise FormatError(f"the compressed data is broken or cut: {error}", path=self.path) from error
             raise from_os(error, self.path, "read") from error
@@ -314,7 +310,7 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
         if isinstance(item, RowSource):
             others.append(item)
         else:
-            paths += _matching(os.fspath(item))
+            paths += matching(os.fspath(item))
     if others and paths:
         raise ArgumentError("sources: either files or RowSources")
     if not paths and not others:
@@ -340,30 +336,3 @@ def _shard(number: int, name: str) -> str:
     """What Levanter calls a shard's folder."""
     safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
     return f"{number:05d}_{safe or 'shard'}"
-
-
-def _matching(given: str) -> list[str]:
-    if "://" in given:
-        raise ArgumentError(f"sources: {given} is a URL: fetch it to a local path first")
-    path = os.path.expanduser(given)  # noqa: PTH111 -- a Path would cut what the shards' names are made of
-    if Path(path).is_dir():
-        raise NotAFileError("expected a file or a glob of files, found a folder", path=path)
-    if Path(path).exists():
-        return [path]
-    found = [match for pattern in _braces(path) for match in sorted(globbing.glob(pattern, recursive=True))]  # noqa: PTH207 -- names as they were given, for the shards
-    if not found:
-        raise MissingFileError("expected a file, or a glob that matches some, found nothing", path=path)
-    return found
-
-
-def _braces(pattern: str) -> list[str]:
-    match = re.search(r"\{([^{}]*)\}", pattern)
-    if match is None or ("," not in match[1] and ".." not in match[1]):
-        return [pattern]
-    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
-    if span is not None:
-        width = max(len(span[1]), len(span[2])) if "0" in (span[1][:1], span[2][:1]) else 0
-        choices = [f"{n:0{width}d}" for n in range(int(span[1]), int(span[2]) + 1)]
-    else:
-        choices = match[1].split(",")
-    return [made for choice in choices for made in _braces(pattern[: match.start()] + choice + pattern[match.end() :])]

@@ -15,6 +15,7 @@ from typing import Any
 from actshard._arguments import local_path
 from actshard._json import read_json, show
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, MissingExtraError, MissingFileError
+from actshard.location import Location
 
 PASSTHROUGH = "passthrough"
 _LONGEST_RUN = 25_000
@@ -178,11 +179,10 @@ def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
 def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
     local_path(given, "tokenizer")  # refuses what no file can be named
     path = Path(given).expanduser()
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        hint = (
-            "" if path.is_dir() or path.is_absolute() else "; names of the Hugging Face hub have to be downloaded first"
-        )
+    is_folder = Location.at(path).kind() == "folder"
+    file = path / "tokenizer.json" if is_folder else path
+    if Location.at(file).kind() != "file":
+        hint = "" if is_folder or path.is_absolute() else "; names of the Hugging Face hub have to be downloaded first"
         raise MissingFileError(f"expected a tokenizer.json, found none{hint}", path=file)
     try:
         backend = _library().from_file(str(file))
@@ -191,13 +191,13 @@ def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
     except Exception as error:
         raise FormatError(f"the tokenizers library cannot read this: {error}", path=file) from error
     config_file = file.parent / "tokenizer_config.json"
-    config = read_json(config_file) if config_file.is_file() else {}
+    config = read_json(config_file) if Location.at(config_file).kind() == "file" else {}
     if not isinstance(config, dict):
         raise FormatError(f"expected an object, found {show(config)}", path=config_file)
     template = config.get("chat_template")
-    own = file.parent / "chat_template.jinja"
-    if not template and own.is_file():
-        template = own.read_text(encoding="utf-8")
+    own = Location.at(file.parent / "chat_template.jinja")
+    if not template and own.kind() == "file":
+        template = own.read_utf8()
     if template is not None and not isinstance(template, str):
         raise FormatError(
             f"field 'chat_template': expected a text, found {show(template)}; give one with chat_template=",

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 from actshard import formats
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing, find_any, find_cache, is_cache_itself
 from actshard.formats.report import CODES, Finding, Report
+from actshard.location import Location
 from actshard.opening import open_quietly
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
@@ -49,13 +49,13 @@ def verify(
     names = (*formats.names(), *formats.of_tokens())
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
-    report = Report(root, format, bool(deep))
+    report = Report(root.place, format, bool(deep))
     with report.noting(root):
         _check(root, format, report, progress or (lambda what, done, total: None))
     return report
 
 
-def _check(root: Path, format: str | None, report: Report, tell: Callable[[str, int, int], object]) -> None:
+def _check(root: Location, format: str | None, report: Report, tell: Callable[[str, int, int], object]) -> None:
     of_tokens = format in formats.of_tokens()
     if not of_tokens and not is_cache_itself(root):
         check_finished(root)
@@ -63,13 +63,13 @@ def _check(root: Path, format: str | None, report: Report, tell: Callable[[str, 
         root, format = _find(root)
     elif of_tokens:
         root = find_cache(root)
-    report.path, report.format = root, format
+    report.path, report.format = root.place, format
     known = formats.get(format)
     if known.holds == "tokens":
-        known.check(root, report, tell)
+        known.check(root.place, report, tell)
         return
     with report.noting(root):
-        known.check(root, report, tell)
+        known.check(root.place, report, tell)
     try:
         store = open_quietly(root, format, "auto")
     except ActshardError as error:
@@ -85,7 +85,7 @@ def _check(root: Path, format: str | None, report: Report, tell: Callable[[str, 
         check_values(store, report, tell)
 
 
-def _find(root: Path) -> tuple[Path, str]:
+def _find(root: Location) -> tuple[Location, str]:
     try:
         return find_any(root)
     except UnknownFormatError as error:
@@ -98,10 +98,10 @@ def _find(root: Path) -> tuple[Path, str]:
         return guessed
 
 
-def _guess(root: Path) -> tuple[Path, str] | None:
-    if not root.is_dir():
+def _guess(root: Location) -> tuple[Location, str] | None:
+    if root.kind() != "folder":
         return None
-    names = frozenset(p.name for p in root.iterdir())
+    names = frozenset(entry.name for entry in root.entries())
     known = sorted(map(formats.get, formats.names()), key=lambda format: format.order)
     for format in known:
         if formats.asked(format, functools.partial(format.remains, names), False):

@@ -5,28 +5,30 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from actshard.errors import ActshardError
+from actshard.errors import ActshardError, MissingFileError, NotAFileError
+from actshard.location import Location
 from actshard.work.journal import Journal
 from actshard.work.names import BUILDING, FOLDER, MERGING, PARTS
 
 
-def count_parts(root: Path) -> int | None:
+def count_parts(root: Path | Location) -> int | None:
     """How many parts of a dataset wait to be merged in a folder, or in its folder of parts; None: there is no such folder."""
-    parts = root if root.name == PARTS else root / PARTS
+    folder = Location.at(root)
+    parts = folder if folder.name == PARTS else folder / PARTS
     try:
-        return sum(1 for _ in parts.iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # there are none, or a merge has just removed them
+        return len(parts.entries())
+    except (MissingFileError, NotAFileError):  # there are none, or a merge has just removed them
         return None
 
 
-def is_merging(root: Path) -> bool:
+def is_merging(root: Path | Location) -> bool:
     """Whether a merge was begun in a folder and has not ended. Parts may have been moved already."""
-    return (root / FOLDER / MERGING).exists()
+    return (Location.at(root) / FOLDER / MERGING).exists()
 
 
-def is_building(root: Path) -> bool:
+def is_building(root: Path | Location) -> bool:
     """Whether a token cache is being built in a folder, or its build was interrupted."""
-    return (root / BUILDING).exists()
+    return (Location.at(root) / BUILDING).exists()
 
 
 def tidy(root: Path) -> None:
@@ -45,9 +47,12 @@ def tidy(root: Path) -> None:
             journal.lock.release()
 
 
-def unfinished(root: Path) -> Journal | None:
-    """The journal of a dataset that is not finished, in this folder; None if there is none."""
-    journal = Journal(root)
+def unfinished(root: Path | Location) -> Journal | None:
+    """The journal of a dataset that is not finished, in this folder; None if there is none, or where no writer writes."""
+    folder = Location.at(root)
+    if not folder.is_local:
+        return None
+    journal = Journal(folder.local)
     with contextlib.suppress(OSError):
         if journal.exists():
             with contextlib.suppress(ActshardError):

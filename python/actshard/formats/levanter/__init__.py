@@ -9,6 +9,7 @@ from actshard.codes import Code
 from actshard.formats.contents import Evidence
 from actshard.formats.format import Format, Tell
 from actshard.formats.levanter import codes
+from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.report import Report
@@ -25,13 +26,13 @@ class LevanterFormat(Format):
     def detect(self, path: Path) -> Evidence:
         from actshard.finding import LEDGER, is_cache_itself
 
-        matches = is_cache_itself(path)
+        matches = is_cache_itself(Location.at(path))
         return Evidence(matches, f"a {LEDGER}", f"a {LEDGER}" if matches else "none")
 
     def check(self, path: Path, report: Report, tell: Tell) -> None:
         from actshard.formats.levanter.check import check
 
-        check(path, report, tell)
+        check(Location.at(path), report, tell)
 
 
 FORMAT = LevanterFormat()

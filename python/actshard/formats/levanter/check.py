@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from actshard import errors
 from actshard.errors import ActshardError
 from actshard.formats.report import Report
+from actshard.location import Location
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache
 
 _AT_ONCE = 1 << 21
 
 
-def check(root: Path, report: Report, tell: Callable[[str, int, int], object]) -> None:
+def check(root: Location, report: Report, tell: Callable[[str, int, int], object]) -> None:
     """Ledger, arrays, frames and rows; with ``report.deep`` every number."""
     with report.noting(root / ledgers.NAME):
         ledgers.read(root)
@@ -34,7 +34,7 @@ def check(root: Path, report: Report, tell: Callable[[str, int, int], object]) -
         tell("fields", done, len(cache.fields))
         for kind, code, detail, path, offset, absent in cache.field(name).check(report.deep):
             if absent:
-                report.add("chunk-missing", Path(path or root), detail)
+                report.add("chunk-missing", Location.at(path or root), detail)
                 continue
             report.error(errors.from_native(kind, detail, path, offset, None, None, code), root)
     _same_lengths(cache, report)
@@ -47,21 +47,20 @@ def check(root: Path, report: Report, tell: Callable[[str, int, int], object]) -
 
 def _leftovers(cache: TokenCache, report: Report) -> None:
     sharded = cache.ledger.layout == ledgers.SHARDED
+    root = Location.at(cache.path)
     try:
-        entries = sorted(cache.path.iterdir())
-        folders = {entry for entry in entries if entry.is_dir()}
-        ledgers_in = {entry for entry in folders if (entry / ledgers.NAME).exists()}
-    except OSError as error:
-        report.error(errors.from_os(error, error.filename or str(cache.path), "look into"), cache.path)
+        entries = root.entries()
+        ledgers_in = {e.name for e in entries if e.kind == "folder" and ledgers.exists(root / e.name)}
+    except ActshardError as error:
+        report.error(error, root)
         return
-    for entry in entries:
-        name = entry.name
+    for name in (entry.name for entry in entries):
         if name in ("___temp", "__shards__", ".actshard-build") or ".tmp." in name or name.endswith(".bak"):
-            report.add("leftover", entry, "a build's work, or an older ledger")
-        elif entry in ledgers_in and not sharded and name in cache.ledger.finished_shards:
-            report.add("leftover", entry, "the cache of a single file, which is part of the whole")
-        elif sharded and entry in ledgers_in and name not in cache.ledger.finished_shards:
-            report.add("unlisted-file", entry, "a shard that the ledger does not name")
+            report.add("leftover", root / name, "a build's work, or an older ledger")
+        elif name in ledgers_in and not sharded and name in cache.ledger.finished_shards:
+            report.add("leftover", root / name, "the cache of a single file, which is part of the whole")
+        elif sharded and name in ledgers_in and name not in cache.ledger.finished_shards:
+            report.add("unlisted-file", root / name, "a shard that the ledger does not name")
 
 
 def _same_lengths(cache: TokenCache, report: Report) -> None:

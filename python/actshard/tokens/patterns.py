@@ -1,0 +1,101 @@
+"""Files that a pattern matches: ``*``, ``?``, ``[...]``, ``**`` and ``{a,b}``, as fsspec and Levanter write them.
+
+Names are returned as they were given and not made absolute: the names of shards are made of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterator
+
+from actshard.errors import ActshardError, ArgumentError, MissingFileError, NotAFileError
+from actshard.location import Entry, Location
+
+_MAGIC = re.compile(r"[*?[]")
+
+
+def matching(given: str) -> list[str]:
+    """The file of this name, or the files that a pattern matches, sorted by name.
+
+    Raises:
+        MissingFileError: there is none.
+        NotAFileError: a folder. ArgumentError: a URL.
+    """
+    if "://" in given:
+        raise ArgumentError(f"sources: {given} is a URL: fetch it to a local path first")
+    path = os.path.expanduser(given)  # noqa: PTH111 -- a Path would cut what the shards' names are made of
+    kind = Location.at(path).kind()
+    if kind == "folder":
+        raise NotAFileError("expected a file or a glob of files, found a folder", path=path)
+    if kind is not None:
+        return [path]
+    found = [match for pattern in _braces(path) for match in sorted(filter(None, _matches(pattern)))]
+    if not found:
+        raise MissingFileError("expected a file, or a glob that matches some, found nothing", path=path)
+    return found
+
+
+def _braces(pattern: str) -> list[str]:
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None or ("," not in match[1] and ".." not in match[1]):
+        return [pattern]
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if span is not None:
+        width = max(len(span[1]), len(span[2])) if "0" in (span[1][:1], span[2][:1]) else 0
+        choices = [f"{n:0{width}d}" for n in range(int(span[1]), int(span[2]) + 1)]
+    else:
+        choices = match[1].split(",")
+    return [made for choice in choices for made in _braces(pattern[: match.start()] + choice + pattern[match.end() :])]
+
+
+def _matches(pattern: str, folders: bool = False) -> Iterator[str]:
+    """Names that a pattern matches, by the rules of Python's ``glob``; with ``folders``, of folders only."""
+    above, name = os.path.split(pattern)
+    if not _MAGIC.search(pattern):
+        if _is_named(pattern) if name else _is_folder(above):
+            yield pattern
+        return
+    for parent in _matches(above, True) if _MAGIC.search(above) else [above]:
+        for found in _names(parent, name, folders):
+            yield os.path.join(parent, found)  # noqa: PTH118 -- names stay as they were given
+
+
+def _names(parent: str, name: str, folders: bool) -> Iterator[str]:
+    """Names in a folder that the last part of a pattern matches."""
+    if name == "**":
+        if _is_folder(parent):
+            yield ""
+            yield from _below(parent, folders)
+    elif _MAGIC.search(name):
+        for entry in _entries(parent, folders):
+            if (name.startswith(".") or not entry.name.startswith(".")) and fnmatch.fnmatch(entry.name, name):
+                yield entry.name
+    elif _is_named(os.path.join(parent, name)) if name else _is_folder(parent):  # noqa: PTH118
+        yield name
+
+
+def _below(folder: str, folders: bool) -> Iterator[str]:
+    """Names at any depth below a folder, through links too; hidden ones are left out."""
+    for entry in _entries(folder, folders):
+        if not entry.name.startswith("."):
+            yield entry.name
+            for name in _below(os.path.join(folder, entry.name), folders):  # noqa: PTH118
+                yield os.path.join(entry.name, name)  # noqa: PTH118
+
+
+def _entries(folder: str, folders: bool) -> list[Entry]:
+    try:
+        found = Location.at(folder or ".").entries()
+    except (ActshardError, ValueError):  # as glob does: what cannot be listed matches nothing
+        return []
+    return [entry for entry in found if not folders or entry.kind == "folder"]
+
+
+def _is_folder(path: str) -> bool:
+    return Location.at(path or ".").kind() == "folder"
+
+
+def _is_named(path: str) -> bool:
+    return Location.at(path).is_named()
