@@ -22,7 +22,7 @@ import actshard
 from actshard import _native, codes, tokens
 from actshard.codes import Remark
 from actshard.formats import registry
-from actshard.formats.report import CODES
+from actshard.verifying import CODES
 from conftest import GOLDEN, rewrite_index, saev_dump
 from test_pickle import mixed
 from test_verifying import CASES, put
@@ -251,7 +251,7 @@ def test_these_calls_warn(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_every_code_is_raised_by_a_test() -> None:
     assert GOLDEN_CODES | CASE_CODES | FINDINGS.keys() == CODES.keys()
-    assert CALLS.keys() == registry.calls().keys()
+    assert CALLS.keys() == codes.calls().keys()
 
 
 def _constants(tree: ast.AST | None) -> set[str]:
@@ -284,7 +284,7 @@ def _raised(below: str = "") -> set[str]:
 
 
 def test_every_code_that_is_raised_is_declared() -> None:
-    declared = CODES.keys() | registry.calls().keys()
+    declared = CODES.keys() | codes.calls().keys()
     raised = _raised()
     assert len(raised) > 50
     assert raised <= declared

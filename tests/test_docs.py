@@ -6,7 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
-from actshard.formats import registry
+from actshard import codes
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,5 +42,5 @@ def test_the_tables_of_codes_are_those_of_the_sources() -> None:
     script = runpy.run_path(str(ROOT / "scripts/verify_page.py"))
     page = (ROOT / "docs/verify.md").read_text(encoding="utf-8")
     assert page == script["render"](page), "run python scripts/verify_page.py"
-    for code in (*registry.findings(), *registry.calls()):
+    for code in (*codes.findings(), *codes.calls()):
         assert page.count(f"| `{code}` |") == 1, code

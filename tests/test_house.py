@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import formats
-from actshard.formats import registry
+from actshard import codes, formats
+from actshard.formats import Format, registry
 from conftest import GOLDEN
 
 ROOT = Path(actshard.__file__).parent
@@ -24,8 +24,16 @@ ROOT = Path(actshard.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes"),
     ("_arguments", "_json", "_jsonl", "location", "work"),
-    ("formats.contents", "formats.tables", "formats.target", "formats.carrying", "formats.merging", "formats.format"),
-    ("formats", "formats.registry", "formats.report"),
+    (
+        "formats.contents",
+        "formats.tables",
+        "formats.target",
+        "formats.carrying",
+        "formats.merging",
+        "formats.report",
+        "formats.format",
+    ),
+    ("formats", "formats.registry"),
     ("formats.*",),
     ("finding",),
     ("readable", "stats", "quality", "epochs"),
@@ -52,12 +60,10 @@ MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
 
 
 def imports(module: str) -> Iterator[tuple[str, int]]:
-    """Modules of ours that a module imports, wherever in it, with the line; types alone are no dependence."""
+    """Modules of ours that a module imports, wherever in it and be it for types only, with the line."""
 
     def visit(node: ast.AST) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
-                continue
             if isinstance(child, ast.Import):
                 for alias in child.names:
                     if alias.name.partition(".")[0] == "actshard":
@@ -165,7 +171,7 @@ def test_detecting_imports_no_writer() -> None:
     code = f"""
         import sys
         from pathlib import Path
-        from actshard import formats
+        from actshard import codes, formats
         found = set()
         for path in Path({str(GOLDEN)!r}).glob("*/*"):
             if not (path / "index").exists():
@@ -177,6 +183,19 @@ def test_detecting_imports_no_writer() -> None:
         assert "pyarrow" not in sys.modules
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
+
+
+@pytest.mark.parametrize("name", registry.installed())
+def test_the_rooms_that_a_format_names_are_in_its_folder(name: str) -> None:
+    format = formats.get(name)
+    for method, place in format.rooms.items():
+        assert re.fullmatch(r"\.\w+:\w+", place), (method, place)
+        assert hasattr(Format, method)
+        assert callable(format._in_room(method))
+    assert format.writes == ("target" in format.rooms)
+    assert format.opens_several == ("open_several" in format.rooms)
+    assert ("open" in format.rooms) == (format.holds == "activations")
+    assert {"detect", "check"} <= set(format.rooms)
 
 
 ON_PATHS = {
@@ -229,6 +248,28 @@ def test_user_data_is_read_through_locations_only() -> None:
     found = [place for module in MODULES if on_paths(module) is None for place in reads_paths(module)]
     assert found == []
     assert {on_paths(module) for module in MODULES if reads_paths(module)} == set(ON_PATHS), "take off what is freed"
+
+
+TWICE = {
+    "Batch": "actshard.Batch and actshard.tokens.Batch are public",
+    "Stream": "the native half of actshard.Stream",
+}
+"""Names of two types, and why; ``compat`` uses the names of the originals."""
+
+
+def test_a_type_name_means_one_thing() -> None:
+    places: dict[str, set[str]] = {}
+    for module, path in [*MODULES.items(), ("_native", ROOT / "_native.pyi")]:
+        if module.partition(".")[0] == "compat":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp | ast.Name):
+                names = [x.id for x in node.targets if isinstance(x, ast.Name) and re.match(r"_?[A-Z]\w*[a-z]", x.id)]
+            for name in names:
+                places.setdefault(name.lstrip("_"), set()).add(module)
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in TWICE} == {}
+    assert {name for name in TWICE if len(places[name]) < 2} == set()
 
 
 PLUGIN = """
@@ -370,7 +411,7 @@ def test_a_faulty_plugin_does_not_keep_other_datasets_from_being_read(
     plugins: Path, tmp_path: Path, fault: str
 ) -> None:
     install(plugins, "broken_plugin", FAULTY, f"faulty = broken_plugin:{fault}")
-    registry.findings.cache_clear()
+    codes.findings.cache_clear()
     empty, cache = tmp_path / "empty", tmp_path / "above/cache"
     empty.mkdir()
     cache.mkdir(parents=True)
@@ -387,4 +428,4 @@ def test_a_faulty_plugin_does_not_keep_other_datasets_from_being_read(
             with pytest.raises(actshard.UnknownFormatError):
                 actshard.open(path)
     finally:
-        registry.findings.cache_clear()
+        codes.findings.cache_clear()

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 import actshard
-from actshard.formats.report import CODES
+from actshard.verifying import CODES
 from conftest import GOLDEN, refuses, rewrite_index, saev_dump
 from zarr_files import write_store
 

@@ -10,7 +10,10 @@ Codes that several formats use are declared here, those of one format in its fol
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
@@ -390,3 +393,33 @@ CALLS: tuple[Code, ...] = (
     ),
 )
 """Warnings that concern a call rather than a dataset; :func:`actshard.verify` does not report them."""
+
+
+Concern = Literal["findings", "calls"]
+"""Codes of a dataset's findings, or of warnings that concern a call."""
+
+_declared: list[Callable[[Concern], Iterable[Code]]] = []
+
+
+def declare(more: Callable[[Concern], Iterable[Code]]) -> None:
+    """Adds codes that are declared elsewhere. ``more`` is called when a code is first looked up: it may load formats."""
+    _declared.append(more)
+    findings.cache_clear()
+    calls.cache_clear()
+
+
+@functools.cache
+def findings() -> Mapping[str, Code]:
+    """Every finding by its code: the general ones, then those of formats. Of a code that is declared twice the first counts."""
+    return _by_name([code for group in FINDINGS.values() for code in group], "findings")
+
+
+@functools.cache
+def calls() -> Mapping[str, Code]:
+    """The codes of all warnings that concern a call rather than a dataset."""
+    return _by_name(list(CALLS), "calls")
+
+
+def _by_name(general: list[Code], kind: Concern) -> Mapping[str, Code]:
+    found = general + [code for more in _declared for code in more(kind)]
+    return MappingProxyType({code.name: code for code in reversed(found)})

@@ -8,7 +8,7 @@ from typing import Any
 
 import actshard
 from actshard import errors, tokens
-from actshard.formats.report import CODES
+from actshard.verifying import CODES
 from digested import GOLDEN
 
 _MARKS = ("metadata.json", "shards.json", ".zgroup", "zarr.json", "shard_ledger.json", "manifest.json", "index")

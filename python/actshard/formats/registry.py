@@ -7,9 +7,8 @@ import importlib
 import pkgutil
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from actshard import codes
@@ -107,26 +106,13 @@ def written() -> tuple[str, ...]:
     return tuple(format.name for format in sorted(found, key=lambda format: (format.order, format.name)))
 
 
-@functools.cache
-def findings() -> Mapping[str, Code]:
-    """Every finding by its code: the general ones, then those of each format. Of a code that is declared twice the first counts."""
-    return _by_name([*(code for group in codes.FINDINGS.values() for code in group), *_own("findings")])
-
-
-@functools.cache
-def calls() -> Mapping[str, Code]:
-    """The codes of all warnings that concern a call rather than a dataset."""
-    return _by_name([*codes.CALLS, *_own("calls")])
-
-
-def _own(kind: str) -> list[Code]:
+def _own(kind: codes.Concern) -> list[Code]:
     # Formats of this package first: no other package changes the meaning of their codes.
     formats = sorted(installed().values(), key=lambda format: not _is_own(format))
     return [code for format in formats for code in getattr(format, kind)]
 
 
-def _by_name(declared: Sequence[Code]) -> Mapping[str, Code]:
-    return MappingProxyType({code.name: code for code in reversed(declared)})
+codes.declare(_own)
 
 
 def get(name: str) -> Format:

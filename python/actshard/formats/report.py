@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actshard._json import show
-from actshard.codes import ERROR, WARNING
+from actshard.codes import ERROR, WARNING, findings
 from actshard.errors import ActshardError, InternalError, boundary, place_of
-from actshard.formats import registry
 from actshard.location import Location
-
-
-class _Codes(Mapping[str, tuple[str, str, str]]):
-    """Built when it is first used: formats of other packages are loaded then."""
-
-    def __getitem__(self, code: str) -> tuple[str, str, str]:
-        known = registry.findings()[code]
-        return (known.severity, known.meaning, known.remedy)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(registry.findings())
-
-    def __len__(self) -> int:
-        return len(registry.findings())
-
-
-CODES: Mapping[str, tuple[str, str, str]] = _Codes()
-"""Every finding's code: its severity, what it means, what to do. Codes are added, never renamed."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +19,7 @@ class Finding:
     """One thing that is wrong, odd or worth knowing.
 
     Attributes:
-        code: stable; :data:`CODES` tells its severity and what to do.
+        code: stable; ``actshard.verifying.CODES`` tells its severity and what to do.
         severity: ``"error"``, ``"warning"`` or ``"note"``.
         path: the file.
         place: where in it: a field, a line, a byte, an example; or None.
@@ -118,7 +99,7 @@ class Report:
     def add(self, code: str, path: Path | Location, found: Any, expected: str = "", place: str | None = None) -> None:
         """Notes a finding."""
         path = place_of(path)
-        known = registry.findings().get(code)
+        known = findings().get(code)
         if known is None:
             raise InternalError(f"finding {code!r}: expected a declared code (Format.findings)", path=path)
         severity = known.severity

@@ -9,16 +9,35 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 from actshard import formats
+from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing, find_any, find_cache, is_cache_itself
-from actshard.formats.report import CODES, Finding, Report
+from actshard.formats.report import Finding, Report
 from actshard.location import Location
 from actshard.opening import open_quietly
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
+
+
+class _Codes(Mapping[str, tuple[str, str, str]]):
+    """Built when it is first used: formats of other packages are loaded then."""
+
+    def __getitem__(self, code: str) -> tuple[str, str, str]:
+        known = findings()[code]
+        return (known.severity, known.meaning, known.remedy)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(findings())
+
+    def __len__(self) -> int:
+        return len(findings())
+
+
+CODES: Mapping[str, tuple[str, str, str]] = _Codes()
+"""Every finding's code: its severity, what it means, what to do. Codes are added, never renamed."""
 
 
 def verify(

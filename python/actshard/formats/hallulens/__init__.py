@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
-from actshard.formats.contents import Contents, Evidence, Options
-from actshard.formats.format import Format, Tell
-from actshard.location import Location
-
-if TYPE_CHECKING:
-    from actshard.formats.carrying import Carrying
-    from actshard.formats.report import Report
+from actshard.formats.format import Format, Room
 
 
 class HallulensFormat(Format):
@@ -19,29 +13,15 @@ class HallulensFormat(Format):
 
     name: ClassVar[str] = "hallulens"
     description: ClassVar[str] = "HalluLens inference captures"
-
-    def detect(self, path: Path | Location) -> Evidence:
-        from actshard.formats.hallulens.read import detect
-
-        return detect(Location.at(path))
-
-    def open(self, path: Path | Location, options: Options) -> Contents:
-        from actshard.formats.hallulens.read import open
-
-        return open(Location.at(path), options)
-
-    def check(self, path: Path | Location, report: Report, tell: Tell) -> None:
-        from actshard.formats.hallulens.check import check
-
-        check(Location.at(path), report, tell)
+    rooms: ClassVar[Mapping[Room, str]] = {
+        "detect": ".read:detect",
+        "open": ".read:open",
+        "check": ".check:check",
+        "carrying": ".columns:HallulensCarrying",
+    }
 
     def remains(self, names: frozenset[str]) -> bool:
         return "response_activations.npy" in names or {"meta.jsonl", "generation.jsonl"} <= names
-
-    def carrying(self) -> Carrying:
-        from actshard.formats.hallulens.columns import HallulensCarrying
-
-        return HallulensCarrying()
 
 
 FORMAT = HallulensFormat()

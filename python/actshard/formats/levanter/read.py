@@ -1,0 +1,13 @@
+"""What makes a folder a token cache. :mod:`actshard.tokens` reads it."""
+
+from __future__ import annotations
+
+from actshard.finding import LEDGER, is_cache_itself
+from actshard.formats.contents import Evidence
+from actshard.location import Location
+
+
+def detect(path: Location) -> Evidence:
+    """Whether a path is a token cache."""
+    matches = is_cache_itself(path)
+    return Evidence(matches, f"a {LEDGER}", f"a {LEDGER}" if matches else "none")
