@@ -471,12 +471,12 @@ def test_columns_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with actshard.create(tmp_path / "src", "lmprobe", layers=[0], d_model=2) as writer:
         writer.append(np.ones((n, 1, 2), np.float32), columns={"text": [f"{i}" for i in range(n)]})
     monkeypatch.setattr(lmprobe, "_BATCH_ROWS", 100)
-    monkeypatch.setattr(lmprobe.Dataset.column_batches, "__defaults__", (100,))
+    monkeypatch.setattr(lmprobe.Extraction.column_batches, "__defaults__", (100,))
 
     def whole(*_: Any) -> Any:
         raise AssertionError("the whole table was read")
 
-    monkeypatch.setattr(lmprobe.Dataset, "columns", whole)
+    monkeypatch.setattr(lmprobe.Extraction, "columns", whole)
     for examples in (None, [3, 4, 4999]):
         done = actshard.convert(tmp_path / "src", tmp_path / f"made{examples}", "zarr", examples=examples, verify=True)
         ids = list(range(n)) if examples is None else examples

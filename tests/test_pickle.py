@@ -414,7 +414,7 @@ def test_numbers_in_two_shards_are_found_whatever_their_ranges(sets: list[frozen
     from actshard.formats.pickle import read as module
 
     shards = [
-        module.Shard(
+        module.ListedShard(
             Path(f"s{i}"), True, None, None, len(ids), (min(ids), max(ids)) if r else (0, (1 << 62) - 1), (0,), 0
         )
         for i, (ids, r) in enumerate(zip(sets, ranged, strict=False))

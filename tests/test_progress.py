@@ -11,7 +11,7 @@ from actshard.tokens import Progress
 BUILT = Progress(files=3, files_done=1, rows=20, tokens=500, bytes=40, bytes_total=100, skipped=2)
 
 
-def report(watch: _progress.Watch) -> None:
+def report(watch: _progress.TaskWatch) -> None:
     watch.counts(5, 10, 1 << 20)
     watch.counts(6, 10)
     watch.stage("shards", 7, 0)

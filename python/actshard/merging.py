@@ -92,7 +92,7 @@ def merge(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _AskedMerge:
     """What a call asks for."""
 
     parts: tuple[Path, ...] | None
@@ -102,15 +102,15 @@ class _Asked:
         return {"parts": None if self.parts is None else [str(p) for p in self.parts], "physical": self.physical}
 
 
-def _asked(parts: Any, physical: bool) -> _Asked:
+def _asked(parts: Any, physical: bool) -> _AskedMerge:
     if parts is None:
-        return _Asked(None, _arguments.switch(physical, "physical"))
+        return _AskedMerge(None, _arguments.switch(physical, "physical"))
     if isinstance(parts, str | bytes | os.PathLike) or not isinstance(parts, Iterable):
         raise ArgumentTypeError(f"parts: expected a list of paths, found {type(parts).__name__}")
-    return _Asked(tuple(_arguments.local_path(p, "parts") for p in parts), _arguments.switch(physical, "physical"))
+    return _AskedMerge(tuple(_arguments.local_path(p, "parts") for p in parts), _arguments.switch(physical, "physical"))
 
 
-def _merged(root: Path, asked: _Asked, different_models: bool) -> Path:
+def _merged(root: Path, asked: _AskedMerge, different_models: bool) -> Path:
     marker = root / FOLDER / _MARKER
     if not marker.exists() and asked.parts is None and not (root / PARTS).is_dir():
         return _there(root, asked.physical)
@@ -221,7 +221,7 @@ def _not_physical(format: str) -> str:
     return f"physical: is for {others}; {format} datasets are always one"
 
 
-def _begun(root: Path, asked: _Asked, marker: Path) -> tuple[Merge, dict[str, Any]]:
+def _begun(root: Path, asked: _AskedMerge, marker: Path) -> tuple[Merge, dict[str, Any]]:
     """The merge that was begun here, which has to be the one that is asked for."""
     found = Fields(read_json(marker), marker)
     format = found.text("format")
@@ -252,7 +252,7 @@ def _begun(root: Path, asked: _Asked, marker: Path) -> tuple[Merge, dict[str, An
     return Merge(root, format, tuple(root / n for n in names), move, {"physical": physical}), found.value
 
 
-def _begin(root: Path, asked: _Asked, marker: Path, different_models: bool) -> None:
+def _begin(root: Path, asked: _AskedMerge, marker: Path, different_models: bool) -> None:
     """Checks everything that can be wrong with a merge, and notes it: from there on it is to be finished."""
     if asked.parts is None:
         sources = _own_parts(root)

@@ -206,8 +206,8 @@ class Stream(Epochs[Batch]):
         # Read while the files are as they were opened; a state may be asked for when they are closed.
         _ = self.store.identity
 
-    def _loop(self, first: int, every: int) -> _Batches:
-        return _Batches(self, first, every)
+    def _loop(self, first: int, every: int) -> _RowLoop:
+        return _RowLoop(self, first, every)
 
     def _added(self, theirs: dict[str, Any]) -> set[str]:
         return _SINCE_2 if "dataset" not in theirs else set()
@@ -286,7 +286,7 @@ class Stream(Epochs[Batch]):
         return found
 
 
-class _Batches(Loop[Batch]):
+class _RowLoop(Loop[Batch]):
     """Batches on their way to one loop."""
 
     def __init__(self, stream: Stream, first: int, every: int) -> None:

@@ -112,7 +112,7 @@ def batches(stream: Epochs[Any]) -> Iterator[dict[str, Any]]:
     return (tensors(batch) for batch in _stream(stream))
 
 
-class _Batch(dict[str, Any]):
+class _LoaderBatch(dict[str, Any]):
     """A batch of its own: a loader that puts several together would add a dimension to each."""
 
 
@@ -126,7 +126,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
 # torch's own way for collating further types; where it is not to be had, a loader's batch_size is not checked.
 _COLLATE = getattr(getattr(data._utils, "collate", None), "default_collate_fn_map", None)
 if _COLLATE is not None:
-    _COLLATE[_Batch] = _refuse
+    _COLLATE[_LoaderBatch] = _refuse
 
 
 class IterableDataset(data.IterableDataset):
@@ -188,7 +188,7 @@ class IterableDataset(data.IterableDataset):
     def _read(self, at: dict[str, int], first: int, every: int) -> Iterator[dict[str, Any]]:
         for batch in self.stream.batches_from(at["next"], every):
             at["next"] += every
-            yield _Batch(tensors(batch))
+            yield _LoaderBatch(tensors(batch))
         self._now = {"epoch": at["epoch"] + 1, "next": first}
 
     def _agree(self, worker: Any, epoch: int | None) -> int:

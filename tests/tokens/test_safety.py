@@ -465,11 +465,11 @@ def test_progress_of_parquet_counts_its_bytes(tmp_path: Path) -> None:
 def test_progress_asks_no_file_for_what_is_finished(
     records: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from actshard.tokens.building import Build, Options
+    from actshard.tokens.building import Build, BuildOptions
 
     told: list[tokens.Progress] = []
     sources = [records(f"{i}.jsonl", [i]) for i in range(5)]
-    build = Build(sources, tmp_path / "c", None, IDS, Options(), told.append)
+    build = Build(sources, tmp_path / "c", None, IDS, BuildOptions(), told.append)
     build._files_done = 3
     asked: list[Path] = []
     monkeypatch.setattr(Path, "exists", lambda self, **_: asked.append(self) or False)

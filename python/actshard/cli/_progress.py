@@ -43,7 +43,7 @@ class Step:
     counts: str | None = None
 
 
-class Watch:
+class TaskWatch:
     """Receives the progress of one task, in any of the signatures in which verbs report it."""
 
     def __init__(self, show: Callable[[Step], None]) -> None:
@@ -77,14 +77,14 @@ class Watch:
 
 
 @contextmanager
-def progress(what: str, *, quiet: bool) -> Iterator[Watch]:
+def progress(what: str, *, quiet: bool) -> Iterator[TaskWatch]:
     """Shows progress on stderr, with the speed and the time that is left; nothing if ``quiet``."""
     console = Console(stderr=True)
     if quiet:
-        yield Watch(lambda step: None)
+        yield TaskWatch(lambda step: None)
         return
     if not console.is_terminal:
-        yield Watch(_lines(what))
+        yield TaskWatch(_lines(what))
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True) as bar:
@@ -94,7 +94,7 @@ def progress(what: str, *, quiet: bool) -> Iterator[Watch]:
             described = f"{what} [dim]{step.label}[/]" if step.label else what
             bar.update(task, completed=step.done, total=step.total or None, rate=step.rate, description=described)
 
-        yield Watch(draw)
+        yield TaskWatch(draw)
 
 
 def _lines(what: str) -> Callable[[Step], None]:

@@ -15,7 +15,7 @@ from actshard.cli._progress import progress
 from actshard.cli.convert import options_named
 from actshard.errors import ActshardError, ArgumentError
 from actshard.location import Location
-from actshard.tokens.building import Build, Options
+from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.config import CachePlan, LmDataConfig
 
@@ -36,7 +36,7 @@ def run(
 ) -> dict[str, Any]:
     """Builds one cache."""
     with progress(out.name, quiet=quiet) as watch:
-        build = Build(sources, out, tokenizer or None, form, Options(**options), watch.build)
+        build = Build(sources, out, tokenizer or None, form, BuildOptions(**options), watch.build)
         began = time.monotonic()
         cache = build.run()
     seconds = round(time.monotonic() - began, 2)

@@ -32,7 +32,7 @@ from actshard.location import Location
 from actshard.tokens import config as configs
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
-from actshard.tokens.building import Build, Options
+from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import open_cache
 from actshard.tokens.processing import WEIGHTS
 
@@ -533,7 +533,7 @@ def load_lm_dataset_cache(
         ExistsError: it was built otherwise; the message says how.
     """
     cache = open_cache(cache_dir)
-    build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, Options(enforce_eos=enforce_eos))
+    build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, BuildOptions(enforce_eos=enforce_eos))
     expected, found = build.process.metadata(), cache.ledger.preprocessor
     for key, value in expected.items():
         if found and found.get(key) != value:

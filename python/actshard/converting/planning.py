@@ -21,7 +21,7 @@ from actshard.formats.target import TEXTS, Target
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
-from actshard.writing.columns import Columns as Decided
+from actshard.writing.columns import Decided
 from actshard.writing.writer import make_target
 
 TOKENS = ("all", "content", "last")

@@ -39,7 +39,7 @@ _AT_ONCE = 8192
 """Examples asked for their lengths at once."""
 _COMPARED = 66
 """Examples of a finished dataset that are compared with the source, first and last among them, before it is taken for its copy."""
-Progress = Callable[[int, int, int], object]
+BlockProgress = Callable[[int, int, int], object]
 """Told examples done, examples in all, and bytes of rows done."""
 
 
@@ -94,7 +94,7 @@ def convert(
     exist_ok: bool = False,
     verify: bool = False,
     overflow: str = "refuse",
-    progress: Progress | None = None,
+    progress: BlockProgress | None = None,
     **options: Any,
 ) -> Conversion:
     """Writes a dataset again in another format, or in the same with other contents.
@@ -203,7 +203,7 @@ def _content_lengths(asked: Asked) -> NDArray[np.int64]:
 
 
 def _write(
-    asked: Asked, target: Target, columns: Columns, resume: bool, progress: Progress | None, overflow: str
+    asked: Asked, target: Target, columns: Columns, resume: bool, progress: BlockProgress | None, overflow: str
 ) -> tuple[Path, int, int, int]:
     """Writes what is missing: the dataset, examples that were there, bytes, and values that overflowed."""
     sink = Sink(target, resume=resume)

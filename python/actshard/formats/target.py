@@ -79,7 +79,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Examples:
+class AllExamples:
     """What is known of all examples when the last is written."""
 
     lengths: NDArray[np.int64]
@@ -291,7 +291,7 @@ class Target(ABC):
         """The files are on the disk: those that are complete get their names."""
 
     @abstractmethod
-    def finish(self, examples: Examples) -> None:
+    def finish(self, examples: AllExamples) -> None:
         """Completes the files and writes the manifest, last. May be called again after a crash."""
 
     def place(self) -> Path:

@@ -120,7 +120,7 @@ def build_cache(
         LockedError: another process is building it.
         MissingFileError, ArgumentError, MissingExtraError: sources, options or libraries that are not there.
     """
-    options = Options(
+    options = BuildOptions(
         layout=layout,
         storage=storage,
         dtype=dtype,
@@ -135,7 +135,7 @@ def build_cache(
 
 
 @dataclass(frozen=True)
-class Options:
+class BuildOptions:
     """How to build; see :func:`build_cache`."""
 
     layout: str = CONSOLIDATED
@@ -172,7 +172,7 @@ class Build:
         out: str | os.PathLike[str],
         tokenizer: Any,
         format: FormatBase | Mapping[str, Any] | str | None,
-        options: Options,
+        options: BuildOptions,
         progress: Watch | None = None,
     ) -> None:
         self.out = local_path(out, "out")

@@ -31,7 +31,7 @@ from actshard.errors import (
 )
 from actshard.location import Location
 from actshard.tokens import ledger as ledgers
-from actshard.tokens.building import Build, Options, Watch
+from actshard.tokens.building import Build, BuildOptions, Watch
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.examples import (
     CausalLmDataset,
@@ -70,7 +70,7 @@ from actshard.tokens.stream import Examples
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 
 SPLITS = ("train", "validation")
-_OPTIONS = [f.name for f in fields(Options) if f.name != "enforce_eos"]
+_OPTIONS = [f.name for f in fields(BuildOptions) if f.name != "enforce_eos"]
 
 
 class DatasetSourceConfigBase(ABC):
@@ -200,9 +200,6 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
         return sha
 
 
-Source = DatasetSourceConfigBase
-
-
 @dataclass(frozen=True)
 class DatasetComponent:
     """One dataset: where it comes from, where its caches are, what becomes of it.
@@ -217,7 +214,7 @@ class DatasetComponent:
         flat_cache: ``cache_dir`` is itself the cache, of training data.
     """
 
-    source: Source | None = None
+    source: DatasetSourceConfigBase | None = None
     cache_dir: str | None = None
     format: FormatBase = field(default_factory=TextFormat)
     pack: bool | int | str | None = None
@@ -474,7 +471,7 @@ class LmDataConfig:
             plan.path,
             None if isinstance(form, PrebuiltFormat) else self.the_tokenizer,
             form,
-            Options(enforce_eos=self.enforce_eos, **known(options, _OPTIONS, "build")),
+            BuildOptions(enforce_eos=self.enforce_eos, **known(options, _OPTIONS, "build")),
             progress,
         )
         cache = build.run()

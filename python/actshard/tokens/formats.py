@@ -194,11 +194,13 @@ class SupervisedFormat(FormatBase):
         check_types(self)
 
 
-Format = TextFormat | ChatFormat | PrebuiltFormat | SupervisedFormat
-FORMATS: dict[str, type[Format]] = {cls.type: cls for cls in (TextFormat, ChatFormat, PrebuiltFormat, SupervisedFormat)}
+RowFormat = TextFormat | ChatFormat | PrebuiltFormat | SupervisedFormat
+FORMATS: dict[str, type[RowFormat]] = {
+    cls.type: cls for cls in (TextFormat, ChatFormat, PrebuiltFormat, SupervisedFormat)
+}
 
 
-_LEVANTERS: dict[str, type[Format]] = {
+_LEVANTERS: dict[str, type[RowFormat]] = {
     "TextLmDatasetFormat": TextFormat,
     "ChatLmDatasetFormat": ChatFormat,
     "PrebuiltLmDatasetFormat": PrebuiltFormat,
@@ -229,7 +231,7 @@ def of_levanter(given: Any, kinds: Mapping[str, type[Any]]) -> Any:
     return cls(**{name: value for name, value in values.items() if name in names})
 
 
-def as_format(given: FormatBase | Mapping[str, Any] | str | None) -> Format:
+def as_format(given: FormatBase | Mapping[str, Any] | str | None) -> RowFormat:
     """A format: itself, its name, the ``format:`` block of Levanter's YAML, or a format object of Levanter.
 
     Raises:
@@ -256,7 +258,7 @@ def as_format(given: FormatBase | Mapping[str, Any] | str | None) -> Format:
     return within(where, lambda: cls(**known(options, [f.name for f in fields(cls)], where)))
 
 
-def as_dict(format: Format) -> dict[str, Any]:
+def as_dict(format: RowFormat) -> dict[str, Any]:
     """A format as plain values, without what is a function."""
     values = {name: value for name, value in asdict(format).items() if not callable(value) and name != "messages_key"}
     return {"type": format.type, **values}

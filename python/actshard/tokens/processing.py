@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from actshard.errors import ArgumentError, FormatError
 from actshard.tokens import templates
-from actshard.tokens.formats import ChatFormat, Format, PrebuiltFormat, SupervisedFormat, TextFormat
+from actshard.tokens.formats import ChatFormat, PrebuiltFormat, RowFormat, SupervisedFormat, TextFormat
 from actshard.tokens.sources import Record, RowProblem
 from actshard.tokens.tokenizer import Tokenizer
 
@@ -41,7 +41,7 @@ class Prepared:
 
 
 @dataclass
-class Rows:
+class RowsOfBatch:
     """A batch of rows: for each field the elements of all, and how many each row has."""
 
     elements: dict[str, NDArray[Any]]
@@ -95,7 +95,7 @@ class Processor(ABC):
             raise ArgumentError("this format needs a tokenizer")
         return self.tokenizer
 
-    def finish(self, prepared: Prepared, encoded: list[list[int]], what: str) -> Rows:
+    def finish(self, prepared: Prepared, encoded: list[list[int]], what: str) -> RowsOfBatch:
         """Makes rows."""
         flat: dict[str, list[Any]] = {name: [] for name in self.fields}
         lengths: dict[str, list[int]] = {name: [] for name in self.fields}
@@ -114,7 +114,7 @@ class Processor(ABC):
                 lengths[name].append(len(values))
         problems.sort(key=lambda p: p.number)
         elements = {name: self._joined(values, self.fields[name]) for name, values in flat.items()}
-        return Rows(elements, {name: np.array(n, np.int64) for name, n in lengths.items()}, problems)
+        return RowsOfBatch(elements, {name: np.array(n, np.int64) for name, n in lengths.items()}, problems)
 
     def _joined(self, values: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         if not values:
@@ -449,7 +449,7 @@ class SupervisedProcessor(Processor):
 
 
 def processor(
-    format: Format,
+    format: RowFormat,
     tokenizer: Tokenizer | None,
     dtype: Any = None,
     *,

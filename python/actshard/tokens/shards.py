@@ -80,10 +80,10 @@ class Task:
     now: tuple[Any, ...] | None = None
 
 
-Tell = Callable[[Counts], object]
+TellCounts = Callable[[Counts], object]
 
 
-def build_shard(source: AnySource, process: Processor, task: Task, tell: Tell) -> Counts:
+def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCounts) -> Counts:
     """Makes the shard of a source; it is there when it is whole.
 
     Raises:
@@ -193,7 +193,7 @@ def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[
             yield ready, future.result()
 
 
-def setup_as_dict(format: formats.Format, tokenizer: Tokenizer | None, options: dict[str, Any]) -> dict[str, Any]:
+def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, options: dict[str, Any]) -> dict[str, Any]:
     """What all tasks of a worker have in common, as JSON: a tokenizer is megabytes, and is sent once."""
     return {
         "format": formats.as_dict(format),

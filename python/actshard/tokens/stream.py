@@ -23,7 +23,7 @@ from actshard.epochs import Epochs, Loop
 from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError
 from actshard.tokens.orders import Key, Permutation, permutation, prng_key
 
-Shuffle = Literal["block", "feistel", "linear"] | Permutation | None
+TokenShuffle = Literal["block", "feistel", "linear"] | Permutation | None
 _SAMPLES = 8
 """Examples that a dataset is told from others by."""
 _ENDLESS = 1 << 20
@@ -47,7 +47,7 @@ class Streamed:
         self,
         batch_size: int,
         *,
-        shuffle: Shuffle = None,
+        shuffle: TokenShuffle = None,
         seed: int | Key = 0,
         epoch: int = 0,
         drop_last: bool = False,
@@ -104,7 +104,7 @@ class TokenStream(Epochs[Any]):
         dataset: Examples,
         batch_size: int,
         *,
-        shuffle: Shuffle = None,
+        shuffle: TokenShuffle = None,
         seed: int | Key = 0,
         epoch: int = 0,
         drop_last: bool = False,

@@ -36,7 +36,7 @@ class Fitted:
     ids: NDArray[np.int64] | None
 
 
-class Columns:
+class Decided:
     """What was decided about a dataset's columns; :meth:`fit` changes nothing, :meth:`keep` does."""
 
     def __init__(self, target: Target, tables: Iterable[pa.Table]) -> None:

@@ -28,9 +28,9 @@ from actshard.errors import (
     InternalError,
     from_os,
 )
-from actshard.formats.target import Block, Examples, Target
+from actshard.formats.target import AllExamples, Block, Target
 from actshard.work import EMPTY, Journal, make_folder, remove_made, rename, sync_folders, write_json
-from actshard.writing.columns import Columns, together
+from actshard.writing.columns import Decided, together
 from actshard.writing.existing import complete_at
 
 COMMIT_BYTES = 1 << 30
@@ -72,7 +72,7 @@ class Sink:
                 self._refuse_finished(resume)
             if self.journal.config:
                 self._continue(self.journal.config)
-            self.columns = Columns(target, self.journal.tables())
+            self.columns = Decided(target, self.journal.tables())
         except BaseException:
             self.journal.lock.release()
             raise
@@ -229,7 +229,7 @@ class Sink:
                     target.content_lengths = self._own_lengths
                 # From here on nothing is refused: every check was made when the examples were given.
                 self.journal.close()
-                target.finish(Examples(lengths, columns))
+                target.finish(AllExamples(lengths, columns))
                 self.journal.finish()
             place = target.place()
             if place != target.root:

@@ -9,7 +9,7 @@ import numpy as np
 from actshard._json import read_json
 from actshard.errors import ActshardError
 from actshard.formats.format import Tell
-from actshard.formats.hallulens.files import Array, Config, lines
+from actshard.formats.hallulens.files import Config, SampleArray, lines
 from actshard.formats.hallulens.read import Sample, sample_of
 from actshard.formats.report import Report
 from actshard.location import Location
@@ -80,7 +80,7 @@ def _samples(root: Location, report: Report) -> list[Sample]:
     return made
 
 
-def _check_lengths(root: Location, array: Array, samples: list[Sample], report: Report) -> None:
+def _check_lengths(root: Location, array: SampleArray, samples: list[Sample], report: Report) -> None:
     """The lengths of an array are those of the lines."""
     with report.noting(array.path):
         found = array.read(np.array([sample.row for sample in samples], np.int64)).tolist()

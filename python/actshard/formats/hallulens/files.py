@@ -33,7 +33,7 @@ _MODEST = 1 << 30
 
 
 @dataclass(frozen=True)
-class Array:
+class SampleArray:
     """An array of one row per allocated sample."""
 
     path: Location
@@ -141,7 +141,7 @@ class Config:
         """Stored layers: the embeddings and every block."""
         return self.blocks + 1
 
-    def arrays(self, path: Location) -> dict[str, Array]:
+    def arrays(self, path: Location) -> dict[str, SampleArray]:
         """All arrays by their names, whether they are there or not."""
         half, ids, floats = np.dtype("<f2"), np.dtype("<i4"), np.dtype("<f4")
         shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
@@ -156,7 +156,7 @@ class Config:
             "prompt_len": ((), ids),
             "response_len": ((), ids),
         }
-        return {name: Array(path / f"{name}.npy", shape, dtype) for name, (shape, dtype) in shapes.items()}
+        return {name: SampleArray(path / f"{name}.npy", shape, dtype) for name, (shape, dtype) in shapes.items()}
 
     @property
     def skipped(self) -> frozenset[str]:

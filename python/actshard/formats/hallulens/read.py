@@ -30,8 +30,8 @@ from actshard.formats.hallulens.files import (
     PROMPT,
     RESPONSE,
     STORAGE,
-    Array,
     Config,
+    SampleArray,
     lines,
     read_scores,
 )
@@ -125,7 +125,7 @@ class Capture:
             )
         )
 
-    def _check_rows(self, array: Array) -> int:
+    def _check_rows(self, array: SampleArray) -> int:
         """Rows of an array, which has to have those of all samples."""
         rows = array.rows(self.config.allocated)
         if len(self.numbers) and self.numbers.max() >= rows:
@@ -284,7 +284,7 @@ class Capture:
                 made[name] = [sample.line.get(name) for sample in samples]
         return made, len(samples)
 
-    def _array_column(self, array: Array, some: slice) -> Any:
+    def _array_column(self, array: SampleArray, some: slice) -> Any:
         """Rows of an array without what only fills them up."""
         self._check_rows(array)
         values = array.read(self.numbers[some])

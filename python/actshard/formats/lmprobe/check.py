@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from actshard import _native
 from actshard._json import Fields
 from actshard.errors import ActshardError, MissingFileError
-from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, TOKEN_LISTS, Dataset, int64_of, lists_of
+from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, TOKEN_LISTS, Extraction, int64_of, lists_of
 from actshard.formats.report import Report
 from actshard.location import Location
 
@@ -21,7 +21,7 @@ _FEW = 8
 def check(root: Location, report: Report, tell: Any) -> None:
     """The index's metadata, every tensor file's header, every address."""
     try:
-        dataset = Dataset(root, "auto")
+        dataset = Extraction(root, "auto")
     except ActshardError as error:
         report.error(error, root)
         return
@@ -119,7 +119,7 @@ def _claims(
             )
 
 
-def _check_hidden(dataset: Dataset, fields: Fields, named: set[Location], report: Report, tell: Any) -> None:
+def _check_hidden(dataset: Extraction, fields: Fields, named: set[Location], report: Report, tell: Any) -> None:
     layers = fields.integers("layers")
     full = fields.value.get("storage") == "full_sequence"
     shards = fields.items("shards")
@@ -156,7 +156,7 @@ def _check_hidden(dataset: Dataset, fields: Fields, named: set[Location], report
     _check_addresses(dataset, counts, lasts, full, report, tell)
 
 
-def _check_addresses(dataset: Dataset, counts: list[int], lasts: int, full: bool, report: Report, tell: Any) -> None:
+def _check_addresses(dataset: Extraction, counts: list[int], lasts: int, full: bool, report: Report, tell: Any) -> None:
     """Every address once, in range, and no row without one."""
     import pyarrow as pa
 
@@ -280,7 +280,7 @@ def _count(times: NDArray[np.uint8], rows: NDArray[np.int64]) -> None:
     times[unique] = np.minimum(times[unique].astype(np.int64) + n, 255).astype(np.uint8)
 
 
-def _check_logits(dataset: Dataset, fields: Fields, named: set[Location], report: Report) -> None:
+def _check_logits(dataset: Extraction, fields: Fields, named: set[Location], report: Report) -> None:
     shards = fields.items("shards")
     counts = [s.integer("num_prompts", minimum=0) for s in shards]
     values: list[tuple[str, int]] = []
@@ -322,7 +322,7 @@ def _check_logits(dataset: Dataset, fields: Fields, named: set[Location], report
             )
 
 
-def _check_router(dataset: Dataset, fields: Fields, named: set[Location], report: Report) -> None:
+def _check_router(dataset: Extraction, fields: Fields, named: set[Location], report: Report) -> None:
     layers = fields.integers("layers")
     counts = [s.integer("num_prompts", minimum=0) for s in fields.items("shards")]
     key = dataset.pattern(fields, "key_pattern", layers, 1, default=ROUTER_KEY)
@@ -338,7 +338,7 @@ def _check_router(dataset: Dataset, fields: Fields, named: set[Location], report
     _claims(fields, found, "num_experts", None, report) if not fields.has("row_bytes") else None
 
 
-def _check_columns(dataset: Dataset, report: Report) -> None:
+def _check_columns(dataset: Extraction, report: Report) -> None:
     """Columns of lists that lmprobe types by their first row."""
     import pyarrow as pa
 
@@ -353,7 +353,7 @@ def _check_columns(dataset: Dataset, report: Report) -> None:
             report.add("column-type", dataset.parts[0], "lists of text", "lists of numbers", f"column '{field.name}'")
 
 
-def _check_texts(dataset: Dataset, report: Report) -> None:
+def _check_texts(dataset: Extraction, report: Report) -> None:
     """lmprobe finds a prompt's rows by its text: of equal texts it reads the last one's for all."""
     if dataset.names.count("text") != 1:
         return

@@ -13,7 +13,7 @@ from actshard import _native
 from actshard._json import Fields
 from actshard.errors import FormatError, MissingFileError, UnsupportedError, from_os
 from actshard.formats.contents import Contents
-from actshard.formats.lmprobe.read import TOKEN_LISTS, Dataset
+from actshard.formats.lmprobe.read import TOKEN_LISTS, Extraction
 from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
 from actshard.formats.merging import Merge, Merger
 from actshard.location import Location
@@ -25,7 +25,7 @@ _HIDDEN_FILE = "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
 _BESIDE = ("logits_topk", "router_logits")
 
 
-def _schema(datasets: Sequence[Dataset]) -> Any:
+def _schema(datasets: Sequence[Extraction]) -> Any:
     """The columns of all indexes."""
     import pyarrow as pa
 
@@ -36,7 +36,7 @@ def _schema(datasets: Sequence[Dataset]) -> Any:
 
 
 def _check(plan: Merge) -> None:
-    datasets = [Dataset(Location.at(p), "auto") for p in plan.parts]
+    datasets = [Extraction(Location.at(p), "auto") for p in plan.parts]
     for path, dataset in zip(plan.parts, datasets, strict=True):
         twice = sorted({n for n in dataset.names if dataset.names.count(n) > 1})
         if twice:
@@ -64,7 +64,7 @@ def _run(plan: Merge) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    datasets = [Dataset(Location.at(p), "auto") for p in plan.parts]
+    datasets = [Extraction(Location.at(p), "auto") for p in plan.parts]
     hidden = [d.hidden for d in datasets]
     described = [h.value if h is not None else {"shards": [], "layers": []} for h in hidden]
     full = described[0].get("storage") == "full_sequence"

@@ -81,7 +81,7 @@ def detect(path: Location) -> Evidence:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads the index's schema metadata and addressing columns, and one safetensors header."""
-    return Dataset(path, options.io).contents()
+    return Extraction(path, options.io).contents()
 
 
 def _find_parts(path: Location) -> tuple[Location, list[Location]]:
@@ -104,7 +104,7 @@ def _find_parts(path: Location) -> tuple[Location, list[Location]]:
     return path, [index / entry.name for entry in index.entries("*.parquet")]
 
 
-class Dataset:
+class Extraction:
     """One dataset while it is opened; afterwards it serves the columns and tensors that are asked for later."""
 
     def __init__(self, path: Location, io: str) -> None:

@@ -31,8 +31,8 @@ from actshard.formats.target import (
     LOGITS,
     ROUTER,
     TEXTS,
+    AllExamples,
     Block,
-    Examples,
     Spec,
     Target,
     arrays_in,
@@ -316,7 +316,7 @@ class LmprobeTarget(Target):
 
     # -- finishing -------------------------------------------------------------------------------------------------
 
-    def finish(self, examples: Examples) -> None:
+    def finish(self, examples: AllExamples) -> None:
         tokens = examples.lengths[:, 0]
         self.restore([], examples.lengths)
         n, per = len(examples), self.rows_per_shard
@@ -399,7 +399,7 @@ class LmprobeTarget(Target):
             return {**made, "last_token_shards": lasts, "shards": shards}
         return {**made, "pooling": self.pooling, "row_bytes": self.row_bytes, "shards": shards}
 
-    def _columns(self, examples: Examples, tokens: NDArray[np.int64]) -> dict[str, Any]:
+    def _columns(self, examples: AllExamples, tokens: NDArray[np.int64]) -> dict[str, Any]:
         """The index's columns by name, but for the lists per token."""
         import pyarrow as pa
 
@@ -449,7 +449,7 @@ class LmprobeTarget(Target):
         except pa.ArrowException as error:
             raise ArgumentError(f"num_tokens: expected 32-bit integers: {error}") from error
 
-    def _beside(self, examples: Examples, columns: dict[str, Any]) -> dict[str, Any]:
+    def _beside(self, examples: AllExamples, columns: dict[str, Any]) -> dict[str, Any]:
         """Logits and router tensors: out of the columns and into files of their own; their descriptors."""
         import pyarrow as pa
 
@@ -524,7 +524,7 @@ class LmprobeTarget(Target):
         _native.sync_files([working])
         rename(working, path)
 
-    def _write_index(self, examples: Examples, columns: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def _write_index(self, examples: AllExamples, columns: dict[str, Any], tensors: dict[str, Any]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 

@@ -116,7 +116,7 @@ def _natural(path: Location) -> list[tuple[int, str]]:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ListedShard:
     """A shard as its metadata.json lists it."""
 
     path: Location
@@ -148,7 +148,7 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     """Folders of several machines as one dataset, in this order."""
     warnings: list[Remark] = []
     metadata = [Fields(read_json(m / "metadata.json"), m / "metadata.json") for m in machines]
-    shards: list[Shard] = []
+    shards: list[ListedShard] = []
     order: dict[int, None] = {}
     for folder, fields in zip(machines, metadata, strict=True):
         own: list[Remark] = []
@@ -229,7 +229,7 @@ def _config(metadata: Fields) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _shards(folder: Location, metadata: Fields, options: Options, warnings: list[Remark]) -> list[Shard]:
+def _shards(folder: Location, metadata: Fields, options: Options, warnings: list[Remark]) -> list[ListedShard]:
     """The shards that a metadata.json lists."""
     version = metadata.value.get("version")
     if not isinstance(version, str) or not re.match(r"\d+(\.\d+)*$", version):
@@ -240,7 +240,7 @@ def _shards(folder: Location, metadata: Fields, options: Options, warnings: list
         warnings.append(
             Remark("version", f"version {version} is newer than actshard knows (1.0): fields may mean something else")
         )
-    made: list[Shard] = []
+    made: list[ListedShard] = []
     names: set[str] = set()
     unchecked = 0
     for fields in metadata.items("shards"):
@@ -254,7 +254,7 @@ def _shards(folder: Location, metadata: Fields, options: Options, warnings: list
     return made
 
 
-def shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str], options: Options) -> Shard:
+def shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str], options: Options) -> ListedShard:
     """One entry of a metadata.json, checked; its name is added to those that are taken."""
     name = fields.text("filename")
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
@@ -267,7 +267,7 @@ def shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str]
     if any(not abs(layer) < 1 << 30 for layer in layers):
         raise fields.error("layers", "numbers of layers")
     compressed = fields.boolean("compressed") if fields.has("compressed") else name.endswith(".gz")
-    return Shard(
+    return ListedShard(
         folder / name,
         compressed,
         fields.integer("size_bytes", minimum=0) if options.checksums and fields.has("size_bytes") else None,
@@ -322,7 +322,7 @@ def _limit(metadata: Fields, items: int) -> int:
     return _UNLIMITED
 
 
-def _check_statistics(metadata: Fields, shards: Sequence[Shard], warnings: list[Remark]) -> None:
+def _check_statistics(metadata: Fields, shards: Sequence[ListedShard], warnings: list[Remark]) -> None:
     statistics = metadata.value.get("statistics")
     if not isinstance(statistics, dict):
         return
@@ -332,7 +332,7 @@ def _check_statistics(metadata: Fields, shards: Sequence[Shard], warnings: list[
             warnings.append(Remark("claim", f"statistics.{name} says {show(said)}, the shards listed are {found}"))
 
 
-def _check_extraction(metadata: Fields, shards: Sequence[Shard], width: int, warnings: list[Remark]) -> None:
+def _check_extraction(metadata: Fields, shards: Sequence[ListedShard], width: int, warnings: list[Remark]) -> None:
     """What the extraction says of its layers and their width, held against the shards."""
     config = _config(metadata)
     extracted, held = config.get("layers_extracted"), {layer for shard in shards for layer in shard.layers}
@@ -353,7 +353,7 @@ def _check_extraction(metadata: Fields, shards: Sequence[Shard], width: int, war
         )
 
 
-def _check_unique(shards: Sequence[Shard], rows: Rows) -> None:
+def _check_unique(shards: Sequence[ListedShard], rows: Rows) -> None:
     """No sample_idx stands in two shards.
 
     Ranges that do not overlap settle it, and so do ranges in which every number is a sample. What remains is looked up: each
@@ -397,7 +397,7 @@ def _check_unique(shards: Sequence[Shard], rows: Rows) -> None:
         raise _twice(shards, i, j, int(both[0]), len(both))
 
 
-def _twice(shards: Sequence[Shard], i: int, j: int, number: int, how_many: int) -> FormatError:
+def _twice(shards: Sequence[ListedShard], i: int, j: int, number: int, how_many: int) -> FormatError:
     one, other = sorted((shards[i].path, shards[j].path))
     return FormatError(
         f"sample_idx {number} is in {other} too ({how_many} numbers are in both): numbers must be unique over all "
@@ -427,14 +427,14 @@ def _few(names: set[str]) -> str:
     return ", ".join(name[:60] for name in some[:20]) + (f" and {len(some) - 20} more" if len(some) > 20 else "")
 
 
-def _first_shards(shards: Sequence[Shard], examples: int) -> list[int]:
+def _first_shards(shards: Sequence[ListedShard], examples: int) -> list[int]:
     """The shards that hold the first examples."""
     before = itertools.accumulate((s.samples for s in shards), initial=0)
     return [i for i, (s, held) in enumerate(zip(shards, before, strict=False)) if s.samples and held < examples]
 
 
 def _columns(
-    path: Location, rows: Rows, shards: Sequence[Shard], names: Sequence[str], only: Sequence[int] | None = None
+    path: Location, rows: Rows, shards: Sequence[ListedShard], names: Sequence[str], only: Sequence[int] | None = None
 ) -> pa.Table:
     asked = set(names)
     parts: list[tuple[dict[str, list[Any]], int]] = []

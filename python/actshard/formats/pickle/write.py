@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from actshard import _native
 from actshard.errors import ArgumentError
-from actshard.formats.target import PREVIEW, TEXTS, Block, Examples, Spec, Target, check_times, flag, only, positive
+from actshard.formats.target import PREVIEW, TEXTS, AllExamples, Block, Spec, Target, check_times, flag, only, positive
 from actshard.work import make_folder, rename, sync_folders, write_json
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class PickleTarget(Target):
             out.end_list()
         return ids, out.done()
 
-    def finish(self, examples: Examples) -> None:
+    def finish(self, examples: AllExamples) -> None:
         n = len(examples)
         longest = int(examples.lengths.max(initial=0))
         given = dict(self.spec.metadata)

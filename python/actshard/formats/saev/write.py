@@ -21,7 +21,7 @@ from actshard import _native
 from actshard._json import read_json
 from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError, UnfinishedError
 from actshard.formats.saev.read import ITEMSIZE, LENGTHS, hashes
-from actshard.formats.target import PATCH_LABELS, Block, Examples, Spec, Target, array_of, flag, positive
+from actshard.formats.target import PATCH_LABELS, AllExamples, Block, Spec, Target, array_of, flag, positive
 from actshard.work import FOLDER, rename, sync_folders, write_bytes, write_json
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ class SaevTarget(Target):
         sync_folders([self.root])
         self._dirty.clear()
 
-    def finish(self, examples: Examples) -> None:
+    def finish(self, examples: AllExamples) -> None:
         n, eps = len(examples), self.eps
         counts = [min(eps, n - first) for first in range(0, n, eps)]
         last = self._shard(len(counts) - 1)

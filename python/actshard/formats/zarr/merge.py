@@ -13,7 +13,7 @@ from actshard import _native
 from actshard.errors import ArgumentError
 from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Merge, Merger, check_column_types
-from actshard.formats.target import Examples, Spec
+from actshard.formats.target import AllExamples, Spec
 from actshard.formats.zarr.read import ACTIVATIONS, Member, is_group, members_of
 from actshard.formats.zarr.read import open as open_store
 from actshard.formats.zarr.write import OWN_ATTRIBUTES, ZarrTarget
@@ -127,7 +127,7 @@ def _one_store(plan: Merge) -> Path:
     every = np.concatenate(lengths)
     target.restore([], every)
     columns = pa.concat_tables(tables, promote_options="permissive") if tables[0].num_columns else None
-    target.finish(Examples(every, columns))
+    target.finish(AllExamples(every, columns))
     return plan.path
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from actshard import _native
 from actshard.errors import ArgumentError, FormatError
-from actshard.formats.target import Block, Examples, Spec, Target, check_times, only, positive, uniform
+from actshard.formats.target import AllExamples, Block, Spec, Target, check_times, only, positive, uniform
 from actshard.formats.zarr.placing import Placed, place
 from actshard.formats.zarr.read import ACTIVATIONS
 from actshard.work import make_folder, sync_folders, write_json
@@ -174,7 +174,7 @@ class ZarrTarget(Target):
 
     # -- finishing -------------------------------------------------------------------------------------------------
 
-    def finish(self, examples: Examples) -> None:
+    def finish(self, examples: AllExamples) -> None:
         tokens = examples.lengths[:, 0]
         self._drop_uncounted(len(examples))
         t_max = self.t_max or max(self.longest, 1)
