@@ -1,4 +1,4 @@
-//! What had to be decoded, kept while a memory budget lasts.
+//! What had to be decoded, kept while a memory budget lasts, and decoded by one thread at a time.
 //!
 //! Least recently used goes first. What is thrown out lives on while somebody still reads it, so the budget bounds what is
 //! *kept*; who decodes many things at once bounds what is in flight. The lock is tried and never waited for long: a child
@@ -6,119 +6,105 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::{self, ThreadId};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
+use super::flight::{Begun, Flight, Flights, Waited};
 use crate::memory::block::Block;
 use crate::threads::fork::ForkMutex;
 
 /// What a [`Cache`] may keep.
-pub trait Kept {
+pub trait Cached {
     /// Bytes of memory that it takes.
     fn size(&self) -> usize;
+
+    /// Whether it is kept in place of another one of the same key, because it holds more of the unit.
+    fn replaces(&self, _kept: &Self) -> bool {
+        false
+    }
 }
 
-impl Kept for Block {
+impl Cached for Block {
     fn size(&self) -> usize {
         self.footprint()
     }
 }
 
-/// Decoded things by number, or by another key.
+/// How long a thread waits for another one's decoding before it decodes by itself: that one may run Python code, and may wait
+/// for this thread.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Decoded units by key. A key names a unit completely: caches that several arrays share need a key with the array in it.
 #[derive(Debug)]
 pub struct Cache<T = Block, K = u64> {
     budget: u64,
-    /// How long a thread waits for another one's decoding before it decodes by itself: that one may run Python code, and may
-    /// wait for this thread.
     patience: Duration,
     state: ForkMutex<State<T, K>>,
+    decoded: AtomicU64,
 }
 
 #[derive(Debug)]
 struct State<T, K> {
-    blocks: HashMap<K, (Arc<T>, u64)>,
+    units: HashMap<K, (Arc<T>, u64)>,
     /// The same keys by when they were used last.
     by_age: BTreeMap<u64, K>,
-    /// What is being decoded.
-    flights: HashMap<K, Arc<Flight<T>>>,
+    flights: Flights<T, K>,
     now: u64,
     used: u64,
 }
 
-/// One decoding that other threads wait for.
-#[derive(Debug)]
-struct Flight<T> {
-    pid: u32,
-    thread: ThreadId,
-    /// `None` until it ends; then what was decoded, if it succeeded.
-    result: Mutex<Option<Option<Arc<T>>>>,
-    ended: Condvar,
+/// The answer to a thread that needs a unit.
+pub enum Lookup<'a, T: Cached, K: Clone + Eq + Hash> {
+    /// It is kept.
+    Kept(Arc<T>),
+    /// This thread decodes it.
+    Mine(Turn<'a, T, K>),
+    /// Another thread is decoding it.
+    Theirs(Arc<Flight<T>>),
 }
 
-impl<T> Flight<T> {
-    fn new(pid: u32) -> Flight<T> {
-        Flight { pid, thread: thread::current().id(), result: Mutex::new(None), ended: Condvar::new() }
-    }
-
-    /// Whether it can be waited for: not if it was begun before a fork (no thread of this process does it), nor if it ended
-    /// and could not be taken from the list.
-    fn is_flying(&self, pid: u32) -> bool {
-        self.pid == pid && self.result.lock().unwrap_or_else(PoisonError::into_inner).is_none()
-    }
-
-    /// Waits for what is decoded.
-    fn wait(&self, patience: Duration) -> Waited<T> {
-        let until = Instant::now() + patience;
-        let mut result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            if let Some(ended) = result.as_ref() {
-                return ended.clone().map_or(Waited::Failed, Waited::Made);
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Waited::TooLong;
-            }
-            result = self.ended.wait_timeout(result, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-    }
-}
-
-enum Waited<T> {
-    Made(Arc<T>),
-    Failed,
-    TooLong,
-}
-
-/// Ends a flight, also when decoding panics.
-struct Landing<'a, T: Kept, K: Copy + Eq + Hash> {
+/// The turn to decode a unit. Dropped without a unit, also by a panic, it tells the waiting threads to try themselves.
+pub struct Turn<'a, T: Cached, K: Clone + Eq + Hash> {
     cache: &'a Cache<T, K>,
-    number: K,
-    flight: Arc<Flight<T>>,
-    made: Option<Arc<T>>,
+    key: K,
+    /// `None` where no thread waits for this one.
+    flight: Option<Arc<Flight<T>>>,
 }
 
-impl<T: Kept, K: Copy + Eq + Hash> Drop for Landing<'_, T, K> {
-    fn drop(&mut self) {
-        if let Some(made) = &self.made {
-            self.cache.put(self.number, made);
-        }
-        *self.flight.result.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.made.take());
-        self.flight.ended.notify_all();
-        if let Some(mut guard) = self.cache.state.lock_briefly()
-            && guard.flights.get(&self.number).is_some_and(|f| Arc::ptr_eq(f, &self.flight))
-        {
-            guard.flights.remove(&self.number);
+impl<T: Cached, K: Clone + Eq + Hash> Turn<'_, T, K> {
+    /// Keeps the unit and hands it to the waiting threads.
+    pub fn keep(self, made: &Arc<T>) {
+        self.cache.put(self.key.clone(), made);
+        self.hand_over(made);
+    }
+
+    /// Hands the unit to the waiting threads.
+    pub fn hand_over(self, made: &Arc<T>) {
+        if let Some(flight) = &self.flight {
+            flight.end(Some(Arc::clone(made)));
         }
     }
 }
 
-impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
+impl<T: Cached, K: Clone + Eq + Hash> Drop for Turn<'_, T, K> {
+    fn drop(&mut self) {
+        let Some(flight) = self.flight.take() else { return };
+        flight.end(None);
+        // One that stays in the list because that cannot be had now is not waited for: it has ended.
+        if let Some(mut guard) = self.cache.state.lock_briefly() {
+            guard.flights.remove(&self.key, &flight);
+        }
+    }
+}
+
+impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
     /// Keeps at most `budget` bytes.
     pub fn new(budget: u64) -> Cache<T, K> {
         let empty =
-            || State { blocks: HashMap::new(), by_age: BTreeMap::new(), flights: HashMap::new(), now: 0, used: 0 };
-        Cache { budget, patience: Duration::from_secs(5), state: ForkMutex::new(empty(), empty()) }
+            || State { units: HashMap::new(), by_age: BTreeMap::new(), flights: Flights::new(), now: 0, used: 0 };
+        let state = ForkMutex::new(empty(), empty());
+        Cache { budget, patience: PATIENCE, state, decoded: AtomicU64::new(0) }
     }
 
     /// Bytes that may be kept.
@@ -126,75 +112,89 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
         self.budget
     }
 
-    /// A block, if it is kept.
-    pub fn get(&self, number: K) -> Option<Arc<T>> {
-        self.state.lock_briefly()?.get(number)
+    /// Bytes kept now.
+    pub fn used(&self) -> u64 {
+        self.state.lock_briefly().map_or(0, |guard| guard.used)
     }
 
-    /// A block that is kept, or else what `load` makes, kept from now on. Threads that ask for the same block at once wait
-    /// for one of them; if that one fails or takes long, they try themselves. So does a thread that is decoding this block
-    /// already: a signal handler or finalizer that runs while Python decodes would wait for itself.
-    pub fn get_or_load<E>(
-        &self,
-        number: K,
-        load: impl FnOnce() -> Result<Option<Arc<T>>, E>,
-    ) -> Result<Option<Arc<T>>, E> {
-        let pid = std::process::id();
-        let landing = loop {
-            let Some(mut guard) = self.state.lock_briefly() else { break None };
-            if let Some(block) = guard.get(number) {
-                return Ok(Some(block));
-            }
-            let Some(flight) = guard.flights.get(&number).filter(|f| f.is_flying(pid)).cloned() else {
-                let flight = Arc::new(Flight::new(pid));
-                guard.flights.insert(number, Arc::clone(&flight));
-                break Some(Landing { cache: self, number, flight, made: None });
-            };
-            drop(guard);
-            if flight.thread == thread::current().id() {
-                break None;
-            }
-            match flight.wait(self.patience) {
-                Waited::Made(block) => return Ok(Some(block)),
-                Waited::Failed => {}
-                Waited::TooLong => break None,
-            }
-        };
-        let made = load()?;
-        match landing {
-            Some(mut landing) => landing.made.clone_from(&made),
-            None => {
-                if let Some(block) = &made {
-                    self.put(number, block);
+    /// Units that [`Cache::get_or_load`] decoded so far.
+    pub fn decoded(&self) -> u64 {
+        self.decoded.load(Ordering::Relaxed)
+    }
+
+    /// A unit, if it is kept.
+    pub fn get(&self, key: K) -> Option<Arc<T>> {
+        self.state.lock_briefly()?.get(key)
+    }
+
+    /// A unit that is kept and holds enough, or else the turn to decode it, or the thread that is decoding it. A thread that
+    /// decodes this unit already gets another turn: a signal handler or finalizer that runs while Python decodes would
+    /// wait for itself.
+    pub fn look_up(&self, key: K, enough: impl Fn(&T) -> bool) -> Lookup<'_, T, K> {
+        let flight = match self.state.lock_briefly() {
+            Some(mut guard) => {
+                if let Some(unit) = guard.get(key.clone()).filter(|unit| enough(unit)) {
+                    return Lookup::Kept(unit);
+                }
+                match guard.flights.begin(key.clone()) {
+                    Begun::Theirs(flight) => return Lookup::Theirs(flight),
+                    Begun::Mine(flight) => Some(flight),
+                    Begun::Again => None,
                 }
             }
-        }
-        Ok(made)
+            // A list that cannot be had now is done without.
+            None => None,
+        };
+        Lookup::Mine(Turn { cache: self, key, flight })
     }
 
-    /// Keeps a block in place of those that were not used for longest; one larger than the budget in place of all, until
+    /// A unit that is kept and holds enough, or else what `load` makes, kept from now on. Threads that ask for the same unit
+    /// at once wait for one of them; if that one fails or takes long, they try themselves.
+    pub fn get_or_load<E>(
+        &self,
+        key: K,
+        enough: impl Fn(&T) -> bool,
+        load: impl FnOnce() -> Result<Option<T>, E>,
+    ) -> Result<Option<Arc<T>>, E> {
+        let turn = loop {
+            match self.look_up(key.clone(), &enough) {
+                Lookup::Kept(unit) => return Ok(Some(unit)),
+                Lookup::Mine(turn) => break turn,
+                Lookup::Theirs(flight) => match flight.wait(Some(self.patience), &mut || false) {
+                    Waited::Made(unit) if enough(&unit) => return Ok(Some(unit)),
+                    Waited::Made(_) | Waited::Failed => {}
+                    Waited::TooLong | Waited::Interrupted => break Turn { cache: self, key, flight: None },
+                },
+            }
+        };
+        let Some(made) = load()?.map(Arc::new) else { return Ok(None) };
+        self.decoded.fetch_add(1, Ordering::Relaxed);
+        turn.keep(&made);
+        Ok(Some(made))
+    }
+
+    /// Keeps a unit in place of those that were not used for longest; one larger than the budget in place of all, until
     /// the next: who reads from it goes on reading from it.
-    pub fn put(&self, number: K, block: &Arc<T>) {
-        let bytes = block.size() as u64;
+    pub fn put(&self, key: K, unit: &Arc<T>) {
+        let bytes = unit.size() as u64;
         let Some(mut guard) = self.state.lock_briefly() else { return };
-        if guard.blocks.contains_key(&number) {
-            return;
+        match guard.units.get(&key) {
+            Some((kept, _)) if !unit.replaces(kept) => return,
+            Some(_) => guard.remove(&key),
+            None => {}
         }
         guard.shrink(self.budget.saturating_sub(bytes));
         guard.now += 1;
         let now = guard.now;
         guard.used += bytes;
-        guard.by_age.insert(now, number);
-        guard.blocks.insert(number, (Arc::clone(block), now));
+        guard.by_age.insert(now, key.clone());
+        guard.units.insert(key, (Arc::clone(unit), now));
     }
 
-    /// Forgets a block: a better one follows.
-    pub fn remove(&self, number: K) {
-        if let Some(mut guard) = self.state.lock_briefly()
-            && let Some((block, used_at)) = guard.blocks.remove(&number)
-        {
-            guard.by_age.remove(&used_at);
-            guard.used -= block.size() as u64;
+    /// Forgets a unit.
+    pub fn remove(&self, key: K) {
+        if let Some(mut guard) = self.state.lock_briefly() {
+            guard.remove(&key);
         }
     }
 
@@ -204,43 +204,50 @@ impl<T: Kept, K: Copy + Eq + Hash> Cache<T, K> {
             guard.shrink(self.budget.saturating_sub(bytes));
         }
     }
-
-    /// Bytes kept now.
-    pub fn used(&self) -> u64 {
-        self.state.lock_briefly().map_or(0, |guard| guard.used)
-    }
 }
 
-impl<T, K: Copy + Eq + Hash> State<T, K> {
-    fn get(&mut self, number: K) -> Option<Arc<T>> {
-        let (block, used_at) = self.blocks.get_mut(&number)?;
+impl<T, K: Clone + Eq + Hash> State<T, K> {
+    fn get(&mut self, key: K) -> Option<Arc<T>> {
+        let (unit, used_at) = self.units.get_mut(&key)?;
         self.by_age.remove(used_at);
         self.now += 1;
         *used_at = self.now;
-        self.by_age.insert(self.now, number);
-        Some(Arc::clone(block))
+        self.by_age.insert(self.now, key);
+        Some(Arc::clone(unit))
     }
 }
 
-impl<T: Kept, K: Copy + Eq + Hash> State<T, K> {
+impl<T: Cached, K: Clone + Eq + Hash> State<T, K> {
+    fn remove(&mut self, key: &K) {
+        if let Some((unit, used_at)) = self.units.remove(key) {
+            self.by_age.remove(&used_at);
+            self.used -= unit.size() as u64;
+        }
+    }
+
     fn shrink(&mut self, to: u64) {
         while self.used > to
-            && let Some((_, number)) = self.by_age.pop_first()
+            && let Some((_, key)) = self.by_age.pop_first()
         {
-            if let Some((block, _)) = self.blocks.remove(&number) {
-                self.used -= block.size() as u64;
+            if let Some((unit, _)) = self.units.remove(&key) {
+                self.used -= unit.size() as u64;
             }
         }
     }
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#[allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
+    use std::thread;
 
     use super::*;
     use proptest::prelude::*;
+
+    fn whatever(_: &Block) -> bool {
+        true
+    }
 
     #[test]
     fn a_child_that_lost_the_lock_keeps_blocks_all_the_same() {
@@ -271,10 +278,10 @@ mod tests {
             for _ in 0..8 {
                 scope.spawn(|| {
                     together.wait();
-                    let block = cache.get_or_load(3, || {
+                    let block = cache.get_or_load(3, whatever, || {
                         loads.fetch_add(1, Ordering::Relaxed);
                         std::thread::sleep(Duration::from_millis(50));
-                        Ok::<_, ()>(Some(Arc::new(Block::from(vec![1; 8]))))
+                        Ok::<_, ()>(Some(Block::from(vec![1; 8])))
                     });
                     assert_eq!(block.unwrap().unwrap().len(), 8);
                 });
@@ -286,13 +293,13 @@ mod tests {
     #[test]
     fn a_load_that_fails_or_panics_is_tried_again() {
         let cache: Cache = Cache::new(100);
-        assert_eq!(cache.get_or_load(1, || Err(5)).err(), Some(5));
+        assert_eq!(cache.get_or_load(1, whatever, || Err(5)).err(), Some(5));
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let _ = cache.get_or_load(1, || -> Result<_, ()> { std::panic::panic_any(7) });
+            let _ = cache.get_or_load(1, whatever, || -> Result<_, ()> { std::panic::panic_any(7) });
         }));
         assert!(panicked.is_err());
-        assert!(cache.get_or_load(1, || Ok::<_, ()>(None)).unwrap().is_none());
-        let made = cache.get_or_load(1, || Ok::<_, ()>(Some(Arc::new(Block::from(vec![2])))));
+        assert!(cache.get_or_load(1, whatever, || Ok::<_, ()>(None)).unwrap().is_none());
+        let made = cache.get_or_load(1, whatever, || Ok::<_, ()>(Some(Block::from(vec![2]))));
         assert_eq!(made.unwrap().unwrap()[..], [2]);
     }
 
@@ -300,13 +307,13 @@ mod tests {
     #[test]
     fn a_load_that_ended_is_not_waited_for_though_it_is_still_listed() {
         let cache: Cache = Cache::new(100);
-        for (round, first) in [Err(5), Ok(None), Ok(Some(Arc::new(Block::from(vec![1]))))].into_iter().enumerate() {
+        for (round, first) in [Err(5), Ok(None), Ok(Some(Block::from(vec![1])))].into_iter().enumerate() {
             let ended = thread::scope(|scope| {
                 let (locked, is_locked) = std::sync::mpsc::channel();
                 let (release, released) = std::sync::mpsc::channel::<()>();
                 let cache = &cache;
                 let loads = scope.spawn(move || {
-                    cache.get_or_load(3, || {
+                    cache.get_or_load(3, whatever, || {
                         scope.spawn(move || {
                             let _guard = cache.state.lock_briefly().unwrap();
                             locked.send(()).unwrap();
@@ -325,7 +332,7 @@ mod tests {
             thread::scope(|scope| {
                 let cache = &cache;
                 scope.spawn(move || {
-                    let made = cache.get_or_load(3, || Ok::<_, ()>(Some(Arc::new(Block::from(vec![2])))));
+                    let made = cache.get_or_load(3, whatever, || Ok::<_, ()>(Some(Block::from(vec![2]))));
                     done.send(made.unwrap().unwrap()[..] == [2]).unwrap();
                 });
                 let right = is_done.recv_timeout(Duration::from_secs(30));
@@ -342,8 +349,11 @@ mod tests {
     #[test]
     fn a_thread_that_loads_a_block_does_not_wait_for_itself() {
         let cache: Cache = Cache::new(100);
-        let block = |n: u8| Ok::<_, ()>(Some(Arc::new(Block::from(vec![n]))));
-        let made = cache.get_or_load(3, || cache.get_or_load(3, || block(1)));
+        let block = |n: u8| Ok::<_, ()>(Some(Block::from(vec![n])));
+        let made = cache.get_or_load(3, whatever, || {
+            let again = cache.get_or_load(3, whatever, || block(1)).unwrap().unwrap();
+            block(again[0])
+        });
         assert_eq!(made.unwrap().unwrap()[..], [1]);
     }
 
@@ -352,9 +362,10 @@ mod tests {
     fn a_load_that_waits_for_who_waits_for_it_is_not_waited_for_for_ever() {
         let mut cache: Cache = Cache::new(100);
         cache.patience = Duration::from_millis(20);
-        let block = |n: u8| Ok::<_, ()>(Some(Arc::new(Block::from(vec![n]))));
-        let made = cache.get_or_load(3, || {
-            let other = thread::scope(|scope| scope.spawn(|| cache.get_or_load(3, || block(1))).join().unwrap());
+        let block = |n: u8| Ok::<_, ()>(Some(Block::from(vec![n])));
+        let made = cache.get_or_load(3, whatever, || {
+            let other =
+                thread::scope(|scope| scope.spawn(|| cache.get_or_load(3, whatever, || block(1))).join().unwrap());
             assert_eq!(other.unwrap().unwrap()[..], [1]);
             block(1)
         });
@@ -365,10 +376,72 @@ mod tests {
     #[test]
     fn a_load_of_the_parents_is_not_waited_for() {
         let cache: Cache = Cache::new(100);
-        let flight = Flight::new(std::process::id() + 1);
-        cache.state.lock_briefly().unwrap().flights.insert(3, Arc::new(flight));
-        let made = cache.get_or_load(3, || Ok::<_, ()>(Some(Arc::new(Block::from(vec![3])))));
+        cache.state.lock_briefly().unwrap().flights.begin_elsewhere(3);
+        let made = cache.get_or_load(3, whatever, || Ok::<_, ()>(Some(Block::from(vec![3]))));
         assert_eq!(made.unwrap().unwrap()[..], [3]);
+    }
+
+    #[test]
+    fn a_turn_in_a_turn_does_not_end_the_first() {
+        let cache: Cache = Cache::new(100);
+        let Lookup::Mine(outer) = cache.look_up(3, whatever) else { panic!("a unit that is not kept") };
+        let Lookup::Mine(inner) = cache.look_up(3, whatever) else { panic!("the thread waits for itself") };
+        inner.hand_over(&Arc::new(Block::from(vec![1])));
+        thread::scope(|scope| {
+            let theirs = scope.spawn(|| matches!(cache.look_up(3, whatever), Lookup::Theirs(_)));
+            assert!(theirs.join().unwrap(), "the first still decodes");
+        });
+        drop(outer);
+        assert!(matches!(cache.look_up(3, whatever), Lookup::Mine(_)));
+    }
+
+    /// As in a child forked while another thread had the list, or where that thread sleeps for longer than this one tries.
+    #[test]
+    fn a_list_that_cannot_be_had_holds_up_no_thread() {
+        let cache: Cache = Cache::new(100);
+        let Lookup::Mine(failed) = cache.look_up(3, whatever) else { panic!("a unit that is not kept") };
+        let list = cache.state.lock_briefly().unwrap();
+        drop(failed);
+        drop(list);
+        assert!(matches!(cache.look_up(3, whatever), Lookup::Mine(_)), "what failed is still waited for");
+        std::mem::forget(cache.state.lock_briefly().unwrap());
+        assert!(matches!(cache.look_up(3, whatever), Lookup::Mine(_)));
+    }
+
+    #[test]
+    fn a_waiting_thread_is_stopped_by_its_watch() {
+        let cache: Cache = Cache::new(100);
+        let Lookup::Mine(_turn) = cache.look_up(3, whatever) else { panic!("a unit that is not kept") };
+        let waited = thread::scope(|scope| {
+            let waits = scope.spawn(|| match cache.look_up(3, whatever) {
+                Lookup::Theirs(flight) => Some(flight.wait(None, &mut || true)),
+                _ => None,
+            });
+            waits.join().unwrap()
+        });
+        assert!(matches!(waited, Some(Waited::Interrupted)));
+    }
+
+    /// The beginning of a unit is kept until more of it is needed.
+    #[test]
+    fn more_of_a_unit_replaces_less_of_it() {
+        #[derive(Debug)]
+        struct Prefix(usize);
+        impl Cached for Prefix {
+            fn size(&self) -> usize {
+                self.0
+            }
+            fn replaces(&self, kept: &Prefix) -> bool {
+                self.0 > kept.0
+            }
+        }
+        let cache: Cache<Prefix> = Cache::new(100);
+        for (want, made, found, used) in [(3, 3, 3, 3), (2, 9, 3, 3), (5, 5, 5, 5), (4, 9, 5, 5)] {
+            let unit = cache.get_or_load(1, |unit| unit.0 >= want, || Ok::<_, ()>(Some(Prefix(made))));
+            assert_eq!((unit.unwrap().unwrap().0, cache.used()), (found, used));
+        }
+        cache.put(1, &Arc::new(Prefix(4)));
+        assert_eq!((cache.used(), cache.decoded()), (5, 2));
     }
 
     proptest! {

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use zarrs::array::{Array, ArrayMetadata, ArrayMetadataV2, ArrayMetadataV3};
 use zarrs::storage::store::MemoryStore;
 
-use crate::codec::cache::{Cache, Kept};
+use crate::codec::cache::{Cache, Cached};
 pub use crate::codec::chain::Elements;
 use crate::codec::chain::{Chain, Shard, Undecodable, assemble, decoded_size, reserve};
 use crate::error::{Error, Kind, Result};
@@ -58,7 +58,7 @@ struct Index {
     entries: Vec<(u64, u64)>,
 }
 
-impl Kept for Index {
+impl Cached for Index {
     fn size(&self) -> usize {
         self.entries.len() * 16 + 64
     }

@@ -175,9 +175,11 @@ impl ChunkFiles {
                 Err(error) => Err(error),
             },
             Content::Coded(coded) => {
-                let found = self.decoded.get_or_load(number, || {
-                    Ok(coded.chunk(&indices, end, &path)?.map(|bytes| Arc::new(Block::from(bytes))))
-                })?;
+                let found = self.decoded.get_or_load(
+                    number,
+                    |_| true,
+                    || Ok::<_, Error>(coded.chunk(&indices, end, &path)?.map(Block::from)),
+                )?;
                 let Some(bytes) = found else {
                     array.naming.check_array_is_there()?;
                     return Ok(OpenFile::new(Body::Fill(path.into(), array.fill.clone()), place));

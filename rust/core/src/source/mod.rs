@@ -70,7 +70,7 @@ pub enum Ready {
 }
 
 /// What changes when the content of a source does.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Version {
     /// Of a file: device, inode, length, and the times of the last change of content and of metadata, in s and ns.
     File(u64, u64, u64, [(i64, i64); 2]),

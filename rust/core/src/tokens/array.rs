@@ -4,26 +4,30 @@
 //! touches: nothing for numbers that are stored (they are copied from the map, or looked at in place), otherwise those blocks
 //! are decoded and kept as long as the memory given for them lasts.
 
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use zarrs::array::BytesToBytesCodecTraits;
 
-pub use super::blocks::BlockCache;
-use super::blocks::{Key, Stamp, new_array};
-use super::frame::{Frame, HEADER, Planes, blosc, most_stored};
+use super::frame::{Blocks, Frame, HEADER, Planes, blosc, most_stored};
 use super::meta::{Coding, Meta};
+use crate::codec::cache::Cache;
 use crate::codec::coded::{self, CodedArray, Decode};
+use crate::codec::unit::{UnitKey, new_array};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::View;
 use crate::source::descriptors::open_regular;
-use crate::source::local::map_or_read;
+use crate::source::local::{map_or_read, version_of};
 use crate::source::mmap::prefetch;
 use crate::source::slots::{Opened, Slots};
-use crate::source::{Io, Range, Ready, Source, pread};
+use crate::source::{Io, Range, Ready, Source, Version, pread};
 use crate::threads::Watch;
+
+/// Decoded blocks of many arrays.
+pub type BlockCache = Cache<Planes, UnitKey>;
 
 /// Bytes of a range that are asked for ahead.
 const PREFETCHED: usize = 32 << 10;
@@ -46,7 +50,7 @@ pub struct Shard {
     index: Box<[(u64, u64)]>,
     /// As long as the index.
     seen: Box<[AtomicU8]>,
-    stamp: Stamp,
+    version: Option<Version>,
 }
 
 impl Shard {
@@ -104,6 +108,39 @@ struct Piece {
     n: usize,
 }
 
+/// An inner chunk that is stored, and where.
+#[derive(Clone, Copy)]
+struct Stored<'a> {
+    shard: &'a Shard,
+    file: &'a dyn Source,
+    offset: u64,
+    len: u64,
+}
+
+impl<'a> Stored<'a> {
+    fn bad(&self, detail: String) -> Error {
+        Error::new(Kind::Format, detail).at(self.file.location()).byte(self.offset)
+    }
+
+    /// Its bytes, where the file is mapped.
+    fn mapped(&self) -> Option<&'a [u8]> {
+        Some(&self.file.bytes()?[self.offset as usize..(self.offset + self.len) as usize])
+    }
+
+    /// Its bytes, all of which will be needed.
+    fn read(&self) -> Result<Cow<'a, [u8]>> {
+        if let Some(whole) = self.mapped() {
+            if self.file.is_ready(self.offset) == Ready::No {
+                self.file.will_need(&[Range { at: self.offset, len: self.len }]);
+            }
+            return Ok(Cow::Borrowed(whole));
+        }
+        let mut whole = vec![0u8; self.len as usize];
+        self.file.read(self.offset, &mut whole)?;
+        Ok(Cow::Owned(whole))
+    }
+}
+
 /// Where the numbers of a piece are.
 enum Found<'a> {
     /// In the file as they are.
@@ -151,15 +188,15 @@ impl Array {
         let (file, len) = match open_regular(&path) {
             Ok(found) => found,
             Err(error) if error.kind == Kind::NotFound => {
-                return Ok(Shard { file: None, index: Box::default(), seen: Box::default(), stamp: Stamp::default() });
+                return Ok(Shard { file: None, index: Box::default(), seen: Box::default(), version: None });
             }
             Err(error) => return Err(error),
         };
-        let stamp = Stamp::of(&file.metadata().map_err(|e| Error::from_io(&e, &path, "look at"))?);
+        let version = version_of(&file).map_err(|e| Error::from_io(&e, &path, "look at"))?;
         let index = if self.meta.sharded { self.read_index(&file, &path, len)? } else { vec![(0, len)] };
         let seen = index.iter().map(|_| AtomicU8::new(seen::NOTHING)).collect();
         let file = map_or_read(file, &path, len, self.io)?;
-        Ok(Shard { file: Some(file.into()), index: index.into(), seen, stamp })
+        Ok(Shard { file: Some(file.into()), index: index.into(), seen, version: Some(version) })
     }
 
     /// A shard's index (sharding codec of Zarr 3): offset and length per inner chunk, and their checksum.
@@ -216,113 +253,96 @@ impl Array {
 
     fn find<'a>(&self, shard: &'a Shard, piece: Piece) -> Result<Found<'a>> {
         let Some((file, offset, len)) = shard.stored(piece.chunk) else { return Ok(Found::Fill) };
-        let item = self.meta.item();
-        let bytes = self.meta.inner as usize * item;
-        let bad = |detail: String| Error::new(Kind::Format, detail).at(file.location()).byte(offset);
-        let lies = |at: usize| self.as_it_is(file, offset + (at + piece.first * item) as u64, piece.n * item);
-        if self.meta.coding == Coding::Plain {
-            return if len == bytes as u64 {
-                lies(0)
-            } else {
-                Err(bad(format!("expected an inner chunk of {bytes} bytes, found {len}")))
-            };
+        let stored = Stored { shard, file, offset, len };
+        let bytes = self.inner_bytes();
+        let longest = most_stored(bytes);
+        match self.meta.coding {
+            Coding::Plain if len == bytes as u64 => self.as_it_is(stored, 0, piece.first, piece.n),
+            Coding::Plain => Err(stored.bad(format!("expected an inner chunk of {bytes} bytes, found {len}"))),
+            Coding::Blosc if shard.is_plain(piece.chunk) => self.as_it_is(stored, HEADER, piece.first, piece.n),
+            Coding::Blosc | Coding::Foreign if len > longest => {
+                Err(stored.bad(format!("expected an encoded inner chunk of at most {longest} bytes, found {len}")))
+            }
+            Coding::Foreign => self.find_foreign(stored, piece),
+            Coding::Blosc => self.find_in_frame(stored, piece),
         }
-        if shard.is_plain(piece.chunk) {
-            return lies(HEADER);
-        }
-        if len > most_stored(bytes) {
-            let most = most_stored(bytes);
-            return Err(bad(format!("expected an encoded inner chunk of at most {most} bytes, found {len}")));
-        }
-        if self.meta.coding == Coding::Foreign {
-            return self.find_foreign(shard, file, piece);
-        }
+    }
+
+    fn find_in_frame<'a>(&self, stored: Stored<'a>, piece: Piece) -> Result<Found<'a>> {
+        let Stored { shard, file, offset, len } = stored;
         if len < HEADER as u64 {
-            return Err(bad(format!("expected a blosc frame, found {len} bytes")));
+            return Err(stored.bad(format!("expected a blosc frame, found {len} bytes")));
         }
         let mut header = [0u8; HEADER];
         match file.bytes() {
             Some(all) => header.copy_from_slice(&all[offset as usize..offset as usize + HEADER]),
             None => file.read(offset, &mut header)?,
         }
-        let blocks = match Frame::parse(&header, len, bytes, item).map_err(bad)? {
+        let (item, bytes, numbers) = (self.meta.item(), self.inner_bytes(), self.meta.inner as usize);
+        match Frame::parse(&header, len, bytes, item).map_err(|e| stored.bad(e))? {
             Frame::Stored => {
                 if let Some(seen) = shard.seen.get(piece.chunk) {
                     seen.store(seen::STORED, Ordering::Relaxed);
                 }
-                return lies(HEADER);
+                self.as_it_is(stored, HEADER, piece.first, piece.n)
             }
-            Frame::Blocks(blocks) => Some(blocks),
-            Frame::Other => None,
-        };
-        // All blocks but the last have as many numbers as the first; a frame that c-blosc decodes is one block here.
-        let per_block = blocks.map_or(self.meta.inner as usize, |blocks| blocks.numbers(0));
-        let block = piece.first / per_block;
-        let in_block = blocks.map_or(per_block, |blocks| blocks.numbers(block));
-        let key = self.key(shard, piece, block);
-        let first = piece.first - block * per_block;
-        let kept = || self.cache.get(key).filter(|held| held.numbers() >= (first + piece.n).min(in_block));
-        if let Some(held) = kept() {
-            return Ok(Found::Decoded(held, first));
+            Frame::Blocks(blocks) => self.find_in_blocks(stored, &blocks, piece),
+            // A frame that c-blosc decodes is one block here.
+            Frame::Other => {
+                let decode = || {
+                    let whole = stored.read()?;
+                    let made = self.decode_whole(&whole, bytes, self.path_of(file)).map_err(|e| e.byte(offset))?;
+                    Ok(Some(Planes::whole(made, item, numbers)))
+                };
+                let planes = self.cache.get_or_load(self.key(shard, piece, 0), |_| true, decode)?;
+                Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, piece.first)))
+            }
         }
-        // A second thread that needs the block waits, and finds it then.
-        let _turn = match blocks {
-            Some(_) => {
-                let turn = self.cache.turn(key);
-                if let Some(held) = kept() {
-                    return Ok(Found::Decoded(held, first));
-                }
-                Some(turn)
-            }
-            None => None,
-        };
-        if file.bytes().is_some() && file.is_ready(offset) == Ready::No {
-            file.will_need(&[Range { at: offset, len }]);
-        }
-        let owned;
-        let whole: &[u8] = match file.bytes() {
-            Some(all) => &all[offset as usize..(offset + len) as usize],
-            None => {
-                let mut buf = vec![0u8; len as usize];
-                file.read(offset, &mut buf)?;
-                owned = buf;
-                &owned
-            }
-        };
-        let planes = match blocks {
-            Some(blocks) => {
-                if let Some(at) = blocks.stored(whole, block) {
-                    let from = at + first * item;
-                    let n = piece.n.min(in_block - first) * item;
-                    if file.bytes().is_some() {
-                        return self.as_it_is(file, offset + from as u64, n);
-                    }
-                    return Ok(Found::Read(whole[from..from + n].to_vec()));
-                }
-                // As far as it is needed; the second time in full.
-                let again = self.cache.get(key).is_some();
-                let upto = if again { in_block } else { first + piece.n };
-                blocks.decode(whole, block, upto).map_err(bad)?
-            }
-            None => Planes::whole(
-                self.decode_whole(whole, bytes, self.path_of(file)).map_err(|e| e.byte(offset))?,
-                item,
-                per_block,
-            ),
-        };
-        Ok(Found::Decoded(self.cache.put(key, planes), first))
     }
 
-    fn key(&self, shard: &Shard, piece: Piece, block: usize) -> Key {
-        Key { array: self.number, file: piece.file, stamp: shard.stamp, chunk: piece.chunk, block }
+    fn find_in_blocks<'a>(&self, stored: Stored<'a>, blocks: &Blocks, piece: Piece) -> Result<Found<'a>> {
+        let item = self.meta.item();
+        // All blocks but the last have as many numbers as the first.
+        let block = piece.first / blocks.numbers(0);
+        let first = piece.first - block * blocks.numbers(0);
+        let numbers = blocks.numbers(block);
+        let upto = (first + piece.n).min(numbers);
+        if let Some(whole) = stored.mapped()
+            && let Some(at) = blocks.stored(whole, block)
+        {
+            return self.as_it_is(stored, at, first, upto - first);
+        }
+        let key = self.key(stored.shard, piece, block);
+        let decode = || {
+            let whole = stored.read()?;
+            if let Some(at) = blocks.stored(&whole, block) {
+                return Ok(Some(Planes::whole(whole[at..at + numbers * item].to_vec(), item, numbers)));
+            }
+            // As far as it is needed; the second time in full.
+            let upto = if self.cache.get(key.clone()).is_some() { numbers } else { upto };
+            blocks.decode(&whole, block, upto).map(Some).map_err(|e| stored.bad(e))
+        };
+        let planes = self.cache.get_or_load(key.clone(), |planes| planes.numbers() >= upto, decode)?;
+        Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, first)))
     }
 
-    fn as_it_is<'a>(&self, file: &'a dyn Source, at: u64, n: usize) -> Result<Found<'a>> {
-        if let Some(all) = file.bytes() {
+    fn key(&self, shard: &Shard, piece: Piece, block: usize) -> UnitKey {
+        UnitKey { array: self.number, file: piece.file, version: shard.version.clone(), chunk: piece.chunk, block }
+    }
+
+    fn inner_bytes(&self) -> usize {
+        self.meta.inner as usize * self.meta.item()
+    }
+
+    /// `n` numbers that lie in an inner chunk as they are, from number `first` after byte `at`.
+    fn as_it_is<'a>(&self, stored: Stored<'a>, at: usize, first: usize, n: usize) -> Result<Found<'a>> {
+        let item = self.meta.item();
+        let (at, n) = (stored.offset + (at + first * item) as u64, n * item);
+        if let Some(all) = stored.file.bytes() {
             return Ok(Found::Stored(&all[at as usize..at as usize + n]));
         }
         let mut buf = vec![0u8; n];
-        file.read(at, &mut buf)?;
+        stored.file.read(at, &mut buf)?;
         Ok(Found::Read(buf))
     }
 
@@ -342,20 +362,17 @@ impl Array {
     }
 
     /// Decodes an inner chunk that is stored, with zarrs.
-    fn find_foreign<'a>(&self, shard: &'a Shard, file: &dyn Source, piece: Piece) -> Result<Found<'a>> {
+    fn find_foreign<'a>(&self, stored: Stored<'a>, piece: Piece) -> Result<Found<'a>> {
         let Some(coded) = &self.foreign else { return Ok(Found::Fill) };
-        let key = self.key(shard, piece, 0);
-        if let Some(held) = self.cache.get(key) {
-            return Ok(Found::Decoded(held, piece.first));
-        }
         let per_file = if self.meta.sharded { self.meta.per_file() } else { 1 };
         let chunk = piece.file * per_file + piece.chunk as u64;
-        let numbers = self.meta.inner as usize;
-        let bytes = numbers * self.meta.item();
-        let Some(made) = coded.chunk(&self.meta.indices(chunk), bytes as u64, self.path_of(file))? else {
-            return Ok(Found::Fill);
+        let (numbers, bytes) = (self.meta.inner as usize, self.inner_bytes() as u64);
+        let decode = || {
+            let made = coded.chunk(&self.meta.indices(chunk), bytes, self.path_of(stored.file))?;
+            Ok(made.map(|made| Planes::whole(made, self.meta.item(), numbers)))
         };
-        Ok(Found::Decoded(self.cache.put(key, Planes::whole(made, self.meta.item(), numbers)), piece.first))
+        let planes = self.cache.get_or_load(self.key(stored.shard, piece, 0), |_| true, decode)?;
+        Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, piece.first)))
     }
 
     /// The fill value's bytes.

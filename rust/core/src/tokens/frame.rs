@@ -7,7 +7,7 @@
 
 use std::borrow::Cow;
 
-use crate::codec::cache::Kept;
+use crate::codec::cache::Cached;
 use zarrs::array::codec::BloscCodec;
 
 use crate::codec::lz4;
@@ -245,9 +245,14 @@ pub struct Planes {
     memory: Vec<u8>,
 }
 
-impl Kept for Planes {
+impl Cached for Planes {
     fn size(&self) -> usize {
         self.memory.len() + size_of::<Planes>()
+    }
+
+    /// The beginning of a block, in place of a shorter one.
+    fn replaces(&self, kept: &Planes) -> bool {
+        self.numbers > kept.numbers
     }
 }
 

@@ -5,12 +5,12 @@ use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, TryLockError};
 
-use super::flights::{Claim, Flights, Mine};
 use super::index::{Index, TYPES, class_of};
 use super::spec::ShardSpec;
 use super::stored::{Bytes, Stored, hex, read_whole, sha256};
 
-use crate::codec::cache::Cache;
+use crate::codec::cache::{Cache, Cached, Lookup, Turn};
+use crate::codec::flight::Waited;
 use crate::codec::inflate;
 use crate::error::{Error, Finding, Kind, Result};
 use crate::files::open::OpenFile;
@@ -26,7 +26,7 @@ use crate::source::{Io, pread};
 use crate::threads::{self, Stop, Watch};
 
 /// A shard whose bytes are at hand.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub(super) struct Loaded {
     pub index: Arc<Index>,
     /// Inflated, if arrays lie in there.
@@ -34,9 +34,24 @@ pub(super) struct Loaded {
     pub aside: Option<Arc<Block>>,
 }
 
+impl Loaded {
+    fn has_blocks(&self) -> bool {
+        self.main.is_some() || self.aside.is_some()
+    }
+}
+
+impl Cached for Loaded {
+    fn size(&self) -> usize {
+        self.main.iter().chain(&self.aside).map(|block| block.footprint()).sum()
+    }
+}
+
+/// The turn to read a shard, if other threads wait for it.
+type MayWait<'a> = Option<Turn<'a, Loaded, usize>>;
+
 /// A shard that was read just now.
 struct Fresh {
-    loaded: Loaded,
+    loaded: Arc<Loaded>,
     tree: Tree,
     bytes: Bytes,
     version: Version,
@@ -65,8 +80,8 @@ pub struct Shards {
     pub(super) io: Io,
     pub(super) slots: Slots<OpenFile>,
     known: Vec<RwLock<Option<Known>>>,
-    decoded: Cache,
-    flights: Flights<Loaded>,
+    /// By shard; those without blocks are not kept.
+    decoded: Cache<Loaded, usize>,
     /// Shards inflated so far, for tests: rows in a random order must not inflate per row.
     inflated: AtomicU64,
 }
@@ -110,14 +125,13 @@ impl Shards {
             class: None,
             io,
             decoded: Cache::new(decoded_memory),
-            flights: Flights::new(),
             inflated: AtomicU64::new(0),
         };
         for s in 0..shards.specs.len() {
             if watch() {
                 return Err(Error::new(Kind::Interrupted, "interrupted"));
             }
-            let index = shards.load(s, &mut *watch)?.index;
+            let index = Arc::clone(&shards.load(s, &mut *watch)?.index);
             if let Some((width, dtype)) = index.row() {
                 for row in &mut shards.rows {
                     *row = Row::new(width, row.dtype).map_err(|e| e.at(&shards.specs[s].path))?;
@@ -290,81 +304,84 @@ impl Shards {
     }
 
     /// Indexes and decoded bytes of these shards: kept ones, ones that other threads are reading, or read now.
-    pub(super) fn load_all(&self, which: &[usize], watch: Watch<'_>) -> Result<Vec<Loaded>> {
+    pub(super) fn load_all(&self, which: &[usize], watch: Watch<'_>) -> Result<Vec<Arc<Loaded>>> {
         // A kept shard that is looked up becomes the one used last: loading the others does not evict it.
-        let mut found: Vec<Option<Loaded>> = which.iter().map(|s| self.kept(*s)).collect();
+        let mut found: Vec<Option<Arc<Loaded>>> = which.iter().map(|s| self.kept(*s)).collect();
         let mut lacking: Vec<usize> = (0..which.len()).filter(|i| found[*i].is_none()).collect();
         self.decoded.make_room(lacking.iter().map(|i| self.decoded_guess(which[*i])).sum());
         while !lacking.is_empty() {
             let (mut mine, mut theirs) = (vec![], vec![]);
             for i in lacking.drain(..) {
-                match self.flights.claim(which[i]) {
+                match self.decoded.look_up(which[i], |_| true) {
+                    Lookup::Kept(kept) => found[i] = Some(kept),
                     // Another thread may have read it since this one looked.
-                    Claim::Mine(claim) => match self.kept(which[i]) {
+                    Lookup::Mine(turn) => match self.kept(which[i]) {
                         Some(kept) => {
-                            claim.land(&kept);
+                            turn.hand_over(&kept);
                             found[i] = Some(kept);
                         }
-                        None => mine.push((i, Some(claim))),
+                        None => mine.push((i, Some(turn))),
                     },
                     // Inside a part of other work no thread waits: the one that it waited for may need this thread.
-                    Claim::Theirs(_) if threads::in_part() => mine.push((i, None)),
-                    Claim::Theirs(flight) => theirs.push((i, flight)),
+                    Lookup::Theirs(_) if threads::in_part() => mine.push((i, None)),
+                    Lookup::Theirs(flight) => theirs.push((i, flight)),
                 }
             }
-            // No thread waits while it holds a claim.
-            for (i, loaded) in self.load_claimed(which, mine, &mut *watch)? {
+            // No thread waits while it has a turn.
+            for (i, loaded) in self.load_mine(which, mine, &mut *watch)? {
                 found[i] = Some(loaded);
             }
             for (i, flight) in theirs {
-                match flight.wait(&mut *watch)? {
-                    Some(loaded) => found[i] = Some(loaded),
-                    None => lacking.push(i),
+                match flight.wait(None, &mut *watch) {
+                    Waited::Made(loaded) => found[i] = Some(loaded),
+                    Waited::Failed | Waited::TooLong => lacking.push(i),
+                    Waited::Interrupted => return Err(Error::new(Kind::Interrupted, "interrupted")),
                 }
             }
         }
-        let all: Option<Vec<Loaded>> = found.into_iter().collect();
+        let all: Option<Vec<Arc<Loaded>>> = found.into_iter().collect();
         all.ok_or_else(|| Error::new(Kind::Internal, "a shard that was not loaded"))
     }
 
-    fn load_claimed(
+    fn load_mine(
         &self,
         which: &[usize],
-        mine: Vec<(usize, Option<Mine<'_, Loaded>>)>,
+        mine: Vec<(usize, MayWait<'_>)>,
         watch: Watch<'_>,
-    ) -> Result<Vec<(usize, Loaded)>> {
-        let work = |i: usize, claim: Option<Mine<'_, Loaded>>, watch: Watch<'_>| -> Result<(usize, Loaded)> {
+    ) -> Result<Vec<(usize, Arc<Loaded>)>> {
+        let work = |i: usize, turn: MayWait<'_>, watch: Watch<'_>| -> Result<(usize, Arc<Loaded>)> {
             let loaded = self.load(which[i], watch)?;
-            if let Some(claim) = claim {
-                claim.land(&loaded);
+            if let Some(turn) = turn {
+                turn.hand_over(&loaded);
             }
             Ok((i, loaded))
         };
         // In parallel; one that would be left over for a single thread is read after the others, by all of them.
         let mut together = mine;
         let alone = if together.len() % threads::num_threads() == 1 { together.pop() } else { None };
-        let part = |_: usize, (i, claim), stop: &Stop| match work(i, claim, &mut || stop.is_set()) {
+        let part = |_: usize, (i, turn), stop: &Stop| match work(i, turn, &mut || stop.is_set()) {
             // Another part's error stopped this one, and is the one to be reported.
             Err(error) if error.kind == Kind::Interrupted && stop.is_set() => Ok(None),
             done => done.map(Some),
         };
         let mut loaded: Vec<_> = threads::map_each(together, &part, &mut *watch)?.into_iter().flatten().collect();
-        if let Some((i, claim)) = alone {
-            loaded.push(work(i, claim, watch)?);
+        if let Some((i, turn)) = alone {
+            loaded.push(work(i, turn, watch)?);
         }
         Ok(loaded)
     }
 
     /// A shard's index and decoded bytes, where both are kept.
-    fn kept(&self, s: usize) -> Option<Loaded> {
+    fn kept(&self, s: usize) -> Option<Arc<Loaded>> {
         let (index, _) = self.known(s)?;
-        let main = if index.decoded > 0 { Some(self.decoded.get(2 * s as u64)?) } else { None };
-        let aside = if index.aside > 0 { Some(self.decoded.get(2 * s as u64 + 1)?) } else { None };
-        Some(Loaded { index, main, aside })
+        if index.decoded + index.aside > 0 {
+            return self.decoded.get(s);
+        }
+        Some(Arc::new(Loaded { index, main: None, aside: None }))
     }
 
     /// A shard's index and decoded bytes: kept ones, or read now.
-    fn load(&self, s: usize, watch: Watch<'_>) -> Result<Loaded> {
+    fn load(&self, s: usize, watch: Watch<'_>) -> Result<Arc<Loaded>> {
         match self.kept(s) {
             Some(loaded) => Ok(loaded),
             None => Ok(self.fresh(s, watch)?.loaded),
@@ -389,12 +406,10 @@ impl Shards {
             )
             .at(&spec.path));
         }
-        self.remember(s, &mut fresh.loaded.index, fresh.version.clone()).map_err(in_shard)?;
-        if let Some(main) = &fresh.loaded.main {
-            self.decoded.put(2 * s as u64, main);
-        }
-        if let Some(aside) = &fresh.loaded.aside {
-            self.decoded.put(2 * s as u64 + 1, aside);
+        let index = &mut Arc::make_mut(&mut fresh.loaded).index;
+        self.remember(s, index, fresh.version.clone()).map_err(in_shard)?;
+        if fresh.loaded.has_blocks() {
+            self.decoded.put(s, &fresh.loaded);
         }
         Ok(fresh)
     }
@@ -470,7 +485,7 @@ impl Shards {
             }
             let tree = machine::parse(stored.bytes())?;
             let (index, aside) = Index::build(spec, &self.groups, &tree, stored.bytes(), false)?;
-            let loaded = Loaded { index: Arc::new(index), main: None, aside };
+            let loaded = Arc::new(Loaded { index: Arc::new(index), main: None, aside });
             return Ok(Fresh { loaded, tree, bytes: Bytes::Stored(stored), version });
         }
         // Before all of it is inflated: a stretch that is enough to see that this is no pickle, or one of a value that is too large.
@@ -498,7 +513,7 @@ impl Shards {
         let tree = machine::parse(&main)?;
         let (index, aside) = Index::build(spec, &self.groups, &tree, &main, true)?;
         let kept = (index.decoded > 0).then(|| Arc::clone(&main));
-        let loaded = Loaded { index: Arc::new(index), main: kept, aside };
+        let loaded = Arc::new(Loaded { index: Arc::new(index), main: kept, aside });
         Ok(Fresh { loaded, tree, bytes: Bytes::Shared(main), version })
     }
 
@@ -508,13 +523,14 @@ impl Shards {
             return Err(Error::new(Kind::Internal, format!("shard {s} of {}", self.specs.len())));
         };
         if spec.compressed
-            && let Some(Loaded { index, main: Some(main), .. }) = self.load_all(&[s], &mut *watch)?.pop()
+            && let Some(loaded) = self.load_all(&[s], &mut *watch)?.pop()
+            && let Some(main) = &loaded.main
         {
-            let tree = machine::parse(&main).map_err(|e| e.at(&spec.path))?;
-            return Ok(Values { tree, index, bytes: Bytes::Shared(main) });
+            let tree = machine::parse(main).map_err(|e| e.at(&spec.path))?;
+            return Ok(Values { tree, index: Arc::clone(&loaded.index), bytes: Bytes::Shared(Arc::clone(main)) });
         }
         let Fresh { loaded, tree, bytes, .. } = self.fresh(s, watch)?;
-        Ok(Values { tree, index: loaded.index, bytes })
+        Ok(Values { tree, index: Arc::clone(&loaded.index), bytes })
     }
 }
 

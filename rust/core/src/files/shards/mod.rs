@@ -9,9 +9,8 @@
 //! A file may be replaced while its dataset is open. Whenever a compressed shard is inflated again, its checksum and index are
 //! compared again; a plain one is, when it is opened and its inode, size or times are not those that were indexed.
 //!
-//! Threads that want one shard wait for the first of them to read it ([`flights`]).
+//! Threads that want one shard wait for the first of them to read it ([`crate::codec::flight`]).
 
-mod flights;
 mod index;
 mod load;
 mod prepared;

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::load::{Loaded, Shards};
+use super::load::Shards;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
@@ -61,7 +61,7 @@ impl Shards {
         }
         for some in unknown.chunks(self.at_once(&unknown)) {
             for (s, loaded) in some.iter().zip(self.load_all(some, watch)?) {
-                indexes.insert(*s, loaded.index);
+                indexes.insert(*s, Arc::clone(&loaded.index));
             }
         }
         Ok(Prepared::new(self, indexes))
@@ -158,10 +158,10 @@ impl<'a> Prepared<'a> {
             .map(|(s, _)| *s)
             .collect();
         for some in which.chunks(self.shards.at_once(&which).max(1)) {
-            for (s, Loaded { main, aside, .. }) in some.iter().zip(self.shards.load_all(some, watch)?) {
+            for (s, loaded) in some.iter().zip(self.shards.load_all(some, watch)?) {
                 let first = 2 * *s as u64;
-                self.pinned.extend(main.map(|main| (first, main)));
-                self.pinned.extend(aside.map(|aside| (first + 1, aside)));
+                self.pinned.extend(loaded.main.iter().map(|main| (first, Arc::clone(main))));
+                self.pinned.extend(loaded.aside.iter().map(|aside| (first + 1, Arc::clone(aside))));
             }
         }
         Ok(())

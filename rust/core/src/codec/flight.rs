@@ -1,0 +1,125 @@
+//! Single flight: threads that want a unit which another thread is decoding wait for what it decodes.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
+use std::time::{Duration, Instant};
+
+use crate::threads::Watch;
+
+/// How often a waiting thread looks at its watch.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// A unit that is being decoded.
+#[derive(Debug)]
+pub struct Flight<T> {
+    /// The process that decodes: a forked child does not wait for a thread that it does not have.
+    pid: u32,
+    /// A signal handler or a finalizer that runs while this thread decodes must not wait for it.
+    thread: ThreadId,
+    /// `None` until the flight ends; then the unit, or `None` where decoding failed.
+    result: Mutex<Option<Option<Arc<T>>>>,
+    ended: Condvar,
+}
+
+/// How a wait ended.
+#[derive(Debug)]
+pub enum Waited<T> {
+    /// With the unit.
+    Made(Arc<T>),
+    /// The other thread failed, or panicked: its error is met again by decoding again.
+    Failed,
+    /// It took too long.
+    TooLong,
+    /// The watch asked to stop.
+    Interrupted,
+}
+
+impl<T> Flight<T> {
+    fn new(pid: u32) -> Flight<T> {
+        Flight { pid, thread: thread::current().id(), result: Mutex::new(None), ended: Condvar::new() }
+    }
+
+    /// Whether it can be waited for: not if it was begun before a fork, nor if it ended and could not be taken from the list.
+    fn is_flying(&self, pid: u32) -> bool {
+        self.pid == pid && self.result.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+    }
+
+    /// Waits for the unit, at most as long as `patience` says.
+    pub fn wait(&self, patience: Option<Duration>, watch: Watch<'_>) -> Waited<T> {
+        let until = patience.map(|patience| Instant::now() + patience);
+        loop {
+            let result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(ended) = result.as_ref() {
+                return ended.clone().map_or(Waited::Failed, Waited::Made);
+            }
+            let left = until.map_or(LOOK, |until| until.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Waited::TooLong;
+            }
+            let waited = self.ended.wait_timeout(result, left.min(LOOK)).unwrap_or_else(PoisonError::into_inner);
+            let timed_out = waited.1.timed_out();
+            drop(waited);
+            if timed_out && watch() {
+                return Waited::Interrupted;
+            }
+        }
+    }
+
+    /// Ends the flight, the first time that it is called.
+    pub(super) fn end(&self, made: Option<Arc<T>>) {
+        // The lock may be held for ever in a child that was forked meanwhile, which ignores the flight anyway.
+        if self.pid == std::process::id() {
+            self.result.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(made);
+            self.ended.notify_all();
+        }
+    }
+}
+
+/// Units that are being decoded now.
+#[derive(Debug)]
+pub(super) struct Flights<T, K>(HashMap<K, Arc<Flight<T>>>);
+
+/// Whose a flight is.
+pub(super) enum Begun<T> {
+    /// This thread's.
+    Mine(Arc<Flight<T>>),
+    /// Another thread's.
+    Theirs(Arc<Flight<T>>),
+    /// This thread decodes the same unit already, further up its stack.
+    Again,
+}
+
+impl<T, K: Eq + Hash> Flights<T, K> {
+    pub(super) fn new() -> Flights<T, K> {
+        Flights(HashMap::new())
+    }
+
+    /// Begins a flight, unless a thread of this process flies already.
+    pub(super) fn begin(&mut self, key: K) -> Begun<T> {
+        let pid = std::process::id();
+        match self.0.get(&key).filter(|flight| flight.is_flying(pid)) {
+            Some(own) if own.thread == thread::current().id() => Begun::Again,
+            Some(other) => Begun::Theirs(Arc::clone(other)),
+            None => {
+                let flight = Arc::new(Flight::new(pid));
+                self.0.insert(key, Arc::clone(&flight));
+                Begun::Mine(flight)
+            }
+        }
+    }
+
+    /// Takes a flight from the list.
+    pub(super) fn remove(&mut self, key: &K, flight: &Arc<Flight<T>>) {
+        if self.0.get(key).is_some_and(|listed| Arc::ptr_eq(listed, flight)) {
+            self.0.remove(key);
+        }
+    }
+
+    /// As in a child forked while a thread of its parent decoded.
+    #[cfg(test)]
+    pub(super) fn begin_elsewhere(&mut self, key: K) {
+        self.0.insert(key, Arc::new(Flight::new(std::process::id() + 1)));
+    }
+}

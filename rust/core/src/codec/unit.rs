@@ -1,0 +1,30 @@
+//! Which unit of which array: the key under which decoded units are kept.
+//!
+//! A key names a unit completely: the array, the file, the version of that file when it was opened, the chunk in it and the
+//! block in that. No number in it is computed from a frame's header, so frames with different block sizes cannot share a key,
+//! and a file that was replaced cannot be answered from units of the old one.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::source::Version;
+
+/// A unit of an array.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct UnitKey {
+    /// Number of the array over the whole process; see [`new_array`].
+    pub array: u64,
+    /// Number of the file in the array.
+    pub file: u64,
+    /// The file's version; `None` where the decoder does not tell which file it reads.
+    pub version: Option<Version>,
+    /// The chunk in the file.
+    pub chunk: usize,
+    /// The block in the chunk's frame; 0 for chunks that are decoded as a whole.
+    pub block: usize,
+}
+
+/// A number that no other array of this process has.
+pub fn new_array() -> u64 {
+    static ARRAYS: AtomicU64 = AtomicU64::new(0);
+    ARRAYS.fetch_add(1, Ordering::Relaxed)
+}
