@@ -7,8 +7,6 @@
 
 use std::ffi::{c_char, c_int};
 
-use lz4_sys as _;
-
 unsafe extern "C" {
     fn LZ4_decompress_safe_partial(
         src: *const c_char,
@@ -19,7 +17,22 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// Fills `out` with the first bytes that `block` decodes to; false if it is no block, or decodes to fewer.
+/// Bytes at the end of a block that no match may begin in, and that no match may reach: "The last match must start at least
+/// 12 bytes before the end of block" and "The last 5 bytes of input are always literals" (`lz4_Block_format.md`).
+const NO_MATCH_BEGINS: usize = 12;
+const LITERALS_AT_END: usize = 5;
+
+/// Fills `out` with what `block` decodes to; false if it is no block, or decodes to more or fewer bytes.
+pub fn decode(block: &[u8], out: &mut [u8]) -> bool {
+    let (Ok(from), Ok(to)) = (c_int::try_from(block.len()), c_int::try_from(out.len())) else { return false };
+    // SAFETY: both pointers are to live slices of the lengths given. The function never reads outside the first nor writes
+    // outside the second, whatever the bytes are (lz4.h: "protected against malicious data packets").
+    let made = unsafe { lz4_sys::LZ4_decompress_safe(block.as_ptr().cast(), out.as_mut_ptr().cast(), from, to) };
+    made == to
+}
+
+/// Fills `out` with the first bytes that `block` decodes to; false if it is no block, or decodes to fewer. What follows them is
+/// not looked at: the library does not hold a part to the rules for the end of a block.
 pub fn decode_prefix(block: &[u8], out: &mut [u8]) -> bool {
     let (Ok(from), Ok(to)) = (c_int::try_from(block.len()), c_int::try_from(out.len())) else { return false };
     // SAFETY: both pointers are to live slices of the lengths given. The function never reads outside the first nor writes
@@ -64,12 +77,12 @@ pub fn constant(block: &[u8], len: usize) -> Option<u8> {
         }
         let offset = usize::from(u16::from_le_bytes([*block.get(at)?, *block.get(at + 1)?]));
         at += 2;
-        if offset == 0 || offset > made {
+        if offset == 0 || offset > made || made.checked_add(NO_MATCH_BEGINS)? > len {
             return None;
         }
         made = made.checked_add(long(&mut at, usize::from(token & 15))?)?.checked_add(4)?;
-        if at == block.len() {
-            return None; // the last sequence has literals only: no decoder takes a block that ends in a match
+        if made.checked_add(LITERALS_AT_END)? > len {
+            return None;
         }
     }
     if made == len { value } else { None }
@@ -112,7 +125,71 @@ mod tests {
         assert!(!decode_prefix(&[0x10, 3, 1, 0], &mut [0; 5]));
     }
 
+    /// A block of sequences of one byte: literals, then (but for the last) a match of an offset and a length; and what it makes.
+    fn of_sequences(sequences: &[(usize, u16, usize)], last: usize) -> (Vec<u8>, usize) {
+        let (mut block, mut made) = (vec![], 0);
+        let ends = std::iter::once((last, None));
+        for (literals, matched) in sequences.iter().map(|(a, o, n)| (*a, Some((*o, *n)))).chain(ends) {
+            let more = matched.map_or(0, |(_, n)| n);
+            block.push(((literals.min(15) as u8) << 4) | more.min(15) as u8);
+            if literals >= 15 {
+                block.push((literals - 15) as u8);
+            }
+            block.extend(std::iter::repeat_n(7u8, literals));
+            made += literals;
+            if let Some((offset, n)) = matched {
+                block.extend(offset.to_le_bytes());
+                if n >= 15 {
+                    block.push((n - 15) as u8);
+                }
+                made += n + 4;
+            }
+        }
+        (block, made)
+    }
+
+    #[test]
+    fn no_match_lies_in_the_end_of_a_block() {
+        // A literal, a match of 4 to 22 bytes, literals: the last five have to be literals, and twelve follow a match's beginning.
+        for n in 0..19 {
+            for last in 0..9 {
+                let (block, made) = of_sequences(&[(1, 1, n)], last);
+                let allowed = last >= LITERALS_AT_END && n + 4 + last >= NO_MATCH_BEGINS;
+                assert_eq!(constant(&block, made), allowed.then_some(7), "{n} {last}");
+                let mut out = vec![0; made];
+                assert_eq!(decode(&block, &mut out), allowed, "{n} {last}");
+                assert!(!allowed || out.iter().all(|b| *b == 7));
+            }
+        }
+    }
+
     proptest! {
+        #[test]
+        fn what_is_read_without_decoding_is_what_the_library_decodes(
+            sequences in prop::collection::vec((0usize..18, 1u16..4, 0usize..30), 0..4), last in 0usize..20, more in -2isize..3,
+        ) {
+            let (block, made) = of_sequences(&sequences, last);
+            let len = made.saturating_add_signed(if more.abs() == 2 { more / 2 } else { 0 });
+            let mut out = vec![0u8; len];
+            let decoded = decode(&block, &mut out);
+            if let Some(byte) = constant(&block, len) {
+                prop_assert!(decoded, "{:?} {}", block, len);
+                prop_assert!(out.iter().all(|b| *b == byte));
+            }
+        }
+
+        #[test]
+        fn rubbish_is_read_without_decoding_only_if_the_library_decodes_it(
+            block in prop::collection::vec(prop_oneof![0u8..3, any::<u8>(), Just(0x1f), Just(0x50)], 0..40), len in 0usize..80,
+        ) {
+            let mut out = vec![0u8; len];
+            let decoded = decode(&block, &mut out);
+            if let Some(byte) = constant(&block, len) {
+                prop_assert!(decoded, "{:?} {}", block, len);
+                prop_assert!(out.iter().all(|b| *b == byte));
+            }
+        }
+
         #[test]
         fn a_prefix_is_the_beginning(bytes in prop::collection::vec(0u8..4, 1..3000), part in 0.0f64..=1.0) {
             let block = encode(&bytes);
@@ -120,6 +197,7 @@ mod tests {
             let mut out = vec![9u8; n];
             prop_assert!(decode_prefix(&block, &mut out));
             prop_assert_eq!(&out[..], &bytes[..n]);
+            prop_assert_eq!(decode(&block, &mut out), n == bytes.len());
             let mut more = vec![0u8; bytes.len() + 1];
             prop_assert!(!decode_prefix(&block, &mut more));
         }

@@ -227,7 +227,9 @@ impl Stream<'_> {
             out.copy_from_slice(&self.bytes[..out.len()]);
             return Ok(());
         }
-        if lz4::decode_prefix(self.bytes, out) {
+        // A whole block is held to the rules for its end, as the library that wrote it does; a part of one cannot be.
+        let decode = if out.len() == self.decoded { lz4::decode } else { lz4::decode_prefix };
+        if decode(self.bytes, out) {
             return Ok(());
         }
         Err(format!("block {}: expected LZ4 data of {} bytes, found something else", self.block, self.decoded))
@@ -398,4 +400,23 @@ fn zeros(len: usize) -> Vec<u8> {
     out.push(more as u8);
     out.extend_from_slice(&[0x50, 0, 0, 0, 0, 0]);
     out
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_whole_block_that_ends_in_a_match_is_refused() {
+        // Two literals and a match of 14; then as many literals as the format asks for, or too few.
+        for (last, allowed) in [(5u8, true), (4, false), (0, false)] {
+            let mut bytes = vec![0x2a, 1, 2, 2, 0, last << 4];
+            bytes.extend(std::iter::repeat_n(1, usize::from(last)));
+            let stream = Stream { bytes: &bytes, decoded: 16 + usize::from(last), block: 0 };
+            let mut whole = vec![0; stream.decoded];
+            assert_eq!(stream.fill(&mut whole).is_ok(), allowed, "{last}");
+            stream.fill(&mut [0; 8]).unwrap();
+        }
+    }
 }
