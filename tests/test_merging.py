@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import formats
+from actshard import formats, merging
 from conftest import GOLDEN, refuses
 
 LAYERS, WIDTH = [3, 7], 8
@@ -560,3 +561,109 @@ def test_a_part_beside_a_dataset_that_was_begun_whole_is_refused_and_leaves_it_r
         actshard.create(tmp_path / "d", format, layers=[0], d_model=2, part=(0, 2))
     actshard.create(tmp_path / "d", format, layers=[0], d_model=2, resume=True).close()
     assert len(actshard.open(tmp_path / "d")) == 2
+
+
+def _user_files(folder: Path, *names: str) -> dict[Path, str]:
+    """Files of a user in a folder."""
+    made = {folder / name: f"mine: {name}" for name in names}
+    for path, text in made.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return made
+
+
+@pytest.mark.parametrize("format", OPTIONS)
+def test_files_of_others_beside_and_among_parts_stop_no_merge_and_are_kept(tmp_path: Path, format: str) -> None:
+    path = tmp_path / "d"
+    wanted = write_parts(path, format)
+    part = path / ".parts/part-00001-of-00003"
+    dataset = next(p for p in part.iterdir() if p.is_dir()) if format == "saev" else part
+    beside = _user_files(path, "README.md", "slurm-17_0.out", ".DS_Store", "train.log", "logs/0.txt")
+    among = _user_files(path / ".parts", "slurm-17_1.out", ".DS_Store")
+    among |= _user_files(part, "notes.txt", "logs/1.txt") | _user_files(dataset, "run.log")
+    made = actshard.merge(path)
+    check(made, wanted)
+    check(path, wanted)
+    assert actshard.verify(made, deep=True).ok
+    assert {file: file.read_text() for file in beside} == beside
+    found = [p.read_bytes() for p in path.rglob("*") if p.is_file() and p not in beside]
+    assert sorted(f.decode() for f in found if f.startswith(b"mine: ")) == sorted(among.values()), (
+        "a user's file is gone"
+    )
+    assert (path / "left-in-parts/slurm-17_1.out").is_file()
+    ours = re.compile(r".*\.(bin|json|pkl|gz|safetensors|parquet)")
+    assert not [p for p in (path / "left-in-parts").rglob("*") if p.is_file() and ours.fullmatch(p.name)]
+    assert not (path / ".parts").exists()
+    assert not (path / ".actshard").exists()
+    assert actshard.merge(path) == made
+
+
+def test_files_among_parts_are_kept_when_a_merge_is_killed_before_its_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = write_parts(tmp_path / "d", "pickle")
+    _user_files(tmp_path / "d/.parts/part-00001-of-00003", "notes.txt")
+    rename = merging.rename
+    with monkeypatch.context() as patched:
+
+        def killed(source: Path, target: Path) -> None:
+            rename(source, target)
+            if source.name == ".parts":
+                raise KeyboardInterrupt
+
+        patched.setattr(merging, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            actshard.merge(tmp_path / "d")
+    actshard.merge(tmp_path / "d")
+    check(tmp_path / "d", wanted)
+    assert (tmp_path / "d/left-in-parts/part-00001-of-00003/notes.txt").read_text() == "mine: notes.txt"
+
+
+@pytest.mark.parametrize(
+    ("format", "name"), [("pickle", "metadata.json"), ("zarr", "manifest.json"), ("lmprobe", "index")]
+)
+def test_what_a_merge_would_write_over_is_refused_before_the_first_part(tmp_path: Path, format: str, name: str) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / name).write_text("{}")
+    with refuses(actshard.ExistsError, tmp_path / "d", f"{name}.*move it away"):
+        actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH, part=(0, 3), **OPTIONS[format])
+    assert [p.name for p in (tmp_path / "d").iterdir()] == [name]
+    (tmp_path / "d" / name).unlink()
+    write_parts(tmp_path / "d", format)
+    (tmp_path / "d" / name).write_text("{}")
+    before = tree(tmp_path / "d")
+    with refuses(actshard.ExistsError, tmp_path / "d", f"{name}.*move it away"):
+        actshard.merge(tmp_path / "d")
+    assert tree(tmp_path / "d") == before
+
+
+def test_a_part_of_a_saev_dump_that_is_written_again_names_the_finished_one(tmp_path: Path) -> None:
+    """saev's folder holds any number of dumps, so that parts are those of another one; a job that ran again is told of it."""
+    wanted = write_parts(tmp_path / "d", "saev")
+    made = actshard.merge(tmp_path / "d")
+    before = tree(made)
+    write_parts(tmp_path / "d", "saev", only=(1,))
+    said = rf"beside them is a finished dataset \({made.name}\).*ran again.*remove \.parts"
+    (finding,) = actshard.verify(tmp_path / "d").findings
+    assert finding.code == "unfinished"
+    assert re.search(said, finding.found)
+    for verb in (actshard.open, actshard.merge):
+        with pytest.raises(actshard.UnfinishedError, match=said):
+            verb(tmp_path / "d")
+    assert tree(made) == before
+    check(made, wanted)
+    shutil.rmtree(tmp_path / "d/.parts")
+    check(tmp_path / "d", wanted)
+    assert actshard.merge(tmp_path / "d") == made
+
+
+def test_parts_of_another_saev_dump_are_merged_beside_the_first(tmp_path: Path) -> None:
+    first = write_parts(tmp_path / "d", "saev")
+    made = [actshard.merge(tmp_path / "d")]
+    for i in range(2):
+        with actshard.create(tmp_path / "d", "saev", layers=LAYERS, d_model=WIDTH, part=(i, 2)) as writer:
+            writer.append(np.full((2, 2, 3, WIDTH), i, np.float32))
+    made.append(actshard.merge(tmp_path / "d"))
+    check(made[0], first)
+    assert len(actshard.open(made[1])) == 4
+    assert not (tmp_path / "d/.parts").exists()

@@ -21,7 +21,7 @@ from actshard.errors import (
 )
 from actshard.formats.contents import Evidence
 from actshard.location import Location
-from actshard.work import Journal, count_parts, is_building, is_merging, unfinished
+from actshard.work import PARTS, Journal, count_parts, is_building, is_merging, unfinished
 
 _DEPTH = 6
 """How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
@@ -66,12 +66,25 @@ def check_finished(root: Location) -> None:
     count = count_parts(root)
     if count is not None:
         raise UnfinishedError(
-            f"holds {count} parts of a dataset: when all are written, actshard.merge (or the command) makes one of them",
+            f"holds {count} parts of a dataset: when all are written, actshard.merge (or the command) makes one of them"
+            + beside_parts(root),
             path=root,
         )
     journal = unfinished(root) if root.kind() == "folder" else None
     if journal is not None:
         raise _unfinished(root, journal)
+
+
+def beside_parts(root: Location) -> str:
+    """For messages about parts that are not merged: which finished datasets lie beside them, and what to do then."""
+    finished = [p.name for p, _ in walk(root, _kind, 1) if unfinished(p) is None and not is_merging(p)]
+    if not finished:
+        return ""
+    shown = ", ".join(finished[:5]) + (", ..." if len(finished) > 5 else "")
+    return (
+        f"; beside them is a finished dataset ({shown}), which opens by its own path: if the parts are of a job that "
+        f"ran again after they were merged, remove {PARTS}"
+    )
 
 
 def is_cache_itself(root: Location) -> bool:

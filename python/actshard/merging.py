@@ -7,6 +7,7 @@ shards, and across file systems. Every step can be done again, and sources go la
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import shutil
@@ -32,15 +33,16 @@ from actshard.errors import (
     UnsupportedError,
     boundary,
 )
-from actshard.finding import existing, find
+from actshard.finding import beside_parts, existing, find
 from actshard.formats.merging import Merge, Merger
-from actshard.formats.target import refuse_existing
+from actshard.formats.target import refuse_existing, refuse_in_the_way
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.work import (
     EMPTY,
     FOLDER,
     MERGING,
+    PART,
     PARTS,
     locked,
     remove_made,
@@ -51,7 +53,8 @@ from actshard.work import (
 )
 
 _MARKER = MERGING
-_PART = re.compile(r"part-(\d{5})-of-(\d{5})")
+_LEFT = "left-in-parts"
+"""Where files of others that were in parts' folders are kept after a merge."""
 
 
 def merge(
@@ -72,6 +75,9 @@ def merge(
             None: the parts that were written below ``path``, in the order of their numbers; they become the dataset.
         physical: Zarr stores become one store, not a run of several with a manifest.
         different_models: join datasets of different models too; the result keeps the first one's name.
+
+    Files of others beside the parts, such as a README or logs, stay where they are; those among the parts are kept in
+    ``path/left-in-parts``.
 
     Returns:
         Path of the merged dataset (for saev ``path/<HASH>``). If parts that were written below ``path`` are merged
@@ -139,7 +145,7 @@ def _merged(root: Path, asked: _AskedMerge, different_models: bool) -> Path:
         if not listed.get("finished"):
             write_json(marker, {**listed, "finished": True, "place": os.path.relpath(place, root)})
         if plan.move:
-            _remove_parts(root)
+            _remove_parts(root, _merger(plan.format).files)
         _leave(root)
     finally:
         lock.release()
@@ -147,16 +153,39 @@ def _merged(root: Path, asked: _AskedMerge, different_models: bool) -> Path:
     return place
 
 
-def _remove_parts(root: Path) -> None:
-    """Removes the parts' folder. It goes in one step: a dataset beside what is left of its parts would be taken for unfinished."""
-    if not (root / PARTS).is_dir():
-        return
+def _remove_parts(root: Path, made: re.Pattern[str] | None) -> None:
+    """Removes the parts' folder. It goes in one step: a dataset beside what is left of its parts would be taken for unfinished.
+
+    Files in it that no writer made, by their names, are kept in a folder of the dataset.
+    """
     gone = root / FOLDER / f"merged{PARTS}"
-    if os.path.lexists(gone):  # a merge that was stopped here before
-        shutil.rmtree(gone, ignore_errors=True)
-    rename(root / PARTS, gone)
-    _native.sync_files([root])
-    shutil.rmtree(gone, ignore_errors=True)
+    _empty(root, gone, made)  # of a merge that was stopped here before
+    if (root / PARTS).is_dir():
+        rename(root / PARTS, gone)
+        _native.sync_files([root])
+        _empty(root, gone, made)
+
+
+def _empty(root: Path, gone: Path, made: re.Pattern[str] | None) -> None:
+    """Removes a folder of merged parts but for the files of others, which get a folder that is seen."""
+    others = False
+    for path, below, names in os.walk(gone, topdown=False):
+        folder = Path(path)
+        ours = made is None or FOLDER in folder.relative_to(gone).parts
+        for file in [folder / n for n in names] + [link for n in below if (link := folder / n).is_symlink()]:
+            if ours or file.name == EMPTY or (made is not None and made.fullmatch(file.name)):
+                with contextlib.suppress(
+                    OSError
+                ):  # what cannot be removed now is removed with the working folder, or keeps it
+                    file.unlink()
+            else:
+                others = True
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+    if others:
+        names_left = (f"{_LEFT}-{i}" if i > 1 else _LEFT for i in itertools.count(1))
+        rename(gone, next(root / name for name in names_left if not os.path.lexists(root / name)))
+        _native.sync_files([root])
 
 
 def _leave(root: Path) -> None:
@@ -273,7 +302,7 @@ def _begin(root: Path, asked: _AskedMerge, marker: Path, different_models: bool)
         raise ArgumentError(_not_physical(format))
     sources = [dataset for source in sources for dataset in merger.datasets(source)]
     if asked.parts is None and not merger.names_itself:
-        refuse_existing(root)
+        refuse_in_the_way(root, merger.makes)
     move = asked.parts is None
     plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical})
     merger.check(plan)
@@ -289,12 +318,15 @@ def _own_parts(root: Path) -> list[Path]:
     found: dict[int, Path] = {}
     counts: set[int] = set()
     for folder in sorted((root / PARTS).iterdir()):
-        numbered = _PART.fullmatch(folder.name)
+        numbered = PART.fullmatch(folder.name)
         if numbered is not None:
             found[int(numbered[1])] = folder
             counts.add(int(numbered[2]))
     if len(counts) != 1:
-        raise UnfinishedError(f"expected parts of one number of parts, found {sorted(counts)}", path=root / PARTS)
+        raise UnfinishedError(
+            f"expected parts of one number of parts, found {sorted(counts)}{beside_parts(Location.at(root))}",
+            path=root / PARTS,
+        )
     (total,) = counts
     missing = [i for i in range(total) if i not in found]
     made, behind, empty = [], [], []
@@ -313,7 +345,9 @@ def _own_parts(root: Path) -> list[Path]:
             for some, what in ((missing, "missing"), (behind, "unfinished"))
             if some
         ]
-        raise UnfinishedError(f"expected {total} finished parts, {' and '.join(said)}", path=root / PARTS)
+        raise UnfinishedError(
+            f"expected {total} finished parts, {' and '.join(said)}{beside_parts(Location.at(root))}", path=root / PARTS
+        )
     if not made:
         raise UnfinishedError(f"expected examples in one of {total} parts, found none in any", path=root / PARTS)
     return made

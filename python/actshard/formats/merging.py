@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -72,6 +73,9 @@ class Merger(ABC):
     """Patterns of the names that a merge makes in the folder of the dataset."""
     physical: ClassVar[str | None] = None
     """What datasets of the format are called, if merged ones can be a list of several, which ``physical=True`` makes one."""
+    files: ClassVar[re.Pattern[str] | None] = None
+    """Names of the files that a writer of the format makes, in whatever folder of a dataset. Of a part that was merged only these
+    are removed; None: all."""
     names_itself: ClassVar[bool] = False
     """Whether the format names the merged dataset's folder, below the path that is asked for."""
 

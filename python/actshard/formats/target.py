@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -437,6 +438,17 @@ def refuse_parts(path: Path) -> None:
         raise ExistsError(
             "holds parts of a dataset: merge makes one dataset of them; choose another folder for this one", path=path
         )
+
+
+def refuse_in_the_way(path: Path, makes: Iterable[str]) -> None:
+    """Raises ExistsError if a folder holds what a merge of its parts would make, by the patterns of their names."""
+    if not path.is_dir():
+        return
+    wanted = list(makes)
+    found = sorted(p.name for p in path.iterdir() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in wanted))
+    if found:
+        shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+        raise ExistsError(f"expected parts alone, found {shown}, which merging them makes: move it away", path=path)
 
 
 def refuse_existing(path: Path) -> None:

@@ -29,7 +29,7 @@ from actshard.work.files import (
 from actshard.work.finished import count_parts, is_building, is_merging, tidy, unfinished
 from actshard.work.journal import Journal
 from actshard.work.lock import Lock, locked
-from actshard.work.names import BUILDING, EMPTY, FOLDER, JOURNAL, MERGING, PARTS
+from actshard.work.names import BUILDING, EMPTY, FOLDER, JOURNAL, MERGING, PART, PARTS
 
 __all__ = [
     "BUILDING",
@@ -37,6 +37,7 @@ __all__ = [
     "FOLDER",
     "JOURNAL",
     "MERGING",
+    "PART",
     "PARTS",
     "Journal",
     "Lock",

@@ -8,7 +8,7 @@ from pathlib import Path
 from actshard.errors import ActshardError, MissingFileError, NotAFileError
 from actshard.location import Location
 from actshard.work.journal import Journal
-from actshard.work.names import BUILDING, FOLDER, MERGING, PARTS
+from actshard.work.names import BUILDING, FOLDER, MERGING, PART, PARTS
 
 
 def count_parts(root: Path | Location) -> int | None:
@@ -16,7 +16,7 @@ def count_parts(root: Path | Location) -> int | None:
     folder = Location.at(root)
     parts = folder if folder.name == PARTS else folder / PARTS
     try:
-        return len(parts.entries())
+        return sum(1 for entry in parts.entries() if PART.fullmatch(entry.name))
     except (MissingFileError, NotAFileError):  # there are none, or a merge has just removed them
         return None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnfinishedError
-from actshard.formats.target import Target, refuse_existing, refuse_parts
+from actshard.formats.target import Target, refuse_existing, refuse_in_the_way, refuse_parts
 from actshard.work import EMPTY, FOLDER, Journal, is_merging, tidy, unfinished
 
 
@@ -64,6 +64,9 @@ def _refuse_beside(root: Path, target: Target) -> None:
                 "another folder",
                 path=root,
             )
+    merger = formats.get(target.format).merger()
+    if merger is not None:  # now, not when hours were spent on parts that cannot be merged here
+        refuse_in_the_way(root, merger.makes)
 
 
 def _looks_finished(target: Target) -> bool:

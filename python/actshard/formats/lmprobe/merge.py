@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -171,6 +172,7 @@ class LmprobeMerger(Merger):
     """Files of every part stay as they are; the index is new."""
 
     makes: ClassVar[tuple[str, ...]] = LmprobeTarget.makes
+    files: ClassVar[re.Pattern[str] | None] = re.compile(r"[\w-]+\.(safetensors|parquet)")
 
     def kind(self, contents: Contents) -> dict[str, Any]:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -72,6 +73,7 @@ class PickleMerger(Merger):
     """Folders of several machines are one source each."""
 
     makes: ClassVar[tuple[str, ...]] = PickleTarget.makes
+    files: ClassVar[re.Pattern[str] | None] = re.compile(r"shard_\d{4,}\.pkl(\.gz)?|metadata\.json")
 
     def datasets(self, path: Path) -> list[Path]:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,6 +149,9 @@ class SaevMerger(Merger):
 
     makes: ClassVar[tuple[str, ...]] = (".merging",)
     names_itself: ClassVar[bool] = True
+    files: ClassVar[re.Pattern[str] | None] = re.compile(
+        rf"acts\d{{6,}}\.bin(\.part)?|labels\.bin|{re.escape(LENGTHS)}|(shards|metadata)\.json"
+    )
 
     def kind(self, contents: Contents) -> dict[str, Any]:
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -143,6 +144,9 @@ class ZarrMerger(Merger):
     """Parts become the stores of a run, or with ``physical`` one store."""
 
     makes: ClassVar[tuple[str, ...]] = (*ZarrTarget.makes, "shards", "manifest.json")
+    files: ClassVar[re.Pattern[str] | None] = re.compile(
+        r"\.z(attrs|group|metadata|array)|config\.json|(prompts|responses|sample_index|extra_metadata)\.jsonl|\d+(\.\d+)*"
+    )
     physical: ClassVar[str | None] = "Zarr stores"
 
     def datasets(self, path: Path) -> list[Path]:
