@@ -101,6 +101,33 @@ def _rebuild(
     return error
 
 
+def as_plain(error: ActshardError) -> dict[str, Any]:
+    """An error as what JSON can hold, for another process; see :func:`from_plain`."""
+    return {
+        "error": type(error).__name__,
+        "detail": error.detail,
+        "path": None if error.path is None else os.fspath(error.path),
+        "offset": error.offset,
+        "reason": error.reason,
+        "code": error.code,
+        "errno": error.errno if isinstance(error, OSError) else None,
+        "filename": error.filename if isinstance(error, OSError) else None,
+    }
+
+
+def from_plain(made: dict[str, Any]) -> ActshardError:
+    """The error that :func:`as_plain` was given; an InternalError for a class that this module does not have."""
+    cls = globals().get(made["error"])
+    if not (isinstance(cls, type) and issubclass(cls, ActshardError)):
+        return InternalError(f"{made['error']}: {made['detail']}", path=made["path"])
+    error = cls(made["detail"], path=made["path"], offset=made["offset"], reason=made["reason"])
+    if error.code != made["code"]:
+        error.code = made["code"]
+    if isinstance(error, OSError):
+        error.errno, error.filename = made["errno"], made["filename"]
+    return error
+
+
 class MissingFileError(ActshardError, FileNotFoundError):
     """A file or folder that should be there is not."""
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -677,3 +678,92 @@ def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: 
     with pytest.raises(actshard.FormatError, match=r"line 2") as caught:
         tokens.build_cache(files, tmp_path / "bad", GOLDEN / GPT2, jobs=3)
     assert caught.value.path == files[3]
+
+
+def _worker_with(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes workers run some code when their interpreters start."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_what_workers_print_is_not_taken_for_what_they_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"text {i}"}]) for i in range(3)]
+    code = """
+        import os
+        from actshard.tokens import processing
+        print("hello", flush=True)
+        prepare = processing.TextProcessor.prepare
+        def prints(self, *given):
+            print('{"done": "nothing"}', flush=True)
+            os.write(1, b"half a line")
+            return prepare(self, *given)
+        processing.TextProcessor.prepare = prints
+    """
+    _worker_with(tmp_path / "site", textwrap.dedent(code), monkeypatch)
+    seen: list[tokens.Progress] = []
+    cache = tokens.build_cache(files, tmp_path / "c", GOLDEN / GPT2, jobs=2, progress=seen.append)
+    assert len(cache) == 3
+    assert seen[-1].files_done == 3
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("half a line") == 3
+
+
+@pytest.mark.parametrize(
+    ("failing", "cls", "said"),
+    [
+        (
+            'raise errors.TruncatedFileError("cut", path=self.path, offset=7, reason="r", code="odd")',
+            actshard.TruncatedFileError,
+            {"offset": 7, "reason": "r", "code": "odd", "kind": "truncated"},
+        ),
+        (
+            'raise errors.from_os(OSError(28, "no space"), self.path, "write")',
+            actshard.DiskFullError,
+            {"errno": 28},
+        ),
+        ("raise MemoryError('no room')", actshard.NoMemoryError, {}),
+        ('os.stat("/nowhere")', actshard.MissingFileError, {"path": Path("/nowhere"), "errno": 2}),
+    ],
+)
+def test_an_error_in_a_worker_is_the_error_that_it_would_be_without(
+    failing: str,
+    cls: type[actshard.ActshardError],
+    said: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"text {i}"}]) for i in range(3)]
+    code = f"""
+        import os
+        from actshard import errors
+        from actshard.tokens import sources
+        def fails(self, columns, read):
+            {failing}
+        sources.Source.records = fails
+    """
+    _worker_with(tmp_path / "site", textwrap.dedent(code), monkeypatch)
+    with pytest.raises(cls) as caught:
+        tokens.build_cache(files, tmp_path / "c", GOLDEN / GPT2, jobs=2)
+    assert caught.value.path is not None
+    assert {name: getattr(caught.value, name) for name in said} == said
+
+
+def test_every_error_keeps_what_it_says_on_its_way_to_another_process() -> None:
+    from actshard import errors
+
+    classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.ActshardError)]
+    assert len(classes) > 20
+    for cls in classes:
+        for given in ({}, {"path": "/a/b", "offset": 9, "reason": "r", "code": "c"}):
+            error = cls("detail \udc80", **given)
+            if isinstance(error, OSError):
+                error.errno, error.filename = 28, "/a/b"
+            again = errors.from_plain(json.loads(json.dumps(errors.as_plain(error))))
+            assert type(again) is cls
+            assert str(again) == str(error)
+            for name in ("detail", "path", "offset", "reason", "code", "errno", "filename"):
+                assert getattr(again, name, None) == getattr(error, name, None)

@@ -1,6 +1,7 @@
 """One file of records made into one shard of a cache: what ``build_cache`` does in parallel, in this process or another.
 
-Run as a program it reads a task as JSON from its standard input, ends when that ends, and tells as JSON lines what it does:
+Run as a program it reads tasks as JSON from its standard input, ends when that ends, and tells what it does as JSON lines on the
+descriptor that its argument names (standard output if there is none), as libraries may print to standard output:
 ``build_cache`` starts it for sources that are built at the same time. The tokenizers library has threads of its own, but rendering
 chats and reading records has only this interpreter's.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from actshard import _native
-from actshard.errors import ActshardError, boundary
+from actshard.errors import ActshardError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import OURS, Ledger
@@ -245,21 +246,26 @@ class _Orders:
 
 def main() -> None:
     """A worker: a line with what its tasks have in common, then a line per task. It answers line by line."""
-    orders, out = _Orders(), sys.stdout
+    orders, out = _Orders(), int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    os.set_inheritable(out, False)
 
     def say(said: dict[str, Any]) -> None:
-        print(json.dumps(said), file=out, flush=True)
+        line = memoryview(json.dumps(said).encode() + b"\n")
+        while line:
+            line = line[os.write(out, line) :]
 
     try:
-        process = _process(orders.next() or {})
+        with boundary(None, "begin"):
+            process = _process(orders.next() or {})
         while (given := orders.next()) is not None:
             source = Source(Path(given["source"]["path"]), given["source"]["shard"])
-            build_shard(source, process, _task(given["task"]), lambda counts: say(vars(counts)))
+            task = _task(given["task"])
+            with boundary(task.folder, "build"):
+                build_shard(source, process, task, lambda counts: say(vars(counts)))
             orders.done()
             say({"done": source.shard})
     except ActshardError as error:
-        path = None if error.path is None else os.fspath(error.path)
-        say({"error": type(error).__name__, "detail": error.detail, "path": path})
+        say(as_plain(error))
         sys.exit(3)
     except BrokenPipeError:
         sys.exit(4)

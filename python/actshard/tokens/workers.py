@@ -13,11 +13,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from actshard import errors
-from actshard.errors import InternalError
+from actshard.errors import InternalError, from_plain
 from actshard.tokens import shards
 from actshard.tokens.shards import Counts, Task
 from actshard.tokens.sources import Source
+
+
+def _stderr() -> int:
+    """The descriptor of standard error, or one that goes nowhere."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return 2
 
 
 class Worker:
@@ -35,17 +43,26 @@ class Worker:
             "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
             "PYTHONWARNINGS": "ignore",
         }
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "actshard.tokens.shards"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            start_new_session=True,  # Ctrl-C is for this process, which ends them all
-        )
+        said, say = os.pipe()
+        self.said = os.fdopen(said, "rb", buffering=0)
+        """What it says, on a descriptor of its own: its standard output belongs to the libraries that it uses."""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "actshard.tokens.shards", str(say)],
+                stdin=subprocess.PIPE,
+                stdout=_stderr(),  # what is printed is for people; this process's own output may be read by a program
+                pass_fds=(say,),
+                env=env,
+                start_new_session=True,  # Ctrl-C is for this process, which ends them all
+            )
+        except BaseException:
+            self.said.close()
+            raise
+        finally:
+            os.close(say)
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         # Stdin stays open: when this process is gone, however that came, it closes, and the worker ends.
-        self._stdin, self.stdout = self._process.stdin, self._process.stdout
+        self._stdin = self._process.stdin
         # A tokenizer is larger than a pipe: a worker that reads slowly must not keep the others from being heard.
         self._sending = threading.Thread(target=self._send, args=(setup,), daemon=True)
         self._sending.start()
@@ -69,7 +86,7 @@ class Worker:
 
     def hear(self) -> Iterator[dict[str, Any]] | None:
         """What it says; None when it says no more."""
-        data = os.read(self.stdout.fileno(), 1 << 16)
+        data = os.read(self.said.fileno(), 1 << 16)
         if not data:
             return None
         *lines, rest = bytes(self._heard + data).split(b"\n")
@@ -87,7 +104,7 @@ class Worker:
         """Its status, when it has ended."""
         with suppress(OSError):
             self._stdin.close()
-        self.stdout.close()
+        self.said.close()
         return self._process.wait()
 
     def kill(self) -> None:
@@ -129,13 +146,13 @@ class Workers:
             while self._waiting and len(workers) < self._jobs:
                 worker = Worker(self._setup, self._threads)
                 workers.add(worker)
-                selector.register(worker.stdout, selectors.EVENT_READ, worker)
+                selector.register(worker.said, selectors.EVENT_READ, worker)
                 worker.give(*self._waiting.pop())
             while workers:
                 for key, _ in selector.select():
                     worker = key.data
                     if not self._hear(worker):
-                        selector.unregister(worker.stdout)
+                        selector.unregister(worker.said)
                         workers.discard(worker)
                         self._ended(worker)
         finally:
@@ -152,7 +169,7 @@ class Workers:
             return False
         for said in heard:
             if "error" in said:
-                raise getattr(errors, said["error"], errors.FormatError)(said["detail"], path=said["path"])
+                raise from_plain(said)
             if "done" in said:
                 self._done(said["done"])
                 if self._waiting:
