@@ -238,7 +238,9 @@ def test_a_finished_dataset_is_taken_only_for_a_copy_of_the_same(tmp_path: Path,
     rng = np.random.default_rng(3)
     paths = []
     for name in ("a", "b"):
-        with actshard.create(tmp_path / name, "zarr", layers=[4, 8], d_model=4) as writer:
+        # saev's name is a hash of the source's metadata too: those of the second were others if it was made a second later.
+        made = {"created_at": "2026-01-01T00:00:00+00:00"}
+        with actshard.create(tmp_path / name, "zarr", layers=[4, 8], d_model=4, metadata=made) as writer:
             writer.append(rng.standard_normal((100, 2, 3, 4)).astype(np.float32))
         paths.append(writer.path)
     first, other = paths
@@ -508,3 +510,107 @@ def test_a_refused_conversion_removes_only_what_it_wrote(tmp_path: Path, format:
     with pytest.raises(actshard.ArgumentError, match="stop"):
         actshard.convert(tmp_path / "src", tmp_path / "made", format, progress=stop)
     assert [p.name for p in (tmp_path / "made").rglob("*")] == ["notes.txt"]
+
+
+COLUMNS = {
+    "label": [*range(6)],
+    "shard_index": [f"s{i}" for i in range(6)],
+    "verb": ["is", "was", None, "be", "am", "are"],
+}
+
+
+def with_columns(path: Path, format: str, more: dict[str, Any]) -> Path:
+    text = {"pickle": "text_preview", "zarr": "prompt", "lmprobe": "text"}[format]
+    with actshard.create(path, format, layers=[4], d_model=2) as writer:
+        rows = np.arange(6, dtype=np.float32)[:, None, None, None] * np.ones((6, 1, 3, 2), np.float32)
+        writer.append(rows, columns={text: [f"text {i}" for i in range(6)], **more})
+    return writer.path
+
+
+@pytest.mark.parametrize("source", ["zarr", "pickle"])
+def test_columns_that_a_format_refuses_are_renamed_or_left_out(tmp_path: Path, source: str) -> None:
+    """The error names a remedy, and the remedy works: in Python and in the command."""
+    path = with_columns(tmp_path / "s", source, COLUMNS)
+    with pytest.raises(actshard.ArgumentError, match=r"shard_index.*columns= \(--columns\) renames columns"):
+        actshard.convert(path, tmp_path / "t", "lmprobe")
+    (refused,) = actshard.converting.plan(path, tmp_path / "t", "lmprobe")
+    assert "columns=" in str(refused.refused)
+    text = "prompt" if source == "zarr" else "text_preview"
+    renamed = {text: text, "shard_index": "part", "verb": "verb"}
+    done = actshard.convert(path, tmp_path / "t", "lmprobe", columns=renamed, verify=True)
+    assert [str(x) for x in done.losses if "left out" in str(x)] == [
+        "columns: left out, as columns= does not name them: label"
+    ]
+    table = actshard.open(done.path).table
+    assert table["part"].to_pylist() == COLUMNS["shard_index"]
+    assert table["verb"].to_pylist() == COLUMNS["verb"]
+    assert table["text"].to_pylist() == [f"text {i}" for i in range(6)]
+    assert table["label"].null_count == 6
+    told = run(
+        "convert", str(path), str(tmp_path / "c"), "--to", "lmprobe", "--columns", f"{text},shard_index=part,verb"
+    )
+    assert told.returncode == 0, told.stderr
+    assert actshard.open(tmp_path / "c").table.equals(table)
+    told = run("convert", str(path), str(tmp_path / "j"), "--to", "lmprobe", "--columns", json.dumps(["verb"]))
+    assert told.returncode == 0, told.stderr
+    assert "part" not in actshard.open(tmp_path / "j").table.column_names
+
+
+@pytest.mark.parametrize("target", ["lmprobe", "zarr", "pickle"])
+@pytest.mark.parametrize("source", ["lmprobe", "zarr", "pickle"])
+def test_columns_are_chosen_and_renamed(tmp_path: Path, source: str, target: str) -> None:
+    more = {"label": COLUMNS["label"], "verb": COLUMNS["verb"]}
+    path = with_columns(tmp_path / "s", source, more)
+    done = actshard.convert(path, tmp_path / "t", target, columns={"verb": "word", "label": "id"}, verify=True)
+    table = actshard.open(done.path).table
+    assert table["word"].to_pylist() == more["verb"]
+    assert table["id"].to_pylist() == more["label"]
+    assert not {"verb"} & {*table.column_names}
+    none = actshard.convert(path, tmp_path / "n", target, columns=[])
+    assert not {"verb", "word", "id"} & {*actshard.open(none.path).table.column_names}
+    # A result with other columns is not taken for this one.
+    for asked in ({"verb": "word", "label": "other"}, ["verb"], []):
+        for how in ("exist_ok", "resume"):
+            with refuses(actshard.ExistsError, done.path, "another dataset"):
+                actshard.convert(path, tmp_path / "t", target, columns=asked, **{how: True})
+    again = actshard.convert(path, tmp_path / "t", target, columns={"verb": "word", "label": "id"}, exist_ok=True)
+    assert again.bytes == 0
+
+
+def test_a_conversion_is_not_resumed_with_other_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = with_columns(tmp_path / "s", "zarr", {"verb": COLUMNS["verb"]})
+
+    def stops(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        actshard.convert(path, tmp_path / "t", "pickle", columns={"verb": "word"}, progress=stops)
+    if not (tmp_path / "t/.actshard/journal.jsonl").exists():
+        pytest.skip("nothing was committed")
+    with pytest.raises(actshard.ArgumentError, match="begun with"):
+        actshard.convert(path, tmp_path / "t", "pickle", columns={"verb": "other"}, resume=True)
+    done = actshard.convert(path, tmp_path / "t", "pickle", columns={"verb": "word"}, resume=True)
+    assert actshard.open(done.path).table["word"].to_pylist() == COLUMNS["verb"]
+
+
+def test_columns_that_make_no_sense_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path = with_columns(tmp_path / "s", "zarr", {"verb": COLUMNS["verb"], "label": COLUMNS["label"]})
+    for asked, cls, said in (
+        ("verb", TypeError, "expected names"),
+        (5, TypeError, "expected names"),
+        ([3], TypeError, "found 3"),
+        ({"verb": 3}, TypeError, "found 3"),
+        ([""], TypeError, "found ''"),
+        (["none"], actshard.NotStoredError, "there are label, prompt, verb"),
+        (["seq_len"], actshard.NotStoredError, "there is no 'seq_len'"),
+        ({"verb": "x", "label": "x"}, actshard.ArgumentError, "differ"),
+        (["verb", "verb"], actshard.ArgumentError, "differ"),
+        ({"verb": "patch_labels"}, actshard.ArgumentError, "patch_labels"),
+        ({"verb": "logits_values"}, actshard.ArgumentError, "logits_values"),
+    ):
+        with pytest.raises(cls, match=said):
+            actshard.convert(path, tmp_path / "t", "pickle", columns=asked)
+        assert not (tmp_path / "t").exists()
+    told = run("convert", str(path), str(tmp_path / "t"), "--to", "pickle", "--columns", "verb=a,verb=b")
+    assert told.returncode != 0
+    assert "every name once" in told.stderr

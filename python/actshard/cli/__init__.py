@@ -150,6 +150,9 @@ def convert_command(
         str, typer.Option(help="Layers to take: names with commas; -1=23 renames. All if not given.")
     ] = "",
     examples: Annotated[str, typer.Option(help="Examples to take: first:last, or numbers with commas.")] = "",
+    columns: Annotated[
+        str, typer.Option(help="Columns to take: names with commas; label=verb renames; none. All if not given.")
+    ] = "",
     tokens: Annotated[str, typer.Option(help="all, content or last.")] = "all",
     dtype: Annotated[str, typer.Option(help="Store this type: float16, float32, ...")] = "",
     pad: Annotated[bool, typer.Option("--pad", help="Fill shorter examples up with zeros.")] = False,
@@ -172,6 +175,7 @@ def convert_command(
     own = {
         "layers": verb.layers_named(layer),
         "examples": verb.examples_named(examples),
+        "columns": verb.columns_named(columns),
         "tokens": tokens,
         "dtype": dtype or None,
         "pad": pad,

@@ -29,6 +29,24 @@ def layers_named(words: str) -> list[int] | dict[int, int] | None:
         raise ArgumentError(f"--layer: expected integers, or old=new, found {words!r}") from None
 
 
+def columns_named(words: str) -> list[str] | dict[str, str] | None:
+    """Columns as a command line names them: ``text,label=verb``, or JSON where names contain commas or equals signs."""
+    if not words:
+        return None
+    if words[0] in "[{":
+        try:
+            made: list[str] | dict[str, str] = json.loads(words)
+        except ValueError as error:
+            raise ArgumentError(f"--columns: expected names, or JSON: {error}") from error
+        return made
+    if words == "none":
+        return []
+    pairs = [word.partition("=") for word in words.split(",")]
+    if len({old for old, _, _ in pairs}) < len(pairs):
+        raise ArgumentError(f"--columns: expected every name once, found {words!r}")
+    return {old: new if equals else old for old, equals, new in pairs}
+
+
 def examples_named(words: str) -> slice | list[int] | None:
     """Examples as a command line names them: ``:1000`` or ``3,5,8``."""
     if not words:

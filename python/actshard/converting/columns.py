@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
+from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
 
 if TYPE_CHECKING:
@@ -26,12 +28,27 @@ class Columns:
     """The columns of a store, examples at a time."""
 
     def __init__(
-        self, store: Store, wanted: bool, labels: NDArray[np.uint8] | None, *, whole: bool, numbers: bool | None = None
+        self,
+        store: Store,
+        wanted: bool,
+        labels: NDArray[np.uint8] | None,
+        *,
+        whole: bool,
+        numbers: bool | None = None,
+        chosen: Mapping[str, str] | None = None,
     ) -> None:
-        """``numbers``: keep a column that numbers examples; None: unless it says no more than their order, known beforehand."""
+        """``numbers``: keep a column that numbers examples; None: unless it says no more than their order, known beforehand.
+
+        ``chosen``: the columns to take, each with its name in the result; None: all, as they are called.
+        """
         self.store = store
         self.carrying = formats.get(store.format).carrying()
+        self.chosen = chosen
+        if chosen is not None and self.carrying.number_column in chosen:
+            numbers = True
         self.names = self.carrying.names(store.contents) if wanted else []
+        if chosen is not None:
+            self.names = [n for n in self.names if n in chosen]
         self.shared_texts = 0
         """Examples whose text an earlier one has, where that was looked at."""
         self.made_up_texts = False
@@ -63,7 +80,7 @@ class Columns:
             field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
         made: list[tuple[pa.Field, Any]] = []
-        table = _one_text(self.carrying.outgoing(self._table(examples, unit)), target)
+        table = _one_text(self.carrying.outgoing(self._renamed(self._table(examples, unit))), target)
         number = self.carrying.number_column
         if number == formats.get(target.format).carrying().number_column:
             number = None
@@ -94,12 +111,20 @@ class Columns:
         self.turned |= target.turned(whole.schema)
         return target.turn(whole)
 
+    def _renamed(self, table: pa.Table) -> pa.Table:
+        if self.chosen is None:
+            return table
+        ordered = [name for name in self.chosen if name in table.column_names]
+        return table.select(ordered).rename_columns([self.chosen[name] for name in ordered])
+
     def _table(self, examples: NDArray[np.int64], unit: int | None) -> pa.Table:
         contents = self.store.contents
         if unit is not None and contents.unit_columns is not None and contents.units is not None:
             if self._unit is None or self._unit[0] != unit:
                 table = contents.unit_columns(unit)
                 keep = [n for n in table.column_names if n not in self.carrying.derived]
+                if self.chosen is not None:
+                    keep = [n for n in keep if n in self.chosen]
                 self._unit = (unit, table.select(keep if self.names else []))
             return self._unit[1].take(examples - contents.units[unit])
         names = [n for n in self.names if n not in self._without]
@@ -218,7 +243,38 @@ def labels_of(store: Store, content: int) -> NDArray[np.uint8] | None:
     return values.astype(np.uint8)
 
 
-def dropped(store: Store) -> list[str]:
+def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
     """Columns that a target without columns loses; those that only number examples are no loss."""
     carrying = formats.get(store.format).carrying()
-    return [n for n in carrying.names(store.contents) if n not in (carrying.number_column, PATCH_LABELS)]
+    names = carrying.names(store.contents) if chosen is None else chosen
+    return [n for n in names if n not in (carrying.number_column, PATCH_LABELS)]
+
+
+def choose(store: Store, columns: Any) -> dict[str, str] | None:
+    """The columns that a user asks for, each with its name in the result; None: all.
+
+    Raises:
+        ArgumentError: names that are none, or twice. NotStoredError: a column that the source does not have.
+    """
+    if columns is None:
+        return None
+    if isinstance(columns, str | bytes) or not isinstance(columns, Iterable):
+        raise ArgumentTypeError(
+            f"columns: expected names, or a mapping of names to new names, found {type(columns).__name__}"
+        )
+    pairs = list(columns.items()) if isinstance(columns, Mapping) else [(name, name) for name in columns]
+    for name in itertools.chain.from_iterable(pairs):
+        if not isinstance(name, str) or not name:
+            raise ArgumentTypeError(f"columns: expected names, found {name!r:.80}")
+    known = formats.get(store.format).carrying().names(store.contents)
+    for name, new in pairs:
+        if name not in known:
+            raise NotStoredError(
+                f"columns: there is no {name!r} to convert; there are {', '.join(known) or 'none'}", path=store.path
+            )
+        if new != name and (new == PATCH_LABELS or new in LOGITS or new.startswith(ROUTER)):
+            raise ArgumentError(f"columns: {name!r}: {new!r} is the name of something else in every format")
+    for names in zip(*pairs, strict=True):
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"columns: expected names that differ, found {list(names)}")
+    return dict(pairs)

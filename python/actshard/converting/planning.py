@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
-from actshard.converting.columns import Columns, NumbersMatterError, dropped, labels_of
+from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
-from actshard.formats.target import TEXTS, Target
+from actshard.formats.target import PATCH_LABELS, TEXTS, Target
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
@@ -59,6 +59,8 @@ class Asked:
     tokens: str
     pad: bool
     truncate: bool
+    columns: dict[str, str] | None = None
+    """Columns to take, each with its name in the result; None: all."""
     cast: bool = False
     """``dtype=`` was given: rows of whatever type are converted. Without it, a row of another type than the store's is an error."""
 
@@ -133,6 +135,7 @@ def ask(
     tokens: str,
     pad: bool,
     truncate: bool,
+    columns: Iterable[str] | Mapping[str, str] | None = None,
 ) -> Asked:
     """Checks what a user wants."""
     if not _arguments.is_one_of(format, formats.written()):
@@ -169,7 +172,7 @@ def ask(
             raise ArgumentError("examples: expected at least one")
         if np.array_equal(ids, np.arange(store.num_examples)):
             ids = None
-    return Asked(store, format, chosen, names, ids, tokens, pad, truncate)
+    return Asked(store, format, chosen, names, ids, tokens, pad, truncate, choose(store, columns))
 
 
 def settle(
@@ -231,6 +234,7 @@ def settle(
             "tokens": asked.tokens,
             "pad": asked.pad,
             "truncate": asked.truncate,
+            **({} if asked.columns is None else {"columns": [list(pair) for pair in asked.columns.items()]}),
         }
     }
     return target
@@ -277,7 +281,11 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
             if units is not None:
                 unit = int(np.searchsorted(units, ids[0], "right")) - 1
                 ids = ids[: max(1, int(np.argmin(np.append((ids >= units[unit]) & (ids < units[unit + 1]), False))))]
-            found = checker.fit(columns.of(ids, unit, target), at, alike=False)
+            try:
+                found = checker.fit(columns.of(ids, unit, target), at, alike=False)
+            except (ArgumentError, NotStoredError) as error:
+                remedy = "columns= (--columns) renames columns, or leaves some out"
+                raise type(error)(f"{error.detail}; {remedy}", path=error.path, code=error.code) from error
             checker.keep(found)
             at += len(ids)
             text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)
@@ -379,7 +387,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
     if store.special_tokens and not target.holds_special_tokens and asked.tokens == "all":
         made.append(Loss("special_tokens", "CLS stays as token 0, and only the metadata still say so"))
     if not target.holds_columns:
-        lost = dropped(store)
+        lost = dropped(store, asked.columns)
         if lost:
             made.append(
                 Loss("columns", f"{format} holds none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}")
@@ -390,6 +398,8 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
             made.append(Loss("router", f"{format} has no place for it"))
     else:
         made += [Loss("columns", said) for said in columns.turned.values()]
+    if asked.columns is not None and (out := [n for n in dropped(store, None) if n not in asked.columns]):
+        made.append(Loss("columns", f"left out, as columns= does not name them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
         made.append(Loss("columns", f"not carried over: {', '.join(behind)}"))
     if target.finds_by_text and columns.shared_texts:
@@ -412,6 +422,8 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
 def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
     """Patch labels that go along."""
     store = asked.store
+    if store.labels is None and asked.columns is not None and asked.columns.get(PATCH_LABELS) != PATCH_LABELS:
+        return None
     if not target.holds_labels:
         return store.labels
     if asked.tokens == "last" or target.tokens is None:
@@ -424,7 +436,8 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
 def columns_for(asked: Asked, target: Target, numbers: bool | None = None) -> Columns:
     """The columns that go along."""
     labels = labels_for(asked, target)
-    return Columns(asked.store, target.holds_columns, labels, whole=asked.examples is None, numbers=numbers)
+    whole = asked.examples is None
+    return Columns(asked.store, target.holds_columns, labels, whole=whole, numbers=numbers, chosen=asked.columns)
 
 
 def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ def plan(
     *,
     layers: Sequence[int] | Mapping[int, int] | None = None,
     examples: ArrayLike | slice | None = None,
+    columns: Iterable[str] | Mapping[str, str] | None = None,
     tokens: str = "all",
     dtype: DTypeLike | None = None,
     pad: bool = False,
@@ -94,7 +95,14 @@ def plan(
                 root,
                 name,
                 format is not None,
-                {"layers": layers, "examples": examples, "tokens": tokens, "pad": pad, "truncate": truncate},
+                {
+                    "layers": layers,
+                    "examples": examples,
+                    "columns": columns,
+                    "tokens": tokens,
+                    "pad": pad,
+                    "truncate": truncate,
+                },
                 {
                     "dtype": dtype,
                     "tokens_per_example": tokens_per_example,

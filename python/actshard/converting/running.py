@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from actshard import _arguments, _native
+from actshard import _arguments, _native, formats
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
@@ -28,7 +28,7 @@ from actshard.converting.planning import (
     source,
 )
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
-from actshard.formats.target import Block, Target
+from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
@@ -82,6 +82,7 @@ def convert(
     *,
     layers: Sequence[int] | Mapping[int, int] | None = None,
     examples: ArrayLike | slice | None = None,
+    columns: Iterable[str] | Mapping[str, str] | None = None,
     tokens: str = "all",
     dtype: DTypeLike | None = None,
     pad: bool = False,
@@ -109,6 +110,8 @@ def convert(
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
         layers: names to take, in this order; a mapping renames them: ``{-1: 23}``. None: all.
         examples: integers, a slice or a bool per example: those to take, in this order. None: all.
+        columns: names of columns to take, in this order; a mapping renames them: ``{"label": "verb"}``. None: all. Logits, router
+            tensors and patch labels that are no columns always go along.
         tokens: ``"all"``, ``"content"`` (without CLS) or ``"last"``.
         dtype: the type to store. None keeps it, and a format that cannot hold it refuses.
         pad: fill shorter examples up with zeros for a format that has as many tokens of each.
@@ -144,7 +147,16 @@ def convert(
     with boundary(root, "convert"):
         store = source(src, src_format, "pread")
         asked = replace(
-            ask(store, format, layers=layers, examples=examples, tokens=tokens, pad=pad, truncate=truncate),
+            ask(
+                store,
+                format,
+                layers=layers,
+                examples=examples,
+                columns=columns,
+                tokens=tokens,
+                pad=pad,
+                truncate=truncate,
+            ),
             cast=dtype is not None,
         )
 
@@ -171,23 +183,24 @@ def convert(
         if there is not None:
             if not (exist_ok or resume):
                 raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=there)
-            columns = columns_for(asked, target)
+            known = columns_for(asked, target)
             path, begun, size = there, check_same(target, there), 0
             if not verify:
                 _refuse_other(asked, target, there)
+            _refuse_other_columns(asked, target, there, known)
         else:
-            columns = checked(asked, target)
+            known = checked(asked, target)
             try:
-                path, begun, size, lost = _write(asked, target, columns, resume, progress, overflow)
+                path, begun, size, lost = _write(asked, target, known, resume, progress, overflow)
             except NumbersMatterError:
                 # The list of shards says that samples are numbered by their order, and they are not.
                 target = settled()
-                columns = checked(asked, target, numbers=True)
-                path, begun, size, lost = _write(asked, target, columns, False, progress, overflow)
+                known = checked(asked, target, numbers=True)
+                path, begun, size, lost = _write(asked, target, known, False, progress, overflow)
         if verify:
             lost = compare(asked, target, path)
         # Now that every shard was looked into, lengths cost nothing.
-        told = tuple(losses(asked, target, columns, lost))
+        told = tuple(losses(asked, target, known, lost))
     dtype = None if target.dtype is None else str(target.dtype)
     return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, told, verify, dtype)
 
@@ -389,6 +402,26 @@ def _refuse_other(asked: Asked, target: Target, path: Path) -> None:
     some = np.unique(np.linspace(0, last, min(asked.count, _COMPARED)).astype(np.int64))
     said, _ = _difference(asked, target, path, some)
     if said is not None:
+        raise ExistsError(
+            f"holds another dataset than this conversion makes: {said}; choose another folder, or remove this one",
+            path=path,
+        )
+
+
+def _refuse_other_columns(asked: Asked, target: Target, path: Path, columns: Columns) -> None:
+    """Raises ExistsError if a finished dataset has other columns than those that are asked for by name."""
+    if asked.columns is None or not target.holds_columns:
+        return
+    result = open_quietly(path, target.format, "pread", "160MiB").contents
+    own = formats.get(target.format).carrying()
+    found = {name for name in own.names(result) if not name.startswith(ROUTER)}
+    # Formats call texts by names of their own, and have columns that hold nothing.
+    alike = {*TEXTS, PATCH_LABELS, *LOGITS, own.number_column, *own.fillers(result)}
+    alike |= {asked.columns[name] for name in columns.carrying.fillers(asked.store.contents) if name in asked.columns}
+    wanted = {asked.columns[name] for name in columns.names}
+    lacking, surplus = sorted(wanted - found - alike), sorted(found - wanted - alike)
+    if lacking or surplus:
+        said = f"it has no column {lacking[0]!r}" if lacking else f"it has a column {surplus[0]!r}"
         raise ExistsError(
             f"holds another dataset than this conversion makes: {said}; choose another folder, or remove this one",
             path=path,
