@@ -22,7 +22,7 @@ from actshard.tokens.sources import Source
 def _stderr() -> int:
     """The descriptor of standard error, or one that goes nowhere."""
     try:
-        os.fstat(2)
+        os.get_inheritable(2)  # raises if it is closed
     except OSError:
         return subprocess.DEVNULL
     return 2
