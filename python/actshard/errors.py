@@ -371,6 +371,24 @@ def place_of(path: str | os.PathLike[str]) -> Path:
     return path if getattr(path, "is_local", True) is False else Path(path)  # type: ignore[return-value]
 
 
+def from_reader(error: Exception, path: str | os.PathLike[str] | None, doing: str, broken: str) -> ActshardError:
+    """The exception for what a library raised while it read a file: the system's refusals are none of the file's faults.
+
+    Args:
+        error: what was raised; one of ours is returned as it is.
+        path: the file.
+        doing: a verb, for messages.
+        broken: what to say if it is the file that is broken.
+    """
+    if isinstance(error, ActshardError):
+        return error
+    if isinstance(error, MemoryError):
+        return NoMemoryError(f"cannot {doing}: {' '.join(str(error).split())[:200] or 'out of memory'}", path=path)
+    if isinstance(error, OSError) and error.errno is not None:
+        return from_os(error, path, doing)
+    return FormatError(broken, path=path)
+
+
 def from_os(error: OSError, path: str | os.PathLike[str] | None, doing: str) -> ActshardError:
     """The exception for what the system said about ``path``; ``doing`` is a verb."""
     made: ActshardError

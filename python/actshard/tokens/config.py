@@ -5,6 +5,7 @@ Field names, defaults and places of caches are Levanter's, so that one file serv
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,12 +23,14 @@ from numpy.typing import NDArray
 from actshard._arguments import local_path
 from actshard._json import show
 from actshard.errors import (
+    ActshardError,
     ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
     FormatError,
     MissingExtraError,
     MissingFileError,
+    from_reader,
 )
 from actshard.location import Location
 from actshard.tokens import ledger as ledgers
@@ -168,6 +171,11 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
         try:
             return ask()
         except Exception as error:  # of the library, of those that it uses, of a dataset's own script
+            if isinstance(error, ActshardError):
+                raise
+            full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if full or isinstance(error, MemoryError):  # no fault of the dataset
+                raise from_reader(error, None, f"load {self.id}", "") from error
             raise FormatError(
                 f"the datasets library cannot load {self.id}: {type(error).__name__}: {str(error)[:500]}"
             ) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from actshard._jsonl import interrupted, lines
-from actshard.errors import ActshardError, ArgumentError, FormatError, from_os
+from actshard.errors import ActshardError, ArgumentError, FormatError, from_os, from_reader
 from actshard.location import Location
 from actshard.tokens.patterns import matching
 
@@ -203,6 +203,8 @@ class _Zstd(io.RawIOBase):
         try:
             data = self._stream.read(len(buffer))
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the system's, and no fault of the data
             raise EOFError(str(error)) from error
         buffer[: len(data)] = data
         return len(data)
@@ -293,7 +295,7 @@ def _parquet(
                 number += 1
                 yield number, record
     except pa.ArrowException as error:
-        raise FormatError(f"pyarrow cannot read this parquet file: {error}", path=path) from error
+        raise from_reader(error, path, "read", f"pyarrow cannot read this parquet file: {error}") from error
 
 
 def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:

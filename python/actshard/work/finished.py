@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from actshard.errors import ActshardError, MissingFileError, NotAFileError
+from actshard.errors import ActshardError, MissingFileError, NotAFileError, boundary
 from actshard.location import Location
 from actshard.work.journal import Journal
 from actshard.work.names import BUILDING, FOLDER, MERGING, PART, PARTS
@@ -53,7 +53,7 @@ def unfinished(root: Path | Location) -> Journal | None:
     if not folder.is_local:
         return None
     journal = Journal(folder.local)
-    with contextlib.suppress(OSError):
+    with boundary(journal.path, "look at"):  # what cannot be looked at is not known to be finished
         if journal.exists():
             with contextlib.suppress(ActshardError):
                 journal.read()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actshard import _native
-from actshard.errors import FormatError, from_os
+from actshard.errors import FormatError, from_os, from_reader
 from actshard.work.lock import Lock
 from actshard.work.names import FOLDER, JOURNAL
 
@@ -149,7 +149,7 @@ class Journal:
                     with path.open("rb") as file, pa.memory_map(_name_for_arrow(path, file.fileno())) as source:
                         table = pa.ipc.open_file(source).read_all()
                 except (pa.ArrowException, OSError, ValueError) as error:
-                    raise FormatError(f"expected what an earlier commit wrote: {error}", path=path) from error
+                    raise from_reader(error, path, "read", f"expected what an earlier commit wrote: {error}") from error
                 yield table
 
     def remove(self) -> None:

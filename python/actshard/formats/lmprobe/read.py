@@ -36,6 +36,7 @@ from actshard.errors import (
     MissingFileError,
     NotStoredError,
     UnsupportedError,
+    from_reader,
 )
 from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
 from actshard.location import Location
@@ -141,7 +142,9 @@ class Extraction:
             return pq.ParquetFile(file, read_dictionary=list(coded))
         except (pa.ArrowException, OSError, ValueError) as error:
             file.close()
-            raise FormatError(f"expected a parquet file: {_one_line(error)}", path=part) from error
+            if isinstance(error, ActshardError):
+                raise
+            raise from_reader(error, part, "read", f"expected a parquet file: {_one_line(error)}") from error
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -217,7 +220,8 @@ class Extraction:
             except (pa.ArrowException, OSError, ValueError) as error:
                 if isinstance(error, ActshardError):
                     raise
-                raise FormatError(f"cannot read columns {list(names)}: {_one_line(error)}", path=part) from error
+                said = f"cannot read columns {list(names)}: {_one_line(error)}"
+                raise from_reader(error, part, "read", said) from error
         kinds = [{n: t.schema.field(n).type for n in names} for t in tables]
         mixed = [
             n for n in names if any(k[n] != kinds[0][n] for k in kinds) and any(map(_is_coded, (k[n] for k in kinds)))
@@ -281,7 +285,8 @@ class Extraction:
             except (pa.ArrowException, OSError, ValueError) as error:
                 if isinstance(error, ActshardError):
                     raise
-                raise FormatError(f"cannot read columns {list(names)}: {_one_line(error)}", path=part) from error
+                said = f"cannot read columns {list(names)}: {_one_line(error)}"
+                raise from_reader(error, part, "read", said) from error
 
     def _addresses(self, shards: int, shard_column: str, row_column: str, *, lists: bool) -> Addresses:
         """Folds the addressing columns into the core's table, batch by batch: nothing per token is kept."""
