@@ -216,6 +216,9 @@ class Extraction:
                 texts = [n for n in names if _is_text(self.schema.field(n).type)]
                 with part.arrow() as file:
                     table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=texts)
+                for column in table.columns:
+                    if _is_coded(column.type):  # also one that the file declares to be, such as pandas' categories
+                        column.validate(full=True)
                 tables.append(_plain_texts(table, texts, _EXPANDED + _EXPANSION * part.stat().size))
             except (pa.ArrowException, OSError, ValueError) as error:
                 if isinstance(error, ActshardError):
@@ -693,7 +696,7 @@ def _is_coded(kind: Any) -> bool:
 def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
     """The table with dictionaries of texts as plain texts, but for those whose values would take more than ``most`` bytes.
 
-    Raises pyarrow's ArrowInvalid for codes that are not in their dictionary.
+    Codes have to be in their dictionaries.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -704,7 +707,6 @@ def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
             continue
         size = 0
         for chunk in column.chunks:
-            chunk.validate(full=True)
             lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
             size += int(pc.sum(lengths.cast(pa.int64())).as_py() or 0)
         if size <= most:
