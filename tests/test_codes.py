@@ -24,7 +24,7 @@ from actshard.codes import Remark
 from actshard.formats import registry
 from actshard.verifying import CODES
 from conftest import GOLDEN, rewrite_index, saev_dump
-from test_pickle import mixed
+from pickle_files import mixed
 from test_verifying import CASES, put
 
 SOURCES = Path(actshard.__file__).parent

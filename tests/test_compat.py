@@ -73,7 +73,7 @@ def test_pickle_shards_as_the_text_reads_them(folder: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 def test_shards_of_several_types_are_read_as_the_text_reads_them(tmp_path: Path, protocol: int) -> None:
-    from test_pickle import mixed
+    from pickle_files import mixed
 
     folder, rows = mixed(tmp_path / "d", ["<f4", ">f4", "<f2", ">f2", "<f8", ">f8", "<f4"], gz=True, protocol=protocol)
     shards = sorted(folder.glob("*.pkl.gz"))
