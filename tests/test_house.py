@@ -272,6 +272,21 @@ def test_a_type_name_means_one_thing() -> None:
     assert {name for name in TWICE if len(places[name]) < 2} == set()
 
 
+def test_rooms_and_functions_are_short() -> None:
+    """Lines of a file, and of a function without its docstring. Tests may hold long tables."""
+    tests = [path for path in Path(__file__).parent.rglob("*.py") if not path.is_relative_to(GOLDEN)]
+    functions = {}
+    rooms = {str(path): path.read_text().count("\n") for path in [*MODULES.values(), *tests]}
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                explained = len((ast.get_docstring(node, clean=False) or "").splitlines())
+                lines = (node.end_lineno or 0) - node.lineno + 1 - explained
+                functions[f"{path}: {node.name}"] = lines
+    assert {name: lines for name, lines in rooms.items() if lines > 800} == {}
+    assert {name: lines for name, lines in functions.items() if lines > 80} == {}
+
+
 PLUGIN = """
 from pathlib import Path
 

@@ -99,18 +99,9 @@ class Stream(Epochs[Batch]):
         reuse: bool = False,
         buffers: Sequence[Any] | None = None,
     ) -> None:
-        one, interleave = False, _arguments.switch(interleave, "interleave")
-        drop_last, reuse = _arguments.switch(drop_last, "drop_last"), _arguments.switch(reuse, "reuse")
-        if isinstance(layer, int | np.integer):
-            one, layer = True, [layer]
-        elif not _arguments.is_one_of(layer, ("all",)) and (isinstance(layer, str) or not np.iterable(layer)):
-            raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
-        names = store.layers if isinstance(layer, str) else _arguments.listed(layer, "layer: expected names")
-        if not names and isinstance(layer, str):
-            raise NotStoredError("holds no hidden states", path=store.path)
-        if not names:
-            raise ArgumentError("layer: expected at least one layer")
-        self._layers: list[int] = [int(x) if isinstance(x, np.integer) else x for x in names]
+        interleave, drop_last = _arguments.switch(interleave, "interleave"), _arguments.switch(drop_last, "drop_last")
+        reuse, one = _arguments.switch(reuse, "reuse"), isinstance(layer, int | np.integer)
+        self._layers = _layers_of(store, layer)
         groups = [store.group_of(x) for x in self._layers]
         if interleave and one:
             raise ArgumentError("interleave: there is only one layer")
@@ -124,11 +115,7 @@ class Stream(Epochs[Batch]):
         self._tokens = tokens
         asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
         self.dtype = asked
-        norm = None
-        if isinstance(scale, str):
-            if scale not in ("unit-norm", "sqrt-d"):
-                raise ArgumentError(f'scale: expected a number, an array, "unit-norm" or "sqrt-d", found {scale!r}')
-            norm, scale = (1.0 if scale == "unit-norm" else store.d_model**0.5), None
+        norm = _norm_of(store, scale)
         self._options: dict[str, Any] = {
             "groups": groups,
             "stacked": not one,
@@ -144,7 +131,7 @@ class Stream(Epochs[Batch]):
             "descr": asked,
             "given": dtype is not None,
             "center": _vectors(center, "center", store.d_model, len(groups)),
-            "scale": _vectors(scale, "scale", store.d_model, len(groups)),
+            "scale": _vectors(None if norm is not None else scale, "scale", store.d_model, len(groups)),
             "norm": norm,
         }
         self._selection = select(store, self._layers, tokens, ignore_labels, keep)
@@ -284,6 +271,29 @@ class Stream(Epochs[Batch]):
         found = labels[examples, np.maximum(tokens - special, 0)].astype(np.int16)
         found[tokens < special] = -1
         return found
+
+
+def _layers_of(store: Readable, layer: int | Sequence[int] | Literal["all"]) -> list[int]:
+    """Names of the layers that are asked for."""
+    if isinstance(layer, int | np.integer):
+        layer = [layer]
+    elif not _arguments.is_one_of(layer, ("all",)) and (isinstance(layer, str) or not np.iterable(layer)):
+        raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
+    names = store.layers if isinstance(layer, str) else _arguments.listed(layer, "layer: expected names")
+    if not names and isinstance(layer, str):
+        raise NotStoredError("holds no hidden states", path=store.path)
+    if not names:
+        raise ArgumentError("layer: expected at least one layer")
+    return [int(x) if isinstance(x, np.integer) else x for x in names]
+
+
+def _norm_of(store: Readable, scale: Scale) -> float | None:
+    """The norm to which ``scale`` brings rows, where it is a word."""
+    if not isinstance(scale, str):
+        return None
+    if scale not in ("unit-norm", "sqrt-d"):
+        raise ArgumentError(f'scale: expected a number, an array, "unit-norm" or "sqrt-d", found {scale!r}')
+    return 1.0 if scale == "unit-norm" else store.d_model**0.5
 
 
 class _RowLoop(Loop[Batch]):

@@ -160,20 +160,8 @@ def convert(
             cast=dtype is not None,
         )
 
-        def settled() -> Target:
-            made = settle(
-                asked,
-                root,
-                dtype=dtype,
-                tokens_per_example=tokens_per_example,
-                shard_bytes=shard_bytes,
-                metadata=metadata,
-                options=options,
-            )
-            if made.tokens is not None:
-                made.content_lengths = partial(_content_lengths, asked)
-            return made
-
+        given = {"dtype": dtype, "tokens_per_example": tokens_per_example, "shard_bytes": shard_bytes}
+        settled = partial(_settled, asked, root, metadata=metadata, options=options, **given)
         target = settled()
         if store.contents.counts_are_cheap and target.tokens is not None:
             # Before the first row is written, not at the one that does not fit.
@@ -183,11 +171,8 @@ def convert(
         if there is not None:
             if not (exist_ok or resume):
                 raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=there)
-            known = columns_for(asked, target)
-            path, begun, size = there, check_same(target, there), 0
-            if not verify:
-                _refuse_other(asked, target, there)
-            _refuse_other_columns(asked, target, there, known)
+            path, size = there, 0
+            known, begun = _as_it_is(asked, target, there, verify)
         else:
             known = checked(asked, target)
             try:
@@ -203,6 +188,23 @@ def convert(
         told = tuple(losses(asked, target, known, lost))
     dtype = None if target.dtype is None else str(target.dtype)
     return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, told, verify, dtype)
+
+
+def _settled(asked: Asked, root: Path, **given: Any) -> Target:
+    target = settle(asked, root, **given)
+    if target.tokens is not None:
+        target.content_lengths = partial(_content_lengths, asked)
+    return target
+
+
+def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int]:
+    """The columns and examples of a finished dataset, which has to be what is asked for; ``verify`` compares its rows later."""
+    known = columns_for(asked, target)
+    count = check_same(target, there)
+    if not verify:
+        _refuse_other(asked, target, there)
+    _refuse_other_columns(asked, target, there, known)
+    return known, count
 
 
 def _content_lengths(asked: Asked) -> NDArray[np.int64]:

@@ -156,120 +156,131 @@ def _check_hidden(dataset: Extraction, fields: Fields, named: set[Location], rep
     _check_addresses(dataset, counts, lasts, full, report, tell)
 
 
-def _check_addresses(dataset: Extraction, counts: list[int], lasts: int, full: bool, report: Report, tell: Any) -> None:
-    """Every address once, in range, and no row without one."""
-    import pyarrow as pa
+class _AddressCheck:
+    """Every address of an extraction's index: each once, in range, and no row without one."""
 
-    addresses = ("shard_index", "row_offset", *(TOKEN_LISTS if full else ()))
-    if any(dataset.names.count(name) != 1 for name in addresses):
-        return  # opening says so
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    times = np.zeros(int(starts[-1]), np.uint8)
-    wide = np.asarray(counts, np.int64)
+    def __init__(self, dataset: Extraction, counts: list[int], lasts: int, report: Report) -> None:
+        self.dataset, self.report, self.lasts = dataset, report, lasts
+        self.counts = counts
+        self.wide = np.asarray(counts, np.int64)
+        self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.times = np.zeros(int(self.starts[-1]), np.uint8)
+        """How often each row is addressed."""
 
     def place(
-        shard: NDArray[np.int64], row: NDArray[np.int64], who: NDArray[np.int64], what: str, part: Location, most: int
+        self,
+        shard: NDArray[np.int64],
+        row: NDArray[np.int64],
+        who: NDArray[np.int64],
+        what: str,
+        part: Location,
+        most: int,
     ) -> NDArray[np.int64]:
         """Numbers of rows, -1 where there is no such row."""
         inside = (shard >= 0) & (shard < most)
-        inside &= (row >= 0) & (row < np.where(inside, wide[np.where(inside, shard, 0)], 0))
+        inside &= (row >= 0) & (row < np.where(inside, self.wide[np.where(inside, shard, 0)], 0))
         if not inside.all():
             i = int(np.flatnonzero(~inside)[0])
-            limit = counts[shard[i]] if 0 <= shard[i] < len(counts) else 0
-            report.add(
+            limit = self.counts[shard[i]] if 0 <= shard[i] < len(self.counts) else 0
+            self.report.add(
                 "address-out-of-range",
                 part,
                 f"shard {shard[i]}, row {row[i]} ({int((~inside).sum())} such {what})",
                 f"one of {most} shards, a row below {limit}" if 0 <= shard[i] < most else f"a shard below {most}",
                 f"row {who[i]}",
             )
-        return np.where(inside, starts[np.where(inside, shard, 0)] + row, -1)
+        return np.where(inside, self.starts[np.where(inside, shard, 0)] + row, -1)
 
-    names = list(addresses)
-    has_counts = dataset.names.count("num_tokens") == 1
-    if has_counts:
-        kind = dataset.schema.field("num_tokens").type
-        has_counts = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind)
-        if not has_counts:
-            report.add("column-type", dataset.parts[0], str(kind), "integers", "column 'num_tokens'")
-    done = 0
-    for part, row, batch in dataset.batches([*names, *(["num_tokens"] if has_counts else [])]):
-        tell("addresses", done, dataset.num_rows)
-        n = batch.num_rows
-        who = np.arange(row, row + n)
-        shard, at = (int64_of(batch.column(name), name, part, row) for name in names[:2])
-        last = place(shard, at, who, "last tokens", part, lasts)
-        said = (
-            batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.float64)
-            if has_counts
-            else np.full(n, np.nan)
-        )
-        if not full:
-            _count(times, last)
-            done += n
-            continue
-        id_ends, ids = lists_of(batch.column(names[2]), names[2], part, row)
-        at_ends, rows = lists_of(batch.column(names[3]), names[3], part, row)
+    def has_counts(self) -> bool:
+        """Whether there is a column of token counts that can be compared."""
+        import pyarrow as pa
+
+        if self.dataset.names.count("num_tokens") != 1:
+            return False
+        kind = self.dataset.schema.field("num_tokens").type
+        if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_null(kind):
+            return True
+        self.report.add("column-type", self.dataset.parts[0], str(kind), "integers", "column 'num_tokens'")
+        return False
+
+    def last_tokens(self, part: Location, row: int, batch: Any) -> None:
+        """Rows of a batch that hold last tokens only."""
+        shard, at = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
+        who = np.arange(row, row + batch.num_rows)
+        _count(self.times, self.place(shard, at, who, "last tokens", part, self.lasts))
+
+    def all_tokens(self, part: Location, row: int, batch: Any) -> None:
+        """Rows of a batch that hold every token."""
+        shard, at = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
+        who = np.arange(row, row + batch.num_rows)
+        last = self.place(shard, at, who, "last tokens", part, self.lasts)
+        id_ends, ids = lists_of(batch.column(TOKEN_LISTS[0]), TOKEN_LISTS[0], part, row)
+        at_ends, rows = lists_of(batch.column(TOKEN_LISTS[1]), TOKEN_LISTS[1], part, row)
         lengths = np.diff(id_ends)
         if (np.diff(at_ends) != lengths).any():
             i = int(np.flatnonzero(np.diff(at_ends) != lengths)[0])
-            report.add(
-                "token-count",
-                part,
-                f"{int(np.diff(at_ends)[i])} offsets",
-                f"{int(lengths[i])}, one per shard id",
-                f"row {row + i}",
-            )
-            done += n
-            continue
-        wrong = ~np.isnan(said) & (said != lengths)
-        if wrong.any():
-            i = int(np.flatnonzero(wrong)[0])
-            report.add(
-                "token-count",
-                part,
-                f"{int(lengths[i])} addresses ({int(wrong.sum())} such rows)",
-                f"num_tokens = {int(said[i])}",
-                f"row {row + i}",
-            )
+            said, expected = f"{int(np.diff(at_ends)[i])} offsets", f"{int(lengths[i])}, one per shard id"
+            self.report.add("token-count", part, said, expected, f"row {row + i}")
+            return
+        self.lengths(part, row, batch, lengths)
+        tokens = self.place(ids, rows, np.repeat(who, lengths), "tokens", part, len(self.counts))
         empty = lengths == 0
-        if empty.any():
-            report.add(
-                "zero-token-example",
-                part,
-                f"{int(empty.sum())} examples without tokens",
-                "",
-                f"row {row + int(np.flatnonzero(empty)[0])}",
-            )
-        of = np.repeat(who, lengths)
-        tokens = place(ids, rows, of, "tokens", part, len(counts))
-        _count(times, tokens)
-        _count(times, last[empty])
+        _count(self.times, tokens)
+        _count(self.times, last[empty])
         ends = id_ends[1:][~empty] - 1
         apart = tokens[ends] != last[~empty]
         if apart.any():
             i = int(np.flatnonzero(~empty)[np.flatnonzero(apart)[0]])
-            report.add(
+            self.report.add(
                 "last-token-address",
                 part,
                 f"its last token elsewhere ({int(apart.sum())} such rows)",
                 f"shard {shard[i]}, row {at[i]}",
                 f"row {row + i}",
             )
-        done += n
+
+    def lengths(self, part: Location, row: int, batch: Any, lengths: NDArray[np.int64]) -> None:
+        """Compares the addresses of each row with its count of tokens."""
+        if "num_tokens" in batch.schema.names:
+            said = batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.float64)
+            wrong = ~np.isnan(said) & (said != lengths)
+            if wrong.any():
+                i = int(np.flatnonzero(wrong)[0])
+                found = f"{int(lengths[i])} addresses ({int(wrong.sum())} such rows)"
+                self.report.add("token-count", part, found, f"num_tokens = {int(said[i])}", f"row {row + i}")
+        empty = lengths == 0
+        if empty.any():
+            found = f"{int(empty.sum())} examples without tokens"
+            self.report.add("zero-token-example", part, found, "", f"row {row + int(np.flatnonzero(empty)[0])}")
+
+    def coverage(self) -> None:
+        """Notes rows with several addresses, or none."""
+        for code, what in (("address-overlap", self.times > 1), ("unaddressed-rows", self.times == 0)):
+            if what.any():
+                first = int(np.flatnonzero(what)[0])
+                shard_of = int(np.searchsorted(self.starts, first, "right")) - 1
+                expected = "one address for every row" if code == "address-overlap" else "an address for every row"
+                self.report.add(
+                    code,
+                    self.dataset.parts[0],
+                    f"{int(what.sum())} rows with {'several' if code == 'address-overlap' else 'none'}",
+                    expected,
+                    f"shard {shard_of}, row {first - int(self.starts[shard_of])}",
+                )
+
+
+def _check_addresses(dataset: Extraction, counts: list[int], lasts: int, full: bool, report: Report, tell: Any) -> None:
+    names = ["shard_index", "row_offset", *(TOKEN_LISTS if full else ())]
+    if any(dataset.names.count(name) != 1 for name in names):
+        return  # opening says so
+    addresses = _AddressCheck(dataset, counts, lasts, report)
+    done = 0
+    for part, row, batch in dataset.batches([*names, *(["num_tokens"] if addresses.has_counts() else [])]):
+        tell("addresses", done, dataset.num_rows)
+        (addresses.all_tokens if full else addresses.last_tokens)(part, row, batch)
+        done += batch.num_rows
     report.count("addresses", done)
-    for code, what in (("address-overlap", times > 1), ("unaddressed-rows", times == 0)):
-        if what.any():
-            first = int(np.flatnonzero(what)[0])
-            shard_of = int(np.searchsorted(starts, first, "right")) - 1
-            expected = "one address for every row" if code == "address-overlap" else "an address for every row"
-            report.add(
-                code,
-                dataset.parts[0],
-                f"{int(what.sum())} rows with {'several' if code == 'address-overlap' else 'none'}",
-                expected,
-                f"shard {shard_of}, row {first - int(starts[shard_of])}",
-            )
+    addresses.coverage()
 
 
 def _count(times: NDArray[np.uint8], rows: NDArray[np.int64]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,7 +63,6 @@ def _check(plan: Merge) -> None:
 def _run(plan: Merge) -> Path:
     """Tensor files get new numbers; the index is written again with the addresses they mean."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     datasets = [Extraction(Location.at(p), "auto") for p in plan.parts]
     hidden = [d.hidden for d in datasets]
@@ -76,17 +75,12 @@ def _run(plan: Merge) -> Path:
     merged_shards = [s for h, k in zip(described, lasts, strict=True) for s in h["shards"][:k]]
     merged_shards += [s for h, k in zip(described, lasts, strict=True) for s in h["shards"][k:]]
     for p, h in enumerate(hidden):
-        if h is None:
-            continue
-        shards = h.items("shards")
-        layers = h.integers("layers")
-        name = datasets[p].pattern(h, "file_pattern", layers, len(shards))
-        for layer in layers:
-            for s, shard in enumerate(shards):
-                new = last_at[p] + s if s < lasts[p] else total + rest_at[p] + s - lasts[p]
-                if shard.value.get("num_tokens", 1):
-                    target = plan.path / _HIDDEN_FILE.format(layer=layer, shard=new)
-                    plan.take(datasets[p].inside(h, name(layer, s)).local, target)
+        if h is not None:
+            new = [
+                last_at[p] + s if s < lasts[p] else total + rest_at[p] + s - lasts[p]
+                for s in range(len(h.items("shards")))
+            ]
+            _take_hidden(plan, datasets[p], h, new)
     tensors = dict(datasets[0].metadata["tensors"])
     if hidden[0] is not None:
         key = hidden[0].where.removeprefix("tensors.")
@@ -114,6 +108,47 @@ def _run(plan: Merge) -> Path:
         metadata.pop(MADE_UP, None)
     keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in metadata.items()}
     schema = _schema(datasets).with_metadata(keys)
+
+    def renumbered(p: int, columns: dict[str, Any], done: int, n: int) -> None:
+        """Gives a batch of a part's index the addresses in the whole."""
+        if hidden[p] is not None:
+            columns["shard_index"] = _plus(columns["shard_index"], last_at[p])
+        elif "logits_topk" in beside_at:
+            columns["shard_index"] = _plus(columns["shard_index"], beside_at["logits_topk"][p])
+        if "shard_index_logits" in columns:
+            columns["shard_index_logits"] = _plus(columns["shard_index_logits"], beside_at["logits_topk"][p])
+        if full:
+            ids = columns[TOKEN_LISTS[0]]
+            columns[TOKEN_LISTS[0]] = _renumbered(ids, lasts[p], last_at[p], total + rest_at[p])
+        if made_up[p]:
+            columns["text"] = pa.array([f"example {i}" for i in range(done, done + n)])
+
+    _write_index(plan, datasets, schema, renumbered)
+    return plan.path
+
+
+def _take_hidden(plan: Merge, dataset: Extraction, hidden: Fields, new: Sequence[int]) -> None:
+    """Gives a part's hidden shards their places, by their numbers in the whole."""
+    shards = hidden.items("shards")
+    layers = hidden.integers("layers")
+    name = dataset.pattern(hidden, "file_pattern", layers, len(shards))
+    for layer in layers:
+        for s, shard in enumerate(shards):
+            if shard.value.get("num_tokens", 1):
+                target = plan.path / _HIDDEN_FILE.format(layer=layer, shard=new[s])
+                plan.take(dataset.inside(hidden, name(layer, s)).local, target)
+
+
+def _write_index(
+    plan: Merge,
+    datasets: Sequence[Extraction],
+    schema: Any,
+    renumbered: Callable[[int, dict[str, Any], int, int], None],
+) -> None:
+    """Writes the index of the whole, of those of its parts; ``renumbered`` is called with (part, columns, rows before, rows)."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     index = plan.path / "index" / "train-00000-of-00001.parquet"
     make_folder(index.parent)
     temporary = index.with_name(f".{index.name}.part")
@@ -123,20 +158,7 @@ def _run(plan: Merge) -> Path:
             for p, dataset in enumerate(datasets):
                 for _, _, batch in dataset.batches(list(dataset.names)):
                     columns = {n: batch.column(n) for n in batch.schema.names}
-                    if hidden[p] is not None:
-                        columns["shard_index"] = _plus(columns["shard_index"], last_at[p])
-                    elif "logits_topk" in beside_at:
-                        columns["shard_index"] = _plus(columns["shard_index"], beside_at["logits_topk"][p])
-                    if "shard_index_logits" in columns:
-                        columns["shard_index_logits"] = _plus(
-                            columns["shard_index_logits"], beside_at["logits_topk"][p]
-                        )
-                    if full:
-                        columns[TOKEN_LISTS[0]] = _renumbered(
-                            columns[TOKEN_LISTS[0]], lasts[p], last_at[p], total + rest_at[p]
-                        )
-                    if made_up[p]:
-                        columns["text"] = pa.array([f"example {i}" for i in range(done, done + batch.num_rows)])
+                    renumbered(p, columns, done, batch.num_rows)
                     done += batch.num_rows
                     table = pa.table({n: columns.get(n, pa.nulls(batch.num_rows)) for n in schema.names})
                     writer.write_table(table.cast(schema))
@@ -145,7 +167,6 @@ def _run(plan: Merge) -> Path:
     _native.sync_files([temporary, plan.path / "tensors"])
     rename(temporary, index)
     _native.sync_files([index.parent])
-    return plan.path
 
 
 def _before(counts: Sequence[int]) -> list[int]:

@@ -55,6 +55,7 @@ CHECKPOINT = ("ckpt", "vit_ckpt", "model_ckpt", "model")
 
 LAST_KNOWN = (2, 1)
 ITEMSIZE = 4
+LABELS = "labels.bin"
 LENGTHS = "actshard_lengths.bin"
 """How many tokens examples had before they were filled up to the same number."""
 
@@ -111,18 +112,7 @@ def open(path: Location, options: Options) -> Contents:
     shards = _shards(path, n, eps, protocol, warnings)
     _check_shards(shards, eps, example_bytes, warnings)
     _check_hash(path, fields.value, warnings)
-    labels = path / "labels.bin"
-    lengths = path / LENGTHS
-    beside = {
-        what: found
-        for file, what in ((labels, "patch labels"), (lengths, "lengths before padding"))
-        if (found := file.found()) is not None and found.kind == "file"
-    }
-    if (found := beside.get("patch labels")) is not None and found.size != n * content:
-        warnings.append(
-            Remark("truncated", f"labels.bin: expected {n} x {content} = {n * content} bytes, found {found.size}")
-        )
-
+    beside = _beside(path, n, content, warnings)
     rows = Rows.strided(
         [(shard, count * per_example) for shard, count in shards if count],
         num_examples=n,
@@ -152,16 +142,30 @@ def open(path: Location, options: Options) -> Contents:
         rows=rows,
         column_names=("example_idx",),
         tokens_each=tokens,
-        content_lengths=lambda: _content_lengths(lengths, n, content),
+        content_lengths=lambda: _content_lengths(path / LENGTHS, n, content),
         columns=lambda names: _columns(path, n, names, [shard for shard, count in shards if count]),
         files=lambda: [shard.place for shard, _ in shards],
         model=model or None,
         provenance=provenance,
-        extras=tuple(beside),
+        extras=beside,
         special_tokens=int(cls),
         warnings=tuple(warnings),
-        labels=lambda: _labels(labels, n, content),
+        labels=lambda: _labels(path / LABELS, n, content),
     )
+
+
+def _beside(path: Location, n: int, content: int, warnings: list[Remark]) -> tuple[str, ...]:
+    """What is stored beside the shards, in words."""
+    beside = {
+        what: found
+        for name, what in ((LABELS, "patch labels"), (LENGTHS, "lengths before padding"))
+        if (found := (path / name).found()) is not None and found.kind == "file"
+    }
+    if (found := beside.get("patch labels")) is not None and found.size != n * content:
+        warnings.append(
+            Remark("truncated", f"labels.bin: expected {n} x {content} = {n * content} bytes, found {found.size}")
+        )
+    return tuple(beside)
 
 
 def _protocol(fields: Fields, warnings: list[Remark]) -> str | None:

@@ -132,19 +132,7 @@ def open(path: Location, options: Options) -> Contents:
     first = members[0]
     for member in members[1:]:
         first.check_alike(member)
-    warnings = [w for m in members for w in m.warnings]
-    if len(members) > 1:
-        warnings = [w.within(m.path.name) for m in members for w in m.warnings]
-    coded = sorted({a.how for m in members for a in m.arrays if a.how})
-    if coded:
-        warnings.append(
-            Remark(
-                "layout",
-                f"chunks have to be decoded whole ({'; '.join(coded)}): right, but many times slower than plain chunks; "
-                "conversion to an uncompressed store makes reading fast",
-            )
-        )
-
+    warnings = _warnings(members)
     arrays = [a for m in members for a in m.arrays]
     assert first.arrays[0].dtype is not None
     dtype = first.arrays[0].dtype
@@ -172,19 +160,7 @@ def open(path: Location, options: Options) -> Contents:
             return np.broadcast_to(np.int64(sum(part for part in lengths if isinstance(part, int))), (n,))
         return rows.token_counts()
 
-    model = next((str(metadata[k]) for k in ("model_id", "model_name", "model") if metadata.get(k)), None)
-    if manifest and model is None:
-        model = next(
-            (str(first.metadata[k]) for k in ("model_id", "model_name", "model") if first.metadata.get(k)), None
-        )
-    known = ("schema_version", "dataset_name", "created_at", "git_commit")
-    provenance: dict[str, Any] = {
-        k: utf8(v) if isinstance(v, str) else v for k in known if (v := metadata.get(k)) is not None
-    }
-    provenance["zarr_format"] = first.version
-    provenance["chunks"] = list(first.arrays[0].chunks)
-    if len(members) > 1 or manifest:
-        provenance["stores"] = len(members)
+    model = _model(metadata) or (_model(first.metadata) if manifest else None)
     texts = sorted({utf8(p.name) for m in members for p in m.texts})
     layers = _layer_names(metadata, first, warnings)
     return Contents(
@@ -201,10 +177,35 @@ def open(path: Location, options: Options) -> Contents:
         columns=lambda names: _columns(path, members, names),
         files=lambda: [a.path_of(at).place for a in arrays for at in a.chunk_files()],
         model=None if model is None else utf8(model),
-        provenance=provenance,
+        provenance=_provenance(metadata, members, manifest),
         extras=tuple(texts),
         warnings=tuple(warnings),
     )
+
+
+def _warnings(members: Sequence[Member]) -> list[Remark]:
+    found = [w.within(m.path.name) if len(members) > 1 else w for m in members for w in m.warnings]
+    coded = sorted({a.how for m in members for a in m.arrays if a.how})
+    if coded:
+        found.append(
+            Remark(
+                "layout",
+                f"chunks have to be decoded whole ({'; '.join(coded)}): right, but many times slower than plain chunks; "
+                "conversion to an uncompressed store makes reading fast",
+            )
+        )
+    return found
+
+
+def _model(metadata: dict[str, Any]) -> str | None:
+    return next((str(metadata[k]) for k in ("model_id", "model_name", "model") if metadata.get(k)), None)
+
+
+def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: bool) -> dict[str, Any]:
+    known = ("schema_version", "dataset_name", "created_at", "git_commit")
+    made = {k: utf8(v) if isinstance(v, str) else v for k in known if (v := metadata.get(k)) is not None}
+    made |= {"zarr_format": members[0].version, "chunks": list(members[0].arrays[0].chunks)}
+    return made | ({"stores": len(members)} if len(members) > 1 or manifest else {})
 
 
 def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark]) -> tuple[int, ...]:
