@@ -5,6 +5,7 @@
 //! 1. [`location`]: the name of a file or an object. [`error`]: how anything here fails. [`dtype`]: element types and casts. [`memory`]: blocks that are used again.
 //!    [`threads`]: one pool, one way of handing out parts.
 //! 2. [`source`]: where bytes lie, behind one trait: files of this machine, mapped or read in place, or anything else. [`codec`]: decoding, with one cache of what was decoded.
+//!    [`arrays`]: arrays in chunk files and shards, under 4-D stores and token arrays.
 //! 3. [`layout`]: the map from (group, example, token) to an [`layout::Address`], a file and a row in it. [`parse`]: files not
 //!    to be trusted. A *group* is what a format stores apart for each example: a layer, usually.
 //! 4. [`files`]: the numbered files of a dataset, opened on demand and proven to hold the rows that they held when opened:
@@ -23,6 +24,7 @@ compile_error!("actshard reads little-endian rows in place; a big-endian host wo
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("actshard maps whole files and counts bytes in usize; a 32-bit host cannot address them");
 
+pub mod arrays;
 pub mod codec;
 pub mod dtype;
 pub mod error;

@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 
 /// Lowest first. A module uses those before it; those of one floor are listed in the order in which they may use each other.
 const CORE: &[&str] = &[
-    "location", "error", "dtype", "memory", "threads", "source", "codec", "layout", "parse", "files", "gather", "rows",
-    "scan", "stream", "write", "tokens", "lib",
+    "location", "error", "dtype", "memory", "threads", "source", "codec", "arrays", "layout", "parse", "files",
+    "gather", "rows", "scan", "stream", "write", "tokens", "lib",
 ];
 const BINDING: &[&str] =
     &["errors", "detach", "buffer", "arguments", "handle", "pickle", "stream", "write", "tokens", "rows", "lib"];

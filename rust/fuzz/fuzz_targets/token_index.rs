@@ -3,7 +3,6 @@
 #![no_main]
 
 use actshard_core::Kind;
-use actshard_core::tokens::array::parse_index;
 use actshard_core::tokens::meta::Meta;
 use libfuzzer_sys::fuzz_target;
 
@@ -39,7 +38,7 @@ fuzz_target!(|data: &[u8]| {
         let bytes: [u8; 8] = b.try_into().expect("eight bytes");
         if big { u64::from_be_bytes(bytes) } else { u64::from_le_bytes(bytes) }
     };
-    match parse_index(&raw, &meta, len) {
+    match meta.index.as_ref().expect("shards").parse_within(&raw, len) {
         Ok(index) => {
             assert_eq!(index.len() as u64, chunks);
             assert!(index.capacity() <= raw.len());

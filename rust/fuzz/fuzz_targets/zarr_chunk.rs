@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::LazyLock;
 
 use actshard_core::Kind;
-use actshard_core::codec::coded::{CodedArray, Elements};
+use actshard_core::arrays::coded::{CodedArray, Elements};
 use libfuzzer_sys::fuzz_target;
 
 const BYTES: &str = r#"{"name":"bytes","configuration":{"endian":"little"}}"#;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Once;
 
 use actshard_core::Kind;
-use actshard_core::codec::coded::{CodedArray, Decode, problem};
+use actshard_core::arrays::coded::{CodedArray, Decode, problem};
 use libfuzzer_sys::fuzz_target;
 
 static QUIET: Once = Once::new();

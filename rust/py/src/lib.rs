@@ -25,7 +25,7 @@ mod write;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
-use actshard_core::codec::coded;
+use actshard_core::arrays::coded;
 use actshard_core::dtype::DType;
 use actshard_core::parse::safetensors;
 use actshard_core::source::pread;

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use actshard_core::codec::coded::{self, CodedArray, Decode};
+use actshard_core::arrays::coded::{self, CodedArray, Decode};
 use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
 use actshard_core::files::shards::{ShardSpec, Shards};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};

@@ -2,7 +2,7 @@
 //!
 //! A store of a million chunks costs no more to open than one of ten: nothing is listed, a chunk's number gives its name.
 //! Plain chunks (C order, no compression) are files like any other, read in place and only where rows were asked for;
-//! a chunk that is not there holds the fill value. All others are decoded whole, by [`coded`](crate::codec::coded), and kept
+//! a chunk that is not there holds the fill value. All others are decoded whole, by [`coded`](crate::arrays::coded), and kept
 //! under a memory budget.
 //!
 //! Chunks are read and not mapped: mapping and unmapping a megabyte costs more than copying it. Only
@@ -14,8 +14,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use crate::arrays::coded::Decode;
+use crate::arrays::key::{UnitKey, new_array};
 use crate::codec::cache::Cache;
-use crate::codec::coded::Decode;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
@@ -76,7 +77,8 @@ pub struct ChunkFiles {
     address_bits: u32,
     io: Io,
     slots: Slots<OpenFile>,
-    decoded: Cache,
+    number: u64,
+    decoded: Cache<Block, UnitKey>,
     decodes: bool,
 }
 
@@ -115,7 +117,8 @@ impl ChunkFiles {
         }
         let decodes = placed.iter().any(|(_, a)| matches!(a.content, Content::Coded(_)));
         let slots = Slots::new(first);
-        Ok(ChunkFiles { arrays: placed, row, address_bits, io, slots, decoded: Cache::new(decoded_memory), decodes })
+        let (number, decoded) = (new_array(), Cache::new(decoded_memory));
+        Ok(ChunkFiles { arrays: placed, row, address_bits, io, slots, number, decoded, decodes })
     }
 
     /// Where the arrays' chunks stand, in the order of the arrays.
@@ -153,40 +156,38 @@ impl ChunkFiles {
         let end = cn * cl * ct * step;
         let swapped = matches!(array.content, Content::Plain { swapped: true });
         let place = Place { start: 0, end, unit: step, step, used, column: column as usize, swapped };
-        match &array.content {
-            Content::Plain { .. } => match open_regular(&path) {
-                Ok((file, len)) if len == end => {
-                    Ok(OpenFile::new(Body::Stored(Box::new(Positioned::new(file, &path, len))), place))
-                }
-                Ok((_, len)) => {
-                    let kind = if len < end { Kind::Truncated } else { Kind::Format };
-                    let [a, b, c, d] = grid.chunk();
-                    Err(Error::new(
-                        kind,
-                        format!("expected {end} bytes, a whole chunk of {a} x {b} x {c} x {d}, found {len}"),
-                    )
-                    .at(&path)
-                    .byte(len.min(end)))
-                }
-                Err(error) if error.kind == Kind::NotFound => {
-                    array.naming.check_array_is_there()?;
-                    Ok(OpenFile::new(Body::Fill(path.into(), array.fill.clone()), place))
-                }
-                Err(error) => Err(error),
-            },
+        let body = match &array.content {
+            Content::Plain { .. } => plain(&path, grid, end)?,
             Content::Coded(coded) => {
-                let found = self.decoded.get_or_load(
-                    number,
-                    |_| true,
-                    || Ok::<_, Error>(coded.chunk(&indices, end, &path)?.map(Block::from)),
-                )?;
-                let Some(bytes) = found else {
-                    array.naming.check_array_is_there()?;
-                    return Ok(OpenFile::new(Body::Fill(path.into(), array.fill.clone()), place));
-                };
-                Ok(OpenFile::new(Body::Decoded(path.into(), bytes), place))
+                // Without the version of the file: looking it up for each chunk that is kept doubles the cost of a row.
+                let key = UnitKey { array: self.number, file: number, version: None, chunk: 0, block: 0 };
+                let decode = || Ok::<_, Error>(coded.chunk(&indices, end, &path)?.map(Block::from));
+                let found = self.decoded.get_or_load(key, |_| true, decode)?;
+                found.map(|bytes| Body::Decoded(path.as_path().into(), bytes))
+            }
+        };
+        match body {
+            Some(body) => Ok(OpenFile::new(body, place)),
+            None => {
+                array.naming.check_array_is_there()?;
+                Ok(OpenFile::new(Body::Fill(path.into(), array.fill.clone()), place))
             }
         }
+    }
+}
+
+/// The file of a plain chunk; `None` where there is none.
+fn plain(path: &Path, grid: &Grid, bytes: u64) -> Result<Option<Body>> {
+    match open_regular(path) {
+        Ok((file, len)) if len == bytes => Ok(Some(Body::Stored(Box::new(Positioned::new(file, path, len))))),
+        Ok((_, len)) => {
+            let kind = if len < bytes { Kind::Truncated } else { Kind::Format };
+            let [a, b, c, d] = grid.chunk();
+            let detail = format!("expected {bytes} bytes, a whole chunk of {a} x {b} x {c} x {d}, found {len}");
+            Err(Error::new(kind, detail).at(path).byte(len.min(bytes)))
+        }
+        Err(error) if error.kind == Kind::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

@@ -43,6 +43,11 @@ pub(crate) fn map_or_read(file: File, path: &Path, len: u64, io: Io) -> Result<B
     }
 }
 
+/// A file of `len` bytes, open already, that is read once and closed: it takes no share of the descriptors that may be kept.
+pub(crate) fn read_once(file: File, path: &Path, len: u64) -> Box<dyn Source> {
+    Box::new(Positioned { location: path.into(), file, len, share: None })
+}
+
 /// The version of a file.
 pub(crate) fn version_of(file: &File) -> std::io::Result<Version> {
     let meta = file.metadata()?;
@@ -56,7 +61,8 @@ pub(crate) struct Positioned {
     location: Location,
     file: File,
     len: u64,
-    share: Share,
+    /// `None` for one that is not to be kept.
+    share: Option<Share>,
 }
 
 impl Positioned {
@@ -64,7 +70,7 @@ impl Positioned {
     pub(crate) fn new(file: File, path: &Path, len: u64) -> Positioned {
         // Also for a mapped file: the questions about cached pages go through the descriptor.
         pread::expect_random(&file);
-        Positioned { location: path.into(), file, len, share: Share::take() }
+        Positioned { location: path.into(), file, len, share: Some(Share::take()) }
     }
 
     fn mapping(&self) -> Result<Map> {
@@ -144,7 +150,7 @@ impl Source for Positioned {
     }
 
     fn may_keep(&self) -> bool {
-        self.share.may_keep()
+        self.share.as_ref().is_some_and(Share::may_keep)
     }
 
     fn holds_descriptor(&self) -> bool {

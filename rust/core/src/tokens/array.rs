@@ -13,17 +13,17 @@ use zarrs::array::BytesToBytesCodecTraits;
 
 use super::frame::{Blocks, Frame, HEADER, Planes, blosc, most_stored};
 use super::meta::{Coding, Meta};
+use crate::arrays::coded::{self, CodedArray};
+use crate::arrays::file::{Access, ChunkFile, StoredUnit};
+use crate::arrays::index::Entries;
+use crate::arrays::key::{UnitKey, new_array};
 use crate::codec::cache::Cache;
-use crate::codec::coded::{self, CodedArray, Decode};
-use crate::codec::unit::{UnitKey, new_array};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::View;
-use crate::source::descriptors::open_regular;
-use crate::source::local::{map_or_read, version_of};
 use crate::source::mmap::prefetch;
 use crate::source::slots::{Opened, Slots};
-use crate::source::{Io, Range, Ready, Source, Version, pread};
+use crate::source::{Io, Range, Ready, Source};
 use crate::threads::Watch;
 
 /// Decoded blocks of many arrays.
@@ -41,34 +41,24 @@ mod seen {
     pub const STORED: u8 = 1;
 }
 
-/// A file of an array, and its index.
+/// A file of an array, and what is known of its inner chunks.
 #[derive(Debug)]
-pub struct Shard {
-    /// None where there is no such file: every number is the fill value.
-    file: Option<Arc<dyn Source>>,
-    /// Offset and length of each inner chunk; empty where there is no file.
-    index: Box<[(u64, u64)]>,
-    /// As long as the index.
+pub struct TokenFile {
+    file: ChunkFile,
+    /// By inner chunk.
     seen: Box<[AtomicU8]>,
-    version: Option<Version>,
 }
 
-impl Shard {
-    /// The file, and where in it an inner chunk is stored, if it is.
-    fn stored(&self, chunk: usize) -> Option<(&dyn Source, u64, u64)> {
-        let (offset, len) = *self.index.get(chunk)?;
-        Some((self.file.as_deref().filter(|_| offset != u64::MAX)?, offset, len))
-    }
-
+impl TokenFile {
     /// Whether an inner chunk is known to be a stored frame.
     fn is_plain(&self, chunk: usize) -> bool {
         self.seen.get(chunk).is_some_and(|seen| seen.load(Ordering::Relaxed) == seen::STORED)
     }
 }
 
-impl Opened for Shard {
+impl Opened for TokenFile {
     fn may_keep(&self) -> bool {
-        self.file.as_ref().is_some_and(|file| file.may_keep())
+        self.file.may_keep()
     }
 }
 
@@ -78,7 +68,7 @@ pub struct Array {
     folder: PathBuf,
     meta: Meta,
     io: Io,
-    files: Slots<Shard>,
+    files: Slots<TokenFile>,
     cache: Arc<BlockCache>,
     number: u64,
     foreign: Option<CodedArray>,
@@ -97,7 +87,7 @@ impl Opened for Array {
 
 /// The file that was read from last: whoever reads many ranges finds it again without a lock, and its length is looked at once.
 #[derive(Debug, Default)]
-pub struct Held(Option<(u64, u64, Arc<Shard>)>);
+pub struct Held(Option<(u64, u64, Arc<TokenFile>)>);
 
 /// A piece of a range: which file, which inner chunk of it, which numbers of that.
 #[derive(Clone, Copy)]
@@ -106,39 +96,6 @@ struct Piece {
     chunk: usize,
     first: usize,
     n: usize,
-}
-
-/// An inner chunk that is stored, and where.
-#[derive(Clone, Copy)]
-struct Stored<'a> {
-    shard: &'a Shard,
-    file: &'a dyn Source,
-    offset: u64,
-    len: u64,
-}
-
-impl<'a> Stored<'a> {
-    fn bad(&self, detail: String) -> Error {
-        Error::new(Kind::Format, detail).at(self.file.location()).byte(self.offset)
-    }
-
-    /// Its bytes, where the file is mapped.
-    fn mapped(&self) -> Option<&'a [u8]> {
-        Some(&self.file.bytes()?[self.offset as usize..(self.offset + self.len) as usize])
-    }
-
-    /// Its bytes, all of which will be needed.
-    fn read(&self) -> Result<Cow<'a, [u8]>> {
-        if let Some(whole) = self.mapped() {
-            if self.file.is_ready(self.offset) == Ready::No {
-                self.file.will_need(&[Range { at: self.offset, len: self.len }]);
-            }
-            return Ok(Cow::Borrowed(whole));
-        }
-        let mut whole = vec![0u8; self.len as usize];
-        self.file.read(self.offset, &mut whole)?;
-        Ok(Cow::Owned(whole))
-    }
 }
 
 /// Where the numbers of a piece are.
@@ -157,10 +114,9 @@ impl Array {
     /// Opens the array in a folder. `elements` that will be read at most, where that is known; no file but `zarr.json` is
     /// touched.
     pub fn open(folder: PathBuf, io: Io, cache: Arc<BlockCache>, elements: Option<u64>) -> Result<Array> {
-        let meta = Meta::read(&folder)?;
+        let (meta, text) = Meta::read_with_text(&folder)?;
         let files = Slots::new(elements.map_or(64, |n| n.div_ceil(meta.outer)));
-        let foreign =
-            (meta.coding == Coding::Foreign).then(|| CodedArray::new(folder.clone(), "/".to_string(), meta.sharded));
+        let foreign = (meta.coding == Coding::Foreign).then(|| CodedArray::of(&folder, &text, meta.index.is_some()));
         Ok(Array { folder, meta, io, files, cache, number: new_array(), foreign })
     }
 
@@ -179,42 +135,23 @@ impl Array {
         &self.folder
     }
 
-    fn shard(&self, number: u64) -> Result<Arc<Shard>> {
+    fn shard(&self, number: u64) -> Result<Arc<TokenFile>> {
         self.files.get(number, || self.open_shard(number))
     }
 
-    fn open_shard(&self, number: u64) -> Result<Shard> {
+    fn open_shard(&self, number: u64) -> Result<TokenFile> {
         let path = self.meta.file(&self.folder, number);
-        let (file, len) = match open_regular(&path) {
-            Ok(found) => found,
-            Err(error) if error.kind == Kind::NotFound => {
-                return Ok(Shard { file: None, index: Box::default(), seen: Box::default(), version: None });
+        let file = ChunkFile::open(&path, Access::Kept(self.io), |source, version| match &self.meta.index {
+            Some(form) => {
+                let (at, raw) = form.read(source, Kind::Truncated)?;
+                let entries = form.parse_within(&raw, source.size());
+                let entries = entries.map_err(|(within, error)| error.at(&path).byte(at + within))?;
+                Ok(Arc::new(Entries(entries.into())))
             }
-            Err(error) => return Err(error),
-        };
-        let version = version_of(&file).map_err(|e| Error::from_io(&e, &path, "look at"))?;
-        let index = if self.meta.sharded { self.read_index(&file, &path, len)? } else { vec![(0, len)] };
-        let seen = index.iter().map(|_| AtomicU8::new(seen::NOTHING)).collect();
-        let file = map_or_read(file, &path, len, self.io)?;
-        Ok(Shard { file: Some(file.into()), index: index.into(), seen, version: Some(version) })
-    }
-
-    /// A shard's index (sharding codec of Zarr 3): offset and length per inner chunk, and their checksum.
-    fn read_index(&self, file: &std::fs::File, path: &Path, len: u64) -> Result<Vec<(u64, u64)>> {
-        let bytes = self.meta.index_bytes();
-        let Some(at) = len.checked_sub(bytes) else {
-            return Err(Error::new(
-                Kind::Truncated,
-                format!("expected at least the {bytes} bytes of a shard's index, found {len}"),
-            )
-            .at(path));
-        };
-        let at = if self.meta.index_at_end { at } else { 0 };
-        // The memory is bounded by the length of the file, which was compared above.
-        let mut raw = vec![0u8; bytes as usize];
-        pread::read_exact_at(file, &mut raw, at).map_err(|e| Error::from_io(&e, path, "read"))?;
-        let index = parse_index(&raw, &self.meta, len);
-        index.map_err(|(within, error)| error.at(path).byte(at + within))
+            None => ChunkFile::one_unit(source, version),
+        })?;
+        let seen = (0..file.units()).map(|_| AtomicU8::new(seen::NOTHING)).collect();
+        Ok(TokenFile { file, seen })
     }
 
     /// Calls `each` with the pieces of a range in order: the piece, the shard it is in, and how many numbers lie before it.
@@ -223,7 +160,7 @@ impl Array {
         held: &mut Held,
         start: u64,
         n: usize,
-        each: &mut dyn FnMut(&Shard, Piece, usize) -> Result<()>,
+        each: &mut dyn FnMut(&TokenFile, Piece, usize) -> Result<()>,
     ) -> Result<()> {
         let (outer, inner) = (self.meta.outer, self.meta.inner);
         let mut done = 0usize;
@@ -234,7 +171,7 @@ impl Array {
             let take = (n - done).min((inner - first) as usize);
             if !matches!(&held.0, Some((array, number, _)) if *array == self.number && *number == file) {
                 let shard = self.shard(file)?;
-                if let Some(file) = &shard.file {
+                if let Some(file) = shard.file.source() {
                     file.unchanged()?;
                 }
                 held.0 = Some((self.number, file, shard));
@@ -247,87 +184,94 @@ impl Array {
         Ok(())
     }
 
-    fn path_of<'a>(&'a self, file: &'a dyn Source) -> &'a Path {
-        file.location().path().unwrap_or(&self.folder)
-    }
-
-    fn find<'a>(&self, shard: &'a Shard, piece: Piece) -> Result<Found<'a>> {
-        let Some((file, offset, len)) = shard.stored(piece.chunk) else { return Ok(Found::Fill) };
-        let stored = Stored { shard, file, offset, len };
-        let bytes = self.inner_bytes();
+    fn find<'a>(&self, shard: &'a TokenFile, piece: Piece) -> Result<Found<'a>> {
+        let Some(unit) = shard.file.unit(piece.chunk)? else { return Ok(Found::Fill) };
+        let (bytes, len) = (self.inner_bytes(), unit.len);
         let longest = most_stored(bytes);
         match self.meta.coding {
-            Coding::Plain if len == bytes as u64 => self.as_it_is(stored, 0, piece.first, piece.n),
-            Coding::Plain => Err(stored.bad(format!("expected an inner chunk of {bytes} bytes, found {len}"))),
-            Coding::Blosc if shard.is_plain(piece.chunk) => self.as_it_is(stored, HEADER, piece.first, piece.n),
+            Coding::Plain if len == bytes as u64 => self.as_it_is(unit, 0, piece.first, piece.n),
+            Coding::Plain => Err(unit.bad(format!("expected an inner chunk of {bytes} bytes, found {len}"))),
+            Coding::Blosc if shard.is_plain(piece.chunk) => self.as_it_is(unit, HEADER, piece.first, piece.n),
             Coding::Blosc | Coding::Foreign if len > longest => {
-                Err(stored.bad(format!("expected an encoded inner chunk of at most {longest} bytes, found {len}")))
+                Err(unit.bad(format!("expected an encoded inner chunk of at most {longest} bytes, found {len}")))
             }
-            Coding::Foreign => self.find_foreign(stored, piece),
-            Coding::Blosc => self.find_in_frame(stored, piece),
+            Coding::Foreign => self.find_whole(shard, unit, piece),
+            Coding::Blosc => self.find_in_frame(shard, unit, piece),
         }
     }
 
-    fn find_in_frame<'a>(&self, stored: Stored<'a>, piece: Piece) -> Result<Found<'a>> {
-        let Stored { shard, file, offset, len } = stored;
-        if len < HEADER as u64 {
-            return Err(stored.bad(format!("expected a blosc frame, found {len} bytes")));
+    fn find_in_frame<'a>(&self, shard: &'a TokenFile, unit: StoredUnit<'a>, piece: Piece) -> Result<Found<'a>> {
+        if unit.len < HEADER as u64 {
+            return Err(unit.bad(format!("expected a blosc frame, found {} bytes", unit.len)));
         }
         let mut header = [0u8; HEADER];
-        match file.bytes() {
-            Some(all) => header.copy_from_slice(&all[offset as usize..offset as usize + HEADER]),
-            None => file.read(offset, &mut header)?,
+        match unit.mapped() {
+            Some(frame) => header.copy_from_slice(&frame[..HEADER]),
+            None => unit.source.read(unit.offset, &mut header)?,
         }
-        let (item, bytes, numbers) = (self.meta.item(), self.inner_bytes(), self.meta.inner as usize);
-        match Frame::parse(&header, len, bytes, item).map_err(|e| stored.bad(e))? {
+        match Frame::parse(&header, unit.len, self.inner_bytes(), self.meta.item()).map_err(|e| unit.bad(e))? {
             Frame::Stored => {
                 if let Some(seen) = shard.seen.get(piece.chunk) {
                     seen.store(seen::STORED, Ordering::Relaxed);
                 }
-                self.as_it_is(stored, HEADER, piece.first, piece.n)
+                self.as_it_is(unit, HEADER, piece.first, piece.n)
             }
-            Frame::Blocks(blocks) => self.find_in_blocks(stored, &blocks, piece),
-            // A frame that c-blosc decodes is one block here.
-            Frame::Other => {
-                let decode = || {
-                    let whole = stored.read()?;
-                    let made = self.decode_whole(&whole, bytes, self.path_of(file)).map_err(|e| e.byte(offset))?;
-                    Ok(Some(Planes::whole(made, item, numbers)))
-                };
-                let planes = self.cache.get_or_load(self.key(shard, piece, 0), |_| true, decode)?;
-                Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, piece.first)))
-            }
+            Frame::Blocks(blocks) => self.find_in_blocks(shard, unit, &blocks, piece),
+            Frame::Other => self.find_whole(shard, unit, piece),
         }
     }
 
-    fn find_in_blocks<'a>(&self, stored: Stored<'a>, blocks: &Blocks, piece: Piece) -> Result<Found<'a>> {
+    fn find_in_blocks<'a>(
+        &self,
+        shard: &'a TokenFile,
+        unit: StoredUnit<'a>,
+        blocks: &Blocks,
+        piece: Piece,
+    ) -> Result<Found<'a>> {
         let item = self.meta.item();
         // All blocks but the last have as many numbers as the first.
         let block = piece.first / blocks.numbers(0);
         let first = piece.first - block * blocks.numbers(0);
         let numbers = blocks.numbers(block);
         let upto = (first + piece.n).min(numbers);
-        if let Some(whole) = stored.mapped()
+        if let Some(whole) = unit.mapped()
             && let Some(at) = blocks.stored(whole, block)
         {
-            return self.as_it_is(stored, at, first, upto - first);
+            return self.as_it_is(unit, at, first, upto - first);
         }
-        let key = self.key(stored.shard, piece, block);
+        let key = self.key(shard, piece, block);
         let decode = || {
-            let whole = stored.read()?;
+            let whole = unit.read()?;
             if let Some(at) = blocks.stored(&whole, block) {
                 return Ok(Some(Planes::whole(whole[at..at + numbers * item].to_vec(), item, numbers)));
             }
             // As far as it is needed; the second time in full.
             let upto = if self.cache.get(key.clone()).is_some() { numbers } else { upto };
-            blocks.decode(&whole, block, upto).map(Some).map_err(|e| stored.bad(e))
+            blocks.decode(&whole, block, upto).map(Some).map_err(|e| unit.bad(e))
         };
         let planes = self.cache.get_or_load(key.clone(), |planes| planes.numbers() >= upto, decode)?;
         Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, first)))
     }
 
-    fn key(&self, shard: &Shard, piece: Piece, block: usize) -> UnitKey {
-        UnitKey { array: self.number, file: piece.file, version: shard.version.clone(), chunk: piece.chunk, block }
+    /// In an inner chunk that zarrs or c-blosc decodes as a whole.
+    fn find_whole<'a>(&self, shard: &'a TokenFile, unit: StoredUnit<'a>, piece: Piece) -> Result<Found<'a>> {
+        let (numbers, bytes) = (self.meta.inner as usize, self.inner_bytes());
+        let path = unit.source.location().path().unwrap_or(&self.folder);
+        let decode = || {
+            let encoded = unit.read()?;
+            let made = match &self.foreign {
+                Some(coded) => coded.decode_unit(encoded.into_owned(), bytes as u64, path),
+                None => self.decode_frame(&encoded, bytes, path),
+            };
+            Ok(Some(Planes::whole(made.map_err(|e| e.byte(unit.offset))?, self.meta.item(), numbers)))
+        };
+        let planes = self.cache.get_or_load(self.key(shard, piece, 0), |_| true, decode)?;
+        Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, piece.first)))
+    }
+
+    fn key(&self, shard: &TokenFile, piece: Piece, block: usize) -> UnitKey {
+        let version = shard.file.version().cloned();
+        UnitKey { array: self.number, file: piece.file, version, chunk: piece.chunk, block }
     }
 
     fn inner_bytes(&self) -> usize {
@@ -335,19 +279,16 @@ impl Array {
     }
 
     /// `n` numbers that lie in an inner chunk as they are, from number `first` after byte `at`.
-    fn as_it_is<'a>(&self, stored: Stored<'a>, at: usize, first: usize, n: usize) -> Result<Found<'a>> {
+    fn as_it_is<'a>(&self, unit: StoredUnit<'a>, at: usize, first: usize, n: usize) -> Result<Found<'a>> {
         let item = self.meta.item();
-        let (at, n) = (stored.offset + (at + first * item) as u64, n * item);
-        if let Some(all) = stored.file.bytes() {
-            return Ok(Found::Stored(&all[at as usize..at as usize + n]));
-        }
-        let mut buf = vec![0u8; n];
-        stored.file.read(at, &mut buf)?;
-        Ok(Found::Read(buf))
+        Ok(match unit.part(at + first * item, n * item)? {
+            Cow::Borrowed(bytes) => Found::Stored(bytes),
+            Cow::Owned(bytes) => Found::Read(bytes),
+        })
     }
 
     /// What c-blosc decodes: other codecs, bits shuffled.
-    fn decode_whole(&self, frame: &[u8], bytes: usize, path: &Path) -> Result<Vec<u8>> {
+    fn decode_frame(&self, frame: &[u8], bytes: usize, path: &Path) -> Result<Vec<u8>> {
         coded::guarded(path, || {
             let codec = blosc(1)?;
             let made = codec
@@ -359,20 +300,6 @@ impl Array {
                 .map_err(|e| Error::new(Kind::Format, format!("c-blosc cannot decode this: {e}")).at(path))?;
             coded::of_length(made.into_owned(), bytes as u64, path)
         })
-    }
-
-    /// Decodes an inner chunk that is stored, with zarrs.
-    fn find_foreign<'a>(&self, stored: Stored<'a>, piece: Piece) -> Result<Found<'a>> {
-        let Some(coded) = &self.foreign else { return Ok(Found::Fill) };
-        let per_file = if self.meta.sharded { self.meta.per_file() } else { 1 };
-        let chunk = piece.file * per_file + piece.chunk as u64;
-        let (numbers, bytes) = (self.meta.inner as usize, self.inner_bytes() as u64);
-        let decode = || {
-            let made = coded.chunk(&self.meta.indices(chunk), bytes, self.path_of(stored.file))?;
-            Ok(made.map(|made| Planes::whole(made, self.meta.item(), numbers)))
-        };
-        let planes = self.cache.get_or_load(self.key(stored.shard, piece, 0), |_| true, decode)?;
-        Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, piece.first)))
     }
 
     /// The fill value's bytes.
@@ -499,7 +426,7 @@ impl Array {
             if pieces > 1 || piece.n < n {
                 return Ok(());
             }
-            let Some(file) = &shard.file else { return Ok(()) };
+            let Some(file) = shard.file.source() else { return Ok(()) };
             if let (Found::Stored(bytes), Some(all)) = (self.find(shard, piece)?, file.bytes())
                 && bytes.len() == n * self.meta.item()
             {
@@ -562,7 +489,7 @@ impl Array {
                 return Ok(());
             }
         };
-        if shard.file.is_none() {
+        if shard.file.source().is_none() {
             self.tell_missing(number..number + 1, tell);
             return Ok(());
         }
@@ -570,11 +497,11 @@ impl Array {
         let first = number * self.meta.outer;
         let within = (elements - first).min(self.meta.outer);
         let (mut absent, mut last) = (0u64, 0);
-        for chunk in 0..shard.index.len().min(within.div_ceil(self.meta.inner) as usize) {
+        for chunk in 0..shard.file.units().min(within.div_ceil(self.meta.inner) as usize) {
             if watch() {
                 return Err(Error::new(Kind::Interrupted, "interrupted"));
             }
-            if shard.stored(chunk).is_none() {
+            if shard.file.unit(chunk)?.is_none() {
                 absent += 1;
                 last = chunk;
                 continue;
@@ -602,11 +529,11 @@ impl Array {
         if *array != self.number || *number != file || !shard.is_plain(chunk) {
             return;
         }
-        if let Some((file, offset, _)) = shard.stored(chunk)
-            && let Some(bytes) = file.bytes()
+        if let Ok(Some(unit)) = shard.file.unit(chunk)
+            && let Some(bytes) = unit.source.bytes()
         {
             // Processors fetch ahead by themselves, but never into the next page.
-            let begin = offset as usize + HEADER + first as usize * self.meta.item();
+            let begin = unit.offset as usize + HEADER + first as usize * self.meta.item();
             let end = begin + n.min(PREFETCHED / self.meta.item()) * self.meta.item();
             prefetch(bytes.get(begin..).unwrap_or_default());
             for page in (begin.next_multiple_of(PAGE)..end).step_by(PAGE) {
@@ -621,7 +548,7 @@ impl Array {
         let item = self.meta.item() as u64;
         let mut all_there = true;
         let _ = self.pieces(held, start, n, &mut |shard, piece, _| {
-            let Some((file, offset, len)) = shard.stored(piece.chunk) else { return Ok(()) };
+            let Some(StoredUnit { source: file, offset, len }) = shard.file.unit(piece.chunk)? else { return Ok(()) };
             let (at, n) = if shard.is_plain(piece.chunk) {
                 (offset + HEADER as u64 + piece.first as u64 * item, piece.n as u64 * item)
             } else {
@@ -635,38 +562,6 @@ impl Array {
         });
         all_there
     }
-}
-
-/// Offset and length of each inner chunk, from the bytes of a shard's index (sharding codec of Zarr 3) in a file of `len` bytes;
-/// both are [`u64::MAX`] for chunks that are not stored. An error says where in the index.
-pub fn parse_index(raw: &[u8], meta: &Meta, len: u64) -> Result<Vec<(u64, u64)>, (u64, Error)> {
-    let damaged = |within: usize, detail: String| (within as u64, Error::new(Kind::Format, detail));
-    let chunks = meta.per_file() as usize;
-    let (Some((entries, crc)), true) = (raw.split_at_checked(chunks * 16), raw.len() as u64 == meta.index_bytes())
-    else {
-        return Err(damaged(0, format!("expected an index of {} bytes, found {}", meta.index_bytes(), raw.len())));
-    };
-    if let Ok(crc) = <[u8; 4]>::try_from(crc) {
-        let (told, found) = (u32::from_le_bytes(crc), crc32c::crc32c(entries));
-        if told != found {
-            let detail = format!(
-                "the checksum of the shard's index is {found:08x}, expected {told:08x}: the file was cut or damaged"
-            );
-            return Err(damaged(0, detail));
-        }
-    }
-    let number = |b: &[u8]| {
-        let bytes = b.first_chunk::<8>().copied().unwrap_or([0xff; 8]);
-        if meta.index_big_endian { u64::from_be_bytes(bytes) } else { u64::from_le_bytes(bytes) }
-    };
-    let index: Vec<(u64, u64)> = entries.as_chunks::<16>().0.iter().map(|e| (number(e), number(&e[8..]))).collect();
-    for (chunk, (offset, n)) in index.iter().enumerate() {
-        if (*offset, *n) != (u64::MAX, u64::MAX) && offset.checked_add(*n).is_none_or(|end| end > len) {
-            let detail = format!("inner chunk {chunk}: expected {n} bytes at {offset}, but the file ends at {len}");
-            return Err(damaged(16 * chunk, detail));
-        }
-    }
-    Ok(index)
 }
 
 fn to_int32(dtype: DType, bytes: &[u8], out: &mut [i32]) -> bool {

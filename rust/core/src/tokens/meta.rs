@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::arrays::index::{Endian, IndexForm, Numbers, endian, is_named};
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
 use crate::source::descriptors::open_regular;
@@ -45,14 +46,8 @@ pub struct Meta {
     pub inner: u64,
     /// How inner chunks are coded.
     pub coding: Coding,
-    /// Whether files are shards, with an index.
-    pub sharded: bool,
-    /// Whether that index stands at the end of the file.
-    pub index_at_end: bool,
-    /// Whether it ends in a checksum.
-    pub index_checked: bool,
-    /// Whether its numbers are big-endian.
-    pub index_big_endian: bool,
+    /// The index of files that are shards; `None` where files are chunks.
+    pub index: Option<IndexForm>,
     /// The element of chunks that are not stored, little-endian; the first [`Meta::item`] bytes count.
     pub fill: [u8; 8],
     prefix: &'static str,
@@ -63,6 +58,11 @@ pub struct Meta {
 impl Meta {
     /// Reads `zarr.json` in the array's folder.
     pub fn read(folder: &Path) -> Result<Meta> {
+        Ok(Meta::read_with_text(folder)?.0)
+    }
+
+    /// Reads `zarr.json` in the array's folder; its text too.
+    pub(super) fn read_with_text(folder: &Path) -> Result<(Meta, Vec<u8>)> {
         let path = folder.join("zarr.json");
         let (file, _) = open_regular(&path)?;
         let mut text = vec![];
@@ -73,7 +73,8 @@ impl Meta {
                 Error::new(Kind::Format, format!("expected at most {MOST} bytes of metadata, found more")).at(&path)
             );
         }
-        Meta::parse(&text).map_err(|e| e.at(&path))
+        let meta = Meta::parse(&text).map_err(|e| e.at(&path))?;
+        Ok((meta, text))
     }
 
     /// Parses the text of a `zarr.json`.
@@ -114,49 +115,43 @@ impl Meta {
             outer: elements,
             inner: elements,
             coding: coding(codecs),
-            sharded: false,
-            index_at_end: true,
-            index_checked: false,
-            index_big_endian: false,
+            index: None,
             fill,
             prefix,
             separator,
             columns: shape.len() == 2,
         };
         if let Some(sharding) = sharding {
-            let inner = sizes(&sharding["chunk_shape"]).filter(|c| {
-                c.len() == outer.len() && c[0] > 0 && outer[0].is_multiple_of(c[0]) && c.get(1) == outer.get(1)
-            });
-            let inner = inner.and_then(|inner| product(&inner));
-            meta.inner = inner.ok_or_else(|| wrong(sharding, "chunk_shape", "a divisor of the outer chunk"))?;
-            meta.sharded = true;
-            meta.coding = coding(sharding["codecs"].as_array().map_or(&[][..], Vec::as_slice));
-            meta.index_at_end = match sharding.get("index_location") {
-                None => true,
-                Some(place) if place == "end" => true,
-                Some(place) if place == "start" => false,
-                Some(_) => return Err(wrong(sharding, "index_location", "\"start\" or \"end\"")),
-            };
-            // The sharding codec allows only codecs of a fixed size here; other libraries write these two.
-            let (numbers, checked) = match sharding["index_codecs"].as_array().map(Vec::as_slice) {
-                Some([bytes]) => (bytes, false),
-                Some([bytes, crc]) if is_named(crc, "crc32c") => (bytes, true),
-                _ => return Err(wrong(sharding, "index_codecs", "bytes, or bytes and crc32c")),
-            };
-            meta.index_checked = checked;
-            meta.index_big_endian = match endian(numbers) {
-                Some(Endian::Little) => false,
-                Some(Endian::Big) => true,
-                None => return Err(wrong(sharding, "index_codecs", "bytes, or bytes and crc32c")),
-            };
+            meta.take_sharding(sharding, &outer)?;
         }
         if !(1..=MOST_INNER).contains(&meta.inner) {
             return Err(wrong(&json, "chunk_grid", &format!("chunks of 1 to {MOST_INNER} elements")));
         }
-        if meta.sharded && meta.per_file() > MOST_PER_FILE {
+        if meta.index.is_some() && meta.per_file() > MOST_PER_FILE {
             return Err(wrong(&json, "codecs", "at most 1,048,576 inner chunks in a file"));
         }
         Ok(meta)
+    }
+
+    /// Takes the configuration of the sharding codec, for shards of a shape.
+    fn take_sharding(&mut self, sharding: &Value, outer: &[u64]) -> Result<()> {
+        let inner = sizes(&sharding["chunk_shape"]).filter(|c| {
+            c.len() == outer.len() && c[0] > 0 && outer[0].is_multiple_of(c[0]) && c.get(1) == outer.get(1)
+        });
+        let inner = inner.and_then(|inner| product(&inner));
+        self.inner = inner.ok_or_else(|| wrong(sharding, "chunk_shape", "a divisor of the outer chunk"))?;
+        self.coding = coding(sharding["codecs"].as_array().map_or(&[][..], Vec::as_slice));
+        let at_end = match sharding.get("index_location") {
+            None => true,
+            Some(place) if place == "end" => true,
+            Some(place) if place == "start" => false,
+            Some(_) => return Err(wrong(sharding, "index_location", "\"start\" or \"end\"")),
+        };
+        // The sharding codec allows only codecs of a fixed size here; other libraries write these two.
+        let numbers = sharding["index_codecs"].as_array().and_then(|codecs| Numbers::of(codecs));
+        let numbers = numbers.ok_or_else(|| wrong(sharding, "index_codecs", "bytes, or bytes and crc32c"))?;
+        self.index = Some(IndexForm::numbers(self.per_file(), at_end, numbers));
+        Ok(())
     }
 
     /// Bytes per element.
@@ -171,7 +166,7 @@ impl Meta {
 
     /// Bytes of a file's index.
     pub fn index_bytes(&self) -> u64 {
-        self.per_file() * 16 + if self.index_checked { 4 } else { 0 }
+        self.index.as_ref().map_or(0, IndexForm::bytes)
     }
 
     /// The folder of the files, and what file names (or those of folders of files) begin with there.
@@ -254,30 +249,6 @@ fn naming(encoding: &Value) -> Option<(&'static str, char)> {
         }),
         "v2" => Some(("", separator.unwrap_or('.'))),
         _ => None,
-    }
-}
-
-/// Codecs without a configuration may be given by their names alone.
-fn is_named(codec: &Value, name: &str) -> bool {
-    codec == name || codec["name"] == name
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Endian {
-    Little,
-    Big,
-}
-
-/// The byte order of a codec that is `bytes`.
-fn endian(codec: &Value) -> Option<Endian> {
-    if !is_named(codec, "bytes") {
-        return None;
-    }
-    match codec.get("configuration").and_then(|c| c.get("endian")) {
-        None => Some(Endian::Little),
-        Some(endian) if endian == "little" => Some(Endian::Little),
-        Some(endian) if endian == "big" => Some(Endian::Big),
-        Some(_) => None,
     }
 }
 

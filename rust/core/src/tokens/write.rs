@@ -13,6 +13,7 @@ use zarrs::array::BytesToBytesCodecTraits;
 
 use super::frame::{HEADER, blosc, short_frame, stored_header};
 use super::jagged::{Cursor, Field};
+use crate::arrays::index;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::memory::output::Output;
@@ -85,7 +86,7 @@ impl ShardWriter {
         let mut options = OpenOptions::new();
         let file = options.write(true).create(true).truncate(true).open(&path);
         let file = file.map_err(|e| Error::from_io(&e, &path, "open to write"))?;
-        Ok(ShardWriter { path, file, at: 0, index: vec![(u64::MAX, u64::MAX); per_file] })
+        Ok(ShardWriter { path, file, at: 0, index: vec![index::ABSENT; per_file] })
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
@@ -118,13 +119,7 @@ impl ShardWriter {
     }
 
     fn finish(mut self) -> Result<()> {
-        let mut bytes = Vec::with_capacity(self.index.len() * 16 + 4);
-        for (offset, len) in &self.index {
-            bytes.extend_from_slice(&offset.to_le_bytes());
-            bytes.extend_from_slice(&len.to_le_bytes());
-        }
-        bytes.extend_from_slice(&crc32c::crc32c(&bytes).to_le_bytes());
-        self.put(&bytes)?;
+        self.put(&index::encode(&self.index))?;
         self.file.sync_all().map_err(|e| Error::from_io(&e, &self.path, "write to the disk"))
     }
 }

@@ -5,8 +5,7 @@
 //! whole, so that its checksums are compared (zarrs' partial decoders skip a trailing crc32c); and input after the end of
 //! compressed data is an error, as it is in numcodecs.
 //!
-//! Shards: Zarr enhancement proposal 2. The index holds (offset, length) per inner chunk, (2^64-1, 2^64-1) for one that is
-//! not there.
+//! A shard that cannot be read chunk by chunk (one that is compressed as a whole, or lies in a shard) is decoded whole.
 
 use std::borrow::Cow;
 use std::io::Read;
@@ -20,8 +19,12 @@ use zarrs::array::{
     ArrayBytes, ArrayToArrayCodecTraits, ArrayToBytesCodecTraits, BytesRepresentation, BytesToBytesCodecTraits,
     CodecChain, CodecMetadataOptions, CodecOptions, CodecTraits, DataType, FillValue,
 };
-use zarrs::metadata_ext::codec::sharding::{ShardingCodecConfiguration, ShardingIndexLocation};
+use zarrs::metadata_ext::codec::sharding::{
+    ShardingCodecConfiguration, ShardingCodecConfigurationV1, ShardingIndexLocation,
+};
 
+use super::failing::{Said, Undecodable, reserve};
+use super::index::{DecodeIndex, IndexForm, Numbers, place};
 use crate::error::Finding;
 
 /// The largest decoded chunk: what numcodecs' compressors take ("Codec does not support buffers of > 2147483647 bytes").
@@ -32,21 +35,6 @@ const MOST_NESTED: usize = 4;
 
 /// Encoded bytes of elements of variable size.
 const MOST_VARIABLE: u64 = 1 << 30;
-
-/// Why a step failed; the caller adds the file.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Undecodable {
-    pub text: String,
-    pub finding: Option<Finding>,
-}
-
-impl<T: Into<String>> From<T> for Undecodable {
-    fn from(text: T) -> Undecodable {
-        Undecodable { text: text.into(), finding: None }
-    }
-}
-
-pub(super) type Said<T> = Result<T, Undecodable>;
 
 /// Decoded elements in C order.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -110,12 +98,12 @@ enum ToBytes {
     Zarrs(Arc<dyn ArrayToBytesCodecTraits>),
     /// Their number, then each after its length, in 32 bits (numcodecs' `vlen-utf8` and `vlen-bytes`).
     Strings,
-    Shard(Box<Shard>),
+    Shard(Box<ShardCodec>),
 }
 
 /// Inner chunks of a shard, and where its index lies.
 #[derive(Debug)]
-pub(super) struct Shard {
+pub(super) struct ShardCodec {
     pub inner: Chain,
     /// Shape of the shard, in elements.
     shape: Vec<NonZeroU64>,
@@ -123,9 +111,7 @@ pub(super) struct Shard {
     chunk: Vec<NonZeroU64>,
     /// Inner chunks per dimension.
     pub counts: Vec<u64>,
-    index: Chain,
-    index_bytes: u64,
-    at_start: bool,
+    pub index: IndexForm,
 }
 
 /// Bytes-to-bytes codecs, by what bounds their output.
@@ -146,16 +132,6 @@ fn options() -> CodecOptions {
 
 fn text(error: impl std::fmt::Display) -> Undecodable {
     error.to_string().into()
-}
-
-/// Memory for `n` bytes, or an error where it cannot be had: a failed `Vec::with_capacity` ends the process.
-pub(super) fn reserve(n: u64) -> Said<Vec<u8>> {
-    let mut made = Vec::new();
-    usize::try_from(n)
-        .ok()
-        .and_then(|n| made.try_reserve_exact(n).ok())
-        .ok_or_else(|| format!("no memory for {n} bytes"))?;
-    Ok(made)
 }
 
 impl Chain {
@@ -179,8 +155,8 @@ impl Chain {
         let codec = codecs.array_to_bytes_codec();
         let (to_bytes, mut known, plain) = match codec.as_any().downcast_ref::<ShardingCodec>() {
             Some(sharding) if depth < MOST_NESTED => {
-                let shard = Shard::new(sharding, &last, depth)?;
-                let limit = shard.index_bytes.saturating_add(around(size.unwrap_or(MOST_VARIABLE)));
+                let shard = ShardCodec::new(sharding, &last, depth)?;
+                let limit = shard.index.bytes().saturating_add(around(size.unwrap_or(MOST_VARIABLE)));
                 (ToBytes::Shard(Box::new(shard)), BytesRepresentation::UnboundedSize, Size::AtMost(limit))
             }
             Some(_) => return Err(format!("shards nested more than {MOST_NESTED} deep are not read").into()),
@@ -214,13 +190,18 @@ impl Chain {
         Ok(Chain { arrays, last, whole, to_bytes, plain, bytes, encoded: bound })
     }
 
-    /// The most bytes that an encoded chunk can have.
-    pub fn most_encoded(&self) -> u64 {
-        self.encoded.limit()
+    /// Refuses an encoded chunk that is longer than codecs make it.
+    pub fn check_encoded(&self, n: u64) -> Said<()> {
+        let most = self.encoded.limit();
+        if n <= most {
+            Ok(())
+        } else {
+            Err(format!("expected an encoded chunk of at most {most} bytes, found {n}").into())
+        }
     }
 
     /// The shard codec, if chunks are shards and nothing else.
-    pub fn shard(&self) -> Option<&Shard> {
+    pub fn shard(&self) -> Option<&ShardCodec> {
         match &self.to_bytes {
             ToBytes::Shard(shard) if self.arrays.is_empty() && self.bytes.is_empty() => Some(shard),
             _ => None,
@@ -396,8 +377,17 @@ fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<
     }
 }
 
-impl Shard {
-    fn new(codec: &ShardingCodec, form: &Form, depth: usize) -> Said<Shard> {
+impl DecodeIndex for Chain {
+    fn decode(&self, raw: Vec<u8>) -> Said<Vec<u8>> {
+        match Chain::decode(self, raw)? {
+            Elements::Fixed(bytes) => Ok(bytes),
+            Elements::Variable(_) => Err("expected numbers".into()),
+        }
+    }
+}
+
+impl ShardCodec {
+    fn new(codec: &ShardingCodec, form: &Form, depth: usize) -> Said<ShardCodec> {
         let configuration = codec
             .configuration_v3(&CodecMetadataOptions::default())
             .ok_or("sharding without a configuration")?
@@ -411,19 +401,35 @@ impl Shard {
             return Err(format!("inner chunks of {chunk:?} do not divide shards of {:?}", form.shape).into());
         }
         let counts: Vec<u64> = form.shape.iter().zip(&chunk).map(|(n, c)| n.get() / c.get()).collect();
-        let chain = |codecs: &[_]| CodecChain::from_metadata(codecs).map_err(text);
         let inner = Form { shape: chunk.clone(), dtype: form.dtype.clone(), fill: form.fill.clone() };
-        let inner = Chain::nested(&chain(&v1.codecs)?, inner, depth + 1)?;
+        let inner = Chain::nested(&CodecChain::from_metadata(&v1.codecs).map_err(text)?, inner, depth + 1)?;
+        let index = ShardCodec::index_form(&v1, &counts)?;
+        Ok(ShardCodec { inner, shape: form.shape.clone(), chunk, counts, index })
+    }
+
+    fn index_form(v1: &ShardingCodecConfigurationV1, counts: &[u64]) -> Said<IndexForm> {
         let pair = NonZeroU64::MIN.saturating_add(1);
         let shape = counts.iter().filter_map(|n| NonZeroU64::new(*n)).chain([pair]).collect();
         let fill = FillValue::from(u64::MAX);
-        let index = Form { shape, dtype: zarrs::array::data_type::uint64(), fill };
-        let index = Chain::nested(&chain(&v1.index_codecs)?, index, MOST_NESTED)?;
-        let Size::Exactly(index_bytes) = index.encoded else {
+        let pairs = Form { shape, dtype: zarrs::array::data_type::uint64(), fill };
+        let codecs = CodecChain::from_metadata(&v1.index_codecs).map_err(text)?;
+        let chain = Chain::nested(&codecs, pairs, MOST_NESTED)?;
+        let Size::Exactly(bytes) = chain.encoded else {
             return Err("index codecs must give a known number of bytes".into());
         };
-        let at_start = matches!(v1.index_location, ShardingIndexLocation::Start);
-        Ok(Shard { inner, shape: form.shape.clone(), chunk, counts, index, index_bytes, at_start })
+        let chunks = counts.iter().product();
+        let at_end = !matches!(v1.index_location, ShardingIndexLocation::Start);
+        let codecs = serde_json::to_value(&v1.index_codecs).map_err(text)?;
+        let numbers = codecs.as_array().and_then(|codecs| Numbers::of(codecs));
+        Ok(match numbers.map(|numbers| IndexForm::numbers(chunks, at_end, numbers)) {
+            Some(form) if form.bytes() == bytes => form,
+            _ => IndexForm::coded(chunks, at_end, Arc::new(chain), bytes),
+        })
+    }
+
+    /// The shard of an inner chunk, from that one's indices in the whole array.
+    pub fn outer(&self, indices: &[u64]) -> Vec<u64> {
+        indices.iter().zip(&self.counts).map(|(i, n)| i / n).collect()
     }
 
     /// An inner chunk's number in the index, from its indices in the shard or in the whole array.
@@ -431,53 +437,20 @@ impl Shard {
         indices.iter().zip(&self.counts).fold(0, |n, (i, c)| n * c + i % c) as usize
     }
 
-    /// Where the index lies in a shard of `len` bytes.
-    pub fn index_range(&self, len: u64) -> Said<(u64, u64)> {
-        let start = if self.at_start { Some(0) } else { len.checked_sub(self.index_bytes) };
-        match start {
-            Some(start) if self.index_bytes <= len => Ok((start, self.index_bytes)),
-            _ => Err(format!("expected a shard index of {} bytes, found {len} bytes in all", self.index_bytes).into()),
-        }
-    }
-
-    /// (offset, length) of each inner chunk.
-    pub fn index(&self, encoded: Vec<u8>) -> Said<Vec<(u64, u64)>> {
-        let Elements::Fixed(bytes) =
-            self.index.decode(encoded).map_err(|e| Undecodable { text: format!("shard index: {}", e.text), ..e })?
-        else {
-            return Err("shard index: expected numbers".into());
-        };
-        let number = |b: &[u8]| b.try_into().map(u64::from_ne_bytes).unwrap_or(u64::MAX);
-        Ok(bytes.chunks_exact(16).map(|pair| (number(&pair[..8]), number(&pair[8..]))).collect())
-    }
-
-    /// Where an inner chunk lies in a shard of `len` bytes; `None` if it is not there.
-    pub fn place(&self, (offset, length): (u64, u64), len: u64) -> Said<Option<(u64, u64)>> {
-        if (offset, length) == (u64::MAX, u64::MAX) {
-            return Ok(None);
-        }
-        if offset.checked_add(length).is_none_or(|end| end > len) {
-            return Err(format!("the shard index names {length} bytes at {offset}, but the shard has {len}").into());
-        }
-        let most = self.inner.most_encoded();
-        if length > most {
-            return Err(
-                format!("the shard index names an inner chunk of {length} bytes, expected at most {most}").into()
-            );
-        }
-        Ok(Some((offset, length)))
-    }
-
     fn whole(&self, bytes: &[u8]) -> Said<Elements> {
         let len = bytes.len() as u64;
         let cut = |(at, n): (u64, u64)| bytes[at as usize..(at + n) as usize].to_vec();
-        let index = self.index(cut(self.index_range(len)?))?;
+        let n = self.index.bytes();
+        let at = self.index.start(len);
+        let at = at.ok_or_else(|| format!("expected a shard index of {n} bytes, found {len} bytes in all"))?;
+        let index = self.index.parse(cut((at, n)))?;
         let fill = self.inner.whole.fill.as_ne_bytes();
         let fixed = self.inner.whole.dtype.is_fixed();
         let (shape, chunk) = (unwrapped(&self.shape), unwrapped(&self.chunk));
         assemble(&shape, &chunk, fill, fixed, Places::new(&self.counts), |at| {
             let entry = *index.get(self.number(at)).ok_or("shard index: too short")?;
-            self.place(entry, len)?.map(|at| self.inner.decode(cut(at))).transpose()
+            let placed = place(entry, len)?;
+            placed.map(|(at, n)| self.inner.check_encoded(n).and_then(|()| self.inner.decode(cut((at, n))))).transpose()
         })
     }
 }

@@ -13,9 +13,9 @@ use crate::source::Version;
 pub struct UnitKey {
     /// Number of the array over the whole process; see [`new_array`].
     pub array: u64,
-    /// Number of the file in the array.
+    /// Number of the file in the array, or of the chunk where files are not numbered.
     pub file: u64,
-    /// The file's version; `None` where the decoder does not tell which file it reads.
+    /// The file's version; `None` where it is not looked up.
     pub version: Option<Version>,
     /// The chunk in the file.
     pub chunk: usize,

@@ -4,9 +4,6 @@
 //! shape sets (see [`chain`](super::chain)). No lock is held and no other thread is needed, so that a child forked beside a
 //! decoding thread decodes as its parent does. A panic of a codec becomes an error.
 
-use std::fs::File;
-use std::io::Read;
-use std::os::unix::fs::{FileExt, MetadataExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,17 +11,18 @@ use std::sync::Arc;
 use zarrs::array::{Array, ArrayMetadata, ArrayMetadataV2, ArrayMetadataV3};
 use zarrs::storage::store::MemoryStore;
 
-use crate::codec::cache::{Cache, Cached};
-pub use crate::codec::chain::Elements;
-use crate::codec::chain::{Chain, Shard, Undecodable, assemble, decoded_size, reserve};
+pub use super::chain::Elements;
+use super::chain::{Chain, ShardCodec, assemble, decoded_size};
+use super::failing::Undecodable;
+use super::file::{Access, ChunkFile, StoredUnit};
+use super::index::Entries;
+use super::key::{UnitKey, new_array};
+use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result};
-use crate::source::descriptors::open_regular;
+use crate::source::{Source, Version};
 
 /// Bytes of shard indexes that an array keeps.
 const INDEX_MEMORY: u64 = 32 << 20;
-
-/// The largest metadata file; Python's half has the same limit.
-const MOST_METADATA: u64 = 256 << 20;
 
 /// Who decodes an array's chunks.
 pub trait Decode: std::fmt::Debug + Send + Sync {
@@ -40,7 +38,8 @@ pub struct CodedArray {
     inner: bool,
     /// Or why it cannot be read.
     array: Result<Parsed>,
-    indexes: Cache<Index>,
+    number: u64,
+    indexes: Cache<Entries, UnitKey>,
 }
 
 #[derive(Debug)]
@@ -50,22 +49,6 @@ struct Parsed {
     chain: Chain,
     chunk: Vec<u64>,
 }
-
-/// A shard's index, and the file that it was read from.
-#[derive(Debug)]
-struct Index {
-    stamp: Stamp,
-    entries: Vec<(u64, u64)>,
-}
-
-impl Cached for Index {
-    fn size(&self) -> usize {
-        self.entries.len() * 16 + 64
-    }
-}
-
-/// What changes when a file is replaced or written again: length, inode, time of the last change.
-type Stamp = (u64, u64, i64, i64);
 
 impl Parsed {
     fn new(folder: &Path, metadata: &[u8]) -> Result<Parsed> {
@@ -105,71 +88,40 @@ impl Parsed {
     /// A whole chunk, or shard.
     fn chunk(&self, indices: &[u64]) -> Result<Option<Elements>> {
         let path = self.path(indices);
-        let Some((mut file, len)) = open_chunk(&path)? else { return Ok(None) };
-        let most = self.chain.most_encoded();
-        if len > most {
-            let what = format!("expected an encoded chunk of at most {most} bytes, found {len}");
-            return Err(Error::new(Kind::Format, what).at(&path));
-        }
-        let mut encoded = reserve(len).map_err(|e| cannot_decode(&path, e))?;
-        let found = (&mut file).take(len).read_to_end(&mut encoded).map_err(|e| Error::from_io(&e, &path, "read"))?;
-        if found as u64 != len {
-            let what = format!("expected {len} bytes, found {found}");
-            return Err(Error::new(Kind::Truncated, what).at(&path).byte(found as u64));
-        }
-        guarded(&path, || self.chain.decode(encoded).map(Some).map_err(|e| cannot_decode(&path, e)))
-    }
-
-    /// A chunk inside a shard.
-    fn inner(&self, shard: &Shard, indices: &[u64], indexes: &Cache<Index>) -> Result<Option<Elements>> {
-        let outer: Vec<u64> = indices.iter().zip(&shard.counts).map(|(i, n)| i / n).collect();
-        let path = self.path(&outer);
-        let Some((file, len)) = open_chunk(&path)? else { return Ok(None) };
-        let said = |e: Undecodable| cannot_decode(&path, e);
-        let meta = file.metadata().map_err(|e| Error::from_io(&e, &path, "look at"))?;
-        let stamp = (len, meta.ino(), meta.mtime(), meta.mtime_nsec());
-        let grid = self.array.chunk_grid_shape();
-        let number = outer.iter().zip(grid).fold(0u64, |n, (i, g)| n.wrapping_mul(*g).wrapping_add(*i));
-        let index = match indexes.get(number).filter(|kept| kept.stamp == stamp) {
-            Some(index) => index,
-            None => {
-                let (at, n) = shard.index_range(len).map_err(said)?;
-                let encoded = read_at(&file, at, n, &path)?;
-                let entries = guarded(&path, || shard.index(encoded).map_err(said))?;
-                let index = Arc::new(Index { stamp, entries });
-                indexes.remove(number);
-                indexes.put(number, &index);
-                index
-            }
-        };
-        let entry = index.entries.get(shard.number(indices)).copied().unwrap_or((u64::MAX, u64::MAX));
-        let Some((at, n)) = shard.place(entry, len).map_err(said)? else { return Ok(None) };
-        let encoded = read_at(&file, at, n, &path)?;
-        guarded(&path, || shard.inner.decode(encoded).map(Some).map_err(|e| cannot_decode(&path, e)))
-            .map_err(|e| e.byte(at))
+        let file = ChunkFile::open(&path, Access::Once, ChunkFile::one_unit)?;
+        file.unit(0)?.map(|unit| decode_unit(unit, &self.chain, &path)).transpose()
     }
 }
 
 impl CodedArray {
-    /// The array `node` (`"/arrays/activations"`) of a Zarr version 3 store in a folder; `inner` if chunks are those inside
-    /// shards.
-    pub fn new(store: PathBuf, node: String, inner: bool) -> CodedArray {
-        let folder = store.join(node.trim_start_matches('/'));
-        let path = folder.join("zarr.json");
-        let array = open_regular(&path).and_then(|(file, len)| {
-            if len > MOST_METADATA {
-                return Err(Error::new(Kind::Format, format!("expected metadata, found {len} bytes")).at(&path));
-            }
-            let mut text = vec![];
-            file.take(MOST_METADATA).read_to_end(&mut text).map_err(|e| Error::from_io(&e, &path, "read"))?;
-            Parsed::new(&folder, &text)
-        });
-        CodedArray { inner, array, indexes: Cache::new(INDEX_MEMORY) }
+    /// The array whose chunks are in a folder, of metadata that were read already; `inner` if chunks are those inside shards.
+    pub fn of(folder: &Path, metadata: &[u8], inner: bool) -> CodedArray {
+        let array = Parsed::new(folder, metadata);
+        CodedArray { inner, array, number: new_array(), indexes: Cache::new(INDEX_MEMORY) }
     }
 
-    /// The array whose chunks are in a folder, of metadata that were read already.
-    pub fn of(folder: &Path, metadata: &[u8], inner: bool) -> CodedArray {
-        CodedArray { inner, array: Parsed::new(folder, metadata), indexes: Cache::new(INDEX_MEMORY) }
+    /// A chunk inside a shard.
+    fn inner(&self, parsed: &Parsed, shard: &ShardCodec, indices: &[u64]) -> Result<Option<Elements>> {
+        let outer = shard.outer(indices);
+        let path = parsed.path(&outer);
+        let grid = parsed.array.chunk_grid_shape();
+        let file = outer.iter().zip(grid).fold(0u64, |n, (i, g)| n.wrapping_mul(*g).wrapping_add(*i));
+        let index = |source: &dyn Source, version: &Version| {
+            let key = UnitKey { array: self.number, file, version: Some(version.clone()), chunk: 0, block: 0 };
+            let index = self.indexes.get_or_load(
+                key,
+                |_| true,
+                || {
+                    let (_, raw) = shard.index.read(source, Kind::Format)?;
+                    let entries = guarded(&path, || shard.index.parse(raw).map_err(|e| cannot_decode(&path, e)))?;
+                    Ok::<_, Error>(Some(Entries(entries.into())))
+                },
+            )?;
+            index.ok_or_else(|| Error::new(Kind::Internal, "an index that was not read").at(&path))
+        };
+        let file = ChunkFile::open(&path, Access::Once, index)?;
+        let unit = file.unit(shard.number(indices))?;
+        unit.map(|unit| decode_unit(unit, &shard.inner, &path).map_err(|e| e.byte(unit.offset))).transpose()
     }
 
     /// Number of dimensions.
@@ -184,6 +136,18 @@ impl CodedArray {
         guarded(path, || parsed.chain.decode(encoded).map_err(|e| cannot_decode(path, e)))
     }
 
+    /// Decodes a unit of `len` bytes, a chunk inside a shard or a whole one, that was read already.
+    pub fn decode_unit(&self, encoded: Vec<u8>, len: u64, path: &Path) -> Result<Vec<u8>> {
+        let parsed = self.parsed()?;
+        let chain = match parsed.chain.shard() {
+            Some(shard) if self.inner => &shard.inner,
+            _ => &parsed.chain,
+        };
+        chain.check_encoded(encoded.len() as u64).map_err(|e| cannot_decode(path, e))?;
+        let made = guarded(path, || chain.decode(encoded).map_err(|e| cannot_decode(path, e)))?;
+        numbers(made, len, path)
+    }
+
     fn parsed(&self) -> Result<&Parsed> {
         self.array.as_ref().map_err(Clone::clone)
     }
@@ -193,15 +157,25 @@ impl Decode for CodedArray {
     fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> Result<Option<Vec<u8>>> {
         let parsed = self.parsed()?;
         let found = match parsed.chain.shard() {
-            Some(shard) if self.inner => parsed.inner(shard, indices, &self.indexes)?,
+            Some(shard) if self.inner => self.inner(parsed, shard, indices)?,
             _ => parsed.chunk(indices)?,
         };
-        match found {
-            None => Ok(None),
-            Some(Elements::Fixed(bytes)) => of_length(bytes, len, path).map(Some),
-            Some(Elements::Variable(_)) => Err(cannot_decode(path, "expected numbers, found strings".into())),
-        }
+        found.map(|made| numbers(made, len, path)).transpose()
     }
+}
+
+fn numbers(made: Elements, len: u64, path: &Path) -> Result<Vec<u8>> {
+    match made {
+        Elements::Fixed(bytes) => of_length(bytes, len, path),
+        Elements::Variable(_) => Err(cannot_decode(path, "expected numbers, found strings".into())),
+    }
+}
+
+/// A unit, decoded.
+fn decode_unit(unit: StoredUnit<'_>, chain: &Chain, path: &Path) -> Result<Elements> {
+    chain.check_encoded(unit.len).map_err(|e| cannot_decode(path, e))?;
+    let encoded = unit.read()?.into_owned();
+    guarded(path, || chain.decode(encoded).map_err(|e| cannot_decode(path, e)))
 }
 
 /// What was decoded, if it is as long as it must be.
@@ -241,22 +215,6 @@ pub fn read_whole(folder: &Path, metadata: &[u8], there: Vec<Vec<u64>>, most: u6
 /// decoders have no limit.
 pub fn check_decoded_size(codec: &str, data: &[u8], limit: u64, path: &Path) -> Result<()> {
     guarded(path, || decoded_size(codec, data, limit).map(|_| ()).map_err(|e| cannot_decode(path, e)))
-}
-
-/// A chunk's file, and its length; `None` if there is none.
-fn open_chunk(path: &Path) -> Result<Option<(File, u64)>> {
-    match open_regular(path) {
-        Ok(found) => Ok(Some(found)),
-        Err(error) if error.kind == Kind::NotFound => Ok(None),
-        Err(error) => Err(error),
-    }
-}
-
-fn read_at(file: &File, at: u64, n: u64, path: &Path) -> Result<Vec<u8>> {
-    let mut bytes = reserve(n).map_err(|e| cannot_decode(path, e))?;
-    bytes.resize(n as usize, 0);
-    file.read_exact_at(&mut bytes, at).map_err(|e| Error::from_io(&e, path, "read"))?;
-    Ok(bytes)
 }
 
 fn cannot_decode(path: &Path, why: Undecodable) -> Error {

@@ -1,0 +1,139 @@
+//! The file of a chunk or a shard, open, and where units lie in it.
+
+use std::borrow::Cow;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::failing::reserve;
+use super::index::{Entries, place};
+use crate::error::{Error, Kind, Result};
+use crate::source::descriptors::open_regular;
+use crate::source::local::{map_or_read, read_once, version_of};
+use crate::source::slots::Opened;
+use crate::source::{Io, Range, Ready, Source, Version};
+
+/// What a file is opened for.
+#[derive(Clone, Copy, Debug)]
+pub enum Access {
+    /// Many reads: it may be mapped and kept open.
+    Kept(Io),
+    /// One read: it is closed after it.
+    Once,
+}
+
+/// The file of a chunk or a shard.
+#[derive(Debug)]
+pub struct ChunkFile {
+    /// `None` where there is no such file: every element is the fill value.
+    source: Option<Arc<dyn Source>>,
+    /// Offset and length of each unit; empty where there is no file.
+    index: Arc<Entries>,
+    version: Option<Version>,
+}
+
+/// A unit that is stored, and where.
+#[derive(Clone, Copy, Debug)]
+pub struct StoredUnit<'a> {
+    /// The file.
+    pub source: &'a dyn Source,
+    /// Its first byte there.
+    pub offset: u64,
+    /// Its length there.
+    pub len: u64,
+}
+
+impl ChunkFile {
+    /// Opens a file. `index` gives its entries; a file that is one unit has the one of [`ChunkFile::one_unit`].
+    pub fn open(
+        path: &Path,
+        access: Access,
+        index: impl FnOnce(&dyn Source, &Version) -> Result<Arc<Entries>>,
+    ) -> Result<ChunkFile> {
+        let (file, len) = match open_regular(path) {
+            Ok(found) => found,
+            Err(error) if error.kind == Kind::NotFound => {
+                return Ok(ChunkFile { source: None, index: Arc::new(Entries(Box::default())), version: None });
+            }
+            Err(error) => return Err(error),
+        };
+        let version = version_of(&file).map_err(|e| Error::from_io(&e, path, "look at"))?;
+        let source = match access {
+            Access::Kept(io) => map_or_read(file, path, len, io)?,
+            Access::Once => read_once(file, path, len),
+        };
+        let index = index(&*source, &version)?;
+        Ok(ChunkFile { source: Some(source.into()), index, version: Some(version) })
+    }
+
+    /// The index of a file that is one unit.
+    pub fn one_unit(source: &dyn Source, _: &Version) -> Result<Arc<Entries>> {
+        Ok(Arc::new(Entries(Box::new([(0, source.size())]))))
+    }
+
+    /// The file; `None` where there is none.
+    pub fn source(&self) -> Option<&Arc<dyn Source>> {
+        self.source.as_ref()
+    }
+
+    /// Its version when it was opened.
+    pub fn version(&self) -> Option<&Version> {
+        self.version.as_ref()
+    }
+
+    /// Number of units.
+    pub fn units(&self) -> usize {
+        self.index.0.len()
+    }
+
+    /// Where a unit lies; `None` if it is not stored.
+    #[inline]
+    pub fn unit(&self, unit: usize) -> Result<Option<StoredUnit<'_>>> {
+        let (Some(source), Some(entry)) = (self.source.as_deref(), self.index.0.get(unit)) else { return Ok(None) };
+        let placed = place(*entry, source.size());
+        let placed = placed.map_err(|e| Error::new(Kind::Format, e.text).at(source.location()))?;
+        Ok(placed.map(|(offset, len)| StoredUnit { source, offset, len }))
+    }
+}
+
+impl Opened for ChunkFile {
+    fn may_keep(&self) -> bool {
+        self.source.as_ref().is_some_and(|file| file.may_keep())
+    }
+}
+
+impl<'a> StoredUnit<'a> {
+    /// An error about it.
+    pub fn bad(&self, detail: impl Into<String>) -> Error {
+        Error::new(Kind::Format, detail.into()).at(self.source.location()).byte(self.offset)
+    }
+
+    /// Its bytes, where the file is mapped.
+    #[inline]
+    pub fn mapped(&self) -> Option<&'a [u8]> {
+        self.source.bytes()?.get(self.offset as usize..(self.offset + self.len) as usize)
+    }
+
+    /// Its bytes, all of which will be needed.
+    pub fn read(&self) -> Result<Cow<'a, [u8]>> {
+        if let Some(whole) = self.mapped() {
+            if self.source.is_ready(self.offset) == Ready::No {
+                self.source.will_need(&[Range { at: self.offset, len: self.len }]);
+            }
+            return Ok(Cow::Borrowed(whole));
+        }
+        let mut whole = reserve(self.len).map_err(|e| self.bad(e.text))?;
+        whole.resize(self.len as usize, 0);
+        self.source.read(self.offset, &mut whole)?;
+        Ok(Cow::Owned(whole))
+    }
+
+    /// Some of its bytes, from byte `at` of it on.
+    pub fn part(&self, at: usize, n: usize) -> Result<Cow<'a, [u8]>> {
+        if let Some(part) = self.mapped().and_then(|whole| whole.get(at..at + n)) {
+            return Ok(Cow::Borrowed(part));
+        }
+        let mut part = vec![0u8; n];
+        self.source.read(self.offset + at as u64, &mut part)?;
+        Ok(Cow::Owned(part))
+    }
+}

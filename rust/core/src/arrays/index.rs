@@ -1,0 +1,222 @@
+//! The index of a shard: (offset, length) per inner chunk, (2^64-1, 2^64-1) for one that is not there (Zarr enhancement
+//! proposal 2, "Binary shard format").
+
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::failing::{Said, Undecodable, reserve};
+use crate::codec::cache::Cached;
+use crate::error::{Error, Kind, Result};
+use crate::source::Source;
+
+/// The entry of an inner chunk that is not there.
+pub const ABSENT: (u64, u64) = (u64::MAX, u64::MAX);
+
+/// How an array's shards hold their indexes.
+#[derive(Clone, Debug)]
+pub struct IndexForm {
+    chunks: u64,
+    at_end: bool,
+    coding: IndexCoding,
+}
+
+#[derive(Clone, Debug)]
+enum IndexCoding {
+    Numbers(Numbers),
+    /// Other codecs, and the length of what they make.
+    Coded(Arc<dyn DecodeIndex>, u64),
+}
+
+/// What undoes the codecs of an index.
+pub(super) trait DecodeIndex: std::fmt::Debug + Send + Sync {
+    /// Numbers in the byte order of this machine.
+    fn decode(&self, raw: Vec<u8>) -> Said<Vec<u8>>;
+}
+
+/// Plain numbers, and perhaps a checksum after them: what all libraries write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Numbers {
+    /// In the other byte order.
+    pub big_endian: bool,
+    /// Whether a crc32c follows.
+    pub checked: bool,
+}
+
+impl Numbers {
+    /// From the `index_codecs` of a sharding codec; `None` if they are others than `bytes`, or `bytes` and `crc32c`.
+    pub fn of(codecs: &[Value]) -> Option<Numbers> {
+        let (bytes, checked) = match codecs {
+            [bytes] => (bytes, false),
+            [bytes, crc] if is_named(crc, "crc32c") => (bytes, true),
+            _ => return None,
+        };
+        Some(Numbers { big_endian: endian(bytes)? == Endian::Big, checked })
+    }
+}
+
+impl IndexForm {
+    /// An index of plain numbers, of so many inner chunks.
+    pub fn numbers(chunks: u64, at_end: bool, numbers: Numbers) -> IndexForm {
+        IndexForm { chunks, at_end, coding: IndexCoding::Numbers(numbers) }
+    }
+
+    /// An index of other codecs, which make `bytes` bytes of it.
+    pub(super) fn coded(chunks: u64, at_end: bool, codecs: Arc<dyn DecodeIndex>, bytes: u64) -> IndexForm {
+        IndexForm { chunks, at_end, coding: IndexCoding::Coded(codecs, bytes) }
+    }
+
+    /// Its length in a shard.
+    pub fn bytes(&self) -> u64 {
+        match &self.coding {
+            IndexCoding::Numbers(numbers) => self.chunks * 16 + if numbers.checked { 4 } else { 0 },
+            IndexCoding::Coded(_, bytes) => *bytes,
+        }
+    }
+
+    /// Where it begins in a shard of `len` bytes; `None` if that is too short.
+    pub(super) fn start(&self, len: u64) -> Option<u64> {
+        let at = len.checked_sub(self.bytes())?;
+        Some(if self.at_end { at } else { 0 })
+    }
+
+    /// Reads it from a shard: where it begins, and its bytes. `short`: the kind of the error if the shard is too short.
+    pub fn read(&self, shard: &dyn Source, short: Kind) -> Result<(u64, Vec<u8>)> {
+        let (bytes, len) = (self.bytes(), shard.size());
+        let Some(at) = self.start(len) else {
+            let detail = format!("expected at least the {bytes} bytes of a shard's index, found {len}");
+            return Err(Error::new(short, detail).at(shard.location()));
+        };
+        // The memory is bounded by the length of the file.
+        let mut raw = reserve(bytes).map_err(|e| Error::new(Kind::Format, e.text).at(shard.location()))?;
+        raw.resize(bytes as usize, 0);
+        shard.read(at, &mut raw)?;
+        Ok((at, raw))
+    }
+
+    /// Its entries.
+    pub(super) fn parse(&self, raw: Vec<u8>) -> Said<Vec<(u64, u64)>> {
+        match &self.coding {
+            IndexCoding::Numbers(numbers) => self.parse_numbers(*numbers, &raw).map_err(Into::into),
+            IndexCoding::Coded(codecs, _) => {
+                let decoded = codecs.decode(raw);
+                let pairs = decoded.map_err(|e| Undecodable { text: format!("shard index: {}", e.text), ..e })?;
+                Ok(entries(&pairs, u64::from_ne_bytes))
+            }
+        }
+    }
+
+    /// Its entries, each absent or inside a shard of `len` bytes. An error says where in the index.
+    pub fn parse_within(&self, raw: &[u8], len: u64) -> Result<Vec<(u64, u64)>, (u64, Error)> {
+        let damaged = |within: usize, detail: String| (within as u64, Error::new(Kind::Format, detail));
+        let index = match &self.coding {
+            IndexCoding::Numbers(numbers) => self.parse_numbers(*numbers, raw).map_err(|e| damaged(0, e))?,
+            IndexCoding::Coded(..) => self.parse(raw.to_vec()).map_err(|e| damaged(0, e.text))?,
+        };
+        for (chunk, (offset, n)) in index.iter().enumerate() {
+            if (*offset, *n) != ABSENT && offset.checked_add(*n).is_none_or(|end| end > len) {
+                let detail = format!("inner chunk {chunk}: expected {n} bytes at {offset}, but the file ends at {len}");
+                return Err(damaged(16 * chunk, detail));
+            }
+        }
+        Ok(index)
+    }
+
+    fn parse_numbers(&self, numbers: Numbers, raw: &[u8]) -> Result<Vec<(u64, u64)>, String> {
+        let (Some((pairs, crc)), true) =
+            (raw.split_at_checked(self.chunks as usize * 16), raw.len() as u64 == self.bytes())
+        else {
+            return Err(format!("expected an index of {} bytes, found {}", self.bytes(), raw.len()));
+        };
+        if let Ok(crc) = <[u8; 4]>::try_from(crc) {
+            let (told, found) = (u32::from_le_bytes(crc), crc32c::crc32c(pairs));
+            if told != found {
+                return Err(format!(
+                    "the checksum of the shard's index is {found:08x}, expected {told:08x}: the file was cut or damaged"
+                ));
+            }
+        }
+        Ok(entries(pairs, if numbers.big_endian { u64::from_be_bytes } else { u64::from_le_bytes }))
+    }
+}
+
+fn entries(pairs: &[u8], number: impl Fn([u8; 8]) -> u64) -> Vec<(u64, u64)> {
+    let number = |b: &[u8]| number(b.first_chunk::<8>().copied().unwrap_or([0xff; 8]));
+    pairs.as_chunks::<16>().0.iter().map(|pair| (number(pair), number(&pair[8..]))).collect()
+}
+
+/// Where an entry's inner chunk lies in a shard of `len` bytes; `None` if it is not there.
+pub(super) fn place((offset, n): (u64, u64), len: u64) -> Said<Option<(u64, u64)>> {
+    if (offset, n) == ABSENT {
+        return Ok(None);
+    }
+    if offset.checked_add(n).is_none_or(|end| end > len) {
+        return Err(format!("the shard index names {n} bytes at {offset}, but the shard has {len}").into());
+    }
+    Ok(Some((offset, n)))
+}
+
+/// An index as it is written here: little-endian, with its checksum.
+pub fn encode(entries: &[(u64, u64)]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(entries.len() * 16 + 4);
+    for (offset, len) in entries {
+        bytes.extend_from_slice(&offset.to_le_bytes());
+        bytes.extend_from_slice(&len.to_le_bytes());
+    }
+    bytes.extend_from_slice(&crc32c::crc32c(&bytes).to_le_bytes());
+    bytes
+}
+
+/// The entries of a shard's index, which may be kept.
+#[derive(Debug)]
+pub struct Entries(pub Box<[(u64, u64)]>);
+
+impl Cached for Entries {
+    fn size(&self) -> usize {
+        self.0.len() * 16 + 64
+    }
+}
+
+/// Codecs without a configuration may be given by their names alone.
+pub(crate) fn is_named(codec: &Value, name: &str) -> bool {
+    codec == name || codec["name"] == name
+}
+
+/// A byte order.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Endian {
+    Little,
+    Big,
+}
+
+/// The byte order of a codec that is `bytes`.
+pub(crate) fn endian(codec: &Value) -> Option<Endian> {
+    if !is_named(codec, "bytes") {
+        return None;
+    }
+    match codec.get("configuration").and_then(|c| c.get("endian")) {
+        None => Some(Endian::Little),
+        Some(endian) if endian == "little" => Some(Endian::Little),
+        Some(endian) if endian == "big" => Some(Endian::Big),
+        Some(_) => None,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn an_index_that_was_encoded_is_read_again(pairs in prop::collection::vec((0u64..1 << 20, 0u64..1 << 20), 0..40)) {
+            let numbers = Numbers { big_endian: false, checked: true };
+            let form = IndexForm::numbers(pairs.len() as u64, true, numbers);
+            let raw = encode(&pairs);
+            prop_assert_eq!(raw.len() as u64, form.bytes());
+            prop_assert_eq!(&form.parse_within(&raw, 1 << 21).unwrap(), &pairs);
+            prop_assert_eq!(form.parse(raw).unwrap(), pairs);
+        }
+    }
+}
