@@ -124,7 +124,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
 
     /// A unit, if it is kept.
     pub fn get(&self, key: K) -> Option<Arc<T>> {
-        self.state.lock_briefly()?.get(key)
+        self.state.lock_briefly()?.get(&key)
     }
 
     /// A unit that is kept and holds enough, or else the turn to decode it, or the thread that is decoding it. A thread that
@@ -133,7 +133,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
     pub fn look_up(&self, key: K, enough: impl Fn(&T) -> bool) -> Lookup<'_, T, K> {
         let flight = match self.state.lock_briefly() {
             Some(mut guard) => {
-                if let Some(unit) = guard.get(key.clone()).filter(|unit| enough(unit)) {
+                if let Some(unit) = guard.get(&key).filter(|unit| enough(unit)) {
                     return Lookup::Kept(unit);
                 }
                 match guard.flights.begin(key.clone()) {
@@ -207,12 +207,12 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
 }
 
 impl<T, K: Clone + Eq + Hash> State<T, K> {
-    fn get(&mut self, key: K) -> Option<Arc<T>> {
-        let (unit, used_at) = self.units.get_mut(&key)?;
-        self.by_age.remove(used_at);
+    fn get(&mut self, key: &K) -> Option<Arc<T>> {
+        let (unit, used_at) = self.units.get_mut(key)?;
+        let listed = self.by_age.remove(used_at).unwrap_or_else(|| key.clone());
         self.now += 1;
         *used_at = self.now;
-        self.by_age.insert(self.now, key);
+        self.by_age.insert(self.now, listed);
         Some(Arc::clone(unit))
     }
 }

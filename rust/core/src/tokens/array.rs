@@ -239,17 +239,17 @@ impl Array {
         {
             return self.as_it_is(unit, at, first, upto - first);
         }
-        let key = self.key(shard, piece, block);
         let decode = || {
             let whole = unit.read()?;
             if let Some(at) = blocks.stored(&whole, block) {
                 return Ok(Some(Planes::whole(whole[at..at + numbers * item].to_vec(), item, numbers)));
             }
             // As far as it is needed; the second time in full.
-            let upto = if self.cache.get(key.clone()).is_some() { numbers } else { upto };
+            let upto = if self.cache.get(self.key(shard, piece, block)).is_some() { numbers } else { upto };
             blocks.decode(&whole, block, upto).map(Some).map_err(|e| unit.bad(e))
         };
-        let planes = self.cache.get_or_load(key.clone(), |planes| planes.numbers() >= upto, decode)?;
+        let planes =
+            self.cache.get_or_load(self.key(shard, piece, block), |planes| planes.numbers() >= upto, decode)?;
         Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, first)))
     }
 
