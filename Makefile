@@ -33,6 +33,7 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 	$(BIN)/python -m tests.torture.faults
 	$(BIN)/python -m tests.torture.mutations --each 4000
 	FUZZ_RUNS=$(FUZZ_RUNS) FUZZ_SECONDS=3600 ./rust/fuzz/smoke.sh
+	./scripts/sanitize.sh loom
 	./scripts/sanitize.sh asan
 	./scripts/sanitize.sh tsan
 

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Runs the core's tests under a sanitizer: scripts/sanitize.sh asan|tsan [arguments of cargo test, e.g. --test threads]
+# Runs the core's tests under a sanitizer: scripts/sanitize.sh asan|tsan|loom [arguments of cargo test, e.g. --test threads]
 #
 # Stable Rust ships the sanitizers' runtimes; RUSTC_BOOTSTRAP=1 makes -Zsanitizer available without a nightly compiler.
 #   asan  AddressSanitizer. The standard library needs no rebuilding. Without the runtime: valgrind's memcheck.
 #   tsan  ThreadSanitizer. It must see the locks of the standard library, or it reports every Mutex as a race: needs -Zbuild-std,
 #         and so the source of the standard library (`rustup component add rust-src`). Without it: the same tests, over and
 #         over, without a sanitizer (valgrind's helgrind and drd do not know Rust's locks and report every Mutex too).
-# Each has a target directory of its own (target/asan, target/tsan). Exit status 0: nothing was found; 3: done without the sanitizer.
+#   loom  no sanitizer: the models of the parts that threads share (one single flight, handed out parts, batches read ahead), in
+#         every order in which their threads can run, with at most LOOM_MAX_PREEMPTIONS (3) changes of thread that nothing forces.
+# Each has a target directory of its own (target/asan, target/tsan, target/loom). Exit status 0: nothing was found; 3: done without the sanitizer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-}
@@ -56,8 +58,12 @@ tsan)
         exit 3
     fi
     ;;
+loom)
+    RUSTFLAGS="--cfg actshard_loom" LOOM_MAX_PREEMPTIONS=${LOOM_MAX_PREEMPTIONS:-3} \
+        cargo test --locked -p actshard-core --lib --target-dir target/loom models
+    ;;
 *)
-    sed -n '2,9s/^# \{0,1\}//p' "$0"
+    sed -n '2,11s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

@@ -317,6 +317,7 @@ _NATIVE: dict[str, type[ActshardError]] = {
         NotStoredError,
         DiskFullError,
         ClosedError,
+        NoMemoryError,
     )
 }
 

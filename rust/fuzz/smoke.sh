@@ -2,7 +2,7 @@
 # Builds the fuzz targets on stable Rust, with the coverage instrumentation that cargo-fuzz would ask for, and runs each
 # for a short while. Needs a C++ compiler (libFuzzer is C++) and nothing else.
 # FUZZ_RUNS, FUZZ_SECONDS: how long each; FUZZ_MAX_LEN: bytes of the longest input; FUZZ_ASAN=1: with AddressSanitizer;
-# FUZZ_TARGETS: names of some.
+# FUZZ_TARGETS: names of some; FUZZ_CORPUS: a folder where the inputs found stay, and from which the next run goes on.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -22,17 +22,18 @@ cargo build --quiet --locked --release --target "$host" --target-dir "$built"
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+corpus=${FUZZ_CORPUS:-$work}
 for source in fuzz_targets/*.rs; do
     target=$(basename "$source" .rs)
     case " ${FUZZ_TARGETS:-$target} " in *" $target "*) ;; *) continue ;; esac
-    mkdir -p "$work/$target" "seeds/$target"
+    mkdir -p "$corpus/$target" "seeds/$target"
     case $target in
     token_array | token_frame | token_lz4 | deflate) most=65536 ;; # whole shards, frames and blocks of many numbers
     *) most=4096 ;;
     esac
     most=${FUZZ_MAX_LEN:-$most}
     if ! "$built/$host/release/$target" -runs="${FUZZ_RUNS:-300000}" -max_total_time="${FUZZ_SECONDS:-10}" -max_len="$most" \
-        -rss_limit_mb="${FUZZ_RSS:-1024}" -artifact_prefix="$work/" "$work/$target" "seeds/$target" >"$work/log" 2>&1; then
+        -rss_limit_mb="${FUZZ_RSS:-1024}" -artifact_prefix="$work/" "$corpus/$target" "seeds/$target" >"$work/log" 2>&1; then
         # The input that failed is in there, and libFuzzer prints only small ones.
         trap - EXIT
         cat "$work/log"

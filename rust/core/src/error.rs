@@ -1,7 +1,7 @@
 //! How the core says no: one type, one line, and always the file and the byte or field it is about.
 
 use std::any::Any;
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::io;
 use std::sync::Arc;
 
@@ -43,11 +43,13 @@ pub enum Kind {
     DiskFull,
     /// The dataset was closed.
     Closed,
+    /// There is not enough memory for what a dataset or an argument asks for.
+    NoMemory,
 }
 
 impl Kind {
     /// Every kind, in declaration order.
-    pub const ALL: [Kind; 16] = [
+    pub const ALL: [Kind; 17] = [
         Kind::NotFound,
         Kind::Access,
         Kind::NotAFile,
@@ -64,6 +66,7 @@ impl Kind {
         Kind::NotStored,
         Kind::DiskFull,
         Kind::Closed,
+        Kind::NoMemory,
     ];
 
     /// The stable code.
@@ -85,6 +88,7 @@ impl Kind {
             Kind::NotStored => "not_stored",
             Kind::DiskFull => "disk_full",
             Kind::Closed => "closed",
+            Kind::NoMemory => "no_memory",
         }
     }
 }
@@ -245,9 +249,17 @@ pub(crate) fn is_out_of_descriptors(errno: i32) -> bool {
     matches!(errno, 23 | 24)
 }
 
+/// A text from a file as it stands in one line of a message.
+pub(crate) fn in_one_line(text: &str) -> String {
+    let mut made = String::with_capacity(text.len());
+    // A String takes whatever is written to it.
+    let _ = write_escaped(&mut made, text);
+    made
+}
+
 /// Names, keys and paths come from files and archives: a line break or a terminal escape in one must not forge a line of a
 /// log. U+2028 and U+2029 break lines too.
-fn write_escaped(f: &mut fmt::Formatter<'_>, text: &str) -> fmt::Result {
+fn write_escaped(f: &mut impl fmt::Write, text: &str) -> fmt::Result {
     for c in text.chars() {
         if c.is_control() || matches!(c, '\u{2028}' | '\u{2029}') {
             write!(f, "{}", c.escape_default())?;

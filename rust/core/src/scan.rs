@@ -9,6 +9,7 @@ use crate::dtype::{self, Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::gather::{Ints, Out, Pick};
 use crate::memory::output::Output;
+use crate::memory::zeroed;
 use crate::rows::Rows;
 use crate::source::Io;
 use crate::threads::{self, Stop, Watch};
@@ -104,7 +105,7 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
         if first.is_none()
             && let Some(e) = counts.iter().position(|c| *c > 0)
         {
-            let mut one_row = vec![0; row.bytes];
+            let mut one_row = zeroed(row.bytes)?;
             let pick = Pick::Tokens { examples: Ints::One(ids[e]), tokens: Ints::One(0) };
             rows.gather(one, pick, 1, cast, Out::Dense(&mut one_row), &mut *watch)?;
             first = Some(one_row);
@@ -113,7 +114,8 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
             rows.gather(one, Pick::Whole { examples: Ints::Each(ids) }, ids.len(), cast, Out::Dense(out), watch)
         };
         let memory = |len: u64| {
-            Output::new(len as usize).map_err(|e| Error::new(Kind::Access, format!("cannot allocate {len} bytes: {e}")))
+            Output::new(len as usize)
+                .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate {len} bytes: {e}")))
         };
         let mut stage = if staged { Some(memory(bytes)?) } else { None };
         if let Some(stage) = &mut stage {
@@ -126,7 +128,7 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
         let starts: Vec<u64> = counts.iter().scan(0, |at, c| Some(std::mem::replace(at, *at + *c as u64))).collect();
         let look = |p: usize, stop: &Stop| -> Result<Scan> {
             let part = parts[p].clone();
-            let mut look = Look::new(row.dtype, row.width, first.as_deref().unwrap_or_default());
+            let mut look = Look::new(row.dtype, row.width, first.as_deref().unwrap_or_default())?;
             let mut local = None;
             for e in part.clone() {
                 let (example, rows_of_it) = (from + e as u64, counts[e] as usize);
@@ -141,16 +143,16 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
                     let need = rows_of_it * row.bytes;
                     let block = match &mut local {
                         Some(block) => block,
-                        None => local.insert(Output::new(need).map_err(|e| Error::new(Kind::Access, e.to_string()))?),
+                        None => local.insert(Output::new(need).map_err(|e| Error::new(Kind::NoMemory, e.to_string()))?),
                     };
                     if block.bytes().len() < need {
-                        *block = Output::new(need).map_err(|e| Error::new(Kind::Access, e.to_string()))?;
+                        *block = Output::new(need).map_err(|e| Error::new(Kind::NoMemory, e.to_string()))?;
                     }
                     read(&ids[e..=e], &mut block.as_mut()[..need], &mut || stop.is_set())?;
                     look.example(example, &block.bytes()[..need]);
                 }
             }
-            Ok(look.done())
+            look.done()
         };
         for part in threads::map(parts.len(), &look, &mut *watch)? {
             all.join(part);
@@ -158,8 +160,9 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
         from = to;
         progress(all.rows);
     }
-    all.magnitudes.resize(row.width, 0);
-    all.differences.resize(row.width, 0);
+    if all.magnitudes.len() != row.width {
+        (all.magnitudes, all.differences) = (zeroed(row.width)?, zeroed(row.width)?);
+    }
     Ok(all)
 }
 
@@ -192,7 +195,7 @@ fn cut(counts: &[i64], row_bytes: u64) -> Vec<std::ops::Range<usize>> {
 }
 
 /// Elements as integers of their size.
-trait Bits: Copy + bytemuck::AnyBitPattern + Default {
+trait Bits: Copy + bytemuck::AnyBitPattern {
     fn join(magnitudes: &mut [u64], differences: &mut [u64], mine: &Columns<Self>);
 }
 
@@ -334,24 +337,27 @@ struct Look {
     found: Scan,
 }
 
-fn columns<T: Bits>(first: &[u8], width: usize) -> Columns<T> {
-    let first = first.chunks_exact(size_of::<T>().max(1)).map(bytemuck::pod_read_unaligned).collect::<Vec<T>>();
-    let first = if first.len() == width { first } else { vec![T::default(); width] };
-    Columns { first, magnitudes: vec![T::default(); width], differences: vec![T::default(); width] }
+fn columns<T: Bits>(row: &[u8], width: usize) -> Result<Columns<T>> {
+    let mut first = zeroed::<T>(width)?;
+    if row.len() == width * size_of::<T>() {
+        let elements = row.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned);
+        first.iter_mut().zip(elements).for_each(|(to, element)| *to = element);
+    }
+    Ok(Columns { first, magnitudes: zeroed(width)?, differences: zeroed(width)? })
 }
 
 impl Look {
-    fn new(dtype: DType, width: usize, first: &[u8]) -> Look {
+    fn new(dtype: DType, width: usize, first: &[u8]) -> Result<Look> {
         let size = dtype.size().unwrap_or(1);
         let kernel = match size {
-            1 => Kernel::Of8(columns(first, width)),
-            2 => Kernel::Of16(columns(first, width)),
-            4 => Kernel::Of32(columns(first, width)),
+            1 => Kernel::Of8(columns(first, width)?),
+            2 => Kernel::Of16(columns(first, width)?),
+            4 => Kernel::Of32(columns(first, width)?),
             // Wider elements (complex numbers) as their halves.
-            n => Kernel::Of64(columns(first, width * n / 8)),
+            n => Kernel::Of64(columns(first, width * n / 8)?),
         };
         let meaning = Meaning::of(dtype);
-        Look { kernel, meaning, row_bytes: width * size, width, aligned: vec![], found: Scan::default() }
+        Ok(Look { kernel, meaning, row_bytes: width * size, width, aligned: vec![], found: Scan::default() })
     }
 
     fn example(&mut self, example: u64, bytes: &[u8]) {
@@ -414,9 +420,8 @@ impl Look {
         Facts { zero: facts.zero && zero, bad, ..facts }
     }
 
-    fn done(mut self) -> Scan {
-        self.found.magnitudes = vec![0; self.width];
-        self.found.differences = vec![0; self.width];
+    fn done(mut self) -> Result<Scan> {
+        (self.found.magnitudes, self.found.differences) = (zeroed(self.width)?, zeroed(self.width)?);
         let (m, d) = (&mut self.found.magnitudes, &mut self.found.differences);
         match &self.kernel {
             Kernel::Of8(c) => Bits::join(m, d, c),
@@ -428,7 +433,7 @@ impl Look {
             // No column is zeros: one more bit that no element has.
             m.iter_mut().for_each(|m| *m |= 1 << 8);
         }
-        self.found
+        Ok(self.found)
     }
 }
 
@@ -485,9 +490,9 @@ mod tests {
 
     fn look_at(dtype: DType, width: usize, rows: &[u8]) -> Scan {
         let size = width * dtype.size().unwrap();
-        let mut look = Look::new(dtype, width, &rows[..size]);
+        let mut look = Look::new(dtype, width, &rows[..size]).unwrap();
         look.example(0, rows);
-        look.done()
+        look.done().unwrap()
     }
 
     #[test]

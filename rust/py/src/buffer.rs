@@ -47,7 +47,8 @@ pub fn empty<'py>(
     let size = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d)).unwrap_or(0);
     if size >= OURS_FROM {
         let memory = Output::new(size).map_err(|_| {
-            PyMemoryError::new_err(format!("unable to allocate {size} bytes for an output of shape {dims:?}"))
+            let detail = format!("cannot allocate {size} bytes for an array of shape {dims:?}; read less at once");
+            errors::raise(py, &Error::new(Kind::NoMemory, detail))
         })?;
         return over_output(py, memory, descr, dims);
     }

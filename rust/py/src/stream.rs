@@ -217,7 +217,7 @@ impl Stream {
                 Supply::New(Box::new(|bytes| {
                     let made = Output::new(bytes);
                     made.map(Memory::New).map_err(|e| {
-                        Error::new(Kind::Access, format!("cannot allocate {bytes} bytes for a batch: {e}"))
+                        Error::new(Kind::NoMemory, format!("cannot allocate {bytes} bytes for a batch: {e}"))
                     })
                 }))
             };

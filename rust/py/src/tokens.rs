@@ -72,7 +72,10 @@ fn empty<'py>(
     dims: &[usize],
 ) -> PyResult<Bound<'py, PyUntypedArray>> {
     let size = dims.iter().try_fold(descr.itemsize(), |n, d| n.checked_mul(*d));
-    let too_large = || argument(py, format!("no memory for an array of shape {dims:?}; read less at once"));
+    let too_large = || {
+        let detail = format!("no memory for an array of shape {dims:?}; read less at once");
+        errors::raise(py, &Error::new(Kind::NoMemory, detail))
+    };
     if size.is_none_or(|n| isize::try_from(n).is_err()) {
         return Err(too_large());
     }
@@ -366,7 +369,7 @@ fn room<T>(n: Option<usize>, what: &str) -> actshard_core::Result<Vec<T>> {
     let mut made = vec![];
     let had = n.is_some_and(|n| made.try_reserve_exact(n).is_ok());
     let many = n.map_or_else(|| "too many".to_string(), |n| n.to_string());
-    if had { Ok(made) } else { Err(Error::new(Kind::Argument, format!("no memory for {what}: {many} numbers"))) }
+    if had { Ok(made) } else { Err(Error::new(Kind::NoMemory, format!("no memory for {what}: {many} numbers"))) }
 }
 
 /// Which rows of some fields go into which example: first row, one past the last, and so on.

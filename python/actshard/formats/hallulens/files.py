@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,7 @@ def read_scores(path: Location, blocks: int) -> NDArray[np.float32]:
     with boundary(path, "read"):
         try:
             return _scores(path, blocks)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, TokenError) as error:
             raise FormatError(f"expected an .npy header: {str(error)[:200]}", path=path) from error
 
 

@@ -18,7 +18,7 @@ use super::file::{Access, ChunkFile, StoredUnit};
 use super::index::Entries;
 use super::key::{UnitKey, new_array};
 use crate::codec::cache::Cache;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Kind, Result, in_one_line};
 use crate::source::{Source, Version};
 
 /// Bytes of shard indexes that an array keeps.
@@ -188,7 +188,7 @@ pub fn of_length(bytes: Vec<u8>, len: u64, path: &Path) -> Result<Vec<u8>> {
 
 /// Why an array's codecs are not known here, if they are not.
 pub fn problem(folder: &Path, metadata: &[u8]) -> Option<String> {
-    Parsed::new(folder, metadata).err().map(|e| e.detail)
+    Parsed::new(folder, metadata).err().map(|e| in_one_line(&e.detail))
 }
 
 /// Reads a whole array of at most `most` bytes, or elements of variable size: the small ones beside the activations. Only the

@@ -236,6 +236,67 @@ impl<T: Cached, K: Clone + Eq + Hash> State<T, K> {
     }
 }
 
+/// Every order in which two threads that want one unit can run, by loom. Its clock never runs out: a thread that is not told is
+/// a deadlock there.
+#[cfg(all(test, actshard_loom))]
+mod models {
+    use loom::thread;
+
+    use super::*;
+
+    type Loaded = Result<Option<Arc<Block>>, u8>;
+
+    /// Two threads ask for one unit; what each got, and how often it was loaded.
+    fn two_ask(budget: u64, load: fn(usize) -> Result<Option<Block>, u8>) -> ([Loaded; 2], usize) {
+        let cache: Arc<Cache> = Arc::new(Cache::new(budget));
+        let loads = Arc::new(AtomicU64::new(0));
+        let ask = move |cache: Arc<Cache>, loads: Arc<AtomicU64>| {
+            cache.get_or_load(1, |_| true, || load(loads.fetch_add(1, Ordering::Relaxed) as usize))
+        };
+        let (theirs, counted) = (Arc::clone(&cache), Arc::clone(&loads));
+        let other = thread::spawn(move || ask(theirs, counted));
+        let here = ask(cache, Arc::clone(&loads));
+        let there = other.join().unwrap();
+        ([here, there], loads.load(Ordering::Relaxed) as usize)
+    }
+
+    #[test]
+    fn one_of_two_loads_and_both_have_it() {
+        loom::model(|| {
+            let (got, loads) = two_ask(100, |_| Ok(Some(Block::from(vec![1, 2]))));
+            assert_eq!(loads, 1);
+            assert!(got.iter().all(|got| got.as_ref().unwrap().as_ref().unwrap()[..] == [1, 2]));
+        });
+    }
+
+    #[test]
+    fn a_load_that_fails_is_tried_by_the_other() {
+        loom::model(|| {
+            let fails_once = |n| if n == 0 { Err(7) } else { Ok(Some(Block::from(vec![1]))) };
+            let (got, loads) = two_ask(100, fails_once);
+            assert_eq!(loads, 2);
+            assert_eq!(got.iter().filter(|got| got.is_err()).count(), 1);
+        });
+    }
+
+    #[test]
+    fn a_unit_that_is_not_there_keeps_nobody_waiting() {
+        loom::model(|| {
+            let (got, loads) = two_ask(100, |_| Ok(None));
+            assert_eq!(loads, 2);
+            assert!(got.iter().all(|got| got.as_ref().unwrap().is_none()));
+        });
+    }
+
+    #[test]
+    fn a_unit_larger_than_the_budget_is_had_by_both() {
+        loom::model(|| {
+            let (got, _) = two_ask(1, |_| Ok(Some(Block::from(vec![1, 2, 3]))));
+            assert!(got.iter().all(|got| got.as_ref().unwrap().as_ref().unwrap().len() == 3));
+        });
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 mod tests {

@@ -2,14 +2,12 @@
 
 use std::collections::HashMap;
 use std::hash::Hash;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::{self, ThreadId};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::threads::Watch;
-
-/// How often a waiting thread looks at its watch.
-const LOOK: Duration = Duration::from_millis(20);
+use crate::threads::sync::thread::{self, ThreadId};
+use crate::threads::sync::{Condvar, Mutex};
+use crate::threads::{LOOK, Watch};
 
 /// A unit that is being decoded.
 #[derive(Debug)]

@@ -15,6 +15,7 @@ use crate::files::Files;
 use crate::files::open::OpenFile;
 use crate::layout::Layout;
 use crate::layout::row::Row;
+use crate::memory::zeroed;
 use crate::source::{Read, Wishes};
 use crate::threads::{self, Stop, Watch};
 
@@ -124,7 +125,7 @@ fn fetch<L: Layout + ?Sized>(
         let Some(source) = open.source() else {
             return Err(Error::new(Kind::Internal, "a file that is not open").at(open.location()));
         };
-        let mut block = vec![0u8; request.len as usize];
+        let mut block = zeroed::<u8>(request.len as usize)?;
         source.read_many(&mut [Read { at: request.at, into: &mut block }], stop)?;
         if stop.is_set() {
             return Ok(());

@@ -4,26 +4,22 @@
 //! time of one part of a gather. Chunks that the zarr package decodes call Python from this thread: whoever stops it and waits
 //! must not hold the GIL.
 
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
+use super::exchange::Exchange;
 use super::plan::{Plan, Shuffle};
 use super::pool::{Known, Pool, convert_rows};
 use super::rescale::Convert;
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::gather::{Ints, Out, Pick};
+use crate::memory::zeroed;
 use crate::rows::Rows;
 use crate::threads::Watch;
 
 pub use super::pool::Wanted;
-
-/// How often who waits looks around.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// What is read, and how: shared by all epochs.
 pub struct Stream {
@@ -58,39 +54,9 @@ pub enum Supply<M> {
     Recycled(Vec<M>),
 }
 
-struct Shared<M> {
-    state: Mutex<State<M>>,
-    changed: Condvar,
-    stop: AtomicBool,
-}
-
-struct State<M> {
-    ready: VecDeque<Batch<M>>,
-    /// Memory that waits to be filled.
-    spare: Vec<M>,
-    /// Nothing comes after what is ready, but perhaps an error.
-    finished: Option<Option<Error>>,
-    /// The thread touches no memory of a batch any more.
-    ended: bool,
-}
-
-impl<M> Shared<M> {
-    fn lock(&self) -> MutexGuard<'_, State<M>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State<M>>) -> MutexGuard<'a, State<M>> {
-        self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0
-    }
-
-    fn stopped(&self) -> bool {
-        self.stop.load(Ordering::Relaxed)
-    }
-}
-
 /// Batches that are being read.
 pub struct Ahead<M> {
-    shared: Arc<Shared<M>>,
+    shared: Arc<Exchange<Batch<M>, M>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     pid: u32,
 }
@@ -102,9 +68,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
             Supply::New(make) => (Some(make), vec![]),
             Supply::Recycled(spare) => (None, spare),
         };
-        let state = State { ready: VecDeque::new(), spare, finished: None, ended: false };
-        let shared =
-            Arc::new(Shared { state: Mutex::new(state), changed: Condvar::new(), stop: AtomicBool::new(false) });
+        let shared = Arc::new(Exchange::new(spare));
         let theirs = Arc::clone(&shared);
         let work = move || {
             let maker = Maker { stream: &stream, shared: &theirs, wanted, ahead: ahead.max(1) };
@@ -114,10 +78,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
                 Ok(Err(error)) => Some(error),
                 Err(_) => Some(Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it")),
             };
-            let mut state = theirs.lock();
-            (state.finished, state.ended) = (Some(error), true);
-            drop(state);
-            theirs.changed.notify_all();
+            theirs.finish(error);
         };
         let thread = std::thread::Builder::new()
             .name("actshard-ahead".to_owned())
@@ -133,35 +94,13 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
         if self.is_inherited() {
             return Err(Error::new(Kind::Argument, "a stream's iterator was carried into a forked process"));
         }
-        let mut state = self.shared.lock();
-        loop {
-            if self.shared.stopped() {
-                return Ok(None);
-            }
-            if let Some(batch) = state.ready.pop_front() {
-                self.shared.changed.notify_all();
-                return Ok(Some(batch));
-            }
-            match &state.finished {
-                Some(Some(error)) => return Err(error.clone()),
-                Some(None) => return Ok(None),
-                None => state = self.shared.wait(state),
-            }
-            if state.ready.is_empty() && state.finished.is_none() {
-                drop(state);
-                if watch() {
-                    return Err(Error::new(Kind::Interrupted, "interrupted"));
-                }
-                state = self.shared.lock();
-            }
-        }
+        self.shared.next(watch)
     }
 
     /// Memory that may be filled again.
     pub fn give_back(&self, memory: M) {
         if !self.is_inherited() {
-            self.shared.lock().spare.push(memory);
-            self.shared.changed.notify_all();
+            self.shared.give_back(memory);
         }
     }
 
@@ -171,28 +110,15 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
         if self.is_inherited() {
             return Ok(());
         }
-        self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.changed.notify_all();
+        self.shared.stop();
         if self.is_own_thread() {
             return Ok(());
         }
-        let mut state = self.shared.lock();
-        while !state.ended {
-            state = self.shared.wait(state);
-            if !state.ended {
-                drop(state);
-                if watch() {
-                    // Whoever drops this would wait for it, and could not be interrupted.
-                    drop(self.thread.lock().unwrap_or_else(PoisonError::into_inner).take());
-                    return Err(Error::new(Kind::Interrupted, "interrupted"));
-                }
-                state = self.shared.lock();
-            }
+        if let Err(interrupted) = self.shared.wait_until_finished(watch) {
+            // Whoever drops this would wait for it, and could not be interrupted.
+            drop(self.thread.lock().unwrap_or_else(PoisonError::into_inner).take());
+            return Err(interrupted);
         }
-        // What was read and not taken.
-        state.ready.clear();
-        state.spare.clear();
-        drop(state);
         self.join();
         Ok(())
     }
@@ -225,8 +151,7 @@ impl<M> Drop for Ahead<M> {
             std::mem::forget(Arc::clone(&self.shared));
             return;
         }
-        self.shared.stop.store(true, Ordering::Relaxed);
-        self.shared.changed.notify_all();
+        self.shared.stop();
         self.join();
     }
 }
@@ -234,7 +159,7 @@ impl<M> Drop for Ahead<M> {
 /// The thread's side.
 struct Maker<'a, M> {
     stream: &'a Stream,
-    shared: &'a Shared<M>,
+    shared: &'a Exchange<Batch<M>, M>,
     wanted: Wanted,
     ahead: usize,
 }
@@ -280,7 +205,7 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
                 self.pick(epoch.items(batch), convert, out, &mut scratch, &mut known, watch)?;
             }
             let Known { examples, tokens, groups } = known;
-            if !self.hand_over(Batch { memory, len, examples, tokens, groups }) {
+            if !self.shared.hand_over(Batch { memory, len, examples, tokens, groups }) {
                 return Ok(());
             }
             if let Some(pool) = &mut pool
@@ -323,7 +248,10 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
             return rows.gather(Ints::Each(&groups), pick, n, cast, Out::Dense(out), watch);
         }
         let dtype = rows.row().dtype;
-        scratch.resize(n * convert.from(), 0);
+        let need = n * convert.from();
+        if scratch.len() != need {
+            *scratch = zeroed(need)?;
+        }
         rows.gather(Ints::Each(&groups), pick, n, Cast::between(dtype, dtype)?, Out::Dense(scratch), &mut *watch)?;
         let slots: Vec<u32> = (0..known.examples.len() as u32).collect();
         let slot_bytes = convert.from() * self.stream.plan.rows_per_item();
@@ -333,27 +261,10 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
 
     /// Memory for a batch; `None` when stopped.
     fn memory(&self, make: &mut Make<M>, bytes: usize) -> Result<Option<M>> {
-        let mut state = self.shared.lock();
-        loop {
-            if self.shared.stopped() {
-                return Ok(None);
-            }
-            match make {
-                // A batch that could not be handed over yet is not begun.
-                Some(make) if state.ready.len() < self.ahead => {
-                    drop(state);
-                    return make(bytes).map(Some);
-                }
-                None if !state.spare.is_empty() => return Ok(state.spare.pop()),
-                _ => state = self.shared.wait(state),
-            }
+        match make {
+            Some(make) if self.shared.wait_for_room(self.ahead) => make(bytes).map(Some),
+            Some(_) => Ok(None),
+            None => Ok(self.shared.wait_for_memory()),
         }
-    }
-
-    fn hand_over(&self, batch: Batch<M>) -> bool {
-        let mut state = self.shared.lock();
-        state.ready.push_back(batch);
-        self.shared.changed.notify_all();
-        !self.shared.stopped()
     }
 }

@@ -5,10 +5,11 @@
 //! - [`plan`]: which of them make up which batch, for one rank of many; pure arithmetic, the whole of what a seed decides
 //! - [`pool`]: the rows of a window, held while they are given out in another order
 //! - [`rescale`]: centred and scaled rows
-//! - [`ahead`]: the thread that reads
+//! - [`ahead`]: the thread that reads, and [`exchange`]: what it hands over
 //! - [`stats`]: what all rows have in common
 
 pub mod ahead;
+mod exchange;
 pub mod order;
 pub mod plan;
 mod pool;

@@ -92,7 +92,7 @@ impl<'a> Pool<'a> {
         let too_large = || Error::new(Kind::Argument, "memory: more than 2^32 rows in a window");
         let slots = u32::try_from(slots).map_err(|_| too_large())?;
         let memory = Block::new(slots as usize * slot_bytes)
-            .map_err(|e| Error::new(Kind::Access, format!("cannot allocate {} rows: {e}", slots)))?;
+            .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate {} rows: {e}", slots)))?;
         let (kept, free) = (vec![Kept::default(); slots as usize], (0..slots).rev().collect());
         Ok(Pool { rows, plan, epoch, wanted, memory, slot_bytes, kept, free, current: None, next: None })
     }

@@ -9,6 +9,7 @@ use super::select::Selection;
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::gather::{Ints, Out, Pick};
+use crate::memory::zeroed;
 use crate::rows::Rows;
 use crate::threads::{self, Stop, Watch};
 
@@ -42,23 +43,28 @@ pub struct Stats {
 
 impl Stats {
     /// Of no rows.
-    pub fn new(width: usize) -> Stats {
-        Stats {
+    pub fn new(width: usize) -> Result<Stats> {
+        let of = |value: f64| -> Result<Vec<f64>> {
+            let mut made = zeroed(width)?;
+            made.fill(value);
+            Ok(made)
+        };
+        Ok(Stats {
             rows: 0,
-            finite: vec![0; width],
-            mean: vec![0.0; width],
-            squares: vec![0.0; width],
-            min: vec![f64::INFINITY; width],
-            max: vec![f64::NEG_INFINITY; width],
-            nan: vec![0; width],
-            infinite: vec![0; width],
+            finite: zeroed(width)?,
+            mean: zeroed(width)?,
+            squares: zeroed(width)?,
+            min: of(f64::INFINITY)?,
+            max: of(f64::NEG_INFINITY)?,
+            nan: zeroed(width)?,
+            infinite: zeroed(width)?,
             norms: (0.0, 0),
-        }
+        })
     }
 
     /// Of these rows.
-    fn of(rows: &[f64], width: usize) -> Stats {
-        let mut made = Stats::new(width);
+    fn of(rows: &[f64], width: usize) -> Result<Stats> {
+        let mut made = Stats::new(width)?;
         made.rows = (rows.len() / width) as u64;
         for row in rows.chunks_exact(width) {
             let norm = norm_of(row);
@@ -85,7 +91,7 @@ impl Stats {
                 *squares += if x.is_finite() { away * away } else { 0.0 };
             }
         }
-        made
+        Ok(made)
     }
 
     /// Adds those of the rows that follow.
@@ -120,7 +126,7 @@ pub fn stats(
     let cast = Cast::between(row.dtype, DType::F64).map_err(|_| {
         Error::new(Kind::DType, format!("statistics are of floating types, not of {}", row.dtype.name()))
     })?;
-    let mut all = Stats::new(row.width);
+    let mut all = Stats::new(row.width)?;
     let total = selection.len();
     // What is decoded is best read in large pieces, by all threads together.
     let staged = rows.decodes();
@@ -146,19 +152,19 @@ pub fn stats(
             )
         };
         let n = n as usize;
-        let mut stage = vec![0f64; if staged { n * row.width } else { 0 }];
+        let mut stage = zeroed::<f64>(if staged { n * row.width } else { 0 })?;
         if staged {
             read(0, n, &mut stage, &mut *watch)?;
         }
         let work = |b: usize, stop: &Stop| -> Result<Stats> {
             let (from, to) = (b * BLOCK, ((b + 1) * BLOCK).min(n));
-            Ok(if staged {
+            if staged {
                 Stats::of(&stage[from * row.width..to * row.width], row.width)
             } else {
-                let mut values = vec![0f64; (to - from) * row.width];
+                let mut values = zeroed::<f64>((to - from) * row.width)?;
                 read(from, to, &mut values, &mut || stop.is_set())?;
                 Stats::of(&values, row.width)
-            })
+            }
         };
         for block in threads::map(n.div_ceil(BLOCK), &work, &mut *watch)? {
             all.join(&block);
@@ -184,9 +190,9 @@ mod tests {
             values.truncate(values.len() / width * width);
             values[0] = f64::NAN;
             values[1] = f64::NEG_INFINITY;
-            let mut all = Stats::new(width);
+            let mut all = Stats::new(width).unwrap();
             for block in values.chunks(cut * width) {
-                all.join(&Stats::of(block, width));
+                all.join(&Stats::of(block, width).unwrap());
             }
             let n = values.len() / width;
             prop_assert_eq!(all.rows, n as u64);

@@ -1,8 +1,10 @@
 //! Locks that a forked child can do without.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard};
+#[cfg(not(actshard_loom))]
 use std::time::Duration;
+
+use super::sync::atomic::{AtomicBool, Ordering};
+use super::sync::{Mutex, MutexGuard};
 
 /// A lock that a forked child can do without: where a thread that does not exist there holds it, the child finds that out
 /// once, after a few milliseconds, and goes on with a value of its own.
@@ -45,8 +47,15 @@ impl<T> ForkMutex<T> {
     }
 }
 
+/// A model that tries again and again has no end.
+#[cfg(actshard_loom)]
+pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    mutex.lock().ok()
+}
+
 /// The lock, if it can be had within a few milliseconds; nobody holds one of ours for longer, but a fork may have made
 /// the holder disappear.
+#[cfg(not(actshard_loom))]
 pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     for attempt in 0..100 {
         match mutex.try_lock() {

@@ -1,10 +1,11 @@
 //! Parts of one piece of work, handed out to threads in order. Which threads those are is up to [`pool`](super::pool) and
 //! [`waiting`](super::waiting).
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
+use super::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use super::sync::{Condvar, Mutex};
 use crate::error::{Error, Kind, Result};
 
 /// How often a waiting caller looks at its watch.
@@ -127,12 +128,82 @@ impl<'a> Handout<'a> {
 
     /// The error of the lowest failing part, so that what a user reads does not depend on timing.
     pub fn result(self) -> Result<()> {
-        if self.interrupted.into_inner() {
+        if self.interrupted.load(Ordering::Relaxed) {
             return Err(interrupted());
         }
         match self.failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some((_, error)) => Err(error),
             None => Ok(()),
         }
+    }
+}
+
+/// Every order in which threads can run, by loom. Its clock never runs out: a thread that leaves unseen is a deadlock there.
+#[cfg(all(test, actshard_loom))]
+mod models {
+    use loom::sync::atomic::AtomicUsize;
+    use loom::thread;
+
+    use super::*;
+
+    /// Parts are done by a thread and the caller, as the pool does them.
+    fn shared(parts: usize, work: &'static Work<'static>, watch: Watch<'_>) -> Result<()> {
+        let handout: &'static Handout<'static> = Box::leak(Box::new(Handout::new(parts, work)));
+        let leave = handout.enter();
+        let other = thread::spawn(move || {
+            let _leave = leave;
+            while handout.do_one() {}
+        });
+        while handout.do_one() {
+            handout.look(&mut *watch);
+        }
+        handout.wait(watch);
+        other.join().map_err(|_| Error::new(Kind::Internal, "a thread died"))?;
+        match handout.failed.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+            _ if handout.interrupted.load(Ordering::Relaxed) => Err(interrupted()),
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    #[test]
+    fn every_part_is_done_once_before_the_caller_goes_on() {
+        loom::model(|| {
+            let done: &'static [AtomicUsize] = Vec::leak((0..3).map(|_| AtomicUsize::new(0)).collect());
+            let work: &'static Work<'static> = Box::leak(Box::new(|part: usize, _: &Stop| {
+                done[part].fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }));
+            assert!(shared(3, work, &mut || false).is_ok());
+            assert!(done.iter().all(|n| n.load(Ordering::Relaxed) == 1));
+        });
+    }
+
+    #[test]
+    fn the_lowest_error_is_told() {
+        loom::model(|| {
+            let work: &'static Work<'static> =
+                Box::leak(Box::new(
+                    |part: usize, _: &Stop| {
+                        if part >= 1 { Err(Error::new(Kind::Format, format!("{part}"))) } else { Ok(()) }
+                    },
+                ));
+            assert_eq!(shared(3, work, &mut || false).unwrap_err().detail, "1");
+        });
+    }
+
+    #[test]
+    fn a_watch_stops_unless_all_is_done() {
+        loom::model(|| {
+            let done: &'static AtomicUsize = Box::leak(Box::new(AtomicUsize::new(0)));
+            let work: &'static Work<'static> = Box::leak(Box::new(|_: usize, _: &Stop| {
+                done.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }));
+            match shared(3, work, &mut || true) {
+                Ok(()) => assert_eq!(done.load(Ordering::Relaxed), 3),
+                Err(error) => assert_eq!(error.kind, Kind::Interrupted),
+            }
+        });
     }
 }

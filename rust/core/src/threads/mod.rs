@@ -8,6 +8,7 @@ mod parts;
 mod pool;
 #[cfg(target_os = "linux")]
 mod seat;
+pub(crate) mod sync;
 mod waiting;
 
 pub use handout::{LOOK, Stop, Watch, interrupted};

@@ -231,7 +231,7 @@ impl Field {
     pub fn bounds_into(&self, cursor: &mut Cursor, first: u64, n: usize, out: &mut Vec<u64>) -> Result<()> {
         out.clear();
         let no_memory =
-            |_| Error::new(Kind::Access, format!("no memory for the bounds of {n} rows; read fewer at once"));
+            |_| Error::new(Kind::NoMemory, format!("no memory for the bounds of {n} rows; read fewer at once"));
         let end = first.checked_add(n as u64).filter(|end| *end <= self.num_rows());
         let Some(end) = end else {
             return Err(Error::new(Kind::OutOfRange, format!("row {first}: the cache has {} rows", self.num_rows())));

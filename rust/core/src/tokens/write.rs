@@ -162,7 +162,7 @@ impl Stage {
     fn new(full: usize) -> Result<Stage> {
         let room = (STAGE / (PAGE + full)).max(1);
         let memory = Output::new(room * (PAGE + full))
-            .map_err(|e| Error::new(Kind::Access, format!("no memory to write from: {e}")))?;
+            .map_err(|e| Error::new(Kind::NoMemory, format!("no memory to write from: {e}")))?;
         Ok(Stage { memory, frames: 0, filled: 0 })
     }
 

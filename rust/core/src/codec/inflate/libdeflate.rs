@@ -33,7 +33,7 @@ impl Inflater {
     pub fn new() -> Result<Inflater> {
         // SAFETY: no preconditions; returns null when out of memory.
         let made = unsafe { sys::libdeflate_alloc_decompressor() };
-        NonNull::new(made).map(Inflater).ok_or_else(|| Error::new(Kind::Access, "cannot allocate a decompressor"))
+        NonNull::new(made).map(Inflater).ok_or_else(|| Error::new(Kind::NoMemory, "cannot allocate a decompressor"))
     }
 
     /// Inflates one gzip member, its checksum and length compared.

@@ -117,7 +117,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
         .byte(0));
     }
     let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
-    let no_memory = |e| Error::new(Kind::Access, format!("cannot allocate memory to inflate into: {e}"));
+    let no_memory = |e| Error::new(Kind::NoMemory, format!("cannot allocate memory to inflate into: {e}"));
     // A file that was cut short ends in data: what it claims may be anything, and decides only how much room there is at first.
     let mut out = Block::new(guess(gz).min(most).max(1) as usize).map_err(no_memory)?;
     let mut inflater = Inflater::new()?;

@@ -1,0 +1,237 @@
+//! Batches and their memory, to and fro between the thread that makes them and whoever takes them.
+
+use std::collections::VecDeque;
+use std::sync::PoisonError;
+
+use crate::error::{Error, Result};
+use crate::threads::sync::atomic::{AtomicBool, Ordering};
+use crate::threads::sync::{Condvar, Mutex, MutexGuard};
+use crate::threads::{LOOK, Watch, interrupted};
+
+/// Batches `B` that are ready and memory `M` that may be filled.
+pub(super) struct Exchange<B, M> {
+    state: Mutex<State<B, M>>,
+    changed: Condvar,
+    stop: AtomicBool,
+}
+
+struct State<B, M> {
+    ready: VecDeque<B>,
+    spare: Vec<M>,
+    /// Nothing comes after what is ready, but perhaps an error; and the maker touches no memory of a batch any more.
+    finished: Option<Option<Error>>,
+}
+
+impl<B, M> Exchange<B, M> {
+    pub(super) fn new(spare: Vec<M>) -> Exchange<B, M> {
+        let state = State { ready: VecDeque::new(), spare, finished: None };
+        Exchange { state: Mutex::new(state), changed: Condvar::new(), stop: AtomicBool::new(false) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<B, M>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State<B, M>>) -> MutexGuard<'a, State<B, M>> {
+        self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    // -- whoever takes batches -------------------------------------------------------------------------------------
+
+    /// The next batch, when it is ready; `None` after the last, and when it was stopped meanwhile. An error comes after all
+    /// batches before it, and again whenever it is asked. The watch is asked without the lock.
+    pub(super) fn next(&self, watch: Watch<'_>) -> Result<Option<B>> {
+        let mut state = self.lock();
+        loop {
+            if self.stopped() {
+                return Ok(None);
+            }
+            if let Some(batch) = state.ready.pop_front() {
+                self.changed.notify_all();
+                return Ok(Some(batch));
+            }
+            match &state.finished {
+                Some(Some(error)) => return Err(error.clone()),
+                Some(None) => return Ok(None),
+                None => state = self.wait(state),
+            }
+            if state.ready.is_empty() && state.finished.is_none() {
+                drop(state);
+                if watch() {
+                    return Err(interrupted());
+                }
+                state = self.lock();
+            }
+        }
+    }
+
+    /// Memory that may be filled again.
+    pub(super) fn give_back(&self, memory: M) {
+        self.lock().spare.push(memory);
+        self.changed.notify_all();
+    }
+
+    /// Tells both sides to stop.
+    pub(super) fn stop(&self) {
+        self.stop.store(true, Ordering::Relaxed);
+        // Who looked before this waits by now, or holds the lock: without taking it, the notice could come in between.
+        drop(self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Waits until the maker touches no memory any more, and drops what nobody took.
+    pub(super) fn wait_until_finished(&self, watch: Watch<'_>) -> Result<()> {
+        let mut state = self.lock();
+        while state.finished.is_none() {
+            state = self.wait(state);
+            if state.finished.is_none() {
+                drop(state);
+                if watch() {
+                    return Err(interrupted());
+                }
+                state = self.lock();
+            }
+        }
+        state.ready.clear();
+        state.spare.clear();
+        Ok(())
+    }
+
+    // -- the maker -------------------------------------------------------------------------------------------------
+
+    pub(super) fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+
+    /// Waits until fewer than `ahead` batches are ready; false when stopped. A batch that could not be handed over yet is not
+    /// begun.
+    pub(super) fn wait_for_room(&self, ahead: usize) -> bool {
+        let mut state = self.lock();
+        while !self.stopped() {
+            if state.ready.len() < ahead {
+                return true;
+            }
+            state = self.wait(state);
+        }
+        false
+    }
+
+    /// Waits for memory that is given back; `None` when stopped.
+    pub(super) fn wait_for_memory(&self) -> Option<M> {
+        let mut state = self.lock();
+        while !self.stopped() {
+            if let Some(memory) = state.spare.pop() {
+                return Some(memory);
+            }
+            state = self.wait(state);
+        }
+        None
+    }
+
+    /// Gives a batch away; false when stopped.
+    pub(super) fn hand_over(&self, batch: B) -> bool {
+        self.lock().ready.push_back(batch);
+        self.changed.notify_all();
+        !self.stopped()
+    }
+
+    /// Says that nothing more comes.
+    pub(super) fn finish(&self, error: Option<Error>) {
+        self.lock().finished = Some(error);
+        self.changed.notify_all();
+    }
+}
+
+/// Every order in which two threads can run, by loom. Its clock never runs out: a notice that comes too early is a deadlock
+/// there, and would be 20 ms of waiting here.
+#[cfg(all(test, actshard_loom))]
+mod models {
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+    use crate::error::Kind;
+
+    fn make(exchange: &Exchange<usize, usize>, batches: usize, error: Option<Error>) {
+        for batch in 0..batches {
+            if !exchange.wait_for_room(1) || !exchange.hand_over(batch) {
+                break;
+            }
+        }
+        exchange.finish(error);
+    }
+
+    #[test]
+    fn every_batch_is_taken_once_and_in_order_and_then_the_error() {
+        loom::model(|| {
+            let exchange = Arc::new(Exchange::new(vec![]));
+            let theirs = Arc::clone(&exchange);
+            let maker = thread::spawn(move || make(&theirs, 2, Some(Error::new(Kind::Format, "the last"))));
+            for batch in 0..2 {
+                assert_eq!(exchange.next(&mut || false).unwrap(), Some(batch));
+            }
+            assert_eq!(exchange.next(&mut || false).unwrap_err().detail, "the last");
+            maker.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn a_maker_that_waits_for_room_or_memory_is_stopped() {
+        loom::model(|| {
+            let exchange = Arc::new(Exchange::new(vec![7]));
+            let theirs = Arc::clone(&exchange);
+            let maker = thread::spawn(move || {
+                while let Some(memory) = theirs.wait_for_memory() {
+                    theirs.hand_over(memory);
+                }
+                theirs.finish(None);
+            });
+            assert_eq!(exchange.next(&mut || false).unwrap(), Some(7));
+            exchange.stop();
+            exchange.wait_until_finished(&mut || false).unwrap();
+            assert_eq!(exchange.next(&mut || false).unwrap(), None);
+            maker.join().unwrap();
+        });
+        loom::model(|| {
+            let exchange = Arc::new(Exchange::new(vec![]));
+            let theirs = Arc::clone(&exchange);
+            let maker = thread::spawn(move || make(&theirs, 9, None));
+            exchange.stop();
+            exchange.wait_until_finished(&mut || false).unwrap();
+            maker.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn memory_that_is_given_back_is_filled_again() {
+        loom::model(|| {
+            let exchange = Arc::new(Exchange::new(vec![7]));
+            let theirs = Arc::clone(&exchange);
+            let maker = thread::spawn(move || {
+                for _ in 0..2 {
+                    let memory = theirs.wait_for_memory().unwrap();
+                    theirs.hand_over(memory);
+                }
+                theirs.finish(None);
+            });
+            for _ in 0..2 {
+                let batch = exchange.next(&mut || false).unwrap().unwrap();
+                exchange.give_back(batch);
+            }
+            assert_eq!(exchange.next(&mut || false).unwrap(), None);
+            maker.join().unwrap();
+        });
+    }
+
+    /// One thread waits for a batch while another stops the stream.
+    #[test]
+    fn whoever_waits_for_a_batch_is_woken_by_a_stop() {
+        loom::model(|| {
+            let exchange: Arc<Exchange<usize, usize>> = Arc::new(Exchange::new(vec![]));
+            let theirs = Arc::clone(&exchange);
+            let taker = thread::spawn(move || assert_eq!(theirs.next(&mut || false).unwrap(), None));
+            exchange.stop();
+            taker.join().unwrap();
+        });
+    }
+}
