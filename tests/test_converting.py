@@ -614,3 +614,40 @@ def test_columns_that_make_no_sense_are_refused_before_anything_is_written(tmp_p
     told = run("convert", str(path), str(tmp_path / "t"), "--to", "pickle", "--columns", "verb=a,verb=b")
     assert told.returncode != 0
     assert "every name once" in told.stderr
+
+
+TEXT = "t" * 1200
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "lost"),
+    [
+        # The preview is completed from the whole text, in whatever order they are asked for.
+        (["text", "text_preview"], {"prompt": [TEXT, "short"]}, "label, note"),
+        # A column that gets another's name is not taken for that other.
+        ({"text_preview": "text_preview", "note": "text"}, {"prompt": ["n0", "n1"]}, "label, text"),
+        ({"label": "sample_idx"}, {"sample_idx": [1, 0]}, "text_preview, note, text"),
+        ({"label": "text_preview"}, {"text_preview": [1, 0]}, "text_preview, note, text"),
+    ],
+)
+def test_columns_that_are_renamed_mean_what_they_meant(
+    tmp_path: Path, columns: Any, wanted: dict[str, list[Any]], lost: str
+) -> None:
+    with actshard.create(tmp_path / "a", "pickle", layers=[0], d_model=4) as writer:
+        own = {"text": [TEXT, "short"], "label": [1, 0], "note": ["n0", "n1"]}
+        writer.append(np.ones((2, 1, 3, 4), np.float32), columns=own)
+    made = actshard.convert(tmp_path / "a", tmp_path / "b", "zarr", columns=columns)
+    table = actshard.open(made.path).table
+    assert {name: table[name].to_pylist() for name in wanted} == wanted
+    found = next(loss.detail for loss in made.losses if "does not name" in loss.detail).rpartition(": ")[2]
+    assert sorted(found.split(", ")) == sorted(lost.split(", "))
+
+
+def test_patch_labels_that_are_left_out_are_a_loss_and_names_are_unicode(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "a", "zarr", layers=[0], d_model=4) as writer:
+        labels = np.ones((2, 3), np.uint8)
+        writer.append(np.ones((2, 1, 3, 4), np.float32), columns={"patch_labels": labels.tolist(), "label": [1, 0]})
+    made = actshard.convert(tmp_path / "a", tmp_path / "b", "lmprobe", columns=["label"])
+    assert any("patch_labels" in loss.detail for loss in made.losses)
+    with pytest.raises(actshard.ArgumentError, match="surrogate"):
+        actshard.convert(tmp_path / "a", tmp_path / "c", "zarr", columns={"label": "\udcff"})

@@ -580,7 +580,11 @@ def test_files_of_others_beside_and_among_parts_stop_no_merge_and_are_kept(tmp_p
     dataset = next(p for p in part.iterdir() if p.is_dir()) if format == "saev" else part
     beside = _user_files(path, "README.md", "slurm-17_0.out", ".DS_Store", "train.log", "logs/0.txt")
     among = _user_files(path / ".parts", "slurm-17_1.out", ".DS_Store")
-    among |= _user_files(part, "notes.txt", "logs/1.txt") | _user_files(dataset, "run.log")
+    among |= _user_files(part, "notes.txt", "logs/1.txt", "model.txt") | _user_files(dataset, "run.log")
+    # Names that a writer makes, in folders that are no part's.
+    among |= _user_files(
+        path / ".parts/runs", "config.json", "metadata.json", "20241103", "shard_0001.pkl", "labels.bin"
+    )
     made = actshard.merge(path)
     check(made, wanted)
     check(path, wanted)
@@ -592,7 +596,8 @@ def test_files_of_others_beside_and_among_parts_stop_no_merge_and_are_kept(tmp_p
     )
     assert (path / "left-in-parts/slurm-17_1.out").is_file()
     ours = re.compile(r".*\.(bin|json|pkl|gz|safetensors|parquet)")
-    assert not [p for p in (path / "left-in-parts").rglob("*") if p.is_file() and ours.fullmatch(p.name)]
+    left = [p for p in (path / "left-in-parts").rglob("*") if p.is_file() and p.parent.name != "runs"]
+    assert not [p for p in left if ours.fullmatch(p.name)]
     assert not (path / ".parts").exists()
     assert not (path / ".actshard").exists()
     assert actshard.merge(path) == made

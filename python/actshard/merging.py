@@ -171,9 +171,12 @@ def _empty(root: Path, gone: Path, made: re.Pattern[str] | None) -> None:
     others = False
     for path, below, names in os.walk(gone, topdown=False):
         folder = Path(path)
-        ours = made is None or FOLDER in folder.relative_to(gone).parts
+        within = folder.relative_to(gone).parts
+        # Beside the parts' own folders nothing is a writer's, whatever it is called.
+        part = bool(within) and PART.fullmatch(within[0]) is not None
+        ours = made is None or (part and FOLDER in within)
         for file in [folder / n for n in names] + [link for n in below if (link := folder / n).is_symlink()]:
-            if ours or file.name == EMPTY or (made is not None and made.fullmatch(file.name)):
+            if ours or (part and (file.name == EMPTY or (made is not None and made.fullmatch(file.name)))):
                 with contextlib.suppress(
                     OSError
                 ):  # what cannot be removed now is removed with the working folder, or keeps it

@@ -80,8 +80,14 @@ class Columns:
             field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
         made: list[tuple[pa.Field, Any]] = []
-        table = _one_text(self.carrying.outgoing(self._renamed(self._table(examples, unit))), target)
+        table = self._table(examples, unit)
+        # Under their own names: a column that gets the name of another means what it meant.
+        if self.chosen is None or all(self.chosen.get(name, name) == name for name in TEXTS):
+            table = self.carrying.outgoing(table)
+        table = _one_text(self._renamed(table), target)
         number = self.carrying.number_column
+        if number is not None and self.chosen is not None:
+            number = self.chosen.get(number)
         if number == formats.get(target.format).carrying().number_column:
             number = None
         for field, column in zip(table.schema, table.columns, strict=True):
@@ -183,7 +189,7 @@ def _one_text(table: pa.Table, target: Target) -> pa.Table:
     """Columns in which the beginning of a text has the target's name of a text, where there is no other text."""
     import pyarrow.compute as pc
 
-    if PREVIEW not in table.column_names:
+    if PREVIEW not in table.column_names or not _is_text(table[PREVIEW].type):
         return table
     if pc.all(pc.equal(table[PREVIEW], "")).as_py():
         return table.drop_columns([PREVIEW])
@@ -191,6 +197,14 @@ def _one_text(table: pa.Table, target: Target) -> pa.Table:
     if own in (None, PREVIEW) or any(name in table.column_names for name in TEXTS if name != PREVIEW):
         return table
     return table.rename_columns([own if name == PREVIEW else name for name in table.column_names])
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _counts_up(column: Any, examples: NDArray[np.int64]) -> bool:
@@ -247,7 +261,14 @@ def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
     """Columns that a target without columns loses; those that only number examples are no loss."""
     carrying = formats.get(store.format).carrying()
     names = carrying.names(store.contents) if chosen is None else chosen
-    return [n for n in names if n not in (carrying.number_column, PATCH_LABELS)]
+    as_labels = chosen is None or chosen.get(PATCH_LABELS) == PATCH_LABELS
+    return [n for n in names if n != carrying.number_column and not (n == PATCH_LABELS and as_labels)]
+
+
+def left_out(store: Store, chosen: Mapping[str, str]) -> list[str]:
+    """Columns that were not chosen; those that only number examples are no loss."""
+    carrying = formats.get(store.format).carrying()
+    return [n for n in carrying.names(store.contents) if n != carrying.number_column and n not in chosen]
 
 
 def choose(store: Store, columns: Any) -> dict[str, str] | None:
@@ -266,6 +287,8 @@ def choose(store: Store, columns: Any) -> dict[str, str] | None:
     for name in itertools.chain.from_iterable(pairs):
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(f"columns: expected names, found {name!r:.80}")
+        if name.encode(errors="ignore").decode() != name:
+            raise ArgumentError(f"columns: {name!r:.80} has half of a surrogate pair, which UTF-8 cannot say")
     known = formats.get(store.format).carrying().names(store.contents)
     for name, new in pairs:
         if name not in known:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
-from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of
+from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError
 from actshard.formats.carrying import ORIGIN, checked_origin
 from actshard.formats.target import PATCH_LABELS, TEXTS, Target
@@ -398,7 +398,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
             made.append(Loss("router", f"{format} has no place for it"))
     else:
         made += [Loss("columns", said) for said in columns.turned.values()]
-    if asked.columns is not None and (out := [n for n in dropped(store, None) if n not in asked.columns]):
+    if asked.columns is not None and (out := left_out(store, asked.columns)):
         made.append(Loss("columns", f"left out, as columns= does not name them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
         made.append(Loss("columns", f"not carried over: {', '.join(behind)}"))

@@ -69,9 +69,12 @@ impl Scan {
         for k in 0..2 {
             self.bad[k] += next.bad[k];
         }
-        for (all, part) in [(&mut self.magnitudes, &next.magnitudes), (&mut self.differences, &next.differences)] {
-            all.resize(part.len().max(all.len()), 0);
-            all.iter_mut().zip(part).for_each(|(a, b)| *a |= b);
+        for (all, mut part) in [(&mut self.magnitudes, next.magnitudes), (&mut self.differences, next.differences)] {
+            // The first has none yet: it takes the other's memory.
+            if all.len() < part.len() {
+                std::mem::swap(all, &mut part);
+            }
+            all.iter_mut().zip(&part).for_each(|(a, b)| *a |= b);
         }
         self.hashes.extend(next.hashes);
     }

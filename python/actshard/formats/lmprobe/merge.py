@@ -193,7 +193,9 @@ class LmprobeMerger(Merger):
     """Files of every part stay as they are; the index is new."""
 
     makes: ClassVar[tuple[str, ...]] = LmprobeTarget.makes
-    files: ClassVar[re.Pattern[str] | None] = re.compile(r"[\w-]+\.(safetensors|parquet)")
+    files: ClassVar[re.Pattern[str] | None] = re.compile(
+        r"\w+_(shard)?\d{3,}\.safetensors|[\w-]+-\d{5}-of-\d{5}\.parquet"
+    )
 
     def kind(self, contents: Contents) -> dict[str, Any]:
         return {

@@ -217,7 +217,7 @@ class Extraction:
                 with part.arrow() as file:
                     table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=texts)
                 for column in table.columns:
-                    if _is_coded(column.type):  # also one that the file declares to be, such as pandas' categories
+                    if _holds_codes(column.type):  # also one that the file declares to be, such as pandas' categories
                         column.validate(full=True)
                 tables.append(_plain_texts(table, texts, _EXPANDED + _EXPANSION * part.stat().size))
             except (pa.ArrowException, OSError, ValueError) as error:
@@ -281,7 +281,9 @@ class Extraction:
             try:
                 for batch in self._file(part, coded).iter_batches(batch_size=rows, columns=list(names)):
                     for column in batch.columns:
-                        if _is_coded(column.type):  # pyarrow does not hold the codes of a file against its dictionary
+                        if _holds_codes(
+                            column.type
+                        ):  # pyarrow does not hold the codes of a file against its dictionary
                             column.validate(full=True)
                     yield part, row, batch
                     row += batch.num_rows
@@ -691,6 +693,11 @@ def _is_coded(kind: Any) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_dictionary(kind))
+
+
+def _holds_codes(kind: Any) -> bool:
+    """Whether a column holds codes of a dictionary, itself or in its lists and structs, whose types' texts name theirs."""
+    return _is_coded(kind) or "dictionary<" in str(kind)
 
 
 def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:

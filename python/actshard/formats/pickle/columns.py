@@ -48,8 +48,8 @@ class PickleCarrying(Carrying):
         if PREVIEW not in table.column_names or "text" not in table.column_names:
             return table
         whole = pc.coalesce(table["text"].cast("string"), table[PREVIEW].cast("string"))
-        at = table.column_names.index(PREVIEW)
-        return table.drop_columns(["text"]).set_column(at, PREVIEW, whole)
+        table = table.drop_columns(["text"])
+        return table.set_column(table.column_names.index(PREVIEW), PREVIEW, whole)
 
     def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         config = metadata.get("extraction_config") or {}

@@ -23,9 +23,9 @@ use zarrs::metadata_ext::codec::sharding::{
     ShardingCodecConfiguration, ShardingCodecConfigurationV1, ShardingIndexLocation,
 };
 
-use super::failing::{Said, Undecodable, reserve};
+use super::failing::{Said, Undecodable, no_memory, reserve};
 use super::index::{DecodeIndex, IndexForm, Numbers, place};
-use crate::error::Finding;
+use crate::error::{Finding, Kind};
 
 /// The largest decoded chunk: what numcodecs' compressors take ("Codec does not support buffers of > 2147483647 bytes").
 pub(super) const MOST_DECODED: u64 = i32::MAX as u64;
@@ -240,7 +240,7 @@ impl Chain {
             },
         };
         for (codec, form) in self.arrays.iter().rev() {
-            drop(reserve(array.size() as u64)?);
+            drop(reserve::<u8>(array.size() as u64)?);
             array = codec.decode(array, &form.shape, &form.dtype, &form.fill, &options()).map_err(text)?.into_owned();
         }
         array.into_fixed().map(|b| Elements::Fixed(b.into_owned())).map_err(text)
@@ -297,7 +297,7 @@ impl Undo {
     fn run<'a>(&self, encoded: Cow<'a, [u8]>, known: BytesRepresentation, bound: Size) -> Said<Cow<'a, [u8]>> {
         match self {
             Undo::Gzip => inflate("gzip", flate2::bufread::MultiGzDecoder::new(&encoded[..]), &encoded, bound)
-                .map_err(|e| Undecodable { finding: Some(Finding::Gzip), ..e }),
+                .map_err(|e| Undecodable { finding: (e.kind == Kind::Format).then_some(Finding::Gzip), ..e }),
             Undo::Zlib => {
                 let mut decoder = flate2::bufread::ZlibDecoder::new(&encoded[..]);
                 let made = inflate("zlib", &mut decoder, &encoded, bound)?;
@@ -330,7 +330,7 @@ impl Undo {
                 if length != encoded.len() as u64 {
                     return Err(format!("blosc: expected {length} encoded bytes, found {}", encoded.len()).into());
                 }
-                drop(reserve(claimed)?);
+                drop(reserve::<u8>(claimed)?);
                 codec.decode(encoded, &known, &options()).map_err(text)
             }
             Undo::Shrinking(codec) => codec.decode(encoded, &known, &options()).map_err(text),
@@ -361,7 +361,7 @@ fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<
     loop {
         let before = made.len();
         let step = (before.max(1 << 20) as u64).min(limit + 1 - before as u64);
-        made.try_reserve(step as usize).map_err(|_| format!("no memory for {} bytes", before as u64 + step))?;
+        made.try_reserve(step as usize).map_err(|_| no_memory(before as u64 + step, "bytes"))?;
         if (&mut decoder).take(step).read_to_end(&mut made).map_err(|e| format!("{name}: {e}"))? == 0 {
             break;
         }

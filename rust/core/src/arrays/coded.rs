@@ -16,7 +16,7 @@ use super::chain::{Chain, ShardCodec, assemble, decoded_size};
 use super::failing::Undecodable;
 use super::file::{Access, ChunkFile, StoredUnit};
 use super::index::Entries;
-use super::key::{UnitKey, new_array};
+use super::key::{UnitKey, WHOLE, new_array};
 use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result, in_one_line};
 use crate::source::{Source, Version};
@@ -107,7 +107,7 @@ impl CodedArray {
         let grid = parsed.array.chunk_grid_shape();
         let file = outer.iter().zip(grid).fold(0u64, |n, (i, g)| n.wrapping_mul(*g).wrapping_add(*i));
         let index = |source: &dyn Source, version: &Version| {
-            let key = UnitKey { array: self.number, file, version: Some(version.clone()), chunk: 0, block: 0 };
+            let key = UnitKey { array: self.number, file, version: Some(version.clone()), chunk: 0, block: WHOLE };
             let index = self.indexes.get_or_load(
                 key,
                 |_| true,
@@ -205,7 +205,7 @@ pub fn read_whole(folder: &Path, metadata: &[u8], there: Vec<Vec<u64>>, most: u6
     let made = assemble(shape, &parsed.chunk, fill, fixed.is_some(), there, |indices| {
         parsed.chunk(indices).map_err(|error| {
             failed = Some(error);
-            Undecodable::default()
+            String::new().into()
         })
     });
     made.map_err(|what| failed.unwrap_or_else(|| cannot_decode(folder, what)))
@@ -218,7 +218,7 @@ pub fn check_decoded_size(codec: &str, data: &[u8], limit: u64, path: &Path) -> 
 }
 
 fn cannot_decode(path: &Path, why: Undecodable) -> Error {
-    let mut error = Error::new(Kind::Format, format!("cannot decode this chunk: {}", why.text)).at(path);
+    let mut error = Error::new(why.kind, format!("cannot decode this chunk: {}", why.text)).at(path);
     error.finding = why.finding;
     error
 }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::failing::reserve;
+use super::failing::{Undecodable, reserve, zeros};
 use super::index::{Entries, place};
 use crate::error::{Error, Kind, Result};
 use crate::source::descriptors::open_regular;
@@ -103,8 +103,9 @@ impl Opened for ChunkFile {
 
 impl<'a> StoredUnit<'a> {
     /// An error about it.
-    pub fn bad(&self, detail: impl Into<String>) -> Error {
-        Error::new(Kind::Format, detail.into()).at(self.source.location()).byte(self.offset)
+    pub fn bad(&self, why: impl Into<Undecodable>) -> Error {
+        let why = why.into();
+        Error::new(why.kind, why.text).at(self.source.location()).byte(self.offset)
     }
 
     /// Its bytes, where the file is mapped.
@@ -121,7 +122,7 @@ impl<'a> StoredUnit<'a> {
             }
             return Ok(Cow::Borrowed(whole));
         }
-        let mut whole = reserve(self.len).map_err(|e| self.bad(e.text))?;
+        let mut whole = reserve(self.len).map_err(|e| self.bad(e))?;
         whole.resize(self.len as usize, 0);
         self.source.read(self.offset, &mut whole)?;
         Ok(Cow::Owned(whole))
@@ -132,7 +133,7 @@ impl<'a> StoredUnit<'a> {
         if let Some(part) = self.mapped().and_then(|whole| whole.get(at..at + n)) {
             return Ok(Cow::Borrowed(part));
         }
-        let mut part = vec![0u8; n];
+        let mut part = zeros(n).map_err(|e| self.bad(e))?;
         self.source.read(self.offset + at as u64, &mut part)?;
         Ok(Cow::Owned(part))
     }

@@ -88,7 +88,7 @@ impl IndexForm {
             return Err(Error::new(short, detail).at(shard.location()));
         };
         // The memory is bounded by the length of the file.
-        let mut raw = reserve(bytes).map_err(|e| Error::new(Kind::Format, e.text).at(shard.location()))?;
+        let mut raw = reserve(bytes).map_err(|e| Error::new(e.kind, e.text).at(shard.location()))?;
         raw.resize(bytes as usize, 0);
         shard.read(at, &mut raw)?;
         Ok((at, raw))
@@ -97,52 +97,56 @@ impl IndexForm {
     /// Its entries.
     pub(super) fn parse(&self, raw: Vec<u8>) -> Said<Vec<(u64, u64)>> {
         match &self.coding {
-            IndexCoding::Numbers(numbers) => self.parse_numbers(*numbers, &raw).map_err(Into::into),
+            IndexCoding::Numbers(numbers) => self.parse_numbers(*numbers, &raw),
             IndexCoding::Coded(codecs, _) => {
                 let decoded = codecs.decode(raw);
                 let pairs = decoded.map_err(|e| Undecodable { text: format!("shard index: {}", e.text), ..e })?;
-                Ok(entries(&pairs, u64::from_ne_bytes))
+                entries(&pairs, u64::from_ne_bytes)
             }
         }
     }
 
     /// Its entries, each absent or inside a shard of `len` bytes. An error says where in the index.
     pub fn parse_within(&self, raw: &[u8], len: u64) -> Result<Vec<(u64, u64)>, (u64, Error)> {
-        let damaged = |within: usize, detail: String| (within as u64, Error::new(Kind::Format, detail));
+        let refused = |why: Undecodable| (0, Error::new(why.kind, why.text));
         let index = match &self.coding {
-            IndexCoding::Numbers(numbers) => self.parse_numbers(*numbers, raw).map_err(|e| damaged(0, e))?,
-            IndexCoding::Coded(..) => self.parse(raw.to_vec()).map_err(|e| damaged(0, e.text))?,
+            IndexCoding::Numbers(numbers) => self.parse_numbers(*numbers, raw).map_err(refused)?,
+            IndexCoding::Coded(..) => self.parse(raw.to_vec()).map_err(refused)?,
         };
         for (chunk, (offset, n)) in index.iter().enumerate() {
             if (*offset, *n) != ABSENT && offset.checked_add(*n).is_none_or(|end| end > len) {
                 let detail = format!("inner chunk {chunk}: expected {n} bytes at {offset}, but the file ends at {len}");
-                return Err(damaged(16 * chunk, detail));
+                return Err((16 * chunk as u64, Error::new(Kind::Format, detail)));
             }
         }
         Ok(index)
     }
 
-    fn parse_numbers(&self, numbers: Numbers, raw: &[u8]) -> Result<Vec<(u64, u64)>, String> {
+    fn parse_numbers(&self, numbers: Numbers, raw: &[u8]) -> Said<Vec<(u64, u64)>> {
         let (Some((pairs, crc)), true) =
             (raw.split_at_checked(self.chunks as usize * 16), raw.len() as u64 == self.bytes())
         else {
-            return Err(format!("expected an index of {} bytes, found {}", self.bytes(), raw.len()));
+            return Err(format!("expected an index of {} bytes, found {}", self.bytes(), raw.len()).into());
         };
         if let Ok(crc) = <[u8; 4]>::try_from(crc) {
             let (told, found) = (u32::from_le_bytes(crc), crc32c::crc32c(pairs));
             if told != found {
                 return Err(format!(
                     "the checksum of the shard's index is {found:08x}, expected {told:08x}: the file was cut or damaged"
-                ));
+                )
+                .into());
             }
         }
-        Ok(entries(pairs, if numbers.big_endian { u64::from_be_bytes } else { u64::from_le_bytes }))
+        entries(pairs, if numbers.big_endian { u64::from_be_bytes } else { u64::from_le_bytes })
     }
 }
 
-fn entries(pairs: &[u8], number: impl Fn([u8; 8]) -> u64) -> Vec<(u64, u64)> {
+fn entries(pairs: &[u8], number: impl Fn([u8; 8]) -> u64) -> Said<Vec<(u64, u64)>> {
     let number = |b: &[u8]| number(b.first_chunk::<8>().copied().unwrap_or([0xff; 8]));
-    pairs.as_chunks::<16>().0.iter().map(|pair| (number(pair), number(&pair[8..]))).collect()
+    let pairs = pairs.as_chunks::<16>().0;
+    let mut made = reserve(pairs.len() as u64)?;
+    made.extend(pairs.iter().map(|pair| (number(pair), number(&pair[8..]))));
+    Ok(made)
 }
 
 /// Where an entry's inner chunk lies in a shard of `len` bytes; `None` if it is not there.

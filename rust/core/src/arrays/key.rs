@@ -1,8 +1,8 @@
 //! Which unit of which array: the key under which decoded units are kept.
 //!
 //! A key names a unit completely: the array, the file, the version of that file when it was opened, the chunk in it and the
-//! block in that. No number in it is computed from a frame's header, so frames with different block sizes cannot share a key,
-//! and a file that was replaced cannot be answered from units of the old one.
+//! block in that. A block's number means nothing without the size of the blocks, which the frame's header says: both are in the
+//! key, so that a file that was written anew in place is not answered from units of the old one.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -19,9 +19,13 @@ pub struct UnitKey {
     pub version: Option<Version>,
     /// The chunk in the file.
     pub chunk: usize,
-    /// The block in the chunk's frame; 0 for chunks that are decoded as a whole.
-    pub block: usize,
+    /// The block in the chunk's frame, and how many numbers a block of that frame has; [`WHOLE`] for chunks that are decoded as
+    /// a whole.
+    pub block: (usize, usize),
 }
+
+/// The one block of a chunk that is decoded as a whole: no frame has blocks of no numbers.
+pub const WHOLE: (usize, usize) = (0, 0);
 
 /// A number that no other array of this process has.
 pub fn new_array() -> u64 {

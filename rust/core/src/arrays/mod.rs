@@ -8,7 +8,7 @@
 
 mod chain;
 pub mod coded;
-mod failing;
+pub(crate) mod failing;
 pub mod file;
 pub mod index;
 pub mod key;

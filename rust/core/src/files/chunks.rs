@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::arrays::coded::Decode;
-use crate::arrays::key::{UnitKey, new_array};
+use crate::arrays::key::{UnitKey, WHOLE, new_array};
 use crate::codec::cache::Cache;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
@@ -160,7 +160,7 @@ impl ChunkFiles {
             Content::Plain { .. } => plain(&path, grid, end)?,
             Content::Coded(coded) => {
                 // Without the version of the file: looking it up for each chunk that is kept doubles the cost of a row.
-                let key = UnitKey { array: self.number, file: number, version: None, chunk: 0, block: 0 };
+                let key = UnitKey { array: self.number, file: number, version: None, chunk: 0, block: WHOLE };
                 let decode = || Ok::<_, Error>(coded.chunk(&indices, end, &path)?.map(Block::from));
                 let found = self.decoded.get_or_load(key, |_| true, decode)?;
                 found.map(|bytes| Body::Decoded(path.as_path().into(), bytes))

@@ -16,7 +16,7 @@ use super::meta::{Coding, Meta};
 use crate::arrays::coded::{self, CodedArray};
 use crate::arrays::file::{Access, ChunkFile, StoredUnit};
 use crate::arrays::index::Entries;
-use crate::arrays::key::{UnitKey, new_array};
+use crate::arrays::key::{UnitKey, WHOLE, new_array};
 use crate::codec::cache::Cache;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
@@ -239,17 +239,17 @@ impl Array {
         {
             return self.as_it_is(unit, at, first, upto - first);
         }
+        let key = || self.key(shard, piece, (block, blocks.numbers(0)));
         let decode = || {
             let whole = unit.read()?;
             if let Some(at) = blocks.stored(&whole, block) {
                 return Ok(Some(Planes::whole(whole[at..at + numbers * item].to_vec(), item, numbers)));
             }
             // As far as it is needed; the second time in full.
-            let upto = if self.cache.get(self.key(shard, piece, block)).is_some() { numbers } else { upto };
+            let upto = if self.cache.get(key()).is_some() { numbers } else { upto };
             blocks.decode(&whole, block, upto).map(Some).map_err(|e| unit.bad(e))
         };
-        let planes =
-            self.cache.get_or_load(self.key(shard, piece, block), |planes| planes.numbers() >= upto, decode)?;
+        let planes = self.cache.get_or_load(key(), |planes| planes.numbers() >= upto, decode)?;
         Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, first)))
     }
 
@@ -265,11 +265,11 @@ impl Array {
             };
             Ok(Some(Planes::whole(made.map_err(|e| e.byte(unit.offset))?, self.meta.item(), numbers)))
         };
-        let planes = self.cache.get_or_load(self.key(shard, piece, 0), |_| true, decode)?;
+        let planes = self.cache.get_or_load(self.key(shard, piece, WHOLE), |_| true, decode)?;
         Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, piece.first)))
     }
 
-    fn key(&self, shard: &TokenFile, piece: Piece, block: usize) -> UnitKey {
+    fn key(&self, shard: &TokenFile, piece: Piece, block: (usize, usize)) -> UnitKey {
         let version = shard.file.version().cloned();
         UnitKey { array: self.number, file: piece.file, version, chunk: piece.chunk, block }
     }

@@ -7,6 +7,7 @@
 
 use std::borrow::Cow;
 
+use crate::arrays::failing::{self, Undecodable};
 use crate::codec::cache::Cached;
 use zarrs::array::codec::BloscCodec;
 
@@ -132,7 +133,7 @@ impl Blocks {
     }
 
     /// Decodes the first `numbers` numbers of a block.
-    pub fn decode(&self, frame: &[u8], block: usize, numbers: usize) -> Result<Planes, String> {
+    pub fn decode(&self, frame: &[u8], block: usize, numbers: usize) -> Result<Planes, Undecodable> {
         let held = self.numbers(block);
         let start = self.start(frame, block)?;
         let numbers = numbers.min(held);
@@ -144,7 +145,7 @@ impl Blocks {
             if !self.shuffled {
                 // Parts of the block one after another: only together are they numbers.
                 let part = held;
-                let mut bytes = vec![0u8; held * item];
+                let mut bytes = failing::zeros(held * item)?;
                 for out in bytes.chunks_exact_mut(part) {
                     streams.next(part)?.fill(out)?;
                 }
@@ -160,7 +161,7 @@ impl Blocks {
                 }
                 *kind = Some((stream, constant));
             }
-            made.memory = vec![0u8; made.varying * numbers];
+            made.memory = failing::zeros(made.varying * numbers)?;
             for (plane, kind) in kinds.iter().enumerate().take(item) {
                 let Some((stream, constant)) = kind else { continue };
                 if let Some(byte) = constant {
@@ -176,7 +177,7 @@ impl Blocks {
             }
             return Ok(made);
         }
-        let mut bytes = vec![0u8; held * item];
+        let mut bytes = failing::zeros(held * item)?;
         streams.next(held * item)?.fill(&mut bytes)?;
         if self.shuffled {
             return Ok(Planes { item, numbers: held, varying: item, constant: [0; WIDEST], memory: bytes });
