@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tokens.conftest import GOLDEN, expected
+from tests.tokens.conftest import GOLDEN, crc32c, expected
 
 import actshard
 from actshard import tokens
@@ -260,3 +261,38 @@ def test_unsigned_indices_beyond_int64_are_no_negative_ones() -> None:
     for read in (cache.rows, dataset.get_batch):
         with pytest.raises(actshard.OutOfRangeError):
             read(wrapped)
+
+
+def _blocks_frame(values: np.ndarray, numbers: int, total: int) -> bytes:
+    """A shuffled blosc frame of `total` bytes whose blocks hold `numbers` 64-bit numbers each, kept as they are."""
+    blocks = np.split(values, len(values) // numbers)
+    planes = [block.view("u1").reshape(-1, 8).T.tobytes() for block in blocks]
+    first = 16 + 4 * len(planes)
+    starts = [first + i * (4 + len(planes[0])) for i in range(len(planes))]
+    head = struct.pack("<BBBBIII", 2, 1, 1 << 5 | 0x11, 8, values.nbytes, numbers * 8, total)
+    body = b"".join(struct.pack("<I", len(p)) + p for p in planes)
+    return (head + struct.pack(f"<{len(starts)}I", *starts) + body).ljust(total, b"\0")
+
+
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_blocks_of_a_frame_that_was_written_anew_in_place_are_not_those_of_the_old_one(tmp_path: Path, io: str) -> None:
+    """The number of a block said which it was, whatever the size of the blocks: rows came from another place of the cache."""
+    cache = tmp_path / "train"
+    shutil.copytree(GOLDEN / "text_gpt2style_single/cache/train", cache)
+    n, field = 1 << 16, cache / "input_ids/data"
+    meta = json.loads((field / "zarr.json").read_text())
+    meta["chunk_grid"]["configuration"]["chunk_shape"] = [n]
+    meta["codecs"][0]["configuration"]["chunk_shape"] = [n]
+    (field / "zarr.json").write_text(json.dumps(meta))
+    values, total = np.arange(n, dtype="<i8"), n * 8 + 4096
+    shards = []
+    for numbers in (16384, 8192):
+        frame = _blocks_frame(values, numbers, total)
+        index = struct.pack("<QQ", 0, len(frame))
+        shards.append(frame + index + struct.pack("<I", crc32c(index)))
+    (field / "c/0").write_bytes(shards[0])
+    view = tokens.open_cache(cache, io=io).view("input_ids")
+    assert view.elements(16384, 16388).tolist() == [16384, 16385, 16386, 16387]
+    with (field / "c/0").open("r+b") as file:
+        file.write(shards[1])
+    assert view.elements(8192, 8196).tolist() == [8192, 8193, 8194, 8195]
