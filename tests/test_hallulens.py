@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import warnings
@@ -247,3 +248,17 @@ def test_a_capture_without_samples_is_an_empty_dataset(capture: Path) -> None:
     assert len(store) == 0
     assert store.table.num_rows == 0
     assert list(store.stream(0, 4)) == []
+
+
+def test_a_damaged_header_of_scores_is_an_error_of_ours(capture: Path) -> None:
+    """numpy reads it with Python's tokenizer, which has an exception of its own."""
+    path = capture / "icr_scores.npy"
+    data = path.read_bytes()
+    for at in range(10, 128):
+        for bit in (0, 3, 5):
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << bit
+            path.write_bytes(damaged)
+            with warnings.catch_warnings(), contextlib.suppress(actshard.ActshardError):
+                warnings.simplefilter("ignore")  # scores that cannot be read are left out, and told
+                actshard.open(capture)
