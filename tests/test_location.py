@@ -134,7 +134,7 @@ def test_links_and_holes_are_told(tmp_path: Path) -> None:
     assert Location.at(tmp_path) == root
     assert Location.at(memory) is memory
     assert root.place == tmp_path
-    assert memory.place is memory  # type: ignore[comparison-overlap]
+    assert memory.place is memory  # type: ignore[comparison-overlap] -- typed as a Path; in memory it is the location
 
 
 def test_a_version_changes_with_the_file(tmp_path: Path) -> None:

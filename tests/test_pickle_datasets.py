@@ -180,10 +180,10 @@ def test_numbers_in_two_shards_are_found_whatever_their_ranges(sets: list[frozen
             return sorted(sets[shard], reverse=True)
 
     if sum(map(len, sets)) == len(frozenset().union(*sets)):
-        module._check_unique(shards, Inside())  # type: ignore[arg-type]
+        module._check_unique(shards, Inside())  # type: ignore[arg-type] -- a stand-in
     else:
         with pytest.raises(actshard.FormatError, match=r"is in s\d too") as caught:
-            module._check_unique(shards, Inside())  # type: ignore[arg-type]
+            module._check_unique(shards, Inside())  # type: ignore[arg-type] -- a stand-in
         number = int(str(caught.value).split("sample_idx ")[1].split()[0])
         assert sum(number in ids for ids in sets) > 1
     assert len(asked) == len(set(asked))

@@ -69,7 +69,7 @@ def test_a_dataset_in_memory_is_detected_and_checked(name: str, folder: Path) ->
         return
     assert checked(name, root) == checked(name, folder)
     # Damage is found as it is on the disk, and named by the location.
-    files = {k: v[: len(v) // 2] for k, v in root.storage.files.items()}  # type: ignore[attr-defined]
+    files = {k: v[: len(v) // 2] for k, v in root.storage.files.items()}  # type: ignore[attr-defined] -- the one in memory
     findings, _ = checked(name, Location.in_memory(files, "store") / folder.name)
     assert any(path.startswith("/") for *_, path in findings)
 

@@ -75,8 +75,8 @@ class Format:
         Cheap: lists a folder and reads small metadata files. Never raises for a path that is something else.
         """
         detect = self._in_room("detect")
-        if detect is None:
-            raise NotImplementedError
+        if detect is None:  # a fault of a plugin, which the registry reports
+            raise NotImplementedError(f"{type(self).__name__}: its rooms name no 'detect', and it has no such method")
         found: Evidence = detect(Location.at(path))
         return found
 

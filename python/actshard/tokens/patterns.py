@@ -72,7 +72,7 @@ def _names(parent: str, name: str, folders: bool) -> Iterator[str]:
         for entry in _entries(parent, folders):
             if (name.startswith(".") or not entry.name.startswith(".")) and fnmatch.fnmatch(entry.name, name):
                 yield entry.name
-    elif _is_named(os.path.join(parent, name)) if name else _is_folder(parent):  # noqa: PTH118
+    elif _is_named(os.path.join(parent, name)) if name else _is_folder(parent):  # noqa: PTH118 -- as given
         yield name
 
 
@@ -81,8 +81,8 @@ def _below(folder: str, folders: bool) -> Iterator[str]:
     for entry in _entries(folder, folders):
         if not entry.name.startswith("."):
             yield entry.name
-            for name in _below(os.path.join(folder, entry.name), folders):  # noqa: PTH118
-                yield os.path.join(entry.name, name)  # noqa: PTH118
+            for name in _below(os.path.join(folder, entry.name), folders):  # noqa: PTH118 -- as given
+                yield os.path.join(entry.name, name)  # noqa: PTH118 -- as given
 
 
 def _entries(folder: str, folders: bool) -> list[Entry]:
