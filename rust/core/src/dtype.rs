@@ -1,7 +1,7 @@
-//! Element types, by their safetensors names, and casting rows while they are copied.
+//! Element types under their safetensors names, and casts of rows during the copy.
 //!
-//! The floating types cast into one another with round-to-nearest-even, in one step: a float64 is never rounded to
-//! float32 on its way to a 16-bit type (that would round twice). Everything else is copied as it is or refused.
+//! Floating types cast to one another with round-to-nearest-even, in one step: a float64 is never rounded to float32 on
+//! its way to a 16-bit type, which would round twice. Other types are only copied.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -24,9 +24,9 @@ macro_rules! dtypes {
             pub fn name(self) -> &'static str { match self { $(DType::$variant => $name,)* } }
             /// Bits per element; 4 and 6 for the sub-byte types.
             pub fn bits(self) -> u64 { match self { $(DType::$variant => $bits,)* } }
-            /// The numpy (or ml_dtypes) name, where there is a type that can view these bytes.
+            /// The numpy or ml_dtypes name, or `None` if no type there can view these bytes.
             pub fn numpy_name(self) -> Option<&'static str> { match self { $(DType::$variant => $numpy,)* } }
-            /// The type of a safetensors name.
+            /// The type of this safetensors name.
             pub fn from_name(name: &str) -> Option<DType> { match name { $($name => Some(DType::$variant),)* _ => None } }
         }
     };
@@ -58,38 +58,38 @@ dtypes! {
 }
 
 impl DType {
-    /// Bytes per element, or `None` for the sub-byte types, which have no address of their own.
+    /// Bytes per element, or `None` for the sub-byte types, which are not addressable.
     pub fn size(self) -> Option<usize> {
         self.bits().is_multiple_of(8).then_some((self.bits() / 8) as usize)
     }
 }
 
-/// Converts `src` into `dst`: whole elements, the same number of each.
+/// Converts `src` into `dst`: whole elements, equally many in both.
 pub type CastFn = fn(src: &[u8], dst: &mut [u8]);
 
-/// How elements of one type become another while they are copied.
+/// A conversion of elements from one type to another, applied while they are copied.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast<'a> {
     /// Bytes per element read.
     pub from_size: usize,
     /// Bytes per element written.
     pub to_size: usize,
-    /// `None`: the same bytes.
+    /// `None` copies the bytes unchanged.
     pub convert: Option<CastFn>,
-    /// Bytes per number to be put in the other order first; 1 where they lie right.
+    /// Bytes per number to reverse first; 1 if the byte order is native.
     swap: usize,
-    /// What `swap` is when it is asked for.
+    /// The value of `swap` for byte-swapped input: bytes per number (a complex element holds two).
     number: usize,
     from: DType,
     to: DType,
     /// Counts finite values that became infinite.
     overflows: Option<&'a AtomicU64>,
-    /// The counter that was asked for, whether or not this cast can overflow.
+    /// The requested counter, even if this cast cannot overflow.
     counter: Option<&'a AtomicU64>,
 }
 
 impl Cast<'static> {
-    /// The cast from one type to another, if rows may be given so.
+    /// The cast between two types; an error if it is unsupported.
     pub fn between(from: DType, to: DType) -> Result<Cast<'static>> {
         let (Some(from_size), Some(to_size)) = (from.size(), to.size()) else {
             return Err(Error::new(
@@ -116,7 +116,7 @@ impl Cast<'static> {
                 return Err(Error::new(
                     Kind::DType,
                     format!(
-                        "cannot give {} as {}: dtype= converts between float16, bfloat16, float32 and float64",
+                        "cannot convert {} to {}: dtype= converts between float16, bfloat16, float32 and float64",
                         from.numpy_name().unwrap_or(from.name()),
                         to.numpy_name().unwrap_or(to.name()),
                     ),
@@ -129,7 +129,7 @@ impl Cast<'static> {
 }
 
 impl<'a> Cast<'a> {
-    /// The same cast, which adds to `counter` how many finite values became infinite.
+    /// The same cast, which also adds the number of finite values that became infinite to `counter`.
     #[must_use]
     pub fn counting<'b>(self, counter: &'b AtomicU64) -> Cast<'b> {
         use DType::{BF16, F16, F32, F64};
@@ -137,7 +137,7 @@ impl<'a> Cast<'a> {
         Cast { overflows: narrows.then_some(counter), counter: Some(counter), ..self }
     }
 
-    /// A cast to the same type from another one, with the same counter.
+    /// The cast from `from` to the same target type, with the same counter.
     pub fn reading(self, from: DType) -> Result<Cast<'a>> {
         let cast = Cast::between(from, self.to)?;
         Ok(match self.counter {
@@ -146,7 +146,7 @@ impl<'a> Cast<'a> {
         })
     }
 
-    /// Copies or converts whole elements; `src` and `dst` hold the same number of them.
+    /// Copies or converts whole elements; `src` and `dst` hold equally many.
     #[inline]
     pub fn apply(&self, src: &[u8], dst: &mut [u8]) {
         debug_assert_eq!(src.len() / self.from_size, dst.len() / self.to_size);
@@ -165,7 +165,7 @@ impl<'a> Cast<'a> {
         }
     }
 
-    /// The same cast for elements that lie in the other byte order.
+    /// The same cast for byte-swapped input, if `swapped`.
     #[inline]
     #[must_use]
     pub fn swapped_if(mut self, swapped: bool) -> Cast<'a> {
@@ -191,7 +191,7 @@ impl<'a> Cast<'a> {
     }
 }
 
-/// The bits of infinity, of types that are cast.
+/// The bits of infinity, for types that can be cast.
 fn infinity(dtype: DType) -> Option<u64> {
     match dtype {
         DType::F16 => Some(0x7c00),
@@ -202,14 +202,14 @@ fn infinity(dtype: DType) -> Option<u64> {
     }
 }
 
-/// How many elements are finite in `src` and infinite in `dst`, which holds the same elements as another type.
+/// Counts elements that are finite in `src` and infinite in `dst`; `dst` holds the same elements cast to `to`.
 pub fn overflowed(from: DType, src: &[u8], to: DType, dst: &[u8]) -> u64 {
     let (Some(finite_below), Some(infinite), Some(from_size), Some(to_size)) =
         (infinity(from), infinity(to), from.size(), to.size())
     else {
         return 0;
     };
-    // Infinite values are rare: mostly one look at what was just written, still in the cache, is all.
+    // Infinite values are rare: one scan of the output, still in the cache, usually suffices.
     if !has(to_size, infinite, dst) {
         return 0;
     }
@@ -217,7 +217,7 @@ pub fn overflowed(from: DType, src: &[u8], to: DType, dst: &[u8]) -> u64 {
     pairs.filter(|(s, d)| magnitude(d) == infinite && magnitude(s) < finite_below).count() as u64
 }
 
-/// An element's bits but for the sign.
+/// An element's bits without the sign.
 fn magnitude(element: &[u8]) -> u64 {
     let mut bits = [0; 8];
     bits[..element.len()].copy_from_slice(element);
@@ -239,9 +239,9 @@ fn has(size: usize, wanted: u64, bytes: &[u8]) -> bool {
     }
 }
 
-/// How many finite elements become infinite, or NaN where the type has no infinity, when they are cast to `to`.
+/// Counts finite elements that would become infinite when cast to `to`, or NaN if `to` has no infinity.
 ///
-/// Fails for types that are not numbers, or too small for either question to have an answer.
+/// Fails for types that are not numbers, or that are too small to overflow in a defined way.
 pub fn overflows(from: DType, to: DType, src: &[u8]) -> Result<u64> {
     use DType::{
         BF16, Bool, F8E4M3, F8E4M3Fnuz, F8E5M2, F8E5M2Fnuz, F16, F32, F64, I8, I16, I32, I64, U8, U16, U32, U64,
@@ -249,7 +249,7 @@ pub fn overflows(from: DType, to: DType, src: &[u8]) -> Result<u64> {
     if from == to {
         return Ok(0);
     }
-    // What is rounded beyond the largest number: from half a step above it on, where ties go to the even neighbour.
+    // Values round beyond the largest number from half a step above it; ties go to the even neighbour.
     let (limit, itself) = match to {
         F64 => (f64::INFINITY, false),
         F32 => (f64::from(f32::MAX) + 2f64.powi(103), true),
@@ -264,7 +264,7 @@ pub fn overflows(from: DType, to: DType, src: &[u8]) -> Result<u64> {
         }
     };
     let over = |x: f64| if itself { x >= limit } else { x > limit };
-    // Magnitudes grow with their bits: the first that is too large is looked for once.
+    // Magnitudes are ordered like their bits: a binary search finds the first that overflows.
     let first = |value: &dyn Fn(u64) -> f64| {
         let (mut low, mut high) = (0, infinity(from).unwrap_or(0));
         while low < high {
@@ -325,7 +325,7 @@ fn widen_bf16(x: bf16) -> f32 {
     f32::from_bits(u32::from(x.to_bits()) << 16)
 }
 
-/// Round to nearest, ties to even; NaN stays NaN whatever its low bits. Branch-free so that it vectorises.
+/// Round to nearest, ties to even; NaN stays NaN for any low bits. Branch-free so that it vectorises.
 #[inline]
 fn narrow_bf16(x: f32) -> bf16 {
     let bits = x.to_bits();
@@ -334,16 +334,16 @@ fn narrow_bf16(x: f32) -> bf16 {
     bf16::from_bits(if x.is_nan() { quiet } else { rounded })
 }
 
-/// Rounds to the neighbouring float32 whose last bit is odd when inexact, so that rounding again to fewer bits is as
-/// good as rounding once (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
-/// rounding to odd", 2008).
+/// Rounds inexact values to the neighbouring float32 whose last bit is odd, so that a second rounding to fewer bits is
+/// correct (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd",
+/// 2008).
 #[inline]
 fn to_f32_round_to_odd(x: f64) -> f32 {
     let near = x as f32;
     if near.is_nan() || f64::from(near) == x || near.to_bits() & 1 == 1 {
         return near;
     }
-    // `near` is even and inexact: its odd neighbour on the other side of x is the one. Infinity steps back to f32::MAX.
+    // `near` is even and inexact: the result is its odd neighbour on the other side of x. Infinity steps back to f32::MAX.
     let bits = near.to_bits();
     let toward_zero = f64::from(near).abs() > x.abs();
     f32::from_bits(if toward_zero { bits - 1 } else { bits + 1 })
@@ -357,8 +357,8 @@ fn each<S: AnyBitPattern + NoUninit, D: AnyBitPattern + NoUninit>(src: &[u8], ds
     });
 }
 
-/// Hands typed slices to `bulk`. Files may place rows at odd addresses, and so may a caller's buffer: those go through
-/// an aligned block on the stack.
+/// Calls `bulk` with typed slices. Rows in files and callers' buffers may be unaligned: those go through an aligned block
+/// on the stack.
 fn in_bulk<S: AnyBitPattern + NoUninit, D: AnyBitPattern + NoUninit>(
     src: &[u8],
     dst: &mut [u8],
@@ -391,7 +391,7 @@ mod tests {
         bytemuck::pod_read_unaligned(&out)
     }
 
-    /// The nearest value of a small format, found by looking at all of them.
+    /// The nearest value of a small format, found by trying all of them.
     fn nearest<T: Copy>(x: f64, all: impl Iterator<Item = (T, f64, u16)>) -> (f64, u16) {
         let mut best = (f64::INFINITY, 0u16);
         let mut gap = f64::INFINITY;
@@ -406,7 +406,7 @@ mod tests {
 
     #[test]
     fn f64_rounds_once_to_16_bits() {
-        // Just above the tie between two bfloat16 neighbours, by less than float32 can tell.
+        // Above the tie between two bfloat16 neighbours by less than float32 can represent.
         let x = 1.0 + 2f64.powi(-8) + 2f64.powi(-40);
         assert_eq!(cast_one::<f64, bf16>(DType::F64, DType::BF16, x).to_f64(), 1.0 + 2f64.powi(-7));
         let y = 1.0 + 2f64.powi(-11) + 2f64.powi(-40);
@@ -434,7 +434,7 @@ mod tests {
         }
     }
 
-    /// Values that a cast may make infinite or not, of each floating type.
+    /// Values near the overflow limits of each floating type.
     fn around_the_limits(dtype: DType) -> Vec<u8> {
         let mut values =
             vec![0.0, -1.5, f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 1e300, -1e300, 1e39, 1e38, -70_000.0];
@@ -456,7 +456,7 @@ mod tests {
         bytes
     }
 
-    /// Against casting and looking at every value, for all pairs of types, in both byte orders.
+    /// Compares with casting every value, for all pairs of types, in both byte orders.
     #[test]
     fn overflows_are_what_the_cast_makes_infinite() {
         let types = [DType::F16, DType::BF16, DType::F32, DType::F64];

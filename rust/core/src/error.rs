@@ -1,4 +1,4 @@
-//! How the core says no: one type, one line, and always the file and the byte or field it is about.
+//! Errors of the core: one type, one line of text, with the file and the byte offset or field.
 
 use std::any::Any;
 use std::fmt;
@@ -7,43 +7,43 @@ use std::sync::Arc;
 
 use crate::location::Location;
 
-/// What went wrong, as a stable code. Append only: Python maps each code to one exception class, and a test holds the
-/// two lists against each other.
+/// The kind of an error, as a stable code. Append only: Python maps each code to one exception class, and a test compares
+/// the two lists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// A file that should be there is not.
+    /// A file does not exist.
     NotFound,
-    /// The system refused to open, map or read a file.
+    /// The system failed to open, map or read a file.
     Access,
-    /// A folder, a socket or a device stands where a regular file should.
+    /// Expected a regular file, found a folder, socket or device.
     NotAFile,
-    /// A file is shorter than what it must hold, or became shorter after it was opened.
+    /// A file is shorter than expected, or shrank after it was opened.
     Truncated,
     /// A file's content contradicts its format or another file of the dataset.
     Format,
-    /// A safetensors header was refused; [`Error::reason`] tells which rule.
+    /// A safetensors header is invalid; [`Error::reason`] names the rule.
     Header,
-    /// Well formed, but of a version or element type this release does not read.
+    /// Well formed, but of an unsupported version or element type.
     Unsupported,
     /// An example or token index outside the dataset.
     OutOfRange,
-    /// An element type or conversion that cannot be given.
+    /// An unsupported element type or conversion.
     DType,
-    /// An argument that makes no sense.
+    /// An invalid argument.
     Argument,
-    /// The caller's watch asked to stop.
+    /// The caller's watch requested a stop.
     Interrupted,
-    /// A fault of actshard itself.
+    /// A bug in actshard.
     Internal,
-    /// A pickle that would import, call or build something other than plain data; nothing of it was done.
+    /// A pickle would import, call or build something other than plain data; nothing was executed.
     UnsafePickle,
-    /// Well formed, but the dataset does not hold what was asked for.
+    /// Well formed, but the dataset does not contain the requested data.
     NotStored,
-    /// The disk is full, or the user's share of it is.
+    /// The disk or the user's quota is full.
     DiskFull,
-    /// The dataset was closed.
+    /// The dataset is closed.
     Closed,
-    /// There is not enough memory for what a dataset or an argument asks for.
+    /// Not enough memory for what a dataset or an argument requires.
     NoMemory,
 }
 
@@ -93,19 +93,19 @@ impl Kind {
     }
 }
 
-/// What is wrong with a dataset, where that is more exact than the kind of the error: the code under which `actshard verify`
-/// reports it. Append only; a Python test compares the list with the table of codes.
+/// A dataset fault, more exact than the kind of the error: the code under which `actshard verify` reports it. Append only;
+/// a Python test compares the list with the table of codes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Finding {
     /// A field of the metadata is missing or wrong.
     Metadata,
-    /// A file has no bytes.
+    /// A file is empty.
     EmptyFile,
-    /// A file's size is not the one that the metadata state.
+    /// A file's size differs from the one in the metadata.
     SizeBytes,
-    /// A file's checksum is not the one that the metadata state.
+    /// A file's checksum differs from the one in the metadata.
     Checksum,
-    /// A gzip file or chunk is damaged, or is no gzip data.
+    /// A gzip file or chunk is damaged, or is not gzip data.
     Gzip,
     /// A count in the metadata differs from the number found.
     CountClaim,
@@ -139,28 +139,28 @@ impl Finding {
     }
 }
 
-/// One failure. `Display` is one line: `path: byte N: detail`.
+/// An error. `Display` is one line: `path: byte N: detail`.
 #[derive(Clone, Debug, thiserror::Error)]
 pub struct Error {
-    /// What went wrong.
+    /// The kind.
     pub kind: Kind,
-    /// The file it is about.
+    /// The file concerned.
     pub location: Option<Location>,
     /// The byte offset in that file.
     pub offset: Option<u64>,
-    /// The named rule that was broken, where a parser has named rules.
+    /// The name of the broken rule, for parsers with named rules.
     pub reason: Option<&'static str>,
-    /// What is wrong with the dataset, where the kind is less exact.
+    /// The dataset fault, if it is more exact than the kind.
     pub finding: Option<Finding>,
-    /// The system's error number, where the system said no.
+    /// The system's error number, if the system reported one.
     pub errno: Option<i32>,
-    /// Expected and found, in words.
+    /// What was expected and what was found.
     pub detail: String,
-    /// What a caller of the core raised inside a function that it gave to the core; this error only takes it back out.
+    /// An error raised by the caller's own callback; this error only carries it back to the caller.
     pub carried: Option<Carried>,
 }
 
-/// Somebody else's error, shared by the clones of an [`Error`] and dropped with them.
+/// A foreign error, shared by the clones of an [`Error`] and dropped with them.
 #[derive(Clone)]
 pub struct Carried(pub Arc<dyn Any + Send + Sync>);
 
@@ -174,7 +174,7 @@ impl fmt::Debug for Carried {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// A failure about no particular file.
+    /// An error that concerns no particular file.
     pub fn new(kind: Kind, detail: impl Into<String>) -> Error {
         Error {
             kind,
@@ -188,28 +188,28 @@ impl Error {
         }
     }
 
-    /// Names the file.
+    /// Sets the file.
     #[must_use]
     pub fn at(mut self, location: impl Into<Location>) -> Error {
         self.location = Some(location.into());
         self
     }
 
-    /// Names the byte.
+    /// Sets the byte offset.
     #[must_use]
     pub fn byte(mut self, offset: u64) -> Error {
         self.offset = Some(offset);
         self
     }
 
-    /// Names the finding.
+    /// Sets the finding.
     #[must_use]
     pub fn finds(mut self, finding: Finding) -> Error {
         self.finding = Some(finding);
         self
     }
 
-    /// What the system said about a file; `doing` is a verb ("open", "map", "read").
+    /// An error from the system about a file; `doing` is a verb ("open", "map", "read").
     pub fn from_io(error: &io::Error, location: impl Into<Location>, doing: &str) -> Error {
         let kind = match error.kind() {
             io::ErrorKind::NotFound => Kind::NotFound,
@@ -220,11 +220,11 @@ impl Error {
         };
         let detail = match kind {
             Kind::NotFound if doing.contains("write") => {
-                format!("cannot {doing}: the folder that it is to be in does not exist")
+                format!("cannot {doing}: the parent folder does not exist")
             }
             Kind::NotFound => "expected a file, found nothing".to_string(),
             Kind::NotAFile if error.kind() == io::ErrorKind::NotADirectory => {
-                format!("cannot {doing}: a file stands where a folder of this path should")
+                format!("cannot {doing}: expected a folder, found a file, in a parent of this path")
             }
             Kind::NotAFile => "expected a regular file, found a folder".to_string(),
             Kind::DiskFull => format!("cannot {doing}: the disk is full ({error})"),
@@ -238,26 +238,26 @@ impl Error {
         made
     }
 
-    /// The process or the system has no file descriptor left.
+    /// Whether the process or the system has run out of file descriptors.
     pub(crate) fn is_out_of_descriptors(&self) -> bool {
         self.errno.is_some_and(is_out_of_descriptors)
     }
 }
 
-/// EMFILE and ENFILE: numbers that all Unix systems share.
+/// EMFILE and ENFILE have the same numbers on all Unix systems.
 pub(crate) fn is_out_of_descriptors(errno: i32) -> bool {
     matches!(errno, 23 | 24)
 }
 
-/// A text from a file as it stands in one line of a message.
+/// Escapes a text from a file so that it fits in one line of a message.
 pub(crate) fn in_one_line(text: &str) -> String {
     let mut made = String::with_capacity(text.len());
-    // A String takes whatever is written to it.
+    // Writing to a String cannot fail.
     let _ = write_escaped(&mut made, text);
     made
 }
 
-/// Names, keys and paths come from files and archives: a line break or a terminal escape in one must not forge a line of a
+/// Names, keys and paths come from untrusted files: a line break or a terminal escape in one must not forge a line of a
 /// log. U+2028 and U+2029 break lines too.
 fn write_escaped(f: &mut impl fmt::Write, text: &str) -> fmt::Result {
     for c in text.chars() {
@@ -306,10 +306,10 @@ mod tests {
         let inside = file.join("inside");
         let error = Error::from_io(&std::fs::File::open(&inside).unwrap_err(), &inside, "open");
         assert_eq!(error.kind, Kind::NotAFile);
-        assert!(error.detail.contains("a file stands where a folder"), "{error}");
+        assert!(error.detail.contains("expected a folder, found a file"), "{error}");
         let missing = folder.path().join("none").join("a");
         let error = Error::from_io(&std::fs::File::create(&missing).unwrap_err(), &missing, "open to write");
         assert_eq!(error.kind, Kind::NotFound);
-        assert!(error.detail.contains("folder") && error.detail.contains("does not exist"), "{error}");
+        assert!(error.detail.contains("the parent folder does not exist"), "{error}");
     }
 }

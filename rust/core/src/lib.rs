@@ -1,19 +1,21 @@
-//! actshard's core: where rows of activations lie, and how to move many of them at once.
+//! actshard's core: locates rows of activations and reads, writes and streams many of them at once.
 //!
-//! The floors. Each uses only those above it in this list (`tests/floors.rs` holds them); no files use each other in a circle.
+//! The floors. Each uses only those above it in this list, and no two files use each other in a circle (`tests/floors.rs`
+//! checks both).
 //!
-//! 1. [`location`]: the name of a file or an object. [`error`]: how anything here fails. [`dtype`]: element types and casts. [`memory`]: blocks that are used again.
-//!    [`threads`]: one pool, one way of handing out parts.
-//! 2. [`source`]: where bytes lie, behind one trait: files of this machine, mapped or read in place, or anything else. [`codec`]: decoding, with one cache of what was decoded.
-//!    [`arrays`]: arrays in chunk files and shards, under 4-D stores and token arrays.
-//! 3. [`layout`]: the map from (group, example, token) to an [`layout::Address`], a file and a row in it. [`parse`]: files not
-//!    to be trusted. A *group* is what a format stores apart for each example: a layer, usually.
-//! 4. [`files`]: the numbered files of a dataset, opened on demand and proven to hold the rows that they held when opened:
-//!    listed ([`files::table`]), named by arithmetic ([`files::chunks`]), or found inside pickles ([`files::shards`]).
-//! 5. [`gather`]: many rows at once, sorted, hinted and copied or cast straight into the caller's memory.
-//! 6. [`rows`]: one dataset's rows, whatever its layout: what a binding holds.
-//! 7. [`scan`]: a look at every value. [`stream`]: batches in an order, read ahead by a thread. [`write`](mod@write): pieces at
-//!    their places, whole shards. [`tokens`]: token caches, their rows, batches and orders.
+//! 1. [`location`]: the name of a file or object. [`error`]: the error type. [`dtype`]: element types and casts.
+//!    [`memory`]: reused blocks. [`threads`]: one thread pool, one way of handing out parts.
+//! 2. [`source`]: byte sources behind one trait: local files (mapped or read with `pread`), or any other store. [`codec`]:
+//!    decoding, with one cache of decoded units. [`arrays`]: arrays in chunk files and shards, under 4-D stores and token
+//!    arrays.
+//! 3. [`layout`]: the map from (group, example, token) to an [`layout::Address`], a file and a row in it. [`parse`]: parsers
+//!    of untrusted files. A *group* is what a format stores separately for each example, usually a layer.
+//! 4. [`files`]: the numbered files of a dataset, opened on demand, with checks that they still hold the same rows:
+//!    listed ([`files::table`]), named by arithmetic ([`files::chunks`]), or inside pickles ([`files::shards`]).
+//! 5. [`gather`]: reads many rows at once: sorts, hints, then copies or casts them into the caller's memory.
+//! 6. [`rows`]: one dataset's rows in any layout; the type that a binding holds.
+//! 7. [`scan`]: statistics over every value. [`stream`]: ordered batches, read ahead by a thread. [`write`](mod@write):
+//!    writes at offsets and whole shards. [`tokens`]: token caches, their rows, batches and orders.
 //!
 //! This crate knows rows, files and byte ranges. It has no word for a prompt, a patch or a parquet file, and never
 //! imports Python.

@@ -1,4 +1,4 @@
-//! Where bytes lie, as a name: a path of this machine, or a store and a key in it.
+//! Names of files: a local path, or a store and a key in it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -7,28 +7,28 @@ use std::sync::Arc;
 /// The name of a file or an object.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Location {
-    /// A path of this machine.
+    /// A local path.
     Local(PathBuf),
-    /// An object of a store.
+    /// An object in a store.
     Object(Arc<Object>),
 }
 
-/// The name of an object. Shared, so that errors, which carry locations, stay small.
+/// The name of an object. Shared, so that errors, which contain locations, stay small.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub struct Object {
-    /// The name of the bucket, the repository or whatever the store is, as messages give it.
+    /// The name of the store (a bucket, a repository) as messages show it.
     pub store: String,
-    /// The object's name in it.
+    /// The object's key in the store.
     pub key: String,
 }
 
 impl Location {
-    /// An object of a store.
+    /// The location of an object in a store.
     pub fn object(store: impl Into<String>, key: impl Into<String>) -> Location {
         Location::Object(Arc::new(Object { store: store.into(), key: key.into() }))
     }
 
-    /// The path, where there is one.
+    /// The path of a local file.
     pub fn path(&self) -> Option<&Path> {
         match self {
             Location::Local(path) => Some(path),

@@ -1,8 +1,8 @@
-//! What had to be decoded, kept while a memory budget lasts, and decoded by one thread at a time.
+//! A cache of decoded units with a memory budget; one thread decodes each unit.
 //!
-//! Least recently used goes first. What is thrown out lives on while somebody still reads it, so the budget bounds what is
-//! *kept*; who decodes many things at once bounds what is in flight. The lock is tried and never waited for long: a child
-//! forked while another thread held it decodes again instead of hanging.
+//! Evicts the least recently used first. An evicted unit lives as long as a reader holds it, so the budget bounds what is
+//! *kept*; callers that decode many units at once bound the rest. The lock is never waited for long: a child forked while
+//! another thread held it decodes again instead of hanging.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
@@ -14,12 +14,12 @@ use super::flight::{Begun, Flight, Flights, Waited};
 use crate::memory::block::Block;
 use crate::threads::fork::ForkMutex;
 
-/// What a [`Cache`] may keep.
+/// A unit that a [`Cache`] can keep.
 pub trait Cached {
-    /// Bytes of memory that it takes.
+    /// Bytes of memory in use.
     fn size(&self) -> usize;
 
-    /// Whether it is kept in place of another one of the same key, because it holds more of the unit.
+    /// Whether it replaces a cached unit of the same key, because it contains more of the unit.
     fn replaces(&self, _kept: &Self) -> bool {
         false
     }
@@ -31,11 +31,11 @@ impl Cached for Block {
     }
 }
 
-/// How long a thread waits for another one's decoding before it decodes by itself: that one may run Python code, and may wait
-/// for this thread.
+/// How long a thread waits for another one's decoding before it decodes itself. The other thread may run Python code that
+/// waits for this one.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Decoded units by key. A key names a unit completely: caches that several arrays share need a key with the array in it.
+/// Decoded units by key. A key identifies a unit completely: if arrays share a cache, the key includes the array.
 #[derive(Debug)]
 pub struct Cache<T = Block, K = u64> {
     budget: u64,
@@ -47,39 +47,39 @@ pub struct Cache<T = Block, K = u64> {
 #[derive(Debug)]
 struct State<T, K> {
     units: HashMap<K, (Arc<T>, u64)>,
-    /// The same keys by when they were used last.
+    /// The same keys, ordered by last use.
     by_age: BTreeMap<u64, K>,
     flights: Flights<T, K>,
     now: u64,
     used: u64,
 }
 
-/// The answer to a thread that needs a unit.
+/// The result of [`Cache::look_up`].
 pub enum Lookup<'a, T: Cached, K: Clone + Eq + Hash> {
-    /// It is kept.
+    /// The unit is cached.
     Kept(Arc<T>),
-    /// This thread decodes it.
+    /// This thread must decode it.
     Mine(Turn<'a, T, K>),
     /// Another thread is decoding it.
     Theirs(Arc<Flight<T>>),
 }
 
-/// The turn to decode a unit. Dropped without a unit, also by a panic, it tells the waiting threads to try themselves.
+/// The right to decode a unit. If it is dropped without a unit, also by a panic, the waiting threads retry themselves.
 pub struct Turn<'a, T: Cached, K: Clone + Eq + Hash> {
     cache: &'a Cache<T, K>,
     key: K,
-    /// `None` where no thread waits for this one.
+    /// `None` if other threads cannot wait for this one.
     flight: Option<Arc<Flight<T>>>,
 }
 
 impl<T: Cached, K: Clone + Eq + Hash> Turn<'_, T, K> {
-    /// Keeps the unit and hands it to the waiting threads.
+    /// Caches the unit and passes it to the waiting threads.
     pub fn keep(self, made: &Arc<T>) {
         self.cache.put(self.key.clone(), made);
         self.hand_over(made);
     }
 
-    /// Hands the unit to the waiting threads.
+    /// Passes the unit to the waiting threads.
     pub fn hand_over(self, made: &Arc<T>) {
         if let Some(flight) = &self.flight {
             flight.end(Some(Arc::clone(made)));
@@ -91,7 +91,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Drop for Turn<'_, T, K> {
     fn drop(&mut self) {
         let Some(flight) = self.flight.take() else { return };
         flight.end(None);
-        // One that stays in the list because that cannot be had now is not waited for: it has ended.
+        // If the list cannot be locked, the flight stays in it; it has ended, so later threads do not wait for it.
         if let Some(mut guard) = self.cache.state.lock_briefly() {
             guard.flights.remove(&self.key, &flight);
         }
@@ -99,7 +99,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Drop for Turn<'_, T, K> {
 }
 
 impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
-    /// Keeps at most `budget` bytes.
+    /// An empty cache of at most `budget` bytes.
     pub fn new(budget: u64) -> Cache<T, K> {
         let empty =
             || State { units: HashMap::new(), by_age: BTreeMap::new(), flights: Flights::new(), now: 0, used: 0 };
@@ -107,29 +107,29 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         Cache { budget, patience: PATIENCE, state, decoded: AtomicU64::new(0) }
     }
 
-    /// Bytes that may be kept.
+    /// The budget in bytes.
     pub fn budget(&self) -> u64 {
         self.budget
     }
 
-    /// Bytes kept now.
+    /// Bytes cached now.
     pub fn used(&self) -> u64 {
         self.state.lock_briefly().map_or(0, |guard| guard.used)
     }
 
-    /// Units that [`Cache::get_or_load`] decoded so far.
+    /// Units decoded so far by [`Cache::get_or_load`].
     pub fn decoded(&self) -> u64 {
         self.decoded.load(Ordering::Relaxed)
     }
 
-    /// A unit, if it is kept.
+    /// The unit, if it is cached.
     pub fn get(&self, key: K) -> Option<Arc<T>> {
         self.state.lock_briefly()?.get(&key)
     }
 
-    /// A unit that is kept and holds enough, or else the turn to decode it, or the thread that is decoding it. A thread that
-    /// decodes this unit already gets another turn: a signal handler or finalizer that runs while Python decodes would
-    /// wait for itself.
+    /// Returns a cached unit for which `enough` is true, else the right to decode it or the flight of the thread that is
+    /// decoding it. A thread that is already decoding this unit gets another turn: a signal handler or finalizer that runs
+    /// while Python decodes would otherwise wait for its own thread.
     pub fn look_up(&self, key: K, enough: impl Fn(&T) -> bool) -> Lookup<'_, T, K> {
         let flight = match self.state.lock_briefly() {
             Some(mut guard) => {
@@ -142,14 +142,14 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
                     Begun::Again => None,
                 }
             }
-            // A list that cannot be had now is done without.
+            // Without the lock: decode without informing other threads.
             None => None,
         };
         Lookup::Mine(Turn { cache: self, key, flight })
     }
 
-    /// A unit that is kept and holds enough, or else what `load` makes, kept from now on. Threads that ask for the same unit
-    /// at once wait for one of them; if that one fails or takes long, they try themselves.
+    /// Returns a cached unit for which `enough` is true, else caches and returns the result of `load`. Concurrent callers
+    /// for the same unit wait for one of them; if that one fails or takes too long, they load it themselves.
     pub fn get_or_load<E>(
         &self,
         key: K,
@@ -173,8 +173,8 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         Ok(Some(made))
     }
 
-    /// Keeps a unit in place of those that were not used for longest; one larger than the budget in place of all, until
-    /// the next: who reads from it goes on reading from it.
+    /// Caches a unit and evicts the least recently used ones. A unit larger than the budget evicts all others and stays until
+    /// the next is cached: its reader is likely to read from it again.
     pub fn put(&self, key: K, unit: &Arc<T>) {
         let bytes = unit.size() as u64;
         let Some(mut guard) = self.state.lock_briefly() else { return };
@@ -191,14 +191,14 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         guard.units.insert(key, (Arc::clone(unit), now));
     }
 
-    /// Forgets a unit.
+    /// Removes a unit.
     pub fn remove(&self, key: K) {
         if let Some(mut guard) = self.state.lock_briefly() {
             guard.remove(&key);
         }
     }
 
-    /// Throws out until `bytes` more would fit, as far as there is something to throw out.
+    /// Evicts units until `bytes` more fit, or none is left.
     pub fn make_room(&self, bytes: u64) {
         if let Some(mut guard) = self.state.lock_briefly() {
             guard.shrink(self.budget.saturating_sub(bytes));
@@ -236,8 +236,8 @@ impl<T: Cached, K: Clone + Eq + Hash> State<T, K> {
     }
 }
 
-/// Every order in which two threads that want one unit can run, by loom. Its clock never runs out: a thread that is not told is
-/// a deadlock there.
+/// loom tries every interleaving of two threads that need one unit. It has no timeouts: a thread that is not notified is a
+/// deadlock.
 #[cfg(all(test, actshard_loom))]
 mod models {
     use loom::thread;
@@ -246,7 +246,7 @@ mod models {
 
     type Loaded = Result<Option<Arc<Block>>, u8>;
 
-    /// Two threads ask for one unit; what each got, and how often it was loaded.
+    /// Two threads request one unit; returns both results and the number of loads.
     fn two_ask(budget: u64, load: fn(usize) -> Result<Option<Block>, u8>) -> ([Loaded; 2], usize) {
         let cache: Arc<Cache> = Arc::new(Cache::new(budget));
         let loads = Arc::new(AtomicU64::new(0));
@@ -364,7 +364,7 @@ mod tests {
         assert_eq!(made.unwrap().unwrap()[..], [2]);
     }
 
-    /// The thread that ends a load may find the list locked for longer than it tries: others free large blocks under that lock.
+    /// The list may stay locked for longer than the thread that ends a load tries: others free large blocks under that lock.
     #[test]
     fn a_load_that_ended_is_not_waited_for_though_it_is_still_listed() {
         let cache: Cache = Cache::new(100);
@@ -418,7 +418,7 @@ mod tests {
         assert_eq!(made.unwrap().unwrap()[..], [1]);
     }
 
-    /// As when Python code that decodes a block waits for the thread that asks for the same block.
+    /// Python code that decodes a block may wait for a thread that requests the same block.
     #[test]
     fn a_load_that_waits_for_who_waits_for_it_is_not_waited_for_for_ever() {
         let mut cache: Cache = Cache::new(100);
@@ -433,7 +433,7 @@ mod tests {
         assert_eq!(made.unwrap().unwrap()[..], [1]);
     }
 
-    /// As in a child forked while another thread was loading.
+    /// A child forked while another thread was loading.
     #[test]
     fn a_load_of_the_parents_is_not_waited_for() {
         let cache: Cache = Cache::new(100);
@@ -456,7 +456,7 @@ mod tests {
         assert!(matches!(cache.look_up(3, whatever), Lookup::Mine(_)));
     }
 
-    /// As in a child forked while another thread had the list, or where that thread sleeps for longer than this one tries.
+    /// A child forked while another thread held the list, or a holder that sleeps for longer than this thread tries.
     #[test]
     fn a_list_that_cannot_be_had_holds_up_no_thread() {
         let cache: Cache = Cache::new(100);
@@ -483,7 +483,7 @@ mod tests {
         assert!(matches!(waited, Some(Waited::Interrupted)));
     }
 
-    /// The beginning of a unit is kept until more of it is needed.
+    /// The beginning of a unit stays cached until more of it is needed.
     #[test]
     fn more_of_a_unit_replaces_less_of_it() {
         #[derive(Debug)]
@@ -506,7 +506,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a list in order of use.
+        /// Compares with a list in order of use.
         #[test]
         fn the_least_recently_used_goes_first(budget in 1u64..40, steps in prop::collection::vec((0u64..8, any::<bool>()), 0..200)) {
             let cache = Cache::new(budget);

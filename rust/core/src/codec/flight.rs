@@ -1,4 +1,4 @@
-//! Single flight: threads that want a unit which another thread is decoding wait for what it decodes.
+//! Single flight: threads that need a unit which another thread is decoding wait for its result.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -12,9 +12,9 @@ use crate::threads::{LOOK, Watch};
 /// A unit that is being decoded.
 #[derive(Debug)]
 pub struct Flight<T> {
-    /// The process that decodes: a forked child does not wait for a thread that it does not have.
+    /// The decoding process: a forked child must not wait for a thread that does not exist there.
     pid: u32,
-    /// A signal handler or a finalizer that runs while this thread decodes must not wait for it.
+    /// The decoding thread: a signal handler or finalizer that runs on it must not wait for it.
     thread: ThreadId,
     /// `None` until the flight ends; then the unit, or `None` where decoding failed.
     result: Mutex<Option<Option<Arc<T>>>>,
@@ -26,11 +26,11 @@ pub struct Flight<T> {
 pub enum Waited<T> {
     /// With the unit.
     Made(Arc<T>),
-    /// The other thread failed, or panicked: its error is met again by decoding again.
+    /// The other thread failed or panicked; decoding again meets the same error.
     Failed,
-    /// It took too long.
+    /// The wait timed out.
     TooLong,
-    /// The watch asked to stop.
+    /// The watch requested a stop.
     Interrupted,
 }
 
@@ -39,12 +39,12 @@ impl<T> Flight<T> {
         Flight { pid, thread: thread::current().id(), result: Mutex::new(None), ended: Condvar::new() }
     }
 
-    /// Whether it can be waited for: not if it was begun before a fork, nor if it ended and could not be taken from the list.
+    /// Whether to wait for it: not if it began before a fork, nor if it ended and could not be removed from the list.
     fn is_flying(&self, pid: u32) -> bool {
         self.pid == pid && self.result.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
-    /// Waits for the unit, at most as long as `patience` says.
+    /// Waits for the unit, at most for `patience`.
     pub fn wait(&self, patience: Option<Duration>, watch: Watch<'_>) -> Waited<T> {
         let until = patience.map(|patience| Instant::now() + patience);
         loop {
@@ -65,9 +65,9 @@ impl<T> Flight<T> {
         }
     }
 
-    /// Ends the flight, the first time that it is called.
+    /// Ends the flight; later calls have no effect.
     pub(super) fn end(&self, made: Option<Arc<T>>) {
-        // The lock may be held for ever in a child that was forked meanwhile, which ignores the flight anyway.
+        // In a child forked meanwhile the lock may be held for ever; the child ignores the flight anyway.
         if self.pid == std::process::id() {
             self.result.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(made);
             self.ended.notify_all();
@@ -79,13 +79,13 @@ impl<T> Flight<T> {
 #[derive(Debug)]
 pub(super) struct Flights<T, K>(HashMap<K, Arc<Flight<T>>>);
 
-/// Whose a flight is.
+/// The owner of a flight.
 pub(super) enum Begun<T> {
-    /// This thread's.
+    /// This thread.
     Mine(Arc<Flight<T>>),
-    /// Another thread's.
+    /// Another thread.
     Theirs(Arc<Flight<T>>),
-    /// This thread decodes the same unit already, further up its stack.
+    /// This thread is already decoding the same unit, further up its stack.
     Again,
 }
 
@@ -94,7 +94,7 @@ impl<T, K: Eq + Hash> Flights<T, K> {
         Flights(HashMap::new())
     }
 
-    /// Begins a flight, unless a thread of this process flies already.
+    /// Begins a flight, unless a thread of this process has one for the same key.
     pub(super) fn begin(&mut self, key: K) -> Begun<T> {
         let pid = std::process::id();
         match self.0.get(&key).filter(|flight| flight.is_flying(pid)) {
@@ -108,14 +108,14 @@ impl<T, K: Eq + Hash> Flights<T, K> {
         }
     }
 
-    /// Takes a flight from the list.
+    /// Removes a flight from the list.
     pub(super) fn remove(&mut self, key: &K, flight: &Arc<Flight<T>>) {
         if self.0.get(key).is_some_and(|listed| Arc::ptr_eq(listed, flight)) {
             self.0.remove(key);
         }
     }
 
-    /// As in a child forked while a thread of its parent decoded.
+    /// Simulates a child forked while a thread of its parent decoded.
     #[cfg(test)]
     pub(super) fn begin_elsewhere(&mut self, key: K) {
         self.0.insert(key, Arc::new(Flight::new(std::process::id() + 1)));

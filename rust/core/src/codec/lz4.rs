@@ -1,8 +1,8 @@
-//! LZ4 blocks, decoded as far as they are needed: the only room that calls the C library.
+//! LZ4 blocks, decoded only as far as needed. Only this module calls the C library.
 //!
-//! A block of a Levanter cache holds one byte of each of 131,072 numbers, and a window wants a thousand of them. The library can
-//! stop in the middle (`LZ4_decompress_safe_partial`), which no Rust crate offers; lz4-sys builds the library and does not
-//! declare this function, so it is declared here as `lz4.h` of 1.10 has it.
+//! A block of a Levanter cache contains one byte of each of 131,072 numbers; a window needs a thousand of them. The library
+//! can stop early (`LZ4_decompress_safe_partial`), which no Rust crate offers. lz4-sys builds the library without declaring
+//! this function, so it is declared here as in `lz4.h` 1.10.
 #![allow(unsafe_code, reason = "the C library is called here and nowhere else")]
 
 use std::ffi::{c_char, c_int};
@@ -17,32 +17,32 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// Bytes at the end of a block that no match may begin in, and that no match may reach: "The last match must start at least
+/// The end of a block, in bytes, where no match may begin, and which no match may reach: "The last match must start at least
 /// 12 bytes before the end of block" and "The last 5 bytes of input are always literals" (`lz4_Block_format.md`).
 const NO_MATCH_BEGINS: usize = 12;
 const LITERALS_AT_END: usize = 5;
 
-/// Fills `out` with what `block` decodes to; false if it is no block, or decodes to more or fewer bytes.
+/// Decodes `block` into `out`; false if the block is invalid or decodes to another length.
 pub fn decode(block: &[u8], out: &mut [u8]) -> bool {
     let (Ok(from), Ok(to)) = (c_int::try_from(block.len()), c_int::try_from(out.len())) else { return false };
-    // SAFETY: both pointers are to live slices of the lengths given. The function never reads outside the first nor writes
-    // outside the second, whatever the bytes are (lz4.h: "protected against malicious data packets").
+    // SAFETY: both pointers come from live slices of the lengths passed. The function never reads outside the first nor
+    // writes outside the second, for any bytes (lz4.h: "protected against malicious data packets").
     let made = unsafe { lz4_sys::LZ4_decompress_safe(block.as_ptr().cast(), out.as_mut_ptr().cast(), from, to) };
     made == to
 }
 
-/// Fills `out` with the first bytes that `block` decodes to; false if it is no block, or decodes to fewer. What follows them is
-/// not looked at: the library does not hold a part to the rules for the end of a block.
+/// Decodes the beginning of `block` into `out`; false if the block is invalid or too short. Does not check the rest: the
+/// library does not apply the end-of-block rules to a part.
 pub fn decode_prefix(block: &[u8], out: &mut [u8]) -> bool {
     let (Ok(from), Ok(to)) = (c_int::try_from(block.len()), c_int::try_from(out.len())) else { return false };
-    // SAFETY: both pointers are to live slices of the lengths given. The function never reads outside the first nor writes
-    // outside the second, whatever the bytes are (lz4.h: "protected against malicious data packets").
+    // SAFETY: both pointers come from live slices of the lengths passed. The function never reads outside the first nor
+    // writes outside the second, for any bytes (lz4.h: "protected against malicious data packets").
     let made = unsafe { LZ4_decompress_safe_partial(block.as_ptr().cast(), out.as_mut_ptr().cast(), from, to, to) };
     made == to
 }
 
-/// The byte that all `len` bytes of a block are, if that can be told by looking at its literals: the upper bytes of small numbers
-/// are such blocks, and need no memory.
+/// The byte value if all `len` bytes of a block are equal and its literals show it. The upper bytes of small numbers form
+/// such blocks, and need no memory.
 pub fn constant(block: &[u8], len: usize) -> Option<u8> {
     let mut at = 0usize;
     let mut made = 0usize;
@@ -96,7 +96,7 @@ mod tests {
 
     fn encode(bytes: &[u8]) -> Vec<u8> {
         let mut out = vec![0u8; bytes.len() + bytes.len() / 255 + 64];
-        // SAFETY: as above; `out` is longer than LZ4_compressBound asks for.
+        // SAFETY: as above; `out` is longer than LZ4_compressBound requires.
         let made = unsafe {
             lz4_sys::LZ4_compress_default(
                 bytes.as_ptr().cast(),
@@ -125,7 +125,7 @@ mod tests {
         assert!(!decode_prefix(&[0x10, 3, 1, 0], &mut [0; 5]));
     }
 
-    /// A block of sequences of one byte: literals, then (but for the last) a match of an offset and a length; and what it makes.
+    /// A block of one-byte sequences (literals, then, except for the last, a match offset and length), and its decoded bytes.
     fn of_sequences(sequences: &[(usize, u16, usize)], last: usize) -> (Vec<u8>, usize) {
         let (mut block, mut made) = (vec![], 0);
         let ends = std::iter::once((last, None));
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn no_match_lies_in_the_end_of_a_block() {
-        // A literal, a match of 4 to 22 bytes, literals: the last five have to be literals, and twelve follow a match's beginning.
+        // A literal, a match of 4 to 22 bytes, literals: the last five must be literals, and twelve follow a match's start.
         for n in 0..19 {
             for last in 0..9 {
                 let (block, made) = of_sequences(&[(1, 1, n)], last);

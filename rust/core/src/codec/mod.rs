@@ -1,5 +1,5 @@
-//! Decoding: gzip files ([`inflate`]), LZ4 blocks ([`lz4`]), and one cache of what was
-//! decoded ([`cache`]), by one thread at a time ([`flight`]).
+//! Decoding: gzip files ([`inflate`]), LZ4 blocks ([`lz4`]), and one cache of decoded units ([`cache`]), each decoded by one
+//! thread ([`flight`]).
 
 pub mod cache;
 pub mod flight;

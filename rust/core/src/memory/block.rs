@@ -1,11 +1,11 @@
-//! A block of memory that something is decoded or read into.
+//! A block of memory to decode or read into.
 
 use std::ops::Deref;
 
 use super::output::Output;
 
-/// Decoded bytes. Large ones lie in memory that is used again when they are gone: filling fresh pages costs as much as decoding
-/// into them.
+/// Decoded bytes. Large blocks are recycled after they are dropped: filling fresh pages costs as much as decoding into
+/// them.
 #[derive(Debug)]
 pub struct Block {
     memory: Bytes,
@@ -19,12 +19,12 @@ enum Bytes {
 }
 
 impl Block {
-    /// Memory to be filled; what is in it is anybody's guess.
+    /// A block to fill; its content is unspecified.
     pub fn new(len: usize) -> std::io::Result<Block> {
         Ok(Block { memory: Bytes::Recycled(Output::new(len)?), len })
     }
 
-    /// To write in.
+    /// The bytes, to write to.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.memory {
             Bytes::Heap(bytes) => &mut bytes[..self.len],
@@ -32,7 +32,7 @@ impl Block {
         }
     }
 
-    /// Bytes of memory that it takes: the rest of a reused mapping is as resident as what it holds.
+    /// Bytes of memory in use: all of a reused mapping is resident, not only `len` bytes.
     pub fn footprint(&self) -> usize {
         match &self.memory {
             Bytes::Heap(_) => self.len,
@@ -40,7 +40,7 @@ impl Block {
         }
     }
 
-    /// Forgets what lies after `len` bytes.
+    /// Drops the bytes after `len`.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
     }

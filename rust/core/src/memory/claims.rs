@@ -1,13 +1,13 @@
-//! Which memory of the caller's is being written to: two reads into the same bytes at once would mix their rows unsaid.
+//! Claims on the caller's memory: two concurrent reads into the same bytes would mix their rows silently.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError, Weak};
 
-/// Ranges of addresses that reads are writing to, with the process that does: a child inherits the list, but not the threads
-/// that would give their ranges up.
+/// Address ranges that reads are writing to, each with its process id: a forked child inherits the list, but not the
+/// threads that would release their ranges.
 #[derive(Debug)]
 pub struct Claims {
-    // Locked for a few comparisons at a time, to add to it. A range is given up without the lock: a list that could not be had
-    // at that moment would refuse this memory for ever, also to arrays that are made there later.
+    // Locked only to add a range, for a few comparisons. Releasing takes no lock: a release that failed to lock the list
+    // would block this memory for ever, also for later arrays at the same address.
     list: Mutex<Vec<Listed>>,
 }
 
@@ -19,7 +19,7 @@ struct Listed {
     held: Weak<()>,
 }
 
-/// A range that nobody else may claim until this is dropped.
+/// An exclusive range, released on drop.
 #[derive(Debug)]
 pub struct Claimed {
     _held: Arc<()>,
@@ -32,8 +32,8 @@ impl Claims {
         Claims { list: Mutex::new(vec![]) }
     }
 
-    /// Claims `len` bytes from an address on; `None` if some of them are claimed. Where the list cannot be had (a fork may have
-    /// made the thread that locked it disappear), the range is given unlisted.
+    /// Claims `len` bytes starting at an address; `None` if they overlap a claimed range. If the list cannot be locked (its
+    /// owner may have disappeared in a fork), the claim succeeds without being listed.
     pub fn claim(&self, from: usize, len: usize) -> Option<Claimed> {
         let (pid, to, held) = (std::process::id(), from + len, Arc::new(()));
         if len > 0
@@ -77,7 +77,7 @@ mod tests {
         assert!(claims.claim(0, 1000).is_some());
     }
 
-    /// A thread may be put to sleep while it holds the list, for longer than another one tries.
+    /// A thread that holds the list may be suspended for longer than another one tries.
     #[test]
     fn a_claim_given_up_while_the_list_cannot_be_had_is_given_up() {
         let claims = Claims::new();
@@ -86,7 +86,7 @@ mod tests {
         drop(claimed);
         drop(list);
         assert!(claims.claim(100, 50).is_some());
-        // What is given up is forgotten, too.
+        // Released ranges are also removed.
         for k in 0..100 {
             drop(claims.claim(k * 10, 10).unwrap());
         }

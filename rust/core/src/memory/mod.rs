@@ -1,4 +1,4 @@
-//! Memory: results and decoded bytes, used again when they are freed, and who writes where.
+//! Memory: blocks for results and decoded bytes, recycled when freed, and claims on ranges being written.
 
 pub mod block;
 pub mod claims;
@@ -8,8 +8,8 @@ use bytemuck::Zeroable;
 
 use crate::error::{Error, Kind, Result};
 
-/// Zeros, or an error where there is no memory for them: how many there are may follow from what a file claims of itself, and an
-/// allocation that fails ends the process.
+/// Zeros, or an error if there is no memory for them: the count may come from an untrusted file, and a failed allocation
+/// aborts the process.
 pub(crate) fn zeroed<T: Zeroable>(n: usize) -> Result<Vec<T>> {
     bytemuck::allocation::try_zeroed_vec(n)
         .map_err(|()| Error::new(Kind::NoMemory, format!("no memory for {n} elements of {} bytes", size_of::<T>())))

@@ -1,24 +1,24 @@
-//! Memory that results are put into, and that is used again when its owner lets go of it.
+//! Memory for results, recycled when its owner drops it.
 
 use std::sync::Mutex;
 
 use memmap2::MmapMut;
 
-/// Outputs from this size on are recycled; below it the allocator reuses memory by itself.
+/// Outputs of at least this size are recycled; the allocator reuses smaller ones itself.
 const RECYCLE_FROM: usize = 1 << 20;
-/// What is kept of freed outputs, at most, together.
+/// Bytes of freed outputs kept in total, at most.
 const KEEP_AT_MOST: usize = 256 << 20;
-/// And how many blocks: a loop that binds the next batch before it drops the last needs two, and several threads may loop.
+/// Blocks kept, at most: a loop that binds the next batch before it drops the last needs two, and several threads may loop.
 const KEEP_BLOCKS: usize = 8;
 /// Blocks come in multiples of a huge page.
 const GRAIN: usize = 2 << 20;
 
-/// Large outputs that were freed last, the latest at the end. Fresh memory costs more than filling it (the kernel clears
-/// every page, and a virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages
-/// back. Only ever tried, never waited for, so that a fork at a bad moment costs an allocation and nothing else.
+/// Freed large outputs, the most recent last. Fresh memory costs more than filling it (the kernel clears every page, and a
+/// virtual machine may have to ask its host for it): a loop that drops each batch gets the same pages back. The lock is
+/// only tried, never waited for, so that a fork while it is held costs an allocation at most.
 static FREED: Mutex<Vec<MmapMut>> = Mutex::new(vec![]);
 
-/// A block of memory, aligned for any element, not cleared.
+/// An uncleared block of memory, aligned for any element type.
 #[derive(Debug)]
 pub struct Output {
     memory: Memory,
@@ -27,15 +27,15 @@ pub struct Output {
 
 #[derive(Debug)]
 enum Memory {
-    /// In eights, for their alignment.
+    /// As u64, for alignment.
     Heap(Vec<u64>),
-    /// Given back when dropped.
+    /// Returned to [`FREED`] on drop.
     Pages(Option<MmapMut>),
 }
 
 impl Output {
-    /// A block of `len` bytes: the one freed last that fits without much waste, or a new one. If none fits, the oldest is
-    /// given back first, so that a program that changes its sizes does not keep memory it has no use for.
+    /// A block of `len` bytes: the most recently freed one that fits without much waste, or a new one. If none fits, the
+    /// oldest is unmapped first, so that a program whose sizes change keeps no useless memory.
     pub fn new(len: usize) -> std::io::Result<Output> {
         if len < RECYCLE_FROM {
             return Ok(Output { memory: Memory::Heap(vec![0; len.div_ceil(8)]), len });
@@ -49,10 +49,10 @@ impl Output {
                 freed.remove(0);
             }
         }
-        // Up to an eighth more, so that outputs of about the same size fit each other's; what is not touched costs nothing.
+        // Up to an eighth more, so that outputs of similar sizes can reuse each other; untouched pages cost nothing.
         let grain = (len.checked_next_power_of_two().unwrap_or(GRAIN) / 16).max(GRAIN);
         let map = MmapMut::map_anon(len.checked_next_multiple_of(grain).unwrap_or(len))?;
-        // Fewer, larger pages to clear; a system that refuses clears small ones.
+        // Fewer, larger pages to clear; a system without huge pages clears small ones.
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::HugePage);
         Ok(Output { memory: Memory::Pages(Some(map)), len })
@@ -60,7 +60,7 @@ impl Output {
 }
 
 impl Output {
-    /// Bytes of memory that it takes, all of which may be resident: those of the mapping that it reuses.
+    /// Bytes of memory in use, all of which may be resident: the size of the reused mapping.
     pub fn capacity(&self) -> usize {
         match &self.memory {
             Memory::Heap(eights) => eights.len() * 8,
@@ -68,7 +68,7 @@ impl Output {
         }
     }
 
-    /// What is in it.
+    /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         match &self.memory {
             Memory::Heap(eights) => &bytemuck::cast_slice(eights)[..self.len],
@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn a_reused_block_is_not_much_larger_than_asked_for() {
         for len in [RECYCLE_FROM, 3 * GRAIN, 64 << 20] {
-            // Freed last, so that whatever fits is taken from here; other tests may take it first, and that is as good.
+            // Freed last, so that this block is reused; another test may take it first, which is as good.
             drop(Output::new(len * 2).unwrap());
             let output = Output::new(len).unwrap();
             assert!(output.capacity() >= len && output.capacity() <= (len + len / 4).max(2 * GRAIN), "{len}");

@@ -1,4 +1,4 @@
-//! Locks that a forked child can do without.
+//! Locks that survive a fork.
 
 #[cfg(not(actshard_loom))]
 use std::time::Duration;
@@ -6,33 +6,33 @@ use std::time::Duration;
 use super::sync::atomic::{AtomicBool, Ordering};
 use super::sync::{Mutex, MutexGuard};
 
-/// A lock that a forked child can do without: where a thread that does not exist there holds it, the child finds that out
-/// once, after a few milliseconds, and goes on with a value of its own.
+/// A lock that survives a fork. If a thread that does not exist in the child holds it, the child notices once, after a
+/// few milliseconds, and continues with the spare value.
 #[derive(Debug)]
 pub(crate) struct ForkMutex<T> {
     first: Mutex<T>,
     spare: Mutex<T>,
-    /// The process that made it.
+    /// The process that created it.
     pid: u32,
-    /// In this process, or in the one it was forked from, the first is locked for ever.
+    /// In this process, or the one it was forked from, the first lock can never be taken.
     lost: AtomicBool,
 }
 
 impl<T> ForkMutex<T> {
-    /// Protects a value; `spare` is what a child that lost it starts from.
+    /// Protects `first`; a child that cannot lock it starts with `spare`.
     pub(crate) fn new(first: T, spare: T) -> ForkMutex<T> {
         let (first, spare) = (Mutex::new(first), Mutex::new(spare));
         ForkMutex { first, spare, pid: std::process::id(), lost: AtomicBool::new(false) }
     }
 
-    /// As after a fork: made by another process, and locked by a thread that does not exist.
+    /// Simulates a fork: created by another process, and locked by a thread that does not exist.
     #[cfg(test)]
     pub(crate) fn lose(&mut self) {
         self.pid = 0;
         std::mem::forget(self.first.lock());
     }
 
-    /// The lock, as by [`try_briefly`].
+    /// Locks as [`try_briefly`] does.
     pub(crate) fn lock_briefly(&self) -> Option<MutexGuard<'_, T>> {
         if !self.lost.load(Ordering::Relaxed) {
             if let Some(guard) = try_briefly(&self.first) {
@@ -47,14 +47,14 @@ impl<T> ForkMutex<T> {
     }
 }
 
-/// A model that tries again and again has no end.
+/// A loom model that retries has no end, so it waits.
 #[cfg(actshard_loom)]
 pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     mutex.lock().ok()
 }
 
-/// The lock, if it can be had within a few milliseconds; nobody holds one of ours for longer, but a fork may have made
-/// the holder disappear.
+/// The guard, or `None` if the lock is not free within a few milliseconds. This crate holds no such lock for longer, but a
+/// fork may have removed the holder.
 #[cfg(not(actshard_loom))]
 pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     for attempt in 0..100 {

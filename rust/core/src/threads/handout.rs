@@ -1,5 +1,5 @@
-//! Parts of one piece of work, handed out to threads in order. Which threads those are is up to [`pool`](super::pool) and
-//! [`waiting`](super::waiting).
+//! Parts of one piece of work, handed out to threads in order. [`pool`](super::pool) and [`waiting`](super::waiting)
+//! provide the threads.
 
 use std::sync::PoisonError;
 use std::time::Duration;
@@ -8,35 +8,35 @@ use super::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use super::sync::{Condvar, Mutex};
 use crate::error::{Error, Kind, Result};
 
-/// How often a waiting caller looks at its watch.
+/// Interval at which a waiting caller calls its watch.
 pub const LOOK: Duration = Duration::from_millis(20);
 
-/// Asked now and then on the calling thread; `true` means stop.
+/// Called regularly on the calling thread; `true` means stop.
 pub type Watch<'a> = &'a mut dyn FnMut() -> bool;
 
-/// The error of work whose watch asked to stop.
+/// The error of work that its watch stopped.
 pub fn interrupted() -> Error {
     Error::new(Kind::Interrupted, "interrupted")
 }
 
-/// Whether the parts of a piece of work should go on.
+/// A flag that stops the parts of a piece of work.
 #[derive(Debug, Default)]
 pub struct Stop(AtomicBool);
 
 impl Stop {
-    /// Whether the work was called off: another part failed or the caller's watch said so.
+    /// Whether the work was stopped: another part failed or the caller's watch returned true.
     #[inline]
     pub fn is_set(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Calls the work off.
+    /// Stops the work.
     pub fn set(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
-/// What is done for each part.
+/// The function called for each part.
 pub type Work<'a> = dyn Fn(usize, &Stop) -> Result<()> + Sync + 'a;
 
 /// Parts `0` to `parts - 1`, each given to one thread.
@@ -47,12 +47,12 @@ pub struct Handout<'a> {
     stop: Stop,
     interrupted: AtomicBool,
     failed: Mutex<Option<(usize, Error)>>,
-    /// Threads that work now, the caller excepted.
+    /// Threads at work, without the caller.
     running: Mutex<usize>,
     finished: Condvar,
 }
 
-/// A thread that takes parts; counted out when dropped, also while it unwinds.
+/// A registered thread; deregistered on drop, also during unwinding.
 pub struct Leave<'a>(&'a Mutex<usize>, &'a Condvar);
 
 impl Drop for Leave<'_> {
@@ -76,18 +76,18 @@ impl<'a> Handout<'a> {
         }
     }
 
-    /// Counts a thread in, before it is started.
+    /// Registers a thread, before it starts.
     pub fn enter(&self) -> Leave<'_> {
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         Leave(&self.running, &self.finished)
     }
 
-    /// Whether no thread but the caller works.
+    /// Whether only the caller is at work.
     pub fn is_alone(&self) -> bool {
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) == 0
     }
 
-    /// Takes the next part and does it; false when there is none left.
+    /// Takes the next part and does it; false if none is left.
     pub fn do_one(&self) -> bool {
         let part = if self.stop.is_set() { self.parts } else { self.next.fetch_add(1, Ordering::Relaxed) };
         if part >= self.parts {
@@ -103,7 +103,7 @@ impl<'a> Handout<'a> {
         true
     }
 
-    /// Looks at the caller's watch, unless it asked to stop already.
+    /// Calls the caller's watch, unless it requested a stop already.
     pub fn look(&self, watch: Watch<'_>) {
         if !self.interrupted.load(Ordering::Relaxed) && watch() {
             self.interrupted.store(true, Ordering::Relaxed);
@@ -111,14 +111,14 @@ impl<'a> Handout<'a> {
         }
     }
 
-    /// Waits until all threads have left.
+    /// Waits until all registered threads have left.
     pub fn wait(&self, watch: Watch<'_>) {
         let mut left = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         while *left > 0 {
             let (guard, timeout) = self.finished.wait_timeout(left, LOOK).unwrap_or_else(PoisonError::into_inner);
             left = guard;
             if timeout.timed_out() && *left > 0 {
-                // Not under the lock: a watch may run anything.
+                // Not under the lock: a watch may run arbitrary code.
                 drop(left);
                 self.look(&mut *watch);
                 left = self.running.lock().unwrap_or_else(PoisonError::into_inner);
@@ -126,7 +126,7 @@ impl<'a> Handout<'a> {
         }
     }
 
-    /// The error of the lowest failing part, so that what a user reads does not depend on timing.
+    /// The error of the lowest failing part, so that the reported error does not depend on timing.
     pub fn result(self) -> Result<()> {
         if self.interrupted.load(Ordering::Relaxed) {
             return Err(interrupted());
@@ -138,7 +138,7 @@ impl<'a> Handout<'a> {
     }
 }
 
-/// Every order in which threads can run, by loom. Its clock never runs out: a thread that leaves unseen is a deadlock there.
+/// loom tries every interleaving of the threads. It has no timeouts: a thread that leaves unnoticed is a deadlock.
 #[cfg(all(test, actshard_loom))]
 mod models {
     use loom::sync::atomic::AtomicUsize;
@@ -146,7 +146,7 @@ mod models {
 
     use super::*;
 
-    /// Parts are done by a thread and the caller, as the pool does them.
+    /// A second thread and the caller do the parts, as in the pool.
     fn shared(parts: usize, work: &'static Work<'static>, watch: Watch<'_>) -> Result<()> {
         let handout: &'static Handout<'static> = Box::leak(Box::new(Handout::new(parts, work)));
         let leave = handout.enter();

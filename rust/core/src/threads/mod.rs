@@ -1,6 +1,5 @@
-//! Threads: one pool for work that computes ([`run`]), threads of their own for work that waits ([`run_waiting`]), and one way
-//! of handing out parts to both ([`handout`]). [`map`] and [`for_each`] hand out parts that own something: a chunk of an
-//! output, most often.
+//! Threads: a pool for computation ([`run`]), separate threads for blocking work ([`run_waiting`]), and one way of handing
+//! out parts to both ([`handout`]). [`map`] and [`for_each`] hand out parts that own an item, usually a chunk of an output.
 
 pub mod fork;
 mod handout;

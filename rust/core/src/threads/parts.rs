@@ -1,4 +1,4 @@
-//! Parts that own something: the chunk of the output that they fill, or what they make.
+//! Parts that own an item: the chunk of the output that they fill, or their result.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -12,8 +12,8 @@ enum Slot<T, R> {
     Made(R),
 }
 
-/// What `work(i, item)` makes of each item, in order; run on this thread and the pool's. Each item belongs to one part, so that
-/// items that borrow chunks of one output need no proof that they do not overlap.
+/// Returns `work(i, item)` for each item, in order; runs on this thread and the pool's. Each item belongs to one part, so
+/// items that borrow chunks of one output need no proof of disjointness.
 pub fn map_each<T: Send, R: Send>(
     items: impl IntoIterator<Item = T>,
     work: &(dyn Fn(usize, T, &Stop) -> Result<R> + Sync),
@@ -45,7 +45,7 @@ fn hand_out<T: Send, R: Send>(
     made.collect::<Option<Vec<R>>>().ok_or_else(|| Error::new(Kind::Internal, "a part that was not done"))
 }
 
-/// [`map_each`] for parts that own nothing.
+/// [`map_each`] for parts without items.
 pub fn map<R: Send>(
     parts: usize,
     work: &(dyn Fn(usize, &Stop) -> Result<R> + Sync),
@@ -54,7 +54,7 @@ pub fn map<R: Send>(
     map_each(0..parts, &|_, i, stop| work(i, stop), watch)
 }
 
-/// [`map_each`] for parts that make nothing but what they write to.
+/// [`map_each`] for parts without results.
 pub fn for_each<T: Send>(
     items: impl IntoIterator<Item = T>,
     work: &(dyn Fn(usize, T, &Stop) -> Result<()> + Sync),
@@ -63,7 +63,7 @@ pub fn for_each<T: Send>(
     map_each(items, work, watch).map(drop)
 }
 
-/// [`for_each`] on at most `at_once` threads that may wait.
+/// [`for_each`] on at most `at_once` threads that may block.
 pub fn for_each_waiting<T: Send>(
     items: impl IntoIterator<Item = T>,
     at_once: usize,

@@ -1,10 +1,9 @@
-//! The threads that compute: a pool that survives being forked, watches for Ctrl-C, and never outlives a call's borrow.
+//! The pool of computing threads: works after a fork, stops on Ctrl-C, and never outlives a call's borrow.
 //!
-//! rayon's global pool is not used: a forked child inherits its bookkeeping but none of its threads, and the first
-//! `install` there waits forever. This pool remembers the process it was made in; a child makes a new one. So does the
-//! count of callers: those of the parent do not exist in a child. The slot that holds the pool is only ever tried, never
-//! waited for, and locked for as long as a pointer takes to copy: if a fork caught another thread inside it, the child
-//! works on the calling thread instead of hanging.
+//! rayon's global pool does not survive a fork: the child inherits its bookkeeping but none of its threads, and the first
+//! `install` waits forever. This pool stores the id of the process that created it; a child creates a new one. The count
+//! of callers does the same. The slot with the pool is only tried, never waited for, and locked only while a pointer is
+//! copied: if a fork happened while another thread held it, the child works on the calling thread instead of hanging.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,26 +16,26 @@ use super::handout::{Handout, Stop, Watch, interrupted};
 use super::seat;
 use crate::error::Result;
 
-/// Callers at work now, of all threads of this process: the process id in the upper half, their number in the lower. A
-/// forked child inherits the parent's number but not its threads, so a number under another id is zero.
+/// Callers at work in all threads of this process: the process id in the upper half, their number in the lower. A forked
+/// child inherits the parent's number but not its threads, so a number under another id counts as zero.
 static CALLERS: AtomicU64 = AtomicU64::new(0);
 
-/// The process that made a pool, and the pool.
+/// The pool and the id of the process that created it.
 type Owned = Option<(u32, Arc<Pool>)>;
 
 static POOL: Mutex<Owned> = Mutex::new(None);
 
-/// The threads beside the caller.
+/// The threads besides the caller.
 struct Pool {
     threads: ThreadPool,
     #[cfg(target_os = "linux")]
     seat: seat::Seat,
 }
 
-/// Threads used for large reads: `ACTSHARD_NUM_THREADS`, or the processors this process may use.
+/// Threads used for large reads: `ACTSHARD_NUM_THREADS`, or the number of processors available to this process.
 pub fn num_threads() -> usize {
-    // Asked once: counting processors reads control group files, which costs more than a small gather. Not a OnceLock: a
-    // child that was forked while another thread counted would wait for that thread. Counting twice gives the same.
+    // Counted once: it reads control group files, which costs more than a small gather. Not a OnceLock: a child forked
+    // while another thread counts would wait for that thread. Counting twice gives the same number.
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     match COUNT.load(Ordering::Relaxed) {
         0 => {
@@ -58,7 +57,7 @@ fn count_threads() -> usize {
         .min(256)
 }
 
-/// The pool of this process, or `None` where none can be had.
+/// The pool of this process, or `None` if there is none and none can be built.
 fn current() -> Option<Arc<Pool>> {
     let pid = std::process::id();
     let mine = |slot: &MutexGuard<'_, Owned>| {
@@ -67,21 +66,21 @@ fn current() -> Option<Arc<Pool>> {
     if let Some(pool) = mine(&try_slot()?) {
         return Some(pool);
     }
-    // Built without the lock, which takes about a millisecond: two threads may both build one, the second is dropped.
+    // Built without the lock, because it takes about a millisecond. If two threads build one, the second is dropped.
     let made = Arc::new(build()?);
     let mut slot = try_slot()?;
     if let Some(first) = mine(&slot) {
         return Some(first);
     }
-    // The parent's threads do not exist here; dropping its pool would signal them through locks that one of them may have
-    // held.
+    // The parent's threads do not exist here. Dropping its pool would signal them through locks that they may have held at
+    // the fork.
     if let Some(parents) = slot.replace((pid, Arc::clone(&made))) {
         std::mem::forget(parents);
     }
     Some(made)
 }
 
-/// The lock, if it can be had at once or after another thread copied a pointer.
+/// The slot's guard, if the lock becomes free within the time another thread needs to copy a pointer.
 fn try_slot() -> Option<MutexGuard<'static, Owned>> {
     for _ in 0..200 {
         match POOL.try_lock() {
@@ -112,18 +111,18 @@ fn build() -> Option<Pool> {
 }
 
 thread_local! {
-    /// This thread is doing a part: what it starts in there is done by itself, for the others may all be in the same place
-    /// and wait for each other.
+    /// Set while this thread does a part. Nested work then runs on this thread alone: the pool's threads may all be nested
+    /// in the same way and would wait for each other.
     static BUSY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A caller at work; counted out when dropped, also while unwinding.
+/// A registered caller; deregistered on drop, also during unwinding.
 struct Caller {
     pid: u32,
 }
 
 impl Caller {
-    /// Counts a caller in: also returns how many others there are.
+    /// Registers a caller; also returns the number of the others.
     fn enter() -> (Caller, usize) {
         let pid = std::process::id();
         let enter = |now| Some(u64::from(pid) << 32 | (callers_of(now, pid) + 1));
@@ -138,23 +137,23 @@ fn callers_of(now: u64, pid: u32) -> u64 {
 
 impl Drop for Caller {
     fn drop(&mut self) {
-        // A caller that forked inside its work is dropped in the child as well, where it was never counted.
+        // A caller that forked inside its work is dropped in the child as well, where it was never registered.
         let leave = |now| (callers_of(now, self.pid) > 0).then(|| now - 1);
         let _ = CALLERS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, leave);
     }
 }
 
-/// Whether this thread is doing a part of some work: waiting for another thread there could wait for ever.
+/// Whether this thread is doing a part of some work. Waiting for another thread there could deadlock.
 pub fn in_part() -> bool {
     BUSY.get()
 }
 
-/// Whether work started here would be shared with other threads.
+/// Whether work started here would use other threads.
 pub fn are_free() -> bool {
     num_threads() > 1 && !BUSY.get()
 }
 
-/// Marks this thread, also while it unwinds.
+/// Marks this thread as busy until dropped, also during unwinding.
 struct Busy;
 
 impl Busy {
@@ -170,18 +169,17 @@ impl Drop for Busy {
     }
 }
 
-/// Runs `work(0)`, `work(1)`, ... `work(parts - 1)`, each once, on this thread and the pool's, and waits for them. The error
-/// of the lowest failing part is returned, so that what a user reads does not depend on timing. Inside a part, on this thread
-/// alone.
+/// Runs `work(0)` to `work(parts - 1)`, each once, on this thread and the pool's, and waits for them. Returns the error of
+/// the lowest failing part, so that the reported error does not depend on timing. Inside a part it uses this thread only.
 pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
     let (_caller, others) = Caller::enter();
-    // Each caller works itself: where there are as many as processors, waking more threads would only cost.
+    // Each caller works itself: with as many callers as processors, more threads would only cost.
     let workers = num_threads().saturating_sub(1 + others).min(parts.saturating_sub(1));
     let pool = if workers > 0 && !BUSY.get() { current() } else { None };
     let Some(pool) = pool else {
         let stop = Stop::default();
         for part in 0..parts {
-            // A single part is a small request: looking at the watch would cost more than the work.
+            // A single part is a small request: calling the watch would cost more than the work.
             if part > 0 && watch() {
                 return Err(interrupted());
             }
@@ -212,7 +210,7 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
                 while handout.do_one() {}
             });
         }
-        // The caller works too: it is awake, and a small request is done before the others are.
+        // The caller works too: it is awake, and finishes a small request before the others start.
         while handout.do_one() {
             handout.look(&mut *watch);
         }
@@ -255,7 +253,7 @@ mod tests {
     fn the_lowest_error_is_told() {
         let error =
             run(64, &|i, _| if i >= 5 { Err(Error::new(Kind::Format, format!("{i}"))) } else { Ok(()) }, &mut || false);
-        // Later parts may or may not have started, part 5 always has by the time any later one failed.
+        // Later parts may or may not have started; part 5 has started by the time any later one failed.
         assert_eq!(error.unwrap_err().detail, "5");
     }
 
@@ -272,7 +270,7 @@ mod tests {
 
     #[test]
     fn a_watch_stops_work() {
-        // Nobody could finish this before the watch says stop.
+        // Too much work to finish before the watch returns true.
         let slow = |_: usize, stop: &Stop| {
             for _ in 0..10 {
                 if !stop.is_set() {

@@ -1,10 +1,10 @@
-//! Where the one thread of a pool of one wakes up.
+//! Processor placement for a pool of one thread.
 //!
-//! A thread that is woken runs where the scheduler puts it, and in a virtual machine of two processors that can be beside the
-//! one that woke it while the other idles: a halted virtual processor looks "preempted", and Linux does not take such for idle
-//! (`available_idle_cpu`). So the thread is told to keep off the caller's processor before it is woken, and gives itself its
-//! own mask back as the first thing it does: no mask outlives the wake, whatever the user pins later. Where there are
-//! more processors the scheduler finds an idle one, and nothing is done.
+//! In a virtual machine with two processors, the scheduler may wake a thread on its waker's processor while the other one
+//! idles: a halted virtual processor looks "preempted", and Linux does not treat it as idle (`available_idle_cpu`). So the
+//! caller excludes its own processor from the thread's affinity mask before it wakes the thread. The thread restores its
+//! mask first, so that no mask outlives the wake, whatever the user pins later. With more processors the scheduler finds
+//! an idle one, and this module does nothing.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -24,9 +24,9 @@ impl Seat {
         move |_| thread.store(gettid().as_raw_nonzero().get(), Ordering::Relaxed)
     }
 
-    /// Keeps the thread off the caller's processor; returns the mask that it had. A hint: a system that refuses leaves
-    /// the thread where it is. Only one caller at a time may do this, or one would take the other's mask for the
-    /// thread's own.
+    /// Excludes the caller's processor from the thread's mask; returns the previous mask. A hint: if the system refuses, the
+    /// thread stays where it is. Only one caller at a time may do this, or one would read the other's temporary mask as
+    /// the thread's own.
     pub fn keep_off_this_processor(&self, threads: usize) -> Option<CpuSet> {
         if threads != 2 {
             return None;
@@ -43,7 +43,7 @@ impl Seat {
     }
 }
 
-/// Gives the calling thread its mask back.
+/// Restores the calling thread's mask.
 pub fn give_back(before: &CpuSet) {
     let _ = sched_setaffinity(None, before);
 }

@@ -1,5 +1,5 @@
-//! The standard library's locks and atomics, or loom's models of them: `--cfg actshard_loom` tries every order in which the
-//! threads of a model can run (`scripts/sanitize.sh loom`). Modules that have models take theirs from here.
+//! The standard library's locks and atomics, or loom's models of them: `--cfg actshard_loom` tries every interleaving of a
+//! model's threads (`scripts/sanitize.sh loom`). Modules with models import theirs from here.
 
 #[cfg(actshard_loom)]
 pub(crate) use loom::{

@@ -1,11 +1,11 @@
-//! Threads that wait for a disk or a network: of their own, for those of the pool have work to do.
+//! Threads that wait for a disk or a network, separate from the pool, whose threads compute.
 
 use super::handout::{Handout, Stop, Watch};
 use crate::error::Result;
 
-/// Runs `work(0)`, ... `work(jobs - 1)`, each once, at most `at_once` at the same time, on threads that may wait, and waits for
-/// them. The error of the lowest failing job is returned. A single job has a thread of its own too: the caller looks at its
-/// watch meanwhile.
+/// Runs `work(0)` to `work(jobs - 1)`, each once, at most `at_once` at a time, on threads that may block, and waits for
+/// them. Returns the error of the lowest failing job. Even a single job gets its own thread, so that the caller can call
+/// its watch.
 pub fn run_waiting(
     jobs: usize,
     at_once: usize,
@@ -24,11 +24,11 @@ pub fn run_waiting(
                 while handout.do_one() {}
             });
             if made.is_err() {
-                break; // `leave` was dropped with the closure
+                break; // the failed spawn dropped the closure and with it `leave`
             }
         }
         if handout.is_alone() {
-            while handout.do_one() {} // no thread to be had, or all done already
+            while handout.do_one() {} // no thread could be created, or all is done
         }
         handout.wait(watch);
     });

@@ -1,13 +1,13 @@
-//! Deflate blocks, read from any bit on: finding where one begins, and inflating a little without knowing what came before.
+//! Deflate blocks at any bit offset: finds where one begins, and inflates a little without the preceding window.
 //!
-//! Not fast and not meant to be: libdeflate inflates all but the first 32 KiB or so of each stretch ([`super::parallel`]).
-//! Source: RFC 1951. The idea of looking for dynamic block headers and of marking what is copied from an unknown window is
-//! that of pugz (Kerbiriou and Chikhi, "Parallel decompression of gzip-compressed files and random access to DNA
-//! sequences", 2019) and rapidgzip (Knespel and Brunst, 2023).
+//! Speed does not matter here: libdeflate inflates all but the first 32 KiB or so of each stretch ([`super::parallel`]).
+//! Source: RFC 1951. Searching for dynamic block headers and marking copies from an unknown window follow pugz (Kerbiriou
+//! and Chikhi, "Parallel decompression of gzip-compressed files and random access to DNA sequences", 2019) and rapidgzip
+//! (Knespel and Brunst, 2023).
 
-/// Bytes that a match can reach back.
+/// The largest distance of a match, in bytes.
 pub const WINDOW: usize = 32 << 10;
-/// Values from here on are not bytes but places in the unknown window, from its oldest byte on.
+/// Values from here on are offsets into the unknown window, counted from its oldest byte; smaller values are bytes.
 pub const MARK: u16 = 256;
 
 const MAX_BITS: usize = 15;
@@ -31,12 +31,12 @@ pub struct Bits<'a> {
 }
 
 impl<'a> Bits<'a> {
-    /// From a bit on.
+    /// Starts at a bit offset.
     pub fn new(bytes: &'a [u8], at: u64) -> Bits<'a> {
         Bits { bytes, at }
     }
 
-    /// The next bits, 56 at least; zeros past the end.
+    /// The next 56 or more bits; zeros past the end.
     #[inline]
     fn peek(&self) -> u64 {
         let byte = (self.at / 8) as usize;
@@ -64,16 +64,16 @@ impl<'a> Bits<'a> {
     }
 }
 
-/// A prefix code: what the next bits mean, and how many of them.
+/// A prefix code as a lookup table.
 struct Code {
-    /// Indexed by the next `bits` bits: symbol and length; length 0 for bits that mean nothing.
+    /// Indexed by the next `bits` bits: symbol and length; length 0 for unused codes.
     table: Vec<(u16, u8)>,
     bits: u32,
 }
 
 impl Code {
-    /// From the lengths of each symbol's code; `None` unless they fill the space of codes exactly, or, where `sparse` is
-    /// allowed, there is at most one (RFC 1951, 3.2.7: one distance code, or none).
+    /// Builds the table from each symbol's code length. `None` unless the lengths use the whole code space, or, if `sparse`,
+    /// there is at most one code (RFC 1951, 3.2.7: one distance code, or none).
     fn new(lengths: &[u8], sparse: bool, steps: &mut Steps) -> Option<Code> {
         let mut count = [0u32; MAX_BITS + 1];
         for length in lengths {
@@ -115,7 +115,7 @@ impl Code {
     }
 }
 
-/// Work that is left, roughly: values, entries of tables, places looked at.
+/// The remaining work budget, roughly: values, table entries, bits searched.
 pub struct Steps(u64);
 
 impl Steps {
@@ -125,13 +125,13 @@ impl Steps {
     }
 }
 
-/// Literals and lengths, and distances.
+/// The codes of a block.
 struct Codes {
     literals: Code,
     distances: Code,
 }
 
-/// Whether the next bits can be the header of a dynamic block that is not the last, cheaply: one place in thousands can.
+/// A cheap test whether the header of a dynamic, non-final block can begin here; true for one bit offset in thousands.
 #[inline]
 fn may_begin(bits: &Bits<'_>) -> bool {
     let v = bits.peek();
@@ -156,7 +156,7 @@ fn may_begin(bits: &Bits<'_>) -> bool {
     sum == 128
 }
 
-/// Reads the codes of a dynamic block; the three bits of its kind are read already.
+/// Reads the codes of a dynamic block, after its three header bits.
 fn dynamic_codes(bits: &mut Bits<'_>, steps: &mut Steps) -> Option<Codes> {
     let literals = bits.take(5)? as usize + 257;
     let distances = bits.take(5)? as usize + 1;
@@ -194,19 +194,19 @@ fn fixed_codes(steps: &mut Steps) -> Option<Codes> {
     Some(Codes { literals: Code::new(&lengths, false, steps)?, distances: Code::new(&[5; 32], false, steps)? })
 }
 
-/// What was inflated without knowing what came before.
+/// Values inflated without the preceding window.
 #[derive(Debug)]
 pub struct Warm {
-    /// The bit at which it begins: a block's first.
+    /// The bit at which it begins, the first of a block.
     pub begin: u64,
-    /// The bit at which it ends: a block's first, too.
+    /// The bit at which it ends, also the first of a block.
     pub end: u64,
     /// Bytes, and marks for bytes of the unknown window. The last [`WINDOW`] are bytes.
     pub values: Vec<u16>,
 }
 
-/// Looks for a block between two bits and inflates from there until the window is known; `None` where there is no such
-/// block, the window does not become known within `most` values or so, or all this takes more than `steps`.
+/// Searches for a block between two bits and inflates from there until the window is known. `None` if there is no such
+/// block, the window is still unknown after about `most` values, or the work exceeds `steps`.
 pub fn warm_up(bytes: &[u8], from: u64, to: u64, most: usize, steps: u64) -> Option<Warm> {
     let mut steps = Steps(steps);
     for at in from..to {
@@ -221,11 +221,11 @@ pub fn warm_up(bytes: &[u8], from: u64, to: u64, most: usize, steps: u64) -> Opt
     None
 }
 
-/// `None` where there is no block, `Some(None)` where there is one that is of no use.
+/// `None` if there is no block, `Some(None)` if there is one that is not useful.
 fn inflate_from(mut bits: Bits<'_>, most: usize, steps: &mut Steps) -> Option<Option<Warm>> {
     let begin = bits.at;
     let mut values: Vec<u16> = Vec::new();
-    // Where the last mark stands, plus one.
+    // The position after the last mark.
     let mut marked = 0;
     loop {
         let before = values.len();
@@ -244,14 +244,14 @@ fn inflate_from(mut bits: Bits<'_>, most: usize, steps: &mut Steps) -> Option<Op
             kind @ (1 | 2) => {
                 let codes = if kind == 1 { fixed_codes(steps)? } else { dynamic_codes(&mut bits, steps)? };
                 let whole = block(&mut bits, &codes, &mut values, &mut marked, most);
-                // Also of a block that turns out to be none.
+                // Counts the work even if the block is invalid.
                 steps.take((values.len() - before) as u64)?;
                 whole?;
             }
             _ => return None,
         }
         steps.take(1 + (values.len() - before) as u64)?;
-        // Nothing begins behind the last block of all; what is left then is not worth another thread.
+        // Nothing follows the final block, and the rest is not worth another thread.
         if last == 1 || values.len() > most {
             return Some(None);
         }
@@ -274,7 +274,7 @@ fn block(bits: &mut Bits<'_>, codes: &Codes, values: &mut Vec<u16>, marked: &mut
                 for _ in 0..length {
                     let value = match values.len().checked_sub(distance) {
                         Some(at) => values[at],
-                        // Before the beginning: in the unknown window, which ends where the values begin.
+                        // In the unknown window, which ends where the values begin.
                         None => MARK + (WINDOW - (distance - values.len())) as u16,
                     };
                     values.push(value);

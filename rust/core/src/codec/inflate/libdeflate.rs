@@ -1,4 +1,4 @@
-//! Calls into libdeflate.
+//! Bindings to libdeflate.
 #![allow(unsafe_code)]
 
 use std::ffi::c_void;
@@ -8,7 +8,7 @@ use libdeflate_sys as sys;
 
 use crate::error::{Error, Kind, Result};
 
-/// What became of a member or a stretch.
+/// The result of inflating a member or a stretch.
 pub enum Outcome {
     Done { read: usize, made: usize },
     Full,
@@ -16,7 +16,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// Of what libdeflate returned and counted.
+    /// From libdeflate's return value and counts.
     fn of(result: sys::libdeflate_result, read: usize, made: usize) -> Outcome {
         match result {
             sys::libdeflate_result_LIBDEFLATE_SUCCESS if read > 0 => Outcome::Done { read, made },
@@ -36,11 +36,11 @@ impl Inflater {
         NonNull::new(made).map(Inflater).ok_or_else(|| Error::new(Kind::NoMemory, "cannot allocate a decompressor"))
     }
 
-    /// Inflates one gzip member, its checksum and length compared.
+    /// Inflates one gzip member and checks its checksum and length.
     pub fn member(&mut self, gz: &[u8], out: &mut [u8]) -> Outcome {
         let (mut read, mut made) = (0usize, 0usize);
-        // SAFETY: the decompressor is live; the pointers are to slices of the lengths given, the output one exclusively
-        // ours; the counts are written through pointers to live locals.
+        // SAFETY: the decompressor is live; the pointers come from slices of the lengths passed, the output slice borrowed
+        // exclusively; the counts are written through pointers to live locals.
         let result = unsafe {
             sys::libdeflate_gzip_decompress_ex(
                 self.0.as_ptr(),
@@ -55,7 +55,7 @@ impl Inflater {
         Outcome::of(result, read, made)
     }
 
-    /// Inflates deflate data without a header.
+    /// Inflates deflate data without a gzip header.
     pub fn raw(&mut self, data: &[u8], out: &mut [u8]) -> Outcome {
         let (mut read, mut made) = (0usize, 0usize);
         // SAFETY: as in `member`.

@@ -1,13 +1,12 @@
-//! Gzip files, inflated whole into memory whose size is bounded beforehand.
+//! Gzip files, inflated whole into memory of bounded size.
 //!
-//! libdeflate inflates: measured on a 105 MB shard of random float32 it gives 468 MB/s, zlib-rs 311 (benches/README.md). It
-//! works on whole buffers, so a stretch at the front is inflated with zlib-rs first and looked at: what is no pickle is
-//! refused for the price of 64 KiB, whatever it claims to inflate to.
+//! libdeflate inflates a 105 MB shard of random float32 at 468 MB/s, zlib-rs at 311 (benches/README.md). It works on whole
+//! buffers, so zlib-rs first inflates the beginning: data that is not a pickle is rejected after 64 KiB, whatever size it
+//! claims.
 //!
-//! A large file of one member is inflated by several threads where they are free ([`parallel`]).
+//! A large file with one member is inflated by several threads if they are free ([`parallel`]).
 //!
-//! Source: RFC 1952. A file is one member or several; each has a checksum and a length of its own, and libdeflate compares
-//! both.
+//! Source: RFC 1952. A file has one or more members, each with its own checksum and length; libdeflate checks both.
 
 #[doc(hidden)] // for the fuzz target
 pub mod blocks;
@@ -23,13 +22,13 @@ use crate::error::{Error, Finding, Kind, Result};
 use crate::memory::block::Block;
 use crate::threads::{self, Stop, Watch};
 
-/// Deflate cannot do better (RFC 1951: 258 bytes from 2 bits).
+/// The maximum ratio of deflate (RFC 1951: 258 bytes from 2 bits).
 const BEST_RATIO: u64 = 1032;
 
-/// The first `most` inflated bytes, or fewer if that is all there is before the end or an error.
+/// The first `most` inflated bytes, or fewer before the end or an error.
 pub fn front(gz: &[u8], most: usize) -> Vec<u8> {
     let mut made = Vec::with_capacity(most);
-    // What is broken later is told later, by who inflates all of it.
+    // Errors are reported later, when the whole file is inflated.
     let _ = flate2::read::MultiGzDecoder::new(gz).take(most as u64).read_to_end(&mut made);
     made
 }
@@ -39,52 +38,52 @@ pub fn is_gzip(bytes: &[u8]) -> bool {
     bytes.starts_with(&[0x1f, 0x8b])
 }
 
-/// Whatever the ratio, a file may inflate to this much.
+/// Any file may inflate to this size.
 const ALWAYS: u64 = 64 << 20;
-/// And, whatever the memory set apart for decoded bytes, to so many times its size: ten times what the published text of pickle
-/// shards expects of gzip is rare, sixteen times is more than activations give.
+/// Any file may also inflate to this multiple of its size, regardless of the memory for decoded bytes. The published text of
+/// pickle shards expects less than 10; activations never reach 16.
 const USUAL_RATIO: u64 = 16;
 
-/// Bytes that a file of `stored` bytes may inflate to: no more than its metadata declare, and no more than the largest of 64 MiB,
-/// the memory that the user sets apart for decoded bytes, and sixteen times the file. The metadata alone decide nothing: they come
-/// with the file.
+/// Bytes that a file of `stored` bytes may inflate to: the declared size, but at most the largest of 64 MiB, `memory` (the
+/// user's memory for decoded bytes) and sixteen times the file. The declared size alone is not enough: it comes with the
+/// file.
 pub fn allowed(stored: u64, declared: u64, memory: u64) -> u64 {
     declared.min(memory.max(ALWAYS).max(stored.saturating_mul(USUAL_RATIO))).min(stored.saturating_mul(BEST_RATIO))
 }
 
-/// The error for a file that inflates to more than it may.
+/// The error for a file that inflates to more than allowed.
 pub fn too_large(limit: u64) -> Error {
     Error::new(
         Kind::Format,
         format!(
-            "inflates to more than the {limit} bytes that its metadata, its size and decoded_memory allow; not read. If the file is \
-             known to be good, raise decoded_memory"
+            "inflates to more than the {limit} bytes that its metadata, its size and decoded_memory allow. If the file is trusted, \
+             raise decoded_memory"
         ),
     )
     .finds(Finding::Gzip)
 }
 
-/// What the last four bytes of a gzip file of `stored` bytes claim that it inflates to, as far as that is possible; a guess, and
-/// for files of several members of the last only.
+/// The inflated size in the last four bytes of a gzip file of `stored` bytes, limited by deflate's maximum ratio. A guess: it
+/// covers only the last member.
 pub fn claimed(last: [u8; 4], stored: u64) -> u64 {
     u64::from(u32::from_le_bytes(last)).min(stored.saturating_mul(BEST_RATIO))
 }
 
-/// What a gzip file claims that it inflates to.
+/// The inflated size that a gzip file claims; a guess, see [`claimed`].
 pub fn guess(gz: &[u8]) -> u64 {
     claimed(gz.last_chunk().copied().unwrap_or_default(), gz.len() as u64)
 }
 
-/// Inflates all members, `limit` bytes at most, and does `beside` at the same time where threads are free. If both fail, the
-/// error is that of `beside`.
+/// Inflates all members to at most `limit` bytes and calls `beside` at the same time if threads are free. If both fail,
+/// returns the error of `beside`.
 pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_>) -> Result<Block> {
     if !threads::are_free() {
         beside(&mut *watch)?;
         return inflate(gz, limit);
     }
     let size = guess(gz);
-    // Of a file of several members the guess is the last one's: mostly less than the file's own size, and otherwise found
-    // out at the end, by the checksum.
+    // With several members the guess covers only the last: usually less than the file's size, and otherwise detected at the
+    // end by the checksum.
     let whole = size >= gz.len() as u64 && size <= limit;
     let plan = if whole { parallel::plan(gz, &mut *watch)? } else { None };
     if let Some(plan) = plan {
@@ -106,7 +105,7 @@ pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_
     made.ok_or_else(|| Error::new(Kind::Internal, "nothing was inflated"))
 }
 
-/// Inflates all members; `limit` bytes at most.
+/// Inflates all members to at most `limit` bytes.
 pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
     if !is_gzip(gz) {
         return Err(Error::new(
@@ -118,12 +117,12 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
     }
     let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
     let no_memory = |e| Error::new(Kind::NoMemory, format!("cannot allocate memory to inflate into: {e}"));
-    // A file that was cut short ends in data: what it claims may be anything, and decides only how much room there is at first.
+    // A truncated file ends in data, so the guess may be any number; it decides only the first size of the buffer.
     let mut out = Block::new(guess(gz).min(most).max(1) as usize).map_err(no_memory)?;
     let mut inflater = Inflater::new()?;
     let (mut read, mut made) = (0usize, 0usize);
     while read < gz.len() {
-        // Zeros may follow the last member (RFC 1952 says nothing, Python reads over them).
+        // Zeros may follow the last member (RFC 1952 does not mention them; Python skips them).
         if read > 0 && gz[read..].iter().all(|b| *b == 0) {
             break;
         }
@@ -138,7 +137,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
                 made += m;
             }
             Outcome::Full => {
-                // Several members, or more than 4 GiB: twice the room, and this member again.
+                // Several members, or more than 4 GiB: retry this member with twice the space.
                 let next = (out.len() as u64 * 2).max(made as u64 + 65_536).min(most);
                 if next <= out.len() as u64 {
                     return Err(too_large(limit));
@@ -154,13 +153,11 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
     Ok(out)
 }
 
-/// Why a member cannot be inflated: libdeflate does not tell damage from an end that comes too early.
+/// Why inflating a member failed: libdeflate does not distinguish damage from truncation.
 fn why_bad(member: &[u8], most: u64) -> Error {
     let mut one = flate2::bufread::GzDecoder::new(member).take(most);
     let detail = match std::io::copy(&mut one, &mut std::io::sink()) {
-        Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => {
-            "the gzip data end too early: the file was cut short"
-        }
+        Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => "the gzip data end too early: the file is truncated",
         _ => "the gzip data are damaged: inflating fails, or the checksum (CRC-32) or length does not match",
     };
     Error::new(Kind::Format, detail).finds(Finding::Gzip)
@@ -198,15 +195,14 @@ mod tests {
             let mut damaged = gz.clone();
             *at.get_mut(&mut damaged[..]) ^= flip;
             if let Ok(found) = inflate(&damaged, 1 << 20) {
-                // Only the header has bits that mean nothing for the data.
+                // Only the header has unused bits.
                 prop_assert_eq!(&found[..], &bytes[..]);
             }
             prop_assert!(inflate(&gz[..cut.index(gz.len())], 1 << 20).is_err());
         }
     }
 
-    /// Random numbers of few or many different bytes, with repetitions near and far, by a plain generator: large enough for
-    /// many stretches.
+    /// Pseudo-random numbers of few or many different bytes, with near and far repetitions: large enough for many stretches.
     fn material(seed: u64, size: usize, kinds: u64, repeats: bool) -> Vec<u8> {
         let mut x = seed | 1;
         let mut next = move || {
@@ -232,8 +228,8 @@ mod tests {
 
     #[test]
     fn many_threads_inflate_what_one_does() {
-        // Blocks of the fixed code (level 1 here) and stored ones have no header to be found by, and text of three letters
-        // never lets go of its window.
+        // Fixed (level 1 here) and stored blocks have no header to search for, and text of three letters always refers to
+        // its window.
         let cases = [
             (120, false, 2, true),
             (150, true, 6, true),
@@ -284,14 +280,14 @@ mod tests {
 
     #[test]
     fn the_limit_follows_from_the_bytes_that_are_there() {
-        // Nothing that metadata declare takes it above what the file's size and the user allow.
+        // The declared size cannot exceed the limit from the file's size and the user's memory.
         assert_eq!(allowed(10 << 20, u64::MAX, 1 << 30), 1 << 30);
         assert_eq!(allowed(10 << 20, u64::MAX, 0), 160 << 20);
         assert_eq!(allowed(1 << 20, u64::MAX, 0), 64 << 20);
         assert_eq!(allowed(1 << 30, u64::MAX, 1 << 30), 16 << 30);
-        // What they declare takes it below.
+        // The declared size can lower the limit.
         assert_eq!(allowed(1 << 30, 1 << 20, 1 << 30), 1 << 20);
-        // Deflate cannot give more.
+        // Deflate's maximum ratio.
         assert_eq!(allowed(100, u64::MAX, 1 << 30), 103_200);
         assert_eq!(allowed(u64::MAX, u64::MAX, u64::MAX), u64::MAX);
     }
@@ -308,7 +304,7 @@ mod tests {
         let last = gz.len() - 5;
         damaged[last] ^= 1; // the checksum
         assert!(inflate(&damaged, 1 << 20).unwrap_err().detail.contains("damaged"));
-        // A cut file whose last bytes claim 4 GiB.
+        // A truncated file whose last bytes claim 4 GiB.
         let mut claims = gz[..gz.len() / 2].to_vec();
         let n = claims.len();
         claims[n - 4..].fill(0xff);
@@ -316,7 +312,7 @@ mod tests {
         assert!(!error.detail.contains("inflates to more"), "{error}");
     }
 
-    /// Of what any decoder may meet: damaged members, members cut short, members glued together, anything behind them.
+    /// Inputs of all kinds: damaged, truncated and concatenated members, and trailing bytes.
     fn as_another_decoder(gz: &[u8], limit: u64) -> Option<Vec<u8>> {
         let mut rest = gz;
         let mut made = vec![];

@@ -1,17 +1,16 @@
-//! One gzip member, inflated by several threads.
+//! Inflates one gzip member with several threads.
 //!
-//! Deflate knows no index: a block may begin at any bit, and copies from the 32 KiB before it. So the file is cut into
-//! stretches, and for each
+//! Deflate has no index: a block may begin at any bit and refers to the previous 32 KiB. The file is cut into stretches; for
+//! each stretch
 //!
-//! 1. a block's beginning is looked for, and inflated from there with marks for what is copied from the unknown window,
-//!    until nothing of that window is left in reach ([`blocks`](super::blocks));
-//! 2. the rest, up to the next stretch's beginning, is inflated by libdeflate: the window goes before it as a stored block, the
-//!    bits are shifted to begin at a byte, and an empty last block ends it;
-//! 3. in the file's order, marks are replaced by what they stand for, and everything is copied to its place.
+//! 1. search for the beginning of a block, and inflate from there, with marks for bytes of the unknown window, until none of
+//!    that window is in reach ([`blocks`](super::blocks));
+//! 2. let libdeflate inflate the rest, up to the next stretch: the window is prepended as a stored block, the bits are shifted
+//!    to begin at a byte, and an empty final block is appended;
+//! 3. in file order, replace the marks by their bytes and copy everything to its place.
 //!
-//! A beginning that was none, by chance or by malice, gives nonsense: the checksum and length at the file's end are those of
-//! the whole, and where they or anything else do not fit, `None` is returned and one thread inflates the file as if nothing
-//! had been tried.
+//! A false beginning, by chance or by malice, gives wrong bytes. The checksum and length at the end of the file cover the
+//! whole: if they or anything else differ, the result is `None` and one thread inflates the file from the start.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -24,33 +23,33 @@ use crate::error::Result;
 use crate::memory::block::Block;
 use crate::threads::{self, Stop, Watch};
 
-/// Compressed bytes per stretch: small beside a cache, large beside what looking for a block costs.
+/// Compressed bytes per stretch: small relative to a cache, large relative to the cost of searching for a block.
 const STRETCH: usize = 3 << 20;
-/// How far a block's beginning is looked for.
+/// How far to search for the beginning of a block.
 const LOOK: usize = 256 << 10;
 /// Values inflated with marks, at most.
 const WARM: usize = 128 << 10;
-/// Work of looking for one beginning, in steps of [`warm_up`]: about 50 ms at most, and many times what files of usual encoders
-/// take. A file can be made so that every place looks like a beginning.
+/// Work for finding one beginning, in steps of [`warm_up`]: about 50 ms at most, and far more than usual encoders need. In a
+/// malicious file every offset may look like a beginning.
 const STEPS: u64 = 16 << 20;
 
-/// Files below this are not worth it.
+/// Smaller files are inflated by one thread.
 const WORTH: usize = 2 * STRETCH;
 
-/// Other work, done while a file is inflated; it is given a watch.
+/// Other work to do while a file is inflated; receives a watch.
 pub type Beside<'a> = &'a (dyn Fn(Watch<'_>) -> Result<()> + Sync);
 
-/// A stretch of the file that libdeflate inflates.
+/// A part of the file that libdeflate inflates.
 struct Stretch {
-    /// Its first and one past its last bit.
+    /// Its first bit, and one past its last.
     begin: u64,
     end: u64,
     last: bool,
-    /// What goes before it, not of the first.
+    /// The values before it; `None` for the first stretch.
     warm: Option<Warm>,
 }
 
-/// What is done, in the file's order.
+/// Output written in file order.
 struct Ordered<'a> {
     next: usize,
     rest: &'a mut [u8],
@@ -58,23 +57,23 @@ struct Ordered<'a> {
     window: Vec<u8>,
     written: u64,
     crc: Hasher,
-    /// Done before its turn.
+    /// Finished before their turn.
     waiting: BTreeMap<usize, (Block, usize, Hasher)>,
     failed: bool,
 }
 
-/// How a file will be inflated.
+/// How to inflate a file.
 pub struct Plan(Vec<Stretch>);
 
-/// Cuts a file of one member into stretches; `None` where it cannot be cut well, or is too small.
+/// Cuts a file of one member into stretches; `None` if it is too small or cannot be cut well.
 pub fn plan(gz: &[u8], watch: Watch<'_>) -> Result<Option<Plan>> {
     let Some(body) = body(gz).filter(|_| gz.len() >= WORTH) else { return Ok(None) };
     let stretches = cut(&gz[..gz.len() - 8], body, watch)?;
     Ok((stretches.len() > 1).then_some(Plan(stretches)))
 }
 
-/// Inflates one member to `size` bytes, doing `beside` at the same time; `None` if this has to be done by one thread after
-/// all, and then `beside` was done. Errors are only those of `beside`.
+/// Inflates one member to `size` bytes and calls `beside` at the same time. `None` if one thread must inflate it after all;
+/// `beside` has been called then. Errors come only from `beside`.
 pub fn inflate(
     gz: &[u8],
     Plan(stretches): &Plan,
@@ -141,7 +140,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Bytes of a stretch's output that are only its window.
+/// Bytes of a stretch's output that belong to its window.
 fn n_skip(warm: Option<&Warm>) -> usize {
     if warm.is_some() { WINDOW } else { 0 }
 }
@@ -154,7 +153,7 @@ impl Ordered<'_> {
                 .iter()
                 .map(|v| if *v < MARK { Some(*v as u8) } else { self.window.get(usize::from(*v - MARK)).copied() })
                 .collect::<Option<_>>()?;
-            // Marks count from the oldest byte of a whole window; before the first 32 KiB of the file they would mean other bytes.
+            // Marks count from the oldest byte of a full window; in the first 32 KiB of the file they would be wrong.
             if self.window.len() < WINDOW {
                 return None;
             }
@@ -183,7 +182,7 @@ impl Ordered<'_> {
     }
 }
 
-/// Where the deflate data of the first member begin (RFC 1952, 2.3).
+/// The offset of the first member's deflate data (RFC 1952, 2.3).
 fn body(gz: &[u8]) -> Option<usize> {
     let flags = *gz.get(3)?;
     if gz.get(..3)? != [0x1f, 0x8b, 8] || flags & 0xe0 != 0 {
@@ -202,7 +201,7 @@ fn body(gz: &[u8]) -> Option<usize> {
     (at + 8 < gz.len()).then_some(at)
 }
 
-/// Cuts the body into stretches whose beginnings could be found; nothing where most could not.
+/// Cuts the body into stretches at the beginnings found; empty if fewer than half were found.
 fn cut(body: &[u8], first: usize, watch: Watch<'_>) -> Result<Vec<Stretch>> {
     let count = (body.len() - first).div_ceil(STRETCH).max(1);
     let each = (body.len() - first) / count;
@@ -210,8 +209,8 @@ fn cut(body: &[u8], first: usize, watch: Watch<'_>) -> Result<Vec<Stretch>> {
         let from = first + i * each;
         warm_up(body, from as u64 * 8, (from + LOOK).min(body.len()) as u64 * 8, WARM, STEPS)
     };
-    // Most files are of one kind throughout: of one that hides its blocks or never lets go of its window (text, stored
-    // or fixed blocks), one look tells.
+    // Most files are uniform: if the middle has no usable beginning (text, stored or fixed blocks), the rest has none
+    // either.
     let probe = count / 2;
     let Some(middle) = (probe > 0).then(|| find(probe)).flatten() else { return Ok(vec![]) };
     let look = |i: usize, _: &Stop| Ok(if i == 0 || i == probe { None } else { find(i) });
@@ -234,7 +233,7 @@ fn cut(body: &[u8], first: usize, watch: Watch<'_>) -> Result<Vec<Stretch>> {
     Ok(stretches)
 }
 
-/// Inflates a stretch: the block that holds it after its window, how many bytes those are, and their checksum.
+/// Inflates a stretch. Returns the block with its output after the window, the length of the output, and its checksum.
 fn stretch(
     gz: &[u8],
     stretch: &Stretch,
@@ -286,7 +285,7 @@ fn stretch(
     }
 }
 
-/// Appends `bits` bits from bit `begin` on, the first of them as the lowest of a byte.
+/// Appends `bits` bits starting at bit `begin`; the first becomes the lowest of a byte.
 fn shift_copy(bytes: &[u8], begin: u64, bits: u64, out: &mut Vec<u8>) {
     let (first, shift) = ((begin / 8) as usize, begin % 8);
     let n = bits.div_ceil(8) as usize;
@@ -296,7 +295,7 @@ fn shift_copy(bytes: &[u8], begin: u64, bits: u64, out: &mut Vec<u8>) {
     }
     let mut at = first;
     let end = first + n;
-    // Seven bytes of every eight that are loaded.
+    // Seven bytes of each eight loaded.
     while at + 8 <= bytes.len() && at + 7 <= end {
         let word = u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap_or_default());
         out.extend_from_slice(&(word >> shift).to_le_bytes()[..7]);
