@@ -1,8 +1,8 @@
-//! The thread that reads ahead: it makes batches until enough are ready, and waits for the consumer to take one.
+//! The read-ahead thread: it makes batches until enough are ready, then waits for the consumer to take one.
 //!
-//! The consumer may stop at any time, from any thread, also while another waits for a batch; the thread then ends within the
-//! time of one part of a gather. Chunks that the zarr package decodes call Python from this thread: whoever stops it and waits
-//! must not hold the GIL.
+//! The consumer may stop at any time, from any thread, even while another one waits for a batch. The thread then ends within
+//! the time of one part of a gather. Chunks decoded by the zarr package call Python from this thread: a caller that stops
+//! it and waits must not hold the GIL.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,40 +21,40 @@ use crate::threads::Watch;
 
 pub use super::pool::Wanted;
 
-/// What is read, and how: shared by all epochs.
+/// The source, order and conversion of a stream, shared by all epochs.
 pub struct Stream {
-    /// From where.
+    /// The rows to read.
     pub rows: Arc<Rows>,
-    /// In which order.
+    /// Their order.
     pub plan: Plan,
-    /// As what.
+    /// Their conversion.
     pub convert: Convert,
 }
 
-/// A batch: the memory it lies in, of which the first rows are its own, and what they are.
+/// A batch: its memory, of which it fills the first rows, and the ids of these rows.
 #[derive(Debug)]
 pub struct Batch<M> {
     /// At least as large as the batch.
     pub memory: M,
-    /// Items.
+    /// Number of items.
     pub len: usize,
-    /// The example of each.
+    /// Each item's example.
     pub examples: Vec<i64>,
-    /// The token of each.
+    /// Each item's token.
     pub tokens: Vec<i64>,
-    /// The position among the groups read of each; empty where an item has rows of all.
+    /// Each item's position among the groups read; empty if an item has a row of every group.
     pub groups: Vec<i64>,
 }
 
-/// Where batches are put.
+/// The memory for batches.
 pub enum Supply<M> {
-    /// Into new memory of so many bytes each.
+    /// Allocates this many bytes for each batch.
     New(Box<dyn FnMut(usize) -> Result<M> + Send>),
-    /// Into these, again and again, as they are given back.
+    /// A fixed set, reused as it is returned.
     Recycled(Vec<M>),
 }
 
-/// Batches that are being read.
+/// Batches read ahead.
 pub struct Ahead<M> {
     shared: Arc<Exchange<Batch<M>, M>>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -62,7 +62,7 @@ pub struct Ahead<M> {
 }
 
 impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
-    /// Begins to read the batches wanted of an epoch, `ahead` at most beside the one that is being made.
+    /// Starts reading the wanted batches of an epoch; at most `ahead` are ready while another is being made.
     pub fn start(stream: Arc<Stream>, epoch: u64, wanted: Wanted, supply: Supply<M>, ahead: usize) -> Result<Ahead<M>> {
         let (make, spare) = match supply {
             Supply::New(make) => (Some(make), vec![]),
@@ -87,9 +87,9 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
         Ok(Ahead { shared, thread: Mutex::new(Some(thread)), pid: std::process::id() })
     }
 
-    /// The next batch, when it is ready; `None` after the last, and when it was stopped meanwhile. An error comes when all
-    /// batches before it were taken, and again whenever one is asked for after it. The watch is asked without any lock: it may
-    /// run code that stops this very iterator.
+    /// Returns the next batch; `None` after the last, or if the stream was stopped meanwhile. An error is returned after all
+    /// batches before it were taken, and again on every later call. The watch is called without holding a lock: it may run
+    /// code that stops this iterator.
     pub fn next(&self, watch: Watch<'_>) -> Result<Option<Batch<M>>> {
         if self.is_inherited() {
             return Err(Error::new(Kind::Argument, "a stream's iterator was carried into a forked process"));
@@ -97,15 +97,15 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
         self.shared.next(watch)
     }
 
-    /// Memory that may be filled again.
+    /// Returns memory for reuse.
     pub fn give_back(&self, memory: M) {
         if !self.is_inherited() {
             self.shared.give_back(memory);
         }
     }
 
-    /// Ends the thread, and waits until it touches no memory of a batch any more. A watch that says stop ends the waiting and
-    /// not the thread, which may hang in a read of a network file system: it ends by itself, and keeps its memory until then.
+    /// Stops the thread, and waits until it no longer touches the memory of a batch. If the watch returns true, only the wait
+    /// ends: the thread may be blocked in a read of a network file system, and keeps its memory until it ends by itself.
     pub fn stop(&self, watch: Watch<'_>) -> Result<()> {
         if self.is_inherited() {
             return Ok(());
@@ -115,7 +115,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
             return Ok(());
         }
         if let Err(interrupted) = self.shared.wait_until_finished(watch) {
-            // Whoever drops this would wait for it, and could not be interrupted.
+            // Without the handle, dropping this does not wait uninterruptibly.
             drop(self.thread.lock().unwrap_or_else(PoisonError::into_inner).take());
             return Err(interrupted);
         }
@@ -125,12 +125,12 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
 }
 
 impl<M> Ahead<M> {
-    /// In a forked child: neither the thread nor whoever holds the lock exists here.
+    /// Whether this is a forked child, where neither the thread nor a holder of the lock exists.
     pub fn is_inherited(&self) -> bool {
         self.pid != std::process::id()
     }
 
-    /// The garbage collector may drop an iterator on the very thread that reads for it, while that calls Python.
+    /// The garbage collector may drop an iterator on its own reading thread, when that calls Python.
     fn is_own_thread(&self) -> bool {
         let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         thread.as_ref().is_some_and(|thread| thread.thread().id() == std::thread::current().id())
@@ -174,12 +174,12 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
         let windows = settings.shuffle == Shuffle::Window;
         let mut pool = None;
         let mut scratch: Vec<u8> = vec![];
-        // The window that the last batch ended in, and why the one after it cannot be read.
+        // The window in which the last batch ended, and the error that prevents reading the next one.
         let (mut window, mut broken) = (0, None);
         let watch = &mut || self.shared.stopped();
         let batches = (self.wanted.first..plan.batches()).step_by(self.wanted.every.max(1) as usize);
         for batch in batches {
-            // An error of the next window waits until a batch needs that window.
+            // An error in the next window is reported only when a batch needs that window.
             let ends_in =
                 if windows { epoch.own(batch).end.checked_sub(1).map_or(0, |last| epoch.window_of(last)) } else { 0 };
             if ends_in > window
@@ -217,7 +217,7 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
         Ok(())
     }
 
-    /// Reads items straight from where they are stored.
+    /// Reads items directly from the rows.
     fn pick(
         &self,
         items: impl Iterator<Item = super::plan::Item>,
@@ -259,7 +259,7 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
         convert_rows(convert, scratch, slot_bytes, &slots, groups, out, watch)
     }
 
-    /// Memory for a batch; `None` when stopped.
+    /// Memory for a batch; `None` if stopped.
     fn memory(&self, make: &mut Make<M>, bytes: usize) -> Result<Option<M>> {
         match make {
             Some(make) if self.shared.wait_for_room(self.ahead) => make(bytes).map(Some),

@@ -1,4 +1,4 @@
-//! Batches and their memory, to and fro between the thread that makes them and whoever takes them.
+//! The exchange of batches and memory between the reading thread and the consumer.
 
 use std::collections::VecDeque;
 use std::sync::PoisonError;
@@ -8,7 +8,7 @@ use crate::threads::sync::atomic::{AtomicBool, Ordering};
 use crate::threads::sync::{Condvar, Mutex, MutexGuard};
 use crate::threads::{LOOK, Watch, interrupted};
 
-/// Batches `B` that are ready and memory `M` that may be filled.
+/// Ready batches `B` and free memory `M`.
 pub(super) struct Exchange<B, M> {
     state: Mutex<State<B, M>>,
     changed: Condvar,
@@ -18,7 +18,7 @@ pub(super) struct Exchange<B, M> {
 struct State<B, M> {
     ready: VecDeque<B>,
     spare: Vec<M>,
-    /// Nothing comes after what is ready, but perhaps an error; and the maker touches no memory of a batch any more.
+    /// Set when no more batches follow, perhaps with an error; the maker no longer touches the memory of a batch.
     finished: Option<Option<Error>>,
 }
 
@@ -36,10 +36,10 @@ impl<B, M> Exchange<B, M> {
         self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    // -- whoever takes batches -------------------------------------------------------------------------------------
+    // -- consumer --------------------------------------------------------------------------------------------------
 
-    /// The next batch, when it is ready; `None` after the last, and when it was stopped meanwhile. An error comes after all
-    /// batches before it, and again whenever it is asked. The watch is asked without the lock.
+    /// Returns the next batch; `None` after the last, or if stopped meanwhile. An error is returned after all batches before
+    /// it, and on every later call. The watch is called without the lock.
     pub(super) fn next(&self, watch: Watch<'_>) -> Result<Option<B>> {
         let mut state = self.lock();
         loop {
@@ -65,21 +65,22 @@ impl<B, M> Exchange<B, M> {
         }
     }
 
-    /// Memory that may be filled again.
+    /// Returns memory for reuse.
     pub(super) fn give_back(&self, memory: M) {
         self.lock().spare.push(memory);
         self.changed.notify_all();
     }
 
-    /// Tells both sides to stop.
+    /// Stops both sides.
     pub(super) fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
-        // Who looked before this waits by now, or holds the lock: without taking it, the notice could come in between.
+        // A thread that checked the flag before now either waits or holds the lock. Without taking the lock, the
+        // notification could fall in between and be lost.
         drop(self.lock());
         self.changed.notify_all();
     }
 
-    /// Waits until the maker touches no memory any more, and drops what nobody took.
+    /// Waits until the maker no longer touches any memory, then drops the batches that were not taken.
     pub(super) fn wait_until_finished(&self, watch: Watch<'_>) -> Result<()> {
         let mut state = self.lock();
         while state.finished.is_none() {
@@ -97,14 +98,14 @@ impl<B, M> Exchange<B, M> {
         Ok(())
     }
 
-    // -- the maker -------------------------------------------------------------------------------------------------
+    // -- maker -----------------------------------------------------------------------------------------------------
 
     pub(super) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
 
-    /// Waits until fewer than `ahead` batches are ready; false when stopped. A batch that could not be handed over yet is not
-    /// begun.
+    /// Waits until fewer than `ahead` batches are ready; false if stopped. The maker starts a batch only when there is room
+    /// for it.
     pub(super) fn wait_for_room(&self, ahead: usize) -> bool {
         let mut state = self.lock();
         while !self.stopped() {
@@ -116,7 +117,7 @@ impl<B, M> Exchange<B, M> {
         false
     }
 
-    /// Waits for memory that is given back; `None` when stopped.
+    /// Waits for returned memory; `None` if stopped.
     pub(super) fn wait_for_memory(&self) -> Option<M> {
         let mut state = self.lock();
         while !self.stopped() {
@@ -128,22 +129,22 @@ impl<B, M> Exchange<B, M> {
         None
     }
 
-    /// Gives a batch away; false when stopped.
+    /// Passes a batch to the consumer; false if stopped.
     pub(super) fn hand_over(&self, batch: B) -> bool {
         self.lock().ready.push_back(batch);
         self.changed.notify_all();
         !self.stopped()
     }
 
-    /// Says that nothing more comes.
+    /// Marks the end of the batches.
     pub(super) fn finish(&self, error: Option<Error>) {
         self.lock().finished = Some(error);
         self.changed.notify_all();
     }
 }
 
-/// Every order in which two threads can run, by loom. Its clock never runs out: a notice that comes too early is a deadlock
-/// there, and would be 20 ms of waiting here.
+/// loom tries every interleaving of two threads. It has no timeouts: a lost notification is a deadlock there, and 20 ms of
+/// waiting in production.
 #[cfg(all(test, actshard_loom))]
 mod models {
     use loom::sync::Arc;

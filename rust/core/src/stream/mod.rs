@@ -1,12 +1,12 @@
-//! Reading a dataset in an order, batch after batch, ahead of whoever consumes it.
+//! Streams: batches of a dataset in a given order, read ahead of the consumer.
 //!
-//! - [`order`]: permutations that need no memory
-//! - [`select`]: which tokens of which examples are read at all
-//! - [`plan`]: which of them make up which batch, for one rank of many; pure arithmetic, the whole of what a seed decides
-//! - [`pool`]: the rows of a window, held while they are given out in another order
+//! - [`order`]: permutations computed on the fly
+//! - [`select`]: the tokens and examples to read
+//! - [`plan`]: the items of each batch and rank; pure arithmetic on the settings
+//! - [`pool`]: the rows of a window, returned in another order
 //! - [`rescale`]: centred and scaled rows
-//! - [`ahead`]: the thread that reads, and [`exchange`]: what it hands over
-//! - [`stats`]: what all rows have in common
+//! - [`ahead`]: the reading thread; [`exchange`]: its hand-over to the consumer
+//! - [`stats`]: statistics of all rows
 
 pub mod ahead;
 mod exchange;

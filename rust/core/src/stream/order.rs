@@ -1,15 +1,16 @@
-//! Orders: permutations of 0 to n - 1 that are the same everywhere for the same key, take no memory to speak of, and answer
-//! for any position at once, forwards and backwards.
+//! Pseudo-random permutations of 0 to n - 1. They are the same on every machine for the same key, need almost no memory, and
+//! compute any position directly, in both directions.
 //!
-//! Up to [`SMALL`] numbers are shuffled for real (Fisher and Yates). More go through a cipher: an alternating Feistel network
-//! over the bits that n needs, walked until the result is below n again (Black and Rogaway, "Ciphers with Arbitrary Finite
-//! Domains", 2002). With ten rounds no test of ours tells its orders from real shuffles; it is no cryptography.
+//! Up to [`SMALL`] numbers are shuffled in memory (Fisher and Yates). More use a cipher: an alternating Feistel network over
+//! the bits of n, with cycle walking until the result is below n (Black and Rogaway, "Ciphers with Arbitrary Finite
+//! Domains", 2002). With ten rounds, our statistical tests find no difference from real shuffles; it is not
+//! cryptographically secure.
 
-/// Numbers that are shuffled in a table: 512 KiB at most, and a cipher over few bits is a poor one.
+/// Up to this many numbers are shuffled in a table (512 KiB at most): a cipher over few bits is weak.
 const SMALL: u64 = 1 << 16;
 const ROUNDS: usize = 10;
 
-/// A number made of others, such that no change of any of them leaves a trace: what one order has to do with the next.
+/// Hashes several numbers into one key, so that orders from similar numbers are unrelated.
 pub fn key(parts: &[u64]) -> u64 {
     let mut state = 0x243f_6a88_85a3_08d3;
     for part in parts {
@@ -35,7 +36,7 @@ impl Random {
         mix(self.0)
     }
 
-    /// Below `n`, each as likely (Lemire, "Fast Random Integer Generation in an Interval", 2019).
+    /// A uniform number below `n` (Lemire, "Fast Random Integer Generation in an Interval", 2019).
     fn below(&mut self, n: u64) -> u64 {
         loop {
             let product = u128::from(self.next()) * u128::from(n);
@@ -46,7 +47,7 @@ impl Random {
     }
 }
 
-/// An order of 0 to n - 1.
+/// A permutation of 0 to n - 1.
 #[derive(Clone, Debug)]
 pub struct Order {
     n: u64,
@@ -61,12 +62,12 @@ enum How {
 }
 
 impl Order {
-    /// 0, 1, 2, ...
+    /// The identity: 0, 1, 2, ...
     pub fn stored(n: u64) -> Order {
         Order { n, how: How::Stored }
     }
 
-    /// A random one; every order is as likely as far as 64 bits of key allow.
+    /// A uniform random permutation, as far as a key of 64 bits allows.
     pub fn shuffled(n: u64, key: u64) -> Order {
         let mut random = Random(key);
         if n <= SMALL {
@@ -85,17 +86,17 @@ impl Order {
         Order { n, how }
     }
 
-    /// How many numbers.
+    /// The number of elements.
     pub fn len(&self) -> u64 {
         self.n
     }
 
-    /// Whether there are none.
+    /// Whether n is 0.
     pub fn is_empty(&self) -> bool {
         self.n == 0
     }
 
-    /// What stands at a position below n.
+    /// The number at a position below n.
     #[inline]
     pub fn get(&self, position: u64) -> u64 {
         debug_assert!(position < self.n);
@@ -105,8 +106,8 @@ impl Order {
             How::Cipher { high, low, keys } => {
                 let mut x = position;
                 loop {
-                    // Each round moves the low part up and hides the high part under it. The parts change places, and so
-                    // do their sizes; after an even number of rounds they are back.
+                    // Each round moves the low part up and hides the high part under it. The parts and their sizes swap;
+                    // an even number of rounds restores them.
                     let (mut high, mut low) = (*high, *low);
                     for key in keys {
                         let (a, b) = (x >> low, x & ((1 << low) - 1));
@@ -121,7 +122,7 @@ impl Order {
         }
     }
 
-    /// Where a number below n stands.
+    /// The position of a number below n.
     #[inline]
     pub fn position(&self, number: u64) -> u64 {
         debug_assert!(number < self.n);
@@ -134,7 +135,7 @@ impl Order {
                     let (mut high, mut low) = (*high, *low);
                     for key in keys.iter().rev() {
                         std::mem::swap(&mut high, &mut low);
-                        // As it was after this round: `low` bits above, `high` bits below.
+                        // The state after this round: `low` bits above, `high` bits below.
                         let (b, hidden) = (x >> high, x & ((1 << high) - 1));
                         x = (hidden ^ (mix(b ^ key) >> (64 - high))) << low | b;
                     }
@@ -174,19 +175,19 @@ mod tests {
         }
     }
 
-    /// The order for a seed is a promise to users: it does not change between machines or releases.
+    /// The order for a seed is part of the contract: equal on all machines and in all releases.
     #[test]
     fn orders_are_the_same_for_ever() {
         let first = |n: u64, k: u64| (0..6).map(|i| Order::shuffled(n, k).get(i)).collect::<Vec<_>>();
-        // Computed by another implementation, in Python, from the description above.
+        // From another implementation, in Python, of the description above.
         assert_eq!(key(&[1, 2, 3]), 5_862_632_574_357_645_538);
         assert_eq!(first(10, 7), [9, 5, 8, 6, 1, 2]);
         assert_eq!(first(1_000_003, 7), [370_081, 804_149, 144_854, 794_912, 371_391, 257_398]);
     }
 
-    /// Chi-square of how often numbers of one sixteenth land in another, over several keys; and of the distance between
-    /// neighbours, which a weak cipher shows first. Degrees of freedom 255 and 15: mean 255 and 15, and 4 sigma above is
-    /// about 345 and 37.
+    /// Chi-square of how often numbers of one sixteenth land in another, over several keys, and of the distance between
+    /// neighbours, where a weak cipher fails first. Degrees of freedom 255 and 15: mean 255 and 15, plus 4 sigma about 345
+    /// and 37.
     #[test]
     fn orders_look_like_shuffles() {
         for (n, k) in [(65_537u64, 1u64), (100_003, 2), (1 << 20, 3), ((1 << 20) + 1, 4), (3_000_017, 5), (65_000, 6)] {
@@ -215,7 +216,7 @@ mod tests {
         }
     }
 
-    /// How many stay where they were: 1 on average for a real shuffle, whatever n.
+    /// The number of fixed points: 1 on average for a real shuffle, for any n.
     #[test]
     fn few_stay_where_they_were() {
         let fixed = |n: u64, k: u64| {

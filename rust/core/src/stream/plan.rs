@@ -1,25 +1,26 @@
-//! Which rows make up which batch: all that a seed, an epoch, a rank and a batch size decide, by arithmetic. Any batch can be
-//! asked for at once, which is why resuming needs no more than its number.
+//! The items of each batch, computed from the seed, the epoch, the rank and the batch size. Any batch can be computed
+//! directly, so a stream resumes from a batch number alone.
 //!
-//! An *item* is what a batch counts: a pick with all its groups, or with one of them. Items have three numbers:
+//! An *item* is the unit that a batch counts: a pick with all its groups, or with one of them. Items are ordered in one of
+//! three ways:
 //!
 //! - stored: pick after pick, group after group;
-//! - [`Shuffle::Exact`]: the stored items in a random order, all of them;
-//! - [`Shuffle::Window`]: units in a random order, their items as stored, cut into windows that fit the pool, and inside each
-//!   window in a random order. A unit is what is read in one go: a piece of an example, long enough for any disk and short
-//!   enough for a window to have some of nearly every example, or what has to be decoded together.
+//! - [`Shuffle::Exact`]: a uniform random permutation of all items;
+//! - [`Shuffle::Window`]: units in a random order, their items in stored order, cut into windows that fit the pool, and each
+//!   window shuffled. A unit is read in one request: a part of an example, long enough for the full rate of any disk and
+//!   short enough for a window to contain parts of nearly every example, or the rows that must be decoded together.
 //!
-//! Ranks share items such that every item is read by one, and all have as many batches. In stored and exact order they take
-//! turns, batch after batch, so that what the first k batches of all ranks hold depends on nothing but how many rows that are.
-//! Windows would have to be read by all then; so each rank has a part of the units for itself.
+//! Each item is read by one rank, and all ranks have equally many batches. In stored and exact order the ranks take turns,
+//! batch after batch, so that the first k batches of all ranks depend only on the total number of rows. With windows, every
+//! rank would then have to read all windows; so each rank has its own range of units.
 //!
 //! # The format of a stream's state
 //!
-//! A state names the dataset, the settings and a batch; everything else follows. Beside the settings, these numbers decide the
-//! orders of [`Shuffle::Window`], so they are part of a state's format and never change: [`Settings::unit_bytes`] ([`UNIT_BYTES`] unless a state or a source says otherwise)
-//! (where units are cut), [`ITEM_BYTES`] and [`items_in`] (how many items a window has), what has to be decoded together
-//! ([`Units`]), and the keys and tables of [`Order`]. A state holds the result of the second as `window`, and
-//! [`Plan::units_digest`] of the first as `units`.
+//! A state contains the dataset, the settings and a batch number; everything else follows. Besides the settings, these numbers
+//! decide the orders of [`Shuffle::Window`]. They are part of the state's format and never change: [`Settings::unit_bytes`]
+//! (where units are cut; [`UNIT_BYTES`] unless a state or a source sets another size), [`ITEM_BYTES`] and [`items_in`] (the
+//! number of items in a window), the rows decoded together ([`Units`]), and the keys and tables of [`Order`]. A state stores
+//! the result of the second as `window`, and [`Plan::units_digest`] of the first as `units`.
 
 use std::ops::Range;
 
@@ -28,69 +29,69 @@ use super::select::Selection;
 use crate::error::{Error, Kind, Result};
 use crate::rows::Units;
 
-/// Bytes that a window reads in one go, at least, where examples are as long: any disk gives its full rate from here on
-/// (docs/streams.md), and the shorter units are the more examples a window has. A state names another size, and none means this.
+/// Bytes that a window reads in one request, at least, if examples are that long. Any disk reaches its full rate at this size
+/// (docs/streams.md), and shorter units give a window more examples. Used if a state names no other size.
 ///
-/// Decides the orders of [`Shuffle::Window`], which are a promise: never change it.
+/// Decides the orders of [`Shuffle::Window`], which are part of the contract: never change it.
 pub const UNIT_BYTES: u64 = 64 << 10;
 
-/// Bytes that an item of a window is counted with beside its rows.
+/// Bytes counted per item of a window in addition to its rows.
 ///
-/// Decides the orders of [`Shuffle::Window`], which are a promise: never change it, whatever a pool takes.
+/// Decides the orders of [`Shuffle::Window`], which are part of the contract: never change it, whatever a pool really uses.
 pub const ITEM_BYTES: u64 = 28;
 
-/// Items of a window: as many of so many bytes as `memory` holds.
+/// Items of `item_bytes` in a window of `memory` bytes.
 pub fn items_in(memory: u64, item_bytes: u64) -> u64 {
     memory / item_bytes.saturating_add(ITEM_BYTES)
 }
 
-/// Picks that a unit of so many bytes has at least, where a pick has rows of `row_bytes`; 0 where a row is larger than a unit.
+/// The least number of picks in a unit of `unit_bytes`, if a pick has rows of `row_bytes`; 0 if a row is larger than a unit.
 pub fn picks_per_unit(unit_bytes: u64, row_bytes: u64) -> u64 {
     unit_bytes / row_bytes.max(1)
 }
 
-/// How rows are shuffled.
+/// The shuffling of rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Shuffle {
-    /// Not at all.
+    /// None: stored order.
     Stored,
-    /// Within windows of what was read in a random order.
+    /// Within windows of units read in a random order.
     Window,
-    /// All of them, each order as likely.
+    /// A uniform random permutation of all rows.
     Exact,
 }
 
-/// What a user decides.
+/// The user's settings.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// How rows are shuffled.
+    /// The shuffling of rows.
     pub shuffle: Shuffle,
-    /// Decides every random order, with the epoch.
+    /// With the epoch, decides every random order.
     pub seed: u64,
     /// Items per batch.
     pub batch: u64,
-    /// Which share of `ranks` is read.
+    /// This reader's rank, below `ranks`.
     pub rank: u64,
-    /// How many shares there are.
+    /// Number of ranks.
     pub ranks: u64,
-    /// Leave out what does not fill a batch.
+    /// Leave out an incomplete last batch.
     pub drop_last: bool,
     /// The groups read.
     pub groups: Vec<usize>,
-    /// An item is one group's row, not the rows of all groups.
+    /// Whether an item is a row of one group instead of the rows of all groups.
     pub interleaved: bool,
-    /// Items that a window may have.
+    /// Items per window, at most.
     pub window: u64,
-    /// Bytes that a unit has at least, where examples are long enough to be cut.
+    /// Bytes per unit, at least, if examples are long enough to be cut.
     pub unit_bytes: u64,
-    /// Bytes of a row, as it is stored.
+    /// Bytes of a stored row.
     pub row_bytes: u64,
 }
 
-/// The rows of a stream, and the batches they make.
+/// The rows of a stream and their batches.
 #[derive(Debug)]
 pub struct Plan {
-    /// What a user decided.
+    /// The user's settings.
     pub settings: Settings,
     selection: Selection,
     units: Cuts,
@@ -98,22 +99,22 @@ pub struct Plan {
     batches: u64,
 }
 
-/// Where units are cut, in picks.
+/// The boundaries of units, in picks.
 #[derive(Debug)]
 enum Cuts {
-    /// So many, of so many picks each.
+    /// `count` units of `size` picks each.
     Equal { count: u64, size: u64 },
-    /// Between neighbours of these; the first is 0, the last the number of picks.
+    /// Boundaries; the first is 0, the last the number of picks.
     Between(Vec<u64>),
 }
 
 impl Cuts {
     fn new(selection: &Selection, units: &Units, least: u64) -> Cuts {
-        // As many units as there can be of at least so many picks.
+        // As many units as possible of at least `least` picks.
         let cut = |picks: u64| (picks / least.max(1)).max(1);
         if let (Units::Examples, Some(same)) = (units, selection.same_count()) {
             let most = cut(same);
-            // Equal ones need no list; a few less of them are as good.
+            // Equal units need no list; slightly fewer of them are as good.
             let equal = (most.div_ceil(2)..=most).rev().find(|n| same.is_multiple_of(*n));
             if let Some(n) = equal {
                 return Cuts::Equal { count: if same > 0 { selection.examples() * n } else { 0 }, size: same / n };
@@ -153,42 +154,42 @@ impl Cuts {
     }
 }
 
-/// One row or, of several groups, one after the other.
+/// One row, or one row of each group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Item {
     /// The example.
     pub example: u64,
     /// The token.
     pub token: u64,
-    /// Position among the groups read; 0 where an item has the rows of all.
+    /// Position among the groups read; 0 if an item has the rows of all.
     pub group: usize,
 }
 
-/// A plan for one epoch: its random orders, made.
+/// A plan for one epoch, with its random orders.
 #[derive(Debug)]
 pub struct Epoch<'a> {
     plan: &'a Plan,
     number: u64,
     order: Order,
-    /// Of windows: items before each unit in the order, where units differ.
+    /// For windows of unequal units: items before each unit, in shuffled order.
     before: Vec<u64>,
-    /// Of windows: this rank's.
+    /// For windows: this rank's range of items.
     share: Range<u64>,
 }
 
-/// A window: items of the sequence of shuffled units, and the order in which they are given out.
+/// A window: a range of the sequence of shuffled units, and the order in which its items are returned.
 #[derive(Debug)]
 pub struct Window {
     /// Places in the sequence.
     pub places: Range<u64>,
-    /// What is given out at a position is at this place after the first.
+    /// Maps a position in the output to a place, relative to the first.
     pub order: Order,
-    /// Position, in the rank's items, of the first that is given out.
+    /// Position of its first output among the rank's items.
     pub first: u64,
 }
 
 impl Plan {
-    /// Fails where the ranks cannot have equal numbers of batches.
+    /// Fails if the ranks cannot have equal numbers of batches.
     pub fn new(settings: Settings, selection: Selection, units: &Units) -> Result<Plan> {
         let wrong = |detail: String| Err(Error::new(Kind::Argument, detail));
         let Settings { batch, rank, ranks, drop_last, .. } = settings;
@@ -206,8 +207,8 @@ impl Plan {
         let batches = if drop_last { items / round } else { items.div_ceil(round) };
         if batches * ranks > items {
             return wrong(format!(
-                "{items} rows cannot be shared by {ranks} ranks such that each has {batches} batches of 1 to {batch} rows and \
-                 no row is read twice; drop_last=True leaves out the rows that are too few"
+                "{items} rows cannot be split over {ranks} ranks with {batches} batches of 1 to {batch} rows each and no row \
+                 read twice; use drop_last=True to leave out the incomplete batches"
             ));
         }
         let units = match settings.shuffle {
@@ -217,7 +218,7 @@ impl Plan {
         Ok(Plan { settings, selection, units, items, batches })
     }
 
-    /// Batches of this rank, and of any other.
+    /// Batches per rank, equal for all ranks.
     pub fn batches(&self) -> u64 {
         self.batches
     }
@@ -227,13 +228,13 @@ impl Plan {
         self.items
     }
 
-    /// The groups whose rows an item has.
+    /// The groups of an item's rows.
     pub fn groups_of(&self, item: Item) -> &[usize] {
         let Settings { groups, interleaved, .. } = &self.settings;
         if *interleaved { &groups[item.group..=item.group] } else { groups }
     }
 
-    /// A digest of the units that windows are made of: with another one, an order would be another.
+    /// A digest of the units: equal digests mean equal window orders.
     pub fn units_digest(&self) -> u64 {
         match &self.units {
             Cuts::Equal { count, size } => key(&[0, *count, *size]),
@@ -241,7 +242,7 @@ impl Plan {
         }
     }
 
-    /// Examples and tokens of picks.
+    /// The examples and tokens of picks.
     pub fn locate(&self, picks: &[i64]) -> Result<(Vec<i64>, Vec<i64>)> {
         let n = self.selection.len();
         let each = picks.iter().map(|&pick| match u64::try_from(pick) {
@@ -263,7 +264,7 @@ impl Plan {
         if self.settings.interleaved { self.settings.groups.len() as u64 } else { 1 }
     }
 
-    /// Items of a batch, counted among this rank's: what is left when only as many remain as there are batches to fill.
+    /// Items of a batch, counted among this rank's. Batches shrink when fewer items remain than full batches need.
     fn own(&self, batch: u64, mine: u64) -> Range<u64> {
         let begin = |j: u64| {
             let full = j * self.settings.batch;
@@ -281,7 +282,7 @@ impl Plan {
         };
         let (from, to) =
             (begin(batch), if batch + 1 == self.batches && !drop_last { self.items } else { begin(batch + 1) });
-        // The last rounds may be short: each rank an equal part, and at least one.
+        // The last rounds may be short: an equal part for each rank, and at least one item.
         let cut = |r: u64| from + (u128::from(to - from) * u128::from(r) / u128::from(ranks)) as u64;
         cut(rank)..cut(rank + 1)
     }
@@ -321,12 +322,12 @@ impl Plan {
 }
 
 impl Epoch<'_> {
-    /// The items of a batch, in the orders that need no window.
+    /// The items of a batch, for stored and exact order.
     pub fn items(&self, batch: u64) -> impl Iterator<Item = Item> + '_ {
         self.plan.turn(batch).map(|position| self.plan.item(self.order.get(position)))
     }
 
-    /// How many items a batch has.
+    /// The number of items in a batch.
     pub fn batch_len(&self, batch: u64) -> u64 {
         let range = match self.plan.settings.shuffle {
             Shuffle::Window => self.own(batch),
@@ -340,10 +341,10 @@ impl Epoch<'_> {
         self.plan.own(batch, self.share.end - self.share.start)
     }
 
-    /// The batch that a position among the rank's items is in, and `None` if it is in none.
+    /// The batch that contains a position among the rank's items, or `None`.
     pub fn batch_of(&self, position: u64) -> Option<u64> {
         let near = position / self.plan.settings.batch;
-        // The last batches of a rank may begin a little earlier.
+        // The last batches of a rank may begin slightly earlier.
         (near..near + 2).find(|b| *b < self.plan.batches && self.own(*b).contains(&position))
     }
 
@@ -352,14 +353,14 @@ impl Epoch<'_> {
         (self.share.end - self.share.start).div_ceil(self.plan.settings.window)
     }
 
-    /// Positions of a window among the rank's items; all windows are of one size, or differ by one.
+    /// Positions of a window among the rank's items; the sizes of windows differ by one at most.
     fn window_range(&self, number: u64) -> Range<u64> {
         let mine = self.share.end - self.share.start;
         let cut = |w: u64| (u128::from(mine) * u128::from(w) / u128::from(self.windows())) as u64;
         cut(number)..cut(number + 1)
     }
 
-    /// Items of a window.
+    /// The number of items in a window.
     pub fn window_len(&self, number: u64) -> u64 {
         let range = self.window_range(number);
         range.end - range.start
@@ -373,7 +374,7 @@ impl Epoch<'_> {
         Window { places: self.share.start + start..self.share.start + end, order, first: start }
     }
 
-    /// The window that holds a position among the rank's items.
+    /// The window that contains a position among the rank's items.
     pub fn window_of(&self, position: u64) -> u64 {
         let mine = self.share.end - self.share.start;
         let mut number = (u128::from(position) * u128::from(self.windows()) / u128::from(mine.max(1))) as u64;
@@ -383,7 +384,7 @@ impl Epoch<'_> {
         number
     }
 
-    /// The items at some places of the sequence of shuffled units, in order.
+    /// Calls `each` with the items at these places of the sequence of shuffled units, in order.
     pub fn sequence(&self, places: Range<u64>, mut each: impl FnMut(u64, Item)) {
         let (plan, per_pick) = (self.plan, self.plan.per_pick());
         let mut at = match &plan.units {
@@ -455,7 +456,7 @@ mod tests {
         assert_eq!([3072, 1 << 16, 1 << 17].map(|row| picks_per_unit(UNIT_BYTES, row)), [21, 1, 0]);
     }
 
-    /// States count batches of these windows: where units are cut, where windows begin, and what is first in each.
+    /// States count batches of these windows: where units are cut, where windows begin, and the first item of each.
     #[test]
     fn windows_begin_where_they_ever_did() {
         let row_bytes = 12_288;
@@ -509,8 +510,8 @@ mod tests {
     }
 
     proptest! {
-        /// Ranks, batches and windows together have every item once, whatever is selected and whatever is read together; and
-        /// windows agree with batches about who has what.
+        /// Ranks, batches and windows together contain every item once, for any selection and any units, and windows and
+        /// batches assign items to the same ranks.
         #[test]
         fn every_item_has_one_place(
             counts in prop::collection::vec(0u64..14, 1..12),
@@ -567,7 +568,7 @@ mod tests {
                             assert_eq!(place, it.places.start + stored.len() as u64);
                             stored.push(of(item));
                         });
-                        // Any part of a sequence is the same as that part of the whole.
+                        // Any part of a sequence equals that part of the whole.
                         let half = it.places.start + (it.places.end - it.places.start) / 2;
                         let mut rest = vec![];
                         epoch.sequence(half..it.places.end, |_, item| rest.push(of(item)));

@@ -1,8 +1,8 @@
-//! The rows of a window, held while they are given out in another order.
+//! The rows of a window, held while they are returned in another order.
 //!
-//! A pool is as many slots as a window has items. Whenever items are given out, those of the next window are read into the
-//! slots that became free, in the order in which they lie on disk; when the last item of a window is out, the next window is
-//! there. So memory is that of one window and reading never pauses.
+//! A pool has as many slots as a window has items. Each time items are returned, items of the next window are read into the
+//! freed slots, in file order. When the last item of a window is returned, the next window is complete. So the pool needs
+//! the memory of one window, and reading never pauses.
 
 use std::ops::Range;
 
@@ -16,11 +16,11 @@ use crate::rows::Rows;
 use crate::source::mmap::prefetch;
 use crate::threads::{self, Stop, Watch};
 
-/// Read at once, at most, while a window is filled: how long a stop waits.
+/// Bytes per read while a window is filled, at most: bounds the time that a stop waits.
 const READ: usize = 64 << 20;
 const NO_SLOT: u32 = u32::MAX;
 
-/// What an item in a slot is.
+/// The item in a slot.
 #[derive(Clone, Copy, Default)]
 struct Kept {
     example: u64,
@@ -32,20 +32,20 @@ struct Kept {
 struct Held {
     number: u64,
     window: Window,
-    /// By place: where the item is.
+    /// The slot of each place.
     slots: Vec<u32>,
-    /// Places that were read, or passed over because they are not wanted.
+    /// Places that were read, or skipped because they are not wanted.
     read: u64,
-    /// Places that the kernel was told of.
+    /// Places for which the kernel got a read-ahead hint.
     hinted: u64,
 }
 
-/// Which batches are wanted: `first`, `first + every`, ...
+/// The wanted batches: `first`, `first + every`, ...
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted {
     /// The first.
     pub first: u64,
-    /// From one to the next.
+    /// The distance between two wanted batches.
     pub every: u64,
 }
 
@@ -69,23 +69,23 @@ pub struct Pool<'a> {
     next: Option<Held>,
 }
 
-/// What is known of the rows of a batch, item by item.
+/// The ids of the rows in a batch, item by item.
 #[derive(Default, Debug)]
 pub struct Known {
     /// Examples.
     pub examples: Vec<i64>,
     /// Tokens.
     pub tokens: Vec<i64>,
-    /// Positions among the groups read, where items are rows of one.
+    /// Positions among the groups read, if an item has a row of one group.
     pub groups: Vec<i64>,
 }
 
 impl<'a> Pool<'a> {
-    /// An empty pool, for the batches wanted.
+    /// An empty pool for the wanted batches.
     pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> Result<Pool<'a>> {
         let batch = plan.settings.batch;
         let largest = (0..epoch.windows().min(2)).map(|w| epoch.window_len(w)).max().unwrap_or(0) + 1;
-        // Of every so many batches one: as many as begin in a window, and those that reach into it.
+        // Every `every`-th batch: those that begin in a window, and those that overlap it.
         let share = (largest / (batch * wanted.every) + 2).saturating_mul(batch);
         let slots = if wanted.every == 1 { largest } else { share.min(largest) };
         let slot_bytes = rows.row().bytes * plan.rows_per_item();
@@ -97,7 +97,7 @@ impl<'a> Pool<'a> {
         Ok(Pool { rows, plan, epoch, wanted, memory, slot_bytes, kept, free, current: None, next: None })
     }
 
-    /// Gives a batch out, into `out`.
+    /// Writes a batch to `out`.
     pub fn give(
         &mut self,
         batch: u64,
@@ -137,7 +137,7 @@ impl<'a> Pool<'a> {
         Ok(())
     }
 
-    /// Reads as much of the next window as there is room for.
+    /// Reads as much of the next window as free slots allow.
     pub fn refill(&mut self, watch: Watch<'_>) -> Result<()> {
         if self.next.is_none()
             && let Some(current) = &self.current
@@ -151,7 +151,7 @@ impl<'a> Pool<'a> {
         done
     }
 
-    /// Makes a window the current one, and reads what is missing of it.
+    /// Makes a window the current one and reads its missing items.
     fn advance(&mut self, number: u64, watch: Watch<'_>) -> Result<()> {
         if self.current.as_ref().is_some_and(|c| c.number == number) {
             return Ok(());
@@ -159,7 +159,7 @@ impl<'a> Pool<'a> {
         let mut held = match self.next.take() {
             Some(next) if next.number == number => next,
             other => {
-                // Windows are passed over where none of their batches is wanted.
+                // A window is skipped if none of its batches is wanted.
                 if let Some(Held { slots, .. }) = other {
                     self.free.extend(slots.iter().filter(|s| **s != NO_SLOT));
                 }
@@ -177,13 +177,13 @@ impl<'a> Pool<'a> {
         Held { number, window, slots, read: 0, hinted: 0 }
     }
 
-    /// Reads items of a window in their stored order, as far as slots are free; all that are wanted, if `all`.
+    /// Reads items of a window in stored order while slots are free; with `all`, fails unless every wanted item was read.
     fn read(&mut self, held: &mut Held, all: bool, watch: Watch<'_>) -> Result<()> {
         let n = held.window.order.len();
         let at_once = (READ / self.slot_bytes).max(1);
         while held.read < n && !self.free.is_empty() {
             let places = (n - held.read).min(self.free.len() as u64).min(at_once as u64);
-            // While these are copied, and while nothing is read, the disk works on the next.
+            // The disk reads the next items while these are copied and while the pool is idle.
             let soon = (held.read + places + at_once as u64).min(n);
             let unknown = held.hinted.max(held.read)..soon;
             if unknown.end - unknown.start >= places.min(n - held.read) / 2 {
@@ -200,7 +200,7 @@ impl<'a> Pool<'a> {
         Ok(())
     }
 
-    /// Items of a window that are wanted, with their places in it.
+    /// The wanted items of a window, with their places in it.
     fn wanted(&self, held: &Held, places: Range<u64>) -> Vec<(u32, Item)> {
         let begun = held.window.first >= self.epoch.own(self.wanted.first).start;
         let every = self.wanted.every == 1 && begun;
@@ -268,7 +268,7 @@ fn wrong(detail: &str) -> Error {
     Error::new(Kind::Internal, format!("a pool with {detail}"))
 }
 
-/// Rows of slots to `out`, one after the other; `groups` says whose they are where slots hold one group's.
+/// Converts the rows of slots into `out`, one after the other; `groups` holds each slot's group if slots hold one group.
 pub fn convert_rows(
     convert: &Convert,
     memory: &[u8],

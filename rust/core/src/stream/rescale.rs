@@ -1,4 +1,4 @@
-//! Rows that are centred and scaled while they are copied: `(row - center) * scale`, or with the result brought to a given norm.
+//! Rows centred and scaled during the copy: `(row - center) * scale`, or scaled to a given norm.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -7,18 +7,18 @@ use bytemuck::{Pod, Zeroable};
 use crate::dtype::{Cast, DType, overflowed};
 use crate::error::{Error, Kind, Result};
 
-/// What rows are multiplied by, after the centre was subtracted.
+/// The scaling of rows, after the centre is subtracted.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Scale {
-    /// Nothing.
+    /// No scaling.
     None,
-    /// One factor per element; of one group, or of each group one after the other.
+    /// One factor per element; for one group, or for each group in turn.
     By(Vec<f64>),
-    /// What makes the row's L2 norm this. A row of zeros stays one.
+    /// Scales each row to this L2 norm. Rows of zeros stay zero.
     ToNorm(f64),
 }
 
-/// How stored rows become rows of a batch.
+/// The conversion of stored rows to rows of a batch.
 #[derive(Debug)]
 pub struct Convert {
     from: usize,
@@ -27,7 +27,7 @@ pub struct Convert {
     plain: Cast<'static>,
     types: (DType, DType),
     change: Option<Change>,
-    /// Finite values that became infinite since this was asked for.
+    /// Finite values that became infinite since the last [`Convert::take_overflows`].
     overflows: AtomicU64,
 }
 
@@ -40,13 +40,13 @@ struct Change {
     scale: Scale,
 }
 
-/// Room for one row, reused.
+/// Buffers for one row, reused.
 #[derive(Default, Debug)]
 pub struct Scratch(Vec<f32>, Vec<f64>);
 
 impl Convert {
-    /// `center` is empty, or holds an element per column, or per column and group. Arithmetic is float32, or float64 where the
-    /// stored or the wanted type is.
+    /// `center` is empty, or has one element per column, or per column and group. The arithmetic is float32, or float64 if
+    /// the stored or the requested type is.
     pub fn new(from: DType, to: DType, width: usize, groups: usize, center: Vec<f64>, scale: Scale) -> Result<Convert> {
         let plain = Cast::between(from, to)?;
         let fits = |n: usize| n == width || n == width * groups;
@@ -82,7 +82,7 @@ impl Convert {
         self.to
     }
 
-    /// The cast, where it is all there is to do.
+    /// The cast, if rows are neither centred nor scaled.
     pub fn cast(&self) -> Option<Cast<'_>> {
         self.change.is_none().then(|| self.plain.counting(&self.overflows))
     }
@@ -147,7 +147,7 @@ impl Change {
     }
 }
 
-/// The L2 norm, summed in eight lanes of float64: the same on every machine.
+/// The L2 norm, summed in eight lanes of float64: equal on every machine.
 pub(super) fn norm_of<T: Real>(row: &[T]) -> f64 {
     let (chunks, rest) = row.as_chunks::<8>();
     let mut lanes = [0f64; 8];
@@ -227,7 +227,7 @@ mod tests {
         assert!(Convert::new(DType::I32, DType::I32, 1, 1, vec![], Scale::None).is_ok());
     }
 
-    /// Whether a cast or a factor made them infinite; what was infinite before is not counted.
+    /// A cast or a factor may overflow; values that were infinite before are not counted.
     #[test]
     fn overflows_are_counted() {
         let row = [1e30f32, f32::INFINITY, 1.0, -3e38];

@@ -1,4 +1,4 @@
-//! Which tokens of which examples are read. What is selected is counted in stored order: pick 0, 1, 2, ...
+//! Selections: the tokens of each example to read. Selected tokens are numbered in stored order: pick 0, 1, 2, ...
 
 use crate::error::{Error, Kind, Result};
 
@@ -14,13 +14,13 @@ pub struct Selection {
 #[derive(Debug)]
 enum Count {
     Same(u64),
-    /// Picks before each example, and at the end of all.
+    /// Picks before each example, and the total at the end.
     Before(Vec<u64>),
 }
 
 #[derive(Debug)]
 enum Which {
-    /// As many tokens as there are picks, from this one on.
+    /// Consecutive tokens from this one on.
     From(u64),
     /// The set bits; example e's token `first + i` is bit `bits_before[e] + i`.
     Set { first: u64, bits: Vec<u64>, before: Vec<u64> },
@@ -29,7 +29,7 @@ enum Which {
 }
 
 impl Selection {
-    /// The same tokens of every example, from `first` on.
+    /// `count` tokens of every example, starting at token `first`.
     pub fn same(examples: u64, first: u64, count: u64) -> Result<Selection> {
         if examples.checked_mul(count).is_none_or(|n| n >= 1 << 62) {
             return Err(Error::new(Kind::Argument, format!("{examples} examples x {count} tokens are too many")));
@@ -37,14 +37,14 @@ impl Selection {
         Ok(Selection { examples, count: Count::Same(count), which: Which::From(first) })
     }
 
-    /// `counts[e]` tokens of example e, from `first` on.
+    /// `counts[e]` tokens of example e, starting at token `first`.
     pub fn counted(first: u64, counts: impl Iterator<Item = u64>) -> Result<Selection> {
         let before = sums(counts)?;
         let examples = before.len() as u64 - 1;
         Ok(Selection { examples, count: Count::Before(before), which: Which::From(first) })
     }
 
-    /// Of `counts[e]` tokens of example e, from `first` on, those that are kept: one flag for each, example after example.
+    /// Those of `counts[e]` tokens of example e, starting at `first`, whose flag in `keep` is set; flags go example by example.
     pub fn masked(first: u64, counts: impl Iterator<Item = u64>, keep: &[bool]) -> Result<Selection> {
         let before = sums(counts)?;
         if before.last() != Some(&(keep.len() as u64)) {
@@ -61,7 +61,7 @@ impl Selection {
         Ok(Selection { examples, count: Count::Before(picks), which: Which::Set { first, bits, before } })
     }
 
-    /// One token of each example; none of those whose entry is `None`.
+    /// One token of each example, or none if the entry is `None`.
     pub fn one_of_each(tokens: impl Iterator<Item = Option<u32>>) -> Result<Selection> {
         let tokens: Vec<Option<u32>> = tokens.collect();
         let before = sums(tokens.iter().map(|t| u64::from(t.is_some())))?;
@@ -74,17 +74,17 @@ impl Selection {
         self.before(self.examples)
     }
 
-    /// Whether nothing is picked.
+    /// Whether there are no picks.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Number of examples, those without picks included.
+    /// Number of examples, including those without picks.
     pub fn examples(&self) -> u64 {
         self.examples
     }
 
-    /// Picks per example, where all have as many.
+    /// Picks per example, if all examples have equally many.
     pub fn same_count(&self) -> Option<u64> {
         match self.count {
             Count::Same(n) => Some(n),
@@ -92,7 +92,7 @@ impl Selection {
         }
     }
 
-    /// Picks of the examples before one.
+    /// Number of picks before an example.
     #[inline]
     pub fn before(&self, example: u64) -> u64 {
         match &self.count {
@@ -107,7 +107,7 @@ impl Selection {
         let (example, k) = match &self.count {
             Count::Same(n) => (pick / n, pick % n),
             Count::Before(before) => {
-                // Examples without picks share their number with the next: the last of those is the one.
+                // An example without picks has the same count as the next: the last one with this count has the pick.
                 let example = before.partition_point(|b| *b <= pick) - 1;
                 (example as u64, pick - before[example])
             }
@@ -129,7 +129,7 @@ impl Selection {
     }
 }
 
-/// The place of the k-th set bit from a bit on.
+/// The position of the k-th set bit at or after `from`.
 fn nth_set(bits: &[u64], from: u64, mut k: u64) -> u64 {
     let mut at = (from / 64) as usize;
     let mut word = bits[at] & (!0 << (from % 64));
@@ -144,7 +144,7 @@ fn nth_set(bits: &[u64], from: u64, mut k: u64) -> u64 {
     at as u64 * 64 + u64::from(word.trailing_zeros())
 }
 
-/// 0, and the sums of all that came before.
+/// 0, followed by the running sums.
 fn sums(counts: impl Iterator<Item = u64>) -> Result<Vec<u64>> {
     let mut sum = 0u64;
     let mut made = vec![0];
@@ -169,7 +169,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a list of all picks.
+        /// Compares with a list of all picks.
         #[test]
         fn picks_are_those_that_were_kept(first in 0u64..3, flags in prop::collection::vec(prop::collection::vec(any::<bool>(), 0..200), 0..20)) {
             let counts = || flags.iter().map(|f| f.len() as u64);

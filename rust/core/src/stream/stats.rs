@@ -1,8 +1,8 @@
-//! What all rows have in common: mean, variance, extremes, per element, in one pass.
+//! Statistics of all rows in one pass: mean, variance and extremes of each element.
 //!
-//! Rows are taken in blocks of a fixed number; each block is summed by itself, in float64, and blocks are joined in their
-//! order (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979). So the
-//! result is the same for any number of threads. What is no finite number is counted and left out.
+//! Rows are divided into blocks of fixed size. Each block is summed separately in float64, and blocks are combined in order
+//! (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), so the
+//! result is the same for any number of threads. NaN and infinite values are counted and excluded.
 
 use super::rescale::norm_of;
 use super::select::Selection;
@@ -13,9 +13,9 @@ use crate::memory::zeroed;
 use crate::rows::Rows;
 use crate::threads::{self, Stop, Watch};
 
-/// Rows per block, summed twice while they are in the cache.
+/// Rows per block: a block is summed twice while it is in the cache.
 const BLOCK: usize = 256;
-/// Rows read between two looks at the clock and at Ctrl-C: bounds the memory for sums of blocks.
+/// Rows read between two calls of the watch and of `progress`; bounds the memory for the sums of blocks.
 const AT_ONCE: u64 = 1 << 16;
 
 /// Sums over rows, per element.
@@ -25,24 +25,24 @@ pub struct Stats {
     pub rows: u64,
     /// Finite values.
     pub finite: Vec<u64>,
-    /// Their mean; 0 where there are none.
+    /// Mean of the finite values; 0 if there are none.
     pub mean: Vec<f64>,
-    /// The sum of their squared distances from the mean.
+    /// The sum of squared distances from the mean.
     pub squares: Vec<f64>,
-    /// The smallest; infinite where there are none.
+    /// The smallest finite value; infinity if there are none.
     pub min: Vec<f64>,
-    /// The largest.
+    /// The largest finite value; negative infinity if there are none.
     pub max: Vec<f64>,
-    /// Values that are no number.
+    /// NaN values.
     pub nan: Vec<u64>,
-    /// Infinite ones.
+    /// Infinite values.
     pub infinite: Vec<u64>,
-    /// Sum of the L2 norms of rows that are finite, and how many those are.
+    /// The sum of the L2 norms of rows with finite norms, and the number of those rows.
     pub norms: (f64, u64),
 }
 
 impl Stats {
-    /// Of no rows.
+    /// Statistics of no rows.
     pub fn new(width: usize) -> Result<Stats> {
         let of = |value: f64| -> Result<Vec<f64>> {
             let mut made = zeroed(width)?;
@@ -62,7 +62,7 @@ impl Stats {
         })
     }
 
-    /// Of these rows.
+    /// Statistics of these rows.
     fn of(rows: &[f64], width: usize) -> Result<Stats> {
         let mut made = Stats::new(width)?;
         made.rows = (rows.len() / width) as u64;
@@ -94,7 +94,7 @@ impl Stats {
         Ok(made)
     }
 
-    /// Adds those of the rows that follow.
+    /// Adds the statistics of the rows that follow.
     pub fn join(&mut self, next: &Stats) {
         self.rows += next.rows;
         self.norms = (self.norms.0 + next.norms.0, self.norms.1 + next.norms.1);
@@ -114,7 +114,7 @@ impl Stats {
     }
 }
 
-/// Sums over the picks of one group. `progress` is told how many rows are done, now and then.
+/// Statistics of one group's picks. Calls `progress` regularly with the number of rows done.
 pub fn stats(
     rows: &Rows,
     group: usize,
@@ -124,11 +124,11 @@ pub fn stats(
 ) -> Result<Stats> {
     let row = rows.row();
     let cast = Cast::between(row.dtype, DType::F64).map_err(|_| {
-        Error::new(Kind::DType, format!("statistics are of floating types, not of {}", row.dtype.name()))
+        Error::new(Kind::DType, format!("statistics: expected a floating type, found {}", row.dtype.name()))
     })?;
     let mut all = Stats::new(row.width)?;
     let total = selection.len();
-    // What is decoded is best read in large pieces, by all threads together.
+    // Rows that need decoding are best read in large parts, by all threads together.
     let staged = rows.decodes();
     let mut done = 0;
     while done < total {
@@ -182,7 +182,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Joined block by block, or over all at once in the plainest way.
+        /// Compares the blocks' combination with one plain pass over all values.
         #[test]
         fn blocks_join_to_the_whole(values in prop::collection::vec(-1e3f64..1e3, 3..400), cut in 1usize..50, shift in -1e9f64..1e9) {
             let width = 3;
