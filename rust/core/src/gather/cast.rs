@@ -1,4 +1,4 @@
-//! Converting a block of memory with all threads.
+//! Conversion of a block of memory with all threads.
 
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};

@@ -1,8 +1,8 @@
-//! Moving bytes of sources that answer slowly, and best to few large requests.
+//! Reads from slow sources, which are fastest with few large requests.
 //!
-//! The whole request is planned before any of it is asked for: all files are opened together, rows are sorted by file and
-//! address, rows that lie nearer than the gap that the sources wish are read together, up to their largest read, and as many
-//! reads are on their way at once as they wish. What was read is copied or cast to its places as it arrives.
+//! The whole request is planned before the first read. All files are opened together, and rows are sorted by file and
+//! address. Rows closer than the sources' gap are read together, up to the sources' largest request, with the sources'
+//! number of reads in flight. The rows of each read are copied or cast to their places as it arrives.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,7 +19,7 @@ use crate::memory::zeroed;
 use crate::source::{Read, Wishes};
 use crate::threads::{self, Stop, Watch};
 
-/// One read of a source, and the extents that it brings.
+/// One read of a source, and the extents that it covers.
 struct Request {
     file: usize,
     at: u64,
@@ -79,7 +79,7 @@ pub fn gather<L: Layout + ?Sized>(
     Ok(())
 }
 
-/// Extents in their sources' order as requests.
+/// Merges extents, sorted by source and offset, into requests.
 fn requests(extents: &[Extent], wishes: &Wishes) -> Vec<Request> {
     let mut made: Vec<Request> = vec![];
     for (i, extent) in extents.iter().enumerate() {
@@ -107,7 +107,7 @@ fn fetch<L: Layout + ?Sized>(
     wishes: &Wishes,
     watch: Watch<'_>,
 ) -> Result<()> {
-    // Each extent's place in the output, in the order of the extents.
+    // The output range of each extent, in the order of the extents.
     let len_of = |e: &Extent| e.len as usize / job.cast.from_size * job.cast.to_size;
     let mut by_place: Vec<usize> = (0..extents.len()).collect();
     by_place.sort_unstable_by_key(|i| extents[*i].dst);

@@ -1,4 +1,4 @@
-//! Rows that will be gathered soon, put on their way.
+//! Read-ahead hints for rows that will be gathered soon.
 
 use super::pick::{Origin, Pick};
 use super::plan::{Cut, Job, Span};
@@ -8,15 +8,15 @@ use crate::layout::Layout;
 use crate::source::Ready;
 use crate::source::queue::Ranged;
 
-/// Starts reading rows into the page cache, if a few of them look as if they were not in it. A hint never fails: whatever is
-/// wrong with these rows is an error of their gather.
+/// Starts reading rows into the page cache if a sample of them appears not to be cached. A hint never fails: the gather
+/// reports any error in these rows.
 pub fn hint<L: Layout + ?Sized>(origin: &Origin<'_, L>, pick: Pick<'_>, items: usize) {
     let _ = try_hint(origin, pick, items);
 }
 
 fn try_hint<L: Layout + ?Sized>(origin: &Origin<'_, L>, pick: Pick<'_>, items: usize) -> Result<()> {
     const LOOKS: usize = 8;
-    // What is decoded is not asked for by ranges, and what is far is not kept anywhere before it is read.
+    // Decoded files have no byte ranges to hint, and far sources have no page cache.
     if origin.files.decodes() || origin.files.wishes().is_some() {
         return Ok(());
     }

@@ -1,16 +1,16 @@
 //! Gathering: many rows, from anywhere in a dataset, into one block of memory.
 //!
-//! The rows asked for are cut into parts, each a contiguous range of the *output*, so that every part owns its memory
-//! and nothing needs to be proven about aliasing. A part
+//! The requested rows are cut into parts, each a contiguous range of the *output*, so that every part owns its memory
+//! and no aliasing proof is needed. A part
 //!
-//! 1. asks the layout for its rows' addresses and sorts them by file and row, megabyte by megabyte of output: disks and
-//!    page tables like order, caches like writes that stay together;
-//! 2. joins neighbours that stay neighbours into one copy;
-//! 3. checks, file by file, that the rows exist and that the file still has the length it had when it was opened;
-//! 4. moves them. From memory or a mapping, a scout runs ahead of the copy, samples whether pages are cached, and hints the
-//!    cold ones to the kernel, so that a cold gather keeps the disk's queue full from one thread while a hot one pays next
-//!    to nothing. Without a mapping, what is cached is read at once, the rest is hinted and read when it has arrived. A
-//!    file that is not there, where the format allows that, is its fill value.
+//! 1. gets the addresses of its rows from the layout and sorts them by file and row, one megabyte of output at a time: disks
+//!    and page tables prefer sorted reads, caches prefer local writes;
+//! 2. joins rows that are adjacent in the file and in the output into one copy;
+//! 3. checks, file by file, that the rows exist and that the file's length has not changed since it was opened;
+//! 4. copies them. From memory or a mapping, a scout runs ahead of the copy, samples whether pages are cached, and sends
+//!    hints for cold pages to the kernel: a cold gather keeps the disk's queue full from one thread, and a hot one costs
+//!    almost nothing extra. Without a mapping, cached rows are read at once; the others are hinted and read after they
+//!    arrive. A missing file counts as its fill value, if the format allows that.
 //!
 //! Memory: 40 bytes per row of the parts in flight, at most [`PART_ROWS`] rows per thread.
 

@@ -1,4 +1,4 @@
-//! Moving bytes of files that answer at once: of this machine, or decoded into memory.
+//! Copies from fast files: local, or decoded into memory.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use crate::source::scout::{BLOCK, Scout};
 use crate::source::{self, Read, Ready, Source};
 use crate::threads::Stop;
 
-/// Rows are sorted within this much output: reads get their order, writes stay in the second-level cache, and many small
+/// Rows are sorted within this much output: reads become ordered, writes stay in the second-level cache, and many small
 /// sorts cost less than one large one.
 const SORT_BYTES: usize = 1 << 20;
 
@@ -24,7 +24,7 @@ fn sources_of(files: &[Arc<OpenFile>]) -> Vec<Option<&dyn Source>> {
 }
 
 impl<L: Layout + ?Sized> Job<'_, L> {
-    /// A single row, without the machinery: users do call this a million times in a loop.
+    /// Reads a single row without the planning: users call this a million times in a loop.
     pub fn one_row(&self, mut whole: Out<'_>) -> Result<()> {
         let group = self.group(0)?;
         let at = match self.pick {
@@ -47,7 +47,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         open.unchanged()?;
         match open.bytes() {
             Some(bytes) => {
-                // One page faults as fast as it can be hinted; more are worth asking for together.
+                // One page faults as fast as a hint; several pages are worth one hint for all.
                 if row > 4096
                     && let Some(source) = open.source()
                     && source.is_ready(src + row as u64 - 1) == Ready::No
@@ -81,11 +81,11 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         let mut entries = self.locate(span)?;
         if !entries.is_sorted_by_key(|e| e.key) {
             let mut rest = &mut entries[..];
-            // What has to be decoded is visited once per part, whatever the order costs in cache misses.
+            // A file that must be decoded is visited once per part, even at the cost of cache misses.
             let sort_bytes = if self.decodes { usize::MAX } else { SORT_BYTES };
             let block_rows = (sort_bytes / self.out_row()).max(1);
             while !rest.is_empty() {
-                // Entries are in output order still, whole examples may bring several rows each.
+                // Entries are still in output order; with whole examples, each may cover several rows.
                 let limit = (rest[0].dst as usize).saturating_add(block_rows);
                 let (block, others) = rest.split_at_mut(rest.partition_point(|e| (e.dst as usize) < limit).max(1));
                 block.sort_unstable_by_key(|e| e.key);
@@ -112,7 +112,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         Ok(())
     }
 
-    /// Writes the fill value of a file that is not there, converted like any other; false if the file is there.
+    /// Writes the converted fill value of a missing file; returns false if the file exists.
     pub fn fill(&self, open: &OpenFile, out: &mut [u8]) -> bool {
         let Body::Fill(_, value) = open.body() else { return false };
         let mut element = [0u8; 16];
@@ -128,7 +128,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         true
     }
 
-    /// Copies what can be looked at: mapped files and memory.
+    /// Copies from mapped files and memory.
     pub fn copy_seen(&self, files: &[Arc<OpenFile>], extents: &[Extent], out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let bytes: Vec<&[u8]> = files.iter().map(|f| f.bytes().unwrap_or_default()).collect();
         let casts: Vec<Cast<'_>> = files.iter().map(|f| self.cast.swapped_if(f.place().swapped)).collect();
@@ -141,7 +141,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             scout.run_ahead_of(at * BLOCK);
             let before = Instant::now();
             for (i, extent) in block.iter().enumerate() {
-                // Two rows ahead: one is too late for a page walk, more evicts what is about to be used.
+                // Prefetch two rows ahead: one is too late for a page walk, more would evict data about to be used.
                 let soon = extents.get(at * BLOCK + i + 2);
                 if let Some(soon) = soon {
                     prefetch(bytes[soon.file as usize].get(soon.src as usize..).unwrap_or_default());
@@ -155,7 +155,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
         Ok(())
     }
 
-    /// Copies what has to be read.
+    /// Copies from files that are not mapped.
     fn copy_read(&self, files: &[Arc<OpenFile>], extents: &[Extent], out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let as_is = self.cast.convert.is_none() && !files.iter().any(|f| f.place().swapped);
         let mut scratch = vec![0u8; if as_is { 0 } else { EXTENT }];

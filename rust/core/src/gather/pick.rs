@@ -1,23 +1,23 @@
-//! Which rows, from where, and where they go.
+//! The requested rows, their source and their destination.
 
 use std::ops::Range;
 
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
 
-/// A list of integers that need not exist in memory.
+/// A list of integers, which may be implicit.
 #[derive(Clone, Copy, Debug)]
 pub enum Ints<'a> {
-    /// The same number, as often as needed.
+    /// The same number, repeated.
     One(i64),
-    /// These.
+    /// A slice.
     Each(&'a [i64]),
     /// 0, 1, 2, ...
     Count,
 }
 
 impl Ints<'_> {
-    /// The number at a place.
+    /// The number at an index.
     #[inline]
     pub fn get(&self, i: usize) -> i64 {
         match self {
@@ -37,7 +37,7 @@ impl Ints<'_> {
     }
 }
 
-/// Which rows, in output order.
+/// The rows to read, in output order.
 #[derive(Clone, Copy, Debug)]
 pub enum Pick<'a> {
     /// One row per (example, token).
@@ -68,29 +68,29 @@ impl Pick<'_> {
     }
 }
 
-/// Where rows come from.
+/// The source of rows.
 pub struct Origin<'a, L: ?Sized> {
     /// The files.
     pub files: &'a dyn Files,
-    /// Where in them rows lie.
+    /// The addresses of rows in the files.
     pub layout: &'a L,
-    /// The group that each item is taken from.
+    /// The group of each item.
     pub groups: Ints<'a>,
-    /// Rows in other files are left alone; who must not have all files open at once gathers in several goes.
+    /// The files to read; rows in other files are skipped. A caller that cannot open all files at once gathers range by range.
     pub only: Range<u64>,
 }
 
-/// Where rows go.
+/// The destination of rows.
 pub enum Out<'a> {
-    /// One after another.
+    /// Contiguous memory.
     Dense(&'a mut [u8]),
-    /// Each to a place of its own; all places are as long as a row of the output.
+    /// A separate slice for each row, each as long as a row of the output.
     Places(Vec<&'a mut [u8]>),
 }
 
 impl<'a> Out<'a> {
-    /// Ranges of an output of rows of `row` bytes, in ascending order and apart from each other; `None` if they are not, or lie in
-    /// two places each.
+    /// Splits an output with rows of `row` bytes into ranges. `None` unless they are ascending, disjoint, and each inside one
+    /// place.
     pub(super) fn ranges(self, ranges: &[(usize, usize)], row: usize) -> Option<Vec<&'a mut [u8]>> {
         let mut places = match self {
             Out::Dense(bytes) => vec![bytes],
@@ -113,7 +113,7 @@ impl<'a> Out<'a> {
         Some(made)
     }
 
-    /// The first `rows` of `row` bytes each, and the others; `None` if there are not as many.
+    /// The first `rows` of `row` bytes each, and the rest; `None` if there are fewer.
     pub(super) fn split_at(self, rows: usize, row: usize) -> Option<(Out<'a>, Out<'a>)> {
         match self {
             Out::Dense(bytes) => {
@@ -139,7 +139,7 @@ impl<'a> Out<'a> {
         matches!(self, Out::Dense(_))
     }
 
-    /// Bytes from `at` on, which lie in one row or in a dense output.
+    /// `len` bytes from offset `at`, inside one row or anywhere in a dense output.
     #[inline]
     pub(super) fn range(&mut self, at: usize, len: usize, row: usize) -> &mut [u8] {
         match self {

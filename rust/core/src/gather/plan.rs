@@ -1,4 +1,4 @@
-//! From rows asked for to byte ranges of files: parts of the output, addresses sorted, neighbours joined.
+//! From requested rows to byte ranges of files: cuts the output into parts, sorts addresses, joins neighbours.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as MapEntry;
@@ -16,16 +16,16 @@ use crate::source::descriptors::{descriptors_are_scarce, files_at_once};
 use crate::source::queue::Ranged;
 use crate::threads;
 
-/// Output below this is moved by the calling thread: waking others costs more (about 50 us).
+/// The calling thread copies smaller outputs itself: waking other threads costs about 50 us.
 const INLINE_BYTES: usize = 512 << 10;
-/// Rows per part at most; bounds the scratch memory.
+/// Rows per part at most; bounds the temporary memory.
 const PART_ROWS: usize = 16_384;
-/// Output per part at most, unless one example is larger: bounds how long Ctrl-C waits for a part.
+/// Output bytes per part at most, unless one example is larger; bounds the delay of Ctrl-C.
 const PART_BYTES: usize = 8 << 20;
-/// A long run is moved in extents of this size, a multiple of every element size.
+/// Longer runs are copied in extents of this size, a multiple of every element size.
 pub const EXTENT: usize = 256 << 10;
 
-/// Everything a part needs to know.
+/// The parameters shared by all parts of a gather.
 pub struct Job<'a, L: ?Sized> {
     pub files: &'a dyn Files,
     pub layout: &'a L,
@@ -36,14 +36,14 @@ pub struct Job<'a, L: ?Sized> {
     pub row_bytes: usize,
     /// Bits of an entry's key that hold the address.
     pub address_bits: u32,
-    /// Whether a run of rows may be cut between files.
+    /// Whether files must be decoded: then only one is open at a time.
     pub decodes: bool,
-    /// Whether all files are open and held already.
+    /// Whether all files are already open.
     pub opened: bool,
 }
 
-/// The items of a part, from `first` to one before `end`. Where items are whole examples, a long one can begin in one part
-/// and end in another: `skip` rows of the first are not this part's, nor any after `rows`.
+/// The items of a part, from `first` to `end - 1`. If items are whole examples, a long one may span several parts: this part
+/// leaves out the first `skip` rows of its first example, and has `rows` rows in total.
 #[derive(Clone, Copy, Debug)]
 pub struct Span {
     pub first: usize,
@@ -52,7 +52,7 @@ pub struct Span {
     pub rows: u64,
 }
 
-/// Rows to copy: `rows` of them from `key` (file and address, in sorting order) to row `dst` of the part.
+/// Rows to copy: `rows` rows from `key` (file and address, in sort order) to row `dst` of the part.
 #[derive(Clone, Copy)]
 pub struct Entry {
     pub key: u64,
@@ -60,23 +60,23 @@ pub struct Entry {
     pub rows: u32,
 }
 
-/// Bytes to copy from a file to a place in the part.
+/// Bytes to copy from a file to an offset in the part.
 #[derive(Clone, Copy)]
 pub struct Extent {
     pub src: u64,
     pub dst: usize,
     pub len: u32,
-    /// Position among the files of the part.
+    /// Index in the list of the part's files.
     pub file: u32,
 }
 
-/// Entries made into extents, by how their bytes are had.
+/// Extents by source: in memory, to be read, or filled.
 pub struct Cut {
     pub files: Vec<Arc<OpenFile>>,
     pub seen: Vec<Extent>,
     pub read: Vec<Extent>,
     pub filled: Vec<Extent>,
-    /// Entries that are in here.
+    /// Number of entries included.
     pub done: usize,
 }
 
@@ -90,7 +90,7 @@ impl Ranged for Extent {
     }
 }
 
-/// Small requests are one part; large ones are cut for balance, bounded memory and a prompt Ctrl-C.
+/// Rows per part: one part for small requests; large ones are cut for balance, bounded memory and a prompt Ctrl-C.
 pub fn part_rows(out_bytes: usize, row_bytes: usize) -> usize {
     if out_bytes <= INLINE_BYTES {
         return usize::MAX;
@@ -101,7 +101,7 @@ pub fn part_rows(out_bytes: usize, row_bytes: usize) -> usize {
 }
 
 impl<'a, L: Layout + ?Sized> Job<'a, L> {
-    /// What is asked of an origin; fails if lists are of other lengths than `items`.
+    /// Prepares a gather; fails if the lists' lengths differ from `items`.
     pub fn new(origin: &Origin<'a, L>, pick: Pick<'a>, items: usize, cast: Cast<'a>) -> Result<Job<'a, L>> {
         match pick {
             Pick::Tokens { examples, tokens } => {
@@ -118,7 +118,7 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
         Ok(Job { files, layout, groups, only, pick, cast, row_bytes, address_bits, decodes, opened: false })
     }
 
-    /// The group of an item, if there is such a group.
+    /// The group of an item, checked.
     pub fn group(&self, item: usize) -> Result<usize> {
         let group = self.groups.get(item);
         usize::try_from(group)
@@ -127,17 +127,17 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
             .ok_or_else(|| Error::new(Kind::Internal, format!("group {group} of {}", self.layout.groups())))
     }
 
-    /// Bytes of a row of the output.
+    /// Bytes of an output row.
     pub fn out_row(&self) -> usize {
         self.row_bytes / self.cast.from_size * self.cast.to_size
     }
 
-    /// Parts in output order, each with its own share of the output: at most `most` rows each.
+    /// The parts in output order, each with its share of the output and at most `most` rows.
     pub fn parts<'o>(&self, items: usize, most: usize, out: Out<'o>) -> Result<Vec<(Span, Out<'o>)>> {
         let mut parts = Vec::new();
         let mut rest = out;
         let mut item = 0;
-        // Rows of `item` that are in parts already.
+        // Rows of `item` that earlier parts cover.
         let mut skip = 0u64;
         while item < items {
             let mut span = Span { first: item, end: item, skip, rows: 0 };
@@ -173,7 +173,7 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
         Ok(parts)
     }
 
-    /// Rows of the part's items, in output order; neighbours in a file and in the output as one entry.
+    /// The rows of the part's items, in output order; one entry per run of adjacent rows.
     pub fn locate(&self, span: Span) -> Result<Vec<Entry>> {
         let Span { first, end, .. } = span;
         let mut entries = Vec::with_capacity(end - first);
@@ -225,7 +225,7 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
         }
         let too_large = |_| Error::new(Kind::Unsupported, "more than 2^32 rows in one example");
         let (dst, rows) = (u32::try_from(dst).map_err(too_large)?, u32::try_from(rows).map_err(too_large)?);
-        // The files promise that both fit.
+        // The file table guarantees that both fit.
         for file in at.file..at.file + self.files.split(at.file) {
             entries.push(Entry { key: file << self.address_bits | at.row, dst, rows });
         }
@@ -237,9 +237,9 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
         entry.key >> self.address_bits
     }
 
-    /// Opens and checks the files that entries name, joins rows that follow each other both in the file and in the output,
-    /// and cuts the result into extents of bounded size. Stops where more files would be open than this thread may hold;
-    /// tells how many entries were cut.
+    /// Opens and checks the files of the entries, joins rows that are adjacent in both the file and the output, and cuts the
+    /// result into extents of bounded size. Stops when this thread holds its maximum of open files; returns the number of
+    /// entries cut.
     pub fn cut(&self, entries: &[Entry], first: usize, dense: bool) -> Result<Cut> {
         let files_at_once = match (self.opened, self.decodes) {
             (true, _) => usize::MAX,
@@ -256,7 +256,7 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
             let file = match opened.entry(number) {
                 MapEntry::Occupied(known) => *known.get(),
                 MapEntry::Vacant(_) if cut.files.len() >= files_at_once => break,
-                // With something to copy already, a thread does not ask for more of what all threads together lack.
+                // A thread that has rows to copy does not take more descriptors while all threads together lack them.
                 MapEntry::Vacant(_) if !cut.files.is_empty() && !self.opened && descriptors_are_scarce() => break,
                 MapEntry::Vacant(new) => {
                     let open = match self.files.get(number) {
@@ -296,7 +296,7 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
                     let whose = (!matches!(self.pick, Pick::Whole { .. })).then_some(first + head.dst as usize);
                     return Err(self.outside(open, address, rows, whose));
                 };
-                // Cut. A run of whole rows is one range of bytes, parts of rows are taken row by row.
+                // Cut. A run of whole rows is one range of bytes; partial rows are copied row by row.
                 let dst = head.dst as usize * out_row + place.column * to;
                 let (times, bytes) =
                     if whole_rows && dense { (1, rows as usize * self.row_bytes) } else { (rows as usize, place.used) };
@@ -304,7 +304,7 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
                     let (mut src, mut dst) = (src + row as u64 * place.step, dst + row * out_row);
                     let mut left = bytes;
                     while left > 0 {
-                        // EXTENT is a multiple of every element size, so that extents hold whole elements.
+                        // EXTENT is a multiple of every element size, so extents contain whole elements.
                         let len = left.min(EXTENT);
                         extents.push(Extent { src, dst, len: len as u32, file: file as u32 });
                         src += len as u64;
@@ -317,13 +317,13 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
         Ok(cut)
     }
 
-    /// The rows that an index names must be rows that the file holds.
+    /// The error for rows that an index refers to and the file does not contain.
     pub fn outside(&self, open: &OpenFile, address: u64, rows: u64, item: Option<usize>) -> Error {
         let whose = item.map_or(String::new(), |i| format!(" for example {}", self.pick.example(i)));
         outside(open, address, rows, &whose)
     }
 
-    /// Where a extent goes.
+    /// The output range of an extent.
     #[inline]
     pub fn target<'o>(&self, extent: &Extent, out: &'o mut Out<'_>) -> &'o mut [u8] {
         out.range(extent.dst, extent.len as usize / self.cast.from_size * self.cast.to_size, self.out_row())

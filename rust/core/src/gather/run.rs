@@ -1,4 +1,4 @@
-//! A gather from beginning to end.
+//! The entry point of a gather.
 
 use super::far;
 use super::pick::{Origin, Out, Pick};
@@ -8,8 +8,8 @@ use crate::error::Result;
 use crate::layout::Layout;
 use crate::threads::{self, Watch};
 
-/// Fills `out` with the `items` rows (or, for [`Pick::Whole`], examples) picked. `out` holds exactly those rows, in the
-/// type that `cast` makes.
+/// Fills `out` with the `items` picked rows (or, for [`Pick::Whole`], examples). `out` has exactly the size of those rows in
+/// the target type of `cast`.
 ///
 /// Errors: an index out of range, a file that is missing, too short or changed, a row outside its file. `out` is then
 /// partly written.

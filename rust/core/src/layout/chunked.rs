@@ -1,8 +1,8 @@
 //! Addresses in chunked 4-D arrays `(examples, groups, tokens, width)`: Zarr activation stores.
 //!
-//! A dataset is one or more *members* (the stores of a run), example after example; a member is one or two *parts*, arrays
-//! whose tokens follow each other (HalluLens keeps a prompt's and a response's apart). How many tokens of a part exist is
-//! told per example, or is the array's whole length.
+//! A dataset has one or more *members* (the stores of a run) with consecutive examples. A member has one or more *parts*:
+//! arrays with consecutive tokens (HalluLens stores prompt and response separately). A part has a number of tokens per
+//! example, or its array's full length.
 
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
@@ -11,7 +11,7 @@ use crate::layout::grid::Grid;
 /// Tokens of one part.
 #[derive(Debug)]
 pub enum Lengths {
-    /// As many for every example.
+    /// Equal for every example.
     Same(u64),
     /// Per example.
     Each(Vec<u32>),
@@ -30,7 +30,7 @@ impl Lengths {
 /// A member's arrays.
 #[derive(Debug)]
 pub struct Member {
-    /// Examples it holds.
+    /// Number of examples.
     pub examples: u64,
     /// Its arrays, in token order.
     pub parts: Vec<Grid>,
@@ -41,16 +41,16 @@ pub struct Member {
 pub struct Chunked {
     groups: usize,
     examples: u64,
-    /// Each with the number of its first example.
+    /// Each with the index of its first example.
     members: Vec<(u64, Member)>,
-    /// One per part; every member has as many parts.
+    /// One per part; all members have the same number of parts.
     lengths: Vec<Lengths>,
 }
 
 impl Chunked {
-    /// Every member must have as many parts as there are lengths, every list of lengths an entry per example. A length above
-    /// its array's, or more examples or groups than the array has, are refused: past the end of one dimension lie the chunks of
-    /// the next index of the dimension before it.
+    /// Every member must have as many parts as there are lengths, and every list of lengths one entry per example. Fails if a
+    /// length, or the number of examples or groups, exceeds the array: past the end of one dimension lie the chunks of the
+    /// next index of the dimension before it.
     pub fn new(groups: usize, members: Vec<Member>, lengths: Vec<Lengths>) -> Result<Chunked> {
         let mut examples = 0u64;
         let mut placed = Vec::with_capacity(members.len());
@@ -96,7 +96,7 @@ impl Chunked {
         Ok(Chunked { groups, examples, members: placed, lengths })
     }
 
-    /// Bounds of what lies in the same chunks: 0, and after each group of examples the number of the next.
+    /// Boundaries of the groups of examples that share chunks: 0, then the end of each group.
     pub fn bounds(&self) -> Vec<u64> {
         let mut bounds = vec![0];
         for (first, member) in &self.members {
@@ -110,13 +110,13 @@ impl Chunked {
         bounds
     }
 
-    /// The member that holds an example, and the example's number in it.
+    /// The member that contains an example, and the example's index in it.
     #[inline]
     fn member(&self, example: u64) -> (&Member, u64) {
         let at = if self.members.len() == 1 {
             0
         } else {
-            // Members without examples share their first number with the next: the last of those is the one.
+            // An empty member has the same first index as the next: the last one with this index has the example.
             self.members.partition_point(|(first, _)| *first <= example) - 1
         };
         let (first, member) = &self.members[at];

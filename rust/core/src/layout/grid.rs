@@ -1,6 +1,6 @@
 //! A regular grid of chunks over a 4-D array `(examples, groups, tokens, width)`.
 
-/// Where an array's chunks stand among the numbers of all.
+/// The numbers of an array's chunks, among the chunks of all arrays.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
     first: u64,
@@ -10,7 +10,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// A grid whose first chunk has this number; `None` if chunks hold nothing.
+    /// A grid whose first chunk has the number `first`; `None` if chunks are empty.
     pub fn new(first: u64, shape: [u64; 4], chunk: [u64; 4]) -> Option<Grid> {
         if chunk.contains(&0) {
             return None;
@@ -27,7 +27,7 @@ impl Grid {
         self.counts.iter().try_fold(1u64, |n, c| n.checked_mul(*c))
     }
 
-    /// The first chunk of a row (those after it hold the rest of a split row), and the row's number inside.
+    /// The number of a row's first chunk (a split row continues in the following chunks), and the row's index inside.
     #[inline]
     pub fn locate(&self, example: u64, group: u64, token: u64) -> (u64, u64) {
         let [cn, cl, ct, _] = self.chunk;
@@ -47,7 +47,7 @@ impl Grid {
         self.chunk
     }
 
-    /// Chunks that a row is split over.
+    /// Number of chunks over which a row is split.
     #[inline]
     pub fn split(&self) -> u64 {
         self.counts[3]

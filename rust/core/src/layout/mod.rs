@@ -1,7 +1,7 @@
-//! Where a row lies: the map from (group, example, token) to a file and a row in it.
+//! Layouts: the map from (group, example, token) to a file and a row in it.
 //!
-//! A *group* is what a format stores side by side for every example: a layer, usually. Names of layers are the
-//! caller's; here they are positions.
+//! A *group* is what a format stores separately for each example, usually a layer. Layer names belong to the caller; here
+//! groups are indices.
 
 pub mod chunked;
 pub mod grid;
@@ -12,26 +12,26 @@ pub mod table;
 
 use crate::error::{Error, Kind, Result};
 
-/// A row: which of the dataset's numbered files, and which address in it: the row's number, usually.
+/// A row's location: the number of a file of the dataset, and an address in it, usually the row's index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Address {
     /// The file's number.
     pub file: u64,
-    /// Address in that file; [`Place`](crate::layout::row::Place) says which byte it is.
+    /// Address in that file; [`Place`](crate::layout::row::Place) maps it to a byte offset.
     pub row: u64,
 }
 
-/// Rows that lie one after another in one file, in token order.
+/// Consecutive rows of one file, in token order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
     /// The first row.
     pub at: Address,
-    /// How many.
+    /// Number of rows.
     pub rows: u64,
 }
 
 /// The map from indices to addresses. `example` and `token` come from the user and are checked here; a negative `token`
-/// counts from the example's end.
+/// counts from the end of the example.
 pub trait Layout: Send + Sync {
     /// Number of groups.
     fn groups(&self) -> usize;
@@ -43,11 +43,11 @@ pub trait Layout: Send + Sync {
     fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address>;
     /// The row of an example's last token.
     fn last(&self, group: usize, example: i64) -> Result<Address>;
-    /// Calls `each` with the runs that make up an example, in token order.
+    /// Calls `each` with the runs of an example, in token order.
     fn runs(&self, group: usize, example: i64, each: &mut dyn FnMut(Run)) -> Result<()>;
 }
 
-/// An example's number, if the dataset has it.
+/// Checks an example's index.
 #[inline]
 pub fn check_example(example: i64, examples: u64) -> Result<u64> {
     match u64::try_from(example) {

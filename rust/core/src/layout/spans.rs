@@ -1,8 +1,8 @@
-//! Addresses of examples that begin at any row of any file: arrays `(rows, groups, tokens, width)` of fixed shape of which
-//! each example uses some tokens of one row, or files of their own.
+//! Addresses of examples that begin at any row of any file: arrays `(rows, groups, tokens, width)` of fixed shape in which
+//! each example uses some tokens of one row, or one file per example.
 //!
-//! A dataset has one or more *parts*, whose tokens follow each other (a prompt's and a response's, say). In each part an
-//! example has a file, a first row in it, and a number of tokens; the rows of group `g` begin `g * stride` rows later:
+//! A dataset has one or more *parts* with consecutive tokens (prompt and response, for example). In each part an example
+//! has a file, a first row in it, and a number of tokens; the rows of group `g` begin `g * stride` rows later:
 //!
 //! ```text
 //! file = files[example]
@@ -17,7 +17,7 @@ use crate::error::{Error, Kind, Result};
 pub enum PerExample<T> {
     /// The same for every example.
     Same(T),
-    /// One for each.
+    /// One value for each example.
     Each(Vec<T>),
 }
 
@@ -38,14 +38,14 @@ impl<T: Copy> PerExample<T> {
     }
 }
 
-/// Where one part of every example lies.
+/// The location of one part of every example.
 #[derive(Debug)]
 pub struct Part {
-    /// Numbers of the files.
+    /// File numbers.
     pub files: PerExample<u32>,
     /// The row of the first token of group 0.
     pub starts: Vec<u64>,
-    /// Tokens.
+    /// Numbers of tokens.
     pub tokens: PerExample<u32>,
     /// Rows from one group to the next.
     pub stride: u64,
@@ -60,19 +60,21 @@ pub struct Spans {
 }
 
 impl Spans {
-    /// Checks that every part tells of every example, that each file is one of `files`, and each row below 2^40. That a file
-    /// holds the rows is checked when they are read.
+    /// Checks that every part has a value for every example, that each file is below `files`, and each row below 2^40. Whether
+    /// a file contains the rows is checked when they are read.
     pub fn new(groups: usize, files: usize, parts: Vec<Part>) -> Result<Spans> {
         let refuse = |what: String| Err(Error::new(Kind::Format, what));
         let Some(first) = parts.first() else { return refuse("expected at least one part, found none".to_string()) };
         let examples = first.starts.len() as u64;
         if groups == 0 || examples >= 1 << 48 {
-            return refuse(format!("{groups} layers x {examples} examples is no layout"));
+            return refuse(format!(
+                "expected 1 or more layers and fewer than 2^48 examples, found {groups} and {examples}"
+            ));
         }
         for (p, part) in parts.iter().enumerate() {
             if part.starts.len() as u64 != examples || !part.files.fits(examples) || !part.tokens.fits(examples) {
                 return refuse(format!(
-                    "part {p}: expected numbers of {examples} examples, found another number of them"
+                    "part {p}: expected values for {examples} examples, found another number of them"
                 ));
             }
             for example in 0..examples {
@@ -152,7 +154,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// File, start and tokens of two parts.
+    /// Files, starts and tokens of two parts.
     type Two = (u32, u64, u32, u32, u64, u32);
 
     fn part(files: Vec<u32>, starts: Vec<u64>, tokens: Vec<u32>, stride: u64) -> Part {
@@ -180,7 +182,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against every row written down.
+        /// Compares with an explicit list of rows.
         #[test]
         fn tokens_are_found_part_after_part(
             groups in 1usize..4,

@@ -1,4 +1,4 @@
-//! Addresses by arithmetic: files that each hold the same number of examples, every example the same shape.
+//! Addresses computed by arithmetic: every file has the same number of examples, and every example the same shape.
 //!
 //! A file is a C-ordered array `(examples_per_file, groups, tokens, width)`, so that
 //!
@@ -7,8 +7,8 @@
 //! row  = ((example % examples_per_file) * groups + group) * tokens + token
 //! ```
 //!
-//! This is saev's layout: the protocol text, section 4.2, with S = `ex_per_shard`. The last file may hold fewer
-//! examples; that is the file table's business, not arithmetic's.
+//! This is saev's layout: the protocol text, section 4.2, with S = `ex_per_shard`. The last file may have fewer examples;
+//! the file table checks that.
 
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
@@ -23,14 +23,14 @@ pub struct Strided {
 }
 
 impl Strided {
-    /// Checks that every row of every file has a number below 2^40, and every file one below 2^24.
+    /// Checks that every row of a file has an index below 2^40, and every file one below 2^24.
     pub fn new(examples: u64, examples_per_file: u64, groups: u64, tokens: u64) -> Result<Strided> {
         let rows = examples_per_file.checked_mul(groups).and_then(|n| n.checked_mul(tokens));
         if examples_per_file == 0 || groups == 0 || tokens == 0 || rows.is_none_or(|n| n >= 1 << 40) {
             return Err(Error::new(
                 Kind::Format,
                 format!(
-                    "{examples_per_file} examples per file x {groups} layers x {tokens} tokens is not a layout of 1 to 2^40 rows"
+                    "expected 1 to 2^40 rows per file, found {examples_per_file} examples x {groups} layers x {tokens} tokens"
                 ),
             ));
         }
@@ -104,7 +104,7 @@ mod tests {
     }
 
     proptest! {
-        /// The oracle walks every row in stored order and counts.
+        /// The oracle counts every row in stored order.
         #[test]
         fn addresses_count_up_in_stored_order(examples in 1u64..20, per in 1u64..6, groups in 1u64..4, tokens in 1u64..5) {
             let layout = Strided::new(examples, per, groups, tokens).unwrap();

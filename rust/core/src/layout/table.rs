@@ -1,18 +1,16 @@
-//! Addresses by looking them up: each example says which shard and row holds its last token and, where all tokens are
-//! stored, which hold the others.
+//! Addresses from a table: each example has the shard and row of its last token and, if all tokens are stored, of the others.
 //!
 //! This is lmprobe's index: `shard_index`/`row_offset` and the per-token lists `token_shard_ids`/`token_shard_offsets`.
-//! A list of addresses per token would cost 16 bytes a token; tokens of an example almost always lie one after another,
-//! so lists are folded into runs while they are read and memory is O(examples). A list without any order is still
-//! right: it is one run per token.
+//! A list of addresses would cost 16 bytes per token. Tokens of an example are almost always consecutive, so lists are folded
+//! into runs while they are read, and memory is O(examples). An unordered list still works: it becomes one run per token.
 //!
-//! Shards are numbered within a group; group `g`, shard `s` is file `g * shards + s` of the file table. Whether a row
-//! number is inside its file is only known when the file's header is read, and is checked there.
+//! Shards are numbered within a group; group `g`, shard `s` is file `g * shards + s` of the file table. Whether a row index
+//! is inside its file is checked when the file's header is read.
 
 use super::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::error::{Error, Kind, Result};
 
-/// From this token of its example on, rows count up from here.
+/// Consecutive rows, starting at this token of an example.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct TokenRun {
     token: u32,
@@ -20,13 +18,13 @@ struct TokenRun {
     row: u64,
 }
 
-/// Addresses read so far. Columns arrive in batches; nothing of a batch is kept but its folded form.
+/// Addresses read so far. Columns arrive in batches; only the folded form is kept.
 #[derive(Debug, Default)]
 pub struct TableBuilder {
     shards: u32,
     last_shard: Vec<u32>,
     last_row: Vec<u64>,
-    /// `runs[first_run[e]..first_run[e + 1]]` are example e's; empty when only last tokens are stored.
+    /// `runs[first_run[e]..first_run[e + 1]]` belong to example e; empty if only last tokens are stored.
     first_run: Vec<u64>,
     runs: Vec<TokenRun>,
     tokens: Vec<u32>,
@@ -54,7 +52,7 @@ impl TableBuilder {
     }
 
     /// Appends the per-token addresses of the next examples: example i of the batch has the entries
-    /// `ids[id_ends[i]..id_ends[i + 1]]`, and as many of `rows`.
+    /// `ids[id_ends[i]..id_ends[i + 1]]`, and equally many of `rows`.
     pub fn push_tokens(&mut self, id_ends: &[i64], ids: &[i64], row_ends: &[i64], rows: &[i64]) -> Result<()> {
         if self.first_run.is_empty() {
             self.first_run.push(0);
@@ -93,8 +91,8 @@ impl TableBuilder {
         while t < ids.len() {
             let (shard, row) = self.check(example, ids[t], rows[t])?;
             self.runs.push(TokenRun { token: t as u32, shard, row });
-            // The run goes on while the shard stays and the row counts up by one. `row` was checked to be below 2^40,
-            // but the run's end was not.
+            // The run continues while the shard is the same and the row increases by one. `row` was checked to be below
+            // 2^40; the run's end is checked below.
             let mut end = t + 1;
             while end < ids.len() && ids[end] == ids[t] && rows[end].wrapping_sub(rows[end - 1]) == 1 {
                 end += 1;
@@ -157,7 +155,7 @@ impl Table {
         !self.inner.first_run.is_empty()
     }
 
-    /// Bytes held.
+    /// Bytes of memory in use.
     pub fn bytes(&self) -> usize {
         let t = &self.inner;
         t.last_shard.len() * 4
