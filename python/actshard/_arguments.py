@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import (
     ArgumentError,
     ArgumentTypeError,

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-from actshard import _native
+import actshard._native as _native
 from actshard._arguments import local_path
 from actshard.errors import (
     ArgumentError,

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actshard import _arguments, _native, formats
+import actshard._native as _native
+from actshard import _arguments, formats
 from actshard._json import Fields, read_json, show
 from actshard.errors import (
     ActshardError,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from actshard import _arguments, _native
-from actshard._selection import COMPARED, Mask, Tokens, column, select
+import actshard._native as _native
+from actshard import _arguments
 from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
@@ -34,6 +34,7 @@ from actshard.formats.contents import Contents, Logits, Router
 from actshard.location import Location
 from actshard.stats import Stats
 from actshard.stream import Scale, Shuffle, Stream
+from actshard.stream.selection import COMPARED, Mask, Tokens, column, select
 
 if TYPE_CHECKING:
     import pyarrow as pa

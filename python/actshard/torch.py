@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard._selection import Mask, Tokens
 from actshard.epochs import Epochs
 from actshard.errors import (
     ArgumentError,
@@ -29,6 +28,7 @@ from actshard.errors import (
     UnsupportedError,
 )
 from actshard.stream import Batch, Stream
+from actshard.stream.selection import Mask, Tokens
 from actshard.tokens.stream import Examples, arrays
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard
-from actshard import _native
+import actshard._native as _native
 from actshard._json import Fields, read_json
 from actshard.errors import ActshardWarning, FormatError, MissingExtraError, OutOfRangeError
 

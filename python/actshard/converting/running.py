@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from actshard import _arguments, _native, formats
+import actshard._native as _native
+from actshard import _arguments, formats
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import FormatError
 from actshard.formats.tables import common_type
 from actshard.work import make_folder, rename

@@ -35,10 +35,9 @@ def installed() -> dict[str, Format]:
     """
     from importlib.metadata import entry_points  # which takes longer than all of these formats
 
-    folder = importlib.import_module("actshard.formats").__path__
     found = {
         module.name: importlib.import_module(f"actshard.formats.{module.name}").FORMAT
-        for module in pkgutil.iter_modules(folder)
+        for module in pkgutil.iter_modules([str(Path(__file__).parent)])
         if module.ispkg
     }
     made: dict[str, Format] = {format.name: format for format in found.values()}

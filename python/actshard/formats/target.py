@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError
 from actshard.work import FOLDER, PARTS

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from actshard import _native, errors
+import actshard._native as _native
+from actshard import errors
 from actshard._arguments import local_path, numpy_type, whole
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, ExistsError, InternalError, boundary
 from actshard.tokens import formats, placing, shards

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments, _native
+import actshard._native as _native
+from actshard import _arguments
 from actshard.codes import Remark
 from actshard.errors import (
     ActshardWarning,
@@ -23,10 +24,10 @@ from actshard.errors import (
     NotStoredError,
     OutOfRangeError,
 )
-from actshard.finding import find_cache
 from actshard.location import Location, network_io
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
+from actshard.walking import find_cache
 
 TOKENS = "input_ids"
 

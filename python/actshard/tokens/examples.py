@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments, _native
+import actshard._native as _native
+from actshard import _arguments
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, NotStoredError
 from actshard.tokens.cache import TOKENS, TokenCache
 from actshard.tokens.stream import Streamed

@@ -9,8 +9,8 @@ from typing import Any
 
 from actshard._json import Fields, read_json, show
 from actshard.errors import FormatError, MissingFileError, UnfinishedError
-from actshard.finding import LEDGER
 from actshard.location import Location
+from actshard.walking import LEDGER
 from actshard.work import write_bytes
 
 NAME = LEDGER

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments, _native
+import actshard._native as _native
+from actshard import _arguments
 from actshard.errors import ArgumentError, ArgumentTypeError
 from actshard.tokens.examples import Batch
 from actshard.tokens.orders import Key, Permutation, prng_key

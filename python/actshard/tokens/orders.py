@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments, _native
+import actshard._native as _native
+from actshard import _arguments
 from actshard.errors import ArgumentError, ArgumentTypeError
 
 Key = tuple[int, int]

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import ActshardError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers

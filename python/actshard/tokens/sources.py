@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from actshard._jsonl import interrupted, lines
+from actshard._json import interrupted, lines
 from actshard.errors import ActshardError, ArgumentError, FormatError, from_os, from_reader
 from actshard.location import Location
 from actshard.tokens.patterns import matching

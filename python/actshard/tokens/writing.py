@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard._arguments import dtype as native_dtype
 from actshard._arguments import flat, local_path, numpy_type
 from actshard.errors import (

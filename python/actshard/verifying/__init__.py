@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from actshard import formats
 from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
-from actshard.finding import check_finished, existing, find_any, find_cache, is_cache_itself
+from actshard.finding import check_finished, existing, find_any
 from actshard.formats.report import Finding, Report
 from actshard.location import Location
 from actshard.opening import open_quietly
+from actshard.walking import find_cache, is_cache_itself
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
 

@@ -13,7 +13,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import ActshardError, FileAccessError, boundary, from_os
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import FormatError, from_os, from_reader
 from actshard.work.lock import Lock
 from actshard.work.names import FOLDER, JOURNAL

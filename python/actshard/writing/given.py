@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from actshard import _arguments, _native
+import actshard._native as _native
+from actshard import _arguments
 from actshard._arguments import name_of
 from actshard.errors import ActshardError, ArgumentError, DtypeError
 from actshard.formats.target import FLOATS, LOGITS, PATCH_LABELS, ROUTER, list_column

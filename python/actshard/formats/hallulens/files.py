@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._json import Fields, read_json
-from actshard._jsonl import read_lines
+from actshard._json import Fields, read_json, read_lines
 from actshard.errors import FormatError, MissingFileError, TruncatedFileError, boundary
 from actshard.location import Location, Stat
 

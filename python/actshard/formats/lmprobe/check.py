@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard._json import Fields
 from actshard.errors import ActshardError, MissingFileError
 from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, TOKEN_LISTS, Extraction, int64_of, lists_of

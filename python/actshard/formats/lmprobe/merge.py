@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from actshard import _native
+import actshard._native as _native
 from actshard._json import Fields
 from actshard.errors import FormatError, MissingFileError, UnsupportedError, from_os
 from actshard.formats.contents import Contents

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME
 from actshard._json import Fields, parse_json, show
 from actshard._native import Addresses, Rows

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard._arguments import name_of
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, from_os
 from actshard.formats.lmprobe.read import TOKEN_LISTS

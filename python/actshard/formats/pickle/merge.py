@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from actshard import _native
+import actshard._native as _native
 from actshard._json import Fields, read_json
 from actshard.errors import MissingFileError
 from actshard.formats.contents import Options

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import ArgumentError
 from actshard.formats.target import PREVIEW, TEXTS, AllExamples, Block, Spec, Target, check_times, flag, only, positive
 from actshard.work import make_folder, rename, sync_folders, write_json

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from actshard import _native
+import actshard._native as _native
 from actshard._json import Fields, read_json
 from actshard.errors import ExistsError, UnsupportedError
 from actshard.formats.contents import Contents, Options

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard._json import read_json
 from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError, UnfinishedError
 from actshard.formats.saev.read import ITEMSIZE, LENGTHS, hashes

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME
 from actshard._json import Fields, exists, show
 from actshard.codes import Remark

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import ArgumentError
 from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Merge, Merger, check_column_types

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import ActshardError, FormatError, MissingExtraError, NotAFileError, UnsupportedError
 
 if TYPE_CHECKING:

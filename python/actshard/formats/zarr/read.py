@@ -38,8 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard._arguments import name_of
-from actshard._json import Fields, exists, read_json, show, utf8
-from actshard._jsonl import read_lines
+from actshard._json import Fields, exists, read_json, read_lines, show, utf8
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import (

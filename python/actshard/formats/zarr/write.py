@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _native
+import actshard._native as _native
 from actshard.errors import ArgumentError, FormatError
 from actshard.formats.target import AllExamples, Block, Spec, Target, check_times, only, positive, uniform
 from actshard.formats.zarr.placing import Placed, place

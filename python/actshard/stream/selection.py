@@ -15,7 +15,7 @@ from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, N
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from actshard.readable import Readable
+    from actshard.stream.readable import Readable
 
 Tokens = Literal["content", "all", "last", "special"]
 Mask = Any

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
-from actshard._selection import Mask, Tokens, select
 from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import (
     ArgumentError,
@@ -22,9 +21,10 @@ from actshard.errors import (
     OverflowWarning,
 )
 from actshard.stats import is_deviation
+from actshard.stream.selection import Mask, Tokens, select
 
 if TYPE_CHECKING:
-    from actshard.readable import Readable
+    from actshard.stream.readable import Readable
 
 Shuffle = Literal["window", "exact"] | None
 Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from actshard import _native
+    import actshard._native as _native
     from actshard.formats.contents import Contents
 
 
