@@ -198,7 +198,7 @@ fn cut(counts: &[i64], row_bytes: u64) -> Vec<std::ops::Range<usize>> {
 }
 
 /// Elements as integers of their size.
-trait Bits: Copy + bytemuck::AnyBitPattern {
+trait ElementBits: Copy + bytemuck::AnyBitPattern {
     fn join(magnitudes: &mut [u64], differences: &mut [u64], mine: &Columns<Self>);
 }
 
@@ -218,7 +218,7 @@ struct Facts {
 
 macro_rules! bits {
     ($t:ty, $unsigned:ty, $row:ident) => {
-        impl Bits for $t {
+        impl ElementBits for $t {
             fn join(magnitudes: &mut [u64], differences: &mut [u64], mine: &Columns<$t>) {
                 for (all, part) in [(magnitudes, &mine.magnitudes), (differences, &mine.differences)] {
                     all.iter_mut().zip(part).for_each(|(a, b)| *a |= u64::from(*b as $unsigned));
@@ -340,7 +340,7 @@ struct Look {
     found: Scan,
 }
 
-fn columns<T: Bits>(row: &[u8], width: usize) -> Result<Columns<T>> {
+fn columns<T: ElementBits>(row: &[u8], width: usize) -> Result<Columns<T>> {
     let mut first = zeroed::<T>(width)?;
     if row.len() == width * size_of::<T>() {
         let elements = row.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned);
@@ -427,10 +427,10 @@ impl Look {
         (self.found.magnitudes, self.found.differences) = (zeroed(self.width)?, zeroed(self.width)?);
         let (m, d) = (&mut self.found.magnitudes, &mut self.found.differences);
         match &self.kernel {
-            Kernel::Of8(c) => Bits::join(m, d, c),
-            Kernel::Of16(c) => Bits::join(m, d, c),
-            Kernel::Of32(c) => Bits::join(m, d, c),
-            Kernel::Of64(c) => Bits::join(m, d, c),
+            Kernel::Of8(c) => ElementBits::join(m, d, c),
+            Kernel::Of16(c) => ElementBits::join(m, d, c),
+            Kernel::Of32(c) => ElementBits::join(m, d, c),
+            Kernel::Of64(c) => ElementBits::join(m, d, c),
         }
         if !self.meaning.zero && self.found.rows > 0 {
             // No column is zeros: one more bit that no element has.

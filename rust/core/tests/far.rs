@@ -10,12 +10,12 @@ use std::time::Duration;
 use actshard_core::dtype::Cast;
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Out, Pick};
-use actshard_core::layout::spans::{Part, PerExample, Spans};
+use actshard_core::layout::spans::{PartSpans, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
 use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::{Rows, Units};
-use actshard_core::source::{Io, Read, Source, Store, Version, Wishes};
+use actshard_core::source::{Io, RangeRead, Source, Store, Version, Wishes};
 use actshard_core::stream::ahead::{Ahead, Stream, Supply, Wanted};
 use actshard_core::stream::plan::{Plan, Settings, Shuffle};
 use actshard_core::stream::rescale::{Convert, Scale};
@@ -105,7 +105,7 @@ impl Source for Object {
         Some(Version::Tag("1".into()))
     }
 
-    fn read_many(&self, reads: &mut [Read<'_>], stop: &Stop) -> Result<()> {
+    fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         for read in reads {
             self.store.reads.lock().unwrap().push((self.key.clone(), read.at, read.into.len() as u64));
             std::thread::sleep(self.store.latency);
@@ -286,7 +286,7 @@ impl Source for Silent {
         None
     }
 
-    fn read_many(&self, _: &mut [Read<'_>], stop: &Stop) -> Result<()> {
+    fn read_many(&self, _: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         for _ in 0..1000 {
             if stop.is_set() {
                 return Ok(());
@@ -334,7 +334,7 @@ fn many_objects_are_planned_together() {
     let files = 3000;
     let store = Arc::new(Memory::new(objects(files, 1, 2, 0), Wishes { parallel: 2, ..WISHES }));
     let table = FileTable::of(Arc::new(Handle(Arc::clone(&store))), row_files(files, 1, 0), 2, DType::F32).unwrap();
-    let part = Part {
+    let part = PartSpans {
         files: PerExample::Each((0..files as u32).collect()),
         starts: (0..files).map(|f| u64::from(f + 1 == files)).collect(),
         tokens: PerExample::Same(1),
@@ -450,7 +450,7 @@ proptest! {
             .iter()
             .map(|(f, r, n)| (f % files, r % rows, (u64::from(*n)).min(rows - r % rows) as u32))
             .collect();
-        let part = Part {
+        let part = PartSpans {
             files: PerExample::Each(spans.iter().map(|s| s.0 as u32).collect()),
             starts: spans.iter().map(|s| s.1).collect(),
             tokens: PerExample::Each(spans.iter().map(|s| s.2).collect()),

@@ -13,7 +13,7 @@ use actshard_core::dtype::Cast;
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Out, Pick};
 use actshard_core::layout::strided::Strided;
-use actshard_core::memory::block::Block;
+use actshard_core::memory::buffer::Buffer;
 use actshard_core::memory::output::Output;
 use actshard_core::rows::{Rows, Units};
 use actshard_core::source::Io;
@@ -103,7 +103,7 @@ fn a_cache_gives_what_was_put_under_its_number() {
                     let number = (i * 13 + k * 7) % 40;
                     match cache.get(number) {
                         Some(block) => assert!(block.iter().all(|b| u64::from(*b) == number)),
-                        None => cache.put(number, &Arc::new(Block::from(vec![number as u8; 2048]))),
+                        None => cache.put(number, &Arc::new(Buffer::from(vec![number as u8; 2048]))),
                     }
                     if i % 50 == k {
                         cache.remove(number);

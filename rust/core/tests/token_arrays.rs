@@ -7,9 +7,9 @@ use std::path::Path;
 use std::sync::{Arc, Barrier};
 
 use actshard_core::source::Io;
-use actshard_core::tokens::array::{Array, BlockCache, Held};
+use actshard_core::tokens::array::{BlockCache, HeldFile, TokenArray};
 use actshard_core::tokens::frame::stored_header;
-use actshard_core::tokens::jagged::{Cursor, Field, Part};
+use actshard_core::tokens::jagged::{Cursor, Field, FieldShard};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use zarrs::array::BytesToBytesCodecTraits;
@@ -326,8 +326,8 @@ proptest! {
         held.resize(layout.room() + layout.inner, layout.fill);
         let io = if mapped { Io::Mmap } else { Io::Pread };
         let cache = Arc::new(BlockCache::new(budget));
-        let array = Array::open(folder.path().to_path_buf(), io, cache, Some(held.len() as u64)).unwrap();
-        let mut last = Held::default();
+        let array = TokenArray::open(folder.path().to_path_buf(), io, cache, Some(held.len() as u64)).unwrap();
+        let mut last = HeldFile::default();
         for (from, part, how) in reads {
             let start = (from * held.len() as f64) as usize;
             let n = (part * (held.len() - start) as f64) as usize;
@@ -361,7 +361,7 @@ proptest! {
     ) {
         let root = tempfile::tempdir().unwrap();
         let dtype = shards[0].0.dtype;
-        let (mut rows, mut parts): (Vec<Vec<i64>>, Vec<Part>) = (vec![], vec![]);
+        let (mut rows, mut parts): (Vec<Vec<i64>>, Vec<FieldShard>) = (vec![], vec![]);
         for (shard, (mut layout, mut lengths, wide, frame, big)) in shards.into_iter().enumerate() {
             layout.dtype = dtype;
             let folder = root.path().join(shard.to_string());
@@ -383,7 +383,7 @@ proptest! {
             offsets.index_big_endian = big;
             offsets.lay(&folder.join("offsets"), |i| ends.get(i).copied().unwrap_or(0));
             let counts = ledger.then_some((lengths.len() as u64, elements));
-            parts.push(Part { folder, counts });
+            parts.push(FieldShard { folder, counts });
         }
         let io = if mapped { Io::Mmap } else { Io::Pread };
         let field = Field::open(parts, io, Arc::new(BlockCache::new(4000))).unwrap();
@@ -418,11 +418,11 @@ fn frames_of_different_block_sizes_do_not_share_cached_blocks() {
     let held = layout.lay(folder.path(), |i| (i / 4096 * 1000) as i64 + number(i, 0, "int32") % 500);
     for io in [Io::Mmap, Io::Pread] {
         let cache = Arc::new(BlockCache::new(64 << 20));
-        let array = Array::open(folder.path().to_path_buf(), io, cache, Some(held.len() as u64)).unwrap();
+        let array = TokenArray::open(folder.path().to_path_buf(), io, cache, Some(held.len() as u64)).unwrap();
         for pass in 0..2 {
             for start in (0..held.len()).step_by(512) {
                 let mut out = vec![0; 128];
-                array.int32(&mut Held::default(), start as u64, &mut out).unwrap();
+                array.int32(&mut HeldFile::default(), start as u64, &mut out).unwrap();
                 let want: Vec<i32> = held[start..start + 128].iter().map(|x| *x as i32).collect();
                 assert_eq!(out, want, "elements from {start}, pass {pass}");
             }
@@ -437,15 +437,15 @@ fn cached_blocks_of_a_replaced_file_are_not_read_again() {
     layout.lay(folder.path(), |i| number(i, 1, "int32"));
     let cache = Arc::new(BlockCache::new(64 << 20));
     // One file is kept open at a time.
-    let array = Array::open(folder.path().to_path_buf(), Io::Mmap, cache, Some(1)).unwrap();
+    let array = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, cache, Some(1)).unwrap();
     let mut out = vec![0; layout.room()];
-    array.int32(&mut Held::default(), 0, &mut out).unwrap();
+    array.int32(&mut HeldFile::default(), 0, &mut out).unwrap();
     for file in ["c/0", "c/1"] {
         std::fs::remove_file(folder.path().join(file)).unwrap();
     }
     let held = layout.lay(folder.path(), |i| number(i, 2, "int32"));
     let first = layout.room() / 2;
-    array.int32(&mut Held::default(), 0, &mut out[..first]).unwrap();
+    array.int32(&mut HeldFile::default(), 0, &mut out[..first]).unwrap();
     assert!(out[..first].iter().map(|x| i64::from(*x)).eq(held[..first].iter().copied()));
 }
 
@@ -455,14 +455,14 @@ fn threads_that_need_one_block_decode_it_once() {
     let layout = Layout::new("int64", 1 << 16, vec![Some(vec![Chunk::Lz4(1 << 19)])]);
     layout.lay(folder.path(), |i| number(i, 5, "int64"));
     let cache = Arc::new(BlockCache::new(64 << 20));
-    let array = Array::open(folder.path().to_path_buf(), Io::Mmap, Arc::clone(&cache), None).unwrap();
+    let array = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, Arc::clone(&cache), None).unwrap();
     let barrier = Barrier::new(8);
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {
                 barrier.wait();
                 let mut out = vec![0; 1 << 15];
-                array.int32(&mut Held::default(), 0, &mut out).unwrap();
+                array.int32(&mut HeldFile::default(), 0, &mut out).unwrap();
             });
         }
     });
@@ -493,11 +493,11 @@ fn sizes_that_only_metadata_claim_take_no_memory() {
                 let folder = folder(&meta, &files);
                 let cache = Arc::new(BlockCache::new(1 << 20));
                 // Refused, or read as the fill value where there is no file; never an allocation of what is claimed.
-                let Ok(array) = Array::open(folder.path().to_path_buf(), Io::Mmap, cache, Some(outer)) else {
+                let Ok(array) = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, cache, Some(outer)) else {
                     continue;
                 };
                 let mut out = [7; 3];
-                let read = array.int32(&mut Held::default(), 0, &mut out);
+                let read = array.int32(&mut HeldFile::default(), 0, &mut out);
                 assert_eq!(read.is_ok(), file.is_none(), "{codec:?} {outer} {inner}: {read:?}");
                 assert!(file.is_some() || out == [0; 3]);
             }
@@ -512,7 +512,8 @@ fn chunk_shapes_beyond_all_memory_are_refused() {
     meta["chunk_grid"]["configuration"]["chunk_shape"] = json!([1u64 << 62, 4]);
     meta["codecs"][0]["configuration"]["chunk_shape"] = json!([1, 4]);
     let folder = folder(&meta, &[]);
-    let error = Array::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None).unwrap_err();
+    let error =
+        TokenArray::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None).unwrap_err();
     assert!(error.to_string().contains("chunk_shape"), "{error}");
 }
 
@@ -528,8 +529,8 @@ fn a_chunk_longer_than_any_codec_makes_it_is_not_read_into_memory() {
             index.extend(crc32c::crc32c(&index).to_le_bytes());
             let file = std::fs::File::create(folder.path().join("c/0")).unwrap();
             std::os::unix::fs::FileExt::write_all_at(&file, &index, len).unwrap();
-            let array = Array::open(folder.path().to_path_buf(), io, Arc::new(BlockCache::new(0)), None).unwrap();
-            let error = array.int32(&mut Held::default(), 0, &mut [0]).unwrap_err();
+            let array = TokenArray::open(folder.path().to_path_buf(), io, Arc::new(BlockCache::new(0)), None).unwrap();
+            let error = array.int32(&mut HeldFile::default(), 0, &mut [0]).unwrap_err();
             assert!(error.to_string().contains("at most"), "{error}");
         }
     }
@@ -554,8 +555,8 @@ fn special_files_are_refused_at_once() {
         } else {
             std::os::unix::fs::symlink(target, &path).unwrap();
         }
-        let opened = Array::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None);
-        let error = opened.and_then(|array| array.int32(&mut Held::default(), 0, &mut [0])).unwrap_err();
+        let opened = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None);
+        let error = opened.and_then(|array| array.int32(&mut HeldFile::default(), 0, &mut [0])).unwrap_err();
         assert!(error.to_string().contains("special file"), "{name} {target}: {error}");
     }
 }
@@ -567,7 +568,7 @@ fn rows_that_no_file_of_offsets_has_room_for_are_refused() {
         let offsets = Layout::new("int64", 16, vec![Some(vec![Chunk::Stored])]);
         offsets.lay(&root.path().join("offsets"), |i| if i == 0 { rows } else { 0 });
         Layout::new("int64", 16, vec![None]).lay(&root.path().join("data"), |_| 0);
-        let parts = vec![Part { folder: root.path().to_path_buf(), counts: None }];
+        let parts = vec![FieldShard { folder: root.path().to_path_buf(), counts: None }];
         Field::open(parts, Io::Mmap, Arc::new(BlockCache::new(0)))
     };
     assert_eq!(one(15).unwrap().num_rows(), 15);
@@ -580,7 +581,7 @@ fn rows_that_no_file_of_offsets_has_room_for_are_refused() {
 fn checking_takes_as_long_as_there_are_files() {
     let folder = tempfile::tempdir().unwrap();
     Layout::new("int64", 16, vec![Some(vec![Chunk::Stored])]).lay(folder.path(), |_| 1);
-    let array = Array::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None).unwrap();
+    let array = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None).unwrap();
     let (mut told, mut looks) = (vec![], 0);
     let mut watch = || {
         looks += 1;

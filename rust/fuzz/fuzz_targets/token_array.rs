@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 
 use actshard_core::source::Io;
 use actshard_core::tokens::array::BlockCache;
-use actshard_core::tokens::jagged::{Cursor, Field, Part};
+use actshard_core::tokens::jagged::{Cursor, Field, FieldShard};
 use actshard_core::{Error, Kind};
 use libfuzzer_sys::fuzz_target;
 
@@ -85,7 +85,7 @@ fn one_line(error: &Error) {
 type Rows = Vec<Option<Vec<u8>>>;
 
 fn read(io: Io, budget: u64, counts: Option<(u64, u64)>) -> Option<(u64, Rows)> {
-    let parts = vec![Part { folder: folder().clone(), counts }];
+    let parts = vec![FieldShard { folder: folder().clone(), counts }];
     let field = Field::open(parts, io, Arc::new(BlockCache::new(budget))).map_err(|e| one_line(&e)).ok()?;
     let mut cursor = Cursor::default();
     let item = field.dtype().size().expect("a number");

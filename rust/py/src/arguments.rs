@@ -12,45 +12,45 @@ use pyo3::types::PyInt;
 use crate::errors;
 
 /// An index argument.
-pub enum Index<'py> {
+pub enum IndexArgument<'py> {
     One(i64),
     Each(PyReadonlyArray1<'py, i64>),
     All,
 }
 
-impl Index<'_> {
+impl IndexArgument<'_> {
     pub fn ints(&self) -> PyResult<Ints<'_>> {
         Ok(match self {
-            Index::One(x) => Ints::One(*x),
-            Index::Each(xs) => Ints::Each(xs.as_slice()?),
-            Index::All => Ints::Count,
+            IndexArgument::One(x) => Ints::One(*x),
+            IndexArgument::Each(xs) => Ints::Each(xs.as_slice()?),
+            IndexArgument::All => Ints::Count,
         })
     }
 
     /// What needs no help from Python: an int, or a contiguous one-dimensional int64 array.
-    pub fn quick<'py>(value: &Bound<'py, PyAny>) -> Option<Index<'py>> {
+    pub fn quick<'py>(value: &Bound<'py, PyAny>) -> Option<IndexArgument<'py>> {
         if value.is_exact_instance_of::<PyInt>() {
-            return value.extract().ok().map(Index::One);
+            return value.extract().ok().map(IndexArgument::One);
         }
         let array = value.cast::<PyArray1<i64>>().ok()?;
         if !array.is_c_contiguous() {
             return None;
         }
         // A misaligned array has no slice; Python's side copies it.
-        array.try_readonly().ok().filter(|xs| xs.as_slice().is_ok()).map(Index::Each)
+        array.try_readonly().ok().filter(|xs| xs.as_slice().is_ok()).map(IndexArgument::Each)
     }
 
     pub fn len(&self) -> Option<usize> {
         match self {
-            Index::Each(xs) => Some(xs.len()),
-            Index::One(_) | Index::All => None,
+            IndexArgument::Each(xs) => Some(xs.len()),
+            IndexArgument::One(_) | IndexArgument::All => None,
         }
     }
 }
 
 /// One group for all, or one for each of `n` examples.
-pub fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyResult<Index<'py>> {
-    Index::quick(groups)
+pub fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyResult<IndexArgument<'py>> {
+    IndexArgument::quick(groups)
         .filter(|g| g.len().is_none_or(|len| len == n))
         .ok_or_else(|| errors::raise(py, &Error::new(Kind::Internal, "groups that are not one per example")))
 }

@@ -44,7 +44,7 @@ const COPIES: usize = 24 << 20;
 /// times the input.
 const TABLE: u64 = 8 << 20;
 
-struct Maker<'a, 'py> {
+struct ObjectMaker<'a, 'py> {
     py: Python<'py>,
     tree: &'a Tree,
     input: &'a [u8],
@@ -56,10 +56,10 @@ struct Maker<'a, 'py> {
     copies: usize,
 }
 
-impl<'a, 'py> Maker<'a, 'py> {
-    fn new(py: Python<'py>, tree: &'a Tree, input: &'a [u8]) -> Maker<'a, 'py> {
+impl<'a, 'py> ObjectMaker<'a, 'py> {
+    fn new(py: Python<'py>, tree: &'a Tree, input: &'a [u8]) -> ObjectMaker<'a, 'py> {
         let copies = COPIES.saturating_add(input.len().saturating_mul(4));
-        Maker { py, tree, input, made: HashMap::new(), open: HashSet::new(), copies }
+        ObjectMaker { py, tree, input, made: HashMap::new(), open: HashSet::new(), copies }
     }
 
     fn make(&mut self, id: Id) -> Result<Bound<'py, PyAny>, Failed> {
@@ -178,7 +178,7 @@ fn text<'py>(py: Python<'py>, utf8: &[u8]) -> PyResult<Bound<'py, PyAny>> {
 pub fn load_pickle<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
         let tree = detach::detached(py, |_| machine::parse(data))?;
-        let mut maker = Maker::new(py, &tree, data);
+        let mut maker = ObjectMaker::new(py, &tree, data);
         maker.make(tree.root()).map_err(|failed| match failed {
             Failed::Python(raised) => raised,
             Failed::Core(error) => errors::raise(py, &error),
@@ -201,7 +201,7 @@ pub fn load_pickle_file<'py>(
             Ok((data, tree))
         };
         let (data, tree) = detach::detached(py, read)?;
-        let mut maker = Maker::new(py, &tree, &data);
+        let mut maker = ObjectMaker::new(py, &tree, &data);
         maker.make(tree.root()).map_err(|failed| match failed {
             Failed::Python(raised) => raised,
             Failed::Core(error) => errors::raise(py, &error.at(&path)),
@@ -221,7 +221,7 @@ pub fn records<'py>(py: Python<'py>, values: &Values) -> Result<Vec<Bound<'py, P
             held.push(*layer);
         }
     }
-    let mut maker = Maker::new(py, tree, input);
+    let mut maker = ObjectMaker::new(py, tree, input);
     let mut made = vec![];
     let allowed = TABLE.saturating_add((input.len() as u64).saturating_mul(4));
     let (mut size, mut names, mut seen) = (0u64, HashSet::new(), HashSet::new());

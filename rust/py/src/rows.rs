@@ -10,7 +10,7 @@ use actshard_core::files::shards::{ShardSpec, Shards};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Pick};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
-use actshard_core::layout::spans::{Part, PerExample, Spans};
+use actshard_core::layout::spans::{PartSpans, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::TableBuilder;
 use actshard_core::parse::safetensors::TensorRows;
@@ -23,7 +23,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList};
 
-use crate::arguments::{Index, dtype_of, groups_of, helper, io_of};
+use crate::arguments::{IndexArgument, dtype_of, groups_of, helper, io_of};
 use crate::handle::Rows;
 use crate::{buffer, detach, errors, pickle, stream, write};
 
@@ -238,7 +238,7 @@ impl Rows {
             let parts = parts
                 .into_iter()
                 .map(|(files, starts, tokens, stride)| {
-                    Ok(Part {
+                    Ok(PartSpans {
                         files: per_example(&files)?,
                         starts: starts.as_slice()?.to_vec(),
                         tokens: per_example(&tokens)?,
@@ -496,13 +496,13 @@ impl Rows {
             let (e, t) = match tokens {
                 None if examples.is_none() => {
                     dims.push(self.examples() as usize);
-                    (Index::All, None)
+                    (IndexArgument::All, None)
                 }
                 None => {
-                    let e = match Index::quick(examples) {
-                        Some(Index::One(x)) => {
+                    let e = match IndexArgument::quick(examples) {
+                        Some(IndexArgument::One(x)) => {
                             dims.push(1);
-                            Index::One(x)
+                            IndexArgument::One(x)
                         }
                         Some(e) => {
                             dims.extend(e.len());
@@ -512,12 +512,12 @@ impl Rows {
                             let (e, shape): (PyReadonlyArray1<'_, i64>, Vec<usize>) =
                                 helper(py, "index")?.call1((examples, "examples"))?.extract()?;
                             dims = shape;
-                            Index::Each(e)
+                            IndexArgument::Each(e)
                         }
                     };
                     (e, None)
                 }
-                Some(tokens) => match (Index::quick(examples), Index::quick(tokens)) {
+                Some(tokens) => match (IndexArgument::quick(examples), IndexArgument::quick(tokens)) {
                     (Some(e), Some(t)) if e.len().is_none() || t.len().is_none() || e.len() == t.len() => {
                         dims.push(e.len().or(t.len()).unwrap_or(1));
                         (e, Some(t))
@@ -526,7 +526,7 @@ impl Rows {
                         let (e, t, shape): (PyReadonlyArray1<'_, i64>, PyReadonlyArray1<'_, i64>, Vec<usize>) =
                             helper(py, "broadcast")?.call1((examples, tokens))?.extract()?;
                         dims = shape;
-                        (Index::Each(e), Some(Index::Each(t)))
+                        (IndexArgument::Each(e), Some(IndexArgument::Each(t)))
                     }
                 },
             };

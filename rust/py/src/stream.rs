@@ -212,11 +212,11 @@ impl Stream {
             let (arrays, lent): (Vec<_>, Vec<_>) = lent.into_iter().unzip();
             let ahead = if arrays.is_empty() && !kept { 1 } else { arrays.len() };
             let supply = if kept {
-                Supply::Recycled(lent.into_iter().map(Memory::Lent).collect())
+                Supply::Recycled(lent.into_iter().map(BatchMemory::Lent).collect())
             } else {
                 Supply::New(Box::new(|bytes| {
                     let made = Output::new(bytes);
-                    made.map(Memory::New).map_err(|e| {
+                    made.map(BatchMemory::New).map_err(|e| {
                         Error::new(Kind::NoMemory, format!("cannot allocate {bytes} bytes for a batch: {e}"))
                     })
                 }))
@@ -237,16 +237,16 @@ impl Stream {
 }
 
 /// Where a batch lies.
-enum Memory {
+enum BatchMemory {
     New(Output),
     Lent(Lent),
 }
 
-impl AsMut<[u8]> for Memory {
+impl AsMut<[u8]> for BatchMemory {
     fn as_mut(&mut self) -> &mut [u8] {
         match self {
-            Memory::New(output) => output.as_mut(),
-            Memory::Lent(lent) => lent.as_mut(),
+            BatchMemory::New(output) => output.as_mut(),
+            BatchMemory::Lent(lent) => lent.as_mut(),
         }
     }
 }
@@ -256,7 +256,7 @@ impl AsMut<[u8]> for Memory {
 pub struct Batches {
     /// `None` once stopped. Locked only with the GIL held and to copy or take the pointer: never while a batch is waited for,
     /// when a signal handler on the same thread may stop these very batches.
-    ahead: Mutex<Option<Arc<Ahead<Memory>>>>,
+    ahead: Mutex<Option<Arc<Ahead<BatchMemory>>>>,
     /// Buffers that the consumer has, and that are filled again from the next call on.
     given: Mutex<Vec<Lent>>,
     arrays: Vec<Py<PyUntypedArray>>,
@@ -281,15 +281,15 @@ impl Batches {
             let given = std::mem::take(&mut *self.given.lock().unwrap_or_else(PoisonError::into_inner));
             let next = detach::detached(py, |watch| {
                 for lent in given {
-                    ahead.give_back(Memory::Lent(lent));
+                    ahead.give_back(BatchMemory::Lent(lent));
                 }
                 ahead.next(watch)
             })?;
             let Some(Batch { memory, len, examples, tokens, groups }) = next else { return Ok(None) };
             let dims: Vec<usize> = std::iter::once(len).chain(self.item.iter().copied()).collect();
             let array = match memory {
-                Memory::New(output) => buffer::over_output(py, output, self.descr.bind(py), &dims)?.into_any(),
-                Memory::Lent(lent) => {
+                BatchMemory::New(output) => buffer::over_output(py, output, self.descr.bind(py), &dims)?.into_any(),
+                BatchMemory::Lent(lent) => {
                     let array = self.arrays[lent.number].bind(py).clone();
                     self.given.lock().unwrap_or_else(PoisonError::into_inner).push(lent);
                     if array.shape()[0] == len {

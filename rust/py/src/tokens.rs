@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use actshard_core::source::Io;
 use actshard_core::tokens::array::BlockCache as Blocks;
-use actshard_core::tokens::batch::{self, Batch, Loss, Packing};
-use actshard_core::tokens::jagged::{Cursor, Field, Part, Range};
+use actshard_core::tokens::batch::{self, Loss, Packing, TokenBatch};
+use actshard_core::tokens::jagged::{Cursor, ElementRange, Field, FieldShard};
 use actshard_core::tokens::order::{self, Key};
 use actshard_core::tokens::pack::{Overlong, Packer};
-use actshard_core::tokens::write::{FieldWriter, How, Storage};
+use actshard_core::tokens::write::{FieldWriter, Storage, WriteOptions};
 use actshard_core::{Error, Finding, Kind};
 use numpy::{
     PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
@@ -96,7 +96,7 @@ fn indices(py: Python<'_>, numbers: &[i64], most: u64, what: &str) -> PyResult<V
 }
 
 impl TokenField {
-    fn copied<'py>(&self, py: Python<'py>, range: Range) -> PyResult<Bound<'py, PyUntypedArray>> {
+    fn copied<'py>(&self, py: Python<'py>, range: ElementRange) -> PyResult<Bound<'py, PyUntypedArray>> {
         let view = detach::detached(py, |_| self.field.view(&mut Cursor::default(), range.start, range.len()))?;
         if let Some(view) = view {
             return buffer::over_map(py, view, self.descr.bind(py), &[range.len()]);
@@ -116,7 +116,7 @@ fn filled<'py>(
     length: usize,
     weights: bool,
     segments: bool,
-    fill: impl FnOnce(Batch<'_>, actshard_core::threads::Watch<'_>) -> actshard_core::Result<()> + Send,
+    fill: impl FnOnce(TokenBatch<'_>, actshard_core::threads::Watch<'_>) -> actshard_core::Result<()> + Send,
 ) -> PyResult<Examples<'py>> {
     let int32 = PyArrayDescr::new(py, "int32")?;
     let make = |descr: &Bound<'py, PyArrayDescr>| empty(py, descr, &[n, length]);
@@ -126,7 +126,7 @@ fn filled<'py>(
     if n > 0 {
         let internal = || errors::raise(py, &Error::new(Kind::Internal, "a new array that is not one block"));
         let bytes = buffer::bytes_mut(&mut tokens).ok_or_else(internal)?;
-        let batch = Batch {
+        let batch = TokenBatch {
             length,
             tokens: cast_mut(py, bytes)?,
             weights: match weights.as_mut().and_then(buffer::bytes_mut) {
@@ -172,7 +172,7 @@ impl TokenField {
     ) -> PyResult<TokenField> {
         detach::guarded(py, || {
             let io = Io::from_name(io).ok_or_else(|| argument(py, format!("io: {io:?}")))?;
-            let parts = parts.into_iter().map(|(folder, counts)| Part { folder, counts }).collect();
+            let parts = parts.into_iter().map(|(folder, counts)| FieldShard { folder, counts }).collect();
             let blocks = Arc::clone(&cache.blocks);
             let (field, has_shapes) = detach::detached(py, |_| {
                 let field = Field::open(parts, io, blocks)?;
@@ -228,7 +228,7 @@ impl TokenField {
                 let detail = format!("elements {start} to {}: the field has {held}", start.saturating_add(n));
                 return Err(errors::raise(py, &Error::new(Kind::OutOfRange, detail)));
             };
-            self.copied(py, Range { start, end })
+            self.copied(py, ElementRange { start, end })
         })
     }
 
@@ -249,7 +249,7 @@ impl TokenField {
                 offsets.push(0);
                 for row in &rows {
                     self.field.bounds_into(&mut cursor, *row, 1, &mut bounds)?;
-                    let range = Range { start: bounds[0], end: bounds[1] };
+                    let range = ElementRange { start: bounds[0], end: bounds[1] };
                     total += range.len() as i64;
                     ranges.push(range);
                     offsets.push(total);
@@ -512,8 +512,9 @@ impl TokenFieldWriter {
         detach::guarded(py, || {
             let dtype = dtype_of(py, dtype)?;
             let storage = Storage::from_name(storage).ok_or_else(|| argument(py, format!("storage: {storage:?}")))?;
-            let writer =
-                detach::detached(py, |_| FieldWriter::create(&folder, dtype, axes, How::new(storage, direct)))?;
+            let writer = detach::detached(py, |_| {
+                FieldWriter::create(&folder, dtype, axes, WriteOptions::new(storage, direct))
+            })?;
             Ok(TokenFieldWriter { state: Mutex::new(Writing::Idle(Box::new(writer))), idle: Condvar::new() })
         })
     }
@@ -559,7 +560,7 @@ impl TokenFieldWriter {
 /// One of Levanter's orders.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct TokenOrder {
-    order: order::Order,
+    order: order::ExampleOrder,
 }
 
 #[pymethods]
@@ -569,15 +570,15 @@ impl TokenOrder {
     fn new(py: Python<'_>, kind: &str, how: &str, length: u64, key: Key, sizes: Vec<u64>) -> PyResult<TokenOrder> {
         detach::guarded(py, || {
             let how = match how {
-                "feistel" => order::How::Feistel,
-                "linear" => order::How::Linear,
-                "linear-float64" => order::How::LinearFloat64,
+                "feistel" => order::PermutationKind::Feistel,
+                "linear" => order::PermutationKind::Linear,
+                "linear-float64" => order::PermutationKind::LinearFloat64,
                 _ => return Err(argument(py, format!("no permutation is called {how:?}"))),
             };
             let order = detach::detached(py, |_| match (kind, &sizes[..]) {
-                ("simple", []) => order::Order::simple(how, length, key),
-                ("block", [io, window]) => order::Order::block(how, length, *io, *window, key),
-                ("era", [era]) => order::Order::era(how, length, *era, key),
+                ("simple", []) => order::ExampleOrder::simple(how, length, key),
+                ("block", [io, window]) => order::ExampleOrder::block(how, length, *io, *window, key),
+                ("era", [era]) => order::ExampleOrder::era(how, length, *era, key),
                 _ => Err(Error::new(Kind::Argument, format!("no order is called {kind:?}"))),
             })?;
             Ok(TokenOrder { order })

@@ -37,21 +37,21 @@ pub struct CodedArray {
     /// Chunks are those inside shards.
     inner: bool,
     /// Or why it cannot be read.
-    array: Result<Parsed>,
+    array: Result<ParsedArray>,
     number: u64,
     indexes: Cache<Entries, UnitKey>,
 }
 
 #[derive(Debug)]
-struct Parsed {
+struct ParsedArray {
     folder: PathBuf,
     array: Array<MemoryStore>,
     chain: Chain,
     chunk: Vec<u64>,
 }
 
-impl Parsed {
-    fn new(folder: &Path, metadata: &[u8]) -> Result<Parsed> {
+impl ParsedArray {
+    fn new(folder: &Path, metadata: &[u8]) -> Result<ParsedArray> {
         let unsupported = |e: &dyn std::fmt::Display| {
             Error::new(Kind::Unsupported, format!("zarrs cannot open this array: {e}")).at(folder)
         };
@@ -77,7 +77,7 @@ impl Parsed {
             let chain = Chain::new(&array.codecs(), &chunk, array.data_type(), array.fill_value())
                 .map_err(|e| unsupported(&e.text))?;
             let chunk = chunk.iter().map(|n| n.get()).collect();
-            Ok(Parsed { folder: folder.to_path_buf(), array, chain, chunk })
+            Ok(ParsedArray { folder: folder.to_path_buf(), array, chain, chunk })
         })
     }
 
@@ -96,12 +96,12 @@ impl Parsed {
 impl CodedArray {
     /// The array whose chunks are in a folder, of metadata that were read already; `inner` if chunks are those inside shards.
     pub fn of(folder: &Path, metadata: &[u8], inner: bool) -> CodedArray {
-        let array = Parsed::new(folder, metadata);
+        let array = ParsedArray::new(folder, metadata);
         CodedArray { inner, array, number: new_array(), indexes: Cache::new(INDEX_MEMORY) }
     }
 
     /// A chunk inside a shard.
-    fn inner(&self, parsed: &Parsed, shard: &ShardCodec, indices: &[u64]) -> Result<Option<Elements>> {
+    fn inner(&self, parsed: &ParsedArray, shard: &ShardCodec, indices: &[u64]) -> Result<Option<Elements>> {
         let outer = shard.outer(indices);
         let path = parsed.path(&outer);
         let grid = parsed.array.chunk_grid_shape();
@@ -148,7 +148,7 @@ impl CodedArray {
         numbers(made, len, path)
     }
 
-    fn parsed(&self) -> Result<&Parsed> {
+    fn parsed(&self) -> Result<&ParsedArray> {
         self.array.as_ref().map_err(Clone::clone)
     }
 }
@@ -188,13 +188,13 @@ pub fn of_length(bytes: Vec<u8>, len: u64, path: &Path) -> Result<Vec<u8>> {
 
 /// Why an array's codecs are not known here, if they are not.
 pub fn problem(folder: &Path, metadata: &[u8]) -> Option<String> {
-    Parsed::new(folder, metadata).err().map(|e| in_one_line(&e.detail))
+    ParsedArray::new(folder, metadata).err().map(|e| in_one_line(&e.detail))
 }
 
 /// Reads a whole array of at most `most` bytes, or elements of variable size: the small ones beside the activations. Only the
 /// chunks whose indices are listed are looked for; the others are not there, and hold the fill value.
 pub fn read_whole(folder: &Path, metadata: &[u8], there: Vec<Vec<u64>>, most: u64) -> Result<Elements> {
-    let parsed = Parsed::new(folder, metadata)?;
+    let parsed = ParsedArray::new(folder, metadata)?;
     let (shape, fill) = (parsed.array.shape(), parsed.array.fill_value().as_ne_bytes());
     let fixed = parsed.array.data_type().fixed_size();
     let bytes = shape.iter().try_fold(fixed.unwrap_or(1) as u64, |n, d| n.checked_mul(*d));

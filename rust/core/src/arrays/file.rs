@@ -10,7 +10,7 @@ use crate::error::{Error, Kind, Result};
 use crate::source::descriptors::open_regular;
 use crate::source::local::{map_or_read, read_once, version_of};
 use crate::source::slots::Opened;
-use crate::source::{Io, Range, Ready, Source, Version};
+use crate::source::{ByteRange, Io, Ready, Source, Version};
 
 /// What a file is opened for.
 #[derive(Clone, Copy, Debug)]
@@ -118,7 +118,7 @@ impl<'a> StoredUnit<'a> {
     pub fn read(&self) -> Result<Cow<'a, [u8]>> {
         if let Some(whole) = self.mapped() {
             if self.source.is_ready(self.offset) == Ready::No {
-                self.source.will_need(&[Range { at: self.offset, len: self.len }]);
+                self.source.will_need(&[ByteRange { at: self.offset, len: self.len }]);
             }
             return Ok(Cow::Borrowed(whole));
         }

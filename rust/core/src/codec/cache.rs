@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::flight::{Begun, Flight, Flights, Waited};
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::threads::fork::ForkMutex;
 
 /// A unit that a [`Cache`] can keep.
@@ -25,7 +25,7 @@ pub trait Cached {
     }
 }
 
-impl Cached for Block {
+impl Cached for Buffer {
     fn size(&self) -> usize {
         self.footprint()
     }
@@ -37,15 +37,15 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Decoded units by key. A key identifies a unit completely: if arrays share a cache, the key includes the array.
 #[derive(Debug)]
-pub struct Cache<T = Block, K = u64> {
+pub struct Cache<T = Buffer, K = u64> {
     budget: u64,
     patience: Duration,
-    state: ForkMutex<State<T, K>>,
+    state: ForkMutex<CacheState<T, K>>,
     decoded: AtomicU64,
 }
 
 #[derive(Debug)]
-struct State<T, K> {
+struct CacheState<T, K> {
     units: HashMap<K, (Arc<T>, u64)>,
     /// The same keys, ordered by last use.
     by_age: BTreeMap<u64, K>,
@@ -102,7 +102,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
     /// An empty cache of at most `budget` bytes.
     pub fn new(budget: u64) -> Cache<T, K> {
         let empty =
-            || State { units: HashMap::new(), by_age: BTreeMap::new(), flights: Flights::new(), now: 0, used: 0 };
+            || CacheState { units: HashMap::new(), by_age: BTreeMap::new(), flights: Flights::new(), now: 0, used: 0 };
         let state = ForkMutex::new(empty(), empty());
         Cache { budget, patience: PATIENCE, state, decoded: AtomicU64::new(0) }
     }
@@ -206,7 +206,7 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
     }
 }
 
-impl<T, K: Clone + Eq + Hash> State<T, K> {
+impl<T, K: Clone + Eq + Hash> CacheState<T, K> {
     fn get(&mut self, key: &K) -> Option<Arc<T>> {
         let (unit, used_at) = self.units.get_mut(key)?;
         let listed = self.by_age.remove(used_at).unwrap_or_else(|| key.clone());
@@ -217,7 +217,7 @@ impl<T, K: Clone + Eq + Hash> State<T, K> {
     }
 }
 
-impl<T: Cached, K: Clone + Eq + Hash> State<T, K> {
+impl<T: Cached, K: Clone + Eq + Hash> CacheState<T, K> {
     fn remove(&mut self, key: &K) {
         if let Some((unit, used_at)) = self.units.remove(key) {
             self.by_age.remove(&used_at);
@@ -244,10 +244,10 @@ mod models {
 
     use super::*;
 
-    type Loaded = Result<Option<Arc<Block>>, u8>;
+    type Loaded = Result<Option<Arc<Buffer>>, u8>;
 
     /// Two threads request one unit; returns both results and the number of loads.
-    fn two_ask(budget: u64, load: fn(usize) -> Result<Option<Block>, u8>) -> ([Loaded; 2], usize) {
+    fn two_ask(budget: u64, load: fn(usize) -> Result<Option<Buffer>, u8>) -> ([Loaded; 2], usize) {
         let cache: Arc<Cache> = Arc::new(Cache::new(budget));
         let loads = Arc::new(AtomicU64::new(0));
         let ask = move |cache: Arc<Cache>, loads: Arc<AtomicU64>| {
@@ -263,7 +263,7 @@ mod models {
     #[test]
     fn one_of_two_loads_and_both_have_it() {
         loom::model(|| {
-            let (got, loads) = two_ask(100, |_| Ok(Some(Block::from(vec![1, 2]))));
+            let (got, loads) = two_ask(100, |_| Ok(Some(Buffer::from(vec![1, 2]))));
             assert_eq!(loads, 1);
             assert!(got.iter().all(|got| got.as_ref().unwrap().as_ref().unwrap()[..] == [1, 2]));
         });
@@ -272,7 +272,7 @@ mod models {
     #[test]
     fn a_load_that_fails_is_tried_by_the_other() {
         loom::model(|| {
-            let fails_once = |n| if n == 0 { Err(7) } else { Ok(Some(Block::from(vec![1]))) };
+            let fails_once = |n| if n == 0 { Err(7) } else { Ok(Some(Buffer::from(vec![1]))) };
             let (got, loads) = two_ask(100, fails_once);
             assert_eq!(loads, 2);
             assert_eq!(got.iter().filter(|got| got.is_err()).count(), 1);
@@ -291,7 +291,7 @@ mod models {
     #[test]
     fn a_unit_larger_than_the_budget_is_had_by_both() {
         loom::model(|| {
-            let (got, _) = two_ask(1, |_| Ok(Some(Block::from(vec![1, 2, 3]))));
+            let (got, _) = two_ask(1, |_| Ok(Some(Buffer::from(vec![1, 2, 3]))));
             assert!(got.iter().all(|got| got.as_ref().unwrap().as_ref().unwrap().len() == 3));
         });
     }
@@ -306,27 +306,27 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn whatever(_: &Block) -> bool {
+    fn whatever(_: &Buffer) -> bool {
         true
     }
 
     #[test]
     fn a_child_that_lost_the_lock_keeps_blocks_all_the_same() {
         let mut cache: Cache = Cache::new(10);
-        cache.put(1, &Arc::new(Block::from(vec![0; 4])));
+        cache.put(1, &Arc::new(Buffer::from(vec![0; 4])));
         cache.state.lose();
         assert!(cache.get(1).is_none());
-        cache.put(1, &Arc::new(Block::from(vec![0; 5])));
+        cache.put(1, &Arc::new(Buffer::from(vec![0; 5])));
         assert_eq!((cache.get(1).unwrap().len(), cache.used()), (5, 5));
     }
 
     #[test]
     fn what_is_larger_than_the_budget_is_kept_alone() {
         let cache = Cache::new(10);
-        cache.put(1, &Arc::new(Block::from(vec![0; 9])));
-        cache.put(2, &Arc::new(Block::from(vec![0; 11])));
+        cache.put(1, &Arc::new(Buffer::from(vec![0; 9])));
+        cache.put(2, &Arc::new(Buffer::from(vec![0; 11])));
         assert!(cache.get(1).is_none() && cache.get(2).is_some());
-        cache.put(3, &Arc::new(Block::from(vec![0; 1])));
+        cache.put(3, &Arc::new(Buffer::from(vec![0; 1])));
         assert!(cache.get(2).is_none());
         assert_eq!(cache.used(), 1);
     }
@@ -342,7 +342,7 @@ mod tests {
                     let block = cache.get_or_load(3, whatever, || {
                         loads.fetch_add(1, Ordering::Relaxed);
                         std::thread::sleep(Duration::from_millis(50));
-                        Ok::<_, ()>(Some(Block::from(vec![1; 8])))
+                        Ok::<_, ()>(Some(Buffer::from(vec![1; 8])))
                     });
                     assert_eq!(block.unwrap().unwrap().len(), 8);
                 });
@@ -360,7 +360,7 @@ mod tests {
         }));
         assert!(panicked.is_err());
         assert!(cache.get_or_load(1, whatever, || Ok::<_, ()>(None)).unwrap().is_none());
-        let made = cache.get_or_load(1, whatever, || Ok::<_, ()>(Some(Block::from(vec![2]))));
+        let made = cache.get_or_load(1, whatever, || Ok::<_, ()>(Some(Buffer::from(vec![2]))));
         assert_eq!(made.unwrap().unwrap()[..], [2]);
     }
 
@@ -368,7 +368,7 @@ mod tests {
     #[test]
     fn a_load_that_ended_is_not_waited_for_though_it_is_still_listed() {
         let cache: Cache = Cache::new(100);
-        for (round, first) in [Err(5), Ok(None), Ok(Some(Block::from(vec![1])))].into_iter().enumerate() {
+        for (round, first) in [Err(5), Ok(None), Ok(Some(Buffer::from(vec![1])))].into_iter().enumerate() {
             let ended = thread::scope(|scope| {
                 let (locked, is_locked) = std::sync::mpsc::channel();
                 let (release, released) = std::sync::mpsc::channel::<()>();
@@ -393,7 +393,7 @@ mod tests {
             thread::scope(|scope| {
                 let cache = &cache;
                 scope.spawn(move || {
-                    let made = cache.get_or_load(3, whatever, || Ok::<_, ()>(Some(Block::from(vec![2]))));
+                    let made = cache.get_or_load(3, whatever, || Ok::<_, ()>(Some(Buffer::from(vec![2]))));
                     done.send(made.unwrap().unwrap()[..] == [2]).unwrap();
                 });
                 let right = is_done.recv_timeout(Duration::from_secs(30));
@@ -410,7 +410,7 @@ mod tests {
     #[test]
     fn a_thread_that_loads_a_block_does_not_wait_for_itself() {
         let cache: Cache = Cache::new(100);
-        let block = |n: u8| Ok::<_, ()>(Some(Block::from(vec![n])));
+        let block = |n: u8| Ok::<_, ()>(Some(Buffer::from(vec![n])));
         let made = cache.get_or_load(3, whatever, || {
             let again = cache.get_or_load(3, whatever, || block(1)).unwrap().unwrap();
             block(again[0])
@@ -423,7 +423,7 @@ mod tests {
     fn a_load_that_waits_for_who_waits_for_it_is_not_waited_for_for_ever() {
         let mut cache: Cache = Cache::new(100);
         cache.patience = Duration::from_millis(20);
-        let block = |n: u8| Ok::<_, ()>(Some(Block::from(vec![n])));
+        let block = |n: u8| Ok::<_, ()>(Some(Buffer::from(vec![n])));
         let made = cache.get_or_load(3, whatever, || {
             let other =
                 thread::scope(|scope| scope.spawn(|| cache.get_or_load(3, whatever, || block(1))).join().unwrap());
@@ -438,7 +438,7 @@ mod tests {
     fn a_load_of_the_parents_is_not_waited_for() {
         let cache: Cache = Cache::new(100);
         cache.state.lock_briefly().unwrap().flights.begin_elsewhere(3);
-        let made = cache.get_or_load(3, whatever, || Ok::<_, ()>(Some(Block::from(vec![3]))));
+        let made = cache.get_or_load(3, whatever, || Ok::<_, ()>(Some(Buffer::from(vec![3]))));
         assert_eq!(made.unwrap().unwrap()[..], [3]);
     }
 
@@ -447,7 +447,7 @@ mod tests {
         let cache: Cache = Cache::new(100);
         let Lookup::Mine(outer) = cache.look_up(3, whatever) else { panic!("a unit that is not kept") };
         let Lookup::Mine(inner) = cache.look_up(3, whatever) else { panic!("the thread waits for itself") };
-        inner.hand_over(&Arc::new(Block::from(vec![1])));
+        inner.hand_over(&Arc::new(Buffer::from(vec![1])));
         thread::scope(|scope| {
             let theirs = scope.spawn(|| matches!(cache.look_up(3, whatever), Lookup::Theirs(_)));
             assert!(theirs.join().unwrap(), "the first still decodes");
@@ -515,7 +515,7 @@ mod tests {
                 let size = number * 3;
                 let at = oracle.iter().position(|(n, _)| *n == number);
                 if put {
-                    cache.put(number, &Arc::new(Block::from(vec![0; size as usize])));
+                    cache.put(number, &Arc::new(Buffer::from(vec![0; size as usize])));
                     if at.is_none() {
                         while oracle.iter().map(|(_, s)| s).sum::<u64>() > budget.saturating_sub(size) {
                             oracle.remove(0);

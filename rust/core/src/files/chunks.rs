@@ -23,7 +23,7 @@ use crate::files::Files;
 use crate::files::open::{Body, OpenFile, View};
 use crate::layout::grid::Grid;
 use crate::layout::row::{Place, Row};
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::source::Io;
 use crate::source::descriptors::open_regular;
 use crate::source::local::Positioned;
@@ -78,7 +78,7 @@ pub struct ChunkFiles {
     io: Io,
     slots: Slots<OpenFile>,
     number: u64,
-    decoded: Cache<Block, UnitKey>,
+    decoded: Cache<Buffer, UnitKey>,
     decodes: bool,
 }
 
@@ -161,7 +161,7 @@ impl ChunkFiles {
             Content::Coded(coded) => {
                 // Without the version of the file: looking it up for each chunk that is kept doubles the cost of a row.
                 let key = UnitKey { array: self.number, file: number, version: None, chunk: 0, block: WHOLE };
-                let decode = || Ok::<_, Error>(coded.chunk(&indices, end, &path)?.map(Block::from));
+                let decode = || Ok::<_, Error>(coded.chunk(&indices, end, &path)?.map(Buffer::from));
                 let found = self.decoded.get_or_load(key, |_| true, decode)?;
                 found.map(|bytes| Body::Decoded(path.as_path().into(), bytes))
             }

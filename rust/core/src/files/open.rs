@@ -8,10 +8,10 @@ use std::sync::Arc;
 use crate::error::{Error, Kind, Result};
 use crate::layout::row::Place;
 use crate::location::Location;
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::source::mmap::Map;
 use crate::source::slots::Opened;
-use crate::source::{Range, Ready, Source};
+use crate::source::{ByteRange, Ready, Source};
 
 /// How the bytes of a file are had.
 #[derive(Debug)]
@@ -19,7 +19,7 @@ pub enum Body {
     /// As they are stored.
     Stored(Box<dyn Source>),
     /// Decoded into memory.
-    Decoded(Location, Arc<Block>),
+    Decoded(Location, Arc<Buffer>),
     /// There is no such file, and the format says what that means: every element is this one.
     Fill(Location, Vec<u8>),
 }
@@ -117,7 +117,7 @@ impl View {
         let Some(source) = file.source() else { return Ok(None) };
         let Some(map) = source.map()? else { return Ok(None) };
         if [begin, end - 1].iter().any(|at| source.is_ready(*at as u64) == Ready::No) {
-            source.will_need(&[Range { at: begin as u64, len: (end - begin) as u64 }]);
+            source.will_need(&[ByteRange { at: begin as u64, len: (end - begin) as u64 }]);
         }
         Ok(map.bytes().get(begin..end).is_some().then_some(View { map, begin, end }))
     }
@@ -152,7 +152,7 @@ pub(crate) fn outside(file: &OpenFile, address: u64, rows: u64, whose: &str) -> 
 mod tests {
     use super::*;
     use crate::source::local::open_to_jump;
-    use crate::source::{Io, Read, Version};
+    use crate::source::{Io, RangeRead, Version};
     use crate::threads::Stop;
 
     #[derive(Debug)]
@@ -171,7 +171,7 @@ mod tests {
             None
         }
 
-        fn read_many(&self, _: &mut [Read<'_>], _: &Stop) -> Result<()> {
+        fn read_many(&self, _: &mut [RangeRead<'_>], _: &Stop) -> Result<()> {
             Ok(())
         }
 

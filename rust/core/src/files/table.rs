@@ -11,7 +11,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
 use crate::files::open::{Body, OpenFile};
-use crate::layout::row::{FindRows, Found, Place, Row};
+use crate::layout::row::{FindRows, FoundRows, Place, Row};
 use crate::location::Location;
 use crate::source::local::Local;
 use crate::source::slots::Slots;
@@ -61,7 +61,7 @@ pub struct FileTable {
 /// while another thread was in here looks again.
 #[derive(Debug, Default)]
 struct Headers {
-    found: Mutex<HashMap<u64, (Version, Found)>>,
+    found: Mutex<HashMap<u64, (Version, FoundRows)>>,
     #[cfg(test)]
     parsed: std::sync::atomic::AtomicUsize,
 }
@@ -142,9 +142,9 @@ impl FileTable {
     /// An opened file with its rows' place, checked against its length.
     fn place(&self, number: u64, spec: &RowFile, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
         let source = opened?;
-        let Found { start, rows, swapped } = match &spec.rows {
-            RowsIn::Raw(rows) => Found { start: 0, rows: *rows, swapped: false },
-            RowsIn::At { start, rows, swapped } => Found { start: *start, rows: *rows, swapped: *swapped },
+        let FoundRows { start, rows, swapped } = match &spec.rows {
+            RowsIn::Raw(rows) => FoundRows { start: 0, rows: *rows, swapped: false },
+            RowsIn::At { start, rows, swapped } => FoundRows { start: *start, rows: *rows, swapped: *swapped },
             RowsIn::Found(finder) => self.find(number, &*source, &**finder)?,
         };
         let (len, bytes) = (source.size(), self.row.bytes);
@@ -162,7 +162,7 @@ impl FileTable {
     }
 
     /// Where rows lie: in this very file as they were found before, or looked for now.
-    fn find(&self, number: u64, source: &dyn Source, finder: &dyn FindRows) -> Result<Found> {
+    fn find(&self, number: u64, source: &dyn Source, finder: &dyn FindRows) -> Result<FoundRows> {
         let version = source.version();
         let known = self.headers.found.try_lock().ok().and_then(|found| found.get(&number).cloned());
         if let (Some((of, found)), Some(version)) = (known, &version)

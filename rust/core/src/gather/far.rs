@@ -9,14 +9,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::pick::Out;
-use super::plan::{Cut, Extent, Job};
+use super::plan::{Cut, Extent, GatherJob};
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
 use crate::files::open::OpenFile;
 use crate::layout::Layout;
 use crate::layout::row::Row;
 use crate::memory::zeroed;
-use crate::source::{Read, Wishes};
+use crate::source::{RangeRead, Wishes};
 use crate::threads::{self, Stop, Watch};
 
 /// One read of a source, and the extents that it covers.
@@ -45,7 +45,7 @@ impl Files for Together<'_> {
 
 /// Fills `out` with the rows of a job.
 pub fn gather<L: Layout + ?Sized>(
-    job: &Job<'_, L>,
+    job: &GatherJob<'_, L>,
     items: usize,
     mut out: Out<'_>,
     wishes: &Wishes,
@@ -62,7 +62,7 @@ pub fn gather<L: Layout + ?Sized>(
     }
     let open = job.files.open_many(&numbers)?;
     let files = Together { files: job.files, open: numbers.into_iter().zip(open).collect() };
-    let job = Job { files: &files, only: job.only.clone(), opened: true, ..*job };
+    let job = GatherJob { files: &files, only: job.only.clone(), opened: true, ..*job };
     let mut rest = &entries[..];
     while !rest.is_empty() {
         // Row by row: an extent then lies in one row of the output.
@@ -100,7 +100,7 @@ fn requests(extents: &[Extent], wishes: &Wishes) -> Vec<Request> {
 }
 
 fn fetch<L: Layout + ?Sized>(
-    job: &Job<'_, L>,
+    job: &GatherJob<'_, L>,
     files: &[Arc<OpenFile>],
     extents: &[Extent],
     out: Out<'_>,
@@ -126,7 +126,7 @@ fn fetch<L: Layout + ?Sized>(
             return Err(Error::new(Kind::Internal, "a file that is not open").at(open.location()));
         };
         let mut block = zeroed::<u8>(request.len as usize)?;
-        source.read_many(&mut [Read { at: request.at, into: &mut block }], stop)?;
+        source.read_many(&mut [RangeRead { at: request.at, into: &mut block }], stop)?;
         if stop.is_set() {
             return Ok(());
         }

@@ -1,7 +1,7 @@
 //! Read-ahead hints for rows that will be gathered soon.
 
 use super::pick::{Origin, Pick};
-use super::plan::{Cut, Job, Span};
+use super::plan::{Cut, GatherJob, Span};
 use crate::dtype::Cast;
 use crate::error::Result;
 use crate::layout::Layout;
@@ -21,7 +21,7 @@ fn try_hint<L: Layout + ?Sized>(origin: &Origin<'_, L>, pick: Pick<'_>, items: u
         return Ok(());
     }
     let dtype = origin.files.row().dtype;
-    let job = Job::new(origin, pick, items, Cast::between(dtype, dtype)?)?;
+    let job = GatherJob::new(origin, pick, items, Cast::between(dtype, dtype)?)?;
     let each = |span: Span, only_look: bool| -> Result<bool> {
         let mut entries = job.locate(span)?;
         entries.sort_unstable_by_key(|e| e.key);

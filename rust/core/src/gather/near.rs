@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::pick::{Out, Pick};
-use super::plan::{Cut, EXTENT, Extent, Job, Span};
+use super::plan::{Cut, EXTENT, Extent, GatherJob, Span};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::{Body, OpenFile};
@@ -12,7 +12,7 @@ use crate::layout::Layout;
 use crate::source::mmap::prefetch;
 use crate::source::queue::read_all;
 use crate::source::scout::{BLOCK, Scout};
-use crate::source::{self, Read, Ready, Source};
+use crate::source::{self, RangeRead, Ready, Source};
 use crate::threads::Stop;
 
 /// Rows are sorted within this much output: reads become ordered, writes stay in the second-level cache, and many small
@@ -23,7 +23,7 @@ fn sources_of(files: &[Arc<OpenFile>]) -> Vec<Option<&dyn Source>> {
     files.iter().map(|file| file.source()).collect()
 }
 
-impl<L: Layout + ?Sized> Job<'_, L> {
+impl<L: Layout + ?Sized> GatherJob<'_, L> {
     /// Reads a single row without the planning: users call this a million times in a loop.
     pub fn one_row(&self, mut whole: Out<'_>) -> Result<()> {
         let group = self.group(0)?;
@@ -52,7 +52,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
                     && let Some(source) = open.source()
                     && source.is_ready(src + row as u64 - 1) == Ready::No
                 {
-                    source.will_need(&[source::Range { at: src, len: row as u64 }]);
+                    source.will_need(&[source::ByteRange { at: src, len: row as u64 }]);
                 }
                 self.cast.swapped_if(place.swapped).apply(&bytes[src as usize..src as usize + row], out);
                 Ok(())
@@ -63,7 +63,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             }
             None => match open.source() {
                 Some(source) if self.cast.convert.is_none() && !place.swapped => {
-                    if source.read_if_ready(Read { at: src, into: &mut *out })? == Ready::Yes {
+                    if source.read_if_ready(RangeRead { at: src, into: &mut *out })? == Ready::Yes {
                         return Ok(());
                     }
                     source.read(src, out)
@@ -167,7 +167,7 @@ impl<L: Layout + ?Sized> Job<'_, L> {
             };
             let dst = self.target(extent, out);
             let into = if as_is { &mut *dst } else { &mut scratch[..extent.len as usize] };
-            let read = Read { at: extent.src, into };
+            let read = RangeRead { at: extent.src, into };
             let ready = if wait {
                 source.read_many(&mut [read], &Stop::default()).map(|()| Ready::Yes)?
             } else {

@@ -26,7 +26,7 @@ const PART_BYTES: usize = 8 << 20;
 pub const EXTENT: usize = 256 << 10;
 
 /// The parameters shared by all parts of a gather.
-pub struct Job<'a, L: ?Sized> {
+pub struct GatherJob<'a, L: ?Sized> {
     pub files: &'a dyn Files,
     pub layout: &'a L,
     pub groups: Ints<'a>,
@@ -85,8 +85,8 @@ impl Ranged for Extent {
         self.file as usize
     }
 
-    fn range(&self) -> source::Range {
-        source::Range { at: self.src, len: u64::from(self.len) }
+    fn range(&self) -> source::ByteRange {
+        source::ByteRange { at: self.src, len: u64::from(self.len) }
     }
 }
 
@@ -100,9 +100,9 @@ pub fn part_rows(out_bytes: usize, row_bytes: usize) -> usize {
     balanced.min(PART_ROWS).min(PART_BYTES / row_bytes).max(INLINE_BYTES / 2 / row_bytes).max(1)
 }
 
-impl<'a, L: Layout + ?Sized> Job<'a, L> {
+impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
     /// Prepares a gather; fails if the lists' lengths differ from `items`.
-    pub fn new(origin: &Origin<'a, L>, pick: Pick<'a>, items: usize, cast: Cast<'a>) -> Result<Job<'a, L>> {
+    pub fn new(origin: &Origin<'a, L>, pick: Pick<'a>, items: usize, cast: Cast<'a>) -> Result<GatherJob<'a, L>> {
         match pick {
             Pick::Tokens { examples, tokens } => {
                 examples.check_len(items, "examples")?;
@@ -115,7 +115,7 @@ impl<'a, L: Layout + ?Sized> Job<'a, L> {
         let row_bytes = files.row().bytes;
         let (address_bits, decodes) = (files.address_bits(), files.decodes());
         let only = only.clone();
-        Ok(Job { files, layout, groups, only, pick, cast, row_bytes, address_bits, decodes, opened: false })
+        Ok(GatherJob { files, layout, groups, only, pick, cast, row_bytes, address_bits, decodes, opened: false })
     }
 
     /// The group of an item, checked.

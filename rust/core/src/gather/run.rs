@@ -2,7 +2,7 @@
 
 use super::far;
 use super::pick::{Origin, Out, Pick};
-use super::plan::{Job, part_rows};
+use super::plan::{GatherJob, part_rows};
 use crate::dtype::Cast;
 use crate::error::Result;
 use crate::layout::Layout;
@@ -21,7 +21,7 @@ pub fn gather<L: Layout + ?Sized>(
     out: Out<'_>,
     watch: Watch<'_>,
 ) -> Result<()> {
-    let job = Job::new(origin, pick, items, cast)?;
+    let job = GatherJob::new(origin, pick, items, cast)?;
     if let Some(wishes) = origin.files.wishes() {
         return far::gather(&job, items, out, &wishes, watch);
     }

@@ -87,7 +87,7 @@ impl Place {
 
 /// The rows that a file's own header describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct FoundRows {
     /// Offset of the first row.
     pub start: u64,
     /// Number of rows.
@@ -99,5 +99,5 @@ pub struct Found {
 /// Finds a dataset's rows in a file by reading its header.
 pub trait FindRows: std::fmt::Debug + Send + Sync {
     /// Finds rows like `row`. Errors name the file.
-    fn find(&self, source: &dyn Source, row: &Row) -> Result<Found>;
+    fn find(&self, source: &dyn Source, row: &Row) -> Result<FoundRows>;
 }

@@ -40,7 +40,7 @@ impl<T: Copy> PerExample<T> {
 
 /// The location of one part of every example.
 #[derive(Debug)]
-pub struct Part {
+pub struct PartSpans {
     /// File numbers.
     pub files: PerExample<u32>,
     /// The row of the first token of group 0.
@@ -56,13 +56,13 @@ pub struct Part {
 pub struct Spans {
     groups: usize,
     examples: u64,
-    parts: Vec<Part>,
+    parts: Vec<PartSpans>,
 }
 
 impl Spans {
     /// Checks that every part has a value for every example, that each file is below `files`, and each row below 2^40. Whether
     /// a file contains the rows is checked when they are read.
-    pub fn new(groups: usize, files: usize, parts: Vec<Part>) -> Result<Spans> {
+    pub fn new(groups: usize, files: usize, parts: Vec<PartSpans>) -> Result<Spans> {
         let refuse = |what: String| Err(Error::new(Kind::Format, what));
         let Some(first) = parts.first() else { return refuse("expected at least one part, found none".to_string()) };
         let examples = first.starts.len() as u64;
@@ -96,7 +96,7 @@ impl Spans {
     }
 
     #[inline]
-    fn address(part: &Part, group: usize, example: u64, token: u64) -> Address {
+    fn address(part: &PartSpans, group: usize, example: u64, token: u64) -> Address {
         let row = part.starts[example as usize] + group as u64 * part.stride + token;
         Address { file: u64::from(part.files.get(example)), row }
     }
@@ -157,8 +157,8 @@ mod tests {
     /// Files, starts and tokens of two parts.
     type Two = (u32, u64, u32, u32, u64, u32);
 
-    fn part(files: Vec<u32>, starts: Vec<u64>, tokens: Vec<u32>, stride: u64) -> Part {
-        Part { files: PerExample::Each(files), starts, tokens: PerExample::Each(tokens), stride }
+    fn part(files: Vec<u32>, starts: Vec<u64>, tokens: Vec<u32>, stride: u64) -> PartSpans {
+        PartSpans { files: PerExample::Each(files), starts, tokens: PerExample::Each(tokens), stride }
     }
 
     #[test]

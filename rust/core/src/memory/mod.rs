@@ -1,6 +1,6 @@
 //! Memory: blocks for results and decoded bytes, recycled when freed, and claims on ranges being written.
 
-pub mod block;
+pub mod buffer;
 pub mod claims;
 pub mod output;
 

@@ -21,12 +21,12 @@ static FREED: Mutex<Vec<MmapMut>> = Mutex::new(vec![]);
 /// An uncleared block of memory, aligned for any element type.
 #[derive(Debug)]
 pub struct Output {
-    memory: Memory,
+    memory: Allocation,
     len: usize,
 }
 
 #[derive(Debug)]
-enum Memory {
+enum Allocation {
     /// As u64, for alignment.
     Heap(Vec<u64>),
     /// Returned to [`FREED`] on drop.
@@ -38,12 +38,12 @@ impl Output {
     /// oldest is unmapped first, so that a program whose sizes change keeps no useless memory.
     pub fn new(len: usize) -> std::io::Result<Output> {
         if len < RECYCLE_FROM {
-            return Ok(Output { memory: Memory::Heap(vec![0; len.div_ceil(8)]), len });
+            return Ok(Output { memory: Allocation::Heap(vec![0; len.div_ceil(8)]), len });
         }
         if let Ok(mut freed) = FREED.try_lock() {
             let most = (len + len / 4).max(2 * GRAIN);
             if let Some(at) = freed.iter().rposition(|map| (len..=most).contains(&map.len())) {
-                return Ok(Output { memory: Memory::Pages(Some(freed.remove(at))), len });
+                return Ok(Output { memory: Allocation::Pages(Some(freed.remove(at))), len });
             }
             if !freed.is_empty() {
                 freed.remove(0);
@@ -55,7 +55,7 @@ impl Output {
         // Fewer, larger pages to clear; a system without huge pages clears small ones.
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::HugePage);
-        Ok(Output { memory: Memory::Pages(Some(map)), len })
+        Ok(Output { memory: Allocation::Pages(Some(map)), len })
     }
 }
 
@@ -63,16 +63,16 @@ impl Output {
     /// Bytes of memory in use, all of which may be resident: the size of the reused mapping.
     pub fn capacity(&self) -> usize {
         match &self.memory {
-            Memory::Heap(eights) => eights.len() * 8,
-            Memory::Pages(map) => map.as_ref().map_or(0, |map| map.len()),
+            Allocation::Heap(eights) => eights.len() * 8,
+            Allocation::Pages(map) => map.as_ref().map_or(0, |map| map.len()),
         }
     }
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         match &self.memory {
-            Memory::Heap(eights) => &bytemuck::cast_slice(eights)[..self.len],
-            Memory::Pages(map) => map.as_deref().and_then(|m| m.get(..self.len)).unwrap_or_default(),
+            Allocation::Heap(eights) => &bytemuck::cast_slice(eights)[..self.len],
+            Allocation::Pages(map) => map.as_deref().and_then(|m| m.get(..self.len)).unwrap_or_default(),
         }
     }
 }
@@ -80,15 +80,15 @@ impl Output {
 impl AsMut<[u8]> for Output {
     fn as_mut(&mut self) -> &mut [u8] {
         match &mut self.memory {
-            Memory::Heap(eights) => &mut bytemuck::cast_slice_mut(eights)[..self.len],
-            Memory::Pages(map) => map.as_deref_mut().and_then(|m| m.get_mut(..self.len)).unwrap_or_default(),
+            Allocation::Heap(eights) => &mut bytemuck::cast_slice_mut(eights)[..self.len],
+            Allocation::Pages(map) => map.as_deref_mut().and_then(|m| m.get_mut(..self.len)).unwrap_or_default(),
         }
     }
 }
 
 impl Drop for Output {
     fn drop(&mut self) {
-        if let Memory::Pages(map) = &mut self.memory
+        if let Allocation::Pages(map) = &mut self.memory
             && let (Some(map), Ok(mut freed)) = (map.take(), FREED.try_lock())
             && map.len() <= KEEP_AT_MOST
         {

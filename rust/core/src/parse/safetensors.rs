@@ -21,7 +21,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess
 
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
-use crate::layout::row::{FindRows, Found, Row};
+use crate::layout::row::{FindRows, FoundRows, Row};
 use crate::source::local::open_to_jump;
 use crate::source::{Io, Source};
 
@@ -178,7 +178,7 @@ pub fn read_header(source: &dyn Source) -> Result<Header> {
 pub struct TensorRows(pub String);
 
 impl FindRows for TensorRows {
-    fn find(&self, source: &dyn Source, row: &Row) -> Result<Found> {
+    fn find(&self, source: &dyn Source, row: &Row) -> Result<FoundRows> {
         let (key, at) = (&self.0, source.location());
         let header = read_header(source)?;
         let Some(tensor) = header.tensor(key) else {
@@ -198,7 +198,7 @@ impl FindRows for TensorRows {
         }
         match tensor.shape[..] {
             [rows, width] if width == row.width as u64 => {
-                Ok(Found { start: header.data_start + tensor.begin, rows, swapped: false })
+                Ok(FoundRows { start: header.data_start + tensor.begin, rows, swapped: false })
             }
             _ => Err(Error::new(
                 Kind::Format,

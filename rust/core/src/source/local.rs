@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::descriptors::{Share, open_regular};
 use super::mmap::Map;
-use super::{Io, Range, Read, Ready, Source, Store, Version, pread};
+use super::{ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::threads::Stop;
@@ -79,7 +79,7 @@ impl Positioned {
         Map::open(&self.file, bytes).map_err(|e| Error::from_io(&e, &self.location, "map"))
     }
 
-    fn failed(&self, error: &std::io::Error, read: &Read<'_>) -> Error {
+    fn failed(&self, error: &std::io::Error, read: &RangeRead<'_>) -> Error {
         let mut error = Error::from_io(error, &self.location, "read").byte(read.at);
         if error.kind == Kind::Truncated {
             error.detail = format!("expected {} more bytes, the file ends", read.into.len());
@@ -106,7 +106,7 @@ impl Source for Positioned {
         if self.len == 0 { Ok(None) } else { self.mapping().map(Some) }
     }
 
-    fn read_many(&self, reads: &mut [Read<'_>], stop: &Stop) -> Result<()> {
+    fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         for read in reads {
             if stop.is_set() {
                 return Ok(());
@@ -116,7 +116,7 @@ impl Source for Positioned {
         Ok(())
     }
 
-    fn read_if_ready(&self, read: Read<'_>) -> Result<Ready> {
+    fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {
         pread::read_if_cached(&self.file, &mut *read.into, read.at).map_err(|e| self.failed(&e, &read))
     }
 
@@ -124,7 +124,7 @@ impl Source for Positioned {
         pread::is_cached(&self.file, at)
     }
 
-    fn will_need(&self, ranges: &[Range]) {
+    fn will_need(&self, ranges: &[ByteRange]) {
         for range in ranges {
             pread::will_need(&self.file, range.at, range.len);
         }
@@ -186,11 +186,11 @@ impl Source for Mapped {
         Ok(Some(self.map.clone()))
     }
 
-    fn read_many(&self, reads: &mut [Read<'_>], stop: &Stop) -> Result<()> {
+    fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         self.read.read_many(reads, stop)
     }
 
-    fn read_if_ready(&self, read: Read<'_>) -> Result<Ready> {
+    fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {
         self.read.read_if_ready(read)
     }
 
@@ -198,7 +198,7 @@ impl Source for Mapped {
         self.read.is_ready(at)
     }
 
-    fn will_need(&self, ranges: &[Range]) {
+    fn will_need(&self, ranges: &[ByteRange]) {
         for range in ranges {
             self.map.will_need(range.at as usize, range.len as usize);
         }

@@ -42,7 +42,7 @@ impl Io {
 
 /// A range of a source's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range {
+pub struct ByteRange {
     /// Its first byte.
     pub at: u64,
     /// Its length.
@@ -51,7 +51,7 @@ pub struct Range {
 
 /// A read of a source: as many bytes from `at` on as `into` has.
 #[derive(Debug)]
-pub struct Read<'a> {
+pub struct RangeRead<'a> {
     /// The first byte.
     pub at: u64,
     /// Where the bytes go.
@@ -113,10 +113,10 @@ pub trait Source: Debug + Send + Sync {
     }
 
     /// Fills all places, waiting as long as it takes or until `stop` is set.
-    fn read_many(&self, reads: &mut [Read<'_>], stop: &Stop) -> Result<()>;
+    fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()>;
 
     /// Fills a place if that needs no waiting; what is in it otherwise is undefined.
-    fn read_if_ready(&self, _read: Read<'_>) -> Result<Ready> {
+    fn read_if_ready(&self, _read: RangeRead<'_>) -> Result<Ready> {
         Ok(Ready::Unknown)
     }
 
@@ -126,7 +126,7 @@ pub trait Source: Debug + Send + Sync {
     }
 
     /// Starts fetching ranges, without waiting for them. A hint: it never fails.
-    fn will_need(&self, _ranges: &[Range]) {}
+    fn will_need(&self, _ranges: &[ByteRange]) {}
 
     /// Fails if the source is not what it was when it was opened, as far as reading it would be unsafe or wrong.
     fn unchanged(&self) -> Result<()>;
@@ -145,7 +145,7 @@ pub trait Source: Debug + Send + Sync {
 impl dyn Source + '_ {
     /// Reads one range.
     pub fn read(&self, at: u64, into: &mut [u8]) -> Result<()> {
-        self.read_many(&mut [Read { at, into }], &Stop::default())
+        self.read_many(&mut [RangeRead { at, into }], &Stop::default())
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Range, Ready, Source};
+use super::{ByteRange, Ready, Source};
 use crate::error::Result;
 use crate::threads::Stop;
 
@@ -17,7 +17,7 @@ pub trait Ranged {
     /// Position of its source.
     fn source(&self) -> usize;
     /// The range.
-    fn range(&self) -> Range;
+    fn range(&self) -> ByteRange;
 }
 
 /// Calls `read` for each range, with whether it is to wait; again, to wait, where it answered that the range was not ready.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::queue::{AHEAD, AHEAD_BYTES, Ranged};
-use super::{Range, Ready, Source};
+use super::{ByteRange, Ready, Source};
 
 /// Ranges per step, and how many of them are asked about.
 pub const BLOCK: usize = 64;
@@ -56,7 +56,7 @@ impl<'a, T: Ranged> Scout<'a, T> {
 
     fn is_cold(&self, each: &T) -> bool {
         let Some(source) = self.sources[each.source()] else { return false };
-        let Range { at, len } = each.range();
+        let ByteRange { at, len } = each.range();
         source.is_ready(at) == Ready::No || (len > LARGE as u64 && source.is_ready(at + len - 1) == Ready::No)
     }
 

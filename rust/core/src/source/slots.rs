@@ -13,11 +13,11 @@ use crate::error::Result;
 /// since it last came by: an idle dataset gives its descriptors to those that are read.
 #[derive(Debug)]
 pub(crate) struct Slots<T: Opened + 'static> {
-    slots: Arc<Box<[Slot<T>]>>,
+    slots: Arc<Box<[FileSlot<T>]>>,
 }
 
 #[derive(Debug)]
-struct Slot<T> {
+struct FileSlot<T> {
     /// A file's number and the file.
     held: RwLock<Option<(u64, Arc<T>)>>,
     /// Used since the clock came by.
@@ -39,8 +39,8 @@ impl<T: Opened + 'static> Slots<T> {
     pub(crate) fn new(files: u64) -> Slots<T> {
         // More than the budget of kept descriptors would never fill.
         let len = usize::try_from(files).unwrap_or(usize::MAX).min(budget()).max(1);
-        let slot = |_| Slot { held: RwLock::new(None), used: AtomicBool::new(false) };
-        let slots: Arc<Box<[Slot<T>]>> = Arc::new((0..len).map(slot).collect());
+        let slot = |_| FileSlot { held: RwLock::new(None), used: AtomicBool::new(false) };
+        let slots: Arc<Box<[FileSlot<T>]>> = Arc::new((0..len).map(slot).collect());
         descriptors::list(Arc::downgrade(&slots) as Weak<dyn Keeper>);
         Slots { slots }
     }
@@ -88,9 +88,9 @@ impl<T: Opened + 'static> Slots<T> {
     }
 }
 
-impl<T: Opened + 'static> Keeper for Box<[Slot<T>]> {
+impl<T: Opened + 'static> Keeper for Box<[FileSlot<T>]> {
     fn len(&self) -> usize {
-        <[Slot<T>]>::len(self)
+        <[FileSlot<T>]>::len(self)
     }
 
     fn close(&self, slot: usize, any: bool) -> Visit {

@@ -10,7 +10,7 @@ use std::thread::JoinHandle;
 
 use super::exchange::Exchange;
 use super::plan::{Plan, Shuffle};
-use super::pool::{Known, Pool, convert_rows};
+use super::pool::{BatchItems, WindowPool, convert_rows};
 use super::rescale::Convert;
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
@@ -71,7 +71,7 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
         let shared = Arc::new(Exchange::new(spare));
         let theirs = Arc::clone(&shared);
         let work = move || {
-            let maker = Maker { stream: &stream, shared: &theirs, wanted, ahead: ahead.max(1) };
+            let maker = BatchMaker { stream: &stream, shared: &theirs, wanted, ahead: ahead.max(1) };
             let ended = catch_unwind(AssertUnwindSafe(|| maker.run(epoch, make)));
             let error = match ended {
                 Ok(Ok(())) => None,
@@ -157,7 +157,7 @@ impl<M> Drop for Ahead<M> {
 }
 
 /// The thread's side.
-struct Maker<'a, M> {
+struct BatchMaker<'a, M> {
     stream: &'a Stream,
     shared: &'a Exchange<Batch<M>, M>,
     wanted: Wanted,
@@ -166,7 +166,7 @@ struct Maker<'a, M> {
 
 type Make<M> = Option<Box<dyn FnMut(usize) -> Result<M> + Send>>;
 
-impl<M: AsMut<[u8]>> Maker<'_, M> {
+impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
     fn run(&self, epoch: u64, mut make: Make<M>) -> Result<()> {
         let Stream { rows, plan, convert } = self.stream;
         let epoch = plan.epoch(epoch);
@@ -193,10 +193,10 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
             let Some(mut memory) = self.memory(&mut make, bytes)? else { return Ok(()) };
             let out = memory.as_mut().get_mut(..bytes);
             let out = out.ok_or_else(|| Error::new(Kind::Argument, "a buffer is smaller than a batch"))?;
-            let mut known = Known::default();
+            let mut known = BatchItems::default();
             if windows {
                 if pool.is_none() {
-                    pool = Some(Pool::new(rows, plan, &epoch, self.wanted)?);
+                    pool = Some(WindowPool::new(rows, plan, &epoch, self.wanted)?);
                 }
                 if let Some(pool) = &mut pool {
                     pool.give(batch, convert, out, &mut known, watch)?;
@@ -204,7 +204,7 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
             } else {
                 self.pick(epoch.items(batch), convert, out, &mut scratch, &mut known, watch)?;
             }
-            let Known { examples, tokens, groups } = known;
+            let BatchItems { examples, tokens, groups } = known;
             if !self.shared.hand_over(Batch { memory, len, examples, tokens, groups }) {
                 return Ok(());
             }
@@ -224,7 +224,7 @@ impl<M: AsMut<[u8]>> Maker<'_, M> {
         convert: &Convert,
         out: &mut [u8],
         scratch: &mut Vec<u8>,
-        known: &mut Known,
+        known: &mut BatchItems,
         watch: Watch<'_>,
     ) -> Result<()> {
         let interleaved = self.stream.plan.settings.interleaved;

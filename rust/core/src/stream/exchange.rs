@@ -10,12 +10,12 @@ use crate::threads::{LOOK, Watch, interrupted};
 
 /// Ready batches `B` and free memory `M`.
 pub(super) struct Exchange<B, M> {
-    state: Mutex<State<B, M>>,
+    state: Mutex<ExchangeState<B, M>>,
     changed: Condvar,
     stop: AtomicBool,
 }
 
-struct State<B, M> {
+struct ExchangeState<B, M> {
     ready: VecDeque<B>,
     spare: Vec<M>,
     /// Set when no more batches follow, perhaps with an error; the maker no longer touches the memory of a batch.
@@ -24,15 +24,15 @@ struct State<B, M> {
 
 impl<B, M> Exchange<B, M> {
     pub(super) fn new(spare: Vec<M>) -> Exchange<B, M> {
-        let state = State { ready: VecDeque::new(), spare, finished: None };
+        let state = ExchangeState { ready: VecDeque::new(), spare, finished: None };
         Exchange { state: Mutex::new(state), changed: Condvar::new(), stop: AtomicBool::new(false) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<B, M>> {
+    fn lock(&self) -> MutexGuard<'_, ExchangeState<B, M>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State<B, M>>) -> MutexGuard<'a, State<B, M>> {
+    fn wait<'a>(&self, state: MutexGuard<'a, ExchangeState<B, M>>) -> MutexGuard<'a, ExchangeState<B, M>> {
         self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0
     }
 

@@ -49,26 +49,26 @@ impl Random {
 
 /// A permutation of 0 to n - 1.
 #[derive(Clone, Debug)]
-pub struct Order {
+pub struct Permutation {
     n: u64,
-    how: How,
+    how: Bijection,
 }
 
 #[derive(Clone, Debug)]
-enum How {
+enum Bijection {
     Stored,
     Table { forward: Box<[u32]>, backward: Box<[u32]> },
     Cipher { high: u32, low: u32, keys: [u64; ROUNDS] },
 }
 
-impl Order {
+impl Permutation {
     /// The identity: 0, 1, 2, ...
-    pub fn stored(n: u64) -> Order {
-        Order { n, how: How::Stored }
+    pub fn stored(n: u64) -> Permutation {
+        Permutation { n, how: Bijection::Stored }
     }
 
     /// A uniform random permutation, as far as a key of 64 bits allows.
-    pub fn shuffled(n: u64, key: u64) -> Order {
+    pub fn shuffled(n: u64, key: u64) -> Permutation {
         let mut random = Random(key);
         if n <= SMALL {
             let mut forward: Box<[u32]> = (0..n as u32).collect();
@@ -79,11 +79,12 @@ impl Order {
             for (i, to) in forward.iter().enumerate() {
                 backward[*to as usize] = i as u32;
             }
-            return Order { n, how: How::Table { forward, backward } };
+            return Permutation { n, how: Bijection::Table { forward, backward } };
         }
         let bits = 64 - (n - 1).leading_zeros();
-        let how = How::Cipher { high: bits / 2, low: bits - bits / 2, keys: std::array::from_fn(|_| random.next()) };
-        Order { n, how }
+        let how =
+            Bijection::Cipher { high: bits / 2, low: bits - bits / 2, keys: std::array::from_fn(|_| random.next()) };
+        Permutation { n, how }
     }
 
     /// The number of elements.
@@ -101,9 +102,9 @@ impl Order {
     pub fn get(&self, position: u64) -> u64 {
         debug_assert!(position < self.n);
         match &self.how {
-            How::Stored => position,
-            How::Table { forward, .. } => u64::from(forward[position as usize]),
-            How::Cipher { high, low, keys } => {
+            Bijection::Stored => position,
+            Bijection::Table { forward, .. } => u64::from(forward[position as usize]),
+            Bijection::Cipher { high, low, keys } => {
                 let mut x = position;
                 loop {
                     // Each round moves the low part up and hides the high part under it. The parts and their sizes swap;
@@ -127,9 +128,9 @@ impl Order {
     pub fn position(&self, number: u64) -> u64 {
         debug_assert!(number < self.n);
         match &self.how {
-            How::Stored => number,
-            How::Table { backward, .. } => u64::from(backward[number as usize]),
-            How::Cipher { high, low, keys } => {
+            Bijection::Stored => number,
+            Bijection::Table { backward, .. } => u64::from(backward[number as usize]),
+            Bijection::Cipher { high, low, keys } => {
                 let mut x = number;
                 loop {
                     let (mut high, mut low) = (*high, *low);
@@ -157,7 +158,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_number_comes_once_and_is_found_again(n in prop_oneof![0u64..300, 65_000u64..67_000, 100_000u64..140_000], k in any::<u64>()) {
-            let order = Order::shuffled(n, k);
+            let order = Permutation::shuffled(n, k);
             let mut seen = vec![false; n as usize];
             for position in 0..n {
                 let number = order.get(position);
@@ -168,7 +169,7 @@ mod tests {
 
         #[test]
         fn large_ones_go_there_and_back(n in (1u64 << 16)..(1 << 62), k in any::<u64>(), at in any::<u64>()) {
-            let order = Order::shuffled(n, k);
+            let order = Permutation::shuffled(n, k);
             let number = order.get(at % n);
             prop_assert!(number < n);
             prop_assert_eq!(order.position(number), at % n);
@@ -178,7 +179,7 @@ mod tests {
     /// The order for a seed is part of the contract: equal on all machines and in all releases.
     #[test]
     fn orders_are_the_same_for_ever() {
-        let first = |n: u64, k: u64| (0..6).map(|i| Order::shuffled(n, k).get(i)).collect::<Vec<_>>();
+        let first = |n: u64, k: u64| (0..6).map(|i| Permutation::shuffled(n, k).get(i)).collect::<Vec<_>>();
         // From another implementation, in Python, of the description above.
         assert_eq!(key(&[1, 2, 3]), 5_862_632_574_357_645_538);
         assert_eq!(first(10, 7), [9, 5, 8, 6, 1, 2]);
@@ -191,7 +192,7 @@ mod tests {
     #[test]
     fn orders_look_like_shuffles() {
         for (n, k) in [(65_537u64, 1u64), (100_003, 2), (1 << 20, 3), ((1 << 20) + 1, 4), (3_000_017, 5), (65_000, 6)] {
-            let order = Order::shuffled(n, key(&[k]));
+            let order = Permutation::shuffled(n, key(&[k]));
             let sixteenth = |x: u64| (u128::from(x) * 16 / u128::from(n)) as usize;
             let mut moved = [[0f64; 16]; 16];
             let mut steps = [0f64; 16];
@@ -220,7 +221,7 @@ mod tests {
     #[test]
     fn few_stay_where_they_were() {
         let fixed = |n: u64, k: u64| {
-            let order = Order::shuffled(n, k);
+            let order = Permutation::shuffled(n, k);
             (0..n).filter(|i| order.get(*i) == *i).count()
         };
         let mean = (0..60).map(|k| fixed(70_001, key(&[k])) as f64).sum::<f64>() / 60.0;

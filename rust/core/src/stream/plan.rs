@@ -19,12 +19,12 @@
 //! A state contains the dataset, the settings and a batch number; everything else follows. Besides the settings, these numbers
 //! decide the orders of [`Shuffle::Window`]. They are part of the state's format and never change: [`Settings::unit_bytes`]
 //! (where units are cut; [`UNIT_BYTES`] unless a state or a source sets another size), [`ITEM_BYTES`] and [`items_in`] (the
-//! number of items in a window), the rows decoded together ([`Units`]), and the keys and tables of [`Order`]. A state stores
+//! number of items in a window), the rows decoded together ([`Units`]), and the keys and tables of [`Permutation`]. A state stores
 //! the result of the second as `window`, and [`Plan::units_digest`] of the first as `units`.
 
 use std::ops::Range;
 
-use super::order::{Order, key};
+use super::order::{Permutation, key};
 use super::select::Selection;
 use crate::error::{Error, Kind, Result};
 use crate::rows::Units;
@@ -170,7 +170,7 @@ pub struct Item {
 pub struct Epoch<'a> {
     plan: &'a Plan,
     number: u64,
-    order: Order,
+    order: Permutation,
     /// For windows of unequal units: items before each unit, in shuffled order.
     before: Vec<u64>,
     /// For windows: this rank's range of items.
@@ -183,7 +183,7 @@ pub struct Window {
     /// Places in the sequence.
     pub places: Range<u64>,
     /// Maps a position in the output to a place, relative to the first.
-    pub order: Order,
+    pub order: Permutation,
     /// Position of its first output among the rank's items.
     pub first: u64,
 }
@@ -298,10 +298,10 @@ impl Plan {
         let Settings { shuffle, seed, rank, ranks, .. } = self.settings;
         let (mut before, mut share) = (vec![], 0..self.items);
         let order = match shuffle {
-            Shuffle::Stored => Order::stored(self.items),
-            Shuffle::Exact => Order::shuffled(self.items, key(&[seed, number])),
+            Shuffle::Stored => Permutation::stored(self.items),
+            Shuffle::Exact => Permutation::shuffled(self.items, key(&[seed, number])),
             Shuffle::Window => {
-                let order = Order::shuffled(self.units.len(), key(&[seed, number, 1]));
+                let order = Permutation::shuffled(self.units.len(), key(&[seed, number, 1]));
                 if let Cuts::Between(_) = self.units {
                     before.reserve_exact(self.units.len() as usize + 1);
                     let mut sum = 0;
@@ -370,7 +370,7 @@ impl Epoch<'_> {
     pub fn window(&self, number: u64) -> Window {
         let Settings { seed, rank, ranks, .. } = self.plan.settings;
         let Range { start, end } = self.window_range(number);
-        let order = Order::shuffled(end - start, key(&[seed, self.number, 2, ranks, rank, number]));
+        let order = Permutation::shuffled(end - start, key(&[seed, self.number, 2, ranks, rank, number]));
         Window { places: self.share.start + start..self.share.start + end, order, first: start }
     }
 

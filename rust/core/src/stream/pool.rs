@@ -11,7 +11,7 @@ use super::rescale::{Convert, Scratch};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::gather::{Ints, Out, Pick};
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::rows::Rows;
 use crate::source::mmap::prefetch;
 use crate::threads::{self, Stop, Watch};
@@ -22,14 +22,14 @@ const NO_SLOT: u32 = u32::MAX;
 
 /// The item in a slot.
 #[derive(Clone, Copy, Default)]
-struct Kept {
+struct SlotItem {
     example: u64,
     token: u32,
     group: u32,
 }
 
 /// A window, some of whose items are in slots.
-struct Held {
+struct PartialWindow {
     number: u64,
     window: Window,
     /// The slot of each place.
@@ -56,22 +56,22 @@ impl Wanted {
 }
 
 /// The pool.
-pub struct Pool<'a> {
+pub struct WindowPool<'a> {
     rows: &'a Rows,
     plan: &'a Plan,
     epoch: &'a Epoch<'a>,
     wanted: Wanted,
-    memory: Block,
+    memory: Buffer,
     slot_bytes: usize,
-    kept: Vec<Kept>,
+    kept: Vec<SlotItem>,
     free: Vec<u32>,
-    current: Option<Held>,
-    next: Option<Held>,
+    current: Option<PartialWindow>,
+    next: Option<PartialWindow>,
 }
 
 /// The ids of the rows in a batch, item by item.
 #[derive(Default, Debug)]
-pub struct Known {
+pub struct BatchItems {
     /// Examples.
     pub examples: Vec<i64>,
     /// Tokens.
@@ -80,9 +80,9 @@ pub struct Known {
     pub groups: Vec<i64>,
 }
 
-impl<'a> Pool<'a> {
+impl<'a> WindowPool<'a> {
     /// An empty pool for the wanted batches.
-    pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> Result<Pool<'a>> {
+    pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> Result<WindowPool<'a>> {
         let batch = plan.settings.batch;
         let largest = (0..epoch.windows().min(2)).map(|w| epoch.window_len(w)).max().unwrap_or(0) + 1;
         // Every `every`-th batch: those that begin in a window, and those that overlap it.
@@ -91,10 +91,10 @@ impl<'a> Pool<'a> {
         let slot_bytes = rows.row().bytes * plan.rows_per_item();
         let too_large = || Error::new(Kind::Argument, "memory: more than 2^32 rows in a window");
         let slots = u32::try_from(slots).map_err(|_| too_large())?;
-        let memory = Block::new(slots as usize * slot_bytes)
+        let memory = Buffer::new(slots as usize * slot_bytes)
             .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate {} rows: {e}", slots)))?;
-        let (kept, free) = (vec![Kept::default(); slots as usize], (0..slots).rev().collect());
-        Ok(Pool { rows, plan, epoch, wanted, memory, slot_bytes, kept, free, current: None, next: None })
+        let (kept, free) = (vec![SlotItem::default(); slots as usize], (0..slots).rev().collect());
+        Ok(WindowPool { rows, plan, epoch, wanted, memory, slot_bytes, kept, free, current: None, next: None })
     }
 
     /// Writes a batch to `out`.
@@ -103,7 +103,7 @@ impl<'a> Pool<'a> {
         batch: u64,
         convert: &Convert,
         out: &mut [u8],
-        known: &mut Known,
+        known: &mut BatchItems,
         watch: Watch<'_>,
     ) -> Result<()> {
         let (own, interleaved) = (self.epoch.own(batch), self.plan.settings.interleaved);
@@ -160,7 +160,7 @@ impl<'a> Pool<'a> {
             Some(next) if next.number == number => next,
             other => {
                 // A window is skipped if none of its batches is wanted.
-                if let Some(Held { slots, .. }) = other {
+                if let Some(PartialWindow { slots, .. }) = other {
                     self.free.extend(slots.iter().filter(|s| **s != NO_SLOT));
                 }
                 self.held(number)
@@ -171,14 +171,14 @@ impl<'a> Pool<'a> {
         done
     }
 
-    fn held(&self, number: u64) -> Held {
+    fn held(&self, number: u64) -> PartialWindow {
         let window = self.epoch.window(number);
         let slots = vec![NO_SLOT; window.order.len() as usize];
-        Held { number, window, slots, read: 0, hinted: 0 }
+        PartialWindow { number, window, slots, read: 0, hinted: 0 }
     }
 
     /// Reads items of a window in stored order while slots are free; with `all`, fails unless every wanted item was read.
-    fn read(&mut self, held: &mut Held, all: bool, watch: Watch<'_>) -> Result<()> {
+    fn read(&mut self, held: &mut PartialWindow, all: bool, watch: Watch<'_>) -> Result<()> {
         let n = held.window.order.len();
         let at_once = (READ / self.slot_bytes).max(1);
         while held.read < n && !self.free.is_empty() {
@@ -201,7 +201,7 @@ impl<'a> Pool<'a> {
     }
 
     /// The wanted items of a window, with their places in it.
-    fn wanted(&self, held: &Held, places: Range<u64>) -> Vec<(u32, Item)> {
+    fn wanted(&self, held: &PartialWindow, places: Range<u64>) -> Vec<(u32, Item)> {
         let begun = held.window.first >= self.epoch.own(self.wanted.first).start;
         let every = self.wanted.every == 1 && begun;
         let first = held.window.places.start;
@@ -216,7 +216,7 @@ impl<'a> Pool<'a> {
         wanted
     }
 
-    fn hint(&self, held: &Held, places: Range<u64>) {
+    fn hint(&self, held: &PartialWindow, places: Range<u64>) {
         if self.rows.decodes() {
             return;
         }
@@ -232,7 +232,7 @@ impl<'a> Pool<'a> {
         self.rows.hint(Ints::Each(&groups), pick, groups.len());
     }
 
-    fn fetch(&mut self, held: &mut Held, wanted: &[(u32, Item)], watch: Watch<'_>) -> Result<()> {
+    fn fetch(&mut self, held: &mut PartialWindow, wanted: &[(u32, Item)], watch: Watch<'_>) -> Result<()> {
         let mut slots = self.free.split_off(self.free.len() - wanted.len());
         slots.sort_unstable();
         let row = self.rows.row().bytes;
@@ -255,7 +255,7 @@ impl<'a> Pool<'a> {
             }
             held.slots[*local as usize] = *slot;
             let token = u32::try_from(item.token).map_err(|_| wrong("a token beyond 2^32"))?;
-            self.kept[*slot as usize] = Kept { example: item.example, token, group: item.group as u32 };
+            self.kept[*slot as usize] = SlotItem { example: item.example, token, group: item.group as u32 };
         }
         let dtype = self.rows.row().dtype;
         let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };

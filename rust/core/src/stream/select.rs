@@ -7,7 +7,7 @@ use crate::error::{Error, Kind, Result};
 pub struct Selection {
     examples: u64,
     count: Count,
-    which: Which,
+    which: SelectedTokens,
 }
 
 /// Picks per example.
@@ -19,7 +19,7 @@ enum Count {
 }
 
 #[derive(Debug)]
-enum Which {
+enum SelectedTokens {
     /// Consecutive tokens from this one on.
     From(u64),
     /// The set bits; example e's token `first + i` is bit `bits_before[e] + i`.
@@ -34,14 +34,14 @@ impl Selection {
         if examples.checked_mul(count).is_none_or(|n| n >= 1 << 62) {
             return Err(Error::new(Kind::Argument, format!("{examples} examples x {count} tokens are too many")));
         }
-        Ok(Selection { examples, count: Count::Same(count), which: Which::From(first) })
+        Ok(Selection { examples, count: Count::Same(count), which: SelectedTokens::From(first) })
     }
 
     /// `counts[e]` tokens of example e, starting at token `first`.
     pub fn counted(first: u64, counts: impl Iterator<Item = u64>) -> Result<Selection> {
         let before = sums(counts)?;
         let examples = before.len() as u64 - 1;
-        Ok(Selection { examples, count: Count::Before(before), which: Which::From(first) })
+        Ok(Selection { examples, count: Count::Before(before), which: SelectedTokens::From(first) })
     }
 
     /// Those of `counts[e]` tokens of example e, starting at `first`, whose flag in `keep` is set; flags go example by example.
@@ -58,7 +58,7 @@ impl Selection {
         let kept = before.windows(2).map(|w| keep[w[0] as usize..w[1] as usize].iter().filter(|f| **f).count() as u64);
         let picks = sums(kept)?;
         let examples = before.len() as u64 - 1;
-        Ok(Selection { examples, count: Count::Before(picks), which: Which::Set { first, bits, before } })
+        Ok(Selection { examples, count: Count::Before(picks), which: SelectedTokens::Set { first, bits, before } })
     }
 
     /// One token of each example, or none if the entry is `None`.
@@ -66,7 +66,7 @@ impl Selection {
         let tokens: Vec<Option<u32>> = tokens.collect();
         let before = sums(tokens.iter().map(|t| u64::from(t.is_some())))?;
         let at = tokens.iter().map(|t| t.unwrap_or(0)).collect();
-        Ok(Selection { examples: tokens.len() as u64, count: Count::Before(before), which: Which::At(at) })
+        Ok(Selection { examples: tokens.len() as u64, count: Count::Before(before), which: SelectedTokens::At(at) })
     }
 
     /// Number of picks.
@@ -119,9 +119,9 @@ impl Selection {
     #[inline]
     pub fn token(&self, example: u64, k: u64) -> u64 {
         match &self.which {
-            Which::From(first) => first + k,
-            Which::At(tokens) => u64::from(tokens[example as usize]),
-            Which::Set { first, bits, before } => {
+            SelectedTokens::From(first) => first + k,
+            SelectedTokens::At(tokens) => u64::from(tokens[example as usize]),
+            SelectedTokens::Set { first, bits, before } => {
                 let begin = before[example as usize];
                 first + nth_set(bits, begin, k) - begin
             }

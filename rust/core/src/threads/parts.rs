@@ -6,7 +6,7 @@ use super::handout::{Stop, Watch, Work};
 use super::{pool, waiting};
 use crate::error::{Error, Kind, Result};
 
-enum Slot<T, R> {
+enum PartState<T, R> {
     Waiting(T),
     Taken,
     Made(R),
@@ -27,20 +27,22 @@ fn hand_out<T: Send, R: Send>(
     work: &(dyn Fn(usize, T, &Stop) -> Result<R> + Sync),
     run: impl FnOnce(usize, &Work<'_>) -> Result<()>,
 ) -> Result<Vec<R>> {
-    let slots: Vec<Mutex<Slot<T, R>>> = items.into_iter().map(|item| Mutex::new(Slot::Waiting(item))).collect();
-    let exchange =
-        |i: usize, by: Slot<T, R>| std::mem::replace(&mut *slots[i].lock().unwrap_or_else(PoisonError::into_inner), by);
+    let slots: Vec<Mutex<PartState<T, R>>> =
+        items.into_iter().map(|item| Mutex::new(PartState::Waiting(item))).collect();
+    let exchange = |i: usize, by: PartState<T, R>| {
+        std::mem::replace(&mut *slots[i].lock().unwrap_or_else(PoisonError::into_inner), by)
+    };
     let one = |i: usize, stop: &Stop| {
-        let Slot::Waiting(item) = exchange(i, Slot::Taken) else {
+        let PartState::Waiting(item) = exchange(i, PartState::Taken) else {
             return Err(Error::new(Kind::Internal, "a part was handed out twice"));
         };
-        exchange(i, Slot::Made(work(i, item, stop)?));
+        exchange(i, PartState::Made(work(i, item, stop)?));
         Ok(())
     };
     run(slots.len(), &one)?;
     let made = slots.into_iter().map(|slot| match slot.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Slot::Made(made) => Some(made),
-        Slot::Waiting(_) | Slot::Taken => None,
+        PartState::Made(made) => Some(made),
+        PartState::Waiting(_) | PartState::Taken => None,
     });
     made.collect::<Option<Vec<R>>>().ok_or_else(|| Error::new(Kind::Internal, "a part that was not done"))
 }

@@ -23,7 +23,7 @@ use crate::error::{Error, Kind, Result};
 use crate::files::open::View;
 use crate::source::mmap::prefetch;
 use crate::source::slots::{Opened, Slots};
-use crate::source::{Io, Range, Ready, Source};
+use crate::source::{ByteRange, Io, Ready, Source};
 use crate::threads::Watch;
 
 /// Decoded blocks of many arrays.
@@ -64,7 +64,7 @@ impl Opened for TokenFile {
 
 /// An array, open.
 #[derive(Debug)]
-pub struct Array {
+pub struct TokenArray {
     folder: PathBuf,
     meta: Meta,
     io: Io,
@@ -74,7 +74,7 @@ pub struct Array {
     foreign: Option<CodedArray>,
 }
 
-impl Opened for Array {
+impl Opened for TokenArray {
     fn may_keep(&self) -> bool {
         true
     }
@@ -87,11 +87,11 @@ impl Opened for Array {
 
 /// The file that was read from last: whoever reads many ranges finds it again without a lock, and its length is looked at once.
 #[derive(Debug, Default)]
-pub struct Held(Option<(u64, u64, Arc<TokenFile>)>);
+pub struct HeldFile(Option<(u64, u64, Arc<TokenFile>)>);
 
 /// A piece of a range: which file, which inner chunk of it, which numbers of that.
 #[derive(Clone, Copy)]
-struct Piece {
+struct ChunkRange {
     file: u64,
     chunk: usize,
     first: usize,
@@ -99,7 +99,7 @@ struct Piece {
 }
 
 /// Where the numbers of a piece are.
-enum Found<'a> {
+enum ChunkBytes<'a> {
     /// In the file as they are.
     Stored(&'a [u8]),
     /// Decoded; the piece begins at this number.
@@ -110,14 +110,14 @@ enum Found<'a> {
     Fill,
 }
 
-impl Array {
+impl TokenArray {
     /// Opens the array in a folder. `elements` that will be read at most, where that is known; no file but `zarr.json` is
     /// touched.
-    pub fn open(folder: PathBuf, io: Io, cache: Arc<BlockCache>, elements: Option<u64>) -> Result<Array> {
+    pub fn open(folder: PathBuf, io: Io, cache: Arc<BlockCache>, elements: Option<u64>) -> Result<TokenArray> {
         let (meta, text) = Meta::read_with_text(&folder)?;
         let files = Slots::new(elements.map_or(64, |n| n.div_ceil(meta.outer)));
         let foreign = (meta.coding == Coding::Foreign).then(|| CodedArray::of(&folder, &text, meta.index.is_some()));
-        Ok(Array { folder, meta, io, files, cache, number: new_array(), foreign })
+        Ok(TokenArray { folder, meta, io, files, cache, number: new_array(), foreign })
     }
 
     /// The type of its elements.
@@ -157,10 +157,10 @@ impl Array {
     /// Calls `each` with the pieces of a range in order: the piece, the shard it is in, and how many numbers lie before it.
     fn pieces(
         &self,
-        held: &mut Held,
+        held: &mut HeldFile,
         start: u64,
         n: usize,
-        each: &mut dyn FnMut(&TokenFile, Piece, usize) -> Result<()>,
+        each: &mut dyn FnMut(&TokenFile, ChunkRange, usize) -> Result<()>,
     ) -> Result<()> {
         let (outer, inner) = (self.meta.outer, self.meta.inner);
         let mut done = 0usize;
@@ -177,15 +177,15 @@ impl Array {
                 held.0 = Some((self.number, file, shard));
             }
             if let Some((_, _, shard)) = &held.0 {
-                each(shard, Piece { file, chunk: chunk as usize, first: first as usize, n: take }, done)?;
+                each(shard, ChunkRange { file, chunk: chunk as usize, first: first as usize, n: take }, done)?;
             }
             done += take;
         }
         Ok(())
     }
 
-    fn find<'a>(&self, shard: &'a TokenFile, piece: Piece) -> Result<Found<'a>> {
-        let Some(unit) = shard.file.unit(piece.chunk)? else { return Ok(Found::Fill) };
+    fn find<'a>(&self, shard: &'a TokenFile, piece: ChunkRange) -> Result<ChunkBytes<'a>> {
+        let Some(unit) = shard.file.unit(piece.chunk)? else { return Ok(ChunkBytes::Fill) };
         let (bytes, len) = (self.inner_bytes(), unit.len);
         let longest = most_stored(bytes);
         match self.meta.coding {
@@ -200,7 +200,12 @@ impl Array {
         }
     }
 
-    fn find_in_frame<'a>(&self, shard: &'a TokenFile, unit: StoredUnit<'a>, piece: Piece) -> Result<Found<'a>> {
+    fn find_in_frame<'a>(
+        &self,
+        shard: &'a TokenFile,
+        unit: StoredUnit<'a>,
+        piece: ChunkRange,
+    ) -> Result<ChunkBytes<'a>> {
         if unit.len < HEADER as u64 {
             return Err(unit.bad(format!("expected a blosc frame, found {} bytes", unit.len)));
         }
@@ -226,8 +231,8 @@ impl Array {
         shard: &'a TokenFile,
         unit: StoredUnit<'a>,
         blocks: &Blocks,
-        piece: Piece,
-    ) -> Result<Found<'a>> {
+        piece: ChunkRange,
+    ) -> Result<ChunkBytes<'a>> {
         let item = self.meta.item();
         // All blocks but the last have as many numbers as the first.
         let block = piece.first / blocks.numbers(0);
@@ -250,11 +255,11 @@ impl Array {
             blocks.decode(&whole, block, upto).map(Some).map_err(|e| unit.bad(e))
         };
         let planes = self.cache.get_or_load(key(), |planes| planes.numbers() >= upto, decode)?;
-        Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, first)))
+        Ok(planes.map_or(ChunkBytes::Fill, |planes| ChunkBytes::Decoded(planes, first)))
     }
 
     /// In an inner chunk that zarrs or c-blosc decodes as a whole.
-    fn find_whole<'a>(&self, shard: &'a TokenFile, unit: StoredUnit<'a>, piece: Piece) -> Result<Found<'a>> {
+    fn find_whole<'a>(&self, shard: &'a TokenFile, unit: StoredUnit<'a>, piece: ChunkRange) -> Result<ChunkBytes<'a>> {
         let (numbers, bytes) = (self.meta.inner as usize, self.inner_bytes());
         let path = unit.source.location().path().unwrap_or(&self.folder);
         let decode = || {
@@ -266,10 +271,10 @@ impl Array {
             Ok(Some(Planes::whole(made.map_err(|e| e.byte(unit.offset))?, self.meta.item(), numbers)))
         };
         let planes = self.cache.get_or_load(self.key(shard, piece, WHOLE), |_| true, decode)?;
-        Ok(planes.map_or(Found::Fill, |planes| Found::Decoded(planes, piece.first)))
+        Ok(planes.map_or(ChunkBytes::Fill, |planes| ChunkBytes::Decoded(planes, piece.first)))
     }
 
-    fn key(&self, shard: &TokenFile, piece: Piece, block: (usize, usize)) -> UnitKey {
+    fn key(&self, shard: &TokenFile, piece: ChunkRange, block: (usize, usize)) -> UnitKey {
         let version = shard.file.version().cloned();
         UnitKey { array: self.number, file: piece.file, version, chunk: piece.chunk, block }
     }
@@ -279,11 +284,11 @@ impl Array {
     }
 
     /// `n` numbers that lie in an inner chunk as they are, from number `first` after byte `at`.
-    fn as_it_is<'a>(&self, unit: StoredUnit<'a>, at: usize, first: usize, n: usize) -> Result<Found<'a>> {
+    fn as_it_is<'a>(&self, unit: StoredUnit<'a>, at: usize, first: usize, n: usize) -> Result<ChunkBytes<'a>> {
         let item = self.meta.item();
         Ok(match unit.part(at + first * item, n * item)? {
-            Cow::Borrowed(bytes) => Found::Stored(bytes),
-            Cow::Owned(bytes) => Found::Read(bytes),
+            Cow::Borrowed(bytes) => ChunkBytes::Stored(bytes),
+            Cow::Owned(bytes) => ChunkBytes::Read(bytes),
         })
     }
 
@@ -308,13 +313,13 @@ impl Array {
     }
 
     /// Hands the numbers of a range to `each`, in order: as bytes, with how many numbers came before.
-    pub fn each(&self, held: &mut Held, start: u64, n: usize, each: &mut dyn FnMut(&[u8], usize)) -> Result<()> {
+    pub fn each(&self, held: &mut HeldFile, start: u64, n: usize, each: &mut dyn FnMut(&[u8], usize)) -> Result<()> {
         self.visit(held, start, n, &mut |found, piece, before| {
             match found {
-                Found::Stored(bytes) => each(bytes, before),
-                Found::Read(bytes) => each(bytes, before),
-                Found::Decoded(planes, first) => each(&planes.bytes(*first, piece), before),
-                Found::Fill => {
+                ChunkBytes::Stored(bytes) => each(bytes, before),
+                ChunkBytes::Read(bytes) => each(bytes, before),
+                ChunkBytes::Decoded(planes, first) => each(&planes.bytes(*first, piece), before),
+                ChunkBytes::Fill => {
                     let at_once = (FILLED / self.meta.item()).min(piece);
                     let some = self.fill().repeat(at_once);
                     for first in (0..piece).step_by(at_once.max(1)) {
@@ -330,20 +335,20 @@ impl Array {
     /// Visits what is found of a range; a piece may be shorter than its inner chunk, for blocks may be.
     fn visit(
         &self,
-        held: &mut Held,
+        held: &mut HeldFile,
         start: u64,
         n: usize,
-        each: &mut dyn FnMut(&Found<'_>, usize, usize) -> Result<()>,
+        each: &mut dyn FnMut(&ChunkBytes<'_>, usize, usize) -> Result<()>,
     ) -> Result<()> {
         let item = self.meta.item();
         self.pieces(held, start, n, &mut |shard, mut piece, mut before| {
             while piece.n > 0 {
                 let found = self.find(shard, piece)?;
                 let got = match &found {
-                    Found::Stored(bytes) => bytes.len() / item,
-                    Found::Read(bytes) => bytes.len() / item,
-                    Found::Decoded(planes, first) => planes.numbers().saturating_sub(*first),
-                    Found::Fill => piece.n,
+                    ChunkBytes::Stored(bytes) => bytes.len() / item,
+                    ChunkBytes::Read(bytes) => bytes.len() / item,
+                    ChunkBytes::Decoded(planes, first) => planes.numbers().saturating_sub(*first),
+                    ChunkBytes::Fill => piece.n,
                 }
                 .min(piece.n);
                 if got == 0 {
@@ -359,7 +364,7 @@ impl Array {
     }
 
     /// Copies a range as it is stored.
-    pub fn copy(&self, held: &mut Held, start: u64, out: &mut [u8]) -> Result<()> {
+    pub fn copy(&self, held: &mut HeldFile, start: u64, out: &mut [u8]) -> Result<()> {
         let item = self.meta.item();
         self.each(held, start, out.len() / item, &mut |bytes, before| {
             out[before * item..before * item + bytes.len()].copy_from_slice(bytes);
@@ -367,17 +372,17 @@ impl Array {
     }
 
     /// A range of integers as int32; one that does not fit is an error and not another number.
-    pub fn int32(&self, held: &mut Held, start: u64, out: &mut [i32]) -> Result<()> {
+    pub fn int32(&self, held: &mut HeldFile, start: u64, out: &mut [i32]) -> Result<()> {
         let dtype = self.meta.dtype;
         self.visit(held, start, out.len(), &mut |found, n, before| {
             let to = &mut out[before..before + n];
             let fits = match found {
-                Found::Stored(bytes) => to_int32(dtype, bytes, to),
-                Found::Read(bytes) => to_int32(dtype, bytes, to),
-                Found::Decoded(planes, first) => {
+                ChunkBytes::Stored(bytes) => to_int32(dtype, bytes, to),
+                ChunkBytes::Read(bytes) => to_int32(dtype, bytes, to),
+                ChunkBytes::Decoded(planes, first) => {
                     planes.narrow(*first, to) || to_int32(dtype, &planes.bytes(*first, n), to)
                 }
-                Found::Fill => {
+                ChunkBytes::Fill => {
                     let mut one = [0];
                     let fits = to_int32(dtype, self.fill(), &mut one);
                     to.fill(one[0]);
@@ -402,7 +407,7 @@ impl Array {
     }
 
     /// A range of numbers as float32.
-    pub fn float32(&self, held: &mut Held, start: u64, out: &mut [f32]) -> Result<()> {
+    pub fn float32(&self, held: &mut HeldFile, start: u64, out: &mut [f32]) -> Result<()> {
         let (dtype, item) = (self.meta.dtype, self.meta.item());
         let mut known = true;
         self.each(held, start, out.len(), &mut |bytes, before| {
@@ -415,7 +420,7 @@ impl Array {
     }
 
     /// A range as it lies in a mapped file; `None` where it does not lie in one piece.
-    pub fn view(&self, held: &mut Held, start: u64, n: usize) -> Result<Option<View>> {
+    pub fn view(&self, held: &mut HeldFile, start: u64, n: usize) -> Result<Option<View>> {
         if self.io != Io::Mmap || n == 0 {
             return Ok(None);
         }
@@ -427,7 +432,7 @@ impl Array {
                 return Ok(());
             }
             let Some(file) = shard.file.source() else { return Ok(()) };
-            if let (Found::Stored(bytes), Some(all)) = (self.find(shard, piece)?, file.bytes())
+            if let (ChunkBytes::Stored(bytes), Some(all)) = (self.find(shard, piece)?, file.bytes())
                 && bytes.len() == n * self.meta.item()
             {
                 let begin = bytes.as_ptr() as usize - all.as_ptr() as usize;
@@ -493,7 +498,7 @@ impl Array {
             self.tell_missing(number..number + 1, tell);
             return Ok(());
         }
-        let mut held = Held::default();
+        let mut held = HeldFile::default();
         let first = number * self.meta.outer;
         let within = (elements - first).min(self.meta.outer);
         let (mut absent, mut last) = (0u64, 0);
@@ -522,7 +527,7 @@ impl Array {
     }
 
     /// Asks the processor for the beginning of a range, where it is stored in the file that was read from last.
-    pub fn prefetch(&self, held: &Held, start: u64, n: usize) {
+    pub fn prefetch(&self, held: &HeldFile, start: u64, n: usize) {
         let Some((array, number, shard)) = &held.0 else { return };
         let (file, within) = (start / self.meta.outer, start % self.meta.outer);
         let (chunk, first) = ((within / self.meta.inner) as usize, within % self.meta.inner);
@@ -544,7 +549,7 @@ impl Array {
 
     /// Starts reading what a range will need into the page cache, if it is not there; whether it was. A hint: what fails here fails
     /// again when it is read, and is told then.
-    pub fn will_need(&self, held: &mut Held, start: u64, n: usize) -> bool {
+    pub fn will_need(&self, held: &mut HeldFile, start: u64, n: usize) -> bool {
         let item = self.meta.item() as u64;
         let mut all_there = true;
         let _ = self.pieces(held, start, n, &mut |shard, piece, _| {
@@ -556,7 +561,7 @@ impl Array {
             };
             if file.is_ready(at) == Ready::No {
                 all_there = false;
-                file.will_need(&[Range { at, len: n }]);
+                file.will_need(&[ByteRange { at, len: n }]);
             }
             Ok(())
         });

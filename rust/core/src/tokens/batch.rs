@@ -4,7 +4,7 @@
 //! they lie in the cache, whatever the order they were asked in: a block that two of them need is decoded once, and a cold
 //! disk is read forwards.
 
-use super::jagged::{Cursor, Field, Range};
+use super::jagged::{Cursor, ElementRange, Field};
 use crate::error::{Error, Kind, Result};
 use crate::threads::{self, Stop, Watch};
 
@@ -13,7 +13,7 @@ const SHARED_FROM: usize = 64 << 10;
 
 /// Memory of a batch: an example of each is `length` elements.
 #[derive(Debug)]
-pub struct Batch<'a> {
+pub struct TokenBatch<'a> {
     /// Elements of an example.
     pub length: usize,
     /// Tokens.
@@ -43,7 +43,7 @@ struct Example<'a> {
     segments: Option<&'a mut [i32]>,
 }
 
-impl<'a> Batch<'a> {
+impl<'a> TokenBatch<'a> {
     fn examples(self) -> Result<Vec<Example<'a>>> {
         let length = self.length.max(1);
         let n = self.tokens.len() / length;
@@ -67,7 +67,7 @@ impl<'a> Batch<'a> {
 
 /// What a thread keeps from one example to the next.
 #[derive(Debug, Default)]
-struct Scratch {
+struct Cursors {
     bounds: Vec<u64>,
     tokens: Cursor,
     loss: Cursor,
@@ -79,7 +79,7 @@ fn in_order<T: Send>(
     elements: usize,
     place: impl Fn(&T) -> u64 + Sync,
     ahead: Option<&Field>,
-    work: &(dyn Fn(&mut T, &mut Scratch) -> Result<()> + Sync),
+    work: &(dyn Fn(&mut T, &mut Cursors) -> Result<()> + Sync),
     watch: Watch<'_>,
 ) -> Result<()> {
     items.sort_by_key(|item| place(item));
@@ -88,7 +88,7 @@ fn in_order<T: Send>(
     let typical = elements / items.len().max(1);
     let per_part = items.len().div_ceil(parts).max(1);
     let one = |_: usize, chunk: &mut [T], stop: &Stop| {
-        let mut scratch = Scratch::default();
+        let mut scratch = Cursors::default();
         for at in 0..chunk.len() {
             if stop.is_set() {
                 break;
@@ -127,7 +127,7 @@ pub fn windows(
     starts: &[u64],
     loss: Loss<'_>,
     eos: Option<i64>,
-    batch: Batch<'_>,
+    batch: TokenBatch<'_>,
     watch: Watch<'_>,
 ) -> Result<()> {
     let elements = batch.tokens.len();
@@ -137,7 +137,7 @@ pub fn windows(
         return Err(Error::new(Kind::Internal, "as many starts as examples"));
     }
     hint(field, starts.iter().map(|s| (*s, length)));
-    let fill = |example: &mut Example<'_>, scratch: &mut Scratch| {
+    let fill = |example: &mut Example<'_>, scratch: &mut Cursors| {
         let start = starts[example.number];
         field.int32(&mut scratch.tokens, start, example.tokens)?;
         if let Some(weights) = &mut example.weights {
@@ -175,14 +175,14 @@ pub struct Packing<'a> {
 }
 
 /// Examples of whole documents: `packs` are their first document and one past the last.
-pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: Batch<'_>, watch: Watch<'_>) -> Result<()> {
+pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: TokenBatch<'_>, watch: Watch<'_>) -> Result<()> {
     let elements = batch.tokens.len();
     let examples = batch.examples()?;
     if examples.len() != packs.len() {
         return Err(Error::new(Kind::Internal, "as many packs as examples"));
     }
     let fill =
-        |example: &mut Example<'_>, scratch: &mut Scratch| fill_pack(packing, packs[example.number], example, scratch);
+        |example: &mut Example<'_>, scratch: &mut Cursors| fill_pack(packing, packs[example.number], example, scratch);
     in_order(examples, elements, |e| packs[e.number][0], None, &fill, watch)
 }
 
@@ -203,8 +203,8 @@ fn taken(
     Ok((if right { end - n as u64 } else { start }, n))
 }
 
-fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, scratch: &mut Scratch) -> Result<()> {
-    let Scratch { bounds, tokens, loss } = scratch;
+fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, scratch: &mut Cursors) -> Result<()> {
+    let Cursors { bounds, tokens, loss } = scratch;
     let length = example.tokens.len();
     if let (Some(weights), Loss::Weights(field) | Loss::Mask(field)) = (&mut example.weights, packing.loss) {
         let (start, n) = taken(field, loss, pack, length, packing.right, bounds)?;
@@ -247,10 +247,10 @@ fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, sc
 }
 
 /// Copies ranges one after another, as they are stored.
-pub fn ranges(field: &Field, ranges: &[Range], out: &mut [u8], watch: Watch<'_>) -> Result<()> {
+pub fn ranges(field: &Field, ranges: &[ElementRange], out: &mut [u8], watch: Watch<'_>) -> Result<()> {
     let item = field.dtype().size().unwrap_or(1);
     let mut rest = out;
-    let mut items: Vec<(Range, &mut [u8])> = Vec::with_capacity(ranges.len());
+    let mut items: Vec<(ElementRange, &mut [u8])> = Vec::with_capacity(ranges.len());
     for range in ranges {
         let Some((mine, others)) = rest.split_at_mut_checked(range.len() * item) else {
             return Err(Error::new(Kind::Internal, "less memory than the ranges need"));
@@ -259,9 +259,10 @@ pub fn ranges(field: &Field, ranges: &[Range], out: &mut [u8], watch: Watch<'_>)
         rest = others;
     }
     hint(field, ranges.iter().map(|r| (r.start, r.len())));
-    let elements = ranges.iter().map(Range::len).sum();
-    let fill =
-        |item: &mut (Range, &mut [u8]), scratch: &mut Scratch| field.copy(&mut scratch.tokens, item.0.start, item.1);
+    let elements = ranges.iter().map(ElementRange::len).sum();
+    let fill = |item: &mut (ElementRange, &mut [u8]), scratch: &mut Cursors| {
+        field.copy(&mut scratch.tokens, item.0.start, item.1)
+    };
     in_order(items, elements, |i| i.0.start, Some(field), &fill, watch)
 }
 

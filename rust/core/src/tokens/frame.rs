@@ -139,7 +139,7 @@ impl Blocks {
         let numbers = numbers.min(held);
         // The last block is not split when it is shorter (blosc_c in blosc.c).
         let split = self.split && held * self.item == self.block;
-        let mut streams = Streams { frame, at: start, block };
+        let mut streams = SplitStreams { frame, at: start, block };
         let item = self.item;
         if split {
             if !self.shuffled {
@@ -152,7 +152,7 @@ impl Blocks {
                 return Ok(Planes::whole(bytes, item, held));
             }
             let mut made = Planes { item, numbers, varying: 0, constant: [0; WIDEST], memory: vec![] };
-            let mut kinds: [Option<(Stream<'_>, Option<u8>)>; WIDEST] = Default::default();
+            let mut kinds: [Option<(SplitStream<'_>, Option<u8>)>; WIDEST] = Default::default();
             for (plane, kind) in kinds.iter_mut().enumerate().take(item) {
                 let stream = streams.next(held)?;
                 let constant = stream.constant();
@@ -193,7 +193,7 @@ fn word(bytes: &[u8], at: usize) -> Option<usize> {
 }
 
 /// The compressed parts of a block, one after another.
-struct Streams<'a> {
+struct SplitStreams<'a> {
     frame: &'a [u8],
     at: usize,
     block: usize,
@@ -201,23 +201,23 @@ struct Streams<'a> {
 
 /// One of them.
 #[derive(Clone, Copy)]
-struct Stream<'a> {
+struct SplitStream<'a> {
     bytes: &'a [u8],
     decoded: usize,
     block: usize,
 }
 
-impl<'a> Streams<'a> {
-    fn next(&mut self, decoded: usize) -> Result<Stream<'a>, String> {
+impl<'a> SplitStreams<'a> {
+    fn next(&mut self, decoded: usize) -> Result<SplitStream<'a>, String> {
         let bytes = word(self.frame, self.at)
             .and_then(|len| self.frame.get(self.at + 4..(self.at + 4).checked_add(len)?))
             .ok_or_else(|| format!("block {}: its parts end after the frame", self.block))?;
         self.at += 4 + bytes.len();
-        Ok(Stream { bytes, decoded, block: self.block })
+        Ok(SplitStream { bytes, decoded, block: self.block })
     }
 }
 
-impl Stream<'_> {
+impl SplitStream<'_> {
     fn constant(&self) -> Option<u8> {
         if self.bytes.len() == self.decoded { None } else { lz4::constant(self.bytes, self.decoded) }
     }
@@ -414,7 +414,7 @@ mod tests {
         for (last, allowed) in [(5u8, true), (4, false), (0, false)] {
             let mut bytes = vec![0x2a, 1, 2, 2, 0, last << 4];
             bytes.extend(std::iter::repeat_n(1, usize::from(last)));
-            let stream = Stream { bytes: &bytes, decoded: 16 + usize::from(last), block: 0 };
+            let stream = SplitStream { bytes: &bytes, decoded: 16 + usize::from(last), block: 0 };
             let mut whole = vec![0; stream.decoded];
             assert_eq!(stream.fill(&mut whole).is_ok(), allowed, "{last}");
             stream.fill(&mut [0; 8]).unwrap();

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use super::array::{Array, BlockCache, Held};
+use super::array::{BlockCache, HeldFile, TokenArray};
 use super::meta::Meta;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
@@ -17,7 +17,7 @@ use crate::threads::Watch;
 
 /// A shard of a field.
 #[derive(Clone, Debug)]
-pub struct Part {
+pub struct FieldShard {
     /// The folder that holds `offsets` and `data`.
     pub folder: PathBuf,
     /// Rows and elements, where a ledger has them; the array's own otherwise.
@@ -26,18 +26,18 @@ pub struct Part {
 
 /// Which array of a shard.
 #[derive(Clone, Copy)]
-enum Which {
+enum ShardArray {
     Offsets = 0,
     Data = 1,
     Shapes = 2,
 }
 
-impl Which {
+impl ShardArray {
     fn name(self) -> &'static str {
         match self {
-            Which::Offsets => "offsets",
-            Which::Data => "data",
-            Which::Shapes => "shapes",
+            ShardArray::Offsets => "offsets",
+            ShardArray::Data => "data",
+            ShardArray::Shapes => "shapes",
         }
     }
 }
@@ -45,18 +45,18 @@ impl Which {
 /// A field, open.
 #[derive(Debug)]
 pub struct Field {
-    parts: Vec<Part>,
+    parts: Vec<FieldShard>,
     /// Rows before each part, and of all.
     rows: Vec<u64>,
     /// Elements before each part, and of all.
     elements: Vec<u64>,
-    arrays: Slots<Array>,
+    arrays: Slots<TokenArray>,
     io: Io,
     cache: Arc<BlockCache>,
     dtype: DType,
 }
 
-/// The arrays that were read from last; see [`Held`].
+/// The arrays that were read from last; see [`HeldFile`].
 #[derive(Debug, Default)]
 pub struct Cursor {
     offsets: Last,
@@ -65,12 +65,16 @@ pub struct Cursor {
 
 #[derive(Debug, Default)]
 struct Last {
-    array: Option<(usize, Arc<Array>)>,
-    held: Held,
+    array: Option<(usize, Arc<TokenArray>)>,
+    held: HeldFile,
 }
 
 impl Last {
-    fn get(&mut self, part: usize, open: impl FnOnce() -> Result<Arc<Array>>) -> Result<(&Array, &mut Held)> {
+    fn get(
+        &mut self,
+        part: usize,
+        open: impl FnOnce() -> Result<Arc<TokenArray>>,
+    ) -> Result<(&TokenArray, &mut HeldFile)> {
         if !matches!(&self.array, Some((held, _)) if *held == part) {
             self.array = Some((part, open()?));
         }
@@ -83,14 +87,14 @@ impl Last {
 
 /// Elements from one number to another, counted through all shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range {
+pub struct ElementRange {
     /// The first.
     pub start: u64,
     /// One past the last.
     pub end: u64,
 }
 
-impl Range {
+impl ElementRange {
     /// How many.
     pub fn len(&self) -> usize {
         (self.end - self.start) as usize
@@ -103,18 +107,18 @@ impl Range {
 }
 
 /// What is done with the elements of a part: their array, the first there, how many, and how many came before.
-type PartVisitor<'a> = &'a mut dyn FnMut(&Array, &mut Held, u64, usize, usize) -> Result<()>;
+type ShardVisitor<'a> = &'a mut dyn FnMut(&TokenArray, &mut HeldFile, u64, usize, usize) -> Result<()>;
 
 impl Field {
     /// Opens a field. Parts whose counts are told are not touched before they are read; of the others `offsets` is.
-    pub fn open(parts: Vec<Part>, io: Io, cache: Arc<BlockCache>) -> Result<Field> {
+    pub fn open(parts: Vec<FieldShard>, io: Io, cache: Arc<BlockCache>) -> Result<Field> {
         let arrays = Slots::new(3 * parts.len() as u64);
         let mut field = Field { parts, rows: vec![0], elements: vec![0], arrays, io, cache, dtype: DType::I64 };
         for part in 0..field.parts.len() {
             let (rows, elements) = match field.parts[part].counts {
                 Some(counts) => counts,
                 None => {
-                    let offsets = field.array(part, Which::Offsets)?;
+                    let offsets = field.array(part, ShardArray::Offsets)?;
                     let rows = one(&offsets, 0)?;
                     check_files(&offsets, rows)?;
                     (rows, if rows == 0 { 0 } else { one(&offsets, rows)? })
@@ -131,7 +135,7 @@ impl Field {
         // The dtype is that of the first part with elements; the others are compared with it when they are opened.
         let typed = (0..field.parts.len()).find(|p| field.elements[p + 1] > field.elements[*p]).unwrap_or(0);
         if !field.parts.is_empty() {
-            field.dtype = Meta::read(&field.parts[typed].folder.join(Which::Data.name()))?.dtype;
+            field.dtype = Meta::read(&field.parts[typed].folder.join(ShardArray::Data.name()))?.dtype;
         }
         Ok(field)
     }
@@ -154,33 +158,33 @@ impl Field {
     /// The `shapes` folder of the first part that has rows; `None` for rows of one axis.
     pub fn shapes_folder(&self) -> Option<PathBuf> {
         let typed = (0..self.parts.len()).find(|p| self.rows[p + 1] > self.rows[*p]).unwrap_or(0);
-        let folder = self.parts.get(typed)?.folder.join(Which::Shapes.name());
+        let folder = self.parts.get(typed)?.folder.join(ShardArray::Shapes.name());
         folder.is_dir().then_some(folder)
     }
 
-    fn array(&self, part: usize, which: Which) -> Result<Arc<Array>> {
+    fn array(&self, part: usize, which: ShardArray) -> Result<Arc<TokenArray>> {
         let number = (part * 3 + which as usize) as u64;
         self.arrays.get(number, || {
             let folder = self.parts[part].folder.join(which.name());
             let counts = self.parts[part].counts;
             let most = match which {
-                Which::Offsets | Which::Shapes => counts.map(|c| c.0 + 1),
-                Which::Data => counts
+                ShardArray::Offsets | ShardArray::Shapes => counts.map(|c| c.0 + 1),
+                ShardArray::Data => counts
                     .map(|c| c.1)
                     .or_else(|| Some(self.elements.get(part + 1)?.saturating_sub(self.elements[part]))),
             };
-            let array = Array::open(folder, self.io, Arc::clone(&self.cache), most)?;
+            let array = TokenArray::open(folder, self.io, Arc::clone(&self.cache), most)?;
             match which {
-                Which::Data => self.check_part(part, &array)?,
-                Which::Offsets => self.check_rows(part, &array)?,
-                Which::Shapes => {}
+                ShardArray::Data => self.check_part(part, &array)?,
+                ShardArray::Offsets => self.check_rows(part, &array)?,
+                ShardArray::Shapes => {}
             }
             Ok(array)
         })
     }
 
     /// Compares the rows that a ledger counts for a shard with the shard, when it is opened.
-    fn check_rows(&self, part: usize, offsets: &Array) -> Result<()> {
+    fn check_rows(&self, part: usize, offsets: &TokenArray) -> Result<()> {
         let Some((rows, _)) = self.parts[part].counts else { return Ok(()) };
         let found = one(offsets, 0)?;
         if found == rows {
@@ -191,7 +195,7 @@ impl Field {
     }
 
     /// Compares a shard's dtype with the field's, and its elements with those that a ledger counts, when it is opened.
-    fn check_part(&self, part: usize, data: &Array) -> Result<()> {
+    fn check_part(&self, part: usize, data: &TokenArray) -> Result<()> {
         if data.dtype() != self.dtype && self.elements[part + 1] > self.elements[part] {
             return Err(Error::new(
                 Kind::Format,
@@ -204,7 +208,7 @@ impl Field {
             .at(data.folder()));
         }
         let Some((rows, elements)) = self.parts[part].counts else { return Ok(()) };
-        let offsets = self.array(part, Which::Offsets)?;
+        let offsets = self.array(part, ShardArray::Offsets)?;
         let last = if rows == 0 { 0 } else { one(&offsets, rows)? };
         if last != elements {
             return Err(Error::new(
@@ -246,7 +250,7 @@ impl Field {
             let part = Self::part_of(&self.rows, at);
             let (base, local) = (self.elements[part], at - self.rows[part]);
             let take = (end.min(self.rows[part + 1]) - at) as usize;
-            let (offsets, held) = cursor.offsets.get(part, || self.array(part, Which::Offsets))?;
+            let (offsets, held) = cursor.offsets.get(part, || self.array(part, ShardArray::Offsets))?;
             // Row 0 of a part starts at 0: element 0 is the number of rows. All others start where the row before ends.
             let with_start = local > 0 && out.is_empty();
             if local == 0 && out.is_empty() {
@@ -286,12 +290,12 @@ impl Field {
     }
 
     /// Where a row's elements are.
-    pub fn row(&self, cursor: &mut Cursor, row: u64) -> Result<Range> {
+    pub fn row(&self, cursor: &mut Cursor, row: u64) -> Result<ElementRange> {
         let bounds = self.bounds(cursor, row, 1)?;
-        Ok(Range { start: bounds[0], end: bounds[1] })
+        Ok(ElementRange { start: bounds[0], end: bounds[1] })
     }
 
-    fn each_part(&self, last: &mut Last, start: u64, n: usize, each: PartVisitor<'_>) -> Result<()> {
+    fn each_part(&self, last: &mut Last, start: u64, n: usize, each: ShardVisitor<'_>) -> Result<()> {
         let end = start.checked_add(n as u64).filter(|end| *end <= self.num_elements());
         let Some(end) = end else {
             return Err(Error::new(
@@ -307,7 +311,7 @@ impl Field {
         while at < end {
             let part = Self::part_of(&self.elements, at);
             let take = (end.min(self.elements[part + 1]) - at) as usize;
-            let (data, held) = last.get(part, || self.array(part, Which::Data))?;
+            let (data, held) = last.get(part, || self.array(part, ShardArray::Data))?;
             each(data, held, at - self.elements[part], take, (at - start) as usize)?;
             at += take as u64;
         }
@@ -386,25 +390,25 @@ impl Field {
             return Err(Error::new(Kind::OutOfRange, format!("row {row}: the cache has {} rows", self.num_rows())));
         }
         let part = Self::part_of(&self.rows, row);
-        let shapes = self.array(part, Which::Shapes)?;
+        let shapes = self.array(part, ShardArray::Shapes)?;
         let width = shapes.meta().width;
         let first = (row - self.rows[part]).checked_mul(width);
         let first = first.ok_or_else(|| Error::new(Kind::Format, "a shape beyond 2^64").at(shapes.folder()))?;
         let mut out = vec![];
-        each_number(&shapes, &mut Held::default(), first, width as usize, &mut |_, value| out.push(value))?;
+        each_number(&shapes, &mut HeldFile::default(), first, width as usize, &mut |_, value| out.push(value))?;
         Ok(out)
     }
 
-    /// Everything that is wrong with the field's files; see [`Array::check`].
+    /// Everything that is wrong with the field's files; see [`TokenArray::check`].
     pub fn check(&self, deep: bool, tell: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
         for part in 0..self.parts.len() {
             let counts = [
-                (Which::Offsets, self.rows[part + 1] - self.rows[part] + 1),
-                (Which::Data, self.elements[part + 1] - self.elements[part]),
+                (ShardArray::Offsets, self.rows[part + 1] - self.rows[part] + 1),
+                (ShardArray::Data, self.elements[part + 1] - self.elements[part]),
             ];
             for (which, elements) in counts {
                 match self.array(part, which) {
-                    Ok(array) if elements > 1 || matches!(which, Which::Data) => {
+                    Ok(array) if elements > 1 || matches!(which, ShardArray::Data) => {
                         array.check(elements, deep, tell, watch)?;
                     }
                     Ok(_) => {}
@@ -432,7 +436,13 @@ impl Field {
 }
 
 /// Numbers of an array of offsets or shapes, which are integers of some size.
-fn each_number(array: &Array, held: &mut Held, from: u64, n: usize, each: &mut dyn FnMut(u64, u64)) -> Result<()> {
+fn each_number(
+    array: &TokenArray,
+    held: &mut HeldFile,
+    from: u64,
+    n: usize,
+    each: &mut dyn FnMut(u64, u64),
+) -> Result<()> {
     let dtype = array.dtype();
     let wide = |bytes: &[u8], at: &mut u64, each: &mut dyn FnMut(u64, u64)| {
         macro_rules! numbers {
@@ -466,7 +476,7 @@ const MOST: u64 = 1 << 60;
 
 /// Refuses more rows than the files of `offsets` have room for: files of zeros may be absent, but not those that row ends
 /// other than 0 lie in. So the work of going through all rows is bounded by what is there.
-fn check_files(offsets: &Array, rows: u64) -> Result<()> {
+fn check_files(offsets: &TokenArray, rows: u64) -> Result<()> {
     let outer = offsets.meta().outer;
     if rows < outer {
         return Ok(());
@@ -480,9 +490,9 @@ fn check_files(offsets: &Array, rows: u64) -> Result<()> {
     Err(Error::new(Kind::Format, detail).at(offsets.folder()))
 }
 
-fn one(array: &Array, at: u64) -> Result<u64> {
+fn one(array: &TokenArray, at: u64) -> Result<u64> {
     let mut found = 0;
-    each_number(array, &mut Held::default(), at, 1, &mut |_, value| found = value)?;
+    each_number(array, &mut HeldFile::default(), at, 1, &mut |_, value| found = value)?;
     if found > 1 << 60 {
         return Err(Error::new(Kind::Format, format!("element {at}: {found} is no count")).at(array.folder()));
     }

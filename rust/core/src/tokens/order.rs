@@ -188,7 +188,7 @@ pub enum Simple {
 
 /// How a permutation is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum How {
+pub enum PermutationKind {
     /// Five rounds of a Feistel network: Levanter's default.
     Feistel,
     /// `(a x + b) mod n` in integers: a permutation for all n.
@@ -216,25 +216,25 @@ pub struct Linear {
 
 impl Simple {
     /// The permutation of `n` numbers, at most 2^62, that Levanter makes of a key.
-    pub fn new(how: How, n: u64, key: Key) -> Simple {
+    pub fn new(how: PermutationKind, n: u64, key: Key) -> Simple {
         if n <= 1 {
             return Simple::Identity;
         }
         let mut random = Pcg64::new(seed_of(key));
         match how {
-            How::Feistel => {
+            PermutationKind::Feistel => {
                 let bits = (n - 1).ilog2() + 1;
                 let right = bits - bits / 2;
                 Simple::Feistel(Feistel { n, right, keys: std::array::from_fn(|_| random.below(1 << right)) })
             }
-            How::Linear | How::LinearFloat64 => {
+            PermutationKind::Linear | PermutationKind::LinearFloat64 => {
                 let a = loop {
                     let a = 1 + random.below(n - 1);
                     if gcd(a, n) == 1 {
                         break a;
                     }
                 };
-                Simple::Linear(Linear { n, a, b: random.below(n), float64: how == How::LinearFloat64 })
+                Simple::Linear(Linear { n, a, b: random.below(n), float64: how == PermutationKind::LinearFloat64 })
             }
         }
     }
@@ -305,36 +305,36 @@ const KEEP: u64 = 1 << 20;
 
 /// An order of 0 to n - 1.
 #[derive(Debug)]
-pub struct Order {
+pub struct ExampleOrder {
     n: u64,
-    kind: Kinds,
+    kind: OrderKind,
 }
 
 #[derive(Debug)]
-enum Kinds {
+enum OrderKind {
     Simple(Simple),
-    Block(Block),
-    Era { how: How, era: u64, key: Key, kept: Kept },
+    Block(BlockShuffle),
+    Era { how: PermutationKind, era: u64, key: Key, kept: KeptPermutations },
 }
 
 /// Blocks of numbers that lie next to each other, shuffled, and the numbers of several blocks shuffled among them.
 #[derive(Debug)]
-struct Block {
-    how: How,
+struct BlockShuffle {
+    how: PermutationKind,
     io: u64,
     window: u64,
     full: u64,
     blocks: Simple,
     within: Key,
     tail: Simple,
-    kept: Kept,
+    kept: KeptPermutations,
 }
 
 /// Permutations by number.
 #[derive(Debug, Default)]
-struct Kept(Mutex<Vec<Option<Simple>>>);
+struct KeptPermutations(Mutex<Vec<Option<Simple>>>);
 
-impl Kept {
+impl KeptPermutations {
     fn get(&self, number: u64, make: impl Fn() -> Simple) -> Simple {
         if number >= KEEP {
             return make();
@@ -349,15 +349,15 @@ impl Kept {
     }
 }
 
-impl Order {
+impl ExampleOrder {
     /// One permutation of all.
-    pub fn simple(how: How, n: u64, key: Key) -> Result<Order> {
+    pub fn simple(how: PermutationKind, n: u64, key: Key) -> Result<ExampleOrder> {
         check(n)?;
-        Ok(Order { n, kind: Kinds::Simple(Simple::new(how, n, key)) })
+        Ok(ExampleOrder { n, kind: OrderKind::Simple(Simple::new(how, n, key)) })
     }
 
     /// Levanter's block shuffle: blocks of `io` numbers, windows of `window` blocks.
-    pub fn block(how: How, n: u64, io: u64, window: u64, key: Key) -> Result<Order> {
+    pub fn block(how: PermutationKind, n: u64, io: u64, window: u64, key: Key) -> Result<ExampleOrder> {
         check(n)?;
         if io == 0 || window == 0 || io.checked_mul(window).is_none() {
             return Err(Error::new(Kind::Argument, "blocks and windows have at least one member"));
@@ -368,19 +368,28 @@ impl Order {
             .map_err(|_| Error::new(Kind::Argument, "more than 2^32 windows; take larger blocks"))?;
         let tail = Simple::new(how, n - full * io, fold_in(of_tail, last));
         let blocks = Simple::new(how, full, of_blocks);
-        Ok(Order {
+        Ok(ExampleOrder {
             n,
-            kind: Kinds::Block(Block { how, io, window, full, blocks, within, tail, kept: Kept::default() }),
+            kind: OrderKind::Block(BlockShuffle {
+                how,
+                io,
+                window,
+                full,
+                blocks,
+                within,
+                tail,
+                kept: KeptPermutations::default(),
+            }),
         })
     }
 
     /// The era shuffle of 2025: eras one after another, each shuffled.
-    pub fn era(how: How, n: u64, era: u64, key: Key) -> Result<Order> {
+    pub fn era(how: PermutationKind, n: u64, era: u64, key: Key) -> Result<ExampleOrder> {
         check(n)?;
         if era == 0 || n / era > u64::from(u32::MAX) {
             return Err(Error::new(Kind::Argument, "an era has at least one member, and there are at most 2^32"));
         }
-        Ok(Order { n, kind: Kinds::Era { how, era, key, kept: Kept::default() } })
+        Ok(ExampleOrder { n, kind: OrderKind::Era { how, era, key, kept: KeptPermutations::default() } })
     }
 
     /// How many numbers.
@@ -396,19 +405,19 @@ impl Order {
     /// What a simple permutation is made of.
     pub fn parameters(&self) -> Vec<u64> {
         match &self.kind {
-            Kinds::Simple(simple) => simple.parameters(),
+            OrderKind::Simple(simple) => simple.parameters(),
             _ => vec![],
         }
     }
 
     fn at(&self, x: u64, last: &mut Option<(u64, Simple)>) -> u64 {
-        let mut window_of = |number: u64, kept: &Kept, make: &dyn Fn() -> Simple| match last {
+        let mut window_of = |number: u64, kept: &KeptPermutations, make: &dyn Fn() -> Simple| match last {
             Some((held, simple)) if *held == number => *simple,
             _ => last.insert((number, kept.get(number, make))).1,
         };
         match &self.kind {
-            Kinds::Simple(simple) => simple.at(x),
-            Kinds::Block(b) => {
+            OrderKind::Simple(simple) => simple.at(x),
+            OrderKind::Block(b) => {
                 let tail = b.full * b.io;
                 if x >= tail {
                     return tail + b.tail.at(x - tail);
@@ -420,7 +429,7 @@ impl Order {
                 let at = window_of(window, &b.kept, &make).at(x - first * b.io);
                 b.blocks.at(first + at / b.io) * b.io + at % b.io
             }
-            Kinds::Era { how, era, key, kept } => {
+            OrderKind::Era { how, era, key, kept } => {
                 let number = x / era;
                 let first = number * era;
                 let make = || Simple::new(*how, (self.n - first).min(*era), fold_in(*key, number as u32));
@@ -433,7 +442,7 @@ impl Order {
     pub fn map(&self, numbers: &[i64], out: &mut [i64], watch: Watch<'_>) -> Result<()> {
         const PART: usize = 1 << 14;
         let one = |_: usize, (numbers, out): (&[i64], &mut [i64]), _: &threads::Stop| {
-            if let Kinds::Simple(simple) = &self.kind {
+            if let OrderKind::Simple(simple) = &self.kind {
                 return self.map_simple(simple, numbers, out);
             }
             let mut last = None;
@@ -485,7 +494,7 @@ mod tests {
     fn a_walk_ends_for_numbers_outside_the_order_too() {
         for n in 0..200 {
             for seed in 0..4 {
-                for how in [How::Feistel, How::Linear] {
+                for how in [PermutationKind::Feistel, PermutationKind::Linear] {
                     let order = Simple::new(how, n, key(seed));
                     for x in (n..n + 300).chain([1 << 40, u64::MAX]) {
                         let _ = order.at(x);
@@ -498,12 +507,12 @@ mod tests {
     proptest! {
         #[test]
         fn every_order_is_a_permutation(n in 0u64..500, seed: u32, io in 1u64..40, window in 1u64..6, linear: bool) {
-            let how = if linear { How::Linear } else { How::Feistel };
+            let how = if linear { PermutationKind::Linear } else { PermutationKind::Feistel };
             let key = key(u64::from(seed));
             for order in [
-                Order::simple(how, n, key).unwrap(),
-                Order::block(how, n, io, window, key).unwrap(),
-                Order::era(how, n, io, key).unwrap(),
+                ExampleOrder::simple(how, n, key).unwrap(),
+                ExampleOrder::block(how, n, io, window, key).unwrap(),
+                ExampleOrder::era(how, n, io, key).unwrap(),
             ] {
                 let numbers: Vec<i64> = (0..n as i64).collect();
                 let mut out = vec![0; numbers.len()];
@@ -517,7 +526,7 @@ mod tests {
 
         #[test]
         fn linear_orders_are_exact_for_any_length(n in (1u64 << 33)..(1 << 62), seed: u32, x: u64, y: u64) {
-            let order = Simple::new(How::Linear, n, key(u64::from(seed)));
+            let order = Simple::new(PermutationKind::Linear, n, key(u64::from(seed)));
             let (x, y) = (x % n, y % n);
             prop_assert!(order.at(x) < n);
             prop_assert_eq!(order.at(x) == order.at(y), x == y);

@@ -126,7 +126,7 @@ impl ShardWriter {
 
 /// How and through what numbers are written.
 #[derive(Clone, Copy, Debug)]
-pub struct How {
+pub struct WriteOptions {
     /// How they are put into frames.
     pub storage: Storage,
     /// Past the page cache, where the file system can: what is written is not read soon.
@@ -137,10 +137,10 @@ pub struct How {
     pub per_file: usize,
 }
 
-impl How {
+impl WriteOptions {
     /// In chunks of Levanter's sizes, which are the only ones that it opens.
-    pub fn new(storage: Storage, direct: bool) -> How {
-        How { storage, direct, inner: INNER, per_file: PER_FILE }
+    pub fn new(storage: Storage, direct: bool) -> WriteOptions {
+        WriteOptions { storage, direct, inner: INNER, per_file: PER_FILE }
     }
 }
 
@@ -202,8 +202,8 @@ impl Stage {
 }
 
 impl ArrayWriter {
-    fn create(folder: PathBuf, dtype: DType, width: Option<u64>, how: How, holds_first: bool) -> Result<Self> {
-        let How { storage, direct, inner, per_file } = how;
+    fn create(folder: PathBuf, dtype: DType, width: Option<u64>, how: WriteOptions, holds_first: bool) -> Result<Self> {
+        let WriteOptions { storage, direct, inner, per_file } = how;
         let item = dtype.size().ok_or_else(|| Error::new(Kind::DType, format!("cannot store {}", dtype.name())))?;
         let columns = width.is_some();
         let width = usize::try_from(width.unwrap_or(1)).ok().filter(|w| (1..=1 << 10).contains(w));
@@ -486,7 +486,7 @@ pub struct FieldWriter {
 
 impl FieldWriter {
     /// A field in a folder, which is made. `axes`: those of its rows; 1 needs no array of shapes.
-    pub fn create(folder: &Path, dtype: DType, axes: u64, how: How) -> Result<FieldWriter> {
+    pub fn create(folder: &Path, dtype: DType, axes: u64, how: WriteOptions) -> Result<FieldWriter> {
         let shapes =
             (axes > 1).then(|| ArrayWriter::create(folder.join("shapes"), DType::I64, Some(axes - 1), how, false));
         Ok(FieldWriter {
@@ -627,15 +627,15 @@ mod tests {
     use crate::source::Io;
     use crate::tokens::array::BlockCache;
     use crate::tokens::frame::Frame;
-    use crate::tokens::jagged::Part;
+    use crate::tokens::jagged::FieldShard;
     use proptest::prelude::*;
 
     fn reopened(folder: &Path, io: Io) -> Field {
-        let parts = vec![Part { folder: folder.to_path_buf(), counts: None }];
+        let parts = vec![FieldShard { folder: folder.to_path_buf(), counts: None }];
         Field::open(parts, io, Arc::new(BlockCache::new(1 << 20))).unwrap()
     }
 
-    const SMALL: How = How { storage: Storage::Plain, direct: false, inner: 64, per_file: 1 };
+    const SMALL: WriteOptions = WriteOptions { storage: Storage::Plain, direct: false, inner: 64, per_file: 1 };
 
     #[test]
     fn a_writer_that_failed_once_makes_no_field() {
@@ -643,7 +643,8 @@ mod tests {
             // Enough frames that those which wait for being compressed together are written too.
             for (file, rows) in [("data/c/1", 600), ("offsets/c/1", 600), ("data/c/0", 600)] {
                 let folder = tempfile::tempdir().unwrap();
-                let mut writer = FieldWriter::create(folder.path(), DType::I32, 1, How { storage, ..SMALL }).unwrap();
+                let mut writer =
+                    FieldWriter::create(folder.path(), DType::I32, 1, WriteOptions { storage, ..SMALL }).unwrap();
                 let block = folder.path().join(file);
                 fs::create_dir_all(&block).unwrap();
                 let row: Vec<i32> = (0..64).collect();
@@ -707,7 +708,7 @@ mod tests {
         ) {
             let folder = tempfile::tempdir().unwrap();
             let storage = if plain { Storage::Plain } else { Storage::Lz4 };
-            let how = How { storage, direct, inner: 64, per_file };
+            let how = WriteOptions { storage, direct, inner: 64, per_file };
             let total: i64 = lengths.iter().sum();
             let elements: Vec<u32> = (0..total as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 12).collect();
             let mut writer = FieldWriter::create(folder.path(), DType::U32, 1, how).unwrap();

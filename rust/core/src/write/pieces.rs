@@ -43,7 +43,7 @@ pub struct Piece {
 }
 
 /// A range of one file, and the pieces it is made of.
-struct Job {
+struct WriteJob {
     file: usize,
     from: u64,
     to: u64,
@@ -58,7 +58,7 @@ struct Open {
     may_direct: AtomicBool,
 }
 
-struct Slot {
+struct TargetState {
     open: Mutex<Option<Arc<Open>>>,
     left: AtomicUsize,
     bytes: u64,
@@ -71,8 +71,8 @@ pub fn write(sources: &[&[u8]], targets: &[Target], pieces: &[Piece], direct: bo
     check(sources, targets, &order)?;
 
     let jobs = jobs_of(&order);
-    let slots: Vec<Slot> =
-        targets.iter().map(|_| Slot { open: Mutex::new(None), left: AtomicUsize::new(0), bytes: 0 }).collect();
+    let slots: Vec<TargetState> =
+        targets.iter().map(|_| TargetState { open: Mutex::new(None), left: AtomicUsize::new(0), bytes: 0 }).collect();
     let mut slots = slots;
     for job in &jobs {
         *slots[job.file].left.get_mut() += 1;
@@ -121,8 +121,8 @@ fn check(sources: &[&[u8]], targets: &[Target], order: &[Piece]) -> Result<()> {
 }
 
 /// Neighbouring pieces together, cut at multiples of [`JOB`] so that cuts are aligned.
-fn jobs_of(order: &[Piece]) -> Vec<Job> {
-    let mut jobs: Vec<Job> = vec![];
+fn jobs_of(order: &[Piece]) -> Vec<WriteJob> {
+    let mut jobs: Vec<WriteJob> = vec![];
     for (i, piece) in order.iter().enumerate() {
         let (mut from, end) = (piece.offset, piece.offset + piece.bytes);
         while from < end {
@@ -132,7 +132,7 @@ fn jobs_of(order: &[Piece]) -> Vec<Job> {
                     last.to = to;
                     last.pieces.end = i + 1;
                 }
-                _ => jobs.push(Job { file: piece.file, from, to, pieces: i..i + 1 }),
+                _ => jobs.push(WriteJob { file: piece.file, from, to, pieces: i..i + 1 }),
             }
             from = to;
         }
@@ -156,7 +156,7 @@ fn grow(file: &File, target: &Target) -> Result<()> {
     Ok(())
 }
 
-fn do_job(job: &Job, order: &[Piece], sources: &[&[u8]], open: &Open) -> std::io::Result<()> {
+fn do_job(job: &WriteJob, order: &[Piece], sources: &[&[u8]], open: &Open) -> std::io::Result<()> {
     // The bytes of the job that come from a piece.
     let part = |p: &Piece| {
         let (from, to) = (job.from.max(p.offset), job.to.min(p.offset + p.bytes));

@@ -24,16 +24,16 @@ const DISTANCE_EXTRA: [u8; 30] =
 
 /// Bits of a byte string, the lowest of each byte first.
 #[derive(Clone, Copy)]
-pub struct Bits<'a> {
+pub struct BitReader<'a> {
     bytes: &'a [u8],
     /// The next bit.
     pub at: u64,
 }
 
-impl<'a> Bits<'a> {
+impl<'a> BitReader<'a> {
     /// Starts at a bit offset.
-    pub fn new(bytes: &'a [u8], at: u64) -> Bits<'a> {
-        Bits { bytes, at }
+    pub fn new(bytes: &'a [u8], at: u64) -> BitReader<'a> {
+        BitReader { bytes, at }
     }
 
     /// The next 56 or more bits; zeros past the end.
@@ -105,7 +105,7 @@ impl Code {
     }
 
     #[inline]
-    fn read(&self, bits: &mut Bits<'_>) -> Option<u16> {
+    fn read(&self, bits: &mut BitReader<'_>) -> Option<u16> {
         let (symbol, length) = self.table[(bits.peek() & ((1 << self.bits) - 1)) as usize];
         if length == 0 {
             return None;
@@ -133,14 +133,14 @@ struct Codes {
 
 /// A cheap test whether the header of a dynamic, non-final block can begin here; true for one bit offset in thousands.
 #[inline]
-fn may_begin(bits: &Bits<'_>) -> bool {
+fn may_begin(bits: &BitReader<'_>) -> bool {
     let v = bits.peek();
     if v & 7 != 4 || (v >> 3) & 31 > 29 || (v >> 8) & 31 > 29 {
         return false;
     }
     // The code of code lengths must be complete: the sum of 2^-length is 1.
     let n = ((v >> 13) & 15) as u32 + 4;
-    let mut lengths = Bits { bytes: bits.bytes, at: bits.at + 17 };
+    let mut lengths = BitReader { bytes: bits.bytes, at: bits.at + 17 };
     let (first, mut sum) = (n.min(18), 0u32);
     let mut word = lengths.peek();
     for _ in 0..first {
@@ -157,7 +157,7 @@ fn may_begin(bits: &Bits<'_>) -> bool {
 }
 
 /// Reads the codes of a dynamic block, after its three header bits.
-fn dynamic_codes(bits: &mut Bits<'_>, steps: &mut Steps) -> Option<Codes> {
+fn dynamic_codes(bits: &mut BitReader<'_>, steps: &mut Steps) -> Option<Codes> {
     let literals = bits.take(5)? as usize + 257;
     let distances = bits.take(5)? as usize + 1;
     let n = bits.take(4)? as usize + 4;
@@ -210,7 +210,7 @@ pub struct Warm {
 pub fn warm_up(bytes: &[u8], from: u64, to: u64, most: usize, steps: u64) -> Option<Warm> {
     let mut steps = Steps(steps);
     for at in from..to {
-        let bits = Bits::new(bytes, at);
+        let bits = BitReader::new(bytes, at);
         steps.take(1)?;
         if may_begin(&bits)
             && let Some(found) = inflate_from(bits, most, &mut steps)
@@ -222,7 +222,7 @@ pub fn warm_up(bytes: &[u8], from: u64, to: u64, most: usize, steps: u64) -> Opt
 }
 
 /// `None` if there is no block, `Some(None)` if there is one that is not useful.
-fn inflate_from(mut bits: Bits<'_>, most: usize, steps: &mut Steps) -> Option<Option<Warm>> {
+fn inflate_from(mut bits: BitReader<'_>, most: usize, steps: &mut Steps) -> Option<Option<Warm>> {
     let begin = bits.at;
     let mut values: Vec<u16> = Vec::new();
     // The position after the last mark.
@@ -261,7 +261,13 @@ fn inflate_from(mut bits: Bits<'_>, most: usize, steps: &mut Steps) -> Option<Op
     }
 }
 
-fn block(bits: &mut Bits<'_>, codes: &Codes, values: &mut Vec<u16>, marked: &mut usize, most: usize) -> Option<()> {
+fn block(
+    bits: &mut BitReader<'_>,
+    codes: &Codes,
+    values: &mut Vec<u16>,
+    marked: &mut usize,
+    most: usize,
+) -> Option<()> {
     loop {
         match codes.literals.read(bits)? {
             literal @ 0..=255 => values.push(literal),

@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 use self::libdeflate::{Inflater, Outcome};
 use self::parallel::Beside;
 use crate::error::{Error, Finding, Kind, Result};
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::threads::{self, Stop, Watch};
 
 /// The maximum ratio of deflate (RFC 1951: 258 bytes from 2 bits).
@@ -76,7 +76,7 @@ pub fn guess(gz: &[u8]) -> u64 {
 
 /// Inflates all members to at most `limit` bytes and calls `beside` at the same time if threads are free. If both fail,
 /// returns the error of `beside`.
-pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_>) -> Result<Block> {
+pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_>) -> Result<Buffer> {
     if !threads::are_free() {
         beside(&mut *watch)?;
         return inflate(gz, limit);
@@ -92,7 +92,7 @@ pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_
             None => inflate(gz, limit),
         };
     }
-    let made: Mutex<Option<Block>> = Mutex::default();
+    let made: Mutex<Option<Buffer>> = Mutex::default();
     let work = |part: usize, stop: &Stop| match part {
         0 => beside(&mut || stop.is_set()),
         _ => {
@@ -106,7 +106,7 @@ pub fn inflate_beside(gz: &[u8], limit: u64, beside: Beside<'_>, watch: Watch<'_
 }
 
 /// Inflates all members to at most `limit` bytes.
-pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
+pub fn inflate(gz: &[u8], limit: u64) -> Result<Buffer> {
     if !is_gzip(gz) {
         return Err(Error::new(
             Kind::Format,
@@ -118,7 +118,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
     let most = limit.min((gz.len() as u64).saturating_mul(BEST_RATIO));
     let no_memory = |e| Error::new(Kind::NoMemory, format!("cannot allocate memory to inflate into: {e}"));
     // A truncated file ends in data, so the guess may be any number; it decides only the first size of the buffer.
-    let mut out = Block::new(guess(gz).min(most).max(1) as usize).map_err(no_memory)?;
+    let mut out = Buffer::new(guess(gz).min(most).max(1) as usize).map_err(no_memory)?;
     let mut inflater = Inflater::new()?;
     let (mut read, mut made) = (0usize, 0usize);
     while read < gz.len() {
@@ -142,7 +142,7 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Block> {
                 if next <= out.len() as u64 {
                     return Err(too_large(limit));
                 }
-                let mut larger = Block::new(next as usize).map_err(no_memory)?;
+                let mut larger = Buffer::new(next as usize).map_err(no_memory)?;
                 larger.bytes_mut()[..made].copy_from_slice(&out[..made]);
                 out = larger;
             }

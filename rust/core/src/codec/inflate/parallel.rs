@@ -20,7 +20,7 @@ use crc32fast::Hasher;
 use super::libdeflate::{Inflater, Outcome};
 use crate::codec::inflate::blocks::{MARK, WINDOW, Warm, warm_up};
 use crate::error::Result;
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::threads::{self, Stop, Watch};
 
 /// Compressed bytes per stretch: small relative to a cache, large relative to the cost of searching for a block.
@@ -58,30 +58,30 @@ struct Ordered<'a> {
     written: u64,
     crc: Hasher,
     /// Finished before their turn.
-    waiting: BTreeMap<usize, (Block, usize, Hasher)>,
+    waiting: BTreeMap<usize, (Buffer, usize, Hasher)>,
     failed: bool,
 }
 
 /// How to inflate a file.
-pub struct Plan(Vec<Stretch>);
+pub struct InflatePlan(Vec<Stretch>);
 
 /// Cuts a file of one member into stretches; `None` if it is too small or cannot be cut well.
-pub fn plan(gz: &[u8], watch: Watch<'_>) -> Result<Option<Plan>> {
+pub fn plan(gz: &[u8], watch: Watch<'_>) -> Result<Option<InflatePlan>> {
     let Some(body) = body(gz).filter(|_| gz.len() >= WORTH) else { return Ok(None) };
     let stretches = cut(&gz[..gz.len() - 8], body, watch)?;
-    Ok((stretches.len() > 1).then_some(Plan(stretches)))
+    Ok((stretches.len() > 1).then_some(InflatePlan(stretches)))
 }
 
 /// Inflates one member to `size` bytes and calls `beside` at the same time. `None` if one thread must inflate it after all;
 /// `beside` has been called then. Errors come only from `beside`.
 pub fn inflate(
     gz: &[u8],
-    Plan(stretches): &Plan,
+    InflatePlan(stretches): &InflatePlan,
     size: u64,
     beside: Beside<'_>,
     watch: Watch<'_>,
-) -> Result<Option<Block>> {
-    let Ok(mut out) = Block::new(size as usize) else {
+) -> Result<Option<Buffer>> {
+    let Ok(mut out) = Buffer::new(size as usize) else {
         beside(watch)?;
         return Ok(None);
     };
@@ -94,7 +94,7 @@ pub fn inflate(
         waiting: BTreeMap::new(),
         failed: false,
     });
-    let spare: Mutex<Vec<Block>> = Mutex::default();
+    let spare: Mutex<Vec<Buffer>> = Mutex::default();
     let usual = (STRETCH as u64 * size / gz.len() as u64 * 5 / 4) as usize + (1 << 16);
     let work = |part: usize, stop: &Stop| -> Result<()> {
         let Some(i) = part.checked_sub(1) else { return beside(&mut || stop.is_set()) };
@@ -237,10 +237,10 @@ fn cut(body: &[u8], first: usize, watch: Watch<'_>) -> Result<Vec<Stretch>> {
 fn stretch(
     gz: &[u8],
     stretch: &Stretch,
-    spare: Option<Block>,
+    spare: Option<Buffer>,
     usual: usize,
     most: usize,
-) -> Option<(Block, usize, Hasher)> {
+) -> Option<(Buffer, usize, Hasher)> {
     let bits = stretch.end.checked_sub(stretch.begin)?;
     let mut input: Vec<u8> = Vec::with_capacity(WINDOW + bits as usize / 8 + 32);
     let skip = n_skip(stretch.warm.as_ref());
@@ -266,7 +266,7 @@ fn stretch(
     }
     let mut out = match spare {
         Some(spare) if spare.len() >= usual => spare,
-        _ => Block::new(usual + skip).ok()?,
+        _ => Buffer::new(usual + skip).ok()?,
     };
     let mut inflater = Inflater::new().ok()?;
     loop {
@@ -278,7 +278,7 @@ fn stretch(
                 return all.then_some((out, made - skip, crc));
             }
             Outcome::Full if out.len() < most.saturating_add(WINDOW) => {
-                out = Block::new((out.len() * 2).min(most.saturating_add(WINDOW))).ok()?;
+                out = Buffer::new((out.len() * 2).min(most.saturating_add(WINDOW))).ok()?;
             }
             _ => return None,
         }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::spec::ShardSpec;
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::parse::pickle::Tree;
 use crate::parse::pickle::shard::{Item, layers};
 
@@ -49,7 +49,7 @@ impl List {
 
 /// What is inside a shard.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Index {
+pub struct ShardIndex {
     pub(super) width: u64,
     /// The type of the first array, as a position among [`TYPES`], and a bit for each type that occurs.
     first: u8,
@@ -67,7 +67,7 @@ pub struct Index {
     pub(super) len: u64,
 }
 
-impl Index {
+impl ShardIndex {
     /// `sample_idx` of each sample.
     pub fn samples(&self) -> &[i64] {
         &self.samples
@@ -96,7 +96,7 @@ impl Index {
         tree: &Tree,
         input: &[u8],
         in_memory: bool,
-    ) -> Result<(Index, Option<Arc<Block>>)> {
+    ) -> Result<(ShardIndex, Option<Arc<Buffer>>)> {
         let refuse = |what: String| Err(Error::new(Kind::Format, what));
         let found = layers(tree, input, Some(&spec.layers))?;
         let mut made = Building {
@@ -107,7 +107,7 @@ impl Index {
             aside: vec![],
             here: false,
             moved: HashMap::new(),
-            index: Index {
+            index: ShardIndex {
                 width: 0,
                 first: 0,
                 types: 0,
@@ -136,7 +136,7 @@ impl Index {
         }
         index.decoded = if in_memory && here { index.len } else { 0 };
         index.aside = aside.len() as u64;
-        Ok((index, (!aside.is_empty()).then(|| Arc::new(Block::from(aside)))))
+        Ok((index, (!aside.is_empty()).then(|| Arc::new(Buffer::from(aside)))))
     }
 }
 
@@ -151,7 +151,7 @@ struct Building<'a> {
     here: bool,
     /// Copies made, by everything that decides what a copy holds: an array that several items share is copied once.
     moved: HashMap<(u64, DType, bool, bool, Vec<u64>), u64>,
-    index: Index,
+    index: ShardIndex,
 }
 
 impl Building<'_> {

@@ -5,9 +5,9 @@ use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, TryLockError};
 
-use super::index::{Index, TYPES, class_of};
+use super::index::{ShardIndex, TYPES, class_of};
 use super::spec::ShardSpec;
-use super::stored::{Bytes, Stored, hex, read_whole, sha256};
+use super::stored::{ShardBytes, Stored, hex, read_whole, sha256};
 
 use crate::codec::cache::{Cache, Cached, Lookup, Turn};
 use crate::codec::flight::Waited;
@@ -15,7 +15,7 @@ use crate::codec::inflate;
 use crate::error::{Error, Finding, Kind, Result};
 use crate::files::open::OpenFile;
 use crate::layout::row::Row;
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::parse::pickle::{Tree, machine};
 use crate::source::Version;
 use crate::source::descriptors::open_regular;
@@ -28,10 +28,10 @@ use crate::threads::{self, Stop, Watch};
 /// A shard whose bytes are at hand.
 #[derive(Clone, Debug)]
 pub(super) struct Loaded {
-    pub index: Arc<Index>,
+    pub index: Arc<ShardIndex>,
     /// Inflated, if arrays lie in there.
-    pub main: Option<Arc<Block>>,
-    pub aside: Option<Arc<Block>>,
+    pub main: Option<Arc<Buffer>>,
+    pub aside: Option<Arc<Buffer>>,
 }
 
 impl Loaded {
@@ -53,14 +53,14 @@ type MayWait<'a> = Option<Turn<'a, Loaded, usize>>;
 struct Fresh {
     loaded: Arc<Loaded>,
     tree: Tree,
-    bytes: Bytes,
+    bytes: ShardBytes,
     version: Version,
 }
 
 /// What is known of a shard from its first look on.
 #[derive(Debug)]
-struct Known {
-    index: Arc<Index>,
+struct KnownShard {
+    index: Arc<ShardIndex>,
     /// The file that was read last.
     version: Version,
 }
@@ -79,7 +79,7 @@ pub struct Shards {
     class: Option<usize>,
     pub(super) io: Io,
     pub(super) slots: Slots<OpenFile>,
-    known: Vec<RwLock<Option<Known>>>,
+    known: Vec<RwLock<Option<KnownShard>>>,
     /// By shard; those without blocks are not kept.
     decoded: Cache<Loaded, usize>,
     /// Shards inflated so far, for tests: rows in a random order must not inflate per row.
@@ -221,7 +221,7 @@ impl Shards {
 
     /// The index of a shard, if it has been looked into. Tried and never waited for: a forked child may find a lock taken by a
     /// thread that it does not have, and looks into the shard again.
-    pub(super) fn known(&self, s: usize) -> Option<(Arc<Index>, Version)> {
+    pub(super) fn known(&self, s: usize) -> Option<(Arc<ShardIndex>, Version)> {
         // Writing takes nanoseconds.
         for _ in 0..1000 {
             match self.known[s].try_read() {
@@ -234,7 +234,7 @@ impl Shards {
     }
 
     /// Keeps what was found in a shard. A shard that was looked into before has to be as it was.
-    fn remember(&self, s: usize, index: &mut Arc<Index>, version: Version) -> Result<()> {
+    fn remember(&self, s: usize, index: &mut Arc<ShardIndex>, version: Version) -> Result<()> {
         for _ in 0..1000 {
             let mut slot = match self.known[s].try_write() {
                 Ok(slot) => slot,
@@ -253,7 +253,7 @@ impl Shards {
                 }
                 *index = Arc::clone(&known.index);
             }
-            *slot = Some(Known { index: Arc::clone(index), version });
+            *slot = Some(KnownShard { index: Arc::clone(index), version });
             return Ok(());
         }
         Ok(())
@@ -443,7 +443,7 @@ impl Shards {
             }
             return Ok((Stored::Map(map), version));
         }
-        Ok((Stored::Block(read_whole(&file, bytes, watch).map_err(|e| e.at(&spec.path))?), version))
+        Ok((Stored::Buffer(read_whole(&file, bytes, watch).map_err(|e| e.at(&spec.path))?), version))
     }
 
     fn read(&self, s: usize, watch: Watch<'_>) -> Result<Fresh> {
@@ -484,9 +484,9 @@ impl Shards {
                 verify(watch)?;
             }
             let tree = machine::parse(stored.bytes())?;
-            let (index, aside) = Index::build(spec, &self.groups, &tree, stored.bytes(), false)?;
+            let (index, aside) = ShardIndex::build(spec, &self.groups, &tree, stored.bytes(), false)?;
             let loaded = Arc::new(Loaded { index: Arc::new(index), main: None, aside });
-            return Ok(Fresh { loaded, tree, bytes: Bytes::Stored(stored), version });
+            return Ok(Fresh { loaded, tree, bytes: ShardBytes::Stored(stored), version });
         }
         // Before all of it is inflated: a stretch that is enough to see that this is no pickle, or one of a value that is too large.
         let limit = self.limit(s, stored.bytes().len() as u64);
@@ -511,10 +511,10 @@ impl Shards {
             return Err(Error::new(Kind::Interrupted, "interrupted"));
         }
         let tree = machine::parse(&main)?;
-        let (index, aside) = Index::build(spec, &self.groups, &tree, &main, true)?;
+        let (index, aside) = ShardIndex::build(spec, &self.groups, &tree, &main, true)?;
         let kept = (index.decoded > 0).then(|| Arc::clone(&main));
         let loaded = Arc::new(Loaded { index: Arc::new(index), main: kept, aside });
-        Ok(Fresh { loaded, tree, bytes: Bytes::Shared(main), version })
+        Ok(Fresh { loaded, tree, bytes: ShardBytes::Shared(main), version })
     }
 
     /// A shard's values, for texts and metadata.
@@ -527,7 +527,7 @@ impl Shards {
             && let Some(main) = &loaded.main
         {
             let tree = machine::parse(main).map_err(|e| e.at(&spec.path))?;
-            return Ok(Values { tree, index: Arc::clone(&loaded.index), bytes: Bytes::Shared(Arc::clone(main)) });
+            return Ok(Values { tree, index: Arc::clone(&loaded.index), bytes: ShardBytes::Shared(Arc::clone(main)) });
         }
         let Fresh { loaded, tree, bytes, .. } = self.fresh(s, watch)?;
         Ok(Values { tree, index: Arc::clone(&loaded.index), bytes })
@@ -539,8 +539,8 @@ pub struct Values {
     /// The values.
     pub tree: Tree,
     /// What is inside.
-    pub index: Arc<Index>,
-    bytes: Bytes,
+    pub index: Arc<ShardIndex>,
+    bytes: ShardBytes,
 }
 
 impl Values {

@@ -17,7 +17,7 @@ mod prepared;
 mod spec;
 mod stored;
 
-pub use index::{Index, TYPES};
+pub use index::{ShardIndex, TYPES};
 pub use load::{Shards, Values};
 pub use prepared::Prepared;
 pub use spec::ShardSpec;

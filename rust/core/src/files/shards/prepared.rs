@@ -13,10 +13,10 @@ use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
 use crate::files::open::{Body, OpenFile, View};
-use crate::files::shards::index::{Index, Spot, TYPES};
+use crate::files::shards::index::{ShardIndex, Spot, TYPES};
 use crate::layout::row::{Place, Row};
 use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::source::Io;
 use crate::source::descriptors::open_regular;
 use crate::source::local::map_or_read;
@@ -25,8 +25,8 @@ use crate::threads::Watch;
 /// Shards that have been looked into, and those whose decoded bytes are held for now.
 pub struct Prepared<'a> {
     shards: &'a Shards,
-    indexes: BTreeMap<usize, Arc<Index>>,
-    pinned: HashMap<u64, Arc<Block>>,
+    indexes: BTreeMap<usize, Arc<ShardIndex>>,
+    pinned: HashMap<u64, Arc<Buffer>>,
     /// The type whose rows are read now, as a position among [`TYPES`].
     class: usize,
 }
@@ -49,7 +49,7 @@ impl Shards {
         };
         wanted.sort_unstable();
         wanted.dedup();
-        let mut indexes: BTreeMap<usize, Arc<Index>> = BTreeMap::new();
+        let mut indexes: BTreeMap<usize, Arc<ShardIndex>> = BTreeMap::new();
         let mut unknown = vec![];
         for s in wanted {
             match self.known(s) {
@@ -69,7 +69,7 @@ impl Shards {
 }
 
 impl<'a> Prepared<'a> {
-    fn new(shards: &'a Shards, indexes: BTreeMap<usize, Arc<Index>>) -> Prepared<'a> {
+    fn new(shards: &'a Shards, indexes: BTreeMap<usize, Arc<ShardIndex>>) -> Prepared<'a> {
         Prepared { shards, indexes, pinned: HashMap::new(), class: shards.class() }
     }
 

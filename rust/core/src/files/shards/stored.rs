@@ -7,45 +7,45 @@ use sha2::{Digest, Sha256};
 
 use crate::codec::inflate;
 use crate::error::{Error, Kind, Result};
-use crate::memory::block::Block;
+use crate::memory::buffer::Buffer;
 use crate::source::descriptors::open_regular;
 use crate::source::mmap::Map;
 use crate::source::pread;
 use crate::threads::Watch;
 
-pub(super) enum Bytes {
-    Shared(Arc<Block>),
+pub(super) enum ShardBytes {
+    Shared(Arc<Buffer>),
     Stored(Stored),
 }
 
-impl Bytes {
+impl ShardBytes {
     pub(super) fn get(&self) -> &[u8] {
         match self {
-            Bytes::Shared(block) => block,
-            Bytes::Stored(stored) => stored.bytes(),
+            ShardBytes::Shared(block) => block,
+            ShardBytes::Stored(stored) => stored.bytes(),
         }
     }
 }
 
 pub(super) enum Stored {
     Map(Map),
-    Block(Block),
+    Buffer(Buffer),
 }
 
 impl Stored {
     pub(super) fn bytes(&self) -> &[u8] {
         match self {
             Stored::Map(map) => map.bytes(),
-            Stored::Block(block) => block,
+            Stored::Buffer(block) => block,
         }
     }
 }
 
 /// A regular file of `len` bytes, read into memory in pieces.
-pub(super) fn read_whole(file: &File, len: usize, watch: Watch<'_>) -> Result<Block> {
+pub(super) fn read_whole(file: &File, len: usize, watch: Watch<'_>) -> Result<Buffer> {
     const PIECE: usize = 16 << 20;
     let said = |e: std::io::Error| Error::from_io(&e, std::path::Path::new(""), "read");
-    let mut block = Block::new(len).map_err(said)?;
+    let mut block = Buffer::new(len).map_err(said)?;
     for (i, piece) in block.bytes_mut().chunks_mut(PIECE).enumerate() {
         if i > 0 && watch() {
             return Err(Error::new(Kind::Interrupted, "interrupted"));
@@ -57,7 +57,7 @@ pub(super) fn read_whole(file: &File, len: usize, watch: Watch<'_>) -> Result<Bl
 
 /// A pickle file by itself, inflated if it is compressed; `limit` bounds what a compressed one may inflate to, as
 /// [`inflate::allowed`] does.
-pub fn read_file(path: &std::path::Path, compressed: bool, limit: u64, watch: Watch<'_>) -> Result<Block> {
+pub fn read_file(path: &std::path::Path, compressed: bool, limit: u64, watch: Watch<'_>) -> Result<Buffer> {
     let read = |watch: Watch<'_>| {
         let (file, len) = open_regular(path)?;
         let bytes = usize::try_from(len).map_err(|_| Error::new(Kind::Access, "does not fit this machine's memory"))?;

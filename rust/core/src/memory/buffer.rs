@@ -7,36 +7,36 @@ use super::output::Output;
 /// Decoded bytes. Large blocks are recycled after they are dropped: filling fresh pages costs as much as decoding into
 /// them.
 #[derive(Debug)]
-pub struct Block {
-    memory: Bytes,
+pub struct Buffer {
+    memory: Backing,
     len: usize,
 }
 
 #[derive(Debug)]
-enum Bytes {
+enum Backing {
     Heap(Vec<u8>),
     Recycled(Output),
 }
 
-impl Block {
+impl Buffer {
     /// A block to fill; its content is unspecified.
-    pub fn new(len: usize) -> std::io::Result<Block> {
-        Ok(Block { memory: Bytes::Recycled(Output::new(len)?), len })
+    pub fn new(len: usize) -> std::io::Result<Buffer> {
+        Ok(Buffer { memory: Backing::Recycled(Output::new(len)?), len })
     }
 
     /// The bytes, to write to.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.memory {
-            Bytes::Heap(bytes) => &mut bytes[..self.len],
-            Bytes::Recycled(output) => &mut output.as_mut()[..self.len],
+            Backing::Heap(bytes) => &mut bytes[..self.len],
+            Backing::Recycled(output) => &mut output.as_mut()[..self.len],
         }
     }
 
     /// Bytes of memory in use: all of a reused mapping is resident, not only `len` bytes.
     pub fn footprint(&self) -> usize {
         match &self.memory {
-            Bytes::Heap(_) => self.len,
-            Bytes::Recycled(output) => output.capacity(),
+            Backing::Heap(_) => self.len,
+            Backing::Recycled(output) => output.capacity(),
         }
     }
 
@@ -46,20 +46,20 @@ impl Block {
     }
 }
 
-impl Deref for Block {
+impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
         match &self.memory {
-            Bytes::Heap(bytes) => &bytes[..self.len],
-            Bytes::Recycled(output) => &output.bytes()[..self.len],
+            Backing::Heap(bytes) => &bytes[..self.len],
+            Backing::Recycled(output) => &output.bytes()[..self.len],
         }
     }
 }
 
-impl From<Vec<u8>> for Block {
-    fn from(bytes: Vec<u8>) -> Block {
+impl From<Vec<u8>> for Buffer {
+    fn from(bytes: Vec<u8>) -> Buffer {
         let len = bytes.len();
-        Block { memory: Bytes::Heap(bytes), len }
+        Buffer { memory: Backing::Heap(bytes), len }
     }
 }
