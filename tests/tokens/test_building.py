@@ -209,17 +209,17 @@ def test_whole_texts_are_encoded_as_hugging_face_does(tmp_path, in_golden) -> No
 
 CHAT_ERRORS = [c for c in json.loads((GOLDEN / "chat_llama3style" / "errors.json").read_text()) if "rows" in c]
 CHAT_SAID = {
-    "no assistant message": r"line 2: no token of this conversation is the assistant's",
-    "template without generation, mask_user_turns true": r"must mark what the assistant says",
+    "no assistant message": r"line 2: no token of this conversation is marked as the assistant's",
+    "template without generation, mask_user_turns true": r"must mark the assistant's text",
     "template without generation, mask_user_turns false": r"line 1: no token .* require_assistant=False",
-    "tokenizer has no template and none given": r"there is no template",
+    "tokenizer has no template and none given": r"has no chat template",
     "missing messages field": r"line 1: expected the key 'messages', found 'conversations'",
     "empty conversation": r"line 1: no token",
     "kwargs not a mapping": r"line 1: field 'chat_template_kwargs': expected an object",
     "kwargs forbid tokenize": r"may not set 'tokenize'",
     "kwargs forbid return_dict": r"may not set 'return_dict'",
     "system mapping without content": r"line 1: field 'system': expected 'content'",
-    "message without content": r"line 1: the chat template asks .* not there: a message has no attribute 'content'",
+    "message without content": r"line 1: the chat template uses an undefined value: a message has no attribute 'content'",
     "template syntax error": r"chat template: line 1:",
     "template undefined variable": r"'nope' is undefined",
     "empty generation block only": r"line 1: no token",
@@ -249,7 +249,7 @@ PREBUILT_SAID = {
     "float ids": r"line 1: field 'input_ids': expected integers, found float64",
     "weights length differs (no check)": r"line 1: field 'loss_weights': expected 3 weights",
     "id too big for int32": r"line 1: field 'input_ids': expected ids from 0 to 2147483647, found 2147483648",
-    "nested ids": r"line 1: field 'input_ids': expected a flat list, found one nested 2 deep",
+    "nested ids": r"line 1: field 'input_ids': expected a 1-D list, found one with 2 axes",
     "null ids": r"line 1: field 'input_ids': expected a list of numbers, found null",
 }
 
@@ -284,7 +284,7 @@ BAD_LINES = [
     ("not json", r"line 2: expected a JSON object: Expecting value"),
     ("", r"line 2: expected a JSON object, found a blank line"),
     ("[1]", r"line 2: expected an object"),
-    ('{"text": 3}', r"line 2: field 'text': expected a text, found 3"),
+    ('{"text": 3}', r"line 2: field 'text': expected a string, found 3"),
     ('{"other": "x"}', r"line 2: expected the key 'text', found 'other'"),
     ('{"\\ud800": "x"}', r"line 2: expected the key 'text', found '\\ud800'"),
     ('{"text": "a', r"line 2: expected a JSON object: Unterminated string"),
@@ -353,8 +353,8 @@ def test_files_that_end_in_the_middle_are_refused(name: str, tmp_path: Path) -> 
         ({"tokenizer": 3}, "tokenizer: expected"),
         ({"sources": []}, "at least one file"),
         ({"sources": "https://example.org/a.jsonl"}, "URL"),
-        ({"sources": "nothing*.jsonl"}, "found nothing"),
-        ({"sources": __file__}, "name that ends in"),
+        ({"sources": "nothing*.jsonl"}, "found none"),
+        ({"sources": __file__}, "file name ending in"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:

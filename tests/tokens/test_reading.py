@@ -219,7 +219,7 @@ def test_shapes_that_are_not_there_are_one_clear_error(tmp_path: Path) -> None:
     copy = tmp_path / "cache"
     shutil.copytree(GOLDEN / "serial_rank2" / "cache", copy)
     (copy / "feats/shapes/c/0/0").unlink()
-    with pytest.raises(actshard.FormatError, match="elements are no rows of shape"):
+    with pytest.raises(actshard.FormatError, match="elements cannot be reshaped to rows of shape"):
         tokens.open_cache(copy).rows([0])
 
 
@@ -250,7 +250,7 @@ def test_shapes_that_numpy_does_not_take_are_one_clear_error(tmp_path: Path, axi
         if empty and axis == 2**33:
             assert read()["feats"].shape == (axis, 0)
         else:
-            with pytest.raises(actshard.FormatError, match="elements are no rows of shape"):
+            with pytest.raises(actshard.FormatError, match="elements cannot be reshaped to rows of shape"):
                 read()
 
 

@@ -85,7 +85,9 @@ class TestOverwriting:
         (tmp_path / "c" / "input_ids" / "data").mkdir(parents=True)
         (tmp_path / "c" / "input_ids" / "data" / "mine").write_text("mine")
         for overwrite in (False, True):
-            with pytest.raises(actshard.ExistsError, match="no ledger names it") as caught:
+            with pytest.raises(
+                actshard.ExistsError, match="in the way of the new cache, and no ledger lists it"
+            ) as caught:
                 tokens.build_cache(records("a.jsonl", [1]), tmp_path / "c", format=IDS, overwrite=overwrite)
             assert caught.value.path == tmp_path / "c" / "input_ids" / "data"
             assert digests(tmp_path / "c") == {"input_ids/data/mine": b"mine"}
@@ -107,10 +109,10 @@ class TestOverwriting:
         before = digests(out)
         other = records("b.jsonl", [3])
         monkeypatch.setattr("actshard.tokens.building.build_shard", lambda *args: pytest.fail("work was begun"))
-        with pytest.raises(actshard.ExistsError, match="no file of the array's; move it away") as caught:
+        with pytest.raises(actshard.ExistsError, match="does not belong to it; move it away") as caught:
             tokens.build_cache(other, out, format=IDS, overwrite=True)
         assert caught.value.path in (mine, mine.parent)
-        with pytest.raises(actshard.ExistsError, match="no file of the array's"):
+        with pytest.raises(actshard.ExistsError, match="but does not belong to it"):
             tokens.CacheWriter(out, {"input_ids": np.int32}, overwrite=True)
         monkeypatch.undo()
         assert digests(out) == before
@@ -240,7 +242,7 @@ class TestOverwriting:
         assert tokens.open_cache(web / "validation")[0]["input_ids"].tolist() == [4, 5]
         assert (web / "notes" / "readme.txt").read_text() == "mine"
         (tmp_path / "docs" / "input_ids" / "data").mkdir(parents=True)
-        with pytest.raises(actshard.ExistsError, match="no ledger names it"):
+        with pytest.raises(actshard.ExistsError, match="in the way of the new cache, and no ledger lists it"):
             tokens.CacheWriter(tmp_path / "docs", {"input_ids": np.int32}, overwrite=True)
         (tmp_path / "file").write_text("mine")
         with pytest.raises(actshard.ExistsError, match="found a file"):

@@ -304,7 +304,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], type[actshard.ActshardError], 
         actshard.MissingFileError,
         "expected a file",
     ),
-    "no offsets": (lambda c: (c / OFFSETS).unlink(), actshard.FormatError, "offsets hold none"),
+    "no offsets": (lambda c: (c / OFFSETS).unlink(), actshard.FormatError, "offsets contain none"),
     "cut data": (lambda c: os.truncate(c / DATA, 5000), actshard.TruncatedFileError, "index"),
     "data without its end": (
         lambda c: os.truncate(c / DATA, (c / DATA).stat().st_size - 8),
@@ -406,7 +406,7 @@ def test_more_rows_than_there_are(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cache = tokens.open_cache(tmp_path / "c")
-    assert any("counts 2 rows, offsets[0] is 4" in w for w in cache.warnings)
+    assert any("counts 2 rows, but offsets[0] is 4" in w for w in cache.warnings)
     with pytest.raises(actshard.FormatError, match="ascending"):
         cache.rows(range(4))
 

@@ -169,9 +169,9 @@ def test_a_mixture_without_an_end_streams_on(cache: tokens.TokenCache) -> None:
     assert same(next(iter(again)), mixture.get_batch(range(480, 488)))
     for endless in (stream, mixture):
         # A TypeError, as of anything without a length: progress bars and loaders then do without.
-        with refuses(actshard.ArgumentTypeError, None, "does not end"):
+        with refuses(actshard.ArgumentTypeError, None, "is endless"):
             len(endless)
-    with refuses(actshard.ArgumentError, None, "does not end"):
+    with refuses(actshard.ArgumentError, None, "endless dataset"):
         mixture.stream(8, shuffle="block")
     stream.close()
 
@@ -337,7 +337,7 @@ def test_a_loop_goes_on_in_a_forked_child_and_in_its_parent(cache: tokens.TokenC
         ({"epoch": -1}, "epoch"),
         ({"ahead": 0}, "ahead"),
         ({"seed": "x", "shuffle": "block"}, "key"),
-        ({"batch_size": 34, "world_size": 9}, "cannot be shared"),
+        ({"batch_size": 34, "world_size": 9}, "too few for 9 ranks"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(cache: tokens.TokenCache, options: dict, words: str) -> None:

@@ -1,4 +1,4 @@
-"""``open_cache``: the rows of a token cache, whatever layout it has."""
+"""``open_cache``: reads rows of a token cache in any layout."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ TOKENS = "input_ids"
 def open_cache(path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> TokenCache:
     """Opens a token cache that Levanter or actshard wrote.
 
-    Consolidated and sharded caches, those of ``SerialCacheWriter``, and older ones are all read
-    (``docs/formats/levanter.md``). No ``data`` array is looked at before rows of it are asked for.
+    Reads consolidated and sharded caches, those of ``SerialCacheWriter``, and older versions (``docs/formats/levanter.md``). A
+    ``data`` array is not accessed before its rows are requested.
 
     Args:
-        path: the folder that holds ``shard_ledger.json``, or the folder above it if it holds a single split.
+        path: the folder that contains ``shard_ledger.json``, or its parent if that contains a single split.
         io: ``"mmap"``, ``"pread"`` or ``"auto"``, as for :func:`actshard.open`.
-        memory: how much may be kept of what had to be decoded, in bytes or as ``"256MiB"``. Caches stored plain need none.
+        memory: size of the cache of decoded blocks, in bytes or as ``"256MiB"``. Plain caches need none.
 
     Raises:
         MissingFileError: there is no cache.
         UnfinishedError: its writer has not finished.
-        FormatError: ledger or arrays are not what they should be.
+        FormatError: the ledger or an array is invalid.
     """
     cache = TokenCache(path, io=io, memory=memory)
     for warning in cache.warnings:
@@ -55,16 +55,16 @@ def open_cache(path: str | os.PathLike[str], *, io: str = "auto", memory: int | 
 
 
 class TokenCache:
-    """Rows of a token cache, open; :func:`open_cache` makes one.
+    """Rows of an open token cache. Create one with :func:`open_cache`.
 
-    ``cache[i]`` is a row: a dict of numpy arrays by field, read-only views where the numbers are stored plain. It can be pickled
-    (the path travels) and used after a fork and from many threads.
+    ``cache[i]`` is a row: a dict of numpy arrays by field, read-only views where data are stored plain. A cache can be pickled
+    (by its path) and used after a fork and from many threads.
 
     Attributes:
         path: the cache's folder.
-        ledger: what ``shard_ledger.json`` says.
-        fields: names of the fields; nested ones as ``"a/b"``.
-        warnings: what a reader should know: texts, each with a ``code``.
+        ledger: contents of ``shard_ledger.json``.
+        fields: field names; nested ones as ``"a/b"``.
+        warnings: warnings of opening: texts, each with a ``code``.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> None:
@@ -104,23 +104,23 @@ class TokenCache:
         counts = {name: field.num_rows for name, field in self._fields.items()}
         if not counts:
             if told:
-                raise FormatError(f"the ledger counts {told} rows, but there are no fields", path=self.path)
+                raise FormatError(f"the ledger counts {told} rows, but the cache has no fields", path=self.path)
             return 0
         if len(set(counts.values())) > 1:
             raise FormatError(f"fields have different numbers of rows: {counts}", path=self.path)
         rows = next(iter(counts.values()))
         if rows == 0 and told:
             raise FormatError(
-                f"the ledger counts {told} rows, but offsets hold none: their chunks are missing or empty",
+                f"the ledger counts {told} rows, but offsets contain none: their chunks are missing or empty",
                 path=self.path,
             )
         notes = []
         if rows != told:
-            notes.append(f"the ledger counts {told} rows, offsets[0] is {rows}, which is what counts")
+            notes.append(f"the ledger counts {told} rows, but offsets[0] is {rows}; using {rows}")
         for name, elements in self.ledger.field_counts.items():
             if name in self._fields and self._fields[name].num_elements != elements:
                 held = self._fields[name].num_elements
-                notes.append(f"the ledger counts {elements} elements of {name}, the last row ends at {held}")
+                notes.append(f"the ledger counts {elements} elements of {name}, but the last row ends at {held}")
         self.warnings = tuple(Remark("count-claim", note) for note in notes)
         return rows
 
@@ -132,36 +132,38 @@ class TokenCache:
 
     @property
     def num_tokens(self) -> int:
-        """Elements of the field of tokens."""
+        """Number of elements in the token field."""
         return self._fields[self.token_field].num_elements if self._fields else 0
 
     @property
     def token_field(self) -> str:
-        """The field that holds token ids: ``input_ids``, or what the ledger calls so."""
+        """The field of token ids: ``input_ids``, or the name given in the ledger."""
         told = self.ledger.preprocessor.get("input_ids_key", TOKENS)
         if told in self._fields or not self._fields:
             return str(told)
         return next((n for n in (TOKENS, *self.fields) if n in self._fields and n.endswith(TOKENS)), self.fields[0])
 
     def field(self, name: str) -> _native.TokenField:
-        """The native half of a field."""
+        """The native object of a field."""
         found = self._fields.get(name)
         if found is None:
-            raise NotStoredError(f"holds no field '{name}'; it has {', '.join(self.fields) or 'none'}", path=self.path)
+            raise NotStoredError(
+                f"the cache has no field '{name}'; it has {', '.join(self.fields) or 'none'}", path=self.path
+            )
         return found
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """The type in which a field is stored."""
+        """The stored dtype of a field."""
         return self.field(name).descr
 
     def __getitem__(self, row: int) -> dict[str, NDArray[Any]]:
-        """A row: its array in every field, a read-only view where it lies in one piece, otherwise a copy.
+        """Returns a row: an array for every field, a read-only view where it is contiguous in a plain chunk, otherwise a copy.
 
         Raises:
-            OutOfRangeError: there is no such row.
+            OutOfRangeError: the index is out of range.
         """
         row = self._row(row)
-        # Everything else is what a single row costs; see benches/tokens.py.
+        # Hot path of single rows; see benches/tokens.py.
         made = {name: read(row) for name, read in self._plain}
         for name in self._shaped:
             made[name] = self._shaped_row(name, row)
@@ -187,10 +189,10 @@ class TokenCache:
         return (self[row] for row in range(self._rows))
 
     def rows(self, indices: Sequence[int] | NDArray[Any]) -> list[dict[str, NDArray[Any]]]:
-        """Many rows, read in parallel; the same index may occur more than once.
+        """Reads many rows in parallel. Indices may repeat.
 
         Returns:
-            For each index a dict of arrays, slices of one new array per field.
+            One dict of arrays per index. The arrays are slices of one new array per field.
         """
         numbers = self.numbers(indices, self._rows, "row")
         made: list[dict[str, NDArray[Any]]] = [{} for _ in range(len(numbers))]
@@ -204,16 +206,16 @@ class TokenCache:
         return made
 
     def numbers(self, indices: Sequence[int] | NDArray[Any], most: int, what: str) -> NDArray[np.int64]:
-        """Indices as int64, negative ones counted from the end.
+        """Converts indices to int64. Negative indices count from the end.
 
         Raises:
-            OutOfRangeError: there is no such member.
-            ArgumentError: they are no integers.
+            OutOfRangeError: an index is out of range.
+            ArgumentError: an index is not an integer.
         """
         return _arguments.members(indices, most, what, self.path)
 
     def view(self, field: str) -> JaggedView:
-        """A field's rows, without the others."""
+        """The rows of one field."""
         return JaggedView(self, field)
 
 
@@ -224,16 +226,18 @@ def _reopen(path: str | Location, io: str, memory: int | str) -> TokenCache:
 def _in_shape(flat: NDArray[Any], axes: list[int], name: str, path: Path) -> NDArray[Any]:
     known = math.prod(axes)
     if len(flat) % known == 0 if known else len(flat) == 0:
-        with suppress(ValueError):  # more than numpy takes, even of rows without elements
+        with suppress(ValueError):  # numpy limits the size of a shape even if it has no elements
             return flat.reshape(*axes, len(flat) // known if known else 0)
-    raise FormatError(f"field '{name}': {len(flat)} elements are no rows of shape {axes}", path=path, code="metadata")
+    raise FormatError(
+        f"field '{name}': {len(flat)} elements cannot be reshaped to rows of shape {axes}", path=path, code="metadata"
+    )
 
 
 class JaggedView:
-    """One field of a cache: ``view[i]`` is a row, ``view.elements(a, b)`` a range of all rows' elements laid end to end.
+    """One field of a cache: ``view[i]`` is a row; ``view.elements(a, b)`` a range of all rows' elements, concatenated.
 
-    Arrays are read-only views of the mapped file where the numbers are stored plain and lie in one piece (rows that cross one of
-    the borders every 262,144 elements do not), otherwise copies.
+    Arrays are read-only views of the mapped file where data are stored plain and contiguous (rows that cross a chunk boundary,
+    every 262,144 elements, are not), otherwise copies.
     """
 
     def __init__(self, cache: TokenCache, name: str) -> None:
@@ -252,27 +256,27 @@ class JaggedView:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The stored type."""
+        """The stored dtype."""
         return self._field.descr
 
     @property
     def num_elements(self) -> int:
-        """Elements of all rows."""
+        """Number of elements in all rows."""
         return self._field.num_elements
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """Where each row begins, and the last ends: (rows + 1,) int64, a copy."""
+        """Row boundaries: (rows + 1,) int64, a copy. Row i is elements ``offsets[i]`` to ``offsets[i + 1]``."""
         return self._field.bounds(0, len(self)).view(np.int64)
 
     def elements(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Elements of all rows laid end to end, from one number to another."""
+        """Elements ``start`` to ``stop`` of all rows, concatenated."""
         first, last, _ = slice(start, stop).indices(self.num_elements)
         return self._field.elements(first, max(last - first, 0))
 
 
 def _fields_on_disk(root: Location, ledger: Ledger) -> list[str]:
-    """Fields of a cache whose ledger does not name them: folders that hold an array of offsets."""
+    """Fields of a cache whose ledger lists none: folders that contain an ``offsets`` array."""
     shards = set(ledger.finished_shards)
     found = []
     for file, _ in root.files():

@@ -1,4 +1,4 @@
-"""How rows are made of records: Levanter's formats as frozen dataclasses, and as the ``format:`` block of its YAML."""
+"""Row formats: how records become rows. Levanter's formats as frozen dataclasses, and as the ``format:`` block of its YAML."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES: dict[Any, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     type(None): "null",
     Mapping: "an object",
     collections.abc.Callable: "a function",
@@ -29,7 +29,7 @@ _NAMES: dict[Any, str] = {
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; texts are no lists, and true is no number."""
+    """Whether a value has a type. A string is not a sequence, and a bool is not a number."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -52,12 +52,12 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _named(hint: Any) -> str:
-    """A type in words."""
+    """A type's name in error messages."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(_named(one) for one in args))
     if origin in (tuple, collections.abc.Sequence):
-        inner = {str: "texts", int: "integers", float: "numbers"}.get(args[0], "")
+        inner = {str: "strings", int: "integers", float: "numbers"}.get(args[0], "")
         return f"a list of {inner}" if inner else "a list"
     if origin is collections.abc.Mapping:
         inner = {int: "integers", float: "numbers"}.get(args[1], "")
@@ -71,10 +71,10 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def check_types(made: Any) -> None:
-    """Checks the fields of a dataclass against their types.
+    """Checks a dataclass's fields against their type annotations.
 
     Raises:
-        ArgumentTypeError: the first field of another type, by name.
+        ArgumentTypeError: names the first field with a value of another type.
     """
     hints = _hints(made.__class__)
     for one in fields(made):
@@ -84,13 +84,13 @@ def check_types(made: Any) -> None:
 
 
 class FormatBase:
-    """What all formats have in common. A subclass that is none of the four here can be read, and not built."""
+    """Base class of formats. Caches of other subclasses can be read but not built."""
 
     type: ClassVar[str] = ""
 
     @property
     def token_data_key(self) -> str:
-        """The field of token ids."""
+        """The field that contains token ids."""
         return "input_ids"
 
 
@@ -99,9 +99,9 @@ class TextFormat(FormatBase):
     """Plain text; stored as ``input_ids``.
 
     Args:
-        text_key: the text's key.
-        special_tokens: ``"always"``: bos and eos are put around every text, as Levanter does. ``"if_missing"``: only where they are
-            not there already, as its documentation says.
+        text_key: the record's key of the text.
+        special_tokens: ``"always"``: adds bos and eos to every text, as Levanter does. ``"if_missing"``: adds them only where
+            the text lacks them, as Levanter's documentation states.
     """
 
     type: ClassVar[str] = "text"
@@ -119,16 +119,17 @@ class ChatFormat(FormatBase):
     """Conversations; stored as ``input_ids`` and ``assistant_masks``.
 
     Args:
-        messages_field: the key of the list of messages; ``messages_key`` is the documentation's name of the same.
-        chat_template: a Jinja template; the tokenizer's own if not given.
-        system_prompt: the key of a system prompt that is put in front; None: there is none.
-        chat_template_kwargs: the key of variables for the template.
-        pack: for reading: see :class:`~actshard.tokens.ChatDataset`.
-        mask_user_turns: only what the assistant says counts: the template must say what that is (``{% generation %}``).
-        encoding: ``"pieces"``: what lies between the marks of ``{% generation %}`` is encoded by itself, as Levanter does.
-            ``"whole"``: the whole text is, and tokens are marked by their characters, as Hugging Face and older Levanter do.
-        require_assistant: a conversation of which no token is marked is an error, also with ``mask_user_turns=False``, as in
-            Levanter. False keeps such conversations, as its documentation says for templates without ``{% generation %}``.
+        messages_field: the record's key of the list of messages. Levanter's documentation calls it ``messages_key``.
+        chat_template: a Jinja template; default: the tokenizer's own.
+        system_prompt: the record's key of a system prompt to prepend; None for no system prompt.
+        chat_template_kwargs: the record's key of variables for the template.
+        pack: for reading; see :class:`~actshard.tokens.ChatDataset`.
+        mask_user_turns: only assistant tokens count in the loss. The template must mark them with ``{% generation %}``.
+        encoding: ``"pieces"``: text inside and outside ``{% generation %}`` is encoded separately, as Levanter does.
+            ``"whole"``: the whole text is encoded at once and tokens are marked by their characters, as Hugging Face and older
+            Levanter do.
+        require_assistant: a conversation without marked tokens is an error, also with ``mask_user_turns=False``, as in Levanter.
+            False keeps such conversations, as Levanter's documentation states for templates without ``{% generation %}``.
     """
 
     type: ClassVar[str] = "chat"
@@ -147,7 +148,7 @@ class ChatFormat(FormatBase):
         check_pack(self.pack)
         if self.messages_key is not None:
             if self.messages_field not in ("messages", self.messages_key):
-                raise ArgumentError("messages_field and messages_key are the same; give one of them")
+                raise ArgumentError("messages_field and messages_key are the same option; give only one")
             object.__setattr__(self, "messages_field", self.messages_key)
         if not is_one_of(self.encoding, ("pieces", "whole")):
             raise ArgumentError(f"encoding must be 'pieces' or 'whole', not {self.encoding!r}")
@@ -155,12 +156,12 @@ class ChatFormat(FormatBase):
 
 @dataclass(frozen=True)
 class PrebuiltFormat(FormatBase):
-    """Token ids that are there already; stored under the same keys.
+    """Existing token ids; stored under the same keys.
 
     Args:
-        input_ids_key: the key of the ids.
-        loss_weights_key: the key of the weights, if there are any.
-        loss_weight_transform: for reading: see :class:`~actshard.tokens.PrebuiltLmDataset`.
+        input_ids_key: the record's key of the ids.
+        loss_weights_key: the record's key of the loss weights; None if there are none.
+        loss_weight_transform: for reading; see :class:`~actshard.tokens.PrebuiltLmDataset`.
     """
 
     type: ClassVar[str] = "prebuilt"
@@ -173,17 +174,17 @@ class PrebuiltFormat(FormatBase):
 
     @property
     def token_data_key(self) -> str:
-        """The field of token ids."""
+        """The field that contains token ids."""
         return self.input_ids_key
 
 
 @dataclass(frozen=True)
 class SupervisedFormat(FormatBase):
-    """An input and the target that is learnt; stored as ``input_ids`` and ``loss_weights``.
+    """An input and a target to predict; stored as ``input_ids`` and ``loss_weights``.
 
     Args:
-        input_key: the key of the input's text.
-        target_key: that of the target's.
+        input_key: the record's key of the input text.
+        target_key: the record's key of the target text.
     """
 
     type: ClassVar[str] = "supervised"
@@ -209,16 +210,16 @@ _LEVANTERS: dict[str, type[RowFormat]] = {
 
 
 def check_pack(pack: bool | int | str | None) -> None:
-    """Refuses a word or a negative number that says nothing of packing."""
+    """Raises ArgumentError for an invalid ``pack`` value."""
     if (isinstance(pack, str) and pack != "pad") or (isinstance(pack, int) and pack < 0):
         raise ArgumentError(f"pack: expected true, false, 'pad' or a number of documents, found {show(pack)}")
 
 
 def of_levanter(given: Any, kinds: Mapping[str, type[Any]]) -> Any:
-    """The object here of one of Levanter's dataclasses of the same fields; None if it is none of them.
+    """Converts one of Levanter's dataclasses to the class here with the same fields; None if it is none of them.
 
     Raises:
-        ArgumentError: it has a field that is unknown here, and not at its default.
+        ArgumentError: a field that is unsupported here does not have its default value.
     """
     cls = kinds.get(type(given).__name__)
     if cls is None or not is_dataclass(given):
@@ -232,10 +233,10 @@ def of_levanter(given: Any, kinds: Mapping[str, type[Any]]) -> Any:
 
 
 def as_format(given: FormatBase | Mapping[str, Any] | str | None) -> RowFormat:
-    """A format: itself, its name, the ``format:`` block of Levanter's YAML, or a format object of Levanter.
+    """Returns a format from an instance, a name, the ``format:`` block of Levanter's YAML, or one of Levanter's format objects.
 
     Raises:
-        ArgumentError: there is no such format, it has no such key, or a value is of another type.
+        ArgumentError: unknown format or key, or a value of the wrong type.
     """
     if given is None:
         return TextFormat()
@@ -246,26 +247,28 @@ def as_format(given: FormatBase | Mapping[str, Any] | str | None) -> RowFormat:
         return theirs  # type: ignore[no-any-return]  # one of the classes in _LEVANTERS
     if not isinstance(given, str | Mapping):
         raise ArgumentTypeError(
-            f"format: expected a format, its name or a dict of its options, found {type(given).__name__}: "
-            f"{', '.join(FORMATS)} can be built"
+            f"format: expected a format, its name or a dict of its options, found {type(given).__name__}; "
+            f"supported: {', '.join(FORMATS)}"
         )
     options: dict[str, Any] = {"type": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}
     name = options.pop("type", TextFormat.type)
     if not isinstance(name, str) or name not in FORMATS:
-        raise ArgumentError(f"format: there is none called {name!r}{nearest(str(name), FORMATS)}: {', '.join(FORMATS)}")
+        raise ArgumentError(
+            f"format: unknown format {name!r}{nearest(str(name), FORMATS)}; supported: {', '.join(FORMATS)}"
+        )
     cls = FORMATS[name]
     where = f"format {name}"
     return within(where, lambda: cls(**known(options, [f.name for f in fields(cls)], where)))
 
 
 def as_dict(format: RowFormat) -> dict[str, Any]:
-    """A format as plain values, without what is a function."""
+    """A format as JSON-compatible values; functions are left out."""
     values = {name: value for name, value in asdict(format).items() if not callable(value) and name != "messages_key"}
     return {"type": format.type, **values}
 
 
 def within(where: str, make: Callable[[], _Made]) -> _Made:
-    """What is made, with where in a configuration it stands in messages of errors."""
+    """Calls ``make``. Prefixes its ArgumentErrors with the position in a configuration."""
     try:
         return make()
     except ArgumentError as error:
@@ -275,7 +278,7 @@ def within(where: str, make: Callable[[], _Made]) -> _Made:
 
 
 def known(options: Mapping[str, Any], names: list[str], where: str) -> dict[str, Any]:
-    """The options, if all of them are known; otherwise an error that suggests the nearest name."""
+    """Returns the options if all are known. Otherwise raises an error that suggests the closest name."""
     for name in options:
         if name not in names:
             raise ArgumentError(f"{where}: unknown key '{name}'{nearest(str(name), names)}; known: {', '.join(names)}")
@@ -283,6 +286,6 @@ def known(options: Mapping[str, Any], names: list[str], where: str) -> dict[str,
 
 
 def nearest(name: str, names: Any) -> str:
-    """``", did you mean 'x'?"``, if there is a name like it."""
+    """`` (did you mean 'x'?)`` if a similar name exists; otherwise empty."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""

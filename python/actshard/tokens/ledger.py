@@ -17,23 +17,23 @@ NAME = LEDGER
 CONSOLIDATED = "consolidated"
 SHARDED = "sharded"
 OURS = "actshard"
-"""The key that actshard adds. Levanter ignores keys it does not know."""
+"""The key actshard adds. Levanter ignores unknown keys."""
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a ledger says.
+    """Contents of a ledger.
 
     Attributes:
-        total_num_rows: rows of the cache.
-        shard_rows: rows of each shard.
-        is_finished: whether the cache may be read.
-        finished_shards: the shards in the order of their rows.
-        field_counts: elements of each field; older Levanter wrote none.
-        field_counts_by_shard: the same by shard, where shards hold the rows.
-        layout: ``"consolidated"``: one array per field; ``"sharded"``: one per field and shard.
-        metadata: ``{"preprocessor_metadata": ...}``: how rows were made.
-        extra: keys that Levanter does not know, such as actshard's own.
+        total_num_rows: number of rows in the cache.
+        shard_rows: number of rows by shard.
+        is_finished: whether the cache is complete.
+        finished_shards: shard names, in row order.
+        field_counts: number of elements by field; older Levanter wrote none.
+        field_counts_by_shard: number of elements by shard and field, in sharded caches.
+        layout: ``"consolidated"``: one array per field; ``"sharded"``: one array per field and shard.
+        metadata: ``{"preprocessor_metadata": ...}``: the preprocessing options.
+        extra: keys unknown to Levanter, such as actshard's own.
     """
 
     total_num_rows: int
@@ -48,12 +48,12 @@ class Ledger:
 
     @property
     def preprocessor(self) -> dict[str, Any]:
-        """How rows were made, as far as the ledger tells."""
+        """The preprocessing options; empty if the ledger contains none."""
         told = self.metadata.get("preprocessor_metadata")
         return told if isinstance(told, dict) else {}
 
     def as_dict(self) -> dict[str, Any]:
-        """As it is written."""
+        """The ledger as JSON-compatible values."""
         return {
             "total_num_rows": self.total_num_rows,
             "shard_rows": self.shard_rows,
@@ -67,10 +67,10 @@ class Ledger:
         }
 
     def write(self, folder: Path) -> None:
-        """Writes it into a cache's folder, whole or not at all.
+        """Writes the ledger into a cache's folder, atomically.
 
         Raises:
-            DiskFullError, FileAccessError: the system refuses; nothing was changed.
+            DiskFullError, FileAccessError: the write failed; nothing was changed.
         """
         write_bytes(folder / NAME, json.dumps(self.as_dict()).encode())
 
@@ -88,17 +88,17 @@ _KNOWN = {
 
 
 def exists(folder: Path | Location) -> bool:
-    """Whether a folder holds a ledger, of a finished cache or not."""
+    """Whether a folder contains a ledger, finished or not."""
     return (Location.at(folder) / NAME).exists()
 
 
 def read(folder: Path | Location) -> Ledger:
-    """The ledger of a finished cache, held against the rules that Levanter holds it against.
+    """Reads the ledger of a finished cache and applies Levanter's checks.
 
     Raises:
-        MissingFileError: there is none: no cache, or one whose writer was interrupted.
-        UnfinishedError: it says that the cache is not finished.
-        FormatError: it contradicts itself; the message names the field.
+        MissingFileError: there is no ledger: not a cache, or its writer was interrupted.
+        UnfinishedError: ``is_finished`` is false.
+        FormatError: the ledger is inconsistent; the message names the field.
     """
     path = Location.at(folder) / NAME
     if path.found("look into") is None:
@@ -107,7 +107,7 @@ def read(folder: Path | Location) -> Ledger:
     finished = fields.boolean("is_finished") if "is_finished" in fields.value else False
     if not finished:
         raise UnfinishedError(
-            "says is_finished: false: its writer is at work or was interrupted; build the cache again", path=path
+            "is_finished is false: a writer is running or was interrupted; build the cache again", path=path
         )
     rows = _counts(fields, "shard_rows")
     layout = fields.text("layout") if fields.has("layout") else CONSOLIDATED
@@ -161,7 +161,7 @@ def _metadata(fields: Fields) -> dict[str, Any]:
 
 
 def _check_sharded(ledger: Ledger, path: Location) -> None:
-    """What Levanter refuses of a sharded cache, said with what was expected."""
+    """Applies Levanter's checks of a sharded ledger."""
     shards = ledger.finished_shards
 
     def wrong(name: str, expected: str, found: object) -> FormatError:

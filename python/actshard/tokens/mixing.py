@@ -1,4 +1,4 @@
-"""Datasets in another order, and several mixed by weights, as Levanter mixes them."""
+"""Permuted datasets, and weighted mixtures compatible with Levanter's."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from actshard.tokens.stream import Examples, Streamed
 STOP_STRATEGIES = ("restart", "first_exhausted", "all_exhausted")
 DEFAULT_MIXTURE_BLOCK = 2048
 _MOST = (1 << 62) - 1
-"""The last index of a mixture that does not end."""
+"""The largest index of an endless mixture."""
 _whole = partial(_arguments.whole, wrong_type=ArgumentTypeError)
 
 
 class Permuted(Streamed):
-    """A dataset in another order."""
+    """A dataset in the order of a permutation."""
 
     def __init__(self, dataset: Examples, order: Permutation) -> None:
         if len(order) != len(dataset):
@@ -38,12 +38,12 @@ class Permuted(Streamed):
         return len(self.dataset)
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
-        """The examples that come at these places of the order."""
+        """The examples at these positions of the permuted order."""
         return self.dataset.get_batch(self.order(_arguments.members(indices, len(self), "example")))
 
 
 class Sliced(Streamed):
-    """A part of a dataset."""
+    """Examples ``start`` to ``stop`` of a dataset."""
 
     def __init__(self, dataset: Examples, start: int, stop: int) -> None:
         self.dataset = dataset
@@ -54,30 +54,30 @@ class Sliced(Streamed):
         return self._length
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
-        """Examples of the part."""
+        """Examples by index relative to ``start``."""
         return self.dataset.get_batch(np.asarray(_arguments.members(indices, self._length, "example")) + self.start)
 
 
 class Mixture(Streamed):
-    """Several datasets mixed by weights, as Levanter's ``MixtureDataset`` mixes them.
+    """Several datasets mixed by weights, with the order of Levanter's ``MixtureDataset``.
 
-    In each block of ``block_size`` examples every dataset has its share (the largest takes what rounding leaves), in an order that
-    depends on the key and the block.
+    Each block of ``block_size`` examples contains a fixed number of examples of every dataset; the largest dataset gets the
+    rounding remainder. The order within a block depends on the key and the block number.
 
     Args:
-        datasets: datasets by name, or only their lengths, if :meth:`locate` is all that is wanted.
-        weights: by name; or a list of (first example, weights), whose first is 0 and whose others are multiples of
-            ``block_size``.
+        datasets: datasets by name. Lengths by name are enough for :meth:`locate`.
+        weights: weights by name, or a list of stages ``(first example, weights)``. The first stage starts at 0, the others at
+            multiples of ``block_size``.
         block_size: examples per block, below 65,536.
-        key: a seed or a key of JAX.
-        stop_strategy: ``"restart"`` never ends and begins datasets again; ``"first_exhausted"`` ends with the last sample of the
-            dataset that has none left first, ``"all_exhausted"`` with that of the last.
+        key: a seed or a JAX key.
+        stop_strategy: ``"restart"`` repeats datasets and never ends. ``"first_exhausted"`` ends with the last example of the
+            dataset that is exhausted first, ``"all_exhausted"`` with that of the one exhausted last.
 
-    Where a dataset ends within a block, Levanter (June 2026) hands out indices behind its end; here the last block of such a
-    dataset hands out the samples that are left, in order.
+    Where a dataset ends within a block, Levanter (June 2026) returns indices past its end. This class returns the remaining
+    examples of that dataset, in order.
 
     Raises:
-        ArgumentError: weights that are negative, sum to 0 or name no dataset; stages that are not in order.
+        ArgumentError: weights are negative, sum to 0 or name an unknown dataset; stages are out of order.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Mixture(Streamed):
         self.lengths = tuple(d if isinstance(d, int) else len(d) for d in self._datasets.values())
         for name, length in zip(self.names, self.lengths, strict=True):
             if length <= 0 and stop_strategy != "first_exhausted":
-                raise ArgumentError(f"dataset '{name}' is empty: it cannot be begun again; give it weight 0")
+                raise ArgumentError(f"dataset '{name}' is empty and cannot be repeated; give it weight 0")
         self._counts = np.array([self._counts_per_block(w) for w in normal], dtype=np.int64)
         blocks = np.diff(np.array(self._starts, dtype=np.int64)) // block_size
         before = np.cumsum(self._counts[:-1] * blocks[:, None], axis=0)
@@ -127,23 +127,23 @@ class Mixture(Streamed):
 
     def __len__(self) -> int:
         if self._length is None:
-            raise ArgumentTypeError(f"a mixture with stop_strategy={self.stop_strategy!r} does not end")
+            raise ArgumentTypeError(f"a mixture with stop_strategy={self.stop_strategy!r} is endless and has no length")
         return self._length
 
     def __bool__(self) -> bool:
-        """True unless it has no examples: ``if mixture:`` works for mixtures that do not end."""
+        """True unless the mixture is empty. Defined because ``len`` raises for endless mixtures."""
         return self._length != 0
 
     @property
     def is_finite(self) -> bool:
-        """Whether it ends."""
+        """Whether the mixture ends."""
         return self._length is not None
 
     def _stage(self, block: int) -> int:
         return int(np.searchsorted(self._starts, block * self.block_size, side="right")) - 1
 
     def _block(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Datasets of a block's examples, and their indices before any wrapping."""
+        """Returns, for each example of a block, its dataset and its index before wrapping."""
         held = self._blocks.get(block)
         if held is not None:
             return held
@@ -167,7 +167,7 @@ class Mixture(Streamed):
         return made
 
     def _exhausted_at(self, number: int, length: int) -> int | None:
-        """Where a dataset's sample number ``length`` comes, if it comes."""
+        """Returns the position of a dataset's example ``length - 1``; None if it never occurs."""
         if length <= 0:
             return -1
         for stage in range(len(self._starts)):
@@ -193,10 +193,10 @@ class Mixture(Streamed):
         return min(known) + 1 if known else None
 
     def locate(self, indices: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Which dataset, by its number in ``names``, and which of its examples: (n,) int64 each.
+        """Returns the dataset (its index in ``names``) and the example within it, for each index: two (n,) int64 arrays.
 
         Raises:
-            OutOfRangeError: an index behind the end.
+            OutOfRangeError: an index is past the end.
         """
         wanted = _arguments.members(indices, _MOST + 1 if self._length is None else self._length, "example")
         datasets = np.empty(len(wanted), np.int64)
@@ -213,10 +213,10 @@ class Mixture(Streamed):
         return datasets, places
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """Examples of the mixture, in this order.
+        """Returns the examples at these indices, in the order given.
 
         Raises:
-            ArgumentError: the mixture was made of lengths only.
+            ArgumentError: the mixture was created from lengths only.
         """
         datasets, places = self.locate(indices)
         parts: list[tuple[NDArray[np.int64], Batch]] = []
@@ -225,13 +225,13 @@ class Mixture(Streamed):
             if not len(mine):
                 continue
             if isinstance(dataset, int):
-                raise ArgumentError("this mixture was made of lengths; make it of datasets to get their examples")
+                raise ArgumentError("this mixture was created from lengths; create it from datasets to read examples")
             parts.append((mine, dataset.get_batch(places[mine])))
         return Batch.merged(parts, len(places))
 
 
 def _stages(weights: Any) -> list[tuple[int, Mapping[str, float]]]:
-    """Weights as stages: the first example of each, and its weights."""
+    """Normalizes weights to a list of stages: first example and weights."""
     if isinstance(weights, Mapping):
         weights = [(0, weights)]
     if not isinstance(weights, Sequence) or isinstance(weights, str):
@@ -251,19 +251,21 @@ def _stages(weights: Any) -> list[tuple[int, Mapping[str, float]]]:
 
 def _checked_starts(starts: list[int], block_size: int) -> list[int]:
     if not starts or starts[0] != 0:
-        raise ArgumentError(f"the first stage of weights begins at 0, not {starts[:1]}")
+        raise ArgumentError(f"weights: expected the first stage to start at 0, found {starts[:1]}")
     for before, at in itertools.pairwise(starts):
         if at % block_size or at <= before:
-            raise ArgumentError(f"stages begin at multiples of block_size={block_size}, not at {starts}")
+            raise ArgumentError(
+                f"weights: expected stages to start at increasing multiples of block_size={block_size}, found {starts}"
+            )
     return starts
 
 
 def _normalized(weights: Mapping[str, float], datasets: Mapping[str, Any]) -> dict[str, float]:
     for name, weight in weights.items():
         if name not in datasets:
-            raise ArgumentError(f"weights name '{name}', which is no dataset: {', '.join(datasets)}")
+            raise ArgumentError(f"weights: unknown dataset '{name}'; expected one of {', '.join(datasets)}")
         if not weight >= 0 or math.isinf(weight):
-            raise ArgumentError(f"the weight of '{name}' must be a number of at least 0, not {weight}")
+            raise ArgumentError(f"the weight of '{name}' must be finite and at least 0, not {weight}")
     total = sum(weights.values())
     if total == 0:
         raise ArgumentError("weights sum to 0")

@@ -1,7 +1,7 @@
-"""Levanter's orders: which example comes when, number for number.
+"""Levanter's example orders, reproduced exactly.
 
-The random numbers are JAX's threefry (``jax_threefry_partitionable``, the default since jax 0.5) and numpy's PCG64, computed here
-without either; the rules are those of ``docs/formats/levanter.md``.
+Implements JAX's threefry generator (``jax_threefry_partitionable``, the default since jax 0.5) and numpy's PCG64 without either
+dependency. The rules are in ``docs/formats/levanter.md``.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from actshard import _arguments
 from actshard.errors import ArgumentError, ArgumentTypeError
 
 Key = tuple[int, int]
-"""A key of JAX's random numbers: two unsigned 32-bit words."""
+"""A JAX random key: two unsigned 32-bit words."""
 
 _MOST = (1 << 62) - 1
-"""The longest dataset."""
+"""The largest supported dataset length."""
 _MOST_KEYS = 1 << 20
-"""Keys of one split: each is a pair of Python's integers."""
+"""Most keys per split: each is a pair of Python integers."""
 DEFAULT_IO_BLOCK = 256
 DEFAULT_WINDOW_BLOCKS = 512
 
 
 def prng_key(seed: int | Sequence[int] | NDArray[Any]) -> Key:
-    """``jax.random.PRNGKey(seed)``; a key (two words) is returned as it is."""
+    """``jax.random.PRNGKey(seed)``. A key (two words) is returned unchanged."""
     if isinstance(seed, int | np.integer):
         if not -(1 << 63) <= int(seed) < 1 << 64:
-            raise ArgumentError(f"a seed is a 64-bit integer, not {seed}")
+            raise ArgumentError(f"seed: expected a 64-bit integer, found {seed}")
         return _native.jax_key(int(seed) & (1 << 64) - 1)
     try:
         words = [int(word) for word in _arguments.as_array(seed, "expected a seed or a key").reshape(-1)]
     except (TypeError, ValueError, OverflowError) as error:
-        raise ArgumentError(f"a key is a seed or two unsigned 32-bit words, not {seed!r}") from error
+        raise ArgumentError(f"key: expected a seed or two unsigned 32-bit words, found {seed!r}") from error
     if len(words) != 2 or any(not 0 <= word < 1 << 32 for word in words):
-        raise ArgumentError(f"a key is a seed or two unsigned 32-bit words, not {seed!r}")
+        raise ArgumentError(f"key: expected a seed or two unsigned 32-bit words, found {seed!r}")
     return (words[0], words[1])
 
 
@@ -57,14 +57,14 @@ def fold_in(key: int | Key, data: int) -> Key:
 
 
 def randint30(key: int | Key) -> int:
-    """``jax.random.randint(key, (), 0, 2**30)``: the seed that Levanter gives numpy."""
+    """``jax.random.randint(key, (), 0, 2**30)``: the seed Levanter passes to numpy."""
     return _native.jax_randint30(prng_key(key))
 
 
 class Permutation:
-    """An order of 0 to n - 1; :func:`permutation` makes one.
+    """A pseudo-random permutation of 0 to n - 1. Create one with :func:`permutation`.
 
-    ``order(indices)`` maps many indices at once, ``order[i]`` one. It takes O(1) memory.
+    ``order(indices)`` maps many indices at once, ``order[i]`` maps one. Memory is O(1).
     """
 
     def __init__(self, kind: str, how: str, length: int, key: Key, sizes: list[int]) -> None:
@@ -76,7 +76,7 @@ class Permutation:
         return (Permutation, self.made_of)
 
     def of_epoch(self, epoch: int) -> Permutation:
-        """The order of a later epoch: this one for 0, otherwise one whose key has the epoch folded in."""
+        """The permutation of an epoch: this one for epoch 0, otherwise one whose key has the epoch folded in."""
         if not epoch:
             return self
         kind, how, length, key, sizes = self.made_of
@@ -86,9 +86,9 @@ class Permutation:
         return self._length
 
     def __call__(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-        """Where indices go: (n,) int64."""
+        """Maps indices: (n,) int64, a new array."""
         if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.flags.c_contiguous:
-            return self._native.map(indices.reshape(-1))  # checked while they are mapped
+            return self._native.map(indices.reshape(-1))  # the native code checks the range
         return self._native.map(_arguments.members(indices, self._length, "index"))
 
     def __getitem__(self, index: int) -> int:
@@ -100,7 +100,7 @@ class Permutation:
 
     @property
     def parameters(self) -> tuple[int, ...]:
-        """What it is made of: five round keys (feistel), or factor and offset (linear)."""
+        """Parameters of the permutation: five round keys (feistel), or factor and offset (linear)."""
         return tuple(self._native.parameters())
 
 
@@ -115,22 +115,23 @@ def permutation(
     era_length: int | None = None,
     arithmetic: str = "exact",
 ) -> Permutation:
-    """One of Levanter's permutations of ``length`` indices.
+    """Returns one of Levanter's permutations of ``length`` indices.
 
     Args:
-        kind: ``"feistel"`` (Levanter's default), ``"linear"``, ``"block"`` (its default shuffle: blocks of neighbours are
-            shuffled, and the members of several blocks among them), or ``"era"`` (2025's: eras one after another).
-        length: how many indices.
+        kind: ``"feistel"`` (Levanter's default permutation), ``"linear"``, ``"block"`` (Levanter's default shuffle: permutes
+            blocks of consecutive indices, then indices within windows of several blocks), or ``"era"`` (the 2025 shuffle:
+            permutes one era after another).
+        length: number of indices.
         key: a seed (``PRNGKey(seed)``) or a key.
-        io_block_size: members of a block.
-        window_blocks: blocks whose members are mixed.
-        perm_type: ``"feistel"`` or ``"linear"``: what block and era shuffles are made of.
-        era_length: members of an era.
-        arithmetic: for linear ones. ``"exact"`` is a permutation for every length. ``"float64"`` is what Levanter computes, which
-            equals it as long as products stay below 2**53 and is no permutation for longer datasets.
+        io_block_size: indices per block.
+        window_blocks: blocks per window.
+        perm_type: ``"feistel"`` or ``"linear"``: the permutation that block and era shuffles use.
+        era_length: indices per era.
+        arithmetic: for linear permutations. ``"exact"`` is a permutation for every length. ``"float64"`` reproduces Levanter's
+            arithmetic: equal to ``"exact"`` while products stay below 2**53, and not a permutation beyond.
 
     Raises:
-        ArgumentError: an argument that makes no sense.
+        ArgumentError: an invalid argument.
     """
     length = _whole(length, "length", 0, _MOST)
     io_block_size = _whole(io_block_size, "io_block_size", 1, _MOST)
@@ -138,7 +139,7 @@ def permutation(
     if era_length is not None:
         era_length = _whole(era_length, "era_length", 1, _MOST)
     if not all(isinstance(word, str) for word in (kind, perm_type, arithmetic)):
-        raise ArgumentTypeError("kind, perm_type and arithmetic: expected words")
+        raise ArgumentTypeError("kind, perm_type and arithmetic: expected strings")
     if arithmetic not in ("exact", "float64"):
         raise ArgumentError(f"arithmetic must be 'exact' or 'float64', not {arithmetic!r}")
     name = kind if kind in ("feistel", "linear") else perm_type
@@ -152,8 +153,8 @@ def permutation(
         native, sizes = "block", [io_block_size, window_blocks]
     elif kind == "era":
         if era_length is None or era_length < 1:
-            raise ArgumentError("an era shuffle needs era_length=, at least 1")
+            raise ArgumentError("era_length: expected an integer of at least 1 for an era shuffle, found None")
         native, sizes = "era", [era_length]
     else:
-        raise ArgumentError(f"no permutation is called {kind!r}: feistel, linear, block or era")
+        raise ArgumentError(f"kind must be 'feistel', 'linear', 'block' or 'era', not {kind!r}")
     return Permutation(native, how, length, prng_key(key), sizes)

@@ -1,6 +1,6 @@
-"""Files that a pattern matches: ``*``, ``?``, ``[...]``, ``**`` and ``{a,b}``, as fsspec and Levanter write them.
+"""Glob patterns as fsspec and Levanter write them: ``*``, ``?``, ``[...]``, ``**`` and ``{a,b}``.
 
-Names are returned as they were given and not made absolute: the names of shards are made of them.
+Paths are returned as given, not made absolute, because shard names are derived from them.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _MAGIC = re.compile(r"[*?[]")
 
 
 def matching(given: str) -> list[str]:
-    """The file of this name, or the files that a pattern matches, sorted by name.
+    """Returns the file of this name, or the files that match the pattern, sorted by name.
 
     Raises:
-        MissingFileError: there is none.
-        NotAFileError: a folder. ArgumentError: a URL.
+        MissingFileError: nothing matches.
+        NotAFileError: it is a folder. ArgumentError: it is a URL.
     """
     if "://" in given:
-        raise ArgumentError(f"sources: {given} is a URL: fetch it to a local path first")
-    path = os.path.expanduser(given)  # noqa: PTH111 -- a Path would cut what the shards' names are made of
+        raise ArgumentError(f"sources: {given} is a URL; download it and pass the local path")
+    path = os.path.expanduser(given)  # noqa: PTH111 -- Path normalizes the string, which shard names are derived from
     kind = Location.at(path).kind()
     if kind == "folder":
         raise NotAFileError("expected a file or a glob of files, found a folder", path=path)
@@ -33,7 +33,7 @@ def matching(given: str) -> list[str]:
         return [path]
     found = [match for pattern in _braces(path) for match in sorted(filter(None, _matches(pattern)))]
     if not found:
-        raise MissingFileError("expected a file, or a glob that matches some, found nothing", path=path)
+        raise MissingFileError("expected a file, or a glob that matches files, found none", path=path)
     return found
 
 
@@ -51,7 +51,7 @@ def _braces(pattern: str) -> list[str]:
 
 
 def _matches(pattern: str, folders: bool = False) -> Iterator[str]:
-    """Names that a pattern matches, by the rules of Python's ``glob``; with ``folders``, of folders only."""
+    """Yields paths that match, by the rules of Python's ``glob``; with ``folders``, only folders."""
     above, name = os.path.split(pattern)
     if not _MAGIC.search(pattern):
         if _is_named(pattern) if name else _is_folder(above):
@@ -59,11 +59,11 @@ def _matches(pattern: str, folders: bool = False) -> Iterator[str]:
         return
     for parent in _matches(above, True) if _MAGIC.search(above) else [above]:
         for found in _names(parent, name, folders):
-            yield os.path.join(parent, found)  # noqa: PTH118 -- names stay as they were given
+            yield os.path.join(parent, found)  # noqa: PTH118 -- paths stay as given
 
 
 def _names(parent: str, name: str, folders: bool) -> Iterator[str]:
-    """Names in a folder that the last part of a pattern matches."""
+    """Yields names in a folder that match the last component of a pattern."""
     if name == "**":
         if _is_folder(parent):
             yield ""
@@ -77,7 +77,7 @@ def _names(parent: str, name: str, folders: bool) -> Iterator[str]:
 
 
 def _below(folder: str, folders: bool) -> Iterator[str]:
-    """Names at any depth below a folder, through links too; hidden ones are left out."""
+    """Yields relative paths at any depth below a folder. Follows symlinks; skips hidden names."""
     for entry in _entries(folder, folders):
         if not entry.name.startswith("."):
             yield entry.name
@@ -88,7 +88,7 @@ def _below(folder: str, folders: bool) -> Iterator[str]:
 def _entries(folder: str, folders: bool) -> list[Entry]:
     try:
         found = Location.at(folder or ".").entries()
-    except (ActshardError, ValueError):  # as glob does: what cannot be listed matches nothing
+    except (ActshardError, ValueError):  # like glob: an unreadable folder matches nothing
         return []
     return [entry for entry in found if not folders or entry.kind == "folder"]
 

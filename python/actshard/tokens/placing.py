@@ -1,15 +1,15 @@
-"""Where a token cache is made, and how it is put in its place: only what a cache's ledger names is ever removed.
+"""Builds a token cache in a working folder and swaps it in. Removes only files listed in a cache's ledger.
 
 .. code-block:: text
 
-    <cache>/.actshard-build/lock          who builds
-    <cache>/.actshard-build/build.json    what is built, and the time that chat templates see
+    <cache>/.actshard-build/lock          held by the process that builds
+    <cache>/.actshard-build/build.json    state of the build, with the time passed to chat templates
     <cache>/.actshard-build/new/          the new cache: its shards, then its fields, its ledger last
-    <cache>/.actshard-build/swap.json     the new cache is whole: paths to move out, names to move in
-    <cache>/.actshard-build/old/          the cache that is replaced, until the new one is there
+    <cache>/.actshard-build/swap.json     written when the new cache is complete: paths to move out, names to move in
+    <cache>/.actshard-build/old/          the replaced cache, until the swap is complete
 
-A cache that is replaced stays readable until the new one is whole and on the disk. Then its ledger and arrays are moved out and the
-new ones in, the new ledger last. Once the old ledger has moved, the next build completes the swap whatever it was asked for.
+The old cache stays readable until the new one is complete and synced. Then its ledger and arrays are moved out and the new ones
+in, the new ledger last. Once the old ledger has been moved, the next build completes an interrupted swap, whatever its arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ARRAYS = ("offsets", "data", "shapes")
 
 
 def clear(work: Path) -> None:
-    """Removes a working folder. The lock has been taken, and is the last to go."""
+    """Removes a working folder, its lock file last. The caller holds the lock."""
     with suppress(OSError):
         for entry in work.iterdir():
             if entry.name != LOCK:
@@ -43,14 +43,14 @@ def clear(work: Path) -> None:
 
 
 def clear_if_idle(work: Path) -> None:
-    """Removes a working folder that holds nothing of a build. The lock has been taken."""
+    """Removes a working folder that contains nothing but a lock and a state file. The caller holds the lock."""
     with suppress(OSError):
         if {entry.name for entry in work.iterdir()} <= {LOCK, STATE}:
             clear(work)
 
 
 def _safe(name: object) -> bool:
-    """Whether this names something below a cache, and not in a working folder."""
+    """Whether a name is a relative path below the cache and outside the working folder."""
     if not isinstance(name, str) or not name or "\0" in name or name.startswith("/"):
         return False
     parts = PurePosixPath(name).parts
@@ -58,17 +58,17 @@ def _safe(name: object) -> bool:
 
 
 def _real(root: Path, name: str) -> bool:
-    """Whether a path is there, and all above it up to the root are folders and no links."""
+    """Whether a path exists and all its parents up to the root are real folders, not symlinks."""
     path = root / name
     above = [p for p in path.parents if p != root and root in p.parents]
     return os.path.lexists(path) and all(p.is_dir() and not p.is_symlink() for p in above)
 
 
 def owned(folder: Path) -> list[str]:
-    """Paths below a folder that belong to the cache there, as its ledger says: arrays, ledgers of shards, the ledger first.
+    """Relative paths of the files that a cache's ledger lists: the ledger first, arrays, ledgers of shards.
 
     Raises:
-        FormatError: there is a ledger, and it cannot be read.
+        FormatError: the ledger cannot be read.
     """
     if not os.path.lexists(folder / NAME):
         return []
@@ -85,26 +85,25 @@ def _owned(folder: Path, *, with_shards: bool) -> list[str]:
     for shard in shards if isinstance(shards, list) and with_shards else []:
         if not _safe(shard) or not _real(folder, f"{shard}/{NAME}"):
             continue
-        with suppress(ActshardError):  # a shard without a ledger that can be read is left alone
+        with suppress(ActshardError):  # leave a shard alone if its ledger is unreadable
             inner = [NAME, SUCCESS, *_owned(folder / shard, with_shards=False)]
             found += [path for name in inner if _real(folder, path := f"{shard}/{name}")]
     return list(dict.fromkeys(found))
 
 
 def refuse_foreign(out: Path, wanted: Iterable[str], mine: Iterable[str]) -> None:
-    """Raises ExistsError if something stands where a cache is to be that no ledger names, or in an array that is to be removed.
+    """Raises ExistsError if an unlisted path is in the way of the new cache, or an array to be removed contains foreign files.
 
     Args:
         out: the cache's folder.
-        wanted: paths below it that the new cache has.
-        mine: paths below it that belong to the cache that is there, and go with it.
+        wanted: relative paths of the new cache.
+        mine: relative paths of the existing cache, which will be removed.
     """
     held = set(mine)
     for name in held:
         if PurePosixPath(name).name in _ARRAYS and (foreign := _foreign_in_array(out / name)) is not None:
             raise ExistsError(
-                "is in an array of the cache that is to be replaced, and is no file of the array's; move it away, or choose "
-                "another folder",
+                "is in an array of the cache to be replaced, but does not belong to it; move it away, or choose another folder",
                 path=foreign,
             )
     for name in wanted:
@@ -114,18 +113,18 @@ def refuse_foreign(out: Path, wanted: Iterable[str], mine: Iterable[str]) -> Non
             in_the_way = [path]
         if in_the_way:
             raise ExistsError(
-                "stands where the cache is to be made, and no ledger names it; move it away, or choose another folder",
+                "is in the way of the new cache, and no ledger lists it; move it away, or choose another folder",
                 path=in_the_way[0],
             )
 
 
 def _foreign_in_array(array: Path) -> Path | None:
-    """Something in an array's folder that is neither its metadata nor a chunk by the names that these give; None: there is nothing.
+    """Returns a path in an array's folder that is neither its metadata nor a chunk; None if there is none.
 
-    An array is removed as a folder, so that everything in it has to be the array's.
+    The folder is removed as a whole, so it may contain only the array's own files.
     """
     if array.is_symlink() or not array.is_dir():
-        return None  # the link goes, not what it names
+        return None  # only the link is removed, not its target
     encoding: Any = None
     with suppress(ActshardError):
         said = read_json(array / "zarr.json")
@@ -142,7 +141,7 @@ def _foreign_in_array(array: Path) -> Path | None:
 
 
 def _leaves(root: Path, name: str) -> Iterator[str]:
-    """Paths of a new cache that are moved as one where something of that name is there already."""
+    """Relative paths of the new cache that are moved as a unit: arrays and files."""
     path = root / name
     if not path.is_dir() or (path / "zarr.json").exists():
         yield name
@@ -152,16 +151,16 @@ def _leaves(root: Path, name: str) -> Iterator[str]:
 
 
 def swap(out: Path, work: Path, source: str, names: list[str]) -> None:
-    """Puts a new cache in its place, and what it replaces out of it. The lock has been taken.
+    """Moves the old cache out and the new cache in. The caller holds the lock.
 
     Args:
         out: the cache's folder.
         work: its working folder.
-        source: the folder of the new cache in it, whole and on the disk.
+        source: name of the folder in ``work`` that contains the new cache, complete and synced.
         names: its entries; the ledger is moved last.
 
     Raises:
-        ExistsError: something is in the way that no ledger names. Nothing was moved.
+        ExistsError: a path that no ledger lists is in the way. Nothing was moved.
     """
     with boundary(out, "put the cache at"):
         mine = owned(out)
@@ -173,7 +172,7 @@ def swap(out: Path, work: Path, source: str, names: list[str]) -> None:
 
 
 def recover(out: Path, work: Path) -> None:
-    """Completes a swap that was interrupted, or drops it if the old cache is still in its place. The lock has been taken."""
+    """Completes an interrupted swap, or discards it if the old cache is still in place. The caller holds the lock."""
     if not (work / SWAP).exists():
         return
     done = _complete(out, work, resumed=True)
@@ -196,13 +195,13 @@ def _complete(out: Path, work: Path, *, resumed: bool = False) -> bool:
         raise FormatError(f"expected paths below {out}", path=work / SWAP)
     with boundary(out, "put the cache at"):
         if resumed and NAME in old and not os.path.lexists(work / OLD / NAME):
-            return False  # nothing was moved: the old cache is the cache
+            return False  # nothing was moved: keep the old cache
         for name in old:  # the ledger first
             if not os.path.lexists(work / OLD / name) and os.path.lexists(out / name):
                 (work / OLD / name).parent.mkdir(parents=True, exist_ok=True)
                 (out / name).rename(work / OLD / name)
         for name in old:
-            with suppress(OSError):  # other files are in it
+            with suppress(OSError):  # the folder contains other files
                 for above in (out / name).parents:
                     if above == out or out not in above.parents:
                         break
@@ -220,7 +219,7 @@ def _complete(out: Path, work: Path, *, resumed: bool = False) -> bool:
 
 
 def _move(source: Path, out: Path, name: str) -> None:
-    """Moves an entry to a place where folders of its name may be; one that was moved before is not there any more."""
+    """Moves an entry, merging with existing folders of the same name. Entries that were already moved are skipped."""
     made, target = source / name, out / name
     if not os.path.lexists(made):
         return
@@ -236,7 +235,7 @@ def _move(source: Path, out: Path, name: str) -> None:
 
 
 def read_state(work: Path) -> dict[str, Any]:
-    """What an interrupted build said of itself; empty if it cannot be read."""
+    """The state of an interrupted build; empty if it cannot be read."""
     try:
         said = read_json(work / STATE)
     except ActshardError:

@@ -1,8 +1,7 @@
-"""From records to rows of a cache, a batch at a time: what may run while others hold the GIL apart from what may not.
+"""Turns records into rows of a cache, one batch at a time, with encoding separated from work that holds the GIL.
 
-A processor works in three steps. ``prepare`` looks at records and says which texts are to be encoded; ``encode`` is the tokenizers
-library's, which uses all processors and no GIL; ``finish`` makes flat arrays. What becomes of a record does not depend on the
-batch it is in.
+A processor works in three steps. ``prepare`` reads records and collects the texts to encode. ``encode`` calls the tokenizers
+library, which uses all processors and releases the GIL. ``finish`` builds flat arrays. A row does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass
 class Prepared:
-    """A batch before it is encoded: what each record needs, and the texts of all."""
+    """A batch before encoding: data kept per record, and the texts of all records."""
 
     numbers: list[int]
     needs: list[Any]
@@ -42,7 +41,7 @@ class Prepared:
 
 @dataclass
 class RowsOfBatch:
-    """A batch of rows: for each field the elements of all, and how many each row has."""
+    """A batch of rows: for each field all elements concatenated, and the number of elements of each row."""
 
     elements: dict[str, NDArray[Any]]
     lengths: dict[str, NDArray[np.int64]]
@@ -56,18 +55,18 @@ class Processor(ABC):
     """Makes rows of one format."""
 
     columns: tuple[str, ...]
-    """Keys of a record that are looked at."""
+    """Keys of a record that are read."""
     fields: dict[str, np.dtype[Any]]
-    """What is stored, and how."""
+    """Stored fields and their dtypes."""
 
     now: time.struct_time | None = None
-    """The time that chat templates see; that of rendering if not set."""
+    """The time passed to chat templates; None: the time of rendering."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
 
     def prepare(self, records: Sequence[Record], what: str) -> Prepared:
-        """Looks at records; those that cannot be used become problems."""
+        """Reads records. Unusable ones become problems."""
         made = Prepared([], [], [], [])
         for number, record in records:
             if isinstance(record, RowProblem):
@@ -86,7 +85,7 @@ class Processor(ABC):
         return made
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of texts."""
+        """Token ids of texts."""
         return self._tokenizer.encode(texts) if texts else []
 
     @property
@@ -96,7 +95,7 @@ class Processor(ABC):
         return self.tokenizer
 
     def finish(self, prepared: Prepared, encoded: list[list[int]], what: str) -> RowsOfBatch:
-        """Makes rows."""
+        """Builds flat arrays from a prepared batch and its token ids."""
         flat: dict[str, list[Any]] = {name: [] for name in self.fields}
         lengths: dict[str, list[int]] = {name: [] for name in self.fields}
         problems = list(prepared.problems)
@@ -136,23 +135,23 @@ class Processor(ABC):
 
     @abstractmethod
     def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
-        """What a record needs, and the texts to encode for it."""
+        """Returns data to keep for a record, and the texts to encode."""
 
     @abstractmethod
     def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
-        """The row of a record."""
+        """Returns the row of a record, from the data kept and the token ids of its texts."""
 
     @abstractmethod
     def metadata(self) -> dict[str, Any]:
-        """What Levanter would write of it (``preprocessor_metadata``)."""
+        """The ``preprocessor_metadata`` that Levanter would write."""
 
 
 class _BadRecordError(Exception):
-    """A record that cannot be used, and why."""
+    """A record is unusable; the message gives the reason."""
 
 
 def _check_unicode(text: str, what: str = "its text") -> None:
-    """Refuses half of a surrogate pair, which JSON can hold and a tokenizer cannot read."""
+    """Rejects lone surrogates, which JSON can contain but a tokenizer cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -168,7 +167,7 @@ def _text(record: Mapping[str, Any], key: str) -> str:
         return value
     if value is _ABSENT:
         raise _BadRecordError(f"expected the key '{key}', found {_keys(record)}")
-    raise _BadRecordError(f"field '{key}': expected a text, found {_short(value)}")
+    raise _BadRecordError(f"field '{key}': expected a string, found {_short(value)}")
 
 
 _ABSENT = object()
@@ -184,7 +183,7 @@ def _short(value: Any) -> str:
 
 
 class TextProcessor(Processor):
-    """``input_ids``: bos, the text, a blank and eos."""
+    """``input_ids``: bos, the text, a space and eos."""
 
     def __init__(self, format: TextFormat, tokenizer: Tokenizer, dtype: Any, *, eos: bool, bos: bool) -> None:
         super().__init__(tokenizer)
@@ -222,7 +221,7 @@ class TextProcessor(Processor):
 
 
 class ChatProcessor(Processor):
-    """``input_ids`` and ``assistant_masks`` of a conversation that a template has made a text of."""
+    """``input_ids`` and ``assistant_masks`` of a conversation rendered by a chat template."""
 
     def __init__(self, format: ChatFormat, tokenizer: Tokenizer, dtype: Any) -> None:
         super().__init__(tokenizer)
@@ -232,13 +231,11 @@ class ChatProcessor(Processor):
         self.fields = {IDS: np.dtype(dtype or np.int32), MASKS: np.dtype(np.int32)}
         template = format.chat_template or tokenizer.chat_template
         if template is None:
-            raise ArgumentError(
-                f"chat: there is no template: {tokenizer.name or 'the tokenizer'} has none of its own; give one with chat_template="
-            )
+            raise ArgumentError(f"chat: {tokenizer.name or 'the tokenizer'} has no chat template; pass chat_template=")
         if format.mask_user_turns and not templates.GENERATION.search(template):
             raise ArgumentError(
-                "chat: the template must mark what the assistant says with {% generation %} ... {% endgeneration %}, which tells "
-                "what is learnt; or set mask_user_turns=False and require_assistant=False to learn everything"
+                "chat: the template must mark the assistant's text, which the loss includes, with {% generation %} ... "
+                "{% endgeneration %}; or set mask_user_turns=False and require_assistant=False to include all tokens"
             )
         templates.compile_template(template)
         self.template = template
@@ -298,7 +295,7 @@ class ChatProcessor(Processor):
             raise _BadRecordError(f"field '{key}.chat_template': expected a template, found {_short(template)}")
         for name in ("messages", "bos_token", "eos_token"):
             if name in variables:
-                raise _BadRecordError(f"field '{key}': may not set '{name}', which the template is given anyway")
+                raise _BadRecordError(f"field '{key}': may not set '{name}', which is set automatically")
         return template, variables
 
     def make(self, needs: Any, encoded: list[list[int]]) -> dict[str, Any]:
@@ -311,13 +308,13 @@ class ChatProcessor(Processor):
                 masks += [int(inside)] * len(part)
         if self.format.require_assistant and 1 not in masks:
             raise _BadRecordError(
-                "no token of this conversation is the assistant's: its template marked none ({% generation %}); "
+                "no token of this conversation is marked as the assistant's ({% generation %} in the template); "
                 "require_assistant=False keeps such conversations"
             )
         return {IDS: ids, MASKS: masks}
 
     def _whole(self, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-        """The text encoded at once; a token is marked if one of its characters is (Hugging Face's char_to_token from both ends)."""
+        """Encodes the whole text. A token is marked if one of its characters is (Hugging Face's char_to_token from both ends)."""
         ids, offsets = self._tokenizer.encode_with_offsets("".join(text for text, _ in pieces))
         masks = [0] * len(ids)
         at = 0
@@ -342,7 +339,7 @@ class ChatProcessor(Processor):
 
 
 class PrebuiltProcessor(Processor):
-    """Ids and weights as they are given, if they are what they should be."""
+    """Existing ids and weights, checked and cast."""
 
     def __init__(self, format: PrebuiltFormat, dtype: Any) -> None:
         super().__init__(None)
@@ -351,7 +348,7 @@ class PrebuiltProcessor(Processor):
         if format.loss_weights_key is not None:
             self.fields[format.loss_weights_key] = np.dtype(np.float32)
         if format.loss_weights_key == format.input_ids_key:
-            raise ArgumentError("prebuilt: ids and weights cannot be under the same key")
+            raise ArgumentError("prebuilt: input_ids_key and loss_weights_key must differ")
         self.columns = tuple(self.fields)
 
     def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
@@ -361,7 +358,7 @@ class PrebuiltProcessor(Processor):
                 f"field '{self.format.input_ids_key}': expected integers, found {ids.dtype}, such as {ids.flat[0]}"
             )
         limits = np.iinfo(self.fields[self.format.input_ids_key])
-        # Ids are never negative, whatever the type could hold.
+        # Ids are never negative, even if the dtype is signed.
         if ids.size and (int(ids.min()) < 0 or int(ids.max()) > limits.max):
             wrong = int(ids.max()) if int(ids.max()) > limits.max else int(ids.min())
             raise _BadRecordError(
@@ -398,7 +395,7 @@ class PrebuiltProcessor(Processor):
         except (TypeError, ValueError, OverflowError) as error:
             raise _BadRecordError(f"field '{key}': expected a list of numbers: {error}") from error
         if made.ndim != 1:
-            raise _BadRecordError(f"field '{key}': expected a flat list, found one nested {made.ndim} deep")
+            raise _BadRecordError(f"field '{key}': expected a 1-D list, found one with {made.ndim} axes")
         if made.dtype.kind not in "iuf" and made.size:
             raise _BadRecordError(f"field '{key}': expected numbers, found {_short(value)}")
         return made
@@ -411,7 +408,7 @@ class PrebuiltProcessor(Processor):
 
 
 class SupervisedProcessor(Processor):
-    """``input_ids`` and ``loss_weights``: 1 where a token of the target is predicted."""
+    """``input_ids`` and ``loss_weights``: the weight is 1 where the next token belongs to the target."""
 
     def __init__(self, format: SupervisedFormat, tokenizer: Tokenizer, dtype: Any, *, eos: bool, bos: bool) -> None:
         super().__init__(tokenizer)
@@ -456,7 +453,7 @@ def processor(
     enforce_eos: bool = True,
     enforce_bos: bool = True,
 ) -> Processor:
-    """The processor of a format."""
+    """Returns the processor of a format."""
     if isinstance(format, PrebuiltFormat):
         return PrebuiltProcessor(format, dtype)
     if tokenizer is None:

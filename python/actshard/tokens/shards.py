@@ -1,9 +1,8 @@
-"""One file of records made into one shard of a cache: what ``build_cache`` does in parallel, in this process or another.
+"""Builds one shard of a cache from one file of records. ``build_cache`` runs this in parallel, in this process or in workers.
 
-Run as a program it reads tasks as JSON from its standard input, ends when that ends, and tells what it does as JSON lines on the
-descriptor that its argument names (standard output if there is none), as libraries may print to standard output:
-``build_cache`` starts it for sources that are built at the same time. The tokenizers library has threads of its own, but rendering
-chats and reading records has only this interpreter's.
+As a program (a worker): reads tasks as JSON lines from stdin and ends at end of file. Writes its progress as JSON lines to the
+descriptor given as its argument (default: stdout), because libraries may print to stdout. Processes are used because rendering
+chats and reading records hold the GIL; only the tokenizers library has threads of its own.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from actshard.tokens.writing import FieldWriters
 from actshard.work import remove, sync_folders, sync_tree
 
 _CHARS = 1 << 19
-"""Characters that are encoded at once: enough for all processors, little enough for their memory."""
+"""Characters encoded per batch: enough work for all processors, and bounded memory."""
 _RECORDS = 2048
 _TELL_EVERY = 0.25
 
 
 @dataclass
 class Counts:
-    """How far a source is.
+    """Progress of one source.
 
     Attributes:
-        rows, tokens: made of it.
-        bytes: read of it.
-        skipped: records that could not be used.
-        problems: the first few of those, in words.
+        rows, tokens: number produced.
+        bytes: number of bytes read.
+        skipped: number of unusable records.
+        problems: messages for the first few of them.
     """
 
     rows: int = 0
@@ -60,16 +59,16 @@ class Counts:
 
 @dataclass(frozen=True)
 class Task:
-    """What becomes of a source.
+    """How to build one source.
 
     Attributes:
-        folder: the shard, when it is finished.
-        staged: where it is made.
-        identity: what tells this shard from one of other records or another format.
-        storage: how its numbers are stored.
-        skip: whether bad records are skipped.
-        read_soon: whether the shard is read again when all are there, to be put together.
-        now: the time that chat templates see, as ``time.struct_time`` holds it; a build that is taken up again keeps it.
+        folder: path of the finished shard.
+        staged: path while it is built.
+        identity: digest of the source, the format and the options; a finished shard with the same identity is reused.
+        storage: ``"plain"`` or ``"lz4"``.
+        skip: whether to skip bad records.
+        read_soon: whether the shard will be read again to consolidate the cache, so that it is kept in the page cache.
+        now: the time passed to chat templates, as a ``time.struct_time`` tuple; a resumed build keeps it.
     """
 
     folder: Path
@@ -85,10 +84,10 @@ TellCounts = Callable[[Counts], object]
 
 
 def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCounts) -> Counts:
-    """Makes the shard of a source; it is there when it is whole.
+    """Builds the shard of a source. The shard appears at its path when complete.
 
     Raises:
-        FormatError: a record that cannot be used, by file and line, unless bad ones are skipped.
+        FormatError: a record is unusable (file and line are given), unless bad records are skipped.
     """
     with boundary(task.staged, "make"):
         remove(task.staged)
@@ -145,9 +144,9 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
 
 
 def finished(folder: Path, identity: str, fields: list[str], *, made: bool = False) -> Ledger | None:
-    """The ledger of a shard that is finished and of this identity; None if it has to be made.
+    """The ledger of a shard that is finished and has this identity; None if it must be built.
 
-    Where it was just ``made``, an error of reading its ledger is raised.
+    With ``made`` (it was just built), errors of reading its ledger are raised.
     """
     try:
         ledger = ledgers.read(folder)
@@ -171,7 +170,7 @@ def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterat
                 if isinstance(value, str):
                     chars += len(value)
                 elif isinstance(value, list):
-                    # A message or a number: what it is does not matter for when to stop.
+                    # Messages or numbers: a rough estimate is enough to limit a batch.
                     chars += len(value) * 100
         if chars >= _CHARS or len(batch) >= _RECORDS:
             yield process.prepare(batch, what)
@@ -181,9 +180,9 @@ def _batches(records: Iterator[Record], process: Processor, what: str) -> Iterat
 
 
 def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[tuple[Prepared, list[list[int]]]]:
-    """Batches with their ids: the next one is read and prepared while the library encodes this one."""
+    """Yields batches with their token ids. Later batches are read and prepared while one is encoded."""
     waiting: list[tuple[Prepared, Future[list[list[int]]]]] = []
-    # Two, so that the library's threads have work while ids of the last batch become Python's.
+    # Two threads: one encodes while the other converts ids to Python integers.
     with ThreadPoolExecutor(2, thread_name_prefix="actshard-encode") as encoder:
         for prepared in batches:
             waiting.append((prepared, encoder.submit(process.encode, prepared.texts)))
@@ -195,7 +194,7 @@ def _encoded_ahead(process: Processor, batches: Iterator[Prepared]) -> Iterator[
 
 
 def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, options: dict[str, Any]) -> dict[str, Any]:
-    """What all tasks of a worker have in common, as JSON: a tokenizer is megabytes, and is sent once."""
+    """Settings shared by all tasks of a worker, as JSON. Sent once, because a tokenizer is megabytes."""
     return {
         "format": formats.as_dict(format),
         "tokenizer": None if tokenizer is None else tokenizer.as_dict(),
@@ -204,7 +203,7 @@ def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, option
 
 
 def task_as_dict(source: Source, task: Task) -> dict[str, Any]:
-    """A task as JSON, for another process."""
+    """A task as JSON-compatible values, for another process."""
     return {
         "source": {"path": os.fspath(source.path), "shard": source.shard},
         "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
@@ -212,7 +211,7 @@ def task_as_dict(source: Source, task: Task) -> dict[str, Any]:
 
 
 class _Orders:
-    """Lines from the build on stdin. When the build is gone, however that came, this process ends at once."""
+    """Lines that the building process writes to stdin. If that process dies, this one exits at once."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -220,7 +219,7 @@ class _Orders:
         threading.Thread(target=self._follow, daemon=True, name="actshard-follow").start()
 
     def _follow(self) -> None:
-        # Not through sys.stdin: its lock would be waited for when this process ends.
+        # Not through sys.stdin: interpreter shutdown would wait for its lock.
         held, looked = bytearray(), 0
         while data := os.read(0, 1 << 16):
             held += data
@@ -235,17 +234,17 @@ class _Orders:
         self._lines.put(None)
 
     def next(self) -> dict[str, Any] | None:
-        """The next line; None when there are no more."""
+        """The next line; None at end of file."""
         line = self._lines.get()
         return None if line is None else dict(json.loads(line))
 
     def done(self) -> None:
-        """Everything that was asked for is done: the build may close stdin."""
+        """All tasks received are done: end of file is now a normal end."""
         self._idle = True
 
 
 def main() -> None:
-    """A worker: a line with what its tasks have in common, then a line per task. It answers line by line."""
+    """Runs a worker: reads a line of shared settings, then a line per task, and reports progress line by line."""
     orders, out = _Orders(), int(sys.argv[1]) if len(sys.argv) > 1 else 1
     os.set_inheritable(out, False)
 

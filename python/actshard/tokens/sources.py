@@ -1,4 +1,4 @@
-"""Where records come from: JSON lines, JSON and parquet, plain or compressed, and who is to blame for a bad one."""
+"""Sources of records: JSON lines, JSON and parquet files, plain or compressed, and Python iterables."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from actshard.tokens.patterns import matching
 KINDS = (".jsonl", ".json", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 _LONGEST_LINE = 1 << 30
-"""No record is this long; a file without line breaks is not read into memory to find out."""
+"""A line longer than this is an error, so that a file without line breaks is not read into memory."""
 _ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """A record that cannot be used.
+    """An unusable record.
 
     Attributes:
-        number: its line, row or element, from 1.
+        number: its line, row or element number, from 1.
         detail: what was expected and what was found.
-        what: what the number counts.
+        what: the unit of ``number``: ``"line"``, ``"row"`` or ``"element"``.
     """
 
     number: int
@@ -41,7 +41,7 @@ class RowProblem:
     what: str = "line"
 
     def error(self, path: Path | None) -> FormatError:
-        """As the exception that users see."""
+        """The exception to raise for this problem."""
         return FormatError(f"{self.what} {self.number}: {self.detail}", path=path)
 
 
@@ -54,14 +54,14 @@ class Source:
 
     Attributes:
         path: the file.
-        shard: what its part of a cache is called.
+        shard: name of the shard built from it.
     """
 
     path: Path
     shard: str
 
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self._location.stat("read").size
 
     @property
@@ -69,20 +69,20 @@ class Source:
         return Location.at(self.path)
 
     def identity(self) -> dict[str, Any]:
-        """What tells this file from another, or from itself after a change."""
+        """Identifies the file and its version: path, size and modification time."""
         found = self._location.stat("read")
         return {"path": os.path.abspath(self.path), "size": found.size, "mtime_ns": found.modified}  # noqa: PTH100 -- Path.resolve would follow links
 
     @property
     def what(self) -> str:
-        """What its records are counted in."""
+        """The unit of record numbers."""
         return "row" if _kind(self.path) == ".parquet" else "line"
 
     def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
-        """Records with their numbers from 1; those that are none come as :class:`RowProblem`.
+        """Yields records with their numbers from 1. Unusable ones are yielded as :class:`RowProblem`.
 
         Raises:
-            MissingFileError, FileAccessError, FormatError: the file cannot be read, or ends in the middle.
+            MissingFileError, FileAccessError, FormatError: the file cannot be read, or is truncated.
         """
         kind = _kind(self.path)
         try:
@@ -101,21 +101,21 @@ class Source:
         except ActshardError:
             raise
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise FormatError(f"the compressed data is broken or cut: {error}", path=self.path) from error
+            raise FormatError(f"the compressed data is corrupt or truncated: {error}", path=self.path) from error
         except OSError as error:
-            if error.errno is None:  # the decompressors' own
-                raise FormatError(f"the compressed data is broken or cut: {error}", path=self.path) from error
+            if error.errno is None:  # raised by the decompressors
+                raise FormatError(f"the compressed data is corrupt or truncated: {error}", path=self.path) from error
             raise from_os(error, self.path, "read") from error
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """Records from a program.
+    """Records from a Python function.
 
     Attributes:
-        shard: what their part of a cache is called.
-        begin: begins them anew.
-        told: what tells them from others, when a build is taken up again; the name if not given.
+        shard: name of the shard built from them.
+        begin: returns a new iterator over all records.
+        told: identifies the records when an interrupted build is resumed; default: the name.
     """
 
     shard: str
@@ -125,15 +125,15 @@ class RowSource:
     path: Path | None = None
 
     def size(self) -> int:
-        """Nobody knows."""
+        """Unknown, hence 0."""
         return 0
 
     def identity(self) -> dict[str, Any]:
-        """What tells it from another."""
+        """Identifies the records."""
         return {"rows": self.told or self.shard}
 
     def records(self, columns: Sequence[str], tell: Callable[[int], object] | None = None) -> Iterator[Record]:
-        """Records with their numbers from 1."""
+        """Yields records with their numbers from 1."""
         for number, record in enumerate(self.begin(), 1):
             yield number, record if isinstance(record, Mapping) else _no_object(number, record, "row")
 
@@ -142,7 +142,7 @@ AnySource = Source | RowSource
 
 
 class _Watched(io.RawIOBase):
-    """A file that tells how far it was read."""
+    """A file that reports the number of bytes read."""
 
     def __init__(self, raw: Any, tell: Callable[[int], object] | None) -> None:
         self._raw = raw
@@ -166,7 +166,7 @@ def _kind(path: Path) -> str:
     if ".ndjson" in suffixes:
         return ".jsonl"
     raise ArgumentError(
-        f"expected a name that ends in {', '.join(KINDS)}, with or without {', '.join(COMPRESSIONS)}", path=path
+        f"expected a file name ending in {', '.join(KINDS)}, with or without {', '.join(COMPRESSIONS)}", path=path
     )
 
 
@@ -189,7 +189,7 @@ def _inflated(raw: io.RawIOBase, path: Path) -> Any:
 
 
 class _Zstd(io.RawIOBase):
-    """pyarrow's decompressor as a file of Python's, errors of broken data included."""
+    """pyarrow's decompressor as a Python file. Corrupt data raises EOFError."""
 
     def __init__(self, raw: Any) -> None:
         import pyarrow as pa
@@ -204,14 +204,14 @@ class _Zstd(io.RawIOBase):
             data = self._stream.read(len(buffer))
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # the system's, and no fault of the data
+                raise  # an operating system error, not corrupt data
             raise EOFError(str(error)) from error
         buffer[: len(data)] = data
         return len(data)
 
 
 def _is_array(stream: Any) -> bool:
-    """Whether a ``.json`` file is one value and not lines of them, by Levanter's rule: its first characters."""
+    """Whether a ``.json`` file is one value rather than JSON lines. Levanter decides by the first two bytes, too."""
     first = stream.peek(2)[:2] if hasattr(stream, "peek") else b""
     return first[:1] == b"[" or first in (b"{\n", b"{\r")
 
@@ -258,7 +258,7 @@ def _why(line: bytes, error: json.JSONDecodeError) -> str:
 
 
 def _share_of(size: int, tell: Callable[[int], object] | None) -> Callable[[int, int], object]:
-    """Tells of a file as many bytes as rows of it were read: parquet is not read from front to back."""
+    """Reports progress in bytes, proportional to the rows read, because parquet is not read sequentially."""
     told = 0
 
     def share(rows: int, of: int) -> None:
@@ -286,7 +286,7 @@ def _parquet(
         for batch in parquet.iter_batches(batch_size=_ROWS_AT_ONCE, columns=held):
             if share is not None:
                 share(number + batch.num_rows, rows)
-            if not held:  # rows without a column that is wanted are rows still
+            if not held:  # rows that lack all requested columns still count
                 for _ in range(batch.num_rows):
                     number += 1
                     yield number, {}
@@ -295,15 +295,15 @@ def _parquet(
                 number += 1
                 yield number, record
     except pa.ArrowException as error:
-        raise from_reader(error, path, "read", f"pyarrow cannot read this parquet file: {error}") from error
+        raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
 
 
 def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
-    """Sources of paths and globs (``*``, ``?``, ``**``, ``{a,b}``), in the order given; each file is a shard.
+    """Expands paths and globs (``*``, ``?``, ``**``, ``{a,b}``) to sources, in the order given. Each file is one shard.
 
     Raises:
-        MissingFileError: a path or glob that matches nothing.
-        ArgumentError: no sources, names of unknown kinds, or two that would be one shard.
+        MissingFileError: a path or glob matches nothing.
+        ArgumentError: no sources, unsupported file names, or two files with the same shard name.
     """
     items = [given] if isinstance(given, str | os.PathLike | RowSource) else list(given)
     paths: list[str] = []
@@ -314,7 +314,7 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
         else:
             paths += matching(os.fspath(item))
     if others and paths:
-        raise ArgumentError("sources: either files or RowSources")
+        raise ArgumentError("sources: expected only files or only RowSources, found both")
     if not paths and not others:
         raise ArgumentError("sources: expected at least one file, found none")
     if others:
@@ -328,13 +328,15 @@ def expand(given: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
     dotted = [name.replace(".", "_") for name in names]
     for i, name in enumerate(dotted):
         if name in dotted[:i]:
-            raise ArgumentError(f"sources: {paths[dotted.index(name)]} and {paths[i]} would both be shard '{name}'")
+            raise ArgumentError(
+                f"sources: {paths[dotted.index(name)]} and {paths[i]} have the same shard name '{name}'; rename one"
+            )
     for path in paths:
         _kind(Path(path))
     return [Source(Path(path), shard) for path, shard in zip(paths, shards, strict=True)]
 
 
 def _shard(number: int, name: str) -> str:
-    """What Levanter calls a shard's folder."""
+    """Levanter's name for a shard's folder."""
     safe = "".join(c if c.isalnum() or c in "-_" else "_" for c in name)
     return f"{number:05d}_{safe or 'shard'}"

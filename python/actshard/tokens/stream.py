@@ -1,6 +1,6 @@
-"""Token datasets as batches: in an order, read ahead by a thread, resumable, shared by ranks.
+"""Streams of batches from token datasets: shuffled, read ahead by a thread, resumable, divided among ranks.
 
-Positions, states and loops are those of activation streams (:mod:`actshard.epochs`).
+Positions, states and loops are shared with activation streams (:mod:`actshard.epochs`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from actshard.tokens.orders import Key, Permutation, permutation, prng_key
 
 TokenShuffle = Literal["block", "feistel", "linear"] | Permutation | None
 _SAMPLES = 8
-"""Examples that a dataset is told from others by."""
+"""Number of examples hashed to identify a dataset."""
 _ENDLESS = 1 << 20
-"""Where those of a dataset without an end are taken from."""
+"""Endless datasets are identified by examples below this index."""
 
 
 @runtime_checkable
 class Examples(Protocol):
-    """What can be streamed, mixed and permuted: a dataset of examples."""
+    """A dataset of examples, which can be streamed, mixed and permuted."""
 
     def __len__(self) -> int: ...
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
-        """The examples of some indices."""
+        """Returns the examples at these indices."""
 
 
 class Streamed:
-    """A dataset that has a stream."""
+    """A dataset with a ``stream`` method."""
 
     def stream(
         self,
@@ -55,24 +55,24 @@ class Streamed:
         world_size: int = 1,
         ahead: int = 2,
     ) -> TokenStream:
-        """Batches of all examples, epoch after epoch, read ahead by a thread; see :class:`TokenStream`.
+        """Streams batches of all examples, epoch after epoch, read ahead by a thread; see :class:`TokenStream`.
 
         Args:
-            batch_size: examples of a batch, of each rank.
-            shuffle: ``"block"`` (Levanter's default), ``"feistel"``, ``"linear"``, or an order that :func:`permutation` made.
-                None: the dataset's own order, which for a mixture is already random.
-            seed: a seed or a key of JAX, as :func:`permutation` takes it. Epoch 0 is in the order of
+            batch_size: examples per batch and rank.
+            shuffle: ``"block"`` (Levanter's default), ``"feistel"``, ``"linear"``, or a :class:`Permutation`. None: the
+                dataset's own order, which is already random for a mixture.
+            seed: a seed or a JAX key, as in :func:`permutation`. Epoch 0 has the order of
                 ``permutation(shuffle, len(dataset), seed)``; later epochs fold their number into the key.
             epoch: the first epoch.
-            drop_last: leaves out the examples that do not fill a batch of every rank.
-            rank: the number of this rank. Ranks take turns: one of them reads each example, and all have equally many batches.
-            world_size: how many ranks there are.
-            ahead: batches that are read ahead.
+            drop_last: leave out the examples that do not fill a batch on every rank.
+            rank: this process's rank. Each example is read by one rank, and all ranks have equally many batches.
+            world_size: number of ranks.
+            ahead: number of batches to read ahead.
 
         Raises:
-            ArgumentError: an argument that makes no sense.
+            ArgumentError: an invalid argument.
         """
-        # Every class that has this has the rest of Examples.
+        # Every subclass implements the rest of Examples.
         return TokenStream(
             self,  # type: ignore[arg-type]
             batch_size,
@@ -87,16 +87,16 @@ class Streamed:
 
 
 class TokenStream(Epochs[Any]):
-    """Batches of a token dataset: what its ``get_batch`` returns. Made by ``dataset.stream(...)``, where arguments are explained.
+    """Batches of a token dataset, as its ``get_batch`` returns them. Created by ``dataset.stream(...)``; see there for arguments.
 
-    ``for batch in stream`` reads one epoch, the next loop the next one; a mixture that restarts its datasets has a single epoch
-    without an end. ``state_dict`` and ``load_state_dict`` resume at any batch. A stream pickles as its dataset and its state,
-    and works after a fork.
+    ``for batch in stream`` reads one epoch; the next loop reads the next. A mixture that restarts its datasets has a single,
+    endless epoch. ``state_dict`` and ``load_state_dict`` resume at any batch. Pickling a stream pickles its dataset and state.
+    Streams work after a fork.
 
     Attributes:
-        dataset: what is read: anything with ``get_batch`` and a length.
-        epoch: the epoch that is being read, or comes next.
-        batch_size, drop_last, rank, world_size, seed, shuffle: as asked for.
+        dataset: the dataset: any object with ``get_batch`` and a length.
+        epoch: the current epoch, or the next one between loops.
+        batch_size, drop_last, rank, world_size, seed, shuffle: as given.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TokenStream(Epochs[Any]):
     ) -> None:
         if not hasattr(dataset, "get_batch") or not hasattr(dataset, "__len__"):
             raise ArgumentTypeError(
-                f"dataset: expected one with get_batch and a length, found {type(dataset).__name__}"
+                f"dataset: expected an object with get_batch and a length, found {type(dataset).__name__}"
             )
         self.dataset = dataset
         self.batch_size = _arguments.whole(batch_size, "batch_size", 1, (1 << 32) - 1)
@@ -131,11 +131,11 @@ class TokenStream(Epochs[Any]):
         super().__init__(_arguments.whole(epoch, "epoch"))
 
     def _first_order(self) -> Permutation | None:
-        """The order of epoch 0."""
+        """The permutation of epoch 0."""
         if self.shuffle is None:
             return None
         if self.num_examples is None:
-            raise ArgumentError("shuffle: expected None for a dataset that does not end; a mixture shuffles by itself")
+            raise ArgumentError("shuffle: expected None for an endless dataset; a mixture is already shuffled")
         if not isinstance(self.shuffle, Permutation):
             if not _arguments.is_one_of(self.shuffle, ("block", "feistel", "linear")):
                 raise ArgumentError(
@@ -147,11 +147,11 @@ class TokenStream(Epochs[Any]):
                 f"shuffle: an order of {len(self.shuffle)} indices does not fit a dataset of {self.num_examples} examples"
             )
         if self.seed != 0:
-            raise ArgumentError("seed: the order that shuffle= gives has a key of its own")
+            raise ArgumentError("seed: must be 0 when shuffle= is a permutation, which has its own key")
         return self.shuffle
 
     def _shared(self) -> int | None:
-        """Batches of an epoch, of each rank."""
+        """Number of batches per epoch and rank; None if endless."""
         n, ranks = self.num_examples, self.world_size
         if n is None:
             return None
@@ -159,15 +159,15 @@ class TokenStream(Epochs[Any]):
         batches = n // together if self.drop_last else -(-n // together)
         if batches * ranks > n:
             raise ArgumentError(
-                f"{n} examples cannot be shared by {ranks} ranks such that each has {batches} batches of 1 to {self.batch_size} "
-                "and no example is read twice; drop_last=True leaves out those that are too few"
+                f"{n} examples are too few for {ranks} ranks with {batches} batches of 1 to {self.batch_size} examples each; pass "
+                "drop_last=True to leave out the examples that do not fill a batch"
             )
         return batches
 
     def __len__(self) -> int:
-        """Batches of an epoch, of this rank; every rank has as many."""
+        """Number of batches per epoch of this rank, the same on every rank."""
         if self._batches is None:
-            raise ArgumentTypeError("the dataset does not end, and neither does its stream")
+            raise ArgumentTypeError("the dataset is endless, so its stream has no length")
         return self._batches
 
     def __bool__(self) -> bool:
@@ -183,7 +183,7 @@ class TokenStream(Epochs[Any]):
 
     @property
     def identity(self) -> str:
-        """A digest of the dataset's length and of a few examples: the same wherever its cache lies."""
+        """A digest of the dataset's length and a few of its examples. It does not depend on the cache's path."""
         if self._identity is None:
             n = self.num_examples
             digest = hashlib.sha256(json.dumps(n).encode())
@@ -200,21 +200,21 @@ class TokenStream(Epochs[Any]):
         return self._identity
 
     def indices(self, batch: int, epoch: int | None = None) -> NDArray[np.int64]:
-        """The dataset's indices that make up a batch of this rank; of the epoch that is being read, or comes next.
+        """Dataset indices in a batch of this rank: (n,) int64. Default epoch: the current one, or the next one between loops.
 
-        ``dataset.get_batch(stream.indices(batch))`` is that batch.
+        ``dataset.get_batch(stream.indices(batch))`` returns that batch.
         """
         batch = _arguments.whole(batch, "batch", 0, (1 << 62) if self._batches is None else self._batches - 1)
         epoch = self.epoch if epoch is None else _arguments.whole(epoch, "epoch")
         first, last = self._begin_of(batch), self._begin_of(batch + 1)
-        # The last rounds may be short: each rank an equal part, and at least one.
+        # The last batches may be short. Ranks share them equally, at least one example each.
         cut = [first + (last - first) * rank // self.world_size for rank in (self.rank, self.rank + 1)]
         numbers = np.arange(*cut, dtype=np.int64)
         order = self._order_of(epoch)
         return numbers if order is None else order(numbers)
 
     def _begin_of(self, batch: int) -> int:
-        """The first example of a batch of all ranks together."""
+        """Index of the first example of a batch, counted over all ranks."""
         full = batch * self.batch_size * self.world_size
         n, batches = self.num_examples, self._batches
         if n is None or batches is None or self.drop_last:
@@ -261,7 +261,7 @@ class TokenStream(Epochs[Any]):
 
 
 class _TokenLoop(Loop[Any]):
-    """Batches of tokens on their way to one loop."""
+    """Iterates over one epoch of a token stream."""
 
     def __init__(self, stream: TokenStream, first: int, every: int) -> None:
         self._source = stream
@@ -278,7 +278,7 @@ class _TokenLoop(Loop[Any]):
 
 
 class _Ahead:
-    """Reads batches on a thread, some ahead of what was asked for."""
+    """Reads batches on a thread, up to ``ahead`` batches before they are requested."""
 
     def __init__(self, read: Callable[[int], Any], wanted: Iterable[int], ahead: int) -> None:
         self._read, self._wanted, self._most = read, wanted, ahead
@@ -286,7 +286,7 @@ class _Ahead:
         self._held: deque[Any] = deque()
         self._ended = self._stopped = False
         self._error: BaseException | None = None
-        # It ends with the process: whoever forgets a loop does not keep a program from ending.
+        # A daemon thread: an abandoned loop does not keep the process alive.
         self._thread = threading.Thread(target=self._fill, name="actshard-tokens", daemon=True)
         self._thread.start()
 
@@ -301,7 +301,7 @@ class _Ahead:
                 with self._changed:
                     self._held.append(made)
                     self._changed.notify_all()
-        except BaseException as error:  # raised where the batch is asked for
+        except BaseException as error:  # re-raised by next()
             self._error = error
         finally:
             with self._changed:
@@ -309,7 +309,7 @@ class _Ahead:
                 self._changed.notify_all()
 
     def next(self) -> Any:
-        """Waits for the next batch; None at the end. What went wrong while it was read is raised here."""
+        """Waits for the next batch and returns it; None at the end. Raises errors of the reading thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._held or self._ended or self._stopped)
             if self._held:
@@ -321,18 +321,18 @@ class _Ahead:
         return None
 
     def stop(self) -> None:
-        """Ends the thread, after the batch that it is reading."""
+        """Stops the thread after its current batch."""
         with self._changed:
             self._stopped = True
             self._held.clear()
             self._changed.notify_all()
-        # The last reference to a loop may go while its own thread collects garbage.
+        # The loop may be garbage-collected on its own thread, which cannot join itself.
         if self._thread is not threading.current_thread():
             self._thread.join()
 
 
 def arrays(batch: Any) -> dict[str, NDArray[Any]]:
-    """The arrays of a batch of a token dataset, by name: an array's name is ``tokens``."""
+    """The arrays of a batch of a token dataset, by name. A bare array is named ``tokens``."""
     if isinstance(batch, np.ndarray):
         return {"tokens": batch}
     if dataclasses.is_dataclass(batch):

@@ -1,4 +1,4 @@
-"""Chat templates: from messages to a text whose parts are marked as the assistant's or not."""
+"""Chat templates: renders messages to text, with the assistant's parts marked."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from actshard.errors import FormatError, MissingExtraError
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""What says that a template marks the assistant's words; a plain search, as Levanter's is."""
+"""Detects whether a template marks assistant text. A plain search, as in Levanter."""
 _BEGIN, _END = "\ue000actshard-generation\ue001", "\ue000/actshard-generation\ue001"
 _MARKS = re.compile(f"({re.escape(_BEGIN)}|{re.escape(_END)})")
 _NONE_IF_ABSENT = ("reasoning_content", "tool_calls")
 
 
 class TemplateProblemError(Exception):
-    """A conversation that its template does not render; the row is to blame, or the template."""
+    """A template cannot render a conversation: an error in the row or in the template."""
 
 
 class Message(dict[str, Any]):
-    """A message: ``m.content`` and ``m['content']`` are the same; what models without tools lack reads as None."""
+    """A message: ``m.content`` equals ``m['content']``. Absent ``reasoning_content`` and ``tool_calls`` read as None."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self:
@@ -41,11 +41,11 @@ def _environment() -> Any:
     except ImportError as error:
         raise MissingExtraError.of("a chat template", "tokens") from error
 
-    # Without jinja2's types, which are not there when this is checked, its class is Any.
+    # jinja2's types are not installed where mypy runs, so the base class is Any.
     class Generation(Extension):  # type: ignore[misc]
-        """``{% generation %}...{% endgeneration %}``: what is between them is marked."""
+        """``{% generation %}...{% endgeneration %}``: marks the text between them."""
 
-        tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it so
+        tags = {"generation"}  # noqa: RUF012 -- declared this way by jinja2
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -76,10 +76,10 @@ def _compiled(template: str) -> Any:
 
 
 def compile_template(template: str) -> None:
-    """Looks whether a template can be used.
+    """Checks that a template compiles.
 
     Raises:
-        FormatError: its syntax is wrong; the message names the line.
+        FormatError: a syntax error; the message contains the line number.
         MissingExtraError: jinja2 is not installed.
     """
     _environment()
@@ -94,12 +94,12 @@ def render(
     variables: Mapping[str, Any],
     now: time.struct_time | None = None,
 ) -> list[tuple[str, bool]]:
-    """A conversation as pieces of text, in order, each with whether the assistant says it. No piece is empty.
+    """Renders a conversation. Returns non-empty pieces of text in order, each with whether it is the assistant's.
 
-    ``strftime_now`` formats ``now``, or the time of the call if it is not given.
+    ``strftime_now`` formats ``now``; default: the time of the call.
 
     Raises:
-        TemplateProblemError: the template says no, or asks for something that is not there.
+        TemplateProblemError: the template raised an error, or uses an undefined variable.
     """
     import jinja2
 
@@ -118,11 +118,11 @@ def render(
         raise TemplateProblemError(error.detail) from error
     except jinja2.UndefinedError as error:
         said = re.sub(r"'[\w.]*\.Message object'", "a message", str(error))
-        raise TemplateProblemError(f"the chat template asks for something that is not there: {said}") from error
+        raise TemplateProblemError(f"the chat template uses an undefined value: {said}") from error
     except jinja2.TemplateError as error:
-        raise TemplateProblemError(f"the chat template says: {error}") from error
+        raise TemplateProblemError(f"the chat template raised: {error}") from error
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
-        raise TemplateProblemError(f"the chat template cannot use this conversation: {error}") from error
+        raise TemplateProblemError(f"the chat template failed on this conversation: {error}") from error
     made = []
     inside = False
     for part in _MARKS.split(text):

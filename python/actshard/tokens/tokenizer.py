@@ -1,4 +1,4 @@
-"""Tokenizers: the ``tokenizers`` library's, with what Levanter reads beside them."""
+"""Tokenizers: wraps the ``tokenizers`` library, and reads the configuration files that Levanter reads."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from actshard.location import Location
 
 PASSTHROUGH = "passthrough"
 _LONGEST_RUN = 25_000
-"""Longer runs of white space, or of anything else, are cut before they are encoded: the library's time grows with their square."""
+"""Runs of white space, or of other characters, from this length on are split: encoding time is quadratic in a run's length."""
 _LONG_RUNS = re.compile(rf"\s{{{_LONGEST_RUN},}}|\S{{{_LONGEST_RUN},}}")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer and its special tokens; :func:`load_tokenizer` makes one.
+    """A tokenizer and its special tokens. Create one with :func:`load_tokenizer`.
 
     Attributes:
-        name: what the ledger calls it: the name or path as it was given.
-        vocab_size: with added tokens.
-        bos_token, eos_token: texts of the special tokens, or None.
+        name: the name or path given, as stored in the ledger.
+        vocab_size: number of tokens, added tokens included.
+        bos_token, eos_token: text of the special tokens, or None.
         bos_id, eos_id: their ids, or None.
-        chat_template: the tokenizer's own, or None.
+        chat_template: the tokenizer's Jinja template, or None.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Tokenizer:
     backend: Any = field(default=None, repr=False, compare=False)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens added; texts are encoded in parallel."""
+        """Token ids of each text, without adding special tokens. Texts are encoded in parallel."""
         if self.backend is None:
             return [_integers(text) for text in texts]
         encode = getattr(self.backend, "encode_batch_fast", None) or self.backend.encode_batch
@@ -56,38 +56,38 @@ class Tokenizer:
         return [[i for _ in some for i in next(flat).ids] for some in parts]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of a text, and which characters each stands for."""
+        """Token ids of a text, and the range of characters ``(start, end)`` of each token."""
         if self.backend is None:
-            raise ArgumentError("the passthrough tokenizer knows no characters")
+            raise ArgumentError("the passthrough tokenizer has no character offsets")
         made = self.backend.encode(text, add_special_tokens=False)
         return made.ids, made.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens included."""
+        """The text of token ids, special tokens included."""
         if self.backend is None:
             return " ".join(str(i) for i in ids)
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=False))
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON, for another process."""
+        """The whole tokenizer as JSON-compatible data, to send to another process."""
         text = None if self.backend is None else self.backend.to_str()
         fields = ("name", "vocab_size", "bos_token", "eos_token", "bos_id", "eos_id", "chat_template")
         return {**{name: getattr(self, name) for name in fields}, "tokenizer": text}
 
     @staticmethod
     def from_dict(made: dict[str, Any]) -> Tokenizer:
-        """What :meth:`as_dict` says."""
+        """The tokenizer that :meth:`as_dict` serialized."""
         made = dict(made)
         text = made.pop("tokenizer")
         return Tokenizer(**made, backend=None if text is None else _library().from_str(text))
 
     def digest(self) -> str:
-        """A digest of everything that decides which ids come out."""
+        """SHA-256 of everything that affects token ids; the name is excluded."""
         return hashlib.sha256(json.dumps({**self.as_dict(), "name": ""}, sort_keys=True).encode()).hexdigest()
 
 
 def pieces(text: str) -> list[str]:
-    """A text cut as Levanter cuts it: runs of 25,000 characters or more stand apart, in pieces of 25,000."""
+    """Splits a text as Levanter does: runs of 25,000 or more characters are cut into pieces of 25,000."""
     if len(text) <= _LONGEST_RUN:
         return [text]
     made, last = [], 0
@@ -105,7 +105,7 @@ def _integers(text: str) -> list[int]:
     try:
         return [int(word) for word in text.split()]
     except ValueError as error:
-        raise FormatError(f"the passthrough tokenizer expects integers between white space: {error}") from error
+        raise FormatError(f"the passthrough tokenizer expects integers separated by white space: {error}") from error
 
 
 def _library() -> Any:
@@ -124,20 +124,21 @@ def load_tokenizer(
     eos_token: str | None = None,
     chat_template: str | None = None,
 ) -> Tokenizer:
-    """A tokenizer of whatever kind.
+    """Loads a tokenizer.
 
     Args:
-        tokenizer: a folder with ``tokenizer.json`` (and ``tokenizer_config.json``, ``chat_template.jinja``), that file itself, a
-            ``tokenizers.Tokenizer``, a fast tokenizer of transformers, or ``"passthrough"``: texts are integers.
-        vocab_size: of ``"passthrough"``.
-        bos_token: in place of what the tokenizer says; a bare ``tokenizers.Tokenizer`` says nothing.
+        tokenizer: a folder with ``tokenizer.json`` (and ``tokenizer_config.json``, ``chat_template.jinja``), the path of a
+            ``tokenizer.json``, a ``tokenizers.Tokenizer``, a fast tokenizer of transformers, or ``"passthrough"``: texts contain
+            token ids separated by white space.
+        vocab_size: vocabulary size of ``"passthrough"``.
+        bos_token: overrides the tokenizer's own; a bare ``tokenizers.Tokenizer`` has none.
         eos_token: likewise.
         chat_template: likewise.
 
     Raises:
-        MissingFileError, FormatError: there is no tokenizer, or none that the library reads.
-        MissingExtraError: the library is not installed.
-        ArgumentError: it is something else, or has no such token.
+        MissingFileError, FormatError: the files are missing, or the library cannot read them.
+        MissingExtraError: the ``tokenizers`` library is not installed.
+        ArgumentError: an unsupported object, or the vocabulary lacks a given special token.
     """
     made = _load(tokenizer, vocab_size)
     if chat_template is not None:
@@ -177,19 +178,19 @@ def _load(tokenizer: Any, vocab_size: int | None) -> Tokenizer:
 
 
 def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
-    local_path(given, "tokenizer")  # refuses what no file can be named
+    local_path(given, "tokenizer")  # rejects strings that cannot be file names
     path = Path(given).expanduser()
     is_folder = Location.at(path).kind() == "folder"
     file = path / "tokenizer.json" if is_folder else path
     if Location.at(file).kind() != "file":
-        hint = "" if is_folder or path.is_absolute() else "; names of the Hugging Face hub have to be downloaded first"
+        hint = "" if is_folder or path.is_absolute() else "; download tokenizers of the Hugging Face hub first"
         raise MissingFileError(f"expected a tokenizer.json, found none{hint}", path=file)
     try:
         backend = _library().from_file(str(file))
     except MissingExtraError:
         raise
     except Exception as error:
-        raise FormatError(f"the tokenizers library cannot read this: {error}", path=file) from error
+        raise FormatError(f"the tokenizers library cannot read this file: {error}", path=file) from error
     config_file = file.parent / "tokenizer_config.json"
     config = read_json(config_file) if Location.at(config_file).kind() == "file" else {}
     if not isinstance(config, dict):
@@ -200,7 +201,7 @@ def _from_path(given: str | os.PathLike[str]) -> Tokenizer:
         template = own.read_utf8()
     if template is not None and not isinstance(template, str):
         raise FormatError(
-            f"field 'chat_template': expected a text, found {show(template)}; give one with chat_template=",
+            f"field 'chat_template': expected a string, found {show(template)}; pass chat_template=",
             path=config_file,
         )
     return _made(backend, os.fspath(given), _token(config, "bos_token"), _token(config, "eos_token"), template)
@@ -216,8 +217,8 @@ def _made(backend: Any, name: str, bos: str | None, eos: str | None, template: A
     if backend.truncation is not None:
         warnings.warn(
             ActshardWarning(
-                f"{name or 'the tokenizer'} cuts texts to {backend.truncation.get('max_length')} tokens (truncation in its "
-                "tokenizer.json), as Levanter would; no_truncation() of the tokenizers library turns that off",
+                f"{name or 'the tokenizer'} truncates texts to {backend.truncation.get('max_length')} tokens (truncation in its "
+                "tokenizer.json), as Levanter would; call no_truncation() on the tokenizers.Tokenizer to disable it",
                 code="tokenizer-truncates",
             ),
             stacklevel=4,

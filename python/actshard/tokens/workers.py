@@ -1,4 +1,4 @@
-"""Sources built by processes of their own, so that Python's part of tokenizing uses every processor."""
+"""Worker processes that build sources in parallel, because Python's part of tokenizing holds the GIL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from actshard.tokens.sources import Source
 
 
 def _stderr() -> int:
-    """The descriptor of standard error, or one that goes nowhere."""
+    """The descriptor of stderr, or DEVNULL if it is closed."""
     try:
         os.get_inheritable(2)  # raises if it is closed
     except OSError:
@@ -29,11 +29,11 @@ def _stderr() -> int:
 
 
 class Worker:
-    """A process that builds sources, one after another; its tokenizer is loaded once."""
+    """A process that builds sources one after another. It loads the tokenizer once."""
 
     def __init__(self, setup: bytes, threads: int) -> None:
         self.shard: str | None = None
-        """The source that it builds."""
+        """The shard it is building; None when idle."""
         self._heard = bytearray()
         count = str(threads)
         env = {
@@ -45,15 +45,15 @@ class Worker:
         }
         said, say = os.pipe()
         self.said = os.fdopen(said, "rb", buffering=0)
-        """What it says, on a descriptor of its own: its standard output belongs to the libraries that it uses."""
+        """The pipe of its messages. Its stdout is left to the libraries it uses."""
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "actshard.tokens.shards", str(say)],
                 stdin=subprocess.PIPE,
-                stdout=_stderr(),  # what is printed is for people; this process's own output may be read by a program
+                stdout=_stderr(),  # stdout of this process may be parsed by a program
                 pass_fds=(say,),
                 env=env,
-                start_new_session=True,  # Ctrl-C is for this process, which ends them all
+                start_new_session=True,  # Ctrl-C reaches only this process, which ends the workers
             )
         except BaseException:
             self.said.close()
@@ -61,19 +61,19 @@ class Worker:
         finally:
             os.close(say)
         assert self._process.stdin is not None
-        # Stdin stays open: when this process is gone, however that came, it closes, and the worker ends.
+        # Stdin stays open until this process ends, even if it is killed. Then the worker reads end of file and exits.
         self._stdin = self._process.stdin
-        # A tokenizer is larger than a pipe: a worker that reads slowly must not keep the others from being heard.
+        # A tokenizer is larger than a pipe's buffer: writing from a thread keeps a slow worker from blocking the others.
         self._sending = threading.Thread(target=self._send, args=(setup,), daemon=True)
         self._sending.start()
 
     def _send(self, line: bytes) -> None:
-        with suppress(OSError, ValueError):  # it has died, which its status says
+        with suppress(OSError, ValueError):  # the worker died; its exit status is checked later
             self._stdin.write(line + b"\n")
             self._stdin.flush()
 
     def give(self, source: Source, task: Task) -> None:
-        """Gives it a source to build."""
+        """Sends a source to build."""
         self.shard = source.shard
         before, line = self._sending, json.dumps(shards.task_as_dict(source, task)).encode()
 
@@ -85,7 +85,7 @@ class Worker:
         self._sending.start()
 
     def hear(self) -> Iterator[dict[str, Any]] | None:
-        """What it says; None when it says no more."""
+        """Messages received since the last call; None at end of file."""
         data = os.read(self.said.fileno(), 1 << 16)
         if not data:
             return None
@@ -94,27 +94,27 @@ class Worker:
         return map(json.loads, lines)
 
     def end(self) -> None:
-        """Lets it end: there is nothing more to build."""
+        """Closes stdin, so that the worker exits."""
         self.shard = None
         self._sending.join()
         with suppress(OSError):
             self._stdin.close()
 
     def wait(self) -> int:
-        """Its status, when it has ended."""
+        """Waits for the process and returns its exit status."""
         with suppress(OSError):
             self._stdin.close()
         self.said.close()
         return self._process.wait()
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process."""
         with suppress(OSError):
             self._process.kill()
 
 
 class Workers:
-    """Sources built by processes of their own, as many at a time as there are jobs; each builds one after another."""
+    """Builds sources in up to ``jobs`` worker processes, each one source at a time."""
 
     def __init__(
         self,
@@ -133,12 +133,12 @@ class Workers:
         self._waiting: list[tuple[Source, Task]] = []
 
     def run(self, files: list[tuple[Source, Task]]) -> None:
-        """Builds all of them.
+        """Builds all sources.
 
         Raises:
-            InternalError: a process died. Errors of a source are raised as they are; the other processes are ended.
+            InternalError: a process died. Errors of a source are re-raised. In both cases the other processes are killed.
         """
-        # The largest first: the last to end is then a small one.
+        # Largest first (popped from the end), so that no long task is left for the end.
         self._waiting = sorted(files, key=lambda f: f[0].size())
         workers: set[Worker] = set()
         selector = selectors.DefaultSelector()
@@ -163,7 +163,7 @@ class Workers:
             selector.close()
 
     def _hear(self, worker: Worker) -> bool:
-        """Takes in what a worker says, and gives it the next source. False: it has ended."""
+        """Handles a worker's messages and sends it the next source. Returns False at end of file."""
         heard = worker.hear()
         if heard is None:
             return False

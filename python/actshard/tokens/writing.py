@@ -1,4 +1,4 @@
-"""``CacheWriter``: rows that are tokens already, into a cache of their own."""
+"""``CacheWriter``: writes a token cache from rows that are already tokenized."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _WRITTEN = "written"
 
 
 def checked_storage(storage: str) -> str:
-    """A storage that there is."""
+    """Returns ``storage`` if it is supported; raises ArgumentError otherwise."""
     if not isinstance(storage, str) or storage not in STORAGES:
         raise ArgumentError(f"storage must be one of {', '.join(STORAGES)}, not {storage!r}")
     return storage
 
 
 class FieldWriters:
-    """The fields of a cache that are being written into a folder; the ledger is somebody else's."""
+    """Writers of a cache's fields in one folder. They do not write the ledger."""
 
     def __init__(
         self,
@@ -69,16 +69,16 @@ class FieldWriters:
     def append(
         self, name: str, elements: NDArray[Any], lengths: NDArray[np.int64], shapes: NDArray[np.int64] = _NO_SHAPES
     ) -> None:
-        """Rows of a field: their elements end to end, and how many each has."""
+        """Appends rows to a field: ``elements`` concatenated over rows, and the number of elements of each row."""
         flat = np.ascontiguousarray(elements, self.fields[name]).reshape(-1).view(np.uint8)
         self._writers[name].append(flat, np.ascontiguousarray(lengths, np.int64), shapes)
 
     def extend(self, name: str, field: _native.TokenField) -> None:
-        """All rows of a field of another cache; what is stored there is copied and not decoded."""
+        """Appends all rows of another cache's field. Stored blocks are copied without decoding."""
         self._writers[name].extend(field)
 
     def finish(self) -> tuple[int, dict[str, int]]:
-        """Writes what is left and waits for the disk: rows, and elements of each field."""
+        """Writes buffered data and syncs it to disk. Returns the number of rows, and the number of elements by field."""
         counts = {name: writer.finish() for name, writer in self._writers.items()}
         rows = next(iter(counts.values()))[0] if counts else 0
         if any(held != rows for held, _ in counts.values()):
@@ -100,23 +100,23 @@ def _native_name(dtype: np.dtype[Any]) -> str:
 
 
 class CacheWriter:
-    """Writes a cache from arrays: what Levanter's ``SerialCacheWriter`` is for.
+    """Writes a cache from arrays, like Levanter's ``SerialCacheWriter``.
 
     >>> with tokens.CacheWriter("cache/train", {"input_ids": np.int32}) as writer:
     ...     writer.append([{"input_ids": ids} for ids in documents])
 
-    Nothing is at the path before the writer is closed without an error; then all of it is. A call that is refused changes nothing.
-    After a write that failed (a full disk) everything but :meth:`abort` is refused: some fields may have the rows, others not.
+    The complete cache appears at the path when the writer is closed without an error; nothing is there before. A rejected call
+    changes nothing. After a failed write (such as a full disk) only :meth:`abort` is allowed, because fields may differ in length.
 
     Args:
-        path: the folder to make.
-        fields: names and types. Nested fields are named ``"a/b"``.
+        path: the folder to create.
+        fields: dtypes by field name. Nested fields are named ``"a/b"``.
         storage: ``"plain"`` or ``"lz4"``; see :func:`~actshard.tokens.build_cache`.
-        metadata: the ledger's ``preprocessor_metadata``, for readers that look at it: what JSON can hold.
-        overwrite: replace the cache that is there. Only what its ledger names is removed.
+        metadata: the ledger's ``preprocessor_metadata``; must be serializable as JSON.
+        overwrite: replace an existing cache. Only files listed in its ledger are removed.
 
     Raises:
-        ExistsError: something is at the path.
+        ExistsError: the path exists.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class CacheWriter:
     ) -> None:
         self.path = local_path(path)
         if not isinstance(fields, Mapping):
-            raise ArgumentTypeError(f"fields: expected types by name, found {type(fields).__name__}")
+            raise ArgumentTypeError(f"fields: expected dtypes by name, found {type(fields).__name__}")
         if not fields:
             raise ArgumentError("fields: expected at least one")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise ArgumentTypeError(f"metadata: expected a dict, found {type(metadata).__name__}")
         for name in fields:
             if not isinstance(name, str) or not name or any(part in ("", ".", "..") for part in name.split("/")):
-                raise ArgumentError(f"fields: {name!r} is no name of a field")
+                raise ArgumentError(f"fields: {name!r} is not a valid field name")
         self._overwrite = overwrite
         self._fields = {name: _field_dtype(name, dtype) for name, dtype in fields.items()}
         self._storage = checked_storage(storage)
@@ -161,17 +161,17 @@ class CacheWriter:
         if not there or (self.path.is_dir() and not any(self.path.iterdir())):
             return
         if not self._overwrite:
-            raise ExistsError("something is here already; overwrite=True replaces a cache", path=self.path)
+            raise ExistsError("the path exists; pass overwrite=True to replace a cache", path=self.path)
         if not self.path.is_dir():
-            raise ExistsError("expected a token cache to replace, found a file; remove it first", path=self.path)
+            raise ExistsError("expected a token cache to replace, found a file; remove the file first", path=self.path)
         arrays = [f"{name}/{part}" for name in self._fields for part in ("offsets", "data", "shapes")]
         if (self.path / placing.WORK / placing.SWAP).exists():
-            return  # a cache moves in or out: looked at when that is completed
+            return  # a swap was interrupted: checked when it is completed
         try:
             mine = placing.owned(self.path)
         except ActshardError as error:
             raise ExistsError(
-                f"a cache is here whose ledger cannot be read ({error.detail}), so that it is not known what belongs to it; "
+                f"cannot replace this cache: its ledger cannot be read ({error.detail}), so its files are unknown; "
                 "remove the folder first",
                 path=self.path,
             ) from error
@@ -179,21 +179,21 @@ class CacheWriter:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise ClosedError("the writer was closed", path=self.path)
+            raise ClosedError("the writer is closed", path=self.path)
         if self._failed:
             raise ClosedError(
-                f"an earlier write failed ({self._failed}), so that the cache cannot be finished; abort() and write it anew",
+                f"an earlier write failed ({self._failed}); call abort() and write the cache again",
                 path=self.path,
             )
         if self._whole is not None:
-            raise ClosedError("the cache is whole and waits for its place; close() again, or abort()", path=self.path)
+            raise ClosedError("the cache is complete but not in place; call close() again, or abort()", path=self.path)
 
     def append(self, rows: Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]]) -> None:
-        """Appends rows: for each a dict with an array, or a list, for every field.
+        """Appends rows: one dict per row, with an array or list for every field.
 
         Raises:
-            ArgumentError: a row lacks a field, has another, or an array of another kind. Nothing was appended.
-            ClosedError: the writer was closed, or an earlier write failed.
+            ArgumentError: a row has a missing or unknown field, or an array of the wrong type or rank. Nothing was appended.
+            ClosedError: the writer is closed, or an earlier write failed.
         """
         self._check_open()
         batch = list(rows)
@@ -220,11 +220,15 @@ class CacheWriter:
         self._put(held, pieces)
 
     def append_flat(self, elements: Mapping[str, NDArray[Any]], lengths: Mapping[str, Any] | NDArray[Any]) -> None:
-        """Appends rows as flat arrays: elements end to end, and how many each row has (the same in all fields, or by field).
+        """Appends rows from concatenated arrays.
+
+        Args:
+            elements: for each field a 1-D array of all rows' elements.
+            lengths: the number of elements of each row, (n,): one array for all fields, or one by field.
 
         Raises:
-            ArgumentError: fields, lengths or values that do not fit. Nothing was appended.
-            ClosedError: the writer was closed, or an earlier write failed.
+            ArgumentError: fields, lengths or values do not match. Nothing was appended.
+            ClosedError: the writer is closed, or an earlier write failed.
         """
         self._check_open()
         if not isinstance(elements, Mapping):
@@ -237,11 +241,15 @@ class CacheWriter:
         rows: int | None = None
         for name in self._fields:
             if held[name] != 1:
-                raise ArgumentError(f"field '{name}': rows of {held[name]} axes are appended with append()")
+                raise ArgumentError(
+                    f"field '{name}': expected 1-D rows, found rows with {held[name]} axes; use append()"
+                )
             values = self._asarray(elements[name], f"field '{name}'")
             counts = _counts(lengths, name)
             if counts.ndim != 1 or (counts < 0).any() or int(counts.sum()) != values.size:
-                raise ArgumentError(f"field '{name}': lengths that do not sum to its {values.size} elements")
+                raise ArgumentError(
+                    f"field '{name}': expected lengths that sum to {values.size}, the number of elements"
+                )
             if rows is not None and len(counts) != rows:
                 raise ArgumentError(f"field '{name}': expected the lengths of {rows} rows, found {len(counts)}")
             rows = len(counts)
@@ -249,7 +257,7 @@ class CacheWriter:
         self._put(held, pieces)
 
     def _put(self, axes: dict[str, int], pieces: Mapping[str, tuple[Any, Any, Any]]) -> None:
-        """Writes rows that were checked: what fails from here on leaves fields that do not belong together."""
+        """Writes checked rows. A failure here leaves fields of different lengths, so the writer refuses further writes."""
         if self._writers is None:
             self._writers = self._begun(axes)
             self._axes = axes
@@ -261,7 +269,7 @@ class CacheWriter:
             raise
 
     def _begun(self, axes: dict[str, int]) -> FieldWriters:
-        """The writers of a folder beside the cache's, which is locked; those of killed writers are removed."""
+        """Creates and locks a temporary folder next to the cache's. Removes those that killed writers left."""
         with boundary(self.path, "make"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for left in self.path.parent.glob(f"{globbing.escape(self.path.name)}.tmp.*"):
@@ -321,11 +329,11 @@ class CacheWriter:
         return made
 
     def close(self) -> None:
-        """Writes what is left, the ledger last, and puts the cache where it belongs.
+        """Writes buffered data, the ledger last, and moves the cache to its path.
 
         Raises:
-            ExistsError: something came to stand at the path meanwhile. Move it away and close again.
-            ClosedError: an earlier write failed; nothing is left.
+            ExistsError: the path was created by another process. Move it away and call ``close`` again.
+            ClosedError: an earlier write failed; nothing was kept.
         """
         if not self._open:
             return
@@ -341,7 +349,7 @@ class CacheWriter:
         self.abort()
 
     def _finished(self) -> Path:
-        """The cache, whole and on the disk, but not in its place."""
+        """Returns the folder of the cache: complete and synced to disk, but not yet at its path."""
         if self._writers is None:
             self._writers = self._begun(dict.fromkeys(self._fields, 1))
         rows, counts = self._writers.finish()
@@ -379,13 +387,13 @@ class CacheWriter:
             lock.release()
 
     def abort(self) -> None:
-        """Leaves nothing behind."""
+        """Closes the writer and removes everything it wrote."""
         self._open = False
         self._writers = None
         self._unstage()
 
     def _unstage(self) -> None:
-        """Removes the folder that the cache is made in."""
+        """Removes the temporary folder and its lock."""
         if self._staged is not None:
             placing.clear(self._staged)
             self._staged = None
@@ -408,7 +416,7 @@ class CacheWriter:
 def _counts(lengths: Any, name: str) -> NDArray[np.int64]:
     if isinstance(lengths, Mapping) and name not in lengths:
         raise ArgumentError(
-            f"lengths: expected those of field '{name}', found {', '.join(map(str, lengths)) or 'none'}"
+            f"lengths: expected an entry for field '{name}', found {', '.join(map(str, lengths)) or 'none'}"
         )
     given = lengths[name] if isinstance(lengths, Mapping) else lengths
     return flat(given, "row") if np.size(given) else np.empty(0, np.int64)
