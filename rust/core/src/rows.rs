@@ -1,4 +1,4 @@
-//! The rows of a dataset, wherever its layout puts them: what a binding opens once and asks ever after.
+//! The rows of a dataset in any layout: the type that a binding holds.
 
 use std::iter::once;
 use std::sync::Arc;
@@ -20,32 +20,32 @@ use crate::layout::{Address, Layout, check_example};
 use crate::source::Io;
 use crate::threads::Watch;
 
-/// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
+/// The files and the layout of a dataset. An enum, not a trait object, so that the gather is compiled for each layout.
 pub enum Rows {
     /// Files of equal shape, addresses by arithmetic.
     Strided(FileTable, Strided),
-    /// Listed files, addresses looked up.
+    /// Listed files, addresses from a table.
     Table(FileTable, Table),
-    /// Listed files, each example's rows at a place of its own.
+    /// Listed files; each example begins at its own row.
     Spans(FileTable, Spans),
     /// Arrays cut into chunk files.
     Chunked(ChunkFiles, Chunked),
-    /// Pickle shards, which have to be looked into before anything is known of them; and the type that rows are given as, where
-    /// one was asked for ([`Rows::read_as`]).
+    /// Pickle shards, which must be parsed before their rows are known, and the requested type of rows, if any
+    /// ([`Rows::read_as`]).
     Shards(Arc<Shards>, Option<DType>),
 }
 
-/// What is best read together, because it is decoded together.
+/// Examples that should be read together because they are decoded together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Units {
-    /// Every example by itself.
+    /// Each example separately.
     Examples,
     /// Examples between neighbouring bounds; the first is 0, the last the number of examples.
     Between(Vec<u64>),
 }
 
-/// The files and the layout that know these examples: those the dataset has, or made for the occasion by shards that have to
-/// be looked into.
+/// Runs `$body` with the layout of these examples: the dataset's own, or, for shards, one prepared by parsing the shards
+/// concerned.
 macro_rules! with_layout {
     ($self:expr, $examples:expr, $watch:expr, $layout:ident => $body:expr) => {
         match $self {
@@ -62,7 +62,7 @@ macro_rules! with_layout {
 }
 
 impl Rows {
-    /// What a row is.
+    /// The properties of a row.
     pub fn row(&self) -> Row {
         match self {
             Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.row(),
@@ -75,8 +75,7 @@ impl Rows {
         }
     }
 
-    /// Closes the files that are kept open and drops decoded bytes that are kept. Reads under way finish; a later read opens
-    /// its files again.
+    /// Closes cached files and drops cached decoded bytes. Reads in progress finish; a later read opens its files again.
     pub fn release(&self) {
         match self {
             Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.release(),
@@ -107,7 +106,7 @@ impl Rows {
         }
     }
 
-    /// Whether reading decodes, so that going back and forth between files is to be avoided.
+    /// Whether reading decodes: then switching between files is expensive.
     pub fn decodes(&self) -> bool {
         match self {
             Rows::Strided(..) | Rows::Table(..) | Rows::Spans(..) => false,
@@ -116,7 +115,7 @@ impl Rows {
         }
     }
 
-    /// Bytes that the sources wish a window to read in one go; `None` for files of this machine.
+    /// Bytes that a window should read in one request from these sources; `None` for local files.
     pub fn unit_bytes(&self) -> Option<u64> {
         match self {
             Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => {
@@ -127,11 +126,11 @@ impl Rows {
         }
     }
 
-    /// What is best read together.
+    /// The examples that should be read together.
     pub fn units(&self) -> Result<Units> {
         Ok(match self {
             Rows::Shards(shards, _) if self.decodes() => {
-                // A shard without samples is no unit.
+                // A shard without samples is not a unit.
                 let mut bounds = shards.bounds().to_vec();
                 bounds.dedup();
                 Units::Between(bounds)
@@ -144,7 +143,7 @@ impl Rows {
         })
     }
 
-    /// Tokens stored for each of these examples, in the group of each.
+    /// Numbers of tokens stored for these examples, each in its group.
     pub fn tokens_of(&self, groups: Ints<'_>, examples: &[i64], watch: Watch<'_>) -> Result<Vec<i64>> {
         with_layout!(self, &mut examples.iter().copied(), watch, layout => {
             let each = examples.iter().enumerate().map(|(i, &e)| {
@@ -171,7 +170,7 @@ impl Rows {
         })
     }
 
-    /// An example's rows in place and their number, where they lie together in one mapped file.
+    /// A view of an example's rows and their number, if they are contiguous in one mapped file.
     pub fn view(&self, io: Io, group: usize, example: i64, watch: Watch<'_>) -> Result<Option<(View, u64)>> {
         if io == Io::Pread {
             return Ok(None);
@@ -195,7 +194,7 @@ impl Rows {
         }
     }
 
-    /// [`hint`]s at rows of these.
+    /// [`hint`]s for these rows.
     pub fn hint(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize) {
         let only = 0..u64::MAX;
         match self {
@@ -263,8 +262,8 @@ impl Rows {
         }
     }
 
-    /// The same rows given as another type by every read, whatever type each is stored as: for rows that may be of several
-    /// types. `None` where all are of one.
+    /// The same rows, with every read converted to `dtype`: for rows whose stored types may differ. `None` if all have the
+    /// same type.
     pub fn read_as(&self, dtype: DType) -> Option<Rows> {
         match self {
             Rows::Shards(shards, _) if Cast::between(DType::F32, dtype).is_ok() => {
@@ -274,7 +273,7 @@ impl Rows {
         }
     }
 
-    /// The types that rows are stored as; of pickle shards, after all have been looked into.
+    /// The stored types of rows; parses all shards of a pickle dataset.
     pub fn stored_types(&self, watch: Watch<'_>) -> Result<Vec<DType>> {
         match self {
             Rows::Shards(shards, _) => {
@@ -284,7 +283,7 @@ impl Rows {
         }
     }
 
-    /// The type that each of these examples is stored as, in one group.
+    /// The stored type of each of these examples, in one group.
     pub fn types_of(&self, group: usize, examples: &[i64], watch: Watch<'_>) -> Result<Vec<DType>> {
         match self {
             Rows::Shards(shards, _) => {

@@ -1,7 +1,7 @@
-//! A look at every value: what is no number, which rows say nothing, which columns never move, which examples are alike.
+//! Scans every value: NaN and infinite values, zero and constant rows, constant columns, duplicate examples.
 //!
-//! Everything is done on bits in one pass over each row while it is in the cache: magnitudes are OR-ed (a column that is always
-//! zero stays zero), differences to the first row are OR-ed (a column that never changes stays zero), and rows are hashed.
+//! One pass of bit operations over each row while it is in the cache: magnitudes are OR-ed (0 for a column of zeros),
+//! differences to the first row are OR-ed (0 for a constant column), and rows are hashed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,47 +14,47 @@ use crate::rows::Rows;
 use crate::source::Io;
 use crate::threads::{self, Stop, Watch};
 
-/// Bytes that a thread looks at before it takes the next.
+/// Bytes per part.
 const PART: u64 = 2 << 20;
-/// Bytes between two reports of progress, and what is decoded at once.
+/// Bytes between two calls of `progress`; also the amount decoded at once.
 const WAVE: u64 = 64 << 20;
-/// Places that are kept of each kind.
+/// Positions stored per oddity.
 const PLACES: usize = 16;
 
-/// Something that a row should not be.
+/// A suspicious property of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Oddity {
-    /// Holds values that are no number.
+    /// Contains NaN values.
     NotANumber,
-    /// Holds infinite values.
+    /// Contains infinite values.
     Infinite,
     /// All zeros.
     Zero,
-    /// One value throughout, which is not zero.
+    /// One repeated nonzero value.
     Constant,
 }
 
 impl Oddity {
-    /// All of them.
+    /// Every oddity.
     pub const ALL: [Oddity; 4] = [Oddity::NotANumber, Oddity::Infinite, Oddity::Zero, Oddity::Constant];
 }
 
-/// What was seen.
+/// The result of a scan.
 #[derive(Clone, Debug, Default)]
 pub struct Scan {
-    /// Rows.
+    /// Number of rows.
     pub rows: u64,
-    /// Rows of each oddity, by its number.
+    /// Number of rows with each oddity, indexed by the oddity.
     pub odd: [u64; 4],
-    /// The first of them: example and token.
+    /// The first positions of each: example and token.
     pub places: [Vec<(u64, u64)>; 4],
-    /// Values that are no number, and infinite ones.
+    /// Numbers of NaN and of infinite values.
     pub bad: [u64; 2],
-    /// Per column, all magnitudes (bits without a sign that a zero may have) OR-ed: 0 for a column of zeros.
+    /// Per column, all magnitudes (bits without the sign, for types with a signed zero) OR-ed: 0 for a column of zeros.
     pub magnitudes: Vec<u64>,
-    /// Per column, all differences to the first row OR-ed.
+    /// Per column, all differences to the first row OR-ed: 0 for a constant column.
     pub differences: Vec<u64>,
-    /// Per example, a hash of all its rows; the same for the same bytes.
+    /// Per example, a hash of its rows; equal bytes give equal hashes.
     pub hashes: Vec<u64>,
 }
 
@@ -70,7 +70,7 @@ impl Scan {
             self.bad[k] += next.bad[k];
         }
         for (all, mut part) in [(&mut self.magnitudes, next.magnitudes), (&mut self.differences, next.differences)] {
-            // The first has none yet: it takes the other's memory.
+            // The first scan has no columns yet: take the other's memory.
             if all.len() < part.len() {
                 std::mem::swap(all, &mut part);
             }
@@ -80,7 +80,7 @@ impl Scan {
     }
 }
 
-/// Looks at all rows of a group.
+/// Scans all rows of a group.
 pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
     let row = rows.row();
     let n = rows.examples();
@@ -91,7 +91,7 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
     let one = Ints::One(group as i64);
     let mut from = 0;
     while from < n {
-        // Examples of a wave, and their tokens. Counting decodes shards: not more of them than will be read.
+        // The examples of a wave and their token counts. Counting decodes shards, so count no more than will be read.
         let ask: Vec<i64> = (from as i64..(from + 4096).min(n) as i64).collect();
         let mut counts = if staged { vec![] } else { rows.tokens_of(one, &ask, &mut *watch)? };
         let mut bytes = 0;
@@ -122,7 +122,7 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
         };
         let mut stage = if staged { Some(memory(bytes)?) } else { None };
         if let Some(stage) = &mut stage {
-            // An example may lack the group altogether, which is not to be asked for.
+            // Skip examples that have no rows in this group.
             let there: Vec<i64> = ids.iter().zip(&counts).filter(|(_, c)| **c > 0).map(|(id, _)| *id).collect();
             read(&there, stage.as_mut(), &mut *watch)?;
         }
@@ -169,9 +169,9 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
     Ok(all)
 }
 
-/// [`dtype::overflows`] of many elements, counted by all threads.
+/// [`dtype::overflows`] of many elements, with all threads.
 pub fn count_overflows(from: DType, to: DType, elements: &[u8], watch: Watch<'_>) -> Result<u64> {
-    // Also says at once which types there is no answer for.
+    // Reports unsupported types first.
     dtype::overflows(from, to, &[])?;
     let found = AtomicU64::new(0);
     let parts: Vec<&[u8]> = elements.chunks(PART as usize).collect();
@@ -183,7 +183,7 @@ pub fn count_overflows(from: DType, to: DType, elements: &[u8], watch: Watch<'_>
     Ok(found.into_inner())
 }
 
-/// Neighbouring examples of about [`PART`] bytes together.
+/// Groups neighbouring examples into parts of about [`PART`] bytes.
 fn cut(counts: &[i64], row_bytes: u64) -> Vec<std::ops::Range<usize>> {
     let mut parts = vec![];
     let (mut start, mut bytes) = (0, 0);
@@ -208,7 +208,7 @@ struct Columns<T> {
     differences: Vec<T>,
 }
 
-/// What one row is.
+/// Properties of one row.
 #[derive(Default)]
 struct Facts {
     zero: bool,
@@ -226,8 +226,8 @@ macro_rules! bits {
             }
         }
 
-        /// One row. Branch-free so that it vectorises; signed, because that is what SSE2 compares. `mask` leaves out a bit
-        /// that is only a sign.
+        /// Processes one row. Branch-free so that it vectorises; signed, because SSE2 compares signed integers. `mask`
+        /// excludes a bit that is only a sign.
         #[inline]
         fn $row(row: &[$t], columns: &mut Columns<$t>, mask: $t, infinity: $t) -> Facts {
             let head = row.first().copied().unwrap_or(0);
@@ -258,22 +258,22 @@ enum Kernel {
     Of64(Columns<i64>),
 }
 
-/// What the bits of an element mean.
+/// The interpretation of an element's bits.
 #[derive(Clone, Copy)]
 struct Meaning {
-    /// The bits that make it differ from zero: all but the sign, of types that have a zero of either sign.
+    /// The bits that distinguish it from zero: all but the sign, for types with a signed zero.
     mask: i64,
-    /// From this magnitude on it is infinite or NaN; none is where no magnitude is above it.
+    /// Magnitudes from here on are infinite or NaN; `i64::MAX` if there are none.
     infinity: i64,
-    /// Bytes of a number; half an element of a complex type.
+    /// Bytes of a number; half an element for complex types.
     number: usize,
-    /// Of types of one byte: 1 for NaN, 2 for infinity.
+    /// For one-byte types: 1 for NaN, 2 for infinity.
     bytes: Option<&'static [u8; 256]>,
-    /// Whether there is a zero at all.
+    /// Whether the type has a zero.
     zero: bool,
 }
 
-/// Which bytes of a type are NaN (1) or infinite (2).
+/// A table of a type's bytes: 1 for NaN, 2 for infinity.
 const fn bytes_of(nan: &[(u8, u8)], infinite: &[u8]) -> [u8; 256] {
     let mut made = [0; 256];
     let mut k = 0;
@@ -320,7 +320,7 @@ impl Meaning {
         }
     }
 
-    /// Values of a row that are NaN, and infinite ones.
+    /// The numbers of NaN and of infinite values in a row.
     fn count(&self, row: &[u8]) -> (u64, u64) {
         if let Some(bytes) = self.bytes {
             let of = |kind: u8| row.iter().filter(|b| bytes[usize::from(**b)] == kind).count() as u64;
@@ -330,7 +330,7 @@ impl Meaning {
     }
 }
 
-/// A thread's look at some rows.
+/// One thread's scan of some rows.
 struct Look {
     kernel: Kernel,
     meaning: Meaning,
@@ -356,7 +356,7 @@ impl Look {
             1 => Kernel::Of8(columns(first, width)?),
             2 => Kernel::Of16(columns(first, width)?),
             4 => Kernel::Of32(columns(first, width)?),
-            // Wider elements (complex numbers) as their halves.
+            // Wider elements (complex numbers) are scanned as halves.
             n => Kernel::Of64(columns(first, width * n / 8)?),
         };
         let meaning = Meaning::of(dtype);
@@ -397,7 +397,7 @@ impl Look {
     }
 
     fn row(&mut self, row: &[u8]) -> Facts {
-        // Rows of a safetensors file may begin anywhere.
+        // Rows of a safetensors file may be unaligned.
         let row = if row.as_ptr().addr().is_multiple_of(8) {
             row
         } else {
@@ -407,7 +407,7 @@ impl Look {
             place
         };
         let Meaning { mask, infinity, number, bytes, zero } = self.meaning;
-        // A type without infinities may still have the largest magnitude: nothing is bad about that.
+        // In a type without infinities the largest magnitude is a normal value.
         let floats = infinity != i64::MAX;
         let facts = match &mut self.kernel {
             Kernel::Of8(c) => row_of_8(bytemuck::cast_slice(row), c, mask as i8, i8::MAX),
@@ -417,7 +417,7 @@ impl Look {
         };
         let bad = match bytes {
             Some(bytes) => row.iter().fold(0, |any, b| any | bytes[usize::from(*b)]) != 0,
-            // The halves of a complex element are looked at one by one.
+            // For complex elements, the halves are counted one by one.
             None => floats && (facts.bad || number != self.row_bytes / self.width.max(1)),
         };
         Facts { zero: facts.zero && zero, bad, ..facts }
@@ -433,14 +433,14 @@ impl Look {
             Kernel::Of64(c) => ElementBits::join(m, d, c),
         }
         if !self.meaning.zero && self.found.rows > 0 {
-            // No column is zeros: one more bit that no element has.
+            // The type has no zero, so no column is zero: set a bit that no element uses.
             m.iter_mut().for_each(|m| *m |= 1 << 8);
         }
         Ok(self.found)
     }
 }
 
-/// Values of a row that are no number, and infinite ones.
+/// The numbers of NaN and of infinite values in a row.
 fn count_bad(row: &[u8], size: usize, infinity: i64) -> (u64, u64) {
     let (mut nan, mut infinite) = (0, 0);
     for element in row.chunks_exact(size) {
@@ -453,7 +453,7 @@ fn count_bad(row: &[u8], size: usize, infinity: i64) -> (u64, u64) {
     (nan, infinite)
 }
 
-/// Four lanes of multiply and rotate: fast, and good enough to tell which examples are worth comparing.
+/// Four lanes of multiply and rotate: fast, and good enough to find examples worth comparing.
 struct Hash([u64; 4]);
 
 impl Hash {
@@ -476,7 +476,7 @@ impl Hash {
             word[..part.len()].copy_from_slice(part);
             mix(&mut self.0[k], u64::from_le_bytes(word));
         }
-        // Rows apart: the same bytes cut into other rows are another example.
+        // Include row boundaries: the same bytes cut into other rows are a different example.
         mix(&mut self.0[3], bytes.len() as u64);
     }
 
@@ -500,7 +500,7 @@ mod tests {
 
     #[test]
     fn bytes_and_complex_numbers_that_are_no_numbers_are_found() {
-        // (type, NaN among all bytes, infinite ones), as ml_dtypes counts them.
+        // (type, number of NaN bytes, number of infinite bytes), as ml_dtypes counts them.
         for (dtype, nan, infinite) in [
             (DType::F8E5M2, 6, 2),
             (DType::F8E4M3, 2, 0),
@@ -526,7 +526,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against counting in the plainest way.
+        /// Compares with a simple count.
         #[test]
         fn oddities_are_counted(
             values in prop::collection::vec(prop_oneof![
@@ -569,7 +569,7 @@ mod tests {
             prop_assert_eq!(look_at(DType::U8, bytes.len(), &bytes).bad, [0, 0]);
         }
 
-        /// Against looking at each element as what it is.
+        /// Compares with reading each element as its own type.
         #[test]
         fn integers_have_no_sign_to_leave_out(bytes in prop::collection::vec(prop_oneof![Just(0u8), Just(0x80), any::<u8>()], 8..40)) {
             let bytes = &bytes[..bytes.len() / 8 * 8];

@@ -1,4 +1,4 @@
-//! Files opened to write, copied, and brought to the disk.
+//! Opens files for writing, copies ranges, and syncs files to disk.
 
 use std::fs::{File, OpenOptions};
 use std::num::NonZeroUsize;
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Kind, Result};
 use crate::threads::{self, Watch};
 
-/// Writes that wait for the disk at the same time.
+/// Maximum number of concurrent writes.
 const AT_ONCE: usize = 4;
 
-/// Does `jobs` jobs that wait for the disk. A single one, which cannot be stopped anyway, is done by the calling thread.
+/// Runs `jobs` jobs that wait for the disk. The calling thread runs a single job, which cannot be stopped anyway.
 pub(super) fn on_threads(jobs: usize, work: &(dyn Fn(usize) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
     if jobs <= 1 {
         return (0..jobs).try_for_each(work);
@@ -30,22 +30,22 @@ pub(super) fn open_to_write(path: &Path, direct: bool) -> Result<Option<File>> {
     }
     match options.open(path) {
         Ok(file) => Ok(Some(file)),
-        // EINVAL: a file system that has no direct writes, such as tmpfs.
+        // EINVAL: the file system (tmpfs, for example) does not support direct writes.
         Err(error) if direct && error.kind() == std::io::ErrorKind::InvalidInput => Ok(None),
         Err(error) => Err(Error::from_io(&error, path, "open to write")),
     }
 }
 
-/// More files than this are brought to the disk with all else that their file system has in memory, by one call.
+/// Above this number of files, one `syncfs` call per file system replaces a sync per file.
 const MANY: usize = 256;
 
-/// A dataset may lie on several file systems: its folders may be mounts, or symlinks to other disks.
+/// A dataset may span several file systems: its folders may be mounts or symlinks to other disks.
 #[cfg(target_os = "linux")]
 fn one_of_each_file_system(paths: &[PathBuf]) -> Result<Vec<&Path>> {
     use std::os::unix::fs::MetadataExt;
     let mut found: Vec<(u64, &Path)> = vec![];
     for path in paths {
-        let device = std::fs::metadata(path).map_err(|e| Error::from_io(&e, path, "look at"))?.dev();
+        let device = std::fs::metadata(path).map_err(|e| Error::from_io(&e, path, "stat"))?.dev();
         if !found.iter().any(|(known, _)| *known == device) {
             found.push((device, path));
         }
@@ -53,7 +53,7 @@ fn one_of_each_file_system(paths: &[PathBuf]) -> Result<Vec<&Path>> {
     Ok(found.into_iter().map(|(_, path)| path).collect())
 }
 
-/// Waits until what was written to these files is on the disk.
+/// Waits until the data written to these files is on disk.
 pub fn sync(paths: &[PathBuf], watch: Watch<'_>) -> Result<()> {
     #[cfg(target_os = "linux")]
     if paths.len() > MANY {
@@ -61,7 +61,7 @@ pub fn sync(paths: &[PathBuf], watch: Watch<'_>) -> Result<()> {
         let one = |i: usize| {
             let path = each[i];
             let file = File::open(path).map_err(|e| Error::from_io(&e, path, "open"))?;
-            rustix::fs::syncfs(&file).map_err(|e| Error::from_io(&e.into(), path, "bring to the disk"))
+            rustix::fs::syncfs(&file).map_err(|e| Error::from_io(&e.into(), path, "sync"))
         };
         return on_threads(each.len(), &one, watch);
     }
@@ -70,16 +70,16 @@ pub fn sync(paths: &[PathBuf], watch: Watch<'_>) -> Result<()> {
         &|i| {
             let path = &paths[i];
             let file = File::open(path).map_err(|e| Error::from_io(&e, path, "open"))?;
-            // A folder's entries are its data: fsync, for fdatasync may leave them out.
+            // A folder's entries are its data: fdatasync may leave them out, so use fsync.
             let folder = file.metadata().is_ok_and(|m| m.is_dir());
             let done = if folder { file.sync_all() } else { file.sync_data() };
-            done.map_err(|e| Error::from_io(&e, path, "bring to the disk"))
+            done.map_err(|e| Error::from_io(&e, path, "sync"))
         },
         watch,
     )
 }
 
-/// Copies a range of bytes between files, inside the kernel where it can.
+/// Copies a range of bytes between files, inside the kernel if possible.
 pub fn copy_range(from: &Path, start: u64, bytes: u64, to: &Path, offset: u64, watch: Watch<'_>) -> Result<()> {
     const MOST: usize = 64 << 20;
     let source = File::open(from).map_err(|e| Error::from_io(&e, from, "open"))?;
@@ -109,7 +109,7 @@ fn copy_some(source: &File, from: u64, n: usize, target: &File, to: u64) -> std:
         use rustix::io::Errno;
         let (mut at, mut put) = (from, to);
         match rustix::fs::copy_file_range(source, Some(&mut at), target, Some(&mut put), n) {
-            // 0: the end, or a file system that pretends to copy (a known fault of some); reading tells which.
+            // 0: end of file, or a file system with a known bug that copies nothing; reading distinguishes the two.
             Ok(copied) if copied > 0 => return Ok(copied),
             Ok(_) | Err(Errno::XDEV | Errno::NOSYS | Errno::INVAL | Errno::OPNOTSUPP) => {}
             Err(errno) => return Err(errno.into()),
@@ -148,13 +148,13 @@ mod tests {
         for path in &paths {
             std::fs::write(path, b"x").unwrap();
         }
-        // Another file system than that of a folder for temporary files, if only the kernel's.
+        // A file system other than that of temporary files, even if only the kernel's.
         let other = PathBuf::from("/proc/self/status");
         assert_ne!(std::fs::metadata(&other).unwrap().dev(), std::fs::metadata(&paths[0]).unwrap().dev());
         paths.push(other.clone());
         paths.push(folder.path().join("0"));
         assert_eq!(one_of_each_file_system(&paths).unwrap(), [paths[0].as_path(), other.as_path()]);
-        // A file that is not there is told, wherever it stands in the list.
+        // A missing file is reported, wherever it is in the list.
         paths.push(folder.path().join("none"));
         assert_eq!(sync(&paths, &mut || false).unwrap_err().kind, Kind::NotFound);
     }

@@ -1,9 +1,9 @@
-//! From memory into files: many pieces at their places at once, and whole files of segments, hashed and compressed.
+//! Writing from memory to files: many pieces at given offsets, and whole files of segments, hashed and compressed.
 //!
-//! Large writes go past the page cache (`O_DIRECT`) where the file system can: a capture of terabytes neither evicts what
-//! others read nor waits for the kernel to clean pages. Measured on two cores and a virtual disk: 2.5 GB/s with one thread and
-//! almost no processor, against 0.4 to 2.5 GB/s through the cache, whatever state that was in. What is not aligned, file systems
-//! that refuse and small files go through the cache.
+//! Large writes bypass the page cache (`O_DIRECT`) if the file system supports it: a capture of terabytes neither evicts other
+//! programs' pages nor waits for the kernel to write back dirty ones. Measured on two cores and a virtual disk: 2.5 GB/s with
+//! one thread and almost no processor time, compared with 0.4 to 2.5 GB/s through the cache, depending on its state. Unaligned
+//! bytes, small files and file systems without direct writes use the cache.
 
 mod disk;
 mod pieces;

@@ -1,4 +1,4 @@
-//! Pieces of memory to places in files.
+//! Writes pieces of memory to offsets in files.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -11,38 +11,38 @@ use crate::error::{Error, Kind, Result};
 use crate::memory::output::Output;
 use crate::threads::Watch;
 
-/// What is written at once, at most: large enough for the disk, small enough to share.
+/// Bytes per write, at most: large enough for the disk, small enough to balance threads.
 const JOB: u64 = 4 << 20;
-/// What direct writes are aligned to. No disk in use wants more.
+/// The alignment of direct writes. No disk in use needs a larger one.
 const PAGE: u64 = 4096;
-/// Files of which less is written go through the cache: opening twice costs more than it saves.
+/// Files with fewer bytes to write use the cache: opening them twice costs more than it saves.
 const DIRECT_FROM: u64 = 64 << 10;
 
-/// A file to write to. It is made if it is not there; what it holds already stays.
+/// A file to write to. It is created if it does not exist; existing content stays.
 #[derive(Clone, Debug)]
 pub struct Target {
-    /// Where.
+    /// Its path.
     pub path: PathBuf,
-    /// Bytes it has in the end, at least: what nobody wrote reads as zeros and takes no space.
+    /// Its final size in bytes, at least. Unwritten ranges read as zeros and take no space.
     pub size: u64,
 }
 
-/// Some bytes of a source, and where they go.
+/// Bytes of a source, and their destination.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
-    /// Number of the source.
+    /// Index of the source.
     pub source: usize,
-    /// The first byte of it.
+    /// Offset in the source.
     pub start: u64,
-    /// How many.
+    /// Number of bytes.
     pub bytes: u64,
-    /// Number of the file.
+    /// Index of the file.
     pub file: usize,
-    /// Where in it.
+    /// Offset in the file.
     pub offset: u64,
 }
 
-/// A range of one file, and the pieces it is made of.
+/// A range of one file, and its pieces.
 struct WriteJob {
     file: usize,
     from: u64,
@@ -54,7 +54,7 @@ struct WriteJob {
 struct Open {
     plain: File,
     direct: Option<File>,
-    /// Cleared by the first direct write that is refused.
+    /// Cleared by the first direct write that fails with EINVAL.
     may_direct: AtomicBool,
 }
 
@@ -64,7 +64,7 @@ struct TargetState {
     bytes: u64,
 }
 
-/// Writes all pieces. They must not overlap; where they lie side by side in a file they are written together.
+/// Writes all pieces. They must not overlap; adjacent pieces of a file are written together.
 pub fn write(sources: &[&[u8]], targets: &[Target], pieces: &[Piece], direct: bool, watch: Watch<'_>) -> Result<()> {
     let mut order: Vec<Piece> = pieces.iter().filter(|p| p.bytes > 0).copied().collect();
     order.sort_unstable_by_key(|p| (p.file, p.offset));
@@ -96,7 +96,7 @@ pub fn write(sources: &[&[u8]], targets: &[Target], pieces: &[Piece], direct: bo
         Ok(())
     };
     on_threads(jobs.len(), &work, watch)?;
-    // Files that no piece goes to.
+    // Files without pieces.
     for (slot, target) in slots.iter().zip(targets).filter(|(s, _)| s.bytes == 0) {
         debug_assert_eq!(slot.left.load(Ordering::Relaxed), 0);
         grow(&open_target(target, false)?.plain, target)?;
@@ -120,7 +120,7 @@ fn check(sources: &[&[u8]], targets: &[Target], order: &[Piece]) -> Result<()> {
     Ok(())
 }
 
-/// Neighbouring pieces together, cut at multiples of [`JOB`] so that cuts are aligned.
+/// Joins adjacent pieces, and cuts at multiples of [`JOB`] so that cuts are aligned.
 fn jobs_of(order: &[Piece]) -> Vec<WriteJob> {
     let mut jobs: Vec<WriteJob> = vec![];
     for (i, piece) in order.iter().enumerate() {
@@ -165,7 +165,7 @@ fn do_job(job: &WriteJob, order: &[Piece], sources: &[&[u8]], open: &Open) -> st
     };
     if let [only] = &order[job.pieces.clone()] {
         let (_, bytes) = part(only);
-        // In place where memory and file are aligned alike.
+        // Written without a copy if memory and file have the same alignment.
         if (bytes.as_ptr().addr() as u64) % PAGE == job.from % PAGE || open.direct.is_none() {
             return put(open, bytes, job.from);
         }
@@ -182,7 +182,7 @@ fn do_job(job: &WriteJob, order: &[Piece], sources: &[&[u8]], open: &Open) -> st
     put(open, bounce, job.from)
 }
 
-/// Whole pages directly, if memory is aligned as the file is; the rest, and all if that is refused, through the cache.
+/// Writes whole pages directly if memory and file have the same alignment; the rest, or all if that fails, through the cache.
 fn put(open: &Open, bytes: &[u8], offset: u64) -> std::io::Result<()> {
     let end = offset + bytes.len() as u64;
     let (first, last) = (offset.next_multiple_of(PAGE), end / PAGE * PAGE);
@@ -198,7 +198,7 @@ fn put(open: &Open, bytes: &[u8], offset: u64) -> std::io::Result<()> {
                 open.plain.write_all_at(&bytes[..a], offset)?;
                 return open.plain.write_all_at(&bytes[b..], last);
             }
-            // A stricter alignment than any known: through the cache from here on.
+            // The disk needs a larger alignment: use the cache from here on.
             Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => {
                 open.may_direct.store(false, Ordering::Relaxed);
             }
@@ -216,7 +216,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
-        /// Against plain copying in memory, for any pieces in any order, direct or not.
+        /// Compares with plain copying in memory, for any pieces in any order, direct or not.
         #[test]
         fn pieces_land_where_they_should(
             lengths in prop::collection::vec((0usize..60_000, 0usize..9000, 0usize..3), 1..40),

@@ -1,7 +1,7 @@
-//! A whole file from segments of memory: hashed while it is written, gzip'ed by all threads.
+//! Writes a whole file from segments of memory: hashes it while writing, and compresses with all threads.
 //!
-//! Compressed, the file is one gzip member: stretches of 1 MiB are deflated apart and end in an empty stored block, so that
-//! each begins at a byte (as `pigz` does it); checksums are joined. Any gzip reader reads it.
+//! A compressed file is one gzip member: stretches of 1 MiB are deflated separately and end in an empty stored block, so that
+//! each begins at a byte (as in `pigz`); checksums are combined. Any gzip reader can read it.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -16,25 +16,25 @@ use super::pieces::{Piece, Target, write};
 use crate::error::{Error, Kind, Result};
 use crate::threads::{self, Watch};
 
-/// What is deflated apart.
+/// Bytes deflated separately.
 const STRETCH: usize = 1 << 20;
-/// Stretches between two writes: bounds the memory.
+/// Stretches between two writes; bounds the memory.
 const WAVE: usize = 16;
-/// How often a watch is looked at while a checksum is waited for.
+/// Interval of calls to the watch while a checksum is being computed.
 const LOOK: Duration = Duration::from_millis(20);
 /// RFC 1952: magic, deflate, no flags, no time, no extra flags, an unknown system.
 const HEADER: [u8; 10] = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 255];
 
-/// What a file came to.
+/// Size and checksum of a written file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Digested {
-    /// Its bytes on disk.
+    /// Bytes on disk.
     pub size: u64,
-    /// Their SHA-256.
+    /// SHA-256 of these bytes.
     pub sha256: [u8; 32],
 }
 
-/// Writes segments one after the other into a new file, or what they are compressed to.
+/// Writes segments one after the other into a new file, compressed if `level` is given.
 pub fn write_segments(path: &Path, segments: &[&[u8]], level: Option<u32>, watch: Watch<'_>) -> Result<Digested> {
     let made = File::create(path).map_err(|e| Error::from_io(&e, path, "open to write"))?;
     match level {
@@ -75,7 +75,7 @@ fn plain(path: &Path, segments: &[&[u8]], watch: Watch<'_>) -> Result<Digested> 
                 }
             }
         }
-        // Whatever ends the write ends the checksum: the scope waits for its thread.
+        // A failed write also stops the checksum: the scope waits for its thread.
         stop.store(written.is_err(), Ordering::Relaxed);
         written?;
         let sha256 = hashed.join().ok().flatten();
@@ -84,7 +84,7 @@ fn plain(path: &Path, segments: &[&[u8]], watch: Watch<'_>) -> Result<Digested> 
     })
 }
 
-/// A stretch: the segments that it is made of, in order.
+/// The segments of each stretch, in order.
 fn stretches<'a>(segments: &[&'a [u8]]) -> Vec<Vec<&'a [u8]>> {
     let mut made: Vec<Vec<&[u8]>> = vec![];
     let mut room = 0;
@@ -106,7 +106,7 @@ fn stretches<'a>(segments: &[&'a [u8]]) -> Vec<Vec<&'a [u8]>> {
     made
 }
 
-/// A stretch deflated, with the checksum of what it holds.
+/// Deflates a stretch; also returns the checksum of its input.
 fn deflate(stretch: &[&[u8]], level: u32, last: bool) -> Result<(Vec<u8>, crc32fast::Hasher)> {
     let mut crc = crc32fast::Hasher::new();
     let total: usize = stretch.iter().map(|s| s.len()).sum();
@@ -126,7 +126,7 @@ fn deflate(stretch: &[&[u8]], level: u32, last: bool) -> Result<(Vec<u8>, crc32f
     let flush = if last { FlushCompress::Finish } else { FlushCompress::Sync };
     loop {
         let status = compress.compress_vec(&[], &mut out, flush).map_err(failed)?;
-        // Room to spare after a flush means that nothing is left inside.
+        // Spare capacity after a flush means that all output was written.
         if status == Status::StreamEnd || (!last && out.len() < out.capacity()) {
             return Ok((out, crc));
         }
@@ -160,7 +160,7 @@ fn gzip(path: &Path, mut file: File, segments: &[&[u8]], level: u32, watch: Watc
     }
     let length: u64 = segments.iter().map(|s| s.len() as u64).sum();
     put(&crc.finalize().to_le_bytes())?;
-    put(&(length as u32).to_le_bytes())?; // modulo 2^32, as RFC 1952 has it
+    put(&(length as u32).to_le_bytes())?; // modulo 2^32 (RFC 1952)
     Ok(Digested { size, sha256: sha.finalize().into() })
 }
 
@@ -197,7 +197,7 @@ mod tests {
                 x ^= x << 13;
                 x ^= x >> 7;
                 x ^= x << 17;
-                // Half noise, half runs, so that blocks of every kind occur.
+                // Half noise, half runs: produces blocks of every kind.
                 if (i / 5000).is_multiple_of(2) { x as u8 } else { (i / 700) as u8 }
             })
             .collect()
