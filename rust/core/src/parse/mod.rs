@@ -1,4 +1,4 @@
-//! Parsers of files that are not to be trusted: no input may panic, hang, allocate out of proportion or run code.
+//! Parsers of untrusted files: no input may cause a panic, a hang, an excessive allocation or code execution.
 
 pub mod pickle;
 pub mod safetensors;

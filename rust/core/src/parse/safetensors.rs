@@ -1,4 +1,4 @@
-//! The safetensors header, parsed against an adversary.
+//! The safetensors header; the file is untrusted.
 //!
 //! ```text
 //! 8 bytes    n, unsigned 64-bit little endian
@@ -8,10 +8,10 @@
 //! the rest   the tensors' bytes; offsets count from here, and tensors cover it without a gap or an overlap
 //! ```
 //!
-//! Source: the format section of safetensors' README and its `tensor.rs` (0.8.0), with which this parser agrees on what
-//! is valid, but for five inputs that it refuses and safetensors lets pass: a repeated tensor name (the last one wins
-//! there), white space before the brace, a tensor described by an array in place of an object, more than 64 dimensions,
-//! and nesting deeper than the format can have.
+//! Source: the format section of safetensors' README and its `tensor.rs` (0.8.0). This parser accepts the same files, except
+//! for five inputs that safetensors accepts and this one rejects: a repeated tensor name (the last one wins there), white
+//! space before the brace, a tensor described by an array instead of an object, more than 64 dimensions, and nesting deeper
+//! than the format can have.
 
 use std::cell::Cell;
 use std::fmt;
@@ -25,13 +25,13 @@ use crate::layout::row::{FindRows, FoundRows, Row};
 use crate::source::local::open_to_jump;
 use crate::source::{Io, Source};
 
-/// safetensors' own cap.
+/// The limit of safetensors itself.
 pub const MAX_HEADER: u64 = 100_000_000;
 const MAX_DIMS: usize = 64;
-/// The format nests three deep; unknown fields of a tensor are ignored and may nest a little more.
+/// The format nests three levels; ignored fields of a tensor may nest somewhat deeper.
 const MAX_DEPTH: u32 = 16;
 
-/// Why a header was refused.
+/// Why a header is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Reason {
@@ -124,7 +124,7 @@ pub struct Tensor {
     pub end: u64,
 }
 
-/// What a header says, all of it checked.
+/// A parsed and checked header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
     /// The tensors, by offset.
@@ -136,7 +136,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// The tensor of this name.
+    /// The tensor with this name.
     pub fn tensor(&self, name: &str) -> Option<&Tensor> {
         self.tensors.iter().find(|t| t.name == name)
     }
@@ -166,14 +166,14 @@ pub fn read_header(source: &dyn Source) -> Result<Header> {
     if len >= 8 {
         read(&mut prefix, 0)?;
     }
-    // `header_len` keeps n within the file, so that a lie about it cannot make us allocate more than the file has.
+    // `header_len` keeps n within the file, so a false length cannot cause a larger allocation than the file.
     let n = header_len(prefix, len).map_err(|e| e.at(at))?;
     let mut json = vec![0u8; n];
     read(&mut json, 8)?;
     parse(&json, len).map_err(|e| e.at(at))
 }
 
-/// A 2-D tensor of that name, as rows.
+/// The rows of a 2-D tensor with this name.
 #[derive(Clone, Debug)]
 pub struct TensorRows(pub String);
 
@@ -220,7 +220,7 @@ pub fn parse_bytes(bytes: &[u8]) -> Result<Header> {
     parse(&bytes[8..8 + n], len)
 }
 
-/// The header's size, if the file can hold it.
+/// The header's size, checked against the file's size.
 fn header_len(prefix: [u8; 8], len: u64) -> Result<usize> {
     if len < 8 {
         return Err(
@@ -229,9 +229,11 @@ fn header_len(prefix: [u8; 8], len: u64) -> Result<usize> {
     }
     let n = u64::from_le_bytes(prefix);
     if n > MAX_HEADER {
-        return Err(
-            refuse(Reason::HeaderTooLarge, format!("header of {n} bytes; at most {MAX_HEADER} are allowed")).byte(0)
-        );
+        return Err(refuse(
+            Reason::HeaderTooLarge,
+            format!("expected a header of at most {MAX_HEADER} bytes, found {n}"),
+        )
+        .byte(0));
     }
     if n > len - 8 {
         return Err(refuse(
@@ -260,7 +262,7 @@ fn parse(json: &[u8], len: u64) -> Result<Header> {
     let (mut tensors, metadata) = parsed.map_err(|e| {
         let detail = e.to_string();
         let detail = detail.rsplit_once(" at line ").map_or(detail.as_str(), |(d, _)| d).to_string();
-        // Headers are one line in practice; a column is then the byte.
+        // Headers are one line in practice, so the column is the byte.
         let offset = if e.line() <= 1 { 8 + (e.column() as u64).saturating_sub(1) } else { 8 };
         let reason = if e.is_data() { why.get() } else { Reason::BadJson };
         refuse(reason, format!("invalid header: {detail}")).byte(offset)
@@ -283,7 +285,7 @@ fn parse(json: &[u8], len: u64) -> Result<Header> {
     Ok(Header { tensors, metadata, data_start })
 }
 
-/// One tensor's numbers against each other, the tensor before it and the bytes there are.
+/// Checks one tensor's numbers against each other, the previous tensor and the size of the data.
 fn check(t: &Tensor, start: u64, data: u64) -> Result<()> {
     let name = &t.name;
     if t.end < t.begin {
@@ -334,7 +336,7 @@ fn check(t: &Tensor, start: u64, data: u64) -> Result<()> {
     Ok(())
 }
 
-/// The byte where brackets outside strings nest too deep.
+/// The byte at which brackets outside strings nest too deep.
 fn too_deep(json: &[u8]) -> Option<usize> {
     let (mut depth, mut in_string, mut escaped) = (0u32, false, false);
     for (at, byte) in json.iter().enumerate() {
@@ -364,7 +366,7 @@ fn too_deep(json: &[u8]) -> Option<usize> {
 
 type Parsed = (Vec<Tensor>, Vec<(String, String)>);
 
-/// The whole object. serde's derive would take the last of two equal keys, so maps are walked by hand.
+/// The whole object. serde's derive would accept a repeated key, so maps are read by hand.
 struct HeaderSeed<'a>(&'a Cell<Reason>);
 
 impl<'de> DeserializeSeed<'de> for HeaderSeed<'_> {
@@ -424,7 +426,7 @@ impl<'de> Visitor<'de> for MetadataSeed {
     }
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
         let mut pairs = Vec::new();
-        // Of two equal keys the last stays, as in safetensors: these strings are shown, never acted on.
+        // The last of two equal keys wins, as in safetensors: these strings are only displayed.
         while let Some(pair) = map.next_entry::<String, String>()? {
             pairs.push(pair);
         }
@@ -495,7 +497,7 @@ impl<'de> Visitor<'de> for TensorSeed<'_> {
     }
 }
 
-/// A list of sizes that cannot make us allocate: no array has this many dimensions.
+/// A list of sizes, limited in length so that it cannot cause a large allocation.
 struct ShapeSeed<'a>(&'a Cell<Reason>);
 
 impl<'de> DeserializeSeed<'de> for ShapeSeed<'_> {
@@ -649,7 +651,7 @@ mod tests {
             let at = at % bytes.len();
             bytes[at] = byte;
             if let Ok(header) = parse_bytes(&bytes) {
-                // What is accepted covers the file exactly.
+                // An accepted header covers the file exactly.
                 let end = header.tensors.last().map_or(0, |t| t.end);
                 prop_assert_eq!(header.data_start + end, bytes.len() as u64);
             }

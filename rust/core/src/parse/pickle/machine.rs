@@ -1,11 +1,11 @@
-//! The machine: the opcodes of protocols 0 to 5 that data and numpy arrays use, and no others.
+//! A pickle interpreter for the opcodes of protocols 0 to 5 that plain data and numpy arrays use, and no others.
 //!
-//! A stock unpickler imports and calls whatever a file names; lists of allowed module *prefixes* are no help (through
-//! numpy's own modules everything can be reached, and from protocol 4 on a name may be a dotted path). Here a global is
-//! one of the eleven (module, name) pairs in [`global`], compared whole, and each is nothing but a mark for what the next
-//! opcodes must look like. Memory is counted as it is taken and is at most a fixed amount and four times the input.
+//! A standard unpickler imports and calls any name in the file. Lists of allowed module *prefixes* do not help: numpy's own
+//! modules reach everything, and from protocol 4 a name may be a dotted path. Here a global must equal one of the eleven
+//! (module, name) pairs in [`global`]; it is never imported, and only decides which opcodes may follow. Memory is counted
+//! before it is allocated, and limited to a fixed amount plus four times the input.
 //!
-//! Here is the stack and the opcodes; [`arrays`] is what calls may make, [`text`] what the old protocols write as text.
+//! This file has the stack and the opcodes; [`arrays`] the permitted calls, [`text`] the text forms of old protocols.
 
 mod arrays;
 mod text;
@@ -18,27 +18,27 @@ use self::utf8::is_python_utf8;
 use super::{Blob, Id, Node, Tree};
 use crate::error::{Error, Kind, Result};
 
-/// Memory that values may take beside the input: this, and four times the input.
+/// Memory for values in addition to the input: this, plus four times the input.
 const MEMORY: usize = 24 << 20;
-/// Digits and bytes of an integer: no count or label comes near.
+/// Limit on the digits and bytes of an integer; no count or label comes near.
 const MAX_INT_BYTES: usize = 1024;
 
-/// The names that data may use. Calling the wrong one, or one in the wrong way, is refused.
+/// The names that data may use. Any unexpected call of them is an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Global {
-    /// `numpy.core.multiarray._reconstruct`: an array to be given its contents by BUILD.
+    /// `numpy.core.multiarray._reconstruct`: an array that BUILD will fill.
     Reconstruct,
     /// `numpy.core.numeric._frombuffer`: an array over bytes.
     FromBuffer,
     /// `numpy.dtype`.
     Dtype,
-    /// `numpy.ndarray`, which only `_reconstruct` may be given.
+    /// `numpy.ndarray`, only as an argument of `_reconstruct`.
     NdArray,
-    /// `_codecs.encode`: how protocols 0 to 2 write bytes, as text to be encoded in latin-1.
+    /// `_codecs.encode`: protocols 0 to 2 write bytes as text to be encoded in latin-1.
     Encode,
     /// `numpy.core.multiarray.scalar`.
     Scalar,
-    /// `bytes`, which protocols 0 to 2 call for no bytes at all.
+    /// `bytes`, which protocols 0 to 2 call without arguments for empty bytes.
     EmptyBytes,
 }
 
@@ -55,12 +55,12 @@ fn global(module: &[u8], name: &[u8]) -> Option<Global> {
     })
 }
 
-/// What is on the stack: a value, or something that is on its way to become one.
+/// A stack entry: a value, or an unfinished one.
 #[derive(Clone, Debug)]
 enum Cell {
     Value(Node),
     Global(Global),
-    /// An array that `_reconstruct` made and BUILD has not filled.
+    /// An array from `_reconstruct` that BUILD has not filled yet.
     Shell,
 }
 
@@ -82,8 +82,8 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Bytes that a pickle has at least if it begins with these: more than are here if a value goes on beyond them. An error where
-/// no pickle begins like that.
+/// A lower bound on the size of a pickle that begins with `front`: more than `front` if a value extends beyond it. An error if
+/// no valid pickle begins this way.
 pub fn least(front: &[u8]) -> Result<u64> {
     let mut machine = Machine::new(front);
     match machine.run() {
@@ -93,7 +93,7 @@ pub fn least(front: &[u8]) -> Result<u64> {
     }
 }
 
-/// Parses the first pickle in `input`; what follows its STOP is ignored, as Python does.
+/// Parses the first pickle in `input`; ignores the bytes after its STOP, like Python.
 pub fn parse(input: &[u8]) -> Result<Tree> {
     let mut machine = Machine::new(input);
     let root = machine.run()?;
@@ -111,7 +111,7 @@ pub fn parse(input: &[u8]) -> Result<Tree> {
 struct Machine<'a> {
     input: &'a [u8],
     pos: usize,
-    /// Offset of the opcode at work, for errors.
+    /// Offset of the current opcode, for errors.
     op_at: usize,
     cells: Vec<Cell>,
     own: Vec<u8>,
@@ -120,7 +120,7 @@ struct Machine<'a> {
     memo: HashMap<u32, Id>,
     spent: usize,
     allowed: usize,
-    /// Where the value ends that is longer than the input, if there is one.
+    /// The end of the value that extends past the input, if any.
     needs: u64,
 }
 
@@ -141,7 +141,7 @@ impl Machine<'_> {
         self.spent = self.spent.saturating_add(bytes);
         if self.spent > self.allowed {
             return Err(self.malformed(format!(
-                "its values take more than {} bytes beside the arrays: no shard of activations is like that",
+                "its values take more than {} bytes in addition to the arrays, more than any shard of activations needs",
                 self.allowed
             )));
         }
@@ -154,10 +154,7 @@ impl Machine<'_> {
             self.needs = (self.pos as u64).saturating_add(n as u64);
             return Err(self.error(
                 Kind::Truncated,
-                format!(
-                    "the pickle ends in the middle: expected {n} more bytes, found {}",
-                    self.input.len() - self.pos
-                ),
+                format!("the pickle is truncated: expected {n} more bytes, found {}", self.input.len() - self.pos),
             ));
         };
         let range = self.pos..end;
@@ -172,13 +169,13 @@ impl Machine<'_> {
         Ok(made)
     }
 
-    /// A length of 8 bytes that must fit what is left.
+    /// Reads an 8-byte length, which must not exceed the remaining input.
     fn long_length(&mut self) -> Result<usize> {
         let n = u64::from_le_bytes(self.bytes()?);
         let left = (self.input.len() - self.pos) as u64;
         if n > left {
             self.needs = (self.pos as u64).saturating_add(n);
-            return Err(self.error(Kind::Truncated, format!("a length of {n} bytes, with {left} left in the pickle")));
+            return Err(self.error(Kind::Truncated, format!("expected {n} more bytes, found {left}")));
         }
         Ok(n as usize)
     }
@@ -186,7 +183,7 @@ impl Machine<'_> {
     fn line(&mut self) -> Result<Range<usize>> {
         let rest = &self.input[self.pos..];
         let Some(n) = rest.iter().position(|b| *b == b'\n') else {
-            return Err(self.error(Kind::Truncated, "the pickle ends in the middle of a line"));
+            return Err(self.error(Kind::Truncated, "the pickle is truncated in a line of text"));
         };
         let range = self.pos..self.pos + n;
         self.pos += n + 1;
@@ -211,25 +208,25 @@ impl Machine<'_> {
         Ok(())
     }
 
-    /// Values above the last mark are out of reach until it is popped.
+    /// The lowest reachable stack position: values below the last mark cannot be popped.
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
 
     fn pop(&mut self) -> Result<Id> {
         if self.stack.len() <= self.floor() {
-            return Err(self.malformed("takes a value from an empty stack"));
+            return Err(self.malformed("pops from an empty stack"));
         }
-        self.stack.pop().ok_or_else(|| self.malformed("takes a value from an empty stack"))
+        self.stack.pop().ok_or_else(|| self.malformed("pops from an empty stack"))
     }
 
     fn top(&self) -> Result<Id> {
         let above = self.stack.len() > self.floor();
-        self.stack.last().copied().filter(|_| above).ok_or_else(|| self.malformed("looks at an empty stack"))
+        self.stack.last().copied().filter(|_| above).ok_or_else(|| self.malformed("reads from an empty stack"))
     }
 
     fn pop_mark(&mut self) -> Result<Vec<Id>> {
-        let at = self.marks.pop().ok_or_else(|| self.malformed("needs a mark, found none"))?;
+        let at = self.marks.pop().ok_or_else(|| self.malformed("expected a mark on the stack, found none"))?;
         Ok(self.stack.split_off(at.min(self.stack.len())))
     }
 
@@ -266,7 +263,7 @@ impl Machine<'_> {
                     }
                 }
                 0x95 => {
-                    // A hint for readers of streams; Python's checks that it is no longer than the file.
+                    // FRAME is a hint for stream readers; like Python, check that the frame fits the file.
                     self.long_length()?;
                 }
                 b'(' => {
@@ -414,7 +411,7 @@ impl Machine<'_> {
                 b'p' | b'g' => {
                     let range = self.line()?;
                     let number = std::str::from_utf8(&self.input[range]).ok().and_then(|s| s.parse::<u32>().ok());
-                    let number = number.ok_or_else(|| self.malformed("expected the number of a memo"))?;
+                    let number = number.ok_or_else(|| self.malformed("expected a memo number"))?;
                     if op == b'p' { self.put(number)? } else { self.get(number)? }
                 }
                 b'q' => {
@@ -448,7 +445,7 @@ impl Machine<'_> {
                             let (module, name) = (*module, *name);
                             self.global(module, name)?;
                         }
-                        _ => return Err(self.malformed("a global whose name is no string")),
+                        _ => return Err(self.malformed("expected a string as the name of a global")),
                     }
                 }
                 b'R' => {
@@ -464,7 +461,7 @@ impl Machine<'_> {
         }
     }
 
-    /// An opcode that is not for data.
+    /// The error for an unsupported opcode.
     fn forbidden(&self, op: u8) -> Error {
         let name = match op {
             b'i' => "INST",
@@ -485,7 +482,7 @@ impl Machine<'_> {
         };
         self.error(
             Kind::UnsafePickle,
-            format!("the opcode {name} builds objects; only plain data and numpy arrays are read"),
+            format!("the opcode {name} builds objects; only plain data and numpy arrays are supported"),
         )
     }
 
@@ -498,7 +495,7 @@ impl Machine<'_> {
                 Err(self.error(
                     Kind::UnsafePickle,
                     format!(
-                        "names the global {}.{}, which is not among those that numpy arrays need; nothing was imported or run",
+                        "names the global {}.{}, which numpy arrays do not need; nothing was imported or run",
                         shown(module),
                         shown(name)
                     ),
@@ -509,7 +506,7 @@ impl Machine<'_> {
 
     fn put(&mut self, number: u32) -> Result<()> {
         let id = self.top()?;
-        // A hash table doubles, and has both sizes while it does.
+        // A growing hash table doubles, and briefly holds both sizes.
         self.spend(4 * size_of::<(u32, Id)>())?;
         self.memo.insert(number, id);
         Ok(())
@@ -523,10 +520,10 @@ impl Machine<'_> {
 
     fn pairs(&mut self, items: &[Id]) -> Result<Vec<(Id, Id)>> {
         if !items.len().is_multiple_of(2) {
-            return Err(self.malformed("a dict with a key and no value"));
+            return Err(self.malformed("expected a value for every key of a dict, found an odd number of items"));
         }
         self.spend(size_of_val(items))?;
-        // Keys are compared and hashed by whoever reads this: only such as cost nothing to compare.
+        // Later readers compare and hash keys, so only types that are cheap to compare are allowed.
         let plain = |id: Id| {
             matches!(
                 self.node(id),
@@ -534,7 +531,7 @@ impl Machine<'_> {
             )
         };
         if !items.chunks_exact(2).all(|pair| plain(pair[0])) {
-            return Err(self.malformed("a dict key that is neither a string nor a number"));
+            return Err(self.malformed("expected a string, bytes or a number as a dict key, found another type"));
         }
         Ok(items.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
     }
@@ -547,7 +544,7 @@ impl Machine<'_> {
                 dict.extend_from_slice(&pairs);
                 Ok(())
             }
-            _ => Err(self.malformed("sets an item of something that is no dict")),
+            _ => Err(self.malformed("expected a dict to set an item of, found another type")),
         }
     }
 
@@ -559,19 +556,19 @@ impl Machine<'_> {
                 list.extend_from_slice(items);
                 Ok(())
             }
-            _ => Err(self.malformed("appends to something that is no list")),
+            _ => Err(self.malformed("expected a list to append to, found another type")),
         }
     }
 
     fn string(&mut self, n: usize) -> Result<()> {
         let range = self.take(n)?;
         if !is_python_utf8(&self.input[range.clone()]) {
-            return Err(self.malformed("a string that is no UTF-8"));
+            return Err(self.malformed("expected a string in UTF-8, found other bytes"));
         }
         self.push_node(Node::Str(Blob::new(false, range)))
     }
 
-    /// Protocols 0 to 2 of Python 2; a stock reader takes them for ASCII.
+    /// A string of Python 2 (protocols 0 to 2); Python 3 decodes it as ASCII.
     fn python2_string(&mut self, blob: Blob) -> Result<()> {
         if !self.blob(&blob).is_ascii() {
             return Err(self.error(Kind::Unsupported, "a string of Python 2 that is not ASCII"));

@@ -1,9 +1,9 @@
-//! Pickles that hold plain data and numpy arrays, read without running anything.
+//! Pickles of plain data and numpy arrays, read without executing anything.
 //!
-//! [`machine`] is a machine for the opcodes that data needs; every opcode or global beyond those is refused by name and
-//! offset, so that nothing is ever imported or called. Its values live in one arena and refer to each other by number:
-//! nothing is recursive, neither parsing nor freeing. Array bytes are not copied but named by where they lie.
-//! [`shard`] reads from the values what a shard of activations may hold.
+//! [`machine`] interprets the opcodes that data needs; every other opcode or global is an error with its name and offset, so
+//! that nothing is imported or called. Values are stored in one arena and refer to each other by number, so neither parsing
+//! nor freeing is recursive. Array bytes are not copied; values hold their position. [`shard`] reads a shard of activations
+//! from the values.
 //!
 //! Sources: CPython's `pickletools.py` (every opcode, with its argument) and `pickle.py`; numpy's `array_reduce_ex`,
 //! `_reconstruct`, `_frombuffer` and `scalar`.
@@ -16,7 +16,7 @@ use std::ops::Range;
 use crate::dtype::{Cast, DType};
 use crate::error::Result;
 
-/// A value's number in its tree.
+/// Index of a value in its tree.
 pub type Id = u32;
 
 /// Bytes of a value: in the input, or decoded and owned by the tree.
@@ -32,7 +32,7 @@ impl Blob {
         Blob { own, start: range.start as u64, len: range.len() as u64 }
     }
 
-    /// Where in the input the bytes lie, if they do.
+    /// The range of the input that holds the bytes, unless the tree owns them.
     pub fn in_input(&self) -> Option<Range<usize>> {
         (!self.own).then(|| self.range())
     }
@@ -42,7 +42,7 @@ impl Blob {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -52,34 +52,34 @@ impl Blob {
     }
 }
 
-/// An element type, and whether the bytes are in the other order.
+/// An element type and its byte order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Element {
     /// The type.
     pub dtype: DType,
-    /// In the other byte order.
+    /// Whether elements are byte-swapped.
     pub swapped: bool,
 }
 
-/// A numpy array. `data` is proven to hold exactly the elements of `shape`.
+/// A numpy array. The length of `data` has been checked against `shape`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Array {
-    /// What an element is.
+    /// The element type.
     pub element: Element,
     /// Elements along each axis.
     pub shape: Vec<u64>,
     /// Whether the first axis varies fastest.
     pub fortran: bool,
-    /// Whether it was made over a buffer (`_frombuffer`, protocol 5), and so has the byte order that the buffer has; an array that
-    /// BUILD fills is in the reader's own byte order.
+    /// Whether it was made over a buffer (`_frombuffer`, protocol 5), and keeps the buffer's byte order; BUILD fills arrays in
+    /// the reader's native byte order.
     pub over_buffer: bool,
     /// Its bytes.
     pub data: Blob,
 }
 
 impl Array {
-    /// Where the array's bytes lie in the input as they would in memory: C order, this machine's byte order. A Fortran array
-    /// counts if both orders are the same bytes.
+    /// The range of the input with the array's bytes, if they are in C order and native byte order. A Fortran array counts if
+    /// both orders give the same bytes.
     pub fn in_place(&self) -> Option<Range<usize>> {
         let one_axis = self.shape.iter().filter(|n| **n > 1).count() <= 1;
         let right = !self.element.swapped && (!self.fortran || one_axis || self.data.is_empty());
@@ -87,7 +87,7 @@ impl Array {
     }
 }
 
-/// What a pickle can hold here.
+/// A value of a pickle.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Node {
     /// `None`.
@@ -100,7 +100,7 @@ pub enum Node {
     Big(Blob),
     /// A float.
     Float(f64),
-    /// A str: UTF-8, in which Python lets halves of surrogate pairs stand.
+    /// A str: UTF-8, in which Python allows unpaired surrogates.
     Str(Blob),
     /// Bytes.
     Bytes(Blob),
@@ -110,7 +110,7 @@ pub enum Node {
     List(Vec<Id>),
     /// A tuple.
     Tuple(Vec<Id>),
-    /// A dict in the order of insertion; a key may stand twice, the last value counts.
+    /// A dict in insertion order; for a repeated key the last value counts.
     Dict(Vec<(Id, Id)>),
     /// A numpy dtype.
     Element(Element),
@@ -118,8 +118,8 @@ pub enum Node {
     Array(Box<Array>),
     /// A numpy scalar.
     Scalar(Element, Blob),
-    /// An array whose contents were not given (a pickle of numpy always does), or one of the names on the list by itself.
-    /// Refused wherever it is found.
+    /// An array without contents (pickles of numpy always have them), or one of the allowed names on its own. An error
+    /// wherever it is used.
     Unfinished,
 }
 
@@ -132,7 +132,7 @@ pub struct Tree {
 }
 
 impl Tree {
-    /// The value that the pickle is of.
+    /// The top-level value.
     pub fn root(&self) -> Id {
         self.root
     }
@@ -142,12 +142,12 @@ impl Tree {
         self.nodes.get(id as usize).unwrap_or(&Node::Unfinished)
     }
 
-    /// A value's bytes; `input` is what was parsed.
+    /// A value's bytes; `input` is the parsed input.
     pub fn bytes<'a>(&'a self, input: &'a [u8], blob: &Blob) -> &'a [u8] {
         (if blob.own { &self.own[..] } else { input }).get(blob.range()).unwrap_or_default()
     }
 
-    /// The value of a key; the last, if it stands twice.
+    /// The value of a key; the last one if the key is repeated.
     pub fn get(&self, input: &[u8], dict: &[(Id, Id)], key: &str) -> Option<Id> {
         let is = |id: Id| matches!(self.node(id), Node::Str(blob) if self.bytes(input, blob) == key.as_bytes());
         dict.iter().rev().find(|(k, _)| is(*k)).map(|(_, v)| *v)
@@ -162,7 +162,7 @@ impl Tree {
         }
     }
 
-    /// Appends an array's elements to `out` in C order and this machine's byte order.
+    /// Appends an array's elements to `out` in C order and native byte order.
     pub fn materialise(&self, input: &[u8], array: &Array, out: &mut Vec<u8>) -> Result<()> {
         let bytes = self.bytes(input, &array.data);
         let first = out.len();
@@ -173,7 +173,7 @@ impl Tree {
         match array.shape[..] {
             [rows, columns] if array.fortran && rows > 1 && columns > 1 => {
                 let (rows, columns, size) = (rows as usize, columns as usize, cast.from_size);
-                // Row by row: writes are dense, and a column's cache line serves the rows to come.
+                // Row by row: writes are dense, and a column's cache line serves the following rows.
                 for r in 0..rows {
                     for c in 0..columns {
                         let from = (c * rows + r) * size;

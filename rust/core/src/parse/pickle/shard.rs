@@ -1,7 +1,7 @@
-//! What a shard of activations may hold: `{"layer_15": [{"sample_idx", "activation", "shape", "text_preview", "metadata"}]}`.
+//! The content of a shard of activations: `{"layer_15": [{"sample_idx", "activation", "shape", "text_preview", "metadata"}]}`.
 //!
-//! A pickle can hold one value in many places, so what is walked can be far larger than the file: each list and each sample is
-//! looked at once, however often it stands there, and the memory of what is found is counted against the bytes of the file.
+//! A pickle can refer to one value many times, so its expanded form can be far larger than the file. Each list and each sample
+//! is parsed once, however often it occurs, and the memory of the result is limited by the size of the file.
 //!
 //! Source: the published text "Activation Shard Format Specification", Shard Files.
 
@@ -11,13 +11,13 @@ use super::{Array, Id, Node, Tree};
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
 
-/// Memory that an index may take: this, and four times the input.
+/// Memory for an index: this, plus four times the input.
 const MEMORY: usize = 8 << 20;
-/// What is counted for a sample, for its place in a list, and for its place in a layer: what the index and a table of it take.
+/// Bytes counted per sample, per position in a list, and per position in a layer: the size of the index and a table of it.
 const PER_SAMPLE: usize = 160;
 const PER_PLACE: usize = 64;
 const PER_LAYER: usize = 32;
-/// Longer keys name no layer.
+/// Longer keys cannot be layer names.
 const LONGEST_KEY: u64 = 32;
 
 /// One sample's activations in one layer.
@@ -25,22 +25,22 @@ const LONGEST_KEY: u64 = 32;
 pub struct Item<'t> {
     /// `sample_idx`.
     pub sample: i64,
-    /// `activation`: two axes, of a floating type.
+    /// `activation`: a 2-D array of a floating type.
     pub array: &'t Array,
-    /// The whole item, for its texts and metadata.
+    /// The whole item, for its text and metadata.
     pub at: Id,
 }
 
-/// The layers of a shard, in the order in which a dict has them.
+/// The layers of a shard, in dict order.
 #[derive(Clone, Debug)]
 pub struct Layers<'t> {
-    /// Lists of samples, in the file's order. Several layers may have one list.
+    /// Lists of samples, in file order. Layers may share a list.
     pub lists: Vec<Vec<Item<'t>>>,
-    /// The layers' names, and the position of each one's list.
+    /// Each layer's name, and the index of its list.
     pub named: Vec<(i64, usize)>,
 }
 
-/// Counts memory.
+/// Counts memory against a limit.
 struct Account {
     spent: usize,
     allowed: usize,
@@ -55,21 +55,21 @@ impl Account {
         Err(Error::new(
             Kind::Format,
             format!(
-                "an index of its samples takes more than {} bytes: lists are shared between more layers than a file of this size may have",
+                "an index of its samples needs more than {} bytes: the layers share more lists than a file of this size should have",
                 self.allowed
             ),
         ))
     }
 }
 
-/// The layers of a shard. Where the layers that it may have are `listed`, another is refused before its samples are looked at.
+/// The layers of a shard. If `listed` is given, any other layer is an error before its samples are parsed.
 pub fn layers<'t>(tree: &'t Tree, input: &[u8], listed: Option<&[i64]>) -> Result<Layers<'t>> {
     let refuse = |what: String| Error::new(Kind::Format, what);
     let mut account = Account { spent: 0, allowed: MEMORY.saturating_add(input.len().saturating_mul(4)) };
     let Node::Dict(top) = tree.node(tree.root()) else {
         return Err(refuse(format!("expected a dict of layers, found {}", kind_of(tree.node(tree.root())))));
     };
-    // A key that stands twice has the place of the first and the value of the last, as in Python.
+    // A repeated key has the position of the first and the value of the last, as in Python.
     let allowed: Option<HashSet<i64>> = listed.map(|listed| listed.iter().copied().collect());
     let mut order: Vec<(i64, Id)> = vec![];
     let mut places: HashMap<i64, usize> = HashMap::new();
@@ -117,7 +117,7 @@ pub fn layers<'t>(tree: &'t Tree, input: &[u8], listed: Option<&[i64]>) -> Resul
                 }
             };
             if !seen.insert(item.sample) {
-                let detail = format!("'layer_{layer}'[{i}]: sample_idx {} is there twice", item.sample);
+                let detail = format!("'layer_{layer}'[{i}]: sample_idx {} occurs twice", item.sample);
                 return Err(refuse(detail).finds(Finding::DuplicateSample));
             }
             these.push(item);
@@ -129,7 +129,7 @@ pub fn layers<'t>(tree: &'t Tree, input: &[u8], listed: Option<&[i64]>) -> Resul
     Ok(found)
 }
 
-/// Names of layers, at most a dozen.
+/// Layer names for a message, at most a dozen.
 fn shown(listed: &[i64]) -> String {
     if listed.len() <= 12 {
         format!("{listed:?}")
@@ -142,14 +142,14 @@ fn layer_of_key(tree: &Tree, input: &[u8], key: Id) -> Result<i64> {
     let refuse = |found: String| Error::new(Kind::Format, format!("expected keys such as 'layer_15', found {found}"));
     let Node::Str(blob) = tree.node(key) else { return Err(refuse(kind_of(tree.node(key)).to_string())) };
     let bytes = tree.bytes(input, blob);
-    // One text can be the key of many items: long ones are not looked at.
+    // One text can be the key of many items, so long ones are not read whole.
     let text = || String::from_utf8_lossy(&bytes[..bytes.len().min(160)]).chars().take(40).collect::<String>();
     let name = std::str::from_utf8(bytes.get(..bytes.len().min(LONGEST_KEY as usize + 1)).unwrap_or_default()).ok();
     name.filter(|_| blob.len() <= LONGEST_KEY).and_then(layer_of).ok_or_else(|| refuse(format!("'{}'", text())))
 }
 
 fn layer_of(key: &str) -> Option<i64> {
-    // Negative ones are names too: saev counts some layers from the end, and conversion keeps names.
+    // Negative names are valid: saev counts some layers from the end, and conversion keeps names.
     let number = key.strip_prefix("layer_")?;
     let digits = number.strip_prefix('-').unwrap_or(number);
     let plain = (1..=9).contains(&digits.len())
@@ -204,7 +204,7 @@ fn item<'t>(tree: &'t Tree, input: &[u8], id: Id) -> Result<Item<'t>> {
     Ok(Item { sample, array, at: id })
 }
 
-/// What a value is, in words.
+/// A value's type for messages.
 pub fn kind_of(node: &Node) -> &'static str {
     match node {
         Node::None => "None",
@@ -219,6 +219,6 @@ pub fn kind_of(node: &Node) -> &'static str {
         Node::Element(_) => "a dtype",
         Node::Array(_) => "an array",
         Node::Scalar(..) => "a numpy scalar",
-        Node::Unfinished => "an object that was never finished",
+        Node::Unfinished => "an unfinished object",
     }
 }

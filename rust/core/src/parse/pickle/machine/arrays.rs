@@ -1,4 +1,4 @@
-//! What REDUCE and BUILD may make: numpy arrays, dtypes and scalars, bytes; every shape and size held against the data given.
+//! The results of REDUCE and BUILD: numpy arrays, dtypes, scalars and bytes, with every shape checked against the data.
 
 use super::super::{Array, Blob, Element, Id, Node, scalar_integer};
 use super::{Cell, Global, Machine};
@@ -8,11 +8,11 @@ use crate::error::{Kind, Result};
 impl Machine<'_> {
     pub(super) fn reduce(&mut self, function: Id, arguments: Id) -> Result<()> {
         let Some(Cell::Global(function)) = self.cells.get(function as usize) else {
-            return Err(self.error(Kind::UnsafePickle, "calls something that is no function on the list"));
+            return Err(self.error(Kind::UnsafePickle, "expected a call of one of numpy's functions, found another"));
         };
         let function = *function;
         let Some(Node::Tuple(arguments)) = self.node(arguments) else {
-            return Err(self.malformed("calls a function with something that is no tuple"));
+            return Err(self.malformed("expected a tuple of arguments, found another type"));
         };
         let arguments = arguments.clone();
         match (function, &arguments[..]) {
@@ -25,7 +25,9 @@ impl Machine<'_> {
                     _ => false,
                 };
                 if !is_ndarray {
-                    return Err(self.error(Kind::UnsafePickle, "reconstructs something other than numpy.ndarray"));
+                    return Err(
+                        self.error(Kind::UnsafePickle, "expected numpy.ndarray to reconstruct, found another class")
+                    );
                 }
                 if !shape_ok || !code_ok {
                     return Err(self.malformed("expected _reconstruct(ndarray, (0,), b'b')"));
@@ -36,7 +38,7 @@ impl Machine<'_> {
                 let fortran = match self.text(order) {
                     Some(b"C") => false,
                     Some(b"F") => true,
-                    _ => return Err(self.malformed("expected the order 'C' or 'F'")),
+                    _ => return Err(self.malformed("expected the array order 'C' or 'F'")),
                 };
                 let array = self.array(shape, element, fortran, buffer, true)?;
                 self.push_node(array)
@@ -47,7 +49,7 @@ impl Machine<'_> {
             }
             (Global::Encode, &[text, encoding]) => {
                 if self.text(encoding) != Some(b"latin1") {
-                    return Err(self.error(Kind::UnsafePickle, "encodes in something other than 'latin1'"));
+                    return Err(self.error(Kind::UnsafePickle, "expected the encoding 'latin1', found another"));
                 }
                 self.encode_latin1(text)
             }
@@ -58,13 +60,17 @@ impl Machine<'_> {
                 };
                 let (element, blob) = (*element, *blob);
                 if element.dtype.size().map(|n| n as u64) != Some(blob.len()) {
-                    return Err(self.malformed(format!("a numpy scalar of {} bytes", blob.len())));
+                    return Err(self.malformed(format!(
+                        "expected a numpy scalar of its dtype's size, found {} bytes",
+                        blob.len()
+                    )));
                 }
                 self.push_node(Node::Scalar(element, blob))
             }
             (Global::EmptyBytes, []) => self.push_node(Node::Bytes(Blob::new(false, 0..0))),
             (Global::NdArray | Global::EmptyBytes, _) => {
-                Err(self.error(Kind::UnsafePickle, "calls numpy.ndarray or bytes, which only build empty things here"))
+                Err(self
+                    .error(Kind::UnsafePickle, "calls numpy.ndarray or bytes with arguments, which data never does"))
             }
             _ => Err(self.malformed(format!("calls {function:?} with {} arguments", arguments.len()))),
         }
@@ -72,7 +78,9 @@ impl Machine<'_> {
 
     pub(super) fn build(&mut self, target: Id, state: Id) -> Result<()> {
         let Some(Node::Tuple(state)) = self.node(state) else {
-            return Err(self.error(Kind::UnsafePickle, "sets the state of an object with something that is no tuple"));
+            return Err(
+                self.error(Kind::UnsafePickle, "expected a tuple as the state of an object, found another type")
+            );
         };
         let state = state.clone();
         let made = match (self.cells.get(target as usize), &state[..]) {
@@ -80,10 +88,10 @@ impl Machine<'_> {
                 let fortran = match self.node(fortran) {
                     Some(Node::Bool(fortran)) => *fortran,
                     Some(Node::Int(n)) if *n == 0 || *n == 1 => *n == 1,
-                    _ => return Err(self.malformed("an array whose order is no bool")),
+                    _ => return Err(self.malformed("expected a bool for the order of an array")),
                 };
                 if !matches!(self.node(version), Some(Node::Int(_))) {
-                    return Err(self.malformed("an array state without a version"));
+                    return Err(self.malformed("expected a version number in the state of an array"));
                 }
                 self.array(shape, element, fortran, data, false)?
             }
@@ -92,24 +100,29 @@ impl Machine<'_> {
             {
                 let plain = [subtype, names, fields].iter().all(|id| matches!(self.node(*id), Some(Node::None)));
                 if !plain || !matches!(self.node(version), Some(Node::Int(_))) {
-                    return Err(self.error(Kind::Unsupported, "a structured element type"));
+                    return Err(self.error(Kind::Unsupported, "structured dtypes are unsupported"));
                 }
                 let swapped = match self.text(order) {
                     Some(b"<" | b"=" | b"|") => false,
                     Some(b">") => element.dtype.bits() > 8,
-                    _ => return Err(self.malformed("an element type of unknown byte order")),
+                    _ => {
+                        return Err(self.malformed("expected a dtype of byte order '<', '>', '=' or '|', found another"));
+                    }
                 };
                 Node::Element(Element { dtype: element.dtype, swapped })
             }
-            _ => return Err(self.error(Kind::UnsafePickle, "sets the state of an object that is no numpy array")),
+            _ => {
+                return Err(self
+                    .error(Kind::UnsafePickle, "expected a numpy array or dtype to set the state of, found another"));
+            }
         };
-        // In place: the object may be in the memo already.
+        // Replace in place: the memo may already refer to the object.
         self.cells[target as usize] = Cell::Value(made);
         Ok(())
     }
 
     fn element(&self, code: Id) -> Result<Element> {
-        let text = self.text(code).ok_or_else(|| self.malformed("an element type that is no string"))?;
+        let text = self.text(code).ok_or_else(|| self.malformed("expected a string as a dtype"))?;
         let (swapped, bare) = match text {
             [b'>', rest @ ..] => (true, rest),
             [b'<' | b'=' | b'|', rest @ ..] => (false, rest),
@@ -131,7 +144,7 @@ impl Machine<'_> {
             b"c8" => DType::C64,
             _ => {
                 let shown = String::from_utf8_lossy(&text[..text.len().min(40)]).into_owned();
-                return Err(self.error(Kind::Unsupported, format!("elements of type '{shown}' are not read")));
+                return Err(self.error(Kind::Unsupported, format!("elements of type '{shown}' are unsupported")));
             }
         };
         Ok(Element { dtype, swapped: swapped && dtype.bits() > 8 })
@@ -150,7 +163,7 @@ impl Machine<'_> {
                     }
                     _ => None,
                 };
-                n.ok_or_else(|| self.malformed("expected a shape of integers from 0 up"))
+                n.ok_or_else(|| self.malformed("expected a shape of non-negative integers"))
             })
             .collect()
     }
@@ -165,18 +178,18 @@ impl Machine<'_> {
     fn array(&mut self, shape: Id, element: Id, fortran: bool, data: Id, over_buffer: bool) -> Result<Node> {
         let shape = self.dims(shape)?;
         let Some(Node::Element(element)) = self.node(element) else {
-            return Err(self.malformed("an array whose element type is none"));
+            return Err(self.malformed("expected a dtype for an array, found another type"));
         };
         let element = *element;
         let Some(Node::Bytes(data) | Node::ByteArray(data)) = self.node(data) else {
-            return Err(self.malformed("an array whose contents are no bytes"));
+            return Err(self.malformed("expected bytes as the contents of an array, found another type"));
         };
         let data = *data;
         let size = element.dtype.size().unwrap_or(0) as u64;
         let needed = shape.iter().try_fold(size, |n, d| n.checked_mul(*d));
         if needed != Some(data.len()) {
             return Err(self.malformed(format!(
-                "an array of shape {shape:?} and {size}-byte elements, over {} bytes of data",
+                "expected data for shape {shape:?} of {size}-byte elements, found {} bytes",
                 data.len()
             )));
         }

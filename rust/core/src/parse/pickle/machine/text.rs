@@ -1,4 +1,4 @@
-//! What protocols 0 to 2 write as text: strings with escapes, bytes in latin-1, integers in digits.
+//! The text forms of protocols 0 to 2: strings with escapes, bytes in latin-1, decimal integers.
 
 use super::super::{Blob, Id, Node};
 use super::{FALSE, MAX_INT_BYTES, Machine, TRUE};
@@ -11,7 +11,7 @@ impl Machine<'_> {
         let quote = line.first().copied().filter(|q| matches!(q, b'\'' | b'"'));
         let plain = line.len() >= 2 && quote.is_some() && line.last().copied() == quote;
         if !plain || line[1..line.len() - 1].contains(&b'\\') {
-            return Err(self.error(Kind::Unsupported, "a quoted string with escapes"));
+            return Err(self.error(Kind::Unsupported, "quoted strings with escapes are unsupported"));
         }
         self.python2_string(Blob::new(false, range.start + 1..range.end - 1))
     }
@@ -22,14 +22,14 @@ impl Machine<'_> {
         Blob::new(true, start..self.own.len())
     }
 
-    /// Protocol 0's text: latin-1 in which \uXXXX and \UXXXXXXXX stand for others ("raw-unicode-escape").
+    /// Protocol 0's text: latin-1 with \uXXXX and \UXXXXXXXX for other characters ("raw-unicode-escape").
     pub(super) fn escaped(&mut self) -> Result<()> {
         let range = self.line()?;
         let line = &self.input[range];
         let mut made: Vec<u8> = Vec::with_capacity(line.len());
         let mut at = 0;
         while at < line.len() {
-            // As CPython: \u and \U count wherever they stand after an even number of backslashes, which stay.
+            // As in CPython: \u and \U count after an even number of backslashes, which are kept.
             if line[at] == b'\\' && matches!(line.get(at + 1), Some(b'u' | b'U')) {
                 let digits = if line[at + 1] == b'u' { 4 } else { 8 };
                 let code = line
@@ -38,7 +38,7 @@ impl Machine<'_> {
                     .and_then(|d| std::str::from_utf8(d).ok())
                     .and_then(|d| u32::from_str_radix(d, 16).ok())
                     .filter(|c| *c <= 0x10_ffff)
-                    .ok_or_else(|| self.malformed("a string with a broken escape"))?;
+                    .ok_or_else(|| self.malformed("expected hexadecimal digits in the escape of a string"))?;
                 push_utf8(&mut made, code);
                 at += 2 + digits;
             } else if line[at] == b'\\' && line.get(at + 1) == Some(&b'\\') {
@@ -55,7 +55,7 @@ impl Machine<'_> {
     }
 
     pub(super) fn encode_latin1(&mut self, text: Id) -> Result<()> {
-        let utf8 = self.text(text).ok_or_else(|| self.malformed("encodes something that is no string"))?;
+        let utf8 = self.text(text).ok_or_else(|| self.malformed("expected a string to encode"))?;
         let mut made = Vec::with_capacity(utf8.len());
         let mut at = 0;
         while at < utf8.len() {
@@ -68,10 +68,10 @@ impl Machine<'_> {
                     made.push((a & 3) << 6 | (b & 0x3f));
                     at += 2;
                 }
-                _ => return Err(self.malformed("a string that latin-1 cannot encode")),
+                _ => return Err(self.malformed("expected a string that latin-1 can encode")),
             }
         }
-        // A string in the memo can be encoded over and over.
+        // A string in the memo can be encoded repeatedly.
         self.spend(made.len())?;
         let blob = self.keep(&made);
         self.push_node(Node::Bytes(blob))
@@ -102,7 +102,7 @@ impl Machine<'_> {
     }
 }
 
-/// Decimal digits as little-endian two's complement. Quadratic, and at most [`MAX_INT_BYTES`] digits.
+/// Converts decimal digits to little-endian two's complement. Quadratic in at most [`MAX_INT_BYTES`] digits.
 fn big_from_decimal(digits: &[u8], negative: bool) -> Vec<u8> {
     let mut bytes: Vec<u8> = vec![];
     for digit in digits {
@@ -128,7 +128,7 @@ fn big_from_decimal(digits: &[u8], negative: bool) -> Vec<u8> {
     bytes
 }
 
-/// UTF-8 of any code point, halves of surrogate pairs included: what Python calls "surrogatepass".
+/// Appends the UTF-8 of any code point, unpaired surrogates included (Python's "surrogatepass").
 fn push_utf8(out: &mut Vec<u8>, code: u32) {
     match code {
         0..0x80 => out.push(code as u8),

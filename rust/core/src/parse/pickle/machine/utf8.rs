@@ -1,6 +1,6 @@
-//! UTF-8 as Python writes it.
+//! UTF-8 as written by Python.
 
-/// UTF-8, or UTF-8 with encoded surrogates in it.
+/// Whether the bytes are UTF-8, possibly with encoded surrogates.
 pub(super) fn is_python_utf8(mut bytes: &[u8]) -> bool {
     loop {
         match std::str::from_utf8(bytes) {
