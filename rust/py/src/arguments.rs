@@ -1,4 +1,4 @@
-//! Arguments from Python: numbers, names of types and modes, and the functions of `actshard._arguments`.
+//! Arguments from Python: numbers, names of dtypes and modes, and the functions of `actshard._arguments`.
 
 use actshard_core::dtype::DType;
 use actshard_core::gather::Ints;
@@ -27,7 +27,7 @@ impl IndexArgument<'_> {
         })
     }
 
-    /// What needs no help from Python: an int, or a contiguous one-dimensional int64 array.
+    /// Converts an int or a contiguous 1-D int64 array; `None` for anything else.
     pub fn quick<'py>(value: &Bound<'py, PyAny>) -> Option<IndexArgument<'py>> {
         if value.is_exact_instance_of::<PyInt>() {
             return value.extract().ok().map(IndexArgument::One);
@@ -36,7 +36,7 @@ impl IndexArgument<'_> {
         if !array.is_c_contiguous() {
             return None;
         }
-        // A misaligned array has no slice; Python's side copies it.
+        // A misaligned array has no slice; the Python side copies it.
         array.try_readonly().ok().filter(|xs| xs.as_slice().is_ok()).map(IndexArgument::Each)
     }
 
@@ -48,26 +48,26 @@ impl IndexArgument<'_> {
     }
 }
 
-/// One group for all, or one for each of `n` examples.
+/// One group for all examples, or one for each of `n`.
 pub fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> PyResult<IndexArgument<'py>> {
     IndexArgument::quick(groups)
         .filter(|g| g.len().is_none_or(|len| len == n))
         .ok_or_else(|| errors::raise(py, &Error::new(Kind::Internal, "groups that are not one per example")))
 }
 
-/// A function of `actshard._arguments`, which knows the slow ways to say the same.
+/// A function of `actshard._arguments`, which handles the uncommon argument types.
 pub fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     MODULE.get_or_try_init(py, || py.import("actshard._arguments").map(Bound::unbind))?.bind(py).getattr(name)
 }
 
-/// The element type of that name.
+/// The element type with this name.
 pub fn dtype_of(py: Python<'_>, name: &str) -> PyResult<DType> {
     DType::from_name(name)
         .ok_or_else(|| errors::raise(py, &Error::new(Kind::Unsupported, format!("unknown element type '{name}'"))))
 }
 
-/// The way of reading of that name.
+/// The read mode with this name.
 pub fn io_of(py: Python<'_>, name: &str) -> PyResult<Io> {
     Io::from_name(name).ok_or_else(|| {
         errors::raise(py, &Error::new(Kind::Argument, format!("io must be 'mmap', 'pread' or 'auto', not '{name}'")))

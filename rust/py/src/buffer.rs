@@ -1,7 +1,7 @@
 //! Memory shared with numpy: the only `unsafe` of this crate.
 //!
-//! Three things happen here: an array is made for a gather to fill; the bytes of a writable array are handed to a
-//! gather; and a read-only array is laid over mapped bytes, with an owner that keeps the map alive.
+//! It creates arrays for a gather to fill, passes the bytes of a writable array to a gather, and creates read-only arrays over
+//! mapped bytes, with an owner that keeps the mapping alive.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_void};
@@ -22,23 +22,23 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// Keeps mapped bytes alive for the arrays that look at them.
+/// Keeps mapped bytes alive for the arrays that view them.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct MappedRows {
     view: View,
 }
 
-/// Numpy allocates outputs below this itself.
+/// Numpy allocates smaller outputs itself.
 const OURS_FROM: usize = 1 << 20;
 
-/// Memory of an output, which the array keeps alive as its base.
+/// Memory of an output; the array's base keeps it alive.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct OutputMemory {
-    // Only held; arrays point into it.
+    // Never read: arrays point into it.
     _memory: Mutex<Output>,
 }
 
-/// A new C-contiguous array, not initialised.
+/// A new uninitialised C-contiguous array.
 pub fn empty<'py>(
     py: Python<'py>,
     descr: &Bound<'py, PyArrayDescr>,
@@ -56,7 +56,7 @@ pub fn empty<'py>(
     unsafe { from_descr(py, descr, dims, ptr::null_mut(), 0) }
 }
 
-/// A C-contiguous array that owns a whole output; `dims` x the element size is its length, at most.
+/// A C-contiguous array that owns an output, which has at least `dims` x the element size bytes.
 pub fn over_output<'py>(
     py: Python<'py>,
     mut memory: Output,
@@ -71,19 +71,20 @@ pub fn over_output<'py>(
     let data = bytes.as_mut_ptr();
     let owner = Bound::new(py, OutputMemory { _memory: Mutex::new(memory) })?;
     let flags = NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED | NPY_ARRAY_WRITEABLE;
-    // SAFETY: `data` points to at least `dims` x itemsize bytes (compared above) that nobody else refers to, aligned for any
-    // element and writable. Moving an Output does not move its bytes. They live as long as `owner`, which becomes the array's
-    // base below.
+    // SAFETY: `data` points to at least `dims` x itemsize bytes (compared above) without other references, writable and
+    // aligned for any element. Moving an Output does not move its bytes. They live as long as `owner`, which becomes the
+    // array's base below.
     let array = unsafe { from_descr(py, descr, dims, data.cast(), flags)? };
     // SAFETY: as in `over_map`.
     let failed = unsafe { PY_ARRAY_API.PyArray_SetBaseObject(py, array.as_array_ptr(), owner.into_ptr()) } != 0;
     if failed { Err(PyErr::fetch(py)) } else { Ok(array) }
 }
 
-/// The memory that calls of ours are writing to now.
+/// The memory that calls of this crate are writing to.
 static WRITING: Claims = Claims::new();
 
-/// The bytes of a caller's array, which no other call of ours writes to as long as this lives. It keeps the array alive.
+/// The bytes of a caller's array, for exclusive writing: no other call writes to them until this is dropped. Keeps the array
+/// alive.
 pub struct Claim {
     data: *mut u8,
     len: usize,
@@ -91,12 +92,12 @@ pub struct Claim {
     _array: Py<PyUntypedArray>,
 }
 
-// SAFETY: the pointer is to the data of an array that `_array` keeps alive, wherever this goes, and a Claim cannot be copied.
+// SAFETY: the pointer is to the data of an array that `_array` keeps alive on any thread, and a Claim cannot be copied.
 unsafe impl Send for Claim {}
 
 impl Claim {
-    /// Claims the whole of an array that [`is_plain_and_writable`]; an ArgumentError if it is not, or if another thread has a
-    /// claim to some of its bytes.
+    /// Claims all bytes of an array. Raises ArgumentError unless it [`is_plain_and_writable`] and no other thread has claimed
+    /// some of its bytes.
     pub fn new(array: &Bound<'_, PyUntypedArray>, what: &str) -> PyResult<Claim> {
         let refuse = |detail: String| errors::raise(array.py(), &Error::new(Kind::Argument, detail));
         if !is_plain_and_writable(array) {
@@ -111,7 +112,7 @@ impl Claim {
         Ok(Claim { data, len, _claimed: claimed, _array: array.clone().unbind() })
     }
 
-    /// Whether this memory has a byte of that.
+    /// Whether this memory and `other` overlap.
     pub fn overlaps<T>(&self, other: &[T]) -> bool {
         let other = other.as_ptr_range();
         other.start.addr() < self.data.addr() + self.len && self.data.addr() < other.end.addr()
@@ -123,18 +124,19 @@ impl AsMut<[u8]> for Claim {
         if self.len == 0 {
             return &mut [];
         }
-        // SAFETY: `data` points to `len` bytes of an array that is writable and C-contiguous (checked in `new`) and that `_array`
-        // keeps alive; numpy resizes no array that is referred to twice. No other slice of ours covers them (WRITING). Memory of
-        // numpy's that was never written is initialised as far as the compiler can know: it comes out of a foreign function. That
-        // Python code does not write there meanwhile is the caller's promise, as everywhere in numpy; a race gives mixed numbers.
+        // SAFETY: `data` points to `len` bytes of an array that is writable and C-contiguous (checked in `new`) and that
+        // `_array` keeps alive; numpy does not resize an array with two references. No other slice of this crate covers the
+        // bytes (WRITING). The compiler must treat numpy's memory as initialised even if it was never written, because a
+        // foreign function returned it. As everywhere in numpy, the caller must not write to it meanwhile; a race gives mixed
+        // numbers.
         unsafe { std::slice::from_raw_parts_mut(self.data, self.len) }
     }
 }
 
-/// The bytes of an array, for a thread to fill.
+/// The bytes of an array, lent to a thread that fills them.
 pub struct Lent {
     claim: Claim,
-    /// Which of the arrays lent.
+    /// Index among the lent arrays.
     pub number: usize,
 }
 
@@ -144,12 +146,12 @@ impl AsMut<[u8]> for Lent {
     }
 }
 
-/// An array whose bytes a thread may fill.
+/// Lends an array's bytes to a thread.
 pub fn lend(array: &Bound<'_, PyUntypedArray>, number: usize) -> PyResult<Lent> {
     Ok(Lent { claim: Claim::new(array, "buffers")?, number })
 }
 
-/// A read-only C-contiguous array over mapped bytes; `dims` x the element size is their number.
+/// A read-only C-contiguous array over mapped bytes; their number is `dims` x the element size.
 pub fn over_map<'py>(
     py: Python<'py>,
     view: View,
@@ -164,16 +166,16 @@ pub fn over_map<'py>(
     let data = owner.get().view.bytes().as_ptr();
     let aligned = (data as usize).is_multiple_of(descr.alignment().max(1));
     let flags = if aligned { NPY_ARRAY_C_CONTIGUOUS | NPY_ARRAY_ALIGNED } else { NPY_ARRAY_C_CONTIGUOUS };
-    // SAFETY: `data` points to exactly dims x itemsize bytes (compared above). The flags leave out WRITEABLE, so numpy
-    // never writes through the pointer. The bytes live as long as `owner`, which becomes the array's base below.
+    // SAFETY: `data` points to exactly dims x itemsize bytes (compared above). The flags exclude WRITEABLE, so numpy never
+    // writes through the pointer. The bytes live as long as `owner`, which becomes the array's base below.
     let array = unsafe { from_descr(py, descr, dims, data.cast_mut().cast(), flags)? };
-    // SAFETY: `array` is a live array without a base; SetBaseObject takes over the reference that into_ptr gives up.
+    // SAFETY: `array` is a live array without a base; SetBaseObject takes the reference that into_ptr releases.
     let failed = unsafe { PY_ARRAY_API.PyArray_SetBaseObject(py, array.as_array_ptr(), owner.into_ptr()) } != 0;
     if failed { Err(PyErr::fetch(py)) } else { Ok(array) }
 }
 
 /// # Safety
-/// `data` is null, or points to as many bytes as dims and dtype need, alive until a base object is set.
+/// `data` is null, or points to the bytes that dims and dtype need, alive until a base object is set.
 unsafe fn from_descr<'py>(
     py: Python<'py>,
     descr: &Bound<'py, PyArrayDescr>,
@@ -188,9 +190,8 @@ unsafe fn from_descr<'py>(
     for (to, from) in shape.iter_mut().zip(dims) {
         *to = npy_intp::try_from(*from)?;
     }
-    // SAFETY: the type object and the descriptor are live; NewFromDescr takes over one reference to the descriptor,
-    // which into_dtype_ptr gives up. `shape` holds dims.len() sizes; strides are null, hence C order. The caller
-    // answers for `data`.
+    // SAFETY: the type object and the descriptor are live; NewFromDescr takes one reference to the descriptor, which
+    // into_dtype_ptr releases. `shape` has dims.len() sizes; strides are null, hence C order. The caller guarantees `data`.
     let array = unsafe {
         PY_ARRAY_API.PyArray_NewFromDescr(
             py,
@@ -209,15 +210,14 @@ unsafe fn from_descr<'py>(
     Ok(array.cast_into::<PyUntypedArray>()?)
 }
 
-/// Whether an array can be written as one block of bytes.
+/// Whether an array is writable and one contiguous block of bytes.
 pub fn is_plain_and_writable(array: &Bound<'_, PyUntypedArray>) -> bool {
     // SAFETY: the pointer is to the live array object that `array` refers to.
     let flags = unsafe { (*array.as_array_ptr()).fields.flags };
     flags & NPY_ARRAY_WRITEABLE != 0 && flags & NPY_ARRAY_C_CONTIGUOUS != 0
 }
 
-/// The bytes of a new array, of which no other reference exists; `None` for any other array. Those of a caller are
-/// [`Claim`]ed.
+/// The bytes of a new array without other references; `None` for any other array. For a caller's array use [`Claim`].
 pub fn bytes_mut<'a>(array: &'a mut Bound<'_, PyUntypedArray>) -> Option<&'a mut [u8]> {
     // SAFETY: the pointer is to the live object that `array` refers to, and the GIL is held.
     let references = unsafe { pyo3::ffi::Py_REFCNT(array.as_ptr()) };
@@ -230,6 +230,6 @@ pub fn bytes_mut<'a>(array: &'a mut Bound<'_, PyUntypedArray>) -> Option<&'a mut
     }
     let raw: *mut PyArrayObject = array.as_array_ptr();
     // SAFETY: the array is live for 'a, writable and C-contiguous (checked above), so `data` points to len bytes. The only
-    // reference to it is borrowed for 'a, so no other code reaches them. As to memory that was never written, see `Claim`.
+    // reference to it is borrowed for 'a, so no other code reaches them. For memory never written, see `Claim`.
     Some(unsafe { std::slice::from_raw_parts_mut((*raw).fields.data.cast::<u8>(), len) })
 }

@@ -1,7 +1,6 @@
-//! The one gate through which the GIL is released. Everything that reads, copies or computes for more than
-//! microseconds goes through here: other Python threads run meanwhile, Ctrl-C is looked for, and a panic of ours
-//! becomes an `InternalError` and never unwinds into the interpreter.
-#![allow(clippy::disallowed_methods)] // This is the gate that clippy.toml sends others to.
+//! The only function that releases the GIL. All work of more than microseconds goes through it: other Python threads run
+//! meanwhile, Ctrl-C is detected, and a panic becomes an `InternalError` instead of unwinding into the interpreter.
+#![allow(clippy::disallowed_methods)] // clippy.toml sends all other code here
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,14 +13,14 @@ use pyo3::prelude::*;
 
 use crate::errors;
 
-/// How often the watch asks Python for signals, at most. Each time takes the GIL, which another thread may hold for its whole
-/// switch interval.
+/// Minimum interval between two checks for signals. Each takes the GIL, which another thread may hold for its whole switch
+/// interval.
 const LOOK: Duration = Duration::from_millis(20);
-/// How often watches took the GIL, for tests.
+/// Number of times that watches took the GIL, for tests.
 pub static LOOKS: AtomicU64 = AtomicU64::new(0);
 
-/// Runs `work` without the GIL. The watch it is given asks Python for signals, which only the main thread can see: on
-/// others it finds that out once and does not take the GIL again.
+/// Runs `work` without the GIL. The watch passed to it checks for signals. Only the main thread sees them: on other threads
+/// the first check finds that out, and later ones do not take the GIL.
 pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce(Watch<'_>) -> Result<T> + Send) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
     let outcome = py.detach(|| {
@@ -56,14 +55,14 @@ pub fn detached<T: Send>(py: Python<'_>, work: impl FnOnce(Watch<'_>) -> Result<
     }
 }
 
-/// Runs `work` with the GIL; a panic in it becomes an `InternalError` like one without. Every function that Python calls and
-/// that does more than return a field does it in here or in [`detached`]: PyO3 alone would raise its `PanicException`, which no
-/// `except Exception` catches.
+/// Runs `work` with the GIL; a panic in it becomes an `InternalError`. Every function that Python calls and that does more
+/// than return a field runs in here or in [`detached`]: PyO3 alone would raise `PanicException`, which `except Exception` does
+/// not catch.
 pub fn guarded<T>(py: Python<'_>, work: impl FnOnce() -> PyResult<T>) -> PyResult<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(errors::raise(py, &internal(&*panic))))
 }
 
-/// Whether this is the thread that runs signal handlers. Where Python cannot say, it might be.
+/// Whether this thread runs signal handlers; true if Python cannot tell.
 fn is_main_thread(py: Python<'_>) -> bool {
     let ask = || -> PyResult<bool> {
         let threading = py.import("threading")?;

@@ -1,4 +1,4 @@
-//! The core's errors become the exceptions of `actshard.errors`, which owns the map from kind to class.
+//! Converts the core's errors to the exceptions of `actshard.errors`, which maps kinds to classes.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -11,9 +11,9 @@ use pyo3::sync::PyOnceLock;
 
 static MAKE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
 
-/// The error that [`raise`] turns back into this exception: KeyboardInterrupt, MemoryError, or an error of actshard. The
-/// exception goes with the error: one that is not raised (that of another part of a read was) is dropped, and with it the arrays
-/// in the frames of its traceback.
+/// Wraps an exception (KeyboardInterrupt, MemoryError, or an actshard error) in an error that [`raise`] converts back. The
+/// error owns the exception: if it is not raised, because another part of the read raised first, both are dropped, with the
+/// arrays in the frames of the traceback.
 pub fn carry(raised: PyErr) -> Error {
     let mut error = Error::new(Kind::Interrupted, raised.to_string());
     error.carried = Some(Carried(Arc::new(raised)));
@@ -34,7 +34,7 @@ pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
         });
     match made {
         Ok(exception) => PyErr::from_value(exception),
-        // Only if `actshard.errors` itself is broken.
+        // Only if `actshard.errors` itself fails.
         Err(broken) => {
             let fallback = PyRuntimeError::new_err(error.to_string());
             fallback.set_cause(py, Some(broken));
@@ -43,7 +43,7 @@ pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
-/// A location as Python names it.
+/// A location as a Python path.
 pub fn path_of(location: &Location) -> OsString {
     location.path().map_or_else(|| location.to_string().into(), |path| path.as_os_str().to_os_string())
 }

@@ -1,4 +1,4 @@
-//! A dataset's rows as one Python object holds them; `rows` gives it its methods.
+//! A dataset's rows as one Python object; `rows` adds its methods.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,11 +16,11 @@ use pyo3::types::PyList;
 use crate::arguments::{dtype_of, helper};
 use crate::{buffer, detach, errors};
 
-/// The rows of a dataset: its files, where rows lie in them, and their type.
+/// The rows of a dataset: files, layout and dtype.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Rows {
-    /// `None` once closed. Locked only while the GIL is held, and only to copy or take the pointer: no thread waits here, and
-    /// a fork cannot find it locked.
+    /// `None` once closed. Locked only with the GIL held, and only to copy or take the pointer: no thread waits for it, and a
+    /// fork cannot happen while it is locked.
     rows: Mutex<Option<Arc<Dataset>>>,
     row: Row,
     examples: u64,
@@ -28,7 +28,7 @@ pub struct Rows {
     descr: Py<PyArrayDescr>,
 }
 
-/// Whether the output lies over an index array: Rust may not read what it is writing.
+/// Whether the output overlaps an index array: Rust must not read memory that it is writing.
 fn overlaps(groups: &Ints<'_>, pick: &Pick<'_>, out: &buffer::Claim) -> bool {
     let (examples, tokens) = match pick {
         Pick::Tokens { examples, tokens } => (examples, Some(tokens)),
@@ -54,7 +54,7 @@ impl Rows {
         Ok(made)
     }
 
-    /// How rows are read.
+    /// How files are read.
     pub fn mode(&self) -> Io {
         self.io
     }
@@ -64,34 +64,34 @@ impl Rows {
         self.examples
     }
 
-    /// The numpy type of a row.
+    /// The stored numpy dtype of the rows.
     pub fn stored<'py>(&self, py: Python<'py>) -> Bound<'py, PyArrayDescr> {
         self.descr.bind(py).clone()
     }
 
-    /// Takes the dataset out: later reads raise ClosedError.
+    /// Takes the dataset out; later reads raise ClosedError.
     pub fn take(&self) -> Option<Arc<Dataset>> {
         self.rows.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// The dataset, for one read or for a stream's own thread; ClosedError after [`Rows::take`].
+    /// The dataset, for one read or for a stream's thread; ClosedError after [`Rows::take`].
     pub fn dataset(&self, py: Python<'_>) -> PyResult<Arc<Dataset>> {
         let held = self.rows.lock().unwrap_or_else(PoisonError::into_inner).clone();
         held.ok_or_else(|| errors::raise(py, &Error::new(Kind::Closed, "the store was closed")))
     }
 
-    /// What a row is.
+    /// The properties of a row.
     pub fn row(&self) -> Row {
         self.row
     }
 
-    /// Tokens of each of these examples.
+    /// Numbers of tokens of these examples.
     pub fn count(&self, py: Python<'_>, groups: Ints<'_>, examples: &[i64]) -> PyResult<Vec<i64>> {
         let dataset = self.dataset(py)?;
         detach::detached(py, |watch| dataset.tokens_of(groups, examples, watch))
     }
 
-    /// A gather into a new array or into `out`, as `dtype` or as stored.
+    /// Gathers into a new array or into `out`, converted to `dtype` if given.
     #[allow(clippy::too_many_arguments)]
     pub fn fill<'py>(
         &self,
@@ -119,7 +119,7 @@ impl Rows {
         })?;
         let mut dataset = self.dataset(py)?;
         if dtype.is_some_and(|asked| !asked.is_none()) {
-            // Rows of every type are read as the type that the caller names.
+            // Rows of every stored type are converted to the requested one.
             dataset = dataset.read_as(to).map_or(dataset, Arc::new);
         }
         let counter = &AtomicU64::new(0);
@@ -139,7 +139,7 @@ impl Rows {
         };
         let mut claim = buffer::Claim::new(&self.writable(py, out, &descr, dims, size)?, "out")?;
         if overlaps(&groups, &pick, &claim) {
-            let detail = "out: shares memory with the indices, which would be overwritten while they are read";
+            let detail = "out: shares memory with the indices, which would be overwritten during the read";
             return Err(errors::raise(py, &Error::new(Kind::Argument, detail)));
         }
         let into = Out::Dense(claim.as_mut());
@@ -148,7 +148,7 @@ impl Rows {
         Ok(out.clone())
     }
 
-    /// The caller's buffer as an array whose bytes are exactly the output.
+    /// The caller's buffer as an array with exactly the output's bytes.
     fn writable<'py>(
         &self,
         py: Python<'py>,

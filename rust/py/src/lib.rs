@@ -1,13 +1,13 @@
-//! The binding: turns Python arguments into the core's words and back. It converts and never computes.
+//! The binding: converts Python arguments and results to and from the core's types. It never computes.
 //!
 //! - `arguments`: numbers, names and types from Python
 //! - `handle`: [`handle::Rows`], the rows of a dataset as one object
-//! - `rows`: its methods, and [`rows::Addresses`], the table they can be looked up in
-//! - `stream`: batches in an order, read ahead by a thread
+//! - `rows`: its methods, and [`rows::Addresses`], a table of row addresses
+//! - `stream`: ordered batches, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
-//! - `detach`: the one gate through which the GIL is released
+//! - `detach`: the only function that releases the GIL
 //! - `tokens`: token caches, their batches and orders
-//! - `write`: files written, values looked at
+//! - `write`: writing files, scanning values
 //! - `pickle`: values of a pickle as Python objects
 //! - `errors`: the core's errors as the exceptions of `actshard.errors`
 
@@ -34,7 +34,7 @@ use actshard_core::{Finding, Kind};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
-/// `[(name, dtype, shape, begin, end)]` sorted by offset, the `__metadata__` pairs, and the offset of the data.
+/// `[(name, dtype, shape, begin, end)]` sorted by offset, the `__metadata__` pairs, and the data offset.
 type HeaderTuple = (Vec<(String, &'static str, Vec<u64>, u64, u64)>, Vec<(String, String)>, u64);
 
 fn header_tuple(header: safetensors::Header) -> HeaderTuple {
@@ -54,8 +54,8 @@ fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
     detach::guarded(py, || detach::detached(py, |_| safetensors::parse_bytes(data).map(header_tuple)))
 }
 
-/// A whole small Zarr array, of which the chunks listed are there: the bytes of its elements (at most `most`), or a list of
-/// strings' bytes.
+/// Reads a whole small Zarr array whose existing chunks are listed. Returns the bytes of its elements (at most `most`), or a
+/// list of the bytes of its strings.
 #[pyfunction]
 fn read_zarr<'py>(
     py: Python<'py>,
@@ -90,13 +90,13 @@ fn dtypes() -> Vec<(&'static str, Option<&'static str>, u64)> {
     DType::ALL.iter().map(|d| (d.name(), d.numpy_name(), d.bits())).collect()
 }
 
-/// The codes of every kind of error, for the test that holds them against `actshard.errors`.
+/// The codes of all error kinds, for the test that compares them with `actshard.errors`.
 #[pyfunction]
 fn error_kinds() -> Vec<&'static str> {
     Kind::ALL.iter().map(|k| k.code()).collect()
 }
 
-/// The findings that the core names, for the test that compares them with the table of codes.
+/// The finding codes that the core uses, for the test that compares them with the table of codes.
 #[pyfunction]
 fn finding_codes() -> Vec<&'static str> {
     Finding::ALL.iter().map(|f| f.code()).collect()
@@ -112,24 +112,24 @@ fn header_reasons() -> Vec<&'static str> {
 #[pyfunction]
 fn is_network(py: Python<'_>, path: PathBuf) -> PyResult<bool> {
     detach::guarded(py, || {
-        // Without the GIL: statfs of a network file system whose server is gone does not come back.
+        // Without the GIL: statfs of a network file system blocks if its server is down.
         detach::detached(py, |_| Ok(pread::is_network(&path)))
     })
 }
 
-/// Threads that large reads use.
+/// Number of threads for large reads.
 #[pyfunction]
 fn num_threads() -> usize {
     threads::num_threads()
 }
 
-/// How often reads took the GIL to look for signals, for tests.
+/// Number of times that reads took the GIL to check for signals, for tests.
 #[pyfunction]
 fn looks() -> u64 {
     detach::LOOKS.load(Ordering::Relaxed)
 }
 
-/// Panics, for the test of what becomes of a panic.
+/// Panics, to test how panics are reported.
 #[pyfunction]
 #[allow(clippy::panic, reason = "the test needs a panic")]
 fn panic_for_test(py: Python<'_>, detached: bool) -> PyResult<()> {
@@ -141,7 +141,7 @@ fn panic_for_test(py: Python<'_>, detached: bool) -> PyResult<()> {
     })
 }
 
-/// How this extension was built.
+/// Build information: version, profile, target, ABI.
 #[pyfunction]
 fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     detach::guarded(py, || {

@@ -1,4 +1,4 @@
-//! The values of a pickle as Python objects. Nothing is imported or called but what makes plain objects and numpy arrays.
+//! The values of a pickle as Python objects. Only plain types and numpy arrays are constructed.
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
@@ -14,14 +14,14 @@ use pyo3::types::{PyByteArray, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple
 use crate::arguments::helper;
 use crate::{detach, errors};
 
-/// Containers in containers: metadata that nest deeper are somebody's attempt at our stack.
+/// Maximum nesting of containers; deeper input is an attack on the stack.
 const DEPTH: usize = 64;
 
-/// Why values could not be made into objects.
+/// Why values could not be converted to objects.
 pub enum Failed {
-    /// Python said no.
+    /// Python raised an exception.
     Python(PyErr),
-    /// The values are none we make.
+    /// The values are unsupported.
     Core(Error),
 }
 
@@ -37,20 +37,19 @@ impl From<Error> for Failed {
     }
 }
 
-/// Array bytes that values may be copied to: this, and four times the input. Arrays can share their bytes in a pickle; objects
-/// made of them do not.
+/// Bytes of arrays that may be copied: this, plus four times the input. Arrays can share bytes in a pickle; the objects made of
+/// them do not.
 const COPIES: usize = 24 << 20;
-/// What the texts and metadata of a shard may come to in a table, where a value stands in each of its places: this, and four
-/// times the input.
+/// Bytes of text and metadata of a shard in a table, which repeats shared values: this, plus four times the input.
 const TABLE: u64 = 8 << 20;
 
 struct ObjectMaker<'a, 'py> {
     py: Python<'py>,
     tree: &'a Tree,
     input: &'a [u8],
-    /// Objects made already, and their sizes: a value that stands in many places is one object there, as in a stock reader.
+    /// Finished objects and their sizes: a shared value becomes one shared object, as with Python's unpickler.
     made: HashMap<Id, (Bound<'py, PyAny>, u64)>,
-    /// Values being made: one inside itself is refused.
+    /// Values being converted, to detect one that contains itself.
     open: HashSet<Id>,
     /// Bytes of arrays that may still be copied.
     copies: usize,
@@ -66,8 +65,8 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
         Ok(self.sized(id)?.0)
     }
 
-    /// A value, and its size if everything in it were there as often as it is named: 26 lists of the list before it twice are 26
-    /// objects, and 2^26 values to whoever walks through them.
+    /// A value, and its size with shared values repeated: 26 nested lists that each hold the previous one twice are 26 objects,
+    /// but 2^26 values when traversed.
     fn sized(&mut self, id: Id) -> Result<(Bound<'py, PyAny>, u64), Failed> {
         if let Some((made, size)) = self.made.get(&id) {
             return Ok((made.clone(), *size));
@@ -86,7 +85,7 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
         Ok((made, size))
     }
 
-    /// Of a value whose parts have been made.
+    /// The size of a value whose parts are finished.
     fn size(&self, id: Id) -> u64 {
         let of = |id: &Id| self.made.get(id).map_or(0, |(_, size)| *size);
         let all = |sizes: &mut dyn Iterator<Item = u64>| sizes.fold(64u64, u64::saturating_add);
@@ -94,7 +93,7 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
             Node::Str(blob) | Node::Bytes(blob) | Node::ByteArray(blob) | Node::Big(blob) => blob.len() + 16,
             Node::List(items) | Node::Tuple(items) => all(&mut items.iter().map(of)),
             Node::Dict(pairs) => all(&mut pairs.iter().map(|(key, value)| of(key).saturating_add(of(value)))),
-            // As numbers of their own.
+            // As Python numbers.
             Node::Array(array) => {
                 let elements = array.data.len() / array.element.dtype.size().unwrap_or(1).max(1) as u64;
                 array.data.len().max(elements.saturating_mul(8)).saturating_add(64)
@@ -140,7 +139,7 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
                 self.copies = self.copies.checked_sub(bytes).ok_or_else(|| {
                     Error::new(
                         Kind::Format,
-                        "its arrays share their bytes, and take more than four times the file's size as arrays",
+                        "its arrays share bytes, and need more than four times the file's size as separate arrays",
                     )
                 })?;
                 let data = PyByteArray::new(py, tree.bytes(input, &array.data));
@@ -160,7 +159,7 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
             }
             Node::Element(element) => helper(py, "stored")?.call1((element.dtype.name(),))?,
             Node::Unfinished => {
-                return Err(Error::new(Kind::UnsafePickle, "holds an object that is no plain value").into());
+                return Err(Error::new(Kind::UnsafePickle, "contains an object that is not a plain value").into());
             }
         })
     }
@@ -173,7 +172,7 @@ fn text<'py>(py: Python<'py>, utf8: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     }
 }
 
-/// Everything in a pickle of plain data and numpy arrays, as a stock reader would give it.
+/// The value of a pickle of plain data and numpy arrays, equal to the result of Python's unpickler.
 #[pyfunction]
 pub fn load_pickle<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
@@ -186,7 +185,7 @@ pub fn load_pickle<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyA
     })
 }
 
-/// The same of a file. A gzip'ed one inflates to at most `limit` bytes, or to what is usual for a file of its size if that is more.
+/// The value of a pickle file. A gzipped file may inflate to `limit` bytes, or to what is usual for its size if that is more.
 #[pyfunction]
 pub fn load_pickle_file<'py>(
     py: Python<'py>,
@@ -209,8 +208,8 @@ pub fn load_pickle_file<'py>(
     })
 }
 
-/// For every sample of a shard, in the order of its examples: `(sample_idx, text_preview, shape, layers, metadata)`, texts
-/// and metadata as the first layer that holds the sample gives them.
+/// For every sample of a shard, in order: `(sample_idx, text_preview, shape, layers, metadata)`. Text and metadata come from
+/// the first layer that contains the sample.
 pub fn records<'py>(py: Python<'py>, values: &Values) -> Result<Vec<Bound<'py, PyAny>>, Failed> {
     let (tree, input) = (&values.tree, values.input());
     let layers = layers(tree, input, None)?;
@@ -233,7 +232,7 @@ pub fn records<'py>(py: Python<'py>, values: &Values) -> Result<Vec<Bound<'py, P
             None => Ok((py.None().into_bound(py), 0)),
         };
         let ((text, text_size), (metadata, metadata_size)) = (field("text_preview")?, field("metadata")?);
-        // A field of the metadata is a column, with a place for every sample.
+        // A field of the metadata is a column, with an entry for every sample.
         if let Some(id) = tree.get(input, fields, "metadata").filter(|id| seen.insert(*id))
             && let Node::Dict(pairs) = tree.node(id)
         {
@@ -245,7 +244,7 @@ pub fn records<'py>(py: Python<'py>, values: &Values) -> Result<Vec<Bound<'py, P
             return Err(Error::new(
                 Kind::Format,
                 format!(
-                    "its texts and metadata take more than {allowed} bytes as a table: values are shared between more places than a file of this size may have"
+                    "its text and metadata need more than {allowed} bytes as a table: more values are shared than a file of this size should have"
                 ),
             )
             .into());
@@ -255,7 +254,7 @@ pub fn records<'py>(py: Python<'py>, values: &Values) -> Result<Vec<Bound<'py, P
     Ok(made)
 }
 
-/// What tells a key of a dict from others.
+/// A key that distinguishes the keys of a dict.
 fn name_of<'a>(tree: &'a Tree, input: &'a [u8], key: Id) -> (u64, &'a [u8]) {
     match tree.node(key) {
         Node::Str(blob) => (0, tree.bytes(input, blob)),

@@ -1,4 +1,4 @@
-//! Streams of batches, as Python sees them.
+//! Streams of batches for Python.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -19,8 +19,8 @@ use crate::buffer::{self, Lent};
 use crate::handle::Rows;
 use crate::{detach, errors};
 
-/// The tokens that are read: from which on; how many of every example, or of each; which of those, flag after flag; or the
-/// last of each.
+/// The selected tokens: the first, and the number per example (equal for all, or one each, optionally with a flag per token);
+/// or one token of each example.
 #[derive(FromPyObject)]
 pub enum Tokens<'py> {
     #[pyo3(transparent)]
@@ -52,18 +52,18 @@ fn selection(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<Sele
     }
 }
 
-/// How many tokens are selected.
+/// The number of selected tokens.
 #[pyfunction]
 pub fn count_selected(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<u64> {
     detach::guarded(py, || Ok(selection(py, examples, tokens)?.len()))
 }
 
-/// What a stream of rows is: from where, in which order, as what. Cheap to begin and to begin again.
+/// A stream of rows: source, order and conversion. Cheap to start and restart.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Stream {
     core: Arc<Core>,
     descr: Py<PyArrayDescr>,
-    /// Dimensions of an item.
+    /// The shape of an item.
     item: Vec<usize>,
 }
 
@@ -119,7 +119,7 @@ impl Stream {
                 return Err(raise(Error::new(Kind::Internal, "a stream of another numpy type")));
             }
             if given && detach::detached(py, |watch| rows.stored_types(watch))?.iter().any(|t| *t != rows.row().dtype) {
-                // Rows of several types are read as the one asked for, or as one that holds them all where there is more to do.
+                // Rows of several types are converted to the requested one, or to float64 if they are also rescaled.
                 let as_is = center.is_empty() && scale == Scale::None;
                 let read = rows.read_as(if as_is { to } else { DType::F64 });
                 rows = read.map_or(rows, Arc::new);
@@ -150,7 +150,7 @@ impl Stream {
         })
     }
 
-    /// Batches of this rank.
+    /// Batches per rank.
     #[getter]
     fn batches(&self) -> u64 {
         self.core.plan.batches()
@@ -162,30 +162,30 @@ impl Stream {
         self.core.plan.items()
     }
 
-    /// Items of a pool.
+    /// Items per window, at most.
     #[getter]
     fn window(&self) -> u64 {
         self.core.plan.settings.window
     }
 
-    /// Bytes that a window reads in one go, at least; `None` where they are the usual number.
+    /// Bytes that a window reads in one request, at least; `None` for the default.
     #[getter]
     fn unit_bytes(&self) -> Option<u64> {
         Some(self.core.plan.settings.unit_bytes).filter(|bytes| *bytes != UNIT_BYTES)
     }
 
-    /// A digest of the units that windows are made of.
+    /// A digest of the units of the windows.
     #[getter]
     fn units(&self) -> u64 {
         self.core.plan.units_digest()
     }
 
-    /// Finite values that became infinite on the way, since this was last asked.
+    /// Finite values that became infinite since the last call.
     fn take_overflows(&self) -> u64 {
         self.core.convert.take_overflows()
     }
 
-    /// Examples and tokens of picks by number.
+    /// Examples and tokens of picks.
     fn locate<'py>(&self, py: Python<'py>, picks: PyReadonlyArray1<'py, i64>) -> PyResult<TwoArrays<'py>> {
         detach::guarded(py, || {
             let picks = picks.as_slice()?;
@@ -194,7 +194,7 @@ impl Stream {
         })
     }
 
-    /// Begins to read batches `first`, `first + every`, ... of an epoch, into new arrays or into these.
+    /// Starts reading batches `first`, `first + every`, ... of an epoch, into new arrays or into `buffers`.
     fn start(
         &self,
         py: Python<'_>,
@@ -236,7 +236,7 @@ impl Stream {
     }
 }
 
-/// Where a batch lies.
+/// The memory of a batch.
 enum BatchMemory {
     New(Output),
     Lent(Lent),
@@ -251,13 +251,13 @@ impl AsMut<[u8]> for BatchMemory {
     }
 }
 
-/// Batches on their way.
+/// Batches being read ahead.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Batches {
-    /// `None` once stopped. Locked only with the GIL held and to copy or take the pointer: never while a batch is waited for,
-    /// when a signal handler on the same thread may stop these very batches.
+    /// `None` once stopped. Locked only with the GIL held, and only to copy or take the pointer: never while waiting for a
+    /// batch, when a signal handler on the same thread may stop these batches.
     ahead: Mutex<Option<Arc<Ahead<BatchMemory>>>>,
-    /// Buffers that the consumer has, and that are filled again from the next call on.
+    /// Buffers that the consumer holds; the next call returns them for reuse.
     given: Mutex<Vec<Lent>>,
     arrays: Vec<Py<PyUntypedArray>>,
     descr: Py<PyArrayDescr>,
@@ -267,7 +267,7 @@ pub struct Batches {
 
 type TwoArrays<'py> = (Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>);
 
-/// Activations, examples, tokens, and positions of layers where rows are of one each.
+/// Activations, examples, tokens, and indices of layers if each row is of one layer.
 type BatchTuple<'py> =
     (Bound<'py, PyAny>, Bound<'py, PyArray1<i64>>, Bound<'py, PyArray1<i64>>, Option<Bound<'py, PyArray1<i64>>>);
 
@@ -304,11 +304,11 @@ impl Batches {
         })
     }
 
-    /// Ends the thread and drops the batches that it read ahead. A call of `next` that waits returns None.
+    /// Stops the thread and drops the batches read ahead. A waiting call of `next` returns None.
     fn stop(&self, py: Python<'_>) -> PyResult<()> {
         detach::guarded(py, || {
             let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).take();
-            // Without the GIL: the thread may be decoding with Python's help.
+            // Without the GIL: the thread may be decoding through Python.
             detach::detached(py, |watch| ahead.map_or(Ok(()), |ahead| ahead.stop(watch)))
         })
     }
@@ -318,12 +318,12 @@ impl Drop for Batches {
     fn drop(&mut self) {
         let ahead = self.ahead.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         let Some(ahead) = ahead else { return };
-        // Not interruptible: an exception raised here would be lost. What could fail is a panic, which has been reported.
+        // Not interruptible: an exception raised here would be lost. Only a panic can fail, and it has been reported.
         let _ = Python::attach(|py| detach::detached(py, |_| ahead.stop(&mut || false)));
     }
 }
 
-/// `Rows.stats`: what all rows of a group have in common.
+/// `Rows.stats`: statistics of all rows of a group.
 pub fn stats_of<'py>(
     py: Python<'py>,
     rows: &Rows,
@@ -352,7 +352,7 @@ pub fn stats_of<'py>(
             failed || watch()
         };
         let found = match stats::stats(&dataset, group, &selection, &mut tell, &mut watch) {
-            // Sums are float64, whatever types rows are stored as.
+            // Sums are float64 for every stored type.
             Err(error) if error.kind == Kind::DType => match dataset.read_as(DType::F64) {
                 Some(wide) => stats::stats(&wide, group, &selection, &mut tell, &mut watch),
                 None => Err(error),

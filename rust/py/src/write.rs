@@ -1,4 +1,4 @@
-//! Writing files, and looking at every value, as Python sees them.
+//! Writing files and scanning values, for Python.
 
 use std::path::PathBuf;
 
@@ -15,10 +15,10 @@ use crate::arguments::{dtype_of, helper};
 use crate::handle::Rows;
 use crate::{buffer, detach, errors};
 
-/// Columns of a table of pieces: source, first byte, bytes, file, offset.
+/// Columns of a table of pieces: source, start, bytes, file, offset.
 const COLUMNS: usize = 5;
 
-/// Writes pieces of sources at their places in files, in parallel, without the GIL.
+/// Writes pieces of sources to offsets in files, in parallel, without the GIL.
 #[pyfunction]
 pub fn write_pieces(
     py: Python<'_>,
@@ -28,7 +28,7 @@ pub fn write_pieces(
     direct: bool,
 ) -> PyResult<()> {
     detach::guarded(py, || {
-        let bad = || Error::new(Kind::Internal, "pieces that are no table of five columns");
+        let bad = || Error::new(Kind::Internal, "pieces: expected a table of five non-negative columns");
         if pieces.shape()[1] != COLUMNS {
             return Err(errors::raise(py, &bad()));
         }
@@ -52,7 +52,7 @@ fn digested(found: Digested) -> (u64, String) {
     (found.size, found.sha256.iter().map(|b| format!("{b:02x}")).collect())
 }
 
-/// Writes a file of segments one after the other, gzip'ed at a level or as they are: `(size, SHA-256)` of the file.
+/// Writes a file from segments, gzipped if `level` is given. Returns `(size, SHA-256)` of the file.
 #[pyfunction]
 #[pyo3(signature = (path, segments, level=None))]
 pub fn write_segments(
@@ -73,7 +73,7 @@ pub fn digest_file(py: Python<'_>, path: PathBuf) -> PyResult<(u64, String)> {
     detach::guarded(py, || detach::detached(py, |watch| write::digest(&path, watch)).map(digested))
 }
 
-/// Waits until files and folders are on the disk.
+/// Waits until files and folders are on disk.
 #[pyfunction]
 pub fn sync_files(py: Python<'_>, paths: Vec<PathBuf>) -> PyResult<()> {
     detach::guarded(py, || detach::detached(py, |watch| write::sync(&paths, watch)))
@@ -116,7 +116,7 @@ pub fn cast_into(
     })
 }
 
-/// How many finite values of an array become infinite (NaN, where there is no infinity) as another type.
+/// The number of finite values of an array that would become infinite in another type (NaN, if it has no infinity).
 #[pyfunction]
 pub fn count_overflows(py: Python<'_>, array: &Bound<'_, PyAny>, dtype: &Bound<'_, PyAny>) -> PyResult<u64> {
     detach::guarded(py, || {
@@ -128,7 +128,7 @@ pub fn count_overflows(py: Python<'_>, array: &Bound<'_, PyAny>, dtype: &Bound<'
     })
 }
 
-/// `Rows.scan`: a look at every value of a group.
+/// `Rows.scan`: scans every value of a group.
 pub fn scan_of<'py>(
     py: Python<'py>,
     rows: &Rows,
@@ -152,7 +152,7 @@ pub fn scan_of<'py>(
         };
         let mut watch = || stop.get() || watch();
         match scan::scan(&dataset, io, group, &mut tell, &mut watch) {
-            // Rows of several types are looked at as one type that holds them all.
+            // Rows of several types are scanned as float64.
             Err(error) if error.kind == Kind::DType => match dataset.read_as(DType::F64) {
                 Some(wide) => {
                     dtype = DType::F64;

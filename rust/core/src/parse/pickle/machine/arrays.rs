@@ -106,7 +106,9 @@ impl Machine<'_> {
                     Some(b"<" | b"=" | b"|") => false,
                     Some(b">") => element.dtype.bits() > 8,
                     _ => {
-                        return Err(self.malformed("expected a dtype of byte order '<', '>', '=' or '|', found another"));
+                        return Err(
+                            self.malformed("expected a dtype of byte order '<', '>', '=' or '|', found another")
+                        );
                     }
                 };
                 Node::Element(Element { dtype: element.dtype, swapped })
