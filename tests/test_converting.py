@@ -178,7 +178,7 @@ def test_what_cannot_be_held_is_refused_before_anything_is_written(
 def test_a_misfit_far_behind_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=8) as writer:
         writer.append([np.ones((1, 3 if i < 20_000 else 4, 8), np.float32) for i in range(20_001)])
-    with pytest.raises(actshard.ArgumentError, match="example 20000 has 4 tokens"):
+    with pytest.raises(actshard.ArgumentError, match="example 20000: expected 3 tokens .*found 4"):
         actshard.convert(tmp_path / "src", tmp_path / "d", "saev")
     assert not (tmp_path / "d").exists()
 
@@ -447,7 +447,7 @@ def test_texts_that_lmprobe_cannot_tell_apart_are_a_loss(tmp_path: Path) -> None
         told = [x.detail for x in done.losses if x.what == "texts"]
         assert len(told) == (name != "own"), (name, told)
         if name == "same":
-            assert told[0].startswith("1 examples share a text")
+            assert told[0].startswith("1 examples have the text of another one")
         assert actshard.verify(done.path).codes() == ({"duplicate-text"} if name == "same" else set())
         # Texts that were made up are not the user's: they do not come back.
         back = actshard.open(actshard.convert(done.path, tmp_path / f"{name}-back", "zarr").path)
@@ -531,7 +531,7 @@ def with_columns(path: Path, format: str, more: dict[str, Any]) -> Path:
 def test_columns_that_a_format_refuses_are_renamed_or_left_out(tmp_path: Path, source: str) -> None:
     """The error names a remedy, and the remedy works: in Python and in the command."""
     path = with_columns(tmp_path / "s", source, COLUMNS)
-    with pytest.raises(actshard.ArgumentError, match=r"shard_index.*columns= \(--columns\) renames columns"):
+    with pytest.raises(actshard.ArgumentError, match=r"shard_index.*columns= \(--columns\) to rename columns"):
         actshard.convert(path, tmp_path / "t", "lmprobe")
     (refused,) = actshard.converting.plan(path, tmp_path / "t", "lmprobe")
     assert "columns=" in str(refused.refused)
@@ -601,10 +601,10 @@ def test_columns_that_make_no_sense_are_refused_before_anything_is_written(tmp_p
         ([3], TypeError, "found 3"),
         ({"verb": 3}, TypeError, "found 3"),
         ([""], TypeError, "found ''"),
-        (["none"], actshard.NotStoredError, "there are label, prompt, verb"),
-        (["seq_len"], actshard.NotStoredError, "there is no 'seq_len'"),
-        ({"verb": "x", "label": "x"}, actshard.ArgumentError, "differ"),
-        (["verb", "verb"], actshard.ArgumentError, "differ"),
+        (["none"], actshard.NotStoredError, r"columns of the source \(label, prompt, verb\), found 'none'"),
+        (["seq_len"], actshard.NotStoredError, "expected columns of the source .*, found 'seq_len'"),
+        ({"verb": "x", "label": "x"}, actshard.ArgumentError, "distinct"),
+        (["verb", "verb"], actshard.ArgumentError, "distinct"),
         ({"verb": "patch_labels"}, actshard.ArgumentError, "patch_labels"),
         ({"verb": "logits_values"}, actshard.ArgumentError, "logits_values"),
     ):

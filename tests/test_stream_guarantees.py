@@ -62,7 +62,7 @@ def test_a_state_of_another_dataset_is_refused(tmp_path: Path, shuffle: Any) -> 
         "format": made(tmp_path / "e", numbers(50, 1, 6, 8), "saev"),
     }
     for what, other in others.items():
-        with pytest.raises(actshard.ArgumentError, match="the state is of another") as caught:
+        with pytest.raises(actshard.ArgumentError, match="the state belongs to another") as caught:
             other.stream(0, 16, shuffle=shuffle).load_state_dict(state)
         assert len(str(caught.value).splitlines()) == 1, what
     # Moved, copied, opened otherwise: still the same.

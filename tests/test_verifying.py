@@ -296,7 +296,7 @@ def test_deep_looks_at_every_value(tmp_path: Path, format: str) -> None:
     assert told["infinite"].place == "layer 4"
     assert "(3, 1)" in told["zero-row"].found
     assert "dead-dimension" in told
-    assert told["dead-dimension"].found == "1 of 8: 7"
+    assert told["dead-dimension"].found == "1 of 8 columns: 7"
     assert told["duplicate-example"].found.endswith("5 = 4")
     assert report.status == 2
     assert report.checked["rows"] == 36
@@ -317,7 +317,7 @@ def test_deep_sees_constant_columns_and_types_wider_than_values(tmp_path: Path) 
     with actshard.create(tmp_path / "e", "zarr", layers=[0], d_model=8) as writer:
         writer.append(rows)
     told = {f.code: f for f in actshard.verify(tmp_path / "e", deep=True).findings}
-    assert told["constant-dimension"].found == "1 of 8: 2"
+    assert told["constant-dimension"].found == "1 of 8 columns: 2"
 
 
 def test_an_example_that_is_like_another_in_one_layer_only_is_no_duplicate(tmp_path: Path) -> None:

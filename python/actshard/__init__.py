@@ -1,6 +1,6 @@
-"""actshard: open, look at and read activation datasets, whatever system wrote them.
+"""actshard opens, reads, writes and checks activation datasets in several formats.
 
->>> store = actshard.open("path/to/dataset")            # saev, lmprobe, zarr, pickle: the format is detected
+>>> store = actshard.open("path/to/dataset")            # detects the format: saev, lmprobe, zarr, pickle, ...
 >>> store.layers, store.d_model, store.dtype
 >>> store.gather(store.layers[0], [0, 1, 2], [0, 0, -1])  # (3, d_model), one row per (example, token)
 """
@@ -95,4 +95,6 @@ __all__ = [
 if build_info()["profile"] == "debug":
     import warnings
 
-    warnings.warn("this is a debug build of actshard: correct, and many times slower", RuntimeWarning, stacklevel=2)
+    warnings.warn(
+        "this is a debug build of actshard: results are correct, many times slower", RuntimeWarning, stacklevel=2
+    )

@@ -1,6 +1,6 @@
-"""The position of a stream: its epoch, its next batch, the states that are saved and loaded, and the one loop that reads it.
+"""A stream's position (epoch and next batch), its saved states, and the loop that reads it.
 
-Streams of activations and of token datasets are both :class:`Epochs`, so that resuming, workers and pickling are the same.
+Streams of activations and of tokens are both :class:`Epochs`, so they share resuming, workers and pickling.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ B = TypeVar("B")
 
 
 class Reader(Protocol):
-    """Reads batches ahead of a loop, on threads of its own."""
+    """Reads batches ahead of a loop on its own threads."""
 
     def next(self) -> Any:
-        """Waits for the next batch; None at the end of the epoch."""
+        """Waits for the next batch; returns None at the end of the epoch."""
 
     def stop(self) -> None:
-        """Ends its threads; twice does no harm."""
+        """Stops the threads. May be called again."""
 
 
 class Epochs(ABC, Generic[B]):
     """Batches, epoch after epoch.
 
-    ``for batch in stream`` reads one epoch; the next loop reads the next one. A loop that was left early begins again with the
-    first batch of its epoch, unless a state was loaded in between.
+    ``for batch in stream`` reads one epoch; the next loop reads the next epoch. After a ``break`` the next loop starts the
+    same epoch again, unless a state was loaded in between.
 
-    A stream has one loop at a time: when another one begins, the iterator of the first raises :class:`ClosedError`.
+    A stream has one active loop: when another loop begins, the iterator of the first raises :class:`ClosedError`.
 
     Attributes:
-        epoch: the epoch that is being read, or comes next.
+        epoch: the current epoch, or the next one if no loop is active.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -55,37 +55,37 @@ class Epochs(ABC, Generic[B]):
 
     @abstractmethod
     def _count(self) -> int | None:
-        """Batches of an epoch, of this rank; None: it does not end."""
+        """Number of batches per epoch and rank; None for an endless epoch."""
 
     @abstractmethod
     def _place(self) -> Path | None:
-        """The dataset's path, for messages."""
+        """Path of the dataset, for messages."""
 
     @abstractmethod
     def _ready(self) -> None:
-        """Raises what keeps a loop from beginning."""
+        """Raises if a loop cannot begin, e.g. on a closed store."""
 
     @abstractmethod
     def _loop(self, first: int, every: int) -> Loop[B]:
-        """A loop over batches ``first``, ``first + every``, ... of the epoch."""
+        """Returns a loop over batches ``first``, ``first + every``, ... of the epoch."""
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """Everything that decides which batches there are, and what is in them, as plain values."""
+        """Everything that determines the batches and their values, as plain values."""
 
     def _added(self, theirs: dict[str, Any]) -> set[str]:
-        """Settings that a state of an older release does not have."""
+        """Settings that a state of an older release lacks."""
         return set()
 
     @property
     def resumes(self) -> bool:
-        """Whether the next loop goes on where a loaded state was taken."""
+        """Whether the next loop continues at a loaded state."""
         return self._resume is not None
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch that the next loop reads; a loop that is being read is not changed.
+        """Sets the epoch of the next loop. An active loop is not changed.
 
-        The epoch of a state that was just loaded goes on where the state was taken.
+        Setting the epoch of a state that was just loaded keeps the state's position.
         """
         epoch = _arguments.whole(epoch, "epoch")
         live = self._live()
@@ -97,35 +97,35 @@ class Epochs(ABC, Generic[B]):
             self.epoch, self._step, self._resume = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is, as plain values (JSON holds them): a few hundred bytes, whatever was read.
+        """Returns the stream's position as JSON values: a few hundred bytes, independent of how much was read.
 
-        The state is after the last batch that was handed out; it is the same on every rank. Loading it into a stream of the
-        same dataset, wherever that lies, and of the same settings, in any process and with any number of threads or workers,
-        gives exactly the batches that were left.
+        The position is after the last batch returned, and is the same on every rank. A stream with the same settings over the
+        same dataset (at any path, in any process, with any number of threads or workers) continues with exactly the
+        remaining batches.
 
         Raises:
-            ArgumentError: workers of a ``DataLoader`` read this stream: their position is not known here.
+            ArgumentError: ``DataLoader`` workers read this stream; this process does not know their position.
         """
         if self._elsewhere():
             raise ArgumentError(
-                "state_dict: workers of a DataLoader read this stream, and this process does not know how far they are; use "
-                "torchdata's StatefulDataLoader and its state_dict(), or num_workers=0"
+                "state_dict: workers of a DataLoader read this stream, and this process does not know their position. Use "
+                "torchdata's StatefulDataLoader and its state_dict(), or num_workers=0."
             )
         return self.state()
 
     def state(self) -> dict[str, Any]:
-        """:meth:`state_dict` of this process's own loop: for actshard's own rooms."""
+        """:meth:`state_dict` of this process's own loop, without the check for workers. Internal."""
         self._turn_if_idle()
         pending = self._resume if self._resume is not None else self._step
         return {"version": 2, "epoch": self.epoch, "batch": pending, "settings": self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a state was taken; the next loop reads what was left of that epoch.
+        """Continues at a saved state: the next loop reads the rest of that epoch.
 
-        A state of an older release does not name its dataset: it is loaded, with a warning, if everything it names agrees.
+        A state of an older release does not name its dataset. It is loaded, with a warning, if all settings it contains agree.
 
         Raises:
-            ArgumentError: the state is of another dataset or other settings, which would give other batches.
+            ArgumentError: the state belongs to another dataset or other settings, whose batches differ.
         """
         if (
             not isinstance(state, dict)
@@ -139,13 +139,13 @@ class Epochs(ABC, Generic[B]):
         names: set[str] = (mine.keys() | theirs.keys()) - added
         differ = [k for k in names if mine.get(k) != theirs.get(k)]
         if differ:
-            what = ", ".join(f"{k}: {theirs.get(k)!r} then, {mine.get(k)!r} now" for k in sorted(differ))
+            what = ", ".join(f"{k}: {theirs.get(k)!r} in the state, {mine.get(k)!r} here" for k in sorted(differ))
             which = "another dataset" if differ == ["dataset"] else "another stream"
-            raise ArgumentError(f"load_state_dict: the state is of {which}, whose batches differ ({what})")
+            raise ArgumentError(f"load_state_dict: the state belongs to {which}, whose batches differ ({what})")
         epoch, batch = _arguments.whole(state.get("epoch"), "epoch"), _arguments.whole(state.get("batch"), "batch")
         count = self._count()
         if count is not None and batch > count:
-            raise ArgumentError(f"load_state_dict: batch {batch} of {count}")
+            raise ArgumentError(f"load_state_dict: batch: expected at most {count}, found {batch}")
         if added:
             said = f"load_state_dict: a state of an older release does not name its dataset; check that it is {self._place()}"
             warnings.warn(ActshardWarning(said, code="state-without-dataset"), stacklevel=2)
@@ -158,7 +158,7 @@ class Epochs(ABC, Generic[B]):
         return self.batches()
 
     def batches(self, first: int = 0, every: int = 1) -> Iterator[B]:
-        """Reads batches ``first``, ``first + every``, ... of what is left of the epoch: one worker's part of ``every`` workers'.
+        """Iterates over batches ``first``, ``first + every``, ... of the rest of the epoch: one of ``every`` workers' share.
 
         The batches themselves do not depend on ``every``. Iterating over the stream is ``batches(0, 1)``.
         """
@@ -166,9 +166,9 @@ class Epochs(ABC, Generic[B]):
         return self.batches_from((self._resume or 0) + _arguments.whole(first, "first"), every)
 
     def batches_from(self, batch: int, every: int = 1) -> Iterator[B]:
-        """Reads batches ``batch``, ``batch + every``, ... of the epoch."""
+        """Iterates over batches ``batch``, ``batch + every``, ... of the epoch."""
         self._ready()
-        self._supersede("another loop over this stream was begun; make a stream for each")
+        self._supersede("another loop over this stream was begun; create one stream per loop")
         self._turn()
         self._resume = None
         self._step = batch
@@ -177,7 +177,7 @@ class Epochs(ABC, Generic[B]):
         return made
 
     def afresh(self) -> Self:
-        """The same stream at the beginning of its epoch; the two share the selection and the open dataset."""
+        """Returns a copy of the stream at the beginning of its epoch. Both share the selection and the open dataset."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         made._step, made._resume, made._chosen, made._live = 0, None, None, lambda: None
@@ -185,19 +185,19 @@ class Epochs(ABC, Generic[B]):
         return made
 
     def close(self) -> None:
-        """Stops reading ahead, and ends the loop that is being read. The stream can be used again."""
+        """Ends the active loop and its read-ahead. The stream can be iterated again."""
         live = self._live()
         if live is not None:
             live.close()
         self._turn_if_idle()
 
     def _turn(self) -> None:
-        """Begins the epoch that was chosen while a loop was being read."""
+        """Moves to the epoch that :meth:`set_epoch` chose while a loop was active."""
         if self._chosen is not None:
             self.epoch, self._step, self._resume, self._chosen = self._chosen, 0, None, None
 
     def _turn_if_idle(self) -> None:
-        """The same where the loop has ended: there is nothing left of it that would come before."""
+        """:meth:`_turn`, unless a loop is still active."""
         live = self._live()
         if live is None or not live.reads:
             self._turn()
@@ -222,7 +222,7 @@ class Epochs(ABC, Generic[B]):
 
 
 class Loop(ABC, Generic[B]):
-    """The iterator of one loop. It reads until it ends, is closed, or another loop over its stream begins."""
+    """The iterator of one loop. It is active until it ends, is closed, or another loop over its stream begins."""
 
     def __init__(self, stream: Epochs[B], first: int, every: int) -> None:
         self._stream = stream
@@ -236,15 +236,15 @@ class Loop(ABC, Generic[B]):
 
     @abstractmethod
     def _start(self) -> Reader:
-        """Begins to read from the next batch on."""
+        """Returns a reader that starts at the next batch."""
 
     @abstractmethod
     def _made(self, found: Any) -> B:
-        """The batch, of what the reader found."""
+        """Builds the batch from the reader's result."""
 
     @property
     def reads(self) -> bool:
-        """Whether more batches may come."""
+        """Whether the loop is active."""
         return not self._done
 
     def _begin(self) -> None:
@@ -259,10 +259,10 @@ class Loop(ABC, Generic[B]):
         found = None
         if not self._done:
             if self._pid != os.getpid():
-                self._begin()  # a forked child has no thread of its parent's
+                self._begin()  # a forked child has none of its parent's threads
             reader = self._reader
             found = None if reader is None else reader.next()
-        # Asked after waiting: another thread may have closed this, or begun another loop.
+        # Checked after the wait: another thread may have closed this loop or begun another one.
         if self._why is not None:
             raise ClosedError(self._why, path=stream._place())
         if self._done:
@@ -280,7 +280,7 @@ class Loop(ABC, Generic[B]):
         return self._made(found)
 
     def close(self, why: str | None = None) -> None:
-        """Ends the reader; ``why`` is raised when another batch is asked for, if there might have been one."""
+        """Stops the reader. An active loop raises ClosedError with the text ``why`` when the next batch is requested."""
         if not self._done:
             self._why = why
         self._done = True
@@ -291,7 +291,7 @@ class Loop(ABC, Generic[B]):
                 reader.stop()
 
     def __del__(self) -> None:
-        # Nothing is left to do when the interpreter ends, and little is left to do it with.
+        # At interpreter shutdown attributes may already be gone; _stop_all has closed the loops.
         if getattr(self, "_reader", None) is not None:
             self.close()
 
@@ -301,6 +301,6 @@ _LIVE: weakref.WeakSet[Loop[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    # Threads that fill memory of numpy's must not outlive it.
+    # Reader threads write into numpy memory and must end before the interpreter frees it.
     for loop in list(_LIVE):
         loop.close()

@@ -1,7 +1,7 @@
-"""``actshard.merge``: parts that many processes wrote, or datasets of one kind, become one dataset.
+"""``actshard.merge``: combines parts that several processes wrote, or compatible datasets, into one dataset.
 
-Files are renamed (parts of ours) or linked (datasets that stay); bytes are copied only where they must be: into saev's equal
-shards, and across file systems. Every step can be done again, and sources go last: a merge that was killed is run again.
+Files of parts are renamed; files of datasets that stay are hard-linked. Bytes are copied only into saev's equal shards and across
+file systems. Every step is idempotent and sources are removed last, so a killed merge can be run again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from actshard.work import (
 
 _MARKER = MERGING
 _LEFT = "left-in-parts"
-"""Where files of others that were in parts' folders are kept after a merge."""
+"""Folder that keeps other programs' files from the parts' folders after a merge."""
 
 
 def merge(
@@ -65,31 +65,30 @@ def merge(
     physical: bool = False,
     different_models: bool = False,
 ) -> Path:
-    """Makes one dataset of parts.
+    """Merges parts into one dataset and returns its path.
 
-    Everything that can be refused is refused before a file is moved, linked or written; what is refused leaves nothing behind. A
-    merge that was killed, or stopped by a full disk, is finished by the same call; another call is refused until then.
+    All checks run before a file is moved, linked or written, so a failed check leaves no files. If a merge was killed or the disk
+    was full, the same call finishes it; any other merge into ``path`` fails until then.
 
     Args:
         path: the dataset: where :func:`actshard.create` was called with ``part=``, or a new folder for ``parts``.
-        parts: datasets of one format to put together, in this order; they stay as they are (files are linked where they can be).
-            None: the parts that were written below ``path``, in the order of their numbers; they become the dataset.
-        physical: Zarr stores become one store, not a run of several with a manifest.
-        different_models: join datasets of different models too; the result keeps the first one's name.
+        parts: datasets of one format, merged in this order. They are not changed; their files are hard-linked where the file
+            system allows it. None: the parts written below ``path``, in the order of their numbers; they become the dataset.
+        physical: for Zarr, make one store instead of a run of several stores with a manifest.
+        different_models: also merge datasets of different models; the result keeps the first model name.
 
-    Files of others beside the parts, such as a README or logs, stay where they are; those among the parts are kept in
+    Other files beside the parts, such as a README or logs, stay in place. Other files inside the parts' folders move to
     ``path/left-in-parts``.
 
     Returns:
-        Path of the merged dataset (for saev ``path/<HASH>``). If parts that were written below ``path`` are merged
-        already, returns the same path; with ``parts`` a second call is refused once the first is done, as nothing tells whether
-        the dataset that is there was made of them.
+        Path of the merged dataset (for saev ``path/<HASH>``). If the parts written below ``path`` are already merged, returns the
+        same path. With ``parts``, a second call after a finished merge raises ExistsError: the dataset does not record its parts.
 
     Raises:
-        UnfinishedError: a part is missing, or is not finished; the message lists them.
-        FormatError: parts that are not of one kind, or two of which have the same sample numbers.
-        ExistsError: a dataset is there already. LockedError: another process is merging.
-        ArgumentError: ``physical`` for another format, or stores with different chunks; another merge was begun here.
+        UnfinishedError: a part is missing or unfinished; the message lists them.
+        FormatError: the parts differ in layers, d_model, dtype, ..., or two parts use the same sample numbers.
+        ExistsError: ``path`` already contains a dataset. LockedError: another process is merging.
+        ArgumentError: ``physical`` for another format, or stores with different chunks; another merge was begun in ``path``.
     """
     root = _arguments.local_path(path)
     asked = _asked(parts, physical)
@@ -100,7 +99,7 @@ def merge(
 
 @dataclass(frozen=True)
 class _AskedMerge:
-    """What a call asks for."""
+    """The arguments of a call to :func:`merge`."""
 
     parts: tuple[Path, ...] | None
     physical: bool
@@ -124,7 +123,9 @@ def _merged(root: Path, asked: _AskedMerge, different_models: bool) -> Path:
     lock = locked(root / FOLDER)
     try:
         if not marker.exists():
-            if asked.parts is None and not (root / PARTS).is_dir():  # another process has merged them meanwhile
+            if (
+                asked.parts is None and not (root / PARTS).is_dir()
+            ):  # another process merged them before we had the lock
                 _leave(root)
                 return _there(root, asked.physical)
             try:
@@ -137,7 +138,7 @@ def _merged(root: Path, asked: _AskedMerge, different_models: bool) -> Path:
         try:
             place = root / listed["place"] if listed.get("finished") else _merger(plan.format).run(plan)
         except ActshardError as error:
-            # A disk can get room again; what contradicts itself will do so again.
+            # A full disk or a failed read may succeed later; other errors would occur again.
             if not plan.move and not isinstance(
                 error, DiskFullError | FileAccessError | InterruptedReadError | NoMemoryError
             ):
@@ -155,12 +156,13 @@ def _merged(root: Path, asked: _AskedMerge, different_models: bool) -> Path:
 
 
 def _remove_parts(root: Path, made: re.Pattern[str] | None) -> None:
-    """Removes the parts' folder. It goes in one step: a dataset beside what is left of its parts would be taken for unfinished.
+    """Removes the parts' folder.
 
-    Files in it that no writer made, by their names, are kept in a folder of the dataset.
+    It is renamed first: a dataset beside remaining parts would look unfinished. Files whose names no writer produces are kept in
+    a folder of the dataset.
     """
     gone = root / FOLDER / f"merged{PARTS}"
-    _empty(root, gone, made)  # of a merge that was stopped here before
+    _empty(root, gone, made)  # left by a merge that was interrupted at this step
     if (root / PARTS).is_dir():
         rename(root / PARTS, gone)
         _native.sync_files([root])
@@ -168,19 +170,19 @@ def _remove_parts(root: Path, made: re.Pattern[str] | None) -> None:
 
 
 def _empty(root: Path, gone: Path, made: re.Pattern[str] | None) -> None:
-    """Removes a folder of merged parts but for the files of others, which get a folder that is seen."""
+    """Removes a folder of merged parts. Other programs' files in it move to a visible folder."""
     others = False
     for path, below, names in os.walk(gone, topdown=False):
         folder = Path(path)
         within = folder.relative_to(gone).parts
-        # Beside the parts' own folders nothing is a writer's, whatever it is called.
+        # Writers create files only inside the parts' folders.
         part = bool(within) and PART.fullmatch(within[0]) is not None
         ours = made is None or (part and FOLDER in within)
         for file in [folder / n for n in names] + [link for n in below if (link := folder / n).is_symlink()]:
             if ours or (part and (file.name == EMPTY or (made is not None and made.fullmatch(file.name)))):
                 with contextlib.suppress(
                     OSError
-                ):  # what cannot be removed now is removed with the working folder, or keeps it
+                ):  # removed later with the working folder, which stays if that fails too
                     file.unlink()
             else:
                 others = True
@@ -193,7 +195,7 @@ def _empty(root: Path, gone: Path, made: re.Pattern[str] | None) -> None:
 
 
 def _leave(root: Path) -> None:
-    """Removes the working folder, the marker last: without it, nobody would know how to go on; and the dataset's if it is empty."""
+    """Removes the working folder, and the dataset's folder if it is empty. The marker goes last: resuming needs it."""
     folder = root / FOLDER
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
@@ -201,24 +203,24 @@ def _leave(root: Path) -> None:
                 shutil.rmtree(entry)
             elif entry.name != _MARKER:
                 entry.unlink()
-        # With anything left the marker stays: the next call goes on from it.
+        # If anything above failed, the marker stays and the next call continues from it.
         (folder / _MARKER).unlink(missing_ok=True)
         folder.rmdir()
         root.rmdir()
 
 
 def _undo(plan: Merge) -> None:
-    """Removes what a merge has made of datasets that stay, and nothing else that is in its folder."""
+    """Removes the files that a merge of ``parts=`` made, and no other file in its folder."""
     remove_made(plan.path, _merger(plan.format).makes)
     _leave(plan.path)
 
 
 def _there(root: Path, physical: bool) -> Path:
-    """A dataset that was merged before."""
+    """Returns the path of a dataset that was merged before."""
     if not root.exists():
         raise MissingFileError("expected parts of a dataset, found nothing", path=root)
     if unfinished(root) is not None:
-        raise UnfinishedError("expected parts of a dataset, found one whose writer has not finished", path=root)
+        raise UnfinishedError("expected parts of a dataset, found an unfinished dataset", path=root)
     found, format = _found(root)
     if physical:
         merger = _merger(format)
@@ -226,8 +228,8 @@ def _there(root: Path, physical: bool) -> Path:
             raise ArgumentError(_not_physical(format), path=found)
         if merger.several(found):
             raise ArgumentError(
-                "physical: is merged already, and is a run of several stores: merge it into a new folder "
-                "(parts=[this one], physical=True)",
+                "physical: this dataset is merged already, as a run of several stores. Merge it into a new folder "
+                "(parts=[this path], physical=True).",
                 path=found,
             )
     tidy(found)
@@ -235,27 +237,27 @@ def _there(root: Path, physical: bool) -> Path:
 
 
 def _found(folder: Path) -> tuple[Path, str]:
-    """The dataset that a folder stands for, and its format."""
+    """Path and format of the dataset at or below a folder."""
     found, format = find(Location.at(folder))
     return found.local, format
 
 
 def _merger(format: str) -> Merger:
-    """How a format merges."""
+    """The format's :class:`Merger`."""
     merger = formats.get(format).merger()
     if merger is None:
-        raise UnsupportedError(f"{format} datasets cannot be merged; convert them first")
+        raise UnsupportedError(f"{format} datasets cannot be merged; convert them to another format first")
     return merger
 
 
 def _not_physical(format: str) -> str:
     mergers = [formats.get(name).merger() for name in formats.names()]
     others = " and ".join(merger.physical for merger in mergers if merger is not None and merger.physical is not None)
-    return f"physical: is for {others}; {format} datasets are always one"
+    return f"physical: supported for {others} only; a merged {format} dataset is always one dataset"
 
 
 def _begun(root: Path, asked: _AskedMerge, marker: Path) -> tuple[Merge, dict[str, Any]]:
-    """The merge that was begun here, which has to be the one that is asked for."""
+    """Returns the merge recorded in the marker. Raises ArgumentError if the call asks for another merge."""
     found = Fields(read_json(marker), marker)
     format = found.text("format")
     names = found.value.get("parts")
@@ -276,17 +278,17 @@ def _begun(root: Path, asked: _AskedMerge, marker: Path) -> tuple[Merge, dict[st
         same = before == asked.as_dict()
     if not same:
         of = "the parts that were written here" if move else ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        remedy = "the same call finishes it" + ("" if move else f"; or remove {root} to begin another")
+        remedy = "repeat the same call to finish it" + ("" if move else f", or remove {root} to begin another")
         raise ArgumentError(
-            f"a merge of {of}{' with physical=True' if physical else ''} was begun here and is not finished, another is asked for: "
-            f"{remedy}",
+            f"a merge of {of}{' with physical=True' if physical else ''} was begun here and is not finished, found a call for "
+            f"another one: {remedy}",
             path=root,
         )
     return Merge(root, format, tuple(root / n for n in names), move, {"physical": physical}), found.value
 
 
 def _begin(root: Path, asked: _AskedMerge, marker: Path, different_models: bool) -> None:
-    """Checks everything that can be wrong with a merge, and notes it: from there on it is to be finished."""
+    """Checks a merge and writes its marker. From then on the merge must be finished."""
     if asked.parts is None:
         sources = _own_parts(root)
     else:
@@ -294,10 +296,10 @@ def _begin(root: Path, asked: _AskedMerge, marker: Path, different_models: bool)
             raise ArgumentError("parts: expected at least one dataset")
         sources = [find(existing(p))[0].local for p in asked.parts]
         if len(set(sources)) < len(sources):
-            raise ArgumentError("parts: a dataset is in the list twice")
+            raise ArgumentError("parts: the list contains a dataset twice")
         if (root / PARTS).exists():
             raise ExistsError(
-                "holds parts of a dataset of its own: merge without parts=, or into another folder", path=root
+                "contains parts of another dataset. Merge without parts=, or into another folder.", path=root
             )
         refuse_existing(root)
     format = _check_alike(sources, different_models)
@@ -310,7 +312,7 @@ def _begin(root: Path, asked: _AskedMerge, marker: Path, different_models: bool)
     move = asked.parts is None
     plan = Merge(root, format, tuple(sources), move, {"physical": asked.physical})
     merger.check(plan)
-    # A dataset that is moved while it is merged takes its parts along.
+    # Relative paths for its own parts: the dataset may be moved between two calls.
     names = [os.path.relpath(s, root) if move else str(s) for s in sources]
     made = {"parts": names, "format": format, "move": move, "physical": asked.physical, "asked": asked.as_dict()}
     write_json(marker, made)
@@ -318,7 +320,7 @@ def _begin(root: Path, asked: _AskedMerge, marker: Path, different_models: bool)
 
 
 def _own_parts(root: Path) -> list[Path]:
-    """Parts of ours in the order of their numbers, all of them there and finished."""
+    """The parts written below ``root`` in the order of their numbers, without empty ones. All must be finished."""
     found: dict[int, Path] = {}
     counts: set[int] = set()
     for folder in sorted((root / PARTS).iterdir()):
@@ -328,7 +330,7 @@ def _own_parts(root: Path) -> list[Path]:
             counts.add(int(numbered[2]))
     if len(counts) != 1:
         raise UnfinishedError(
-            f"expected parts of one number of parts, found {sorted(counts)}{beside_parts(Location.at(root))}",
+            f"expected the same number of parts in all names, found {sorted(counts)}{beside_parts(Location.at(root))}",
             path=root / PARTS,
         )
     (total,) = counts
@@ -353,12 +355,12 @@ def _own_parts(root: Path) -> list[Path]:
             f"expected {total} finished parts, {' and '.join(said)}{beside_parts(Location.at(root))}", path=root / PARTS
         )
     if not made:
-        raise UnfinishedError(f"expected examples in one of {total} parts, found none in any", path=root / PARTS)
+        raise UnfinishedError(f"expected examples in at least one of {total} parts, found none", path=root / PARTS)
     return made
 
 
 def _check_alike(sources: Sequence[Path], different_models: bool) -> str:
-    """The format of datasets of one kind."""
+    """Returns the common format. Raises FormatError if layers, d_model, dtype, model, ... differ."""
     first: Any = None
     for path in sources:
         store = open_quietly(path, None, "auto")
@@ -376,7 +378,7 @@ def _check_alike(sources: Sequence[Path], different_models: bool) -> str:
             first = kind
         for name, value in kind.items():
             if first.get(name) != value:
-                asked = "; different_models=True (--different-models) joins them" if name == "model" else ""
+                asked = ". To merge them, pass different_models=True (--different-models)." if name == "model" else ""
                 expected, differs = show(first.get(name)), show(value)
                 if isinstance(value, dict) and isinstance(first.get(name), dict):
                     expected, differs = _difference(first[name], value)
@@ -387,6 +389,6 @@ def _check_alike(sources: Sequence[Path], different_models: bool) -> str:
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> tuple[str, str]:
-    """The first descriptors that differ."""
+    """Formats the first entry in which two dicts differ."""
     name = next(k for k in [*a, *b] if a.get(k) != b.get(k))
     return show({name: a.get(name)}), show({name: b.get(name)})

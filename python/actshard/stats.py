@@ -1,4 +1,4 @@
-"""What all rows of a layer have in common."""
+"""Statistics of a layer's rows."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 _DEVIATIONS: weakref.WeakValueDictionary[int, NDArray[np.float64]] = weakref.WeakValueDictionary()
-"""Arrays that :attr:`Stats.std` returned, by id: as ``scale=`` they would do the opposite of what is meant."""
+"""Arrays that :attr:`Stats.std` returned, by id. ``scale=`` refuses them: it multiplies, and users mean to divide."""
 
 
 def is_deviation(value: object) -> bool:
-    """Whether this is the very array that :attr:`Stats.std` returned; nothing computed from it is."""
+    """Whether ``value`` is an array object that :attr:`Stats.std` returned. Arrays computed from one are not."""
     return _DEVIATIONS.get(id(value)) is value and value is not None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Stats:
-    """Statistics of a layer's rows; arrays are ``(d_model,)``.
+    """Statistics of a layer's rows; arrays have shape ``(d_model,)``.
 
-    Values that are no finite numbers are counted and left out of everything else.
+    NaN and infinite values are counted, and excluded from all other statistics.
 
     Attributes:
-        rows: how many rows.
-        mean, variance: float64; the variance is that of the population (divided by n). NaN where no value is finite.
-        min, max: float64, of finite values; infinite where there are none.
+        rows: number of rows.
+        mean, variance: float64; population variance (divided by n). NaN for columns without finite values.
+        min, max: float64, of finite values; +inf and -inf for columns without finite values.
         nan, inf: int64 counts.
         std, inverse_std: float64, computed from the variance.
-        mean_norm: the mean L2 norm of the rows whose values are all finite; NaN where there are none.
+        mean_norm: mean L2 norm of the rows whose values are all finite; NaN without such rows.
     """
 
     rows: int
@@ -44,9 +44,9 @@ class Stats:
 
     @property
     def std(self) -> NDArray[np.float64]:
-        """The square root of the variance, float64.
+        """Square root of the variance, float64.
 
-        ``stream(scale=)`` multiplies: :attr:`inverse_std` standardizes rows, this is refused there.
+        ``stream(scale=)`` multiplies and refuses this array: pass :attr:`inverse_std` to standardize rows.
         """
         made: NDArray[np.float64] = np.sqrt(self.variance)
         _DEVIATIONS[id(made)] = made
@@ -56,7 +56,7 @@ class Stats:
     def inverse_std(self) -> NDArray[np.float64]:
         """``1 / std``, float64; 1 for a column without variance.
 
-        ``store.stream(..., center=stats.mean, scale=stats.inverse_std)`` gives every column mean 0 and variance 1.
+        ``store.stream(..., center=stats.mean, scale=stats.inverse_std)`` yields columns with mean 0 and variance 1.
         """
         std = np.sqrt(self.variance)
         made: NDArray[np.float64] = 1 / np.where(std > 0, std, 1.0)
@@ -71,7 +71,7 @@ class Stats:
 
     @classmethod
     def of(cls, sums: dict[str, Any]) -> Stats:
-        """From the native half's sums."""
+        """Builds the statistics from the sums that the Rust core returns."""
         finite = sums["finite"]
         some = finite > 0
         n = np.where(some, finite, 1)

@@ -1,9 +1,9 @@
-"""Streams and stores for PyTorch: tensors that share memory with the arrays, and datasets for ``DataLoader``.
+"""PyTorch tensors that share memory with a stream's arrays, and datasets for ``DataLoader``.
 
-Needs torch, which actshard does not install.
+Requires torch, which actshard does not install.
 
 >>> stream = store.stream(5, 16384, shuffle="window")
->>> for batch in actshard.torch.batches(stream):                       # no DataLoader: reading is on threads already
+>>> for batch in actshard.torch.batches(stream):                       # no DataLoader: threads already read ahead
 ...     loss = model(batch["activations"].to("cuda", non_blocking=True))
 >>> loader = DataLoader(actshard.torch.IterableDataset(stream), batch_size=None, num_workers=2)
 >>> loader = DataLoader(actshard.torch.Dataset(store, 5), batch_size=4096, shuffle=True, collate_fn=actshard.torch.collate)
@@ -42,7 +42,10 @@ except ImportError as error:
 
 
 def tensor(array: NDArray[Any]) -> torch.Tensor:
-    """A tensor over an array's memory, bfloat16 and float8 too. Read-only arrays are copied: torch knows no such tensor."""
+    """Returns a tensor that shares the array's memory, also for bfloat16 and float8.
+
+    Read-only arrays are copied, because torch has no read-only tensors.
+    """
     if isinstance(array, torch.Tensor):
         return array
     if not array.flags.writeable:
@@ -50,17 +53,17 @@ def tensor(array: NDArray[Any]) -> torch.Tensor:
     if array.dtype.kind == "V" or (type(array.dtype.type).__module__ != "numpy" and array.dtype.kind not in "biufc"):
         wanted = getattr(torch, array.dtype.name, None)
         if wanted is None:
-            raise ArgumentError(f"torch has no type for {array.dtype}")
+            raise ArgumentError(f"torch has no dtype for {array.dtype}")
         size = array.dtype.itemsize
         return torch.from_numpy(array.view(f"i{size}")).view(wanted)
     return torch.from_numpy(array)
 
 
 def tensors(batch: Any) -> dict[str, Any]:
-    """A batch as a dict of tensors that share its memory.
+    """Returns a batch as a dict of tensors that share its memory.
 
-    Of activations: activations, examples, tokens, layers, and labels if there are any. Of a token dataset: its arrays by name
-    (``tokens``, ``loss_weight``, ``segment_ids``).
+    Keys for activations: activations, examples, tokens, layers, and labels if the dataset has labels. Keys for a token
+    dataset: the names of its arrays (``tokens``, ``loss_weight``, ``segment_ids``).
     """
     if not isinstance(batch, Batch):
         return {name: tensor(array) for name, array in arrays(batch).items()}
@@ -76,25 +79,32 @@ def tensors(batch: Any) -> dict[str, Any]:
 
 
 def pinned(stream: Stream, count: int = 3) -> list[torch.Tensor]:
-    """Pinned tensors for ``store.stream(..., buffers=)``: batches then go to a GPU without another copy on this side.
+    """Returns pinned tensors for ``store.stream(..., buffers=)``, so batches go to a GPU without another copy on the host.
 
-    Copy with ``non_blocking=True`` and synchronise before ``count - 1`` more batches were asked for.
+    Copy with ``non_blocking=True``, and synchronise before you request ``count - 1`` more batches.
+
+    Args:
+        stream: the stream whose batch shape and dtype the tensors take.
+        count: number of tensors, at least 2.
+
+    Raises:
+        UnsupportedError: this machine cannot pin memory.
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 2:
-        raise ArgumentError(f"count: expected an integer from 2 on, found {count!r}")
+        raise ArgumentError(f"count: expected an integer of at least 2, found {count!r}")
     if not isinstance(_stream(stream), Stream):
-        raise ArgumentTypeError("stream: streams of tokens have no buffers")
+        raise ArgumentTypeError("stream: expected a stream of activations; token streams have no buffers")
     dtype = _dtype(stream.dtype)
     try:
         return [torch.empty(stream.batch_shape, dtype=dtype, pin_memory=True) for _ in range(count)]
     except RuntimeError as error:
-        raise UnsupportedError(f"memory cannot be pinned here: {str(error).splitlines()[0]}") from error
+        raise UnsupportedError(f"cannot pin memory on this machine: {str(error).splitlines()[0]}") from error
 
 
 def _stream(given: Any) -> Epochs[Any]:
     if not isinstance(given, Epochs):
         raise ArgumentTypeError(
-            "stream: expected an actshard.Stream (store.stream(...)) or a stream of tokens (dataset.stream(...)), "
+            "stream: expected an actshard.Stream (store.stream(...)) or a token stream (dataset.stream(...)), "
             f"found {type(given).__name__}"
         )
     return given
@@ -103,45 +113,45 @@ def _stream(given: Any) -> Epochs[Any]:
 def _dtype(dtype: np.dtype[Any]) -> torch.dtype:
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
-        raise ArgumentError(f"torch has no type for {dtype}")
+        raise ArgumentError(f"torch has no dtype for {dtype}")
     return found
 
 
 def batches(stream: Epochs[Any]) -> Iterator[dict[str, Any]]:
-    """What is left of a stream's epoch, as dicts of tensors."""
+    """Yields the rest of a stream's epoch as dicts of tensors."""
     return (tensors(batch) for batch in _stream(stream))
 
 
 class _LoaderBatch(dict[str, Any]):
-    """A batch of its own: a loader that puts several together would add a dimension to each."""
+    """A whole batch. The class lets a loader refuse to collate batches, which would add a dimension to each array."""
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
     raise ArgumentError(
-        "DataLoader: expected batch_size=None, as actshard.torch.IterableDataset gives whole batches; their size is that of "
+        "DataLoader: expected batch_size=None, because actshard.torch.IterableDataset yields whole batches; set their size in "
         "store.stream(layer, batch_size)"
     )
 
 
-# torch's own way for collating further types; where it is not to be had, a loader's batch_size is not checked.
+# torch's registry of collate functions by type. Without it, a loader's batch_size is not checked.
 _COLLATE = getattr(getattr(data._utils, "collate", None), "default_collate_fn_map", None)
 if _COLLATE is not None:
     _COLLATE[_LoaderBatch] = _refuse
 
 
 class IterableDataset(data.IterableDataset):
-    """Whole batches of a stream, as dicts of tensors; for ``DataLoader(..., batch_size=None)``.
+    """Yields whole batches of a stream as dicts of tensors. Use it with ``DataLoader(..., batch_size=None)``.
 
-    With workers each reads every n-th batch, so that the loader gives the same batches in the same order as without; the memory of
-    a window is shared among them. Every pass over the loader is the next epoch, whether it keeps its workers or starts new ones.
-    ``state_dict`` and ``load_state_dict`` are those of torchdata's ``StatefulDataLoader``.
+    With n workers, each worker reads every n-th batch. The loader yields the same batches in the same order as without workers,
+    and the workers share the memory of a window. Each pass over the loader is the next epoch, with persistent or new workers.
+    ``state_dict`` and ``load_state_dict`` implement the protocol of torchdata's ``StatefulDataLoader``.
     """
 
     def __init__(self, stream: Epochs[Any]) -> None:
         super().__init__()
         self.stream = _stream(stream)
-        # Seen by all workers, whether forked or spawned: the epoch that comes next, which set of workers reads, how many passes
-        # workers have begun, and the epochs of their last passes.
+        # Shared with all workers, forked or spawned: the next epoch, the token of the current set of workers, the number of
+        # passes workers have begun, and (pass, epoch) of their last passes.
         self._shared = torch.tensor([stream.epoch, -1, 0] + [-1] * (2 * _PASSES), dtype=torch.int64).share_memory_()
         self._passes: tuple[int, int] = (-1, 0)
         self._at: dict[str, int] | None = None
@@ -150,11 +160,11 @@ class IterableDataset(data.IterableDataset):
         stream._elsewhere = self._read_by_workers
 
     def _read_by_workers(self) -> bool:
-        """Whether workers began to read after this process did."""
+        """Whether workers have begun a pass since this process last did."""
         return data.get_worker_info() is None and int(self._shared[_BEGUN]) != self._begun
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next pass, also of workers that persist; call it between passes."""
+        """Sets the epoch of the next pass, also for persistent workers. Call it between passes."""
         self.stream.set_epoch(epoch)
         self._shared[_NEXT] = int(epoch)
         self._at = None
@@ -163,7 +173,7 @@ class IterableDataset(data.IterableDataset):
         return len(self.stream)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A spawned worker begins where a forked one does: with the epoch, unless a state was loaded.
+        # A spawned worker starts at the beginning of the epoch, as a forked one does, unless a state was loaded.
         stream = self.stream
         return {**self.__dict__, "stream": stream if stream.resumes else stream.afresh()}
 
@@ -192,17 +202,22 @@ class IterableDataset(data.IterableDataset):
         self._now = {"epoch": at["epoch"] + 1, "next": first}
 
     def _agree(self, worker: Any, epoch: int | None) -> int:
-        """The epoch of this pass, the same in all workers; ``epoch`` if a state says so."""
+        """Returns the epoch of this pass, the same in all workers.
+
+        Args:
+            worker: torch's worker info; None in the main process.
+            epoch: the epoch of a loaded state; None for the next epoch.
+        """
         shared = self._shared
         if worker is None:
             epoch = int(shared[_NEXT]) if epoch is None else epoch
             shared[_NEXT] = epoch + 1
             return epoch
-        # A loader draws a number for each set of workers; persistent ones count their passes.
+        # A loader draws one base seed per set of workers. Persistent workers count their passes.
         token = worker.seed - worker.id
         count = self._passes[1] + 1 if self._passes[0] == token else 0
         self._passes = (token, count)
-        # Each pass has a place of its own, so that a worker that is late by one still finds its epoch.
+        # Each pass has its own slot, so a worker that is one pass late still finds its epoch.
         place = _BEGUN + 1 + 2 * (count % _PASSES)
         if worker.id == 0:
             epoch = int(shared[_NEXT]) if epoch is None else epoch
@@ -218,13 +233,13 @@ class IterableDataset(data.IterableDataset):
             if int(shared[_SET]) == token and int(shared[place]) == count:
                 return int(shared[place + 1])
             time.sleep(0.001)
-        raise InternalError("worker 0 of the loader did not begin to read within five minutes")
+        raise InternalError("worker 0 of the DataLoader did not begin to read within five minutes")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this worker, or this process where there are none, is; plain values.
+        """Returns the position of this worker, or of this process without workers, as plain values.
 
         Raises:
-            ArgumentError: workers read, and this is not one of them: use the ``state_dict`` of torchdata's loader.
+            ArgumentError: workers read this stream and this process is not a worker. Use the ``state_dict`` of torchdata's loader.
         """
         state = self.stream.state_dict()
         worker = data.get_worker_info()
@@ -233,10 +248,10 @@ class IterableDataset(data.IterableDataset):
         return {"stream": state["settings"], **now}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a state was taken, in a loader with as many workers.
+        """Continues at a saved state. The loader must have the same number of workers.
 
         Raises:
-            ArgumentError: it is of another stream.
+            ArgumentError: the state belongs to another stream.
         """
         if not isinstance(state, dict) or not {"stream", "epoch", "next"} <= state.keys():
             raise ArgumentError("load_state_dict: expected a state that state_dict() returned")
@@ -247,21 +262,20 @@ class IterableDataset(data.IterableDataset):
 
 _NEXT, _SET, _BEGUN = range(3)
 _PASSES = 8
-"""Passes whose epochs are kept for workers that are late."""
+"""Number of passes whose epochs are kept for late workers."""
 
 
 class _Items(list[dict[str, Any]]):
-    """Items, and the batch that they are views of."""
+    """Items that are views of one batch, with that batch."""
 
     batch: dict[str, Any]
 
 
 class Dataset(data.Dataset):
-    """Rows of one layer by number, for samplers of any kind: ``{"activation": (d_model,), "example": int, "token": int}``.
+    """Map-style dataset of one layer's rows: ``{"activation": (d_model,), "example": int, "token": int}``.
 
-    Numbers run over the selected tokens, example after example. ``__getitems__`` reads a whole batch at once; with
-    ``collate_fn=actshard.torch.collate`` a ``DataLoader`` gives its tensors as they are, without taking them apart and together
-    again.
+    Row numbers run over the selected tokens, example after example. ``__getitems__`` reads a whole batch at once. With
+    ``collate_fn=actshard.torch.collate`` a ``DataLoader`` returns that batch's tensors without splitting and stacking them.
 
     Args:
         store: an open store.
@@ -283,7 +297,7 @@ class Dataset(data.Dataset):
         dtype: DTypeLike | None = None,
     ) -> None:
         self.store, self.layer, self.dtype = store, layer, dtype
-        # A stream knows which rows there are; it is never read from.
+        # Used only to map row numbers to (example, token); it is never read.
         self._rows = store.stream(layer, 1, tokens=tokens, ignore_labels=ignore_labels, keep=keep)
 
     def __len__(self) -> int:
@@ -299,7 +313,9 @@ class Dataset(data.Dataset):
         numbers = np.asarray(indices, np.int64)
         n = len(self)
         if numbers.size and (numbers.min() < -n or numbers.max() >= n):
-            raise OutOfRangeError(f"row {numbers[(numbers < -n) | (numbers >= n)][0]} is out of range: there are {n}")
+            raise OutOfRangeError(
+                f"row {numbers[(numbers < -n) | (numbers >= n)][0]} is out of range: there are {n} rows"
+            )
         examples, tokens = self._rows.locate(np.where(numbers < 0, numbers + n, numbers))
         rows = tensor(self.store.gather(self.layer, examples, tokens, dtype=self.dtype))
         made = _Items(
@@ -311,18 +327,18 @@ class Dataset(data.Dataset):
 
 
 class TokenDataset(data.Dataset):
-    """Examples of a token dataset by number, for samplers of any kind: a dict of tensors, ``tokens`` and what else there is.
+    """Map-style dataset of token examples: each item is a dict of tensors, ``tokens`` and the dataset's other arrays.
 
-    ``__getitems__`` reads a whole batch at once; with ``collate_fn=actshard.torch.collate`` a ``DataLoader`` gives its tensors as
-    they are. :class:`IterableDataset` of ``dataset.stream(...)`` reads ahead, in the stream's order.
+    ``__getitems__`` reads a whole batch at once. With ``collate_fn=actshard.torch.collate`` a ``DataLoader`` returns that
+    batch's tensors. To read ahead in a stream's order, use :class:`IterableDataset` with ``dataset.stream(...)``.
 
     Args:
-        dataset: a dataset of :mod:`actshard.tokens` that ends.
+        dataset: a finite dataset of :mod:`actshard.tokens`.
     """
 
     def __init__(self, dataset: Examples) -> None:
         self.dataset = dataset
-        len(dataset)  # a mixture that does not end raises here
+        len(dataset)  # raises for an endless mixture
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -338,7 +354,10 @@ class TokenDataset(data.Dataset):
 
 
 def collate(items: Any) -> Any:
-    """For ``DataLoader(collate_fn=)``: what :meth:`Dataset.__getitems__` read together, as it is; anything else as usual."""
+    """Collate function for ``DataLoader(collate_fn=)``: returns the batch that :meth:`Dataset.__getitems__` read.
+
+    Anything else goes to torch's ``default_collate``.
+    """
     if isinstance(items, _Items):
         return items.batch
     return data.default_collate(items)

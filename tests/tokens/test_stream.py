@@ -191,7 +191,7 @@ def test_a_state_of_another_dataset_or_of_other_settings_is_refused(cache: token
         tokens.TokenSeqDataset(cache, 4).stream(4, shuffle="block"),
         every_dataset(other)["causal"].stream(4, shuffle="block"),
     ):
-        with refuses(actshard.ArgumentError, None, "the state is of another"):
+        with refuses(actshard.ArgumentError, None, "the state belongs to another"):
             stream.load_state_dict(state)
     same_rows = every_dataset(moved)["causal"].stream(4, shuffle="block")
     same_rows.load_state_dict(state)

@@ -1,8 +1,9 @@
-"""``actshard.convert``: any format into any format, with nothing lost that is not said before.
+"""``actshard.convert``: converts a dataset to another format and reports all losses before writing.
 
-- ``planning``: what was asked for, decided for the target, and what that cannot hold; ``previewing``: the same as a report
-- ``columns``: what is known of examples, on its way
-- ``running``: rows, block by block: read by all threads while the block before is written
+- ``planning``: checks the request, configures the target, and lists what the target cannot store
+- ``previewing``: returns the plan without writing (``--dry-run``)
+- ``columns``: columns of examples, from source to target
+- ``running``: rows, block by block: all threads read a block while the block before is written
 """
 
 from actshard.converting.planning import Loss

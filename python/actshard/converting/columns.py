@@ -1,4 +1,4 @@
-"""What is known of examples on its way from one format to another: which columns go where, and what is lost."""
+"""Columns of examples in a conversion: which columns the target stores, under which names, and which are lost."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class NumbersMatterError(Exception):
-    """Samples are not numbered by their order, although the list of shards says so: their numbers have to be kept."""
+    """The shards' sample_id_range claims that samples are numbered by order, but they are not: keep the number column."""
 
 
 class Columns:
-    """The columns of a store, examples at a time."""
+    """Reads a store's columns for some examples at a time."""
 
     def __init__(
         self,
@@ -37,9 +37,15 @@ class Columns:
         numbers: bool | None = None,
         chosen: Mapping[str, str] | None = None,
     ) -> None:
-        """``numbers``: keep a column that numbers examples; None: unless it says no more than their order, known beforehand.
+        """Prepares the columns.
 
-        ``chosen``: the columns to take, each with its name in the result; None: all, as they are called.
+        Args:
+            store: the source.
+            wanted: whether the target stores columns at all.
+            labels: patch labels, uint8 ``(num_examples, patches)``; None for none.
+            whole: whether all examples are taken, in order.
+            numbers: keep the column of sample numbers; None: keep it unless the metadata shows that it equals the order.
+            chosen: the columns to take, mapped to their names in the result; None: all columns under their own names.
         """
         self.store = store
         self.carrying = formats.get(store.format).carrying()
@@ -50,11 +56,11 @@ class Columns:
         if chosen is not None:
             self.names = [n for n in self.names if n in chosen]
         self.shared_texts = 0
-        """Examples whose text an earlier one has, where that was looked at."""
+        """Number of examples whose text equals an earlier one's, among the examples that were checked."""
         self.made_up_texts = False
-        """Whether the target has to make up texts, as the source has none; where that was looked at."""
+        """Whether the target generates texts because the source has none."""
         self.turned: dict[str, str] = {}
-        """Columns that became of another type for the target, and what became of them."""
+        """Columns whose type changes for the target, with a description of the change."""
         self._whole: pa.Table | None = None
         self._unit: tuple[int, pa.Table] | None = None
         self._window: _Window | None = None
@@ -67,10 +73,15 @@ class Columns:
         self._without = self.carrying.fillers(store.contents) if self.names else frozenset()
 
     def of(self, examples: NDArray[np.int64], unit: int | None, target: Target) -> pa.Table | None:
-        """The columns of some examples, as a target keeps them; None: there are none.
+        """Returns the columns of some examples in the target's form; None if there are no columns.
+
+        Args:
+            examples: int64 example numbers.
+            unit: the shard that contains them; None if the source has no such units.
+            target: the target.
 
         Raises:
-            NumbersMatterError: a column that was left out cannot be left out.
+            NumbersMatterError: the column of sample numbers was left out, but differs from the order.
         """
         import pyarrow as pa
 
@@ -81,7 +92,7 @@ class Columns:
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
         made: list[tuple[pa.Field, Any]] = []
         table = self._table(examples, unit)
-        # Under their own names: a column that gets the name of another means what it meant.
+        # Only if text columns keep their names: a renamed column keeps its meaning.
         if self.chosen is None or all(self.chosen.get(name, name) == name for name in TEXTS):
             table = self.carrying.outgoing(table)
         table = _one_text(self._renamed(table), target)
@@ -152,7 +163,7 @@ class Columns:
 
 
 class _Window:
-    """Rows of columns that are read in order: of the whole table, only what some examples need is in memory."""
+    """Columns read in order: keeps only the record batches that the requested examples need in memory."""
 
     def __init__(self, begin: Callable[[], Iterator[pa.Table]]) -> None:
         self._begin = begin
@@ -161,7 +172,7 @@ class _Window:
         self._first = self._last = 0
 
     def rows(self, examples: NDArray[np.int64]) -> pa.Table | None:
-        """Rows of ascending examples; None where they are not, or lie before those asked for last."""
+        """Returns rows of ascending examples; None if they are not ascending or precede the last request."""
         import pyarrow as pa
 
         if not len(examples) or (np.diff(examples) < 0).any():
@@ -186,7 +197,10 @@ class _Window:
 
 
 def _one_text(table: pa.Table, target: Target) -> pa.Table:
-    """Columns in which the beginning of a text has the target's name of a text, where there is no other text."""
+    """Renames the column of text previews to the target's text column, if the table has no other text column.
+
+    An empty preview column is dropped.
+    """
     import pyarrow.compute as pc
 
     if PREVIEW not in table.column_names or not _is_text(table[PREVIEW].type):
@@ -208,12 +222,12 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _counts_up(column: Any, examples: NDArray[np.int64]) -> bool:
-    """Whether a column says no more than the order of examples does."""
+    """Whether a column equals the example numbers."""
     return column.null_count == 0 and bool((column.to_numpy() == examples).all())
 
 
 def _as_array(field: pa.Field, column: Any) -> tuple[pa.Field, Any]:
-    """A column of equally long lists as a column of arrays, of the smallest type that holds every number exactly."""
+    """Converts a column of equally long lists to a fixed-size list column of the smallest dtype that holds all values exactly."""
     import pyarrow as pa
 
     if pa.types.is_fixed_size_list(field.type):
@@ -233,7 +247,12 @@ def _as_array(field: pa.Field, column: Any) -> tuple[pa.Field, Any]:
 
 
 def labels_of(store: Store, content: int) -> NDArray[np.uint8] | None:
-    """Patch labels, also those that another format kept as a column, if a format can keep ``content`` bytes of each example."""
+    """Patch labels as uint8 ``(num_examples, patches)``, also from a column of another format; None if there are none.
+
+    Args:
+        store: the source.
+        content: number of labels per example that the target stores; a column with another number of labels is not used.
+    """
     if store.labels is not None:
         return store.labels
     if PATCH_LABELS not in store.contents.column_names:
@@ -258,7 +277,7 @@ def labels_of(store: Store, content: int) -> NDArray[np.uint8] | None:
 
 
 def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
-    """Columns that a target without columns loses; those that only number examples are no loss."""
+    """Columns that a target without columns loses. The column of sample numbers does not count as a loss."""
     carrying = formats.get(store.format).carrying()
     names = carrying.names(store.contents) if chosen is None else chosen
     as_labels = chosen is None or chosen.get(PATCH_LABELS) == PATCH_LABELS
@@ -266,16 +285,16 @@ def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
 
 
 def left_out(store: Store, chosen: Mapping[str, str]) -> list[str]:
-    """Columns that were not chosen; those that only number examples are no loss."""
+    """Columns that were not chosen. The column of sample numbers does not count as a loss."""
     carrying = formats.get(store.format).carrying()
     return [n for n in carrying.names(store.contents) if n != carrying.number_column and n not in chosen]
 
 
 def choose(store: Store, columns: Any) -> dict[str, str] | None:
-    """The columns that a user asks for, each with its name in the result; None: all.
+    """Checks ``columns=`` and returns a mapping from names to names in the result; None: all columns.
 
     Raises:
-        ArgumentError: names that are none, or twice. NotStoredError: a column that the source does not have.
+        ArgumentError: an invalid or duplicate name. NotStoredError: the source has no such column.
     """
     if columns is None:
         return None
@@ -288,16 +307,17 @@ def choose(store: Store, columns: Any) -> dict[str, str] | None:
         if not isinstance(name, str) or not name:
             raise ArgumentTypeError(f"columns: expected names, found {name!r:.80}")
         if name.encode(errors="ignore").decode() != name:
-            raise ArgumentError(f"columns: {name!r:.80} has half of a surrogate pair, which UTF-8 cannot say")
+            raise ArgumentError(f"columns: {name!r:.80} contains a lone surrogate, which UTF-8 cannot encode")
     known = formats.get(store.format).carrying().names(store.contents)
     for name, new in pairs:
         if name not in known:
             raise NotStoredError(
-                f"columns: there is no {name!r} to convert; there are {', '.join(known) or 'none'}", path=store.path
+                f"columns: expected columns of the source ({', '.join(known) or 'none'}), found {name!r}",
+                path=store.path,
             )
         if new != name and (new == PATCH_LABELS or new in LOGITS or new.startswith(ROUTER)):
-            raise ArgumentError(f"columns: {name!r}: {new!r} is the name of something else in every format")
+            raise ArgumentError(f"columns: {name!r}: cannot be renamed to {new!r}, which is reserved")
     for names in zip(*pairs, strict=True):
         if len(set(names)) < len(names):
-            raise ArgumentError(f"columns: expected names that differ, found {list(names)}")
+            raise ArgumentError(f"columns: expected distinct names, found {list(names)}")
     return dict(pairs)

@@ -1,4 +1,4 @@
-"""What a conversion will write, and what it will lose: told before anything is done."""
+"""Plans a conversion: checks the request, configures the target, and lists losses, before anything is written."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ OVERFLOW = ("refuse", "allow")
 
 @dataclass(frozen=True)
 class Loss:
-    """Something of the source that the result will not have."""
+    """A property of the source that the result will lack."""
 
     what: str
-    """A stable word: dtype, overflow, tokens, padding, columns, texts, layers, labels, logits, router, special_tokens,
+    """A stable identifier: dtype, overflow, tokens, padding, columns, texts, layers, labels, logits, router, special_tokens,
     empty_examples, layout."""
     detail: str
 
@@ -41,51 +41,51 @@ class Loss:
         return f"{self.what}: {self.detail}"
 
     def as_dict(self) -> dict[str, str]:
-        """As plain values."""
+        """Returns plain values for JSON."""
         return {"what": self.what, "detail": self.detail}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user wants converted, checked against the source."""
+    """A conversion request, checked against the source."""
 
     store: Store
     format: str
     layers: tuple[int, ...]
     names: tuple[int, ...]
-    """What the layers are called in the result."""
+    """Names of the layers in the result."""
     examples: NDArray[np.int64] | None
-    """None: all, in order."""
+    """Example numbers to convert; None: all, in order."""
     tokens: str
     pad: bool
     truncate: bool
     columns: dict[str, str] | None = None
-    """Columns to take, each with its name in the result; None: all."""
+    """Columns to convert, mapped to their names in the result; None: all."""
     cast: bool = False
-    """``dtype=`` was given: rows of whatever type are converted. Without it, a row of another type than the store's is an error."""
+    """Whether ``dtype=`` was given: rows of any dtype are cast. Otherwise a row of another dtype than the store's is an error."""
 
     @property
     def kind(self) -> type[Target]:
-        """What the target's format can hold."""
+        """The target class, which declares what its format supports."""
         return formats.get(self.format).target()
 
     @property
     def groups(self) -> NDArray[np.int64]:
-        """Positions of the layers in the source."""
+        """Indices of the layers in the source."""
         return np.array([self.store.group_of(la) for la in self.layers], np.int64)
 
     @property
     def count(self) -> int:
-        """Examples of the result."""
+        """Number of examples in the result."""
         return self.store.num_examples if self.examples is None else len(self.examples)
 
     @cached_property
     def stored(self) -> NDArray[np.int64]:
-        """Tokens that each example has in the source: of the longest layer, where they differ."""
+        """Tokens of each example in the source; of its longest layer if layers differ."""
         return self.stored_of(0, self.count)
 
     def stored_of(self, first: int, last: int) -> NDArray[np.int64]:
-        """The same of some examples of the result."""
+        """:attr:`stored` for positions ``first`` to ``last - 1`` of the result."""
         ids, rows = self.ids(first, last), self.store.rows
         if self.store.contents.units is None:
             return self.own(rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids)), ids)
@@ -94,18 +94,18 @@ class Asked:
         return longest
 
     def own(self, counts: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Stored tokens of examples, without padding, unless the target keeps lengths beside padded rows."""
+        """Subtracts padding from stored token counts, unless the target stores padded rows with their lengths."""
         lengths = self.store.content_lengths
         if lengths is None or self.kind.keeps_lengths:
             return counts
         return np.minimum(counts, self.store.special_tokens + lengths[ids])
 
     def ids(self, first: int, last: int) -> NDArray[np.int64]:
-        """Examples of the source, by their places in the result."""
+        """Source example numbers of positions ``first`` to ``last - 1`` of the result."""
         return np.arange(first, last) if self.examples is None else self.examples[first:last]
 
     def chosen(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens taken of examples that have so many."""
+        """Number of tokens to take from examples with ``counts`` tokens."""
         if self.tokens == "last":
             return np.minimum(counts, 1)
         if self.tokens == "content":
@@ -113,14 +113,14 @@ class Asked:
         return counts
 
     def skipped(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens before the first that is taken."""
+        """Number of tokens before the first token to take."""
         if self.tokens == "last":
             return np.maximum(counts - 1, 0)
         return np.full_like(counts, self.store.special_tokens if self.tokens == "content" else 0)
 
 
 def source(src: Any, format: str | None, io: str) -> Store:
-    """The dataset to convert."""
+    """Opens the dataset to convert, unless it is already a store."""
     if isinstance(src, Store):
         return src
     return open_quietly(src, format, io, decoded_memory="160MiB")
@@ -137,11 +137,11 @@ def ask(
     truncate: bool,
     columns: Iterable[str] | Mapping[str, str] | None = None,
 ) -> Asked:
-    """Checks what a user wants."""
+    """Checks the arguments against the source and returns them as :class:`Asked`."""
     if not _arguments.is_one_of(format, formats.written()):
         raise ArgumentError(f"format must be one of {', '.join(formats.written())}, not {format!r}")
     if not store.layers:
-        raise NotStoredError("holds no hidden states to convert", path=store.path)
+        raise NotStoredError("contains no hidden states to convert", path=store.path)
     if not _arguments.is_one_of(tokens, TOKENS):
         raise ArgumentError(f"tokens: expected {', '.join(map(repr, TOKENS))}, found {tokens!r}")
     pad, truncate = _arguments.switch(pad, "pad"), _arguments.switch(truncate, "truncate")
@@ -166,7 +166,8 @@ def ask(
     if ids is not None:
         if ids.size and (ids.min() < 0 or ids.max() >= store.num_examples):
             raise OutOfRangeError(
-                f"examples: an example is out of range: the dataset has {store.num_examples}", path=store.path
+                f"examples: expected numbers from 0 to {store.num_examples - 1}, found one out of range",
+                path=store.path,
             )
         if not ids.size:
             raise ArgumentError("examples: expected at least one")
@@ -185,11 +186,11 @@ def settle(
     metadata: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> Target:
-    """The target with everything decided: its type, how many tokens, its metadata."""
+    """Returns the target, configured with dtype, tokens per example and metadata."""
     store, format = asked.store, asked.format
     given, own = described(store, format)
     if asked.examples is not None or len(asked.layers) < len(store.layers):
-        own.pop("max_tokens_per_shard", None)  # shards of the whole would be mostly empty
+        own.pop("max_tokens_per_shard", None)  # chosen for all examples; shards would be mostly empty
     if asked.tokens != "all":
         given = _content_only(given)
     own = {k: v for k, v in own.items() if k in asked.kind.own}
@@ -198,12 +199,12 @@ def settle(
     counts: NDArray[np.int64] | None = None
     per = tokens_per_example
     if not asked.kind.ragged and per is None:
-        # Only pad and truncate have to know all lengths beforehand, which can mean to decode everything twice.
+        # Only pad and truncate need all lengths in advance, which may decode the whole source an extra time.
         counts = asked.chosen(asked.stored if asked.pad or asked.truncate else asked.stored_of(0, 1))
         per = int(counts.max() if asked.pad else counts.min())
         if per == 0 and not asked.pad:
             raise ArgumentError(
-                f"an example has no tokens, {format} keeps as many of each: pad=True fills it up with zeros"
+                f"an example has no tokens, and {format} requires the same number for all. Pass pad=True to fill it with zeros."
             )
     target = make_target(
         dst,
@@ -221,7 +222,7 @@ def settle(
     target.take_dtype(wanted)
     if per is not None:
         target.take_tokens(per)
-    # A resumed conversion has to be of the same examples of the same source.
+    # resume compares this: it must continue with the same examples of the same source.
     ids = asked.examples
     target.more_config = {
         "source": {
@@ -241,9 +242,9 @@ def settle(
 
 
 def fingerprint(store: Store) -> str:
-    """A digest of names, sizes and times of a dataset's files: another dataset under the same path has another one.
+    """Returns a digest of names, sizes and modification times of a dataset's files. It detects another dataset at the same path.
 
-    Of more than some thousand files evenly spread ones count; what is beside them in the dataset's folder always does.
+    Of more than 4,096 files, evenly spaced ones are used, plus the files in the dataset's folder.
     """
     digest = hashlib.sha256(f"{store.num_examples}".encode())
     root = Location.at(store.path)
@@ -255,19 +256,19 @@ def fingerprint(store: Store) -> str:
     for file in files:
         found = file.found()
         if found is None:
-            continue  # a chunk of fill values, or a shard that was not downloaded
+            continue  # a chunk of fill values without a file, or a shard that was not downloaded
         said = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{found.modified}\n"
         digest.update(said.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 
 
 def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Columns:
-    """The columns that go along, of which the target can hold all: before anything is written.
+    """Returns the columns to convert, after checking that the target can store them.
 
-    Where the source has to be decoded, only those of its first part are looked at.
+    If the source must be decoded, only the columns of its first unit are checked.
 
     Raises:
-        ArgumentError, NotStoredError: a column that the format cannot hold, by name, type or value.
+        ArgumentError, NotStoredError: the format cannot store a column's name, type or value.
     """
     columns = columns_for(asked, target, numbers=numbers)
     checker = Decided(target, [])
@@ -284,7 +285,7 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
             try:
                 found = checker.fit(columns.of(ids, unit, target), at, alike=False)
             except (ArgumentError, NotStoredError) as error:
-                remedy = "columns= (--columns) renames columns, or leaves some out"
+                remedy = "use columns= (--columns) to rename columns or to leave some out"
                 raise type(error)(f"{error.detail}; {remedy}", path=error.path, code=error.code) from error
             checker.keep(found)
             at += len(ids)
@@ -307,7 +308,7 @@ _FILES_LOOKED_AT = 4096
 
 
 def _pooled(store: Store) -> bool:
-    """Whether a source has one row of every example, and cheaply knows it."""
+    """Whether every example is known to have one row. False if counting would require decoding."""
     contents = store.contents
     if contents.one_row_each is not None:
         return contents.one_row_each
@@ -315,9 +316,9 @@ def _pooled(store: Store) -> bool:
 
 
 def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The source's metadata as a format holds them: metadata, and options of :func:`actshard.create`.
+    """Returns the source's metadata for the target format, as (metadata, options of :func:`actshard.create`).
 
-    Those of another format are kept as a whole; converted back, they are what they were.
+    Metadata of another format are stored unchanged and restored on conversion back.
     """
     contents, into = store.contents, formats.get(format).carrying()
     if store.format == format:
@@ -330,7 +331,7 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _content_only(given: dict[str, Any]) -> dict[str, Any]:
-    """The same of examples without special tokens, for a later conversion back to the format that marked them."""
+    """Adapts the stored source metadata to examples without special tokens, for a later conversion back."""
     origin = checked_origin(given.get(ORIGIN))
     if origin is None or origin.get("format") not in formats.names():
         return given
@@ -339,7 +340,7 @@ def _content_only(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -> list[Loss]:
-    """What the result will not have; ``overflows``: finite values that are infinite there."""
+    """Lists what the result will lack. ``overflows``: number of finite values that become infinite."""
     store, format = asked.store, asked.format
     made: list[Loss] = []
     if target.dtype is not None and target.dtype != store.dtype:
@@ -350,7 +351,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
         made.append(
             Loss(
                 "dtype",
-                f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "every value stays"),
+                f"{store.dtype} becomes {target.dtype}: " + ("values are rounded" if narrower else "values stay exact"),
             )
         )
     if overflows:
@@ -366,15 +367,15 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
             made.append(
                 Loss(
                     "padding",
-                    f"{int(short.sum()):,} examples are filled up with zeros to {target.tokens} tokens, which {format} takes for "
-                    "content; actshard keeps their lengths beside, and leaves the zeros out",
+                    f"{int(short.sum()):,} examples are padded with zeros to {target.tokens} tokens, which {format} treats as "
+                    "content; actshard also stores their lengths and skips the zeros",
                 )
             )
         if long.any():
             made.append(
                 Loss(
                     "tokens",
-                    f"{int(long.sum()):,} examples are cut to {target.tokens} tokens: "
+                    f"{int(long.sum()):,} examples are truncated to {target.tokens} tokens: "
                     f"{int((counts - target.tokens)[long].sum()):,} tokens are left out",
                 )
             )
@@ -385,42 +386,41 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
             Loss("empty_examples", f"{int((counts == 0).sum()):,} examples have no tokens: {target.empty_examples}")
         )
     if store.special_tokens and not target.holds_special_tokens and asked.tokens == "all":
-        made.append(Loss("special_tokens", "CLS stays as token 0, and only the metadata still say so"))
+        made.append(Loss("special_tokens", "CLS stays as token 0; only the metadata mark it"))
     if not target.holds_columns:
         lost = dropped(store, asked.columns)
         if lost:
             made.append(
-                Loss("columns", f"{format} holds none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}")
+                Loss("columns", f"{format} stores none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}")
             )
         if store.contents.has_logits:
-            made.append(Loss("logits", f"{format} has no place for them"))
+            made.append(Loss("logits", f"{format} cannot store them"))
         if store.contents.router_layers:
-            made.append(Loss("router", f"{format} has no place for it"))
+            made.append(Loss("router", f"{format} cannot store them"))
     else:
         made += [Loss("columns", said) for said in columns.turned.values()]
     if asked.columns is not None and (out := left_out(store, asked.columns)):
         made.append(Loss("columns", f"left out, as columns= does not name them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
-        made.append(Loss("columns", f"not carried over: {', '.join(behind)}"))
+        made.append(Loss("columns", f"not converted: {', '.join(behind)}"))
     if target.finds_by_text and columns.shared_texts:
         made.append(
             Loss(
                 "texts",
-                f"{columns.shared_texts:,} examples share a text with another: {format} finds rows by text and reads one's for all",
+                f"{columns.shared_texts:,} examples have the text of another one: {format} looks rows up by text and returns one "
+                "example's rows for all",
             )
         )
     if target.finds_by_text and columns.made_up_texts:
-        made.append(Loss("texts", f"the source has none: they are made up, since {format} finds rows by text"))
+        made.append(Loss("texts", f"the source has none; texts are generated because {format} looks rows up by text"))
     keeps_as_columns = target.holds_columns and not target.holds_logits
     if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
-        made.append(
-            Loss("layout", "logits and router tensors become columns, which store.logits() does not read there")
-        )
+        made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
     return made
 
 
 def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
-    """Patch labels that go along."""
+    """Patch labels to convert, uint8 ``(num_examples, patches)``; None for none."""
     store = asked.store
     if store.labels is None and asked.columns is not None and asked.columns.get(PATCH_LABELS) != PATCH_LABELS:
         return None
@@ -434,14 +434,17 @@ def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:
 
 
 def columns_for(asked: Asked, target: Target, numbers: bool | None = None) -> Columns:
-    """The columns that go along."""
+    """The columns to convert, not yet checked."""
     labels = labels_for(asked, target)
     whole = asked.examples is None
     return Columns(asked.store, target.holds_columns, labels, whole=whole, numbers=numbers, chosen=asked.columns)
 
 
 def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) -> None:
-    """Raises ArgumentError where examples have other than the target's tokens and may not be changed."""
+    """Raises ArgumentError if an example has another length than the target's and pad or truncate does not allow a change.
+
+    ``first`` is the number of the first example of ``counts``, for the message.
+    """
     wanted = target.tokens
     if wanted is None:
         return
@@ -449,12 +452,12 @@ def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) 
         (
             counts < wanted,
             asked.pad,
-            "pad=True (--pad) fills it up with zeros, truncate=True (--truncate) cuts all to the shortest",
+            "pad=True (--pad) pads it with zeros, truncate=True (--truncate) cuts all examples to the shortest",
         ),
         (
             counts > wanted,
             asked.truncate,
-            "truncate=True (--truncate) cuts it, pad=True (--pad) fills all up to the longest",
+            "truncate=True (--truncate) cuts it, pad=True (--pad) pads all examples to the longest",
         ),
     ]
     if target.keeping_all is not None:
@@ -463,5 +466,5 @@ def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) 
         if bad.any() and not allowed:
             i = int(np.flatnonzero(bad)[0])
             raise ArgumentError(
-                f"example {first + i} has {counts[i]} tokens where {target.format} has {wanted} of every example: {remedy}"
+                f"example {first + i}: expected {wanted} tokens as {target.format} requires, found {counts[i]}: {remedy}"
             )

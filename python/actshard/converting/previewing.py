@@ -1,4 +1,4 @@
-"""``actshard convert --dry-run``: what a conversion would write and lose, without writing it."""
+"""``actshard convert --dry-run``: reports files, sizes and losses of a conversion without writing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from actshard.formats.target import Target
 from actshard.store import Store
 
 _ROWS_LOOKED_AT = 256 << 20
-"""Bytes of rows of which a plan counts the values that overflow."""
+"""A plan counts overflowing values only if all rows have at most this many bytes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion to one format writes."""
+    """Preview of a conversion to one format."""
 
     format: str
     path: Path
@@ -43,17 +43,17 @@ class Plan:
     rows: int
     dtype: str | None
     shards: int
-    """Files that hold rows."""
+    """Number of files that contain rows."""
     files: int
-    """All files: what it takes of the file system's inodes."""
+    """Number of all files (inodes)."""
     bytes: int
-    """Of rows with what surrounds them; before compression."""
+    """Bytes of rows with headers and padding, before compression."""
     losses: tuple[Loss, ...]
     refused: str | None = None
-    """Why it cannot be done like this, and what to do; None if it can."""
+    """Why the conversion is not possible, with a remedy; None if it is."""
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Returns plain values for JSON."""
         made = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return made | {
             "path": str(self.path),
@@ -80,9 +80,9 @@ def plan(
     overflow: str = "refuse",
     **options: Any,
 ) -> list[Plan]:
-    """What :func:`actshard.convert` would write: for one format, or for all (None) side by side. Nothing is written.
+    """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes no file.
 
-    Values that a narrower ``dtype`` cannot hold are counted where all rows are at most 256 MiB; of more nothing is read.
+    Values too large for a narrower ``dtype`` are counted if all rows together have at most 256 MiB. Otherwise no row is read.
     """
     if not _arguments.is_one_of(overflow, OVERFLOW):
         raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
@@ -126,8 +126,8 @@ def _plan(
     options: Mapping[str, Any],
     overflow: str,
 ) -> Plan:
-    """For one format, which is the only one that is asked for, or one of all."""
-    kind = formats.get(name).target() if name in formats.written() else Target  # ask() refuses another name
+    """Preview for one format. ``only``: the user named this format, so errors about the source are raised."""
+    kind = formats.get(name).target() if name in formats.written() else Target  # ask() raises for unknown names
     own = {k: v for k, v in options.items() if only or k in kind.own}
     if not kind.takes_shard_bytes and not only:
         sizes = {**sizes, "shard_bytes": None}

@@ -1,4 +1,4 @@
-"""Converting: blocks of examples read by all threads, while the block before is written."""
+"""Runs a conversion: all threads read a block of examples while the block before is written."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ from actshard.writing.given import convert as to_type
 from actshard.writing.sink import Sink
 
 _AT_ONCE = 8192
-"""Examples asked for their lengths at once."""
+"""Number of examples whose lengths are read at once."""
 _COMPARED = 66
-"""Examples of a finished dataset that are compared with the source, first and last among them, before it is taken for its copy."""
+"""Number of examples, including first and last, that ``exist_ok`` and ``resume`` compare with the source."""
 BlockProgress = Callable[[int, int, int], object]
-"""Told examples done, examples in all, and bytes of rows done."""
+"""Called with (examples done, total examples, bytes of rows done)."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did.
+    """Result of a conversion.
 
     Attributes:
-        path: the dataset that was made.
+        path: path of the new dataset.
         format: its format.
-        examples: how many it has.
-        resumed_at: examples that were there already.
-        bytes: of rows written now.
-        seconds: it took.
-        losses: what the result does not have.
+        examples: its number of examples.
+        resumed_at: number of examples that an earlier call had written.
+        bytes: bytes of rows that this call wrote.
+        seconds: duration of this call.
+        losses: properties of the source that the result lacks.
         verified: whether every row was compared with the source afterwards.
-        dtype: that of the result's rows; None where the result holds no rows.
+        dtype: dtype of the result's rows; None if the result contains no rows.
     """
 
     path: Path
@@ -71,7 +71,7 @@ class Conversion:
     dtype: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Returns plain values for JSON."""
         made = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return made | {"path": str(self.path), "losses": [x.as_dict() for x in self.losses]}
 
@@ -99,44 +99,46 @@ def convert(
     progress: BlockProgress | None = None,
     **options: Any,
 ) -> Conversion:
-    """Writes a dataset again in another format, or in the same with other contents.
+    """Converts a dataset to another format, or copies a selection of it in the same format.
 
-    Rows, texts, labels and whatever else the target has a place for go along; what it has none for is in ``losses``, which
-    ``actshard convert --dry-run`` shows before. Memory stays bounded whatever the size: a few blocks of rows, and one shard where
-    the source has to be decoded. Interrupted or killed, the same call with ``resume=True`` goes on after what was safe.
+    Rows, texts, labels and all other contents that the target format supports are converted. ``losses`` lists the rest;
+    ``actshard convert --dry-run`` lists it before writing. Memory is bounded: a few blocks of rows, plus one shard if the source
+    must be decoded. After an interruption, the same call with ``resume=True`` continues after the last committed examples.
 
     Args:
-        src: a dataset as :func:`actshard.open` takes it, or a store.
-        dst: the folder to make; for saev the folder of dumps, in which the dataset is ``<HASH>``.
+        src: a path, or list of paths, as for :func:`actshard.open`, or a store.
+        dst: the folder to create; for saev the folder of dumps, in which the dataset is ``<HASH>``.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
-        layers: names to take, in this order; a mapping renames them: ``{-1: 23}``. None: all.
-        examples: integers, a slice or a bool per example: those to take, in this order. None: all.
-        columns: names of columns to take, in this order; a mapping renames them: ``{"label": "verb"}``. None: all. Logits, router
-            tensors and patch labels that are no columns always go along.
+        layers: names of layers to convert, in this order; a mapping renames them: ``{-1: 23}``. None: all.
+        examples: integers, a slice or a bool per example: the examples to convert, in this order. None: all.
+        columns: names of columns to convert, in this order; a mapping renames them: ``{"label": "verb"}``. None: all. Logits,
+            router tensors and patch labels that are not columns are always converted.
         tokens: ``"all"``, ``"content"`` (without CLS) or ``"last"``.
-        dtype: the type to store. None keeps it, and a format that cannot hold it refuses.
-        pad: fill shorter examples up with zeros for a format that has as many tokens of each.
-        truncate: cut longer ones.
-        tokens_per_example: to how many; None: as many as the longest has if ``pad``, else as the shortest has.
-        shard_bytes: about how large shards are.
-        metadata: added to what the source says of itself; see :func:`actshard.create`.
-        src_format: as ``format`` of :func:`actshard.open`.
-        resume: continue a conversion that was interrupted; also where none was begun.
-        exist_ok: if the result is there already, finished, leave it. It is compared with the source, as with ``resume``: the
-            layers, the type, the number of examples, and the rows of up to 66 examples, first and last among them; what differs
-            raises ExistsError. ``verify`` compares all.
+        dtype: dtype to store. None keeps the source's; raises if the format does not support it.
+        pad: fill short examples with zeros, for a format with the same number of tokens per example.
+        truncate: cut long examples, for such a format.
+        tokens_per_example: the number of tokens for ``pad`` and ``truncate``. None: that of the longest example with ``pad``,
+            else of the shortest.
+        shard_bytes: approximate size of a shard in bytes, or as ``"4GiB"``.
+        metadata: added to the source's metadata; see :func:`actshard.create`.
+        src_format: format of ``src``, as for :func:`actshard.open`; None detects it.
+        resume: continue an interrupted conversion; starts a new one if there is none.
+        exist_ok: return a finished result instead of raising. It is compared with the source, as with ``resume``: layers, dtype,
+            number of examples, and the rows of up to 66 examples including first and last. A difference raises ExistsError.
+            ``verify`` compares all rows.
         verify: compare every row of the result with the source afterwards.
-        overflow: ``"refuse"`` raises where a finite value is too large for ``dtype``; ``"allow"`` stores it as infinity and counts
-            it in ``losses``.
-        progress: called with (examples done, examples in all, bytes done) after every block.
-        options: the target format's own; see :func:`actshard.create`.
+        overflow: ``"refuse"`` raises if a finite value is too large for ``dtype``; ``"allow"`` stores infinity and reports the
+            count in ``losses``.
+        progress: called with (examples done, total examples, bytes done) after every block.
+        options: options of the target format; see :func:`actshard.create`.
 
     Returns:
         A :class:`Conversion`.
 
     Raises:
-        What :func:`actshard.open` and :func:`actshard.create` raise; ArgumentError for what the target cannot hold, with what to
-        do about it.
+        Errors of :func:`actshard.open` and :func:`actshard.create`.
+        ArgumentError: the target format cannot store the request; the message names a remedy.
+        DtypeError: a finite value is too large for ``dtype``.
         FormatError: ``verify`` found a row that differs.
     """
     began = time.perf_counter()
@@ -165,13 +167,13 @@ def convert(
         settled = partial(_settled, asked, root, metadata=metadata, options=options, **given)
         target = settled()
         if store.contents.counts_are_cheap and target.tokens is not None:
-            # Before the first row is written, not at the one that does not fit.
+            # Checked before the first row is written, if lengths are cheap to read.
             fitted(asked, target, asked.chosen(asked.stored), 0)
         lost = 0
         there = complete_at(target)
         if there is not None:
             if not (exist_ok or resume):
-                raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=there)
+                raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=there)
             path, size = there, 0
             known, begun = _as_it_is(asked, target, there, verify)
         else:
@@ -179,13 +181,13 @@ def convert(
             try:
                 path, begun, size, lost = _write(asked, target, known, resume, progress, overflow)
             except NumbersMatterError:
-                # The list of shards says that samples are numbered by their order, and they are not.
+                # sample_id_range claims that samples are numbered by order, but they are not.
                 target = settled()
                 known = checked(asked, target, numbers=True)
                 path, begun, size, lost = _write(asked, target, known, False, progress, overflow)
         if verify:
             lost = compare(asked, target, path)
-        # Now that every shard was looked into, lengths cost nothing.
+        # Computed last: every shard has been read, so lengths are cached.
         told = tuple(losses(asked, target, known, lost))
     dtype = None if target.dtype is None else str(target.dtype)
     return Conversion(path, format, asked.count, begun, size, time.perf_counter() - began, told, verify, dtype)
@@ -199,7 +201,10 @@ def _settled(asked: Asked, root: Path, **given: Any) -> Target:
 
 
 def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[Columns, int]:
-    """The columns and examples of a finished dataset, which has to be what is asked for; ``verify`` compares its rows later."""
+    """Returns columns and number of examples of a finished dataset. Raises ExistsError if it is not the requested one.
+
+    With ``verify`` the caller compares all rows, so no sample is compared here.
+    """
     known = columns_for(asked, target)
     count = check_same(target, there)
     if not verify:
@@ -209,7 +214,7 @@ def _as_it_is(asked: Asked, target: Target, there: Path, verify: bool) -> tuple[
 
 
 def _content_lengths(asked: Asked) -> NDArray[np.int64]:
-    """Tokens of each example that are the source's own, not rows that fill it up, here or there."""
+    """Number of tokens of each example without padding, neither the source's nor the target's."""
     taken = asked.chosen(asked.stored)
     lengths = asked.store.content_lengths
     if lengths is None or asked.tokens == "last":
@@ -221,7 +226,7 @@ def _content_lengths(asked: Asked) -> NDArray[np.int64]:
 def _write(
     asked: Asked, target: Target, columns: Columns, resume: bool, progress: BlockProgress | None, overflow: str
 ) -> tuple[Path, int, int, int]:
-    """Writes what is missing: the dataset, examples that were there, bytes, and values that overflowed."""
+    """Writes the missing examples. Returns (path, examples already committed, bytes written, values that overflowed)."""
     sink = Sink(target, resume=resume)
     begun = sink.committed
     lost = 0
@@ -253,7 +258,7 @@ def _write(
             if isinstance(error, NumbersMatterError):
                 raise FormatError(str(error), path=asked.store.path) from error
         else:
-            sink.discard()  # what is refused leaves nothing behind that another call would stumble over
+            sink.discard()  # a refused conversion leaves no files
         raise
     except BaseException:
         sink.abort()
@@ -261,17 +266,17 @@ def _write(
 
 
 def overflowed(asked: Asked, target: Target, count: int, where: str = "") -> DtypeError:
-    """The error for values that the result's type cannot hold."""
-    wider = "bfloat16 (where the format holds it) or float32" if str(target.dtype) == "float16" else "a wider one"
+    """Builds the error for finite values that the result's dtype cannot represent."""
+    wider = "bfloat16 (if the format supports it) or float32" if str(target.dtype) == "float16" else "a wider dtype"
     return DtypeError(
-        f"dtype: {count:,} finite {asked.store.dtype} values{where} are too large for {target.dtype} and would become infinite: "
-        f"store {wider}, or overflow='allow' (-o overflow=allow) lets them",
+        f"dtype: {count:,} finite {asked.store.dtype} values{where} are too large for {target.dtype} and would become infinite. "
+        f"Store {wider}, or pass overflow='allow' (-o overflow=allow).",
         path=asked.store.path,
     )
 
 
 def overflows(asked: Asked, target: Target, stop: int) -> int:
-    """How many values of the first examples become infinite as the result's type."""
+    """Counts finite values of the first ``stop`` examples that become infinite in the result's dtype."""
     if target.dtype is None or target.dtype == asked.store.dtype:
         return 0
     lost: list[int] = []
@@ -290,7 +295,11 @@ def overflows(asked: Asked, target: Target, stop: int) -> int:
 def blocks(
     asked: Asked, target: Target, begin: int, block_bytes: int | None = None
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
-    """Examples of the source, a block of memory at a time: their numbers, tokens taken by layer, and the unit they are of."""
+    """Yields blocks of the source's examples from position ``begin`` on.
+
+    Each block is (ids, counts, unit): int64 ids ``(n,)``, int64 tokens to take ``(n, layers)`` (-1: the example lacks the layer),
+    and the number of the source's unit (shard) that contains all of them, or None. A block never crosses a unit.
+    """
     store, rows = asked.store, asked.store.rows
     groups = asked.groups
     most = max(1, (block_bytes or target.block_bytes) // target.row_bytes)
@@ -314,8 +323,8 @@ def blocks(
             if not target.holds_partial_layers and (counts < 0).any() and not asked.pad:
                 example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
                 raise ArgumentError(
-                    f"example {at + example} has no layer {asked.layers[layer]}, {target.format} keeps all layers of each: "
-                    "choose layers= or examples= that are there, or pad=True (--pad) fills it with zeros"
+                    f"example {at + example}: lacks layer {asked.layers[layer]}, and {target.format} requires all layers. "
+                    "Select other layers= or examples=, or pass pad=True (--pad) to fill the layer with zeros."
                 )
         if target.tokens is not None:
             fitted(asked, target, counts[:, 0], at)
@@ -329,7 +338,7 @@ def blocks(
 
 
 def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """-1 for layers that a sample does not have, which is not the same as no tokens."""
+    """Sets counts to -1 for layers that a sample lacks; 0 means a layer without tokens."""
     if (counts > 0).all():
         return counts
     contents = asked.store.contents
@@ -352,9 +361,15 @@ def read(
     memory: NDArray[Any],
     lost: list[int] | None = None,
 ) -> None:
-    """Fills memory: of each example and layer the tokens taken, cut or filled up with zeros to ``lengths``.
+    """Reads the selected tokens of each example and layer into ``memory``, cut or zero-padded to ``lengths``.
 
-    ``lost`` gets counts of finite values that became infinite.
+    Args:
+        asked: the request.
+        ids: int64 example numbers ``(n,)``.
+        counts: int64 tokens to take ``(n, layers)``; -1 for a lacking layer.
+        lengths: int64 tokens of the result ``(n, layers)``.
+        memory: output, ``(lengths.sum(), d_model)``.
+        lost: receives counts of finite values that became infinite.
     """
     store, rows = asked.store, asked.store.rows
     layers = len(asked.layers)
@@ -374,7 +389,7 @@ def read(
     if (whole == taken).all() and int(taken.sum()) == len(memory) and (taken == want[held]).all():
         rows.gather_whole(groups, examples, memory, dtype, lost)
         return
-    # Overflows are counted of the tokens that are taken, so the others may not be cast with them.
+    # Cast after selecting: overflows are counted for the selected tokens only.
     exact = np.float64 if asked.cast and store.contents.types_may_differ else None
     every = rows.gather_whole(groups, examples, None, exact if lost is not None else dtype)
     keep = np.minimum(taken, want[held])
@@ -391,7 +406,7 @@ def read(
 
 
 def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Tokens that the result has, of examples that have so many; a layer that an example lacks is as long as its others."""
+    """Returns the result's tokens ``(n, layers)`` for source tokens ``counts``. A lacking layer gets the length of the longest."""
     if target.tokens is not None:
         return np.full_like(counts, target.tokens)
     if not target.holds_partial_layers and (counts < 0).any():
@@ -400,25 +415,25 @@ def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _refuse_other(asked: Asked, target: Target, path: Path) -> None:
-    """Raises ExistsError if a finished dataset is not what this conversion would make, as far as some of its examples tell."""
+    """Raises ExistsError if a finished dataset differs from the conversion's result in a sample of its examples."""
     last = asked.count - 1
     some = np.unique(np.linspace(0, last, min(asked.count, _COMPARED)).astype(np.int64))
     said, _ = _difference(asked, target, path, some)
     if said is not None:
         raise ExistsError(
-            f"holds another dataset than this conversion makes: {said}; choose another folder, or remove this one",
+            f"contains another dataset than this conversion writes: {said}. Choose another folder, or remove this one.",
             path=path,
         )
 
 
 def _refuse_other_columns(asked: Asked, target: Target, path: Path, columns: Columns) -> None:
-    """Raises ExistsError if a finished dataset has other columns than those that are asked for by name."""
+    """Raises ExistsError if a finished dataset has other columns than ``columns=`` names."""
     if asked.columns is None or not target.holds_columns:
         return
     result = open_quietly(path, target.format, "pread", "160MiB").contents
     own = formats.get(target.format).carrying()
     found = {name for name in own.names(result) if not name.startswith(ROUTER)}
-    # Formats call texts by names of their own, and have columns that hold nothing.
+    # Formats name text columns differently, and some have placeholder columns.
     alike = {*TEXTS, PATCH_LABELS, *LOGITS, own.number_column, *own.fillers(result)}
     alike |= {asked.columns[name] for name in columns.carrying.fillers(asked.store.contents) if name in asked.columns}
     wanted = {asked.columns[name] for name in columns.names}
@@ -426,13 +441,15 @@ def _refuse_other_columns(asked: Asked, target: Target, path: Path, columns: Col
     if lacking or surplus:
         said = f"it has no column {lacking[0]!r}" if lacking else f"it has a column {surplus[0]!r}"
         raise ExistsError(
-            f"holds another dataset than this conversion makes: {said}; choose another folder, or remove this one",
+            f"contains another dataset than this conversion writes: {said}. Choose another folder, or remove this one.",
             path=path,
         )
 
 
 def compare(asked: Asked, target: Target, path: Path) -> int:
-    """Compares every row of a result with its source, as the result's type: how many finite values are infinite there.
+    """Compares every row of a result with its source, cast to the result's dtype.
+
+    Returns the number of finite source values that are infinite in the result.
 
     Raises:
         FormatError: a row differs; the message names it.
@@ -444,7 +461,7 @@ def compare(asked: Asked, target: Target, path: Path) -> int:
 
 
 def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64]) -> tuple[str | None, int]:
-    """How a result differs from its source in some examples, None if it does not; and values that are infinite there."""
+    """Returns the first difference between result and source in some examples (None if equal), and the number of overflows."""
     result = open_quietly(path, target.format, "pread", "160MiB")
     if result.num_examples != asked.count:
         return f"expected {asked.count} examples, found {result.num_examples}", 0
@@ -486,5 +503,5 @@ def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64
 
 
 def store_name(store: Store) -> str:
-    """A store in a message."""
+    """Path and format of a store, for messages."""
     return f"{store.path} ({store.format})"

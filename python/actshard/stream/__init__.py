@@ -1,4 +1,4 @@
-"""Rows of a store as batches, in an order that can be trusted, read ahead by a thread."""
+"""Streams: batches of a store's rows in a reproducible order, read ahead by threads."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ Shuffle = Literal["window", "exact"] | None
 Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None
 
 _RING = 3
-"""Arrays of a stream that reuses them: one with the user, one ready, one being filled."""
+"""Number of arrays of a stream with ``reuse=True``: one with the user, one ready, one being filled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Batch:
-    """Rows of a stream.
+    """One batch of a stream.
 
     Attributes:
-        activations: ``(b, d_model)``; ``(b, n_layers, d_model)`` where several layers are streamed aligned.
-        examples: ``(b,)`` int64: the example of each row.
-        tokens: ``(b,)`` int64: its token, a position among those stored (for saev, 0 is CLS where there is one).
-        layers: int64 layer names: ``(b,)``, one per row, where layers are interleaved; else those along the second axis, or the
-            one layer there is.
-        labels: ``(b,)`` patch labels, uint8, where the dataset has some, or None. With ``tokens="all"`` int16, -1 for special
-            tokens, which have none.
+        activations: ``(b, d_model)``; ``(b, n_layers, d_model)`` for several aligned layers.
+        examples: ``(b,)`` int64, the example number of each row.
+        tokens: ``(b,)`` int64, the token's position among the example's stored tokens (for saev with CLS, 0 is CLS).
+        layers: int64 layer names: ``(b,)``, one per row, for interleaved layers; otherwise ``(n_layers,)``, the layers of
+            the second axis or the only layer.
+        labels: ``(b,)`` uint8 patch labels; None if the dataset has no labels. With ``tokens="all"`` int16, and -1 for
+            special tokens, which have no label.
     """
 
     activations: Any
@@ -63,17 +63,17 @@ class Batch:
 
 
 class Stream(Epochs[Batch]):
-    """Batches of a store's rows. Made by :meth:`Store.stream`, where every argument is explained.
+    """Batches of a store's rows. :meth:`Store.stream` creates it and documents the arguments.
 
-    ``for batch in stream`` reads one epoch; the next loop reads the next one, in another order. A loop that was left early
-    begins again with the first batch of its epoch, unless a state was loaded in between. Pickles as its store and its state.
+    ``for batch in stream`` reads one epoch; the next loop reads the next epoch, in another order. After a ``break`` the next
+    loop starts the same epoch again, unless a state was loaded in between. A pickle contains the store's path and the state.
 
-    A stream has one loop at a time: when another one begins, the iterator of the first raises :class:`ClosedError`. Two streams
-    of one store can be read side by side.
+    A stream has one active loop: when another loop begins, the iterator of the first raises :class:`ClosedError`. Several
+    streams of one store can be read at the same time.
 
     Attributes:
-        epoch: the epoch that is being read, or comes next.
-        batch_size, drop_last, rank, world_size, seed, shuffle: as asked for.
+        epoch: the current epoch, or the next one if no loop is active.
+        batch_size, drop_last, rank, world_size, seed, shuffle: the arguments of :meth:`Store.stream`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Stream(Epochs[Batch]):
         self._layers = _layers_of(store, layer)
         groups = [store.group_of(x) for x in self._layers]
         if interleave and one:
-            raise ArgumentError("interleave: there is only one layer")
+            raise ArgumentError("interleave: expected several layers, found one; there is only one layer to read")
         if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
             raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
         self.store = store
@@ -138,42 +138,42 @@ class Stream(Epochs[Batch]):
         self._native = store.native_stream(self._selection, self._options)
         item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
         if reuse and buffers is not None:
-            raise ArgumentError("buffers: not with reuse=True, which makes its own")
+            raise ArgumentError("buffers: not supported with reuse=True, which allocates its own buffers")
         self._shape = (self.batch_size, *item)
         self._reuse = reuse
         self._buffers = None if buffers is None else list(buffers)
         if self._buffers is not None and len(self._buffers) < 2:
             raise ArgumentError(
-                f"buffers: expected at least 2, of {self._shape} {asked}: one is with you while the next is filled"
+                f"buffers: expected at least 2, of {self._shape} {asked}: you hold one while the next is filled"
             )
         super().__init__(_arguments.whole(epoch, "epoch"))
 
     @property
     def num_rows(self) -> int:
-        """Rows of an epoch, of all ranks together; a row has all its layers unless they are interleaved."""
+        """Number of rows in an epoch, over all ranks. Aligned layers count as one row, interleaved layers as one row each."""
         return int(self._native.items)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """The shape of a whole batch's activations."""
+        """Shape of a full batch's activations."""
         return self._shape
 
     @property
     def window(self) -> int:
-        """Rows that a pool of ``memory`` bytes holds; an epoch is cut into as few windows of at most so many as it takes."""
+        """Number of rows that fit in ``memory``. An epoch has the fewest windows of at most this many rows."""
         return int(self._native.window)
 
     def locate(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Examples and tokens of the selected rows by number, in stored order; of one layer, or aligned layers."""
+        """Returns (examples, tokens) of selected rows, given their numbers in stored order. Not for interleaved layers."""
         return self._native.locate(rows)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Names of the layers that are read."""
+        """Names of the layers of this stream."""
         return tuple(self._layers)
 
     def __len__(self) -> int:
-        """Batches of an epoch, of this rank; every rank has as many."""
+        """Number of batches per epoch and rank; the same on every rank."""
         return int(self._native.batches)
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ class Stream(Epochs[Batch]):
 
     def _ready(self) -> None:
         self.store.check_open()
-        # Read while the files are as they were opened; a state may be asked for when they are closed.
+        # Computed while the files are open: state_dict() may be called after the store is closed.
         _ = self.store.identity
 
     def _loop(self, first: int, every: int) -> _RowLoop:
@@ -209,7 +209,7 @@ class Stream(Epochs[Batch]):
         self._native = self.store.native_stream(self._selection, self._options)
 
     def _settings(self) -> dict[str, Any]:
-        """All that decides which rows make up which batch, and what is in them."""
+        """Everything that determines the rows of each batch and their values."""
         o = self._options
         made: dict[str, Any] = {
             "dataset": self.store.identity,
@@ -250,7 +250,7 @@ class Stream(Epochs[Batch]):
         return made
 
     def _ring(self) -> list[NDArray[Any]] | None:
-        """What batches are written into, if that is to be reused."""
+        """The arrays that batches are written into; None if each batch gets a new array."""
         if self._buffers is not None:
             return [
                 _arguments.writable(b, self.dtype, list(self._shape)).view(self.dtype).reshape(self._shape)
@@ -274,21 +274,21 @@ class Stream(Epochs[Batch]):
 
 
 def _layers_of(store: Readable, layer: int | Sequence[int] | Literal["all"]) -> list[int]:
-    """Names of the layers that are asked for."""
+    """The requested layers as a list of names."""
     if isinstance(layer, int | np.integer):
         layer = [layer]
     elif not _arguments.is_one_of(layer, ("all",)) and (isinstance(layer, str) or not np.iterable(layer)):
         raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
     names = store.layers if isinstance(layer, str) else _arguments.listed(layer, "layer: expected names")
     if not names and isinstance(layer, str):
-        raise NotStoredError("holds no hidden states", path=store.path)
+        raise NotStoredError("the dataset contains no hidden states", path=store.path)
     if not names:
         raise ArgumentError("layer: expected at least one layer")
     return [int(x) if isinstance(x, np.integer) else x for x in names]
 
 
 def _norm_of(store: Readable, scale: Scale) -> float | None:
-    """The norm to which ``scale`` brings rows, where it is a word."""
+    """The L2 norm of scaled rows for ``scale="unit-norm"`` or ``"sqrt-d"``; None for numbers and arrays."""
     if not isinstance(scale, str):
         return None
     if scale not in ("unit-norm", "sqrt-d"):
@@ -297,13 +297,13 @@ def _norm_of(store: Readable, scale: Scale) -> float | None:
 
 
 class _RowLoop(Loop[Batch]):
-    """Batches on their way to one loop."""
+    """The iterator of one loop over a stream."""
 
     def __init__(self, stream: Stream, first: int, every: int) -> None:
         self._source = stream
         self._layers = np.array(stream.layers, np.int64)
         self._overflows = 0
-        # Kept, like the files, until the loop ends, also if the store is closed.
+        # Held until the loop ends, as the files are, even if the store is closed.
         self._labels = None if stream._tokens == "special" else stream.store.labels
         self._ring = stream._ring()
         super().__init__(stream, first, every)
@@ -323,20 +323,20 @@ class _RowLoop(Loop[Batch]):
         return Batch(activations, examples, tokens, layers, stream._labels_of(self._labels, examples, tokens))
 
     def _warn(self, more: int) -> None:
-        """Once for every loop: batches that overflow tend to come by the thousand."""
+        """Warns once per loop, because overflow usually affects many batches."""
         if not self._overflows:
             stream = self._source
             named = ", ".join(map(str, stream.layers))
             warnings.warn(
-                f"{stream.store.path}: layers {named}: {more} finite values became infinite as {stream.dtype}, and perhaps "
-                "more to come; a wider dtype= or a smaller scale= holds them",
+                f"{stream.store.path}: layers {named}: {more} finite values became infinite as {stream.dtype}, and later "
+                "batches may overflow too. Use a wider dtype= or a smaller scale=.",
                 OverflowWarning,
                 stacklevel=4,
             )
         self._overflows += more
 
     def _yours(self, activations: NDArray[Any]) -> Any:
-        """The caller's own object for the buffer that was filled."""
+        """The caller's own object (e.g. a torch tensor) for the buffer that was filled."""
         assert self._ring is not None
         assert self._source._buffers is not None
         at = activations.__array_interface__["data"][0]
@@ -348,16 +348,16 @@ class _RowLoop(Loop[Batch]):
 
 
 _SINCE_2 = {"dataset", "format", "d_model", "stored", "center", "scale", "units"}
-"""Settings that states of version 1 do not have."""
+"""Settings that states of version 1 lack."""
 
 
 def _vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.float64] | None:
-    """A factor or offset per column, or per layer and column, flat."""
+    """A factor or offset per column, or per layer and column, as a flat float64 array."""
     if value is None:
         return None
     if is_deviation(value):
         raise ArgumentError(
-            f"{what}: rows are multiplied by it, and this is stats.std; stats.inverse_std divides by it"
+            f"{what}: expected a factor, found stats.std, and rows are multiplied by it. Use stats.inverse_std."
         )
     try:
         if hasattr(value, "detach"):

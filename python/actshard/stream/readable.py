@@ -1,6 +1,6 @@
-"""What streams, selections and statistics need of a dataset: :class:`~actshard.Store` has all of it.
+"""The interface that streams and selections use instead of :class:`~actshard.Store`, which implements it.
 
-It lies below them, so that neither imports the store, which imports both.
+The store imports streams and selections, so they cannot import the store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Readable(Protocol):
-    """A dataset of rows addressed by (layer, example, token); each member is documented at :class:`~actshard.Store`."""
+    """A dataset of rows addressed by (layer, example, token). :class:`~actshard.Store` documents the members."""
 
     format: str
     path: Path

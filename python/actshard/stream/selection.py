@@ -1,4 +1,4 @@
-"""Which tokens of which examples a stream reads: what users say, made into what the native half takes."""
+"""Selections: translates the user's choice of tokens and examples into the arrays that the Rust core expects."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Tokens = Literal["content", "all", "last", "special"]
 Mask = Any
-"""A bool per example, a bool array per example, a 2-D bool array, or a function of ``store.table`` that gives one of these."""
+"""A bool per example, a bool array per example, a 2-D bool array, or a function of ``store.table`` that returns one of these."""
 
-COMPARED = "; compare a column of store.table with .to_numpy() == x or pyarrow.compute.equal(column, x): column == x is one bool"
+COMPARED = ". Compare a column of store.table: column.to_numpy() == x or pyarrow.compute.equal(column, x); column == x is a bool."
 
 _Native = (
     tuple[int, int]
@@ -32,7 +32,7 @@ _Native = (
 
 
 def column(values: Any) -> Any:
-    """A column of arrow, polars or pandas as numpy, flags that are unknown as False; anything else as it is."""
+    """Returns an Arrow, polars or pandas column as numpy, with null flags as False; returns other values unchanged."""
     if isinstance(values, np.ndarray) or not hasattr(values, "to_numpy"):
         return values
     if not hasattr(values, "fill_null"):
@@ -45,12 +45,12 @@ def column(values: Any) -> Any:
 def select(
     store: Readable, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int] = (), keep: Mask = None
 ) -> _Native:
-    """The selection, as ``_native.Stream`` takes it.
+    """Returns the selection in the form that ``_native.Stream`` expects.
 
     Raises:
-        ArgumentError: words or masks that make no sense.
-        NotStoredError: labels or special tokens that the dataset does not have, or layers that hold different tokens.
-        FileAccessError: more examples than there is memory for a flag each.
+        ArgumentError: an invalid word or mask.
+        NotStoredError: the dataset has no labels or special tokens, or the layers store different tokens.
+        FileAccessError: not enough memory for one flag per example.
     """
     try:
         return _select(store, layers, tokens, ignore_labels, keep)
@@ -67,14 +67,15 @@ def _select(
     special = store.special_tokens
     if tokens == "special" and special == 0:
         raise NotStoredError(
-            'tokens="special": the dataset stores no special tokens, or does not say which', path=store.path
+            'tokens="special": the dataset contains no special tokens, or its metadata does not list them',
+            path=store.path,
         )
     if isinstance(ignore_labels, str | bytes) or not np.iterable(ignore_labels):
         raise ArgumentTypeError(f"ignore_labels: expected a list of integers, found {type(ignore_labels).__name__}")
     ignore_labels = listed(ignore_labels, "ignore_labels: expected a list of integers")
     each = store.contents.tokens_each
     if each is not None and not ignore_labels and keep is None and store.content_lengths is None:
-        # By arithmetic, in no memory, however many examples there are.
+        # All examples are equal: computed without memory per example.
         if tokens == "last":
             return (each - 1, 1) if each else (0, 0)
         first = special if tokens == "content" else 0
@@ -87,7 +88,7 @@ def _select(
     else:
         first, counts = 0, stored
     if (lengths := store.content_lengths) is not None and tokens in ("content", "last"):
-        # Rows that fill up shorter examples are no content.
+        # Padding rows of short examples are not content.
         has = np.minimum(stored, special + lengths)
         if not ignore_labels and keep is None:
             return (has - 1,) if tokens == "last" else (special, np.maximum(has - special, 0))
@@ -103,7 +104,7 @@ def _select(
             return (stored - 1,) if same is None else (same - 1, 1) if same else (0, 0)
         same = _same(counts)
         return (first, counts) if same is None else (first, same)
-    wanted = functools.reduce(np.logical_and, flags)  # one flag for each stored token
+    wanted = functools.reduce(np.logical_and, flags)  # one flag per stored token
     ends = np.cumsum(stored)
     if tokens == "last":
         last = np.full(len(stored), -1, np.int64)
@@ -117,21 +118,21 @@ def _select(
 
 
 def _stored(store: Readable, layers: Sequence[int]) -> NDArray[np.int64]:
-    """Tokens per example, which must be as many in every layer."""
+    """Tokens per example. Raises NotStoredError if layers store different numbers."""
     first, *others = (store.tokens_in(layer) for layer in (layers if store.contents.layers_differ else layers[:1]))
     for layer, other in zip(layers[1:], others, strict=False):
         if len(differ := np.flatnonzero(first != other)):
             i = int(differ[0])
             raise NotStoredError(
                 f"example {i} has {first[i]} tokens in layer {layers[0]} and {other[i]} in layer {layer}: "
-                "these layers cannot be streamed together",
+                "these layers cannot be streamed together; use one stream per layer",
                 path=store.path,
             )
     return first
 
 
 def _same(counts: NDArray[np.int64]) -> int | None:
-    """How many each has, if all have as many."""
+    """The common count if all counts are equal, else None."""
     if not len(counts):
         return 0
     return int(counts[0]) if (counts == counts[0]).all() else None
@@ -140,15 +141,17 @@ def _same(counts: NDArray[np.int64]) -> int | None:
 def _unlabelled(
     store: Readable, tokens: Tokens, ignore: Sequence[int], stored: NDArray[np.int64]
 ) -> NDArray[np.bool_] | None:
-    """False for every stored token whose label is to be ignored; special tokens have none."""
+    """One flag per stored token, False for ignored labels. Special tokens have no label and stay True."""
     if not ignore:
         return None
     if any(isinstance(x, bool) or not isinstance(x, int | np.integer) or not 0 <= x <= 255 for x in ignore):
         raise ArgumentError(f"ignore_labels: expected integers from 0 to 255, found {ignore!r}")
     if tokens == "special":
-        raise ArgumentError('ignore_labels: special tokens have no labels; tokens="content" does')
+        raise ArgumentError('ignore_labels: special tokens have no labels. Use tokens="content".')
     if store.labels is None:
-        raise NotStoredError("ignore_labels: the dataset holds no patch labels (labels.bin not found)", path=store.path)
+        raise NotStoredError(
+            "ignore_labels: the dataset contains no patch labels (labels.bin not found)", path=store.path
+        )
     table = np.ones(256, np.bool_)
     table[ignore] = False
     wanted = np.ones((store.num_examples, int(stored[0]) if len(stored) else 0), np.bool_)
@@ -157,17 +160,17 @@ def _unlabelled(
 
 
 def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-    """What a user keeps: one flag for each stored token."""
+    """The user's ``keep`` as one flag per stored token; None keeps all."""
     if keep is None:
         return None
     if callable(keep):
         ask: Callable[[pa.Table], Any] = keep
         keep = ask(store.table)
         if keep is None:
-            raise ArgumentError("keep: the function gave None, expected flags")
+            raise ArgumentError("keep: expected a function that returns flags, found None as its result")
     keep = column(keep)
     if isinstance(keep, bool | np.bool_):
-        raise ArgumentTypeError(f"keep: expected one flag for each example, found {keep}{COMPARED}")
+        raise ArgumentTypeError(f"keep: expected one flag per example, found {keep}{COMPARED}")
     if not isinstance(keep, np.ndarray) and not (hasattr(keep, "__len__") and hasattr(keep, "__iter__")):
         raise ArgumentTypeError(f"keep: expected flags or a function of the table, found {type(keep).__name__}")
     n, special = len(stored), store.special_tokens
@@ -179,7 +182,7 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
         if keep.ndim != 2 or len(keep) != n:
             raise ArgumentError(f"keep: expected ({n},) or ({n}, tokens), found {keep.shape}")
     elif len(keep) != n:
-        raise ArgumentError(f"keep: expected one entry for each of {n} examples, found {len(keep)}")
+        raise ArgumentError(f"keep: expected {n} entries, one per example, found {len(keep)}")
     elif n and all(isinstance(x, bool | np.bool_) for x in keep):
         return np.repeat(np.asarray(keep, np.bool_), stored)
     parts = []
@@ -192,7 +195,7 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
         if part.dtype != np.bool_ or part.ndim != 1:
             raise ArgumentError(f"keep[{i}]: expected a bool array, found {part.dtype} {part.shape}")
         if padded and len(part) > t:
-            part = part[:t]  # a padded rectangle
+            part = part[:t]  # a 2-D mask has padding after short examples
         if len(part) == t - special and special:
             part = np.concatenate([np.ones(special, np.bool_), part])
         if len(part) != t:

@@ -1,8 +1,8 @@
-"""``actshard.verify``: everything that is wrong with a dataset, with places, codes and what to do.
+"""``actshard.verify``: reports all problems of a dataset, each with a code, a location and a remedy.
 
 - ``formats.report``: findings and their codes
-- ``check`` of each format: its rules, checked one by one and not only until one is broken
-- ``deep``: every value
+- ``check`` of each format: checks all of its rules, also after one fails
+- ``deep``: checks every value
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["CODES", "Finding", "Report", "verify"]
 
 
 class _Codes(Mapping[str, tuple[str, str, str]]):
-    """Built when it is first used: formats of other packages are loaded then."""
+    """Looks codes up lazily, because that loads the formats of other packages."""
 
     def __getitem__(self, code: str) -> tuple[str, str, str]:
         known = findings()[code]
@@ -38,7 +38,7 @@ class _Codes(Mapping[str, tuple[str, str, str]]):
 
 
 CODES: Mapping[str, tuple[str, str, str]] = _Codes()
-"""Every finding's code: its severity, what it means, what to do. Codes are added, never renamed."""
+"""Maps each code to (severity, meaning, remedy). Codes are added, never renamed."""
 
 
 def verify(
@@ -48,22 +48,22 @@ def verify(
     deep: bool = False,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Report:
-    """Checks a dataset against every rule of its format, and with ``deep`` every value of it.
+    """Checks a dataset against all rules of its format, and with ``deep`` also every value.
 
-    Nothing is changed, nothing is unpickled. All findings are reported, not the first.
+    Changes no file and executes no pickle. Reports all findings, not only the first.
 
     Args:
-        path: as :func:`actshard.open` takes it.
-        format: as there; None detects it.
-        deep: read every row: numbers that are none, rows and columns that say nothing, examples that are there twice.
-        progress: called with (what, done, in all) now and then.
+        path: path of the dataset, as for :func:`actshard.open`.
+        format: name of the format, as for :func:`actshard.open`; None detects it.
+        deep: read every row and report NaN and infinite values, constant rows and columns, and duplicate examples.
+        progress: called with (what, done, total) from time to time.
 
     Returns:
         A :class:`~actshard.verifying.Report`: ``report.ok``, ``report.findings``, ``report.status``.
 
     Raises:
-        MissingFileError: there is nothing at the path.
-        ArgumentError: a format that is none.
+        MissingFileError: the path does not exist.
+        ArgumentError: ``format`` is not a known format.
     """
     root = existing(path)
     names = (*formats.names(), *formats.of_tokens())
@@ -111,7 +111,7 @@ def _find(root: Location) -> tuple[Location, str]:
     except UnknownFormatError as error:
         if error.candidates or error.ambiguous:
             raise
-        # A broken dataset may be recognised by nothing but what it still has.
+        # A broken dataset may only be recognised by its remaining files.
         guessed = _guess(root)
         if guessed is None:
             raise

@@ -1,4 +1,4 @@
-"""Every value of a dataset, whatever its format."""
+"""Checks every value of a dataset of any format."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from actshard.store import Store
 
 _FEW = 8
 _COMPARED = 256
-"""Pairs of examples with the same hash that are compared byte by byte."""
+"""Maximum number of pairs of examples with equal hashes that are compared byte by byte."""
 _NARROWER = {"float32": (("bfloat16", 16),), "float64": (("float32", 29),)}
-"""Types whose values end in so many zero bits when they came from a narrower one. float16 ends like that in float32 too, but its
-range is smaller: only a look at every value could tell."""
+"""For each dtype, (narrower dtype, number of trailing zero bits that all values have if they came from it). float16 is not listed:
+it has a smaller range, which trailing bits do not show."""
 
 
 def check_values(store: Store, report: Report, tell: Any) -> None:
-    """Reads every row once, layer by layer."""
+    """Reads every row once, layer by layer, and adds findings to the report."""
     together: NDArray[np.uint64] | None = None
     readable = True
     for number, layer in enumerate(store.layers):
@@ -50,10 +50,10 @@ def _tell(tell: Any, number: int, total: int, rows: int) -> None:
 
 def _rows(store: Store, layer: int, found: dict[str, Any], report: Report) -> None:
     for key, code, what in (
-        ("nan_rows", "nan", f"{found['nan']:,} values that are no number"),
+        ("nan_rows", "nan", f"{found['nan']:,} NaN values"),
         ("infinite_rows", "infinite", f"{found['infinite']:,} infinite values"),
-        ("zero_rows", "zero-row", "zeros only"),
-        ("constant_rows", "constant-row", "one value throughout"),
+        ("zero_rows", "zero-row", "only zeros"),
+        ("constant_rows", "constant-row", "one repeated value"),
     ):
         count, places = found[key]
         if not count:
@@ -73,7 +73,9 @@ def _columns(store: Store, layer: int, found: dict[str, Any], report: Report) ->
     constant = np.flatnonzero((differences == 0) & (magnitudes != 0)) if found["rows"] > 1 else np.zeros(0, np.int64)
     for code, columns in (("dead-dimension", dead), ("constant-dimension", constant)):
         if 0 < columns.size < store.d_model or (columns.size and code == "dead-dimension"):
-            report.add(code, store.path, f"{columns.size} of {store.d_model}: {_list(columns)}", place=f"layer {layer}")
+            report.add(
+                code, store.path, f"{columns.size} of {store.d_model} columns: {_list(columns)}", place=f"layer {layer}"
+            )
     every = int(np.bitwise_or.reduce(magnitudes)) if magnitudes.size else 0
     dtype = found["dtype"]
     for narrower, zeros in _NARROWER.get(dtype, ()):
@@ -81,7 +83,7 @@ def _columns(store: Store, layer: int, found: dict[str, Any], report: Report) ->
             report.add(
                 "wide-dtype",
                 store.path,
-                f"every value of this {dtype} is exactly a {narrower}",
+                f"all {dtype} values are exactly representable in {narrower}",
                 place=f"layer {layer}",
             )
 
@@ -91,7 +93,7 @@ def _list(columns: NDArray[np.int64]) -> str:
 
 
 def _duplicates(store: Store, hashes: NDArray[np.uint64], report: Report) -> None:
-    """Examples alike in all layers, by hash and then byte by byte."""
+    """Reports examples with identical rows in all layers, found by hash and compared byte by byte."""
     tokens = store.token_counts
     some = np.flatnonzero(tokens > 0)
     if some.size < 2:
@@ -103,7 +105,7 @@ def _duplicates(store: Store, hashes: NDArray[np.uint64], report: Report) -> Non
     if real:
         count = len(real) if same.size <= _COMPARED else int(same.size)
         shown = ", ".join(f"{b} = {a}" for a, b in real[:_FEW])
-        report.add("duplicate-example", store.path, f"{count:,} examples repeat another in every layer: {shown}")
+        report.add("duplicate-example", store.path, f"{count:,} examples equal another one in every layer: {shown}")
 
 
 def _alike(store: Store, layers: Sequence[int], a: int, b: int) -> bool:
