@@ -178,7 +178,7 @@ def test_what_cannot_be_held_is_refused_before_anything_is_written(
 def test_a_misfit_far_behind_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=8) as writer:
         writer.append([np.ones((1, 3 if i < 20_000 else 4, 8), np.float32) for i in range(20_001)])
-    with pytest.raises(actshard.ArgumentError, match="example 20000: expected 3 tokens .*found 4"):
+    with pytest.raises(actshard.ArgumentError, match=r"example 20000: expected 3 tokens .*found 4"):
         actshard.convert(tmp_path / "src", tmp_path / "d", "saev")
     assert not (tmp_path / "d").exists()
 
@@ -587,7 +587,7 @@ def test_a_conversion_is_not_resumed_with_other_columns(tmp_path: Path, monkeypa
         actshard.convert(path, tmp_path / "t", "pickle", columns={"verb": "word"}, progress=stops)
     if not (tmp_path / "t/.actshard/journal.jsonl").exists():
         pytest.skip("nothing was committed")
-    with pytest.raises(actshard.ArgumentError, match="begun with"):
+    with pytest.raises(actshard.ArgumentError, match=r"expected .*, as in the unfinished dataset in .*, found"):
         actshard.convert(path, tmp_path / "t", "pickle", columns={"verb": "other"}, resume=True)
     done = actshard.convert(path, tmp_path / "t", "pickle", columns={"verb": "word"}, resume=True)
     assert actshard.open(done.path).table["word"].to_pylist() == COLUMNS["verb"]

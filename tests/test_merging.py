@@ -441,7 +441,7 @@ def test_a_part_of_a_dataset_that_is_finished_is_refused_and_leaves_it_as_it_is(
     wanted = write_parts(tmp_path / "d", format)
     actshard.merge(tmp_path / "d")
     before = tree(tmp_path / "d")
-    with refuses(actshard.ExistsError, tmp_path / "d", "holds a finished dataset.*remove it"):
+    with refuses(actshard.ExistsError, tmp_path / "d", "contains a finished dataset.*Remove it"):
         actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH, part=(0, 3), **options, **OPTIONS[format])
     assert tree(tmp_path / "d") == before
     check(tmp_path / "d", wanted)
@@ -557,7 +557,7 @@ def test_a_part_beside_a_dataset_that_was_begun_whole_is_refused_and_leaves_it_r
     writer.append(acts)
     writer.flush()
     writer.abort()
-    with refuses(actshard.UnfinishedError, tmp_path / "d", "holds 2 examples.*not in parts"):
+    with refuses(actshard.UnfinishedError, tmp_path / "d", "contains 2 examples.*not in parts"):
         actshard.create(tmp_path / "d", format, layers=[0], d_model=2, part=(0, 2))
     actshard.create(tmp_path / "d", format, layers=[0], d_model=2, resume=True).close()
     assert len(actshard.open(tmp_path / "d")) == 2

@@ -297,7 +297,7 @@ def test_metadata_that_a_reader_would_refuse_are_refused(tmp_path: Path, format:
     for _ in range(95):
         deep = [deep]
     for odd in (float("nan"), float("inf"), deep):
-        with refuses(actshard.ArgumentError, None, "metadata: expected what JSON can hold"):
+        with refuses(actshard.ArgumentError, None, "metadata: expected JSON values"):
             create(tmp_path / "d", format, metadata={"data": odd})
 
 

@@ -1,16 +1,15 @@
-"""What is at work in a folder, and what is safe on the disk: locks, journals, files that are whole or not there.
+"""Crash safety: locks, journals and atomic file writes.
 
-The lowest room that writes. Writers of datasets, merges and builds of token caches use it, and so does finding, which says what is
-finished.
+Writers of datasets, merges and builds of token caches use it; finding uses it to tell finished datasets from unfinished ones.
 
 .. code-block:: text
 
-    <dataset>/.actshard/lock                     who writes: process, host, since when
-    <dataset>/.actshard/journal.jsonl            what was asked for; then a line per commit; then "finished"
-    <dataset>/.actshard/examples-000003.arrow    what commit 3 added about examples: columns, tokens per layer
-    <dataset>/.actshard/merging.json             a merge: what was asked for, and where it is
+    <dataset>/.actshard/lock                     the writer: process, host, start time
+    <dataset>/.actshard/journal.jsonl            the settings; then one line per commit; then "finished"
+    <dataset>/.actshard/examples-000003.arrow    examples added by commit 3: columns, tokens per layer
+    <dataset>/.actshard/merging.json             a merge: its arguments and progress
     <dataset>/.parts/                            parts that are not merged yet
-    <cache>/.actshard-build/                     a token cache that is being built (actshard.tokens.placing)
+    <cache>/.actshard-build/                     an unfinished token cache (actshard.tokens.placing)
 """
 
 from __future__ import annotations

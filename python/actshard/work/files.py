@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and folders whose entries are on the disk."""
+"""Atomic file writes, and syncing of folder entries to the disk."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from actshard.errors import ActshardError, FileAccessError, boundary, from_os
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Writes a JSON file under another name and renames it: it is whole or not there."""
+    """Writes a JSON file atomically: under a temporary name, then renamed."""
     try:
         data = json.dumps(value, indent=indent, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # lone surrogates, which only an escape can say
+    except UnicodeEncodeError:  # lone surrogates, which JSON can only escape
         data = json.dumps(value, indent=indent).encode()
     write_bytes(path, data)
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Writes a small file under another name and renames it: it is whole or not there."""
+    """Writes a small file atomically: under a temporary name, then renamed."""
     with whole_file(path) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BufferedWriter]:
-    """A file to write under another name; it gets its own, on the disk too, when the block ends without an error."""
+    """Opens a temporary file for writing. When the block ends without an error, syncs it and renames it to ``path``."""
     temporary = path.with_name(f".{path.name}.part")
     try:
         with temporary.open("wb") as file:
@@ -52,7 +52,7 @@ def whole_file(path: Path) -> Iterator[BufferedWriter]:
 
 
 def remove_made(root: Path, patterns: Iterable[str]) -> None:
-    """Removes entries of a folder whose names match a pattern, and what was begun under their working names."""
+    """Removes entries of a folder whose names match a pattern, and their temporary files."""
     wanted = list(patterns)
     with contextlib.suppress(OSError):
         for entry in list(root.iterdir()):
@@ -67,7 +67,7 @@ def remove_made(root: Path, patterns: Iterable[str]) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it; their names are on the disk when it returns."""
+    """Creates a folder and its parents, and syncs their names to the disk."""
     made = []
     try:
         at = path
@@ -81,7 +81,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folders(folders: Iterable[Path]) -> None:
-    """Brings the names in folders to the disk. A folder that may be written but not read cannot be synced."""
+    """Syncs the entries of folders to the disk. Folders that are writable but not readable are skipped."""
     for folder in dict.fromkeys(folders):
         try:
             _native.sync_files([folder])
@@ -91,7 +91,7 @@ def sync_folders(folders: Iterable[Path]) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a file; a file that has its new name already was renamed before a crash."""
+    """Renames a file. If only the target exists, the file was renamed before a crash and the call does nothing."""
     try:
         source.replace(target)
     except FileNotFoundError as error:
@@ -102,7 +102,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, as far as the system allows."""
+    """Removes a file, a link or a folder. Ignores errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -111,6 +111,6 @@ def remove(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Brings the names in all folders below one to the disk, and those in it; files have to be there already."""
+    """Syncs the entries of a folder and all folders below it to the disk. File contents must already be synced."""
     with boundary(folder, "write to the disk"):
         sync_folders(Path(path) for path, _, _ in os.walk(folder, topdown=False))

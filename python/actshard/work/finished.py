@@ -1,4 +1,4 @@
-"""Whether what is in a folder is finished: the one place that knows what unfinished work of any kind leaves."""
+"""Detects unfinished datasets, merges and builds by the files they leave."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from actshard.work.names import BUILDING, FOLDER, MERGING, PART, PARTS
 
 
 def count_parts(root: Path | Location) -> int | None:
-    """How many parts of a dataset wait to be merged in a folder, or in its folder of parts; None: there is no such folder."""
+    """Number of unmerged parts in a dataset's folder (or its folder of parts); None without a folder of parts."""
     folder = Location.at(root)
     parts = folder if folder.name == PARTS else folder / PARTS
     try:
         return sum(1 for entry in parts.entries() if PART.fullmatch(entry.name))
-    except (MissingFileError, NotAFileError):  # there are none, or a merge has just removed them
+    except (MissingFileError, NotAFileError):  # no parts, or a merge has just removed them
         return None
 
 
 def is_merging(root: Path | Location) -> bool:
-    """Whether a merge was begun in a folder and has not ended. Parts may have been moved already."""
+    """Whether a folder contains an unfinished merge, which may already have moved parts."""
     return (Location.at(root) / FOLDER / MERGING).exists()
 
 
 def is_building(root: Path | Location) -> bool:
-    """Whether a token cache is being built in a folder, or its build was interrupted."""
+    """Whether a folder contains an unfinished token cache: a build is running, or was interrupted."""
     return (Location.at(root) / BUILDING).exists()
 
 
 def tidy(root: Path) -> None:
-    """Removes what is left in a finished dataset of a writer that was killed after its last step."""
+    """Removes the working folder of a finished dataset whose writer was killed after its last step."""
     journal = Journal(root)
     if not journal.folder.is_dir() or is_merging(root):
         return
-    with contextlib.suppress(ActshardError):  # somebody is at work, or the folder cannot be written
+    with contextlib.suppress(ActshardError):  # another process holds the lock, or the folder is read-only
         journal.lock.take()
         try:
             if journal.exists():
@@ -48,12 +48,12 @@ def tidy(root: Path) -> None:
 
 
 def unfinished(root: Path | Location) -> Journal | None:
-    """The journal of a dataset that is not finished, in this folder; None if there is none, or where no writer writes."""
+    """The journal of an unfinished dataset in this folder; None without one, and for remote folders, which have no writers."""
     folder = Location.at(root)
     if not folder.is_local:
         return None
     journal = Journal(folder.local)
-    with boundary(journal.path, "look at"):  # what cannot be looked at is not known to be finished
+    with boundary(journal.path, "look at"):  # an unreadable journal is an error: the dataset may be unfinished
         if journal.exists():
             with contextlib.suppress(ActshardError):
                 journal.read()

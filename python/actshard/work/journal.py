@@ -1,7 +1,7 @@
-"""The journal of a dataset being written.
+"""The journal of a dataset that is being written.
 
-A line is written after everything it speaks of is on the disk, so that everything the journal counts is there, whenever its
-writer dies. A last line that was torn is not counted.
+A line is written after its data are synced to the disk, so all data that the journal counts exist, whenever the writer dies. An
+incomplete last line is ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TABLE = re.compile(r"examples-\d{6,12}\.arrow")
 
 
 class Journal:
-    """The journal of a dataset being written."""
+    """The journal of a dataset that is being written."""
 
     def __init__(self, root: Path) -> None:
         self.folder = root / FOLDER
@@ -36,23 +36,23 @@ class Journal:
         self.config: dict[str, Any] = {}
         self.commits: list[dict[str, Any]] = []
         self.closing = False
-        """Whether the dataset was being finished: nothing can be appended any more."""
+        """Whether the writer has begun to finish the dataset: nothing can be appended."""
         self.finished = False
         self._valid = 0
-        """Bytes of the journal up to the last line that is whole."""
+        """Bytes of the journal up to the end of its last complete line."""
 
     def exists(self) -> bool:
-        """Whether somebody has begun."""
+        """Whether the folder contains a journal."""
         return self.path.is_file()
 
     def begin_with(self, config: dict[str, Any]) -> None:
-        """Begins a journal. The lock has been taken."""
+        """Starts a journal. The caller holds the lock."""
         self._valid = 0
         self.config = config
         self._append({"actshard": VERSION, "config": config})
 
     def read(self) -> None:
-        """Reads it. A last line that is torn is as if it were not there."""
+        """Reads the journal. Ignores an incomplete last line."""
         try:
             data = self.path.read_bytes()
         except OSError as error:
@@ -77,7 +77,7 @@ class Journal:
                     raise FormatError("line 1: expected the journal of an actshard writer", path=self.path)
                 if not isinstance(record.get("config"), dict):
                     raise FormatError(
-                        "line 1: field 'config': expected what was asked for, found none",
+                        "line 1: field 'config': expected the writer's settings, found none",
                         path=self.path,
                         code="metadata",
                     )
@@ -91,7 +91,7 @@ class Journal:
             self._valid += len(line)
 
     def _check(self, number: int, record: dict[str, Any]) -> None:
-        """Raises FormatError unless a line is a commit that can follow those before."""
+        """Raises FormatError unless a line is a valid commit with at least as many examples as the one before."""
         examples, table = record.get("examples"), record.get("table")
         for name, right, expected in (
             (
@@ -112,11 +112,17 @@ class Journal:
 
     @property
     def examples(self) -> int:
-        """Examples that are safe on the disk."""
+        """Number of committed examples."""
         return int(self.commits[-1]["examples"]) if self.commits else 0
 
     def commit(self, examples: int, table: pa.Table | None, state: dict[str, Any]) -> None:
-        """Counts examples as safe, with what is known about those added since the last commit."""
+        """Records a commit.
+
+        Args:
+            examples: total number of committed examples.
+            table: columns and lengths of the examples added since the last commit; None for none.
+            state: the target's state, for resuming.
+        """
         record: dict[str, Any] = {"examples": examples, "state": state}
         if table is not None:
             name = f"examples-{len(self.commits):06}.arrow"
@@ -126,34 +132,34 @@ class Journal:
         self.commits.append(record)
 
     def close(self) -> None:
-        """The dataset is being finished: its last shards are completed, and nothing can be added to them."""
+        """Records that finishing has begun: the last shards are completed and nothing can be appended."""
         if not self.closing:
             self._append({"closing": True})
             self.closing = True
 
     def finish(self) -> None:
-        """The dataset is whole; what is in this folder is not needed any more."""
+        """Records that the dataset is complete; the working folder is no longer needed."""
         if not self.finished:
             self._append({"finished": True})
             self.closing = self.finished = True
 
     def tables(self) -> Iterator[pa.Table]:
-        """What commits added, in order."""
+        """Yields the tables of all commits in order, memory-mapped."""
         import pyarrow as pa
 
         for record in self.commits:
             if "table" in record:
                 path = self.folder / record["table"]
                 try:
-                    # Mapped, so that columns stay on the disk until they are looked at.
+                    # Memory-mapped, so that columns are loaded only when used.
                     with path.open("rb") as file, pa.memory_map(_name_for_arrow(path, file.fileno())) as source:
                         table = pa.ipc.open_file(source).read_all()
                 except (pa.ArrowException, OSError, ValueError) as error:
-                    raise from_reader(error, path, "read", f"expected what an earlier commit wrote: {error}") from error
+                    raise from_reader(error, path, "read", f"expected the Arrow table of a commit: {error}") from error
                 yield table
 
     def remove(self) -> None:
-        """Removes the working folder, which is locked: the lock goes last, so that nobody takes it before that."""
+        """Removes the working folder. The caller holds the lock, which is removed last so that no other writer takes it earlier."""
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 if path != self.lock.path:
@@ -165,7 +171,7 @@ class Journal:
         self.lock.release()
 
     def moved(self, root: Path) -> None:
-        """The dataset's folder has another name now."""
+        """Updates paths after the dataset's folder was renamed."""
         self.folder = root / FOLDER
         self.path = self.folder / JOURNAL
         self.lock.path = self.folder / self.lock.path.name
@@ -176,7 +182,7 @@ class Journal:
         try:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                os.ftruncate(file, self._valid)  # a torn line goes
+                os.ftruncate(file, self._valid)  # removes an incomplete last line
                 os.pwrite(file, line, self._valid)
                 os.fsync(file)
             finally:
@@ -201,7 +207,7 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
 
 def _name_for_arrow(path: Path, file: int) -> str:
-    """A name of an open file that pyarrow takes: it knows no path that is not UTF-8."""
+    """A path of an open file for pyarrow, which accepts only UTF-8 paths."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

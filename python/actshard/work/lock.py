@@ -1,8 +1,8 @@
-"""One writer per folder, until it releases the lock or its process ends.
+"""Locks a folder for one writer until it releases the lock or its process ends.
 
-Ours, not filelock's: filelock takes ``flock`` locks, which children that are forked later hold as well, so that a worker that
-outlives its parent keeps a dataset locked; and it names no owner. A record lock (``lockf``) belongs to one process and works on
-NFS. The file names process and host for the error.
+We do not use filelock: its ``flock`` locks are inherited by forked children, so a worker that outlives its parent would keep a
+dataset locked; and it records no owner. A record lock (``lockf``) belongs to one process and works on NFS. The lock file contains
+process and host for the error message.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from actshard.work.files import make_folder
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _TRIES = 100
 _held: dict[str, int] = {}
-"""Folders locked by this process, and the process that locked each: a forked child inherits the table, not the lock."""
+"""Maps locked folders to the process that locked them: a forked child inherits this dict, but not the locks."""
 _held_lock = threading.Lock()
 
 
 class Lock:
-    """One writer per folder, as long as its process lives: the system lets go of the lock when the process dies."""
+    """A folder's lock. The operating system releases it when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
@@ -36,16 +36,16 @@ class Lock:
         self._file: int | None = None
 
     def take(self) -> None:
-        """Takes it, or raises LockedError with the process and host that has it."""
+        """Takes the lock. Raises LockedError with the owner's process and host if another writer has it."""
         with _held_lock:
             if _held.get(self._key) == os.getpid():
-                raise LockedError("another writer of this process is at work here", path=self.path.parent.parent)
+                raise LockedError("another writer of this process has locked it", path=self.path.parent.parent)
             while self._file is None:
                 self._file = self._try()
             _held[self._key] = os.getpid()
 
     def _try(self) -> int | None:
-        """The file, locked; None if it was removed meanwhile, by a writer that had finished."""
+        """Returns the locked file; None if a writer that finished removed the file in between."""
         try:
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except FileNotFoundError:
@@ -56,19 +56,19 @@ class Lock:
         mine = False
         try:
             try:
-                # A record lock: it belongs to this process alone, and no child that is forked later holds on to it.
+                # A record lock: forked children do not inherit it.
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 taken = False
             except OSError as error:
                 taken = isinstance(error, BlockingIOError | PermissionError)
                 if not taken and error.errno not in _NO_LOCKS:
                     raise
-                # A file system without locks: what the file says has to do.
+                # Without lock support in the file system, the file's process and host decide.
                 taken = taken or self._is_alive(file)
             if taken:
                 said = self._who(file)
                 raise LockedError(
-                    f"another writer is at work here{said}; wait for it, or stop it", path=self.path.parent.parent
+                    f"another writer is writing here{said}. Wait for it, or stop it.", path=self.path.parent.parent
                 )
             if not self._is_there(file):
                 return None
@@ -87,7 +87,7 @@ class Lock:
         return file
 
     def _is_there(self, file: int) -> bool:
-        """Whether the path still means this file."""
+        """Whether the path still refers to this open file."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -97,7 +97,7 @@ class Lock:
 
     @staticmethod
     def _is_alive(file: int) -> bool:
-        """Whether the process that the file names lives: on this host it can be asked, on others it is taken to."""
+        """Whether the process that the file names is alive. Processes on other hosts cannot be checked and count as alive."""
         try:
             who = json.loads(os.pread(file, 4096, 0))
             if who["host"] != socket.gethostname():
@@ -118,7 +118,7 @@ class Lock:
             return ""
 
     def release(self) -> None:
-        """Lets go; twice does no harm."""
+        """Releases the lock. May be called again."""
         if self._file is not None:
             with _held_lock:
                 mine = _held.get(self._key) == os.getpid()
@@ -133,15 +133,17 @@ class Lock:
 
 
 def locked(folder: Path) -> Lock:
-    """Takes the lock of a working folder, which is made if it is not there.
+    """Takes the lock of a working folder. Creates the folder if needed.
 
     Raises:
-        LockedError: another process, or another writer of this one, has it.
+        LockedError: another process, or another writer of this process, holds the lock.
     """
     for _ in range(_TRIES):
         make_folder(folder)
         lock = Lock(folder)
-        with contextlib.suppress(MissingFileError):  # the folder was removed meanwhile, by a process that finished
+        with contextlib.suppress(MissingFileError):  # a process that finished removed the folder in between
             lock.take()
             return lock
-    raise LockedError("other processes begin and finish here all the time; try again", path=folder.parent)
+    raise LockedError(
+        f"the working folder was removed {_TRIES} times while it was being locked. Try again.", path=folder.parent
+    )

@@ -1,7 +1,7 @@
-"""Making datasets: ``create``.
+"""Writing datasets: ``create``.
 
-- ``writer``: what a user appends becomes blocks of examples; ``sink``: blocks go to the disk on a thread, and are committed
-- ``formats.target``: the interface to the formats, each of which has a target of its own; ``work``: lock, journal, what is safe
+- ``writer``: collects appended examples into blocks; ``sink``: writes and commits blocks on a background thread
+- ``formats.target``: the interface that each format implements; ``work``: lock and journal
 """
 
 from actshard.writing.writer import Writer, create

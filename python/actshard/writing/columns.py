@@ -1,7 +1,7 @@
-"""The columns of a dataset while it is written: their types are decided by the first examples and hold for all that follow.
+"""Column types of a dataset that is being written. The first examples fix the types of all later ones.
 
-What cannot be kept is refused when it is given, and not when the dataset is finished: by then there would be no way back.
-A type is still open where nothing but nulls was seen, inside lists and dicts too; a dict may get new fields.
+Unsupported columns are refused on append, not when the dataset is finished, when it would be too late to correct them.
+A type with only null values so far, also inside lists and dicts, stays open. A dict may get new fields.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from actshard.formats.target import Target
 
 RESERVED = "actshard."
-"""Names of columns that the journal's tables use themselves begin with it."""
+"""Prefix of column names that the journal's tables use."""
 _RUNS = 16
-"""Sorted runs of identifiers that are searched one by one; more are sorted into one."""
+"""Maximum number of sorted runs of identifiers; more are merged into one."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Columns of some examples that can be kept, and what is decided once they are."""
+    """Checked columns of some examples, and the schema and identifiers that :meth:`Decided.keep` will record."""
 
     table: pa.Table | None
     schema: pa.Schema
@@ -37,10 +37,10 @@ class Fitted:
 
 
 class Decided:
-    """What was decided about a dataset's columns; :meth:`fit` changes nothing, :meth:`keep` does."""
+    """Schema and identifiers of a dataset's columns. :meth:`fit` only checks; :meth:`keep` records."""
 
     def __init__(self, target: Target, tables: Iterable[pa.Table]) -> None:
-        """Begins with what was committed before."""
+        """Starts from the tables that were committed before."""
         import pyarrow as pa
 
         self._target = target
@@ -55,17 +55,17 @@ class Decided:
                     self._ids.append(np.sort(column.to_numpy().astype(np.int64)))
 
     def fit(self, table: pa.Table | None, first: int, count: int | None = None, *, alike: bool) -> Fitted:
-        """The columns of some examples as the dataset keeps them.
+        """Checks the columns of some examples and casts them to the dataset's types.
 
         Args:
-            table: one row per example; None: nothing is known of them.
+            table: one row per example; None for no columns.
             first: the number of the first example.
-            count: how many examples they are; None: as many as the table has rows.
-            alike: whether the columns have to be those of the first examples, by name and kind. A conversion, which has no say
-                in what its source holds, may bring new ones and wider numbers.
+            count: the number of examples; None: the table's number of rows.
+            alike: whether names and kinds must equal those of the first examples. Conversions pass False, because a source may
+                have new columns and wider numbers later on.
 
         Raises:
-            ArgumentError, NotStoredError: columns that the format cannot hold, or of another type than before.
+            ArgumentError, NotStoredError: the format does not support a column, or its type differs from before.
         """
         import pyarrow as pa
 
@@ -84,8 +84,8 @@ class Decided:
             for field in schema:
                 if field.name in known.names and _merged_field(known.field(field.name), field, wide=not alike) is None:
                     raise ArgumentError(
-                        f"columns: {field.name!r}: expected {known.field(field.name).type}, as before, found {field.type}; a "
-                        "column has one type: convert the values, or give them another name"
+                        f"columns: {field.name!r}: expected {known.field(field.name).type}, as before, found {field.type}. A "
+                        "column has one type: convert the values, or use another name."
                     )
         assert made is not None
         if known is None or made != known:
@@ -96,7 +96,7 @@ class Decided:
         return Fitted(table, made, self._new_ids(table, first))
 
     def keep(self, fitted: Fitted) -> None:
-        """These examples are part of the dataset now."""
+        """Records the schema and identifiers of examples that are now part of the dataset."""
         self._schema = fitted.schema
         if fitted.ids is not None and len(fitted.ids):
             self._ids.append(fitted.ids)
@@ -104,7 +104,7 @@ class Decided:
                 self._ids = [np.sort(np.concatenate(self._ids))]
 
     def _new_ids(self, table: pa.Table | None, first: int) -> NDArray[np.int64] | None:
-        """The examples' own identifiers, sorted, where a format has some; no two examples may share one."""
+        """Returns the examples' identifiers, sorted, if the format has such a column. Raises if two examples share one."""
         import pyarrow as pa
 
         name = self._target.unique
@@ -113,7 +113,7 @@ class Decided:
         column = table[name]
         if column.null_count or not pa.types.is_integer(column.type):
             raise ArgumentError(
-                f"{name}: expected an integer for every example, found {column.type} with nulls or others"
+                f"{name}: expected an integer for every example, found {column.type} with nulls or other values"
             )
         values = column.to_numpy()
         if values.dtype == np.uint64 and values.size and values.max() > np.iinfo(np.int64).max:
@@ -126,12 +126,12 @@ class Decided:
             at = np.minimum(np.searchsorted(run, ids), len(run) - 1)
             again = ids[run[at] == ids]
         if again.size:
-            raise ArgumentError(f"{name}: expected another integer for every example, found {int(again[0])} twice")
+            raise ArgumentError(f"{name}: expected distinct integers, found {int(again[0])} twice")
         return ids
 
 
 def plain(table: pa.Table) -> pa.Table:
-    """A table without encodings of its batches: dictionaries, runs and extensions are the values that they stand for."""
+    """Decodes dictionary, run-end-encoded, view and extension columns into plain values."""
     fields = [field.with_type(_plain_type(field.type)) for field in table.schema]
     if all(a.type == b.type for a, b in zip(fields, table.schema, strict=True)):
         return table
@@ -156,13 +156,13 @@ def _plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_binary_view(kind):
         return pa.binary()
     if pa.types.is_decimal(kind) and kind.scale == 0:
-        # Integers beyond 64 bits: as many digits as there may be, whatever the first have.
+        # Integers beyond 64 bits: the maximum precision, since later values may have more digits.
         return pa.decimal128(38) if kind.precision <= 38 else pa.decimal256(76)
     return kind
 
 
 def joined(known: pa.Schema, new: pa.Schema, *, wide: bool = True) -> pa.Schema | None:
-    """The columns of both; None where a type does not fit. ``wide``: numbers may need a wider type than the known one."""
+    """Returns a schema with the columns of both; None if two types are incompatible. ``wide``: numeric types may widen."""
     import pyarrow as pa
 
     fields = []
@@ -186,7 +186,7 @@ def _merged_field(known: pa.Field, new: pa.Field, *, wide: bool) -> pa.Field | N
 
 
 def merged(known: pa.DataType, new: pa.DataType, *, wide: bool) -> pa.DataType | None:
-    """The type that holds both; None: there is not one."""
+    """Returns a type that can represent both; None if there is none."""
     import pyarrow as pa
 
     is_ = pa.types
@@ -230,10 +230,10 @@ def merged(known: pa.DataType, new: pa.DataType, *, wide: bool) -> pa.DataType |
 
 
 def cast(table: pa.Table, schema: pa.Schema, first: int) -> pa.Table:
-    """The same rows with all columns of a schema, in its order; columns that are not there are null.
+    """Casts a table to a schema and its column order. Missing columns are filled with nulls.
 
     Raises:
-        ArgumentError: a value that the column's type cannot hold as it is.
+        ArgumentError: the column's type cannot represent a value exactly.
     """
     import pyarrow as pa
 
@@ -256,7 +256,7 @@ def cast(table: pa.Table, schema: pa.Schema, first: int) -> pa.Table:
             if _loses(column, made):
                 raise ArgumentError(
                     f"columns: {field.name!r}, from example {first}: expected {field.type}, as before, found "
-                    f"values of {column.type} that it does not hold exactly"
+                    f"{column.type} values that it cannot represent exactly"
                 )
             column = made
         columns.append(column)
@@ -272,12 +272,12 @@ def _as_type(column: Any, kind: pa.DataType) -> Any:
     except pa.ArrowException:
         if not pa.types.is_nested(kind):
             raise
-    # Dicts and lists whose insides differ: there is no cast for all of them.
+    # Arrow cannot cast all dicts and lists with different inner types.
     return pa.chunked_array([pa.array(column.to_pylist(), type=kind)])
 
 
 def _loses(column: Any, made: Any) -> bool:
-    """Whether floats, in lists and dicts too, changed on their way to a narrower type."""
+    """Whether a cast to a narrower type changed floats, also inside lists and dicts."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -299,9 +299,9 @@ def _loses(column: Any, made: Any) -> bool:
 
 
 def together(tables: list[pa.Table]) -> tuple[pa.Table, list[str]]:
-    """Columns of all commits as one table, and names of those whose types do not fit together, which are texts then.
+    """Concatenates the columns of all commits. Returns the table and the names of columns converted to text.
 
-    What is appended fits since types are decided by the first examples; a journal of an earlier release may hold anything.
+    Columns with incompatible types are converted to text. They occur only in journals of earlier releases.
     """
     import pyarrow as pa
 

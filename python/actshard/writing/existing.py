@@ -1,4 +1,4 @@
-"""What is at a dataset's place already: a finished dataset, such as is asked for or another, or something else."""
+"""Checks the output path of a writer for an existing dataset, finished or not, or other files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actshard.work import EMPTY, FOLDER, Journal, is_merging, tidy, unfinished
 
 
 def complete_at(target: Target) -> Path | None:
-    """The finished dataset, if that is what is there. What else is there is refused."""
+    """Returns the path of the finished dataset; None if there is none. Raises ExistsError for other contents."""
     found = _finished(target)
     if found is not None:
         tidy(found)
@@ -38,39 +38,39 @@ def _finished(target: Target) -> Path | None:
 
 
 def _refuse_beside(root: Path, target: Target) -> None:
-    """Refuses a part beside a merge, or a whole dataset, which could not be opened, resumed or merged any more."""
+    """Raises if a part would lie beside an unfinished merge or a whole dataset: neither could then be opened or merged."""
     from actshard import formats
 
     if is_merging(root):
-        # It may have moved parts already: what is in the folder looks like a dataset, and holds their only copy.
+        # The merge may have moved parts: the folder looks like a dataset and contains their only copy.
         raise UnfinishedError(
-            "holds a merge of its parts that is not finished: it is at work, or was interrupted (the same call of actshard.merge "
-            "finishes it)",
+            "contains a merge that is not finished: it is running, or was interrupted. Repeat the same call of actshard.merge to "
+            "finish it.",
             path=root,
         )
     if target.names_itself:
-        return  # saev's folder holds any number of dumps, each under a name of its own
+        return  # saev's folder contains any number of dumps, each under its own name
     journal = unfinished(root)
     if journal is not None:
         raise UnfinishedError(
-            f"holds {journal.examples} examples of a dataset that is not finished and not in parts: finish it (create or convert "
-            "with resume continues it), or choose another folder",
+            f"contains {journal.examples} examples of an unfinished dataset that is not in parts. Finish it (create or convert "
+            "with resume continues it), or choose another folder.",
             path=root,
         )
     for name in formats.names():
         if root.is_dir() and formats.detect(name, root).matches:
             raise ExistsError(
-                "holds a finished dataset: its parts were merged, or it was never in parts; remove it to write it again, or choose "
-                "another folder",
+                "contains a finished dataset: its parts were merged, or it was never in parts. Remove it to write it again, or "
+                "choose another folder.",
                 path=root,
             )
     merger = formats.get(target.format).merger()
-    if merger is not None:  # now, not when hours were spent on parts that cannot be merged here
+    if merger is not None:  # checked before parts are written that could not be merged here
         refuse_in_the_way(root, merger.makes)
 
 
 def _looks_finished(target: Target) -> bool:
-    """Whether a dataset of this format is in the folder."""
+    """Whether the folder contains a dataset of this format."""
     from actshard import formats
 
     root = target.root
@@ -80,7 +80,7 @@ def _looks_finished(target: Target) -> bool:
 
 
 def check_same(target: Target, path: Path) -> int:
-    """How many examples a finished dataset has; ExistsError if it is none such as the target would make."""
+    """Returns the number of examples of a finished dataset. Raises ExistsError if the target would write another one."""
     from actshard.opening import open_quietly
 
     wanted = {
@@ -104,7 +104,7 @@ def check_same(target: Target, path: Path) -> int:
         }
     for name, value in wanted.items():
         if value is not None and value != found.get(name):
-            raise ExistsError(f"holds another dataset: its {name} {found.get(name)}, asked for was {value}", path=path)
+            raise ExistsError(f"contains another dataset: {name}: expected {value}, found {found.get(name)}", path=path)
     examples = found["num_examples"]
     assert isinstance(examples, int)
     return examples

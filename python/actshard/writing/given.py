@@ -1,4 +1,4 @@
-"""What ``append`` was given, whatever it was: activations as arrays of rows, everything else as one table."""
+"""Normalises the arguments of ``append``: activations as numpy arrays, everything else as one Arrow table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GivenExamples:
-    """What append() was given, whatever it was."""
+    """The activations of one append() call, as one 4-D array or a list of 3-D arrays."""
 
     def __init__(self, given: Any, lengths: ArrayLike | None, layers: int, d_model: int) -> None:
         self.dense: NDArray[Any] | None = None
@@ -38,10 +38,10 @@ class GivenExamples:
                     raise ArgumentError(f"activations: expected {expected}, found {x.shape} at {i}")
                 if x.dtype != self.items[0].dtype:
                     raise DtypeError(
-                        f"activations: expected one type, found {self.items[0].dtype} and {x.dtype} at {i}"
+                        f"activations: expected one dtype, found {self.items[0].dtype} and {x.dtype} at {i}"
                     )
             if lengths is not None:
-                raise ArgumentError("lengths: of a list the arrays tell; lengths= is for padded batches")
+                raise ArgumentError("lengths: expected None for a list, whose arrays have their own lengths")
             self.tokens = np.array([x.shape[1] for x in self.items], np.int64)
             self.dtype = self.items[0].dtype if self.items else np.dtype(np.float32)
             return
@@ -67,7 +67,7 @@ class GivenExamples:
         return len(self.tokens)
 
     def copy(self, part: slice, tokens: NDArray[np.int64], out: NDArray[Any], dtype: np.dtype[Any]) -> None:
-        """Copies examples, cut or filled up with zeros to so many tokens, one after the other."""
+        """Copies examples into ``out`` consecutively, each truncated or zero-padded to its entry of ``tokens``."""
         if self.dense is not None and (tokens == self.dense.shape[2]).all() and (self.tokens[part] == tokens).all():
             convert(self.dense[part], out, dtype)
             return
@@ -87,7 +87,7 @@ class GivenExamples:
 
 
 def convert(source: NDArray[Any], out: NDArray[Any], dtype: np.dtype[Any]) -> None:
-    """Copies an array into C-contiguous memory of another type."""
+    """Copies an array into C-contiguous memory, cast to ``dtype``."""
     contiguous = np.ascontiguousarray(source)
     if contiguous.nbytes < 1 << 16 and contiguous.dtype == dtype:
         out.reshape(-1)[:] = contiguous.reshape(-1)
@@ -97,7 +97,7 @@ def convert(source: NDArray[Any], out: NDArray[Any], dtype: np.dtype[Any]) -> No
 
 
 def overflows(array: NDArray[Any], dtype: np.dtype[Any]) -> int:
-    """How many finite values a type does not hold."""
+    """Counts finite values that are too large for ``dtype``."""
     narrow, wide = _finite(dtype), _finite(array.dtype)
     if narrow is None or (wide is not None and wide <= narrow):
         return 0
@@ -106,7 +106,7 @@ def overflows(array: NDArray[Any], dtype: np.dtype[Any]) -> int:
 
 
 def _finite(dtype: np.dtype[Any]) -> float | None:
-    """The largest finite value of a type of floats."""
+    """The largest finite value of a float dtype; None for other dtypes."""
     import ml_dtypes
 
     limits: Any = ml_dtypes.finfo
@@ -114,7 +114,7 @@ def _finite(dtype: np.dtype[Any]) -> float | None:
 
 
 def as_numpy(value: Any) -> NDArray[Any]:
-    """An array's or a tensor's numbers as numpy: bfloat16 too, from any device."""
+    """Converts an array or tensor (any device, also bfloat16) to numpy in native byte order. Copies only if needed."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         tensor = value.detach().to("cpu")
@@ -139,13 +139,13 @@ def table_of(
     router: Mapping[int, ArrayLike] | None,
     n: int,
 ) -> pa.Table | None:
-    """Everything per example as one table."""
+    """Returns columns, labels, logits and router logits as one table with ``n`` rows; None without any."""
     import pyarrow as pa
 
     fields: list[pa.Field] = []
     values: list[Any] = []
     if columns is not None and not isinstance(columns, Mapping | pa.Table):
-        raise ArgumentError(f"columns: expected values by name, found {type(columns).__name__}")
+        raise ArgumentError(f"columns: expected a mapping from names to values, found {type(columns).__name__}")
     if isinstance(columns, pa.Table):
         given = list(zip(columns.schema, columns.columns, strict=True))
     else:
@@ -169,7 +169,7 @@ def table_of(
             raise ArgumentError("logits: expected (values, indices)")
         arrays |= dict(zip(LOGITS, (as_numpy(a) for a in logits), strict=True))
     if router is not None and not isinstance(router, Mapping):
-        raise ArgumentError(f"router: expected arrays by layer, found {type(router).__name__}")
+        raise ArgumentError(f"router: expected a mapping from layers to arrays, found {type(router).__name__}")
     for layer, of_layer in (router or {}).items():
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
             raise ArgumentError(f"router: expected a layer, found {layer!r}")
@@ -191,20 +191,20 @@ def _name(name: Any) -> str:
     try:
         made.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(f"columns: {made!r}: expected a name of Unicode characters") from error
+        raise ArgumentError(f"columns: {made!r}: expected a name that UTF-8 can encode") from error
     if made.startswith(RESERVED):
-        raise ArgumentError(f"columns: {made!r}: names that begin with {RESERVED!r} are used by the journal")
+        raise ArgumentError(f"columns: {made!r}: the prefix {RESERVED!r} is reserved for the journal")
     return made
 
 
 def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
-    """What :func:`list_column` notes about a type that arrow does not have; nothing else that a field says of itself is kept."""
+    """Keeps only the metadata in which :func:`list_column` records a dtype that Arrow lacks."""
     said = (field.metadata or {}).get(b"dtype")
     return None if said is None else {b"dtype": said}
 
 
 def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
-    """A column as arrow has it."""
+    """Converts a column to Arrow."""
     import pyarrow as pa
 
     column = given

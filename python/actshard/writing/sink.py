@@ -1,6 +1,6 @@
-"""Blocks of examples on their way to the disk: written by a thread of ours, committed now and then, finished at last.
+"""Writes blocks of examples on a background thread, commits them periodically, and finishes the dataset.
 
-The thread that makes blocks and the one that writes them meet in a queue of two: while one block is written the next is filled.
+A bounded queue connects the caller's thread and the writing thread: one block is written while the next is filled.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from actshard.writing.columns import Decided, together
 from actshard.writing.existing import complete_at
 
 COMMIT_BYTES = 1 << 30
-"""Data between two commits, about: what a crash costs at most."""
+"""Approximate bytes between two commits: the most that a crash loses."""
 MEMORY = 192 << 20
-"""What blocks may take together, if two fit."""
+"""Maximum bytes of three blocks; if they are larger, two are used."""
 _TOKENS, _BY_LAYER, _OWN = "actshard.tokens", "actshard.tokens_by_layer", "actshard.own_tokens"
-"""Columns of the journal's tables that hold lengths."""
+"""Names of the columns in the journal's tables that contain lengths."""
 
 
 class Sink:
-    """Writes blocks of one dataset. Made by one thread, used by it alone."""
+    """Writes blocks of one dataset. Not thread-safe: only the thread that creates it may use it."""
 
     def __init__(self, target: Target, *, resume: bool) -> None:
         self.target = target
@@ -52,15 +52,15 @@ class Sink:
         self._closed = False
         self._configured = False
         self._waiting: list[Block] = []
-        """Written, not committed."""
+        """Blocks that are written but not committed."""
         self._since = 0
         self.written_bytes = 0
-        """Bytes of rows brought to files so far."""
+        """Bytes of rows written to files so far."""
         if self.journal.exists() and not resume:
             self.journal.read()
             raise ExistsError(
-                f"holds {self.journal.examples} examples of a dataset that is not finished: resume=True continues it, "
-                "or remove the folder",
+                f"contains {self.journal.examples} examples of an unfinished dataset. Pass resume=True to continue it, "
+                "or remove the folder.",
                 path=target.root,
             )
         make_folder(self.journal.folder)
@@ -85,18 +85,18 @@ class Sink:
         self._thread.start()
 
     def _refuse_finished(self, resume: bool) -> None:
-        """Raises ExistsError if the dataset was finished between the first look and the lock."""
+        """Raises ExistsError if another process finished the dataset before this one took the lock."""
         found = complete_at(self.target)
         if found is None and resume:
             found = self.target.alike()
         if found is not None:
             self.journal.remove()
             with contextlib.suppress(OSError):
-                self.target.root.rmdir()  # saev's, which has another name now
-            raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=found)
+                self.target.root.rmdir()  # saev's working folder: the finished dataset has another name
+            raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=found)
 
     def _continue(self, config: dict[str, Any]) -> None:
-        """Goes on after what is committed."""
+        """Continues after the committed examples."""
         self._agree(config)
         self._configured = True
         lengths = self._lengths_so_far()
@@ -118,7 +118,7 @@ class Sink:
             self.target.forget(lengths)
 
     def _agree(self, config: dict[str, Any]) -> None:
-        """What is asked for now is what was asked for then; what is left open now is as it was."""
+        """Raises ArgumentError if the arguments differ from the journal's; unset ones take the journal's values."""
         asked = self.target.config()
         try:
             self.target.adopt(config)
@@ -126,22 +126,22 @@ class Sink:
             if isinstance(error, ActshardError):
                 raise
             raise FormatError(
-                f"line 1: field 'config': expected what a writer of {self.target.format} asks for: {error!r}",
+                f"line 1: field 'config': expected the settings of a {self.target.format} writer: {error!r}",
                 path=self.journal.path,
             ) from error
         for name, value in asked.items():
-            # As JSON has it: the journal knows no tuples, and no keys but texts. Earlier releases did not note everything.
+            # Compared as JSON, which turns tuples into lists and keys into strings. Earlier releases recorded fewer settings.
             same = name not in config or _as_json(value) == _as_json(config[name])
             if value is not None and not same and name != "created":
                 raise ArgumentError(
-                    f"{name}: the unfinished dataset in {self.target.root} was begun with {config.get(name)!r}, "
-                    f"found {value!r}; say the same, or begin elsewhere"
+                    f"{name}: expected {config.get(name)!r}, as in the unfinished dataset in {self.target.root}, "
+                    f"found {value!r}. Pass the same value, or write to another folder."
                 )
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     def memory(self, rows: int) -> NDArray[Any]:
-        """Memory for a block of so many rows, waiting for one to be written; it goes back with :meth:`put`."""
+        """Returns an array ``(rows, d_model)`` to fill. Waits for a free block; :meth:`put` returns it to the pool."""
         self.check()
         need = rows * self.target.row_bytes
         held: NDArray[np.uint8] | None = None
@@ -158,26 +158,26 @@ class Sink:
         return held[:need].view(dtype).reshape(rows, self.target.spec.d_model)
 
     def put(self, block: Block) -> None:
-        """Hands a block over; its memory is not the caller's any more. Its columns may be more than those of the first."""
+        """Queues a block for writing and takes ownership of its memory. The block may have new columns."""
         self.check()
         fitted = self.columns.fit(block.columns, self._handed, len(block), alike=False)
         self.columns.keep(fitted)
         self.put_fitted(Block(block.memory, block.lengths, fitted.table, block.own))
 
     def put_fitted(self, block: Block) -> None:
-        """The same of a block whose columns are known to fit."""
+        """Queues a block whose columns were already fitted."""
         self.check()
         self._handed += len(block)
         self._send(("block", block))
 
     def give_back(self, memory: NDArray[Any]) -> None:
-        """Memory that is not needed after all."""
+        """Returns memory of :meth:`memory` to the pool."""
         while isinstance(memory.base, np.ndarray):
             memory = memory.base
         self._free.put(memory if memory.dtype == np.uint8 else None)
 
     def commit(self) -> int:
-        """Waits until everything handed over is safe on the disk: how many examples that is."""
+        """Waits until all queued blocks are committed; returns the number of committed examples."""
         self.check()
         self._send(("commit", None))
         self._queue.join()
@@ -193,30 +193,31 @@ class Sink:
                 self.check()
 
     def check(self) -> None:
-        """Raises what went wrong in the background."""
+        """Raises ClosedError if the sink is closed or belongs to another process, or the background thread's error."""
         if self._pid != os.getpid():
             raise ClosedError(
                 f"this writer belongs to process {self._pid}; create one in each process (part=)", path=self.target.root
             )
         if self._closed:
-            why = "" if self._error is None else f" by an error: {self._error}"
+            why = "" if self._error is None else f" after an error: {self._error}"
             raise ClosedError(f"the writer was closed{why}", path=self.target.root)
         if self._error is not None:
             self.abort()
             raise self._error
 
     def finish(self) -> Path:
-        """Commits everything and completes the dataset: where it is."""
+        """Commits everything, completes the dataset and returns its path."""
         self.commit()
         target = self.target
         expected = target.spec.num_examples
         if self.committed == 0 and (target.spec.part is None or expected is not None):
             self._forget()
-            raise ArgumentError("nothing was appended: a dataset has at least one example")
+            raise ArgumentError("nothing was appended: expected at least one example")
         if expected is not None and expected != self.committed:
             self.abort()
             raise ArgumentError(
-                f"num_examples: expected {expected}, {self.committed} were appended; they are kept, resume=True appends the others"
+                f"num_examples: expected {expected}, found {self.committed} appended. They are kept: pass resume=True to append "
+                "the others."
             )
         if self.committed == 0:
             return self._finish_empty()
@@ -227,7 +228,7 @@ class Sink:
                 lengths, columns = self.read_back()
                 if not target.ragged and target.content_lengths is None:
                     target.content_lengths = self._own_lengths
-                # From here on nothing is refused: every check was made when the examples were given.
+                # All checks were made on append: from here on only I/O errors can occur.
                 self.journal.close()
                 target.finish(AllExamples(lengths, columns))
                 self.journal.finish()
@@ -246,7 +247,7 @@ class Sink:
         return place
 
     def _finish_empty(self) -> Path:
-        """Finishes a part without examples: merging has to know that it is none that is missing."""
+        """Finishes a part without examples. Its marker file tells merge that the part is not missing."""
         spec = self.target.spec
         assert spec.part is not None
         said = {"actshard": 1, "examples": 0, "format": self.target.format, "layers": list(spec.layers)}
@@ -258,10 +259,10 @@ class Sink:
         return spec.path
 
     def _forget(self) -> None:
-        """Stops, and leaves no trace of a dataset without examples."""
+        """Stops and removes all files of a dataset without examples."""
         self._closed = True
         self._stop()
-        if self._configured:  # a writer that was killed before its first commit leaves files that count for nothing
+        if self._configured:  # a writer killed before its first commit leaves uncommitted files
             remove_made(self.target.root, self.target.makes)
         self._forget_folder()
 
@@ -274,14 +275,14 @@ class Sink:
         try:
             rename(self.target.root, place)
         except ActshardError as error:
-            # Only what is there already is somebody else's: a full disk stays a full disk, and the same call goes on.
+            # Only if the name is taken: other errors, e.g. a full disk, are raised unchanged and the same call continues.
             if os.path.lexists(place):
                 raise ExistsError(f"cannot give the finished dataset its name: {error.detail}", path=place) from error
             raise
         self.journal.moved(place)
 
     def discard(self) -> None:
-        """Removes everything that was written, and nothing else that is in the folder."""
+        """Removes all files that were written, and no others in the folder."""
         if not self._closed:
             self._closed = True
             self._stop()
@@ -289,7 +290,7 @@ class Sink:
         self._forget_folder()
 
     def abort(self) -> None:
-        """Stops without finishing. What was committed stays, to be continued."""
+        """Stops without finishing. Committed examples stay and can be resumed."""
         if not self._closed:
             self._closed = True
             self._stop()
@@ -300,7 +301,7 @@ class Sink:
             self._queue.put(None)
             self._thread.join()
 
-    # -- the thread ------------------------------------------------------------------------------------------------
+    # -- the background thread -------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while (what := self._queue.get()) is not None:
@@ -318,7 +319,7 @@ class Sink:
         self._queue.task_done()
 
     def _told(self, error: BaseException) -> BaseException:
-        """An error as one of ours."""
+        """Converts an error to an ActshardError."""
         if isinstance(error, ActshardError | MemoryError) or not isinstance(error, Exception):
             return error
         if isinstance(error, OSError):
@@ -357,7 +358,7 @@ class Sink:
         self._since = 0
         self.committed = self.target.n
 
-    # -- what is known of the examples -----------------------------------------------------------------------------
+    # -- lengths and columns of the examples -----------------------------------------------------------------------
 
     def _lengths_so_far(self) -> NDArray[np.int64]:
         layers = len(self.target.spec.layers)
@@ -365,14 +366,14 @@ class Sink:
         if not parts:
             return np.zeros((0, layers), np.int64)
         if all(part.strides[1] == 0 or layers == 1 for part in parts):
-            # One number per example, however many layers there are.
+            # Layers have equal lengths: stored once per example, broadcast over layers.
             return np.broadcast_to(
                 np.concatenate([part[:, 0] for part in parts])[:, None], (self.journal.examples, layers)
             )
         return np.concatenate(parts)
 
     def _own_lengths(self) -> NDArray[np.int64]:
-        """Tokens of each example before it was filled up; as many as are stored where none were noted."""
+        """Tokens of each example before padding; the stored number if the journal has none."""
         made = np.array(self._lengths_so_far()[:, 0])
         at = 0
         for table in self.journal.tables():
@@ -384,12 +385,12 @@ class Sink:
         return made
 
     def own_lengths_missing(self) -> int:
-        """How many committed examples an earlier release wrote, which did not note their lengths before they were filled up."""
+        """Number of committed examples without a length before padding: earlier releases did not record it."""
         tables = self.journal.tables()
         return sum(t[_OWN].null_count if _OWN in t.column_names else len(t) for t in tables)
 
     def read_back(self) -> tuple[NDArray[np.int64], Any]:
-        """Lengths and columns of all committed examples; columns stay on the disk until they are looked at."""
+        """Returns lengths and columns of all committed examples. Columns are memory-mapped."""
         import pyarrow as pa
 
         tables = [
@@ -406,13 +407,13 @@ class Sink:
                 f"columns of different commits do not fit together: {error}", path=self.journal.folder
             ) from error
         for name in mixed:
-            said = f"column {name!r} was appended with different types by an earlier release: its values are texts"
+            said = f"column {name!r} was appended with different types by an earlier release: its values were converted to text"
             warnings.warn(ActshardWarning(f"{self.target.root}: {said}", code="mixed-column-types"), stacklevel=2)
         return lengths, every
 
 
 def _table(blocks: list[Block]) -> Any:
-    """What a commit notes about its examples."""
+    """Builds a commit's table: lengths and columns of its examples."""
     import pyarrow as pa
 
     tables = []

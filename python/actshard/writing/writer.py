@@ -1,4 +1,4 @@
-"""``actshard.create``: a dataset made by appending examples."""
+"""``actshard.create``: writes a dataset by appending examples."""
 
 from __future__ import annotations
 
@@ -39,19 +39,18 @@ if TYPE_CHECKING:
 
 
 _AROUND = 10
-"""Levels of a metadata file that may lie around what a user gives."""
+"""Levels of nesting in which a metadata file may place the user's values."""
 
 
 class Writer:
-    """A dataset while it is made; see :func:`actshard.create`.
+    """Writes a dataset; created by :func:`actshard.create`.
 
-    Not for several threads at once, nor for a forked child: each process makes a part of its own.
+    Not thread-safe, and not usable in a forked child: create one writer per process, each for its own part.
 
     Attributes:
-        format: as asked for.
-        path: of the dataset. saev's own name, a hash, is known when the dataset is finished; until then the folder it is
-            written in.
-        complete: whether the dataset is finished; True at once if it was there already (``exist_ok``).
+        format: name of the format.
+        path: path of the dataset. For saev it is the working folder until the dataset is finished, then ``path/<HASH>``.
+        complete: whether the dataset is finished; True from the start if it existed already (``exist_ok``).
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Writer:
         self.complete = False
         self._stage: NDArray[Any] | None = None
         self._staged: list[tuple[int, NDArray[np.int64], NDArray[np.int64], pa.Table | None]] = []
-        """Examples in the stage: its rows up to and with them, their lengths, those before they were filled up, their columns."""
+        """Groups of examples in the stage: (end row, lengths ``(n, layers)``, lengths before padding ``(n,)``, columns)."""
         self._appended = 0
         self._sink: Sink | None = None
         self.path = target.root
@@ -74,20 +73,20 @@ class Writer:
             try:
                 self._sink = Sink(target, resume=resume)
             except ExistsError:
-                # Finished by another process, perhaps, between the look and the lock.
+                # Another process may have finished the dataset before we took the lock.
                 if not (self._exist_ok and self._is_complete(resume)):
                     raise
                 return
             self._appended = self._sink.committed
             self._tell_unknown(self._sink)
             if self._sink.journal.closing:
-                # Killed while it was finished: shards have their last form, and there is nothing to append to.
+                # Killed while finishing: all shards have their final form, so only finishing remains.
                 self.path = self._sink.finish()
                 self.complete = True
                 self._sink = None
 
     def _is_complete(self, resume: bool) -> bool:
-        """Takes the finished dataset, if that is what is there."""
+        """Whether the dataset exists and is finished; if so, this writer is complete. Raises ExistsError unless allowed."""
         target = self._target
         found = complete_at(target)
         if found is None and resume and not Journal(target.root).exists():
@@ -95,7 +94,7 @@ class Writer:
         if found is None:
             return False
         if not self._exist_ok:
-            raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=found)
+            raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=found)
         self._appended = check_same(target, found)
         tidy(found)
         self.path = found
@@ -122,9 +121,9 @@ class Writer:
 
     @property
     def committed(self) -> int:
-        """Examples that are safe: they survive a kill and a power cut, and a resumed writer goes on after them.
+        """Number of committed examples. They survive a kill or power failure, and a resumed writer continues after them.
 
-        Counted when a commit is done: after about a GiB of rows, at :meth:`flush` and at the end.
+        Commits happen about every GiB of rows, at :meth:`flush` and at the end.
         """
         return self._sink.committed if self._sink is not None else self._appended
 
@@ -138,24 +137,24 @@ class Writer:
         logits: tuple[ArrayLike, ArrayLike] | None = None,
         router: Mapping[int, ArrayLike] | None = None,
     ) -> None:
-        """Adds examples.
+        """Appends examples. Copies them; the arrays may be reused after the call.
 
         Args:
             activations: ``(batch, n_layers, tokens, d_model)``; ``(batch, n_layers, d_model)`` for one row per example; or a list
-                of ``(n_layers, tokens_i, d_model)``. numpy arrays or torch tensors, on any device (copied from it once).
-            lengths: ``(batch,)``: tokens that count, from the first, where a batch is padded on the right.
-            columns: per example, ``batch`` values each: texts, labels, ids. Names are the format's. Names and types are the same
-                for every call: the first decides.
-            labels: saev's patch labels, ``(batch, content tokens)`` uint8. Other formats keep them as a column.
-            logits: top-k values and token indices, ``(batch, k)`` each (lmprobe). Other formats keep them as columns.
-            router: router logits by layer, ``(batch, experts)`` each (lmprobe). Other formats keep them as columns.
+                of ``(n_layers, tokens_i, d_model)``. numpy arrays or torch tensors on any device (copied to the host once).
+            lengths: ``(batch,)`` integers: number of valid tokens of each example in a right-padded batch.
+            columns: mapping or Arrow table with ``batch`` values per column: texts, labels, ids. The first call fixes names and
+                types.
+            labels: saev's patch labels, ``(batch, content tokens)`` uint8. Other formats store them as a column.
+            logits: top-k values and token indices, ``(batch, k)`` each (lmprobe). Other formats store them as columns.
+            router: router logits by layer, ``(batch, experts)`` each (lmprobe). Other formats store them as columns.
 
         Raises:
-            ArgumentError: shapes that do not fit each other, the layers or ``d_model``; examples that the format cannot hold as
-                they are, with what to do (``pad=True``, ``truncate=True``, another ``storage=``).
-            NotStoredError: the format holds no columns.
-            DtypeError: another type than before, and none was asked for; a type that the format cannot hold.
-            DiskFullError, FileAccessError: of this call or, as files are written in the background, of one before.
+            ArgumentError: shapes that do not match each other, the layers or ``d_model``; examples that the format cannot store
+                unchanged (the message names a remedy: ``pad=True``, ``truncate=True``, another ``storage=``).
+            NotStoredError: the format stores no columns.
+            DtypeError: another dtype than before without ``dtype=``; a dtype that the format does not support.
+            DiskFullError, FileAccessError: a write failed, in this call or in the background since an earlier one.
             ClosedError: the writer was closed.
         """
         with _told(self.path):
@@ -176,7 +175,7 @@ class Writer:
         if len(examples) == 0:
             return
         table = table_of(columns, labels, logits, router, len(examples))
-        # Everything is checked before anything is kept, so that a refused call leaves the writer as it was.
+        # All checks come first, so that a failed call does not change the writer.
         before = {name: getattr(target, name) for name in target.decides}
         try:
             tokens, dtype, fitted = self._checked(sink, examples, table)
@@ -188,19 +187,19 @@ class Writer:
             sink.columns.keep(fitted)
             self._copy(sink, examples, tokens, dtype, fitted.table)
         except BaseException:
-            # Half of a batch would be in it: what is committed counts, and a resumed writer goes on after that.
+            # Part of the batch may be staged: only committed examples count, and a resumed writer continues after them.
             self.abort()
             raise
 
     def _checked(
         self, sink: Sink, examples: GivenExamples, table: pa.Table | None
     ) -> tuple[NDArray[np.int64], np.dtype[Any], Fitted]:
-        """Tokens and type that examples will have, and their columns; raises for what the format cannot hold."""
+        """Returns stored tokens per example, dtype and fitted columns. Raises if the format cannot store the examples."""
         target, tokens = self._target, examples.tokens
         expected = target.spec.num_examples
         if expected is not None and self._appended + len(examples) > expected:
             raise ArgumentError(
-                f"num_examples: expected {expected}, found {len(examples)} more where {self._appended} were appended"
+                f"num_examples: expected {expected}, found {len(examples)} more after {self._appended} appended examples"
             )
         if not target.ragged or target.tokens is not None:
             target.take_tokens(
@@ -219,32 +218,32 @@ class Writer:
         return tokens, dtype, fitted
 
     def _cut(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of examples that are not longer than the format has room for."""
+        """Limits tokens to the format's maximum length, or raises without ``truncate``."""
         most = self._target.most_tokens
         if most is None or (tokens <= most[0]).all():
             return tokens
         if not self._truncate:
             i = int(np.flatnonzero(tokens > most[0])[0])
             raise ArgumentError(
-                f"example {self._appended + i} has {tokens[i]} tokens, {most[1]}; truncate=True to create() cuts longer ones"
+                f"example {self._appended + i} has {tokens[i]} tokens, {most[1]}. truncate=True to create() cuts longer ones."
             )
         return np.minimum(tokens, most[0])
 
     def _refuse_overflow(self, examples: GivenExamples, tokens: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
-        """Raises where a finite value would become infinite."""
+        """Raises DtypeError if a finite value would become infinite."""
         arrays = examples.items if examples.dense is None else [examples.dense]
         for i, array in enumerate(arrays):
             count = overflows(array, dtype)
             if count and examples.dense is not None and (tokens < array.shape[2]).any():
-                # Rows beyond an example's own fill up its batch, or are cut off: they are not written.
+                # Padding rows and truncated rows are not written, so they do not count.
                 count = sum(overflows(x[:, :n], dtype) for x, n in zip(array, tokens.tolist(), strict=True))
             elif count and examples.dense is None:
                 count = overflows(array[:, : tokens[i]], dtype)
             if count:
                 where = f"example {self._appended + i}" if examples.dense is None else "the batch"
                 raise DtypeError(
-                    f"{count:,} values of {where} are beyond what {dtype} holds and would become infinite: store a wider type, "
-                    "or overflow='allow' to create() lets them"
+                    f"{count:,} values of {where} are too large for {dtype} and would become infinite. Store a wider dtype, "
+                    "or pass overflow='allow' to create()."
                 )
 
     def _copy(
@@ -255,7 +254,7 @@ class Writer:
         dtype: np.dtype[Any],
         table: pa.Table | None,
     ) -> None:
-        """Brings examples into blocks, which the writing thread takes."""
+        """Copies examples into blocks and queues full blocks for writing."""
         target = self._target
         own = np.minimum(examples.tokens, tokens)
         layers = len(target.spec.layers)
@@ -281,11 +280,11 @@ class Writer:
             self._appended += count
 
     def _fitted(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens as the format will have them: all alike."""
+        """Returns the format's number of tokens for each example; raises if padding or truncation is needed but not allowed."""
         wanted = self._target.tokens
         assert wanted is not None
         for bad, allowed, what in (
-            (tokens < wanted, self._pad, "pad=True to create() fills shorter ones up with zeros"),
+            (tokens < wanted, self._pad, "pad=True to create() pads shorter ones with zeros"),
             (
                 tokens > wanted,
                 self._truncate,
@@ -297,13 +296,13 @@ class Writer:
                 keeping = self._target.keeping_all
                 pooled = "" if keeping is None else f"{keeping}, or "
                 raise ArgumentError(
-                    f"example {self._appended + i} has {tokens[i]} tokens where {self.format} has {wanted} of every example here: "
-                    f"{pooled}{what}"
+                    f"example {self._appended + i}: expected {wanted} tokens as in all examples of this {self.format} dataset, "
+                    f"found {tokens[i]}: {pooled}{what}"
                 )
         return np.full_like(tokens, wanted)
 
     def _hand_over(self) -> None:
-        """What was filled goes to the writing thread."""
+        """Queues the staged block for writing."""
         if self._stage is None or not self._staged:
             return
         assert self._sink is not None
@@ -316,13 +315,13 @@ class Writer:
         try:
             self._sink.put_fitted(block)
         except BaseException:
-            self._sink.abort()  # whether the block is on its way is not known: what is committed counts
+            self._sink.abort()  # the block may or may not be queued: only committed examples count
             raise
 
     def flush(self) -> int:
-        """Waits until everything appended is committed: the number of examples that are safe.
+        """Waits until all appended examples are committed and returns their number.
 
-        Pickle shards end at a flush; other formats go on where they were.
+        A flush ends a pickle shard; other formats continue the current one.
         """
         sink = self._open()
         with _told(self.path):
@@ -330,11 +329,11 @@ class Writer:
             return sink.commit()
 
     def close(self) -> None:
-        """Commits and finishes: the files get their names, and the manifest is written. Twice does no harm.
+        """Commits and finishes the dataset: renames files and writes the manifest. May be called again.
 
         Raises:
-            ArgumentError: nothing was appended, or less than ``num_examples``. A part may be empty.
-            ExistsError: the same dataset was finished by somebody else meanwhile; ours is kept, unfinished.
+            ArgumentError: no examples were appended, or fewer than ``num_examples``. A part may be empty.
+            ExistsError: another process finished the same dataset. This one is kept, unfinished.
         """
         if self.complete or self._sink is None:
             return
@@ -343,7 +342,7 @@ class Writer:
             with _told(self.path):
                 self._finish(sink)
         except BaseException:
-            sink.abort()  # whoever comes next may go on
+            sink.abort()  # releases the lock, so that the dataset can be resumed
             raise
 
     def _finish(self, sink: Sink) -> None:
@@ -353,7 +352,7 @@ class Writer:
         if found is not None:
             if not self._exist_ok:
                 sink.abort()
-                raise ExistsError("holds this dataset already, finished; exist_ok=True takes it as it is", path=found)
+                raise ExistsError("already contains this dataset, finished. Pass exist_ok=True to keep it.", path=found)
             sink.discard()
             self.path = found
         else:
@@ -362,27 +361,27 @@ class Writer:
         self._sink = None
 
     def _tell_unknown(self, sink: Sink) -> None:
-        """Warns if an earlier release padded examples without noting their lengths, as far as can be told."""
+        """Warns if an earlier release may have padded examples without recording their lengths."""
         if not self._pad or self._target.ragged:
             return
         missing = sink.own_lengths_missing()
         if missing:
             warnings.warn(
                 ActshardWarning(
-                    f"{self.path}: pad=True: lengths of {missing} examples that an earlier release wrote are not known; rows that "
-                    "fill them up count as content: write the dataset again if any were padded",
+                    f"{self.path}: pad=True: an earlier release did not record the lengths of {missing} examples, so their padding "
+                    "counts as content. If any were padded, write the dataset again.",
                     code="unknown-lengths",
                 ),
                 stacklevel=4,
             )
 
     def abort(self) -> None:
-        """Stops without finishing. What was appended is committed if it can be; ``create(..., resume=True)`` goes on after it."""
+        """Stops without finishing. Commits appended examples if possible; ``create(..., resume=True)`` continues after them."""
         if self._sink is None:
             return
         sink = self._sink
         try:
-            # The error that brought us here is the one to be seen; what the journal counts is safe.
+            # The caller's own error matters more; the journal's count stays correct either way.
             with contextlib.suppress(Exception):
                 self._hand_over()
                 sink.commit()
@@ -406,7 +405,7 @@ class Writer:
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """What the system says about files is an error of ours."""
+    """Converts OSErrors to ActshardErrors."""
     try:
         yield
     except OSError as error:
@@ -416,7 +415,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def part_folder(path: Path, part: int, parts: int) -> Path:
-    """Where a part is written before it is merged."""
+    """Folder of an unmerged part."""
     return path / PARTS / f"part-{part:05}-of-{parts:05}"
 
 
@@ -434,7 +433,7 @@ def make_target(
     part: tuple[int, int] | None,
     options: Mapping[str, Any],
 ) -> Target:
-    """A target from what a user says, checked."""
+    """Checks the arguments of :func:`create` and returns the format's target."""
     known = formats.written()
     if not _arguments.is_one_of(format, known):
         raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
@@ -442,12 +441,12 @@ def make_target(
     told: dict[str, dict[str, Any]] = {}
     for name, given in (("metadata", {} if metadata is None else metadata), ("options", options)):
         try:
-            # As JSON has them: what is resumed is compared with what was read back, which knows no tuples.
+            # Normalised through JSON (tuples become lists), because resume compares them with values read back.
             told[name] = _as_json(dict(given))
         except FormatError as error:
-            raise ArgumentError(f"{name}: expected what JSON can hold: {error.detail}") from error
+            raise ArgumentError(f"{name}: expected JSON values: {error.detail}") from error
         except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"{name}: expected what JSON can hold: {error}") from error
+            raise ArgumentError(f"{name}: expected JSON values: {error}") from error
     names, shape = _arguments.index(layers, "layers")
     if not names.size or len(shape) != 1 or len(set(names.tolist())) < names.size:
         raise ArgumentError(f"layers: expected a list of distinct integers, found {layers!r}")
@@ -485,7 +484,7 @@ def make_target(
 
 
 def _as_json(value: dict[str, Any]) -> dict[str, Any]:
-    """What comes back from a metadata file; raises for what a reader would refuse there: no numbers, ever deeper lists."""
+    """Returns the value as read back from a metadata file. Raises for NaN, infinities and nesting that readers refuse."""
     within = "[" * _AROUND + json.dumps(value, allow_nan=False) + "]" * _AROUND
     made: Any = parse_json(within, "metadata")
     for _ in range(_AROUND):
@@ -513,42 +512,42 @@ def create(
     exist_ok: bool = False,
     **options: Any,
 ) -> Writer:
-    """Makes a dataset that the format's own system reads.
+    """Returns a writer for a new dataset, which the format's own system can read.
 
-    Nothing half-written is ever taken for a dataset: files are written under other names, the manifest comes last. Rows go to disk
-    on threads of ours while the caller makes the next.
+    Readers never see an incomplete dataset: files are written under temporary names and the manifest comes last. Background
+    threads write rows to disk while the caller computes the next ones.
 
     Args:
-        path: the dataset's folder. For saev the folder of dumps (``.../saev/shards``, if saev itself is to read it): the dataset is
-            ``path/<HASH>``, and :attr:`Writer.path` tells it when it is closed.
+        path: the dataset's folder. For saev the folder of dumps (``.../saev/shards`` for saev itself): the dataset is
+            ``path/<HASH>``, which :attr:`Writer.path` contains after closing.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
-        layers: names of the layers, in the order of the arrays' layer axis.
+        layers: names of the layers (integers), in the order of the arrays' layer axis.
         d_model: elements per row.
-        dtype: the stored type; what is appended is converted to it while it is copied. None: that of what is appended first, and
-            nothing is ever converted.
-        metadata: what the format has a place for: saev's ``family``, ``ckpt``, ``data``, ``dataset``, ``pixel_agg``; a Zarr store's
+        dtype: dtype to store; appended arrays are cast to it. None: the dtype of the first append, without any cast.
+        metadata: values that the format stores: saev's ``family``, ``ckpt``, ``data``, ``dataset``, ``pixel_agg``; a Zarr store's
             attributes; the pickle shards' ``extraction_config``; lmprobe's ``lmprobe:`` keys.
-        num_examples: how many there will be, if it is known: another number at the end is an error; saev's name is known before.
-        tokens_per_example: for formats that have as many of each (saev); None: as many as the first example.
-        pad: fill shorter examples up with zeros, where a format cannot hold them as they are.
-        truncate: cut longer ones.
-        overflow: ``"refuse"`` raises an error where a finite value is beyond what ``dtype`` holds; ``"allow"`` makes it infinite.
-        shard_bytes: about how large shards are; each format has its own default.
-        part: ``(i, n)``: this process writes part i of n; :func:`actshard.merge` makes one dataset of them. A part may be empty.
-        resume: continue an unfinished dataset after the examples that are safe: ``writer.committed``. Begins where nothing was
-            begun, and takes what is finished: ``writer.complete``.
-        exist_ok: if the dataset is there already, finished, take it: ``writer.complete`` is True and nothing can be appended.
-        options: the format's own; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
+        num_examples: total number of examples, if known. A different number at the end is an error. saev's name is then known
+            from the start.
+        tokens_per_example: for formats with the same number of tokens per example (saev); None: that of the first example.
+        pad: fill short examples with zeros, if the format requires equal lengths.
+        truncate: cut long examples, if the format requires equal lengths or has a maximum.
+        overflow: ``"refuse"`` raises if a finite value is too large for ``dtype``; ``"allow"`` stores infinity.
+        shard_bytes: approximate size of a shard in bytes, or as ``"4GiB"``; each format has a default.
+        part: ``(i, n)``: this process writes part i of n; :func:`actshard.merge` combines the parts. A part may be empty.
+        resume: continue an unfinished dataset after its committed examples (``writer.committed``). Starts a new dataset if there
+            is none; accepts a finished one (``writer.complete``).
+        exist_ok: accept a finished dataset instead of raising: ``writer.complete`` is True and nothing can be appended.
+        options: options of the format; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
             ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``.
             pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``.
 
     Returns:
-        A :class:`~actshard.Writer`; a context manager that finishes the dataset, or leaves it to be resumed after an exception.
+        A :class:`~actshard.Writer`: a context manager that finishes the dataset, or after an exception leaves it resumable.
 
     Raises:
-        ArgumentError, DtypeError: arguments that make no sense, or that the format cannot hold.
-        ExistsError: something is there already: another dataset, or this one, finished (``exist_ok``) or not (``resume``).
-        LockedError: another writer is at work there.
+        ArgumentError, DtypeError: invalid arguments, or arguments that the format does not support.
+        ExistsError: ``path`` contains another dataset, or this one, finished (see ``exist_ok``) or not (see ``resume``).
+        LockedError: another writer is writing this dataset.
         FormatError: a saev folder whose metadata do not match its hash.
     """
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
