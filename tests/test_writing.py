@@ -282,7 +282,13 @@ def test_zarr_metadata_are_those_of_the_text(tmp_path: Path) -> None:
 
 BAD: list[tuple[str, dict[str, Any], Callable[[actshard.Writer], Any], type[actshard.ActshardError], str]] = [
     ("saev", {}, lambda w: w.append(examples([3, 4])), actshard.ArgumentError, "truncate=True"),
-    ("saev", {}, lambda w: w.append(examples([4, 3])), actshard.ArgumentError, "example 1: expected 5 tokens .*found 3"),
+    (
+        "saev",
+        {},
+        lambda w: w.append(examples([4, 3])),
+        actshard.ArgumentError,
+        "example 1: expected 4 tokens .*found 3",
+    ),
     ("lmprobe", {"storage": "pooled"}, lambda w: w.append(examples([3])), actshard.ArgumentError, "full_sequence"),
     ("zarr", {"t_max": 2}, lambda w: w.append(examples([3])), actshard.ArgumentError, "t_max"),
     (
