@@ -1,5 +1,5 @@
-//! Any lists of addresses, under any list offsets: the table refuses them exactly when a plain reading of the offsets
-//! does, and what it accepts gives every address back as the list says, by `locate`, from the end too, and by `runs`.
+//! Any lists of addresses with any list offsets: the table rejects them exactly when a simple reading of the offsets does.
+//! An accepted table returns every address as listed, by `locate`, from the end, and by `runs`.
 #![no_main]
 
 use actshard_core::Kind;
@@ -12,7 +12,7 @@ const GROUP: usize = 1;
 
 type List = Vec<(i64, i64)>;
 
-/// What arrives in one batch: the arguments of `push_tokens`.
+    /// One batch: the arguments of `push_tokens`.
 struct Batch {
     id_ends: Vec<i64>,
     ids: Vec<i64>,
@@ -20,11 +20,11 @@ struct Batch {
     rows: Vec<i64>,
 }
 
-/// Numbers that a checked conversion or an addition could get wrong.
+/// Numbers at the limits of a checked conversion or addition.
 const HOSTILE: [i64; 8] = [-1, i64::MIN, i64::MAX, 1 << 40, (1 << 40) - 1, u32::MAX as i64, SHARDS, i64::MAX - 1];
 
-/// Bytes become numbers without `arbitrary`: a seed file then reads by eye, and its meaning does not change with the
-/// version of a crate. Two of 256 byte values take a hostile number; more would refuse nearly all inputs.
+/// Maps bytes to numbers without `arbitrary`: seed files stay readable, and do not depend on the version of a crate. Two of
+/// 256 byte values give a hostile number; more would reject nearly all inputs.
 fn number(bytes: &mut impl Iterator<Item = u8>, plain: impl Fn(u8) -> i64) -> Option<i64> {
     Some(match bytes.next()? {
         0xff => HOSTILE[usize::from(bytes.next()?) % HOSTILE.len()],
@@ -40,7 +40,7 @@ fn batch(bytes: &mut impl Iterator<Item = u8>) -> Option<Batch> {
         let Some(count) = bytes.next() else { break };
         for _ in 0..count % 16 {
             let Some(id) = number(bytes, |b| i64::from(b) % SHARDS) else { break };
-            // Odd bytes go on from the row before, so that runs are common.
+            // Odd bytes continue from the previous row, so that runs are common.
             let before = rows.last().copied().unwrap_or(0);
             let step = |b: u8| if b & 1 == 1 { before.wrapping_add(1) } else { i64::from(b) };
             let Some(row) = number(bytes, step) else { break };
@@ -50,7 +50,7 @@ fn batch(bytes: &mut impl Iterator<Item = u8>) -> Option<Batch> {
         ends.push(ids.len() as i64);
     }
     let (mut id_ends, mut row_ends) = (ends.clone(), ends);
-    // Offsets of the two columns may disagree, run backwards, leave gaps or point outside.
+    // Offsets of the two columns may differ, decrease, leave gaps or be out of range.
     for (bit, ends) in [(0x10, &mut id_ends), (0x20, &mut row_ends)] {
         if mode & bit != 0 {
             let at = usize::from(bytes.next()?) % ends.len();
@@ -66,7 +66,7 @@ fn batch(bytes: &mut impl Iterator<Item = u8>) -> Option<Batch> {
     Some(Batch { id_ends, ids, row_ends, rows })
 }
 
-/// The oracle: what the offsets say, read in wide numbers and without folding.
+/// The oracle: reads the offsets in wide numbers, without folding.
 fn plainly(b: &Batch) -> Option<Vec<List>> {
     let slice = |ends: &[i64], values: &[i64]| -> Option<Vec<i64>> {
         let (a, z) = (ends[0], ends[1]);
@@ -98,9 +98,9 @@ fuzz_target!(|bytes: &[u8]| {
             return;
         };
         pushed = true;
-        // An empty example still has a last token's columns; any address will do.
+        // An empty example still has columns for its last token; any address will do.
         let (shard, row): (Vec<i64>, Vec<i64>) = want.iter().map(|l| l.last().copied().unwrap_or((0, 0))).unzip();
-        builder.push_last(&shard, &row).expect("addresses that push_tokens took");
+        builder.push_last(&shard, &row).expect("addresses that push_tokens accepted");
         lists.extend(want);
     }
     let table = builder.finish(GROUP + 1).expect("as many last tokens as lists");

@@ -1,5 +1,5 @@
-//! Any bytes: our inflating of gzip files gives what another decoder (zlib-rs) gives, or both refuse; and what is inflated from
-//! the middle of deflate data, without what came before, is what stands there.
+//! Any bytes: inflating a gzip file gives the same result as another decoder (zlib-rs), or both fail. Values inflated from the
+//! middle of deflate data, without the preceding window, equal the data.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -9,7 +9,7 @@ use libfuzzer_sys::fuzz_target;
 
 const LIMIT: u64 = 4 << 20;
 
-/// All members, as Python reads them: zeros may follow the last.
+/// All members, as Python reads them: zeros may follow the last one.
 fn another(gz: &[u8]) -> Option<Vec<u8>> {
     let (mut rest, mut made) = (gz, vec![]);
     while !rest.is_empty() {
@@ -26,7 +26,7 @@ fn another(gz: &[u8]) -> Option<Vec<u8>> {
     (!gz.is_empty()).then_some(made)
 }
 
-/// libdeflate and zlib differ on headers that no encoder writes (reserved flags, a wrong checksum of the header).
+/// libdeflate and zlib differ on headers that no encoder writes: reserved flags, a wrong header checksum.
 fn usual_headers(gz: &[u8]) -> bool {
     gz.len() > 3 && gz[3] & 0xe2 == 0
 }
@@ -41,7 +41,7 @@ fn same(gz: &[u8]) {
             assert!(ours[..] == theirs[..]);
         }
     } else if let Ok(ours) = ours {
-        // What only we read was read by its checksum.
+        // If only libdeflate accepts the input, the checksum has verified it.
         assert!(ours.len() as u64 <= LIMIT);
     }
     assert!(inflate::front(gz, 1000).len() <= 1000);
@@ -55,7 +55,7 @@ fuzz_target!(|bytes: &[u8]| {
     let gz = encoder.finish().expect("a vector");
     let ours = inflate::inflate(&gz, LIMIT).expect("what an encoder wrote");
     assert!(ours[..] == *data);
-    // The body begins behind ten bytes of header: a block that is found there is one, and its values are those of the data.
+    // The body begins after the ten-byte header. A block found there is real, and its values equal the data.
     let body = &gz[10..gz.len() - 8];
     for deflated in [body, bytes] {
         let Some(warm) = blocks::warm_up(deflated, 0, deflated.len() as u64 * 8, 128 << 10, 1 << 20) else { continue };

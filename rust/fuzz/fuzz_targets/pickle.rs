@@ -1,5 +1,5 @@
-//! Any bytes: the pickle machine refuses them in one line, or what it accepts is consistent: every array's bytes are as many as its shape
-//! says, and putting it right gives that many again. What a small pickler writes from the same bytes is read back equal.
+//! Any bytes: the pickle machine rejects them in one line, or accepts consistent values: each array has the bytes that its shape
+//! needs, before and after `materialise`. The output of a small pickler for the same bytes is read back equal.
 #![no_main]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -9,7 +9,7 @@ use actshard_core::parse::pickle::shard::layers;
 use actshard_core::parse::pickle::{Node, Tree, machine};
 use libfuzzer_sys::fuzz_target;
 
-/// Counts the memory that is taken: what a pickle makes of itself is bounded by its size.
+/// Counts allocated memory, which the size of a pickle must bound.
 struct Counting;
 
 static NOW: AtomicUsize = AtomicUsize::new(0);
@@ -34,7 +34,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Memory taken by some work, at most.
+/// The peak of memory that `work` allocates.
 fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     let before = NOW.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);
@@ -42,7 +42,7 @@ fn peak<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (done, PEAK.load(Ordering::Relaxed).saturating_sub(before))
 }
 
-/// Plain values made from bytes, written as protocol 4 would, and what they should be read as.
+/// Plain values made from bytes: their pickle in protocol 4, and the expected result of reading it.
 fn write(bytes: &mut impl Iterator<Item = u8>, depth: usize, out: &mut Vec<u8>, said: &mut String) -> Option<()> {
     match bytes.next()? % if depth < 4 { 8 } else { 5 } {
         0 => {
@@ -161,7 +161,7 @@ fuzz_target!(|bytes: &[u8]| {
     let Ok(found) = found else { return };
     let mut copies = 0;
     for item in found.lists.iter().flatten() {
-        // One buffer can be many arrays.
+        // Many arrays can share one buffer.
         copies += item.array.data.len();
         if copies > 16 << 20 {
             return;

@@ -1,5 +1,5 @@
-//! Any bytes: the header parser refuses them with a named reason in one line, or what it accepts is consistent and survives being
-//! written and parsed again.
+//! Any bytes: the header parser rejects them with a named reason in one line, or accepts a consistent header that is the same
+//! after writing and parsing it again.
 #![no_main]
 
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ fuzz_target!(|bytes: &[u8]| {
         Err(error) => {
             assert_eq!(error.kind, Kind::Header);
             assert!(error.reason.is_some(), "{error}");
-            // Logs are read line by line, and the names in a refused file are the adversary's.
+            // Logs are read line by line, and names in a rejected file are untrusted.
             assert!(!error.to_string().contains(['\n', '\r']), "more than one line: {error:?}");
             return;
         }

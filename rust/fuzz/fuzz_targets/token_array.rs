@@ -1,5 +1,5 @@
-//! Any bytes as the files of a field of a token cache: opening, reading and checking it ends in an error of one line, or gives rows of
-//! the lengths that its offsets say, the same mapped and read, with and without memory for decoded blocks. Memory and steps stay bounded.
+//! Any bytes as the files of a field of a token cache: opening, reading and checking it fails with a one-line error, or gives rows of
+//! the lengths in its offsets, equal for both io modes, with and without a cache of decoded blocks. Memory and steps stay bounded.
 #![no_main]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -19,25 +19,25 @@ struct Counting;
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: the system's allocator does the work; beside it numbers are counted.
+// SAFETY: every call goes to the system's allocator; only numbers are counted besides.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(live, Ordering::Relaxed);
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: as the caller guarantees.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         let live = LIVE.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(live, Ordering::Relaxed);
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: as the caller guarantees.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promise is passed on.
+        // SAFETY: as the caller guarantees.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -45,11 +45,11 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// An inner chunk has at most 2^24 elements of 8 bytes; decoding one takes a few times that, and nothing may take more.
+/// An inner chunk has at most 2^24 elements of 8 bytes. Decoding one needs a few times that, and nothing may need more.
 const MOST_MEMORY: usize = 512 << 20;
-/// Elements of a row that are read.
+/// Elements of a row to read.
 const MOST_READ: usize = 4096;
-/// Times that checking may ask whether to go on.
+/// Calls of the watch before checking is stopped.
 const MOST_STEPS: usize = 1000;
 const FILES: [&str; 9] = [
     "offsets/zarr.json",
@@ -124,7 +124,7 @@ fuzz_target!(|data: &[u8]| {
     for name in FILES {
         let _ = fs::remove_file(folder().join(name));
     }
-    // Files one after another: which, three bytes of length, the bytes.
+    // Files in sequence: an index, a length of three bytes, the content.
     while let Some((&[which, a, b, c], tail)) = rest.split_first_chunk::<4>() {
         let n = (u32::from_le_bytes([a, b, c, 0]) as usize).min(tail.len());
         fs::write(folder().join(FILES[usize::from(which) % FILES.len()]), &tail[..n]).expect("a file");
@@ -137,7 +137,7 @@ fuzz_target!(|data: &[u8]| {
     let positioned = read(Io::Pread, 0, counts);
     let peak = PEAK.load(Ordering::Relaxed).saturating_sub(before);
     assert!(peak <= MOST_MEMORY, "{peak} bytes of memory for {} bytes of files", data.len());
-    // LZ4 promises nothing about data that no encoder makes, decoded in part or in full; of all others there is one reading.
+    // LZ4 guarantees nothing for data from no encoder, decoded in part or in full; all other data has one valid result.
     if !data.windows(5).any(|w| w == b"blosc") {
         assert_eq!(mapped, positioned);
     }

@@ -1,4 +1,4 @@
-//! Any bytes as a token cache's `zarr.json`: refused in one line, or understood as sizes that can be worked with.
+//! Any bytes as a token cache's `zarr.json`: rejected in one line, or parsed into usable sizes.
 #![no_main]
 
 use actshard_core::Kind;

@@ -1,5 +1,5 @@
-//! Any bytes as a blosc frame: it is refused in one line, or every block decodes to its numbers or is refused, in full and from the
-//! beginning, and to the same whether as bytes or as int32. Frames of ours decode to what was put in.
+//! Any bytes as a blosc frame: rejected in one line, or every block decodes to its numbers or fails, in full and in part, with equal
+//! results as bytes and as int32. Frames that we write decode to their input.
 #![no_main]
 
 use actshard_core::tokens::frame::{Frame, HEADER, short_frame};
@@ -10,7 +10,7 @@ fuzz_target!(|data: &[u8]| {
     let item = 1usize << (choice % 4);
     let bytes = (usize::from(blocks) + 1) * 64 * item;
     check(frame, bytes, item);
-    // What is written is read.
+    // Frames that we write can be read.
     let used = &frame[..frame.len() / item * item];
     if used.len() <= 1 << 16 {
         let whole = used.len().next_power_of_two().max(1 << 17);
@@ -50,8 +50,8 @@ fn check(frame: &[u8], bytes: usize, item: usize) {
         let Ok(whole) = blocks.decode(frame, block, numbers) else { continue };
         let all = whole.bytes(0, numbers).into_owned();
         assert_eq!(all.len(), numbers * item);
-        // LZ4 does not promise the same numbers for the beginning of data that no encoder makes (matches of offset 0); that it does
-        // for data of encoders is a property test of `codec::lz4`.
+        // LZ4 does not guarantee equal numbers for the beginning of data from no encoder (matches of offset 0); for encoders'
+        // data a property test of `codec::lz4` checks it.
         let part = blocks.decode(frame, block, numbers / 2).expect("the beginning of what decodes");
         assert!(part.numbers() >= numbers / 2);
         assert_eq!(part.bytes(0, numbers / 2).len(), numbers / 2 * item);

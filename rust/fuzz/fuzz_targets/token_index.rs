@@ -1,5 +1,5 @@
-//! Any bytes as the index of a shard: refused, or as many entries as there are chunks, each absent or within the file, and the same
-//! that a plain reading gives.
+//! Any bytes as the index of a shard: rejected, or as many entries as chunks, each absent or within the file, and equal to a simple
+//! reading.
 #![no_main]
 
 use actshard_core::Kind;
@@ -27,7 +27,7 @@ fuzz_target!(|data: &[u8]| {
     let len = u64::from(u16::from_le_bytes([a, b])) << (flags >> 2 & 31);
     let meta = meta(chunks, checked, big);
     let mut raw = raw.to_vec();
-    // Mostly of the right length, and with the right checksum: else nothing is looked at.
+    // Mostly of the right length and checksum: otherwise the entries are never parsed.
     if flags & 0x80 == 0 {
         raw.resize(chunks as usize * 16, 0xff);
         if checked {

@@ -1,11 +1,11 @@
-//! Any bytes as an LZ4 block: what the C library decodes, in part or in full, is what a plain decoder gives, and a block that is said to
-//! be one byte throughout is that.
+//! Any bytes as an LZ4 block: the C library's output, in part or in full, equals that of a simple decoder, and a block reported as
+//! constant is constant.
 #![no_main]
 
 use actshard_core::codec::lz4::{constant, decode_prefix};
 use libfuzzer_sys::fuzz_target;
 
-/// A decoder by `lz4_Block_format.md`, of at most `most` bytes; none for blocks that the text does not allow.
+/// A decoder written from `lz4_Block_format.md`, for at most `most` bytes; `None` for invalid blocks.
 fn plainly(block: &[u8], most: usize) -> Option<Vec<u8>> {
     let (mut out, mut at) = (vec![], 0);
     let long = |at: &mut usize, short: usize| -> Option<usize> {
@@ -49,7 +49,7 @@ const MOST: usize = 1 << 17;
 fuzz_target!(|data: &[u8]| {
     let Some((&[a, b], block)) = data.split_first_chunk::<2>() else { return };
     let want = plainly(block, MOST);
-    // The decoded length, if there is one; else a guess, also one too large.
+    // The decoded length, if there is one, else a guess, which may be too large.
     let len = want.as_ref().map_or(usize::from(u16::from_le_bytes([a, b])), Vec::len);
     for n in [len, len / 2, len.saturating_sub(1), len + 1, usize::from(a)] {
         let mut out = vec![0x55; n];

@@ -1,4 +1,4 @@
-//! Any numbers as the offsets of a field: rows are refused, or lie where a plain reading of the numbers says.
+//! Any numbers as the offsets of a field: rows are rejected, or are where a simple reading of the numbers puts them.
 #![no_main]
 
 use std::fs;
@@ -33,7 +33,7 @@ fn meta(dtype: &str, n: usize) -> String {
     )
 }
 
-/// What the numbers say, read plainly: rows and elements.
+/// A simple reading of the numbers: rows and elements.
 fn plainly(offsets: &[u64]) -> Option<(usize, u64)> {
     let rows = usize::try_from(offsets[0]).ok().filter(|rows| *rows < offsets.len())?;
     let elements = if rows == 0 { 0 } else { offsets[rows] };

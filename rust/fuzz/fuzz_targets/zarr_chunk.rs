@@ -1,5 +1,5 @@
-//! Any bytes as an encoded chunk, or a shard, of arrays with every codec: as many bytes as the chunk's shape tells, or an error.
-//! The first byte selects the array.
+//! Any bytes as an encoded chunk or shard, for arrays with every codec: decoding gives the bytes that the chunk's shape needs, or an
+//! error. The first byte selects the array.
 #![no_main]
 
 use std::path::Path;
