@@ -1,4 +1,4 @@
-//! The rows of a dataset, as Python sees them.
+//! The rows of a dataset, for Python.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use crate::arguments::{IndexArgument, dtype_of, groups_of, helper, io_of};
 use crate::handle::Rows;
 use crate::{buffer, detach, errors, pickle, stream, write};
 
-/// Addresses of rows, read from an index batch by batch.
+/// A table of row addresses, read from an index batch by batch.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Addresses {
     builder: Mutex<Option<TableBuilder>>,
@@ -53,7 +53,7 @@ impl Addresses {
 }
 
 fn used() -> Error {
-    Error::new(Kind::Argument, "these addresses were given to a dataset already")
+    Error::new(Kind::Argument, "these addresses already belong to a dataset")
 }
 
 #[pymethods]
@@ -91,15 +91,15 @@ impl Addresses {
     }
 }
 
-/// A shard, as [`Rows::shards`] is told of it: path, compressed, size and SHA-256 if they are to be checked, samples, smallest
-/// and largest number, layers, bytes it may inflate to.
+/// A shard, as passed to [`Rows::shards`]: path, whether compressed, size and SHA-256 (if they are to be checked), number of
+/// samples, smallest and largest sample number, layers, maximum inflated bytes.
 type ShardTuple = (PathBuf, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
 
-/// A part of every example, as [`Rows::spans`] is told of it: numbers of files (one or uint32 per example), first rows
-/// (uint64), tokens (one or uint32 per example), rows from a group to the next.
+/// A part of every example, as passed to [`Rows::spans`]: file numbers (one or uint32 per example), first rows (uint64),
+/// tokens (one or uint32 per example), rows from one group to the next.
 type PartTuple<'py> = (Bound<'py, PyAny>, PyReadonlyArray1<'py, u64>, Bound<'py, PyAny>, u64);
 
-/// One number for all examples, or a uint32 array of one for each.
+/// One number for all examples, or a uint32 array with one for each.
 fn per_example(numbers: &Bound<'_, PyAny>) -> PyResult<PerExample<u32>> {
     Ok(match numbers.extract::<u32>() {
         Ok(same) => PerExample::Same(same),
@@ -107,20 +107,20 @@ fn per_example(numbers: &Bound<'_, PyAny>) -> PyResult<PerExample<u32>> {
     })
 }
 
-/// An array of chunks, as [`Rows::chunked`] is told of it: folder, metadata file, prefix and separator of names, shape,
-/// chunk shape, the fill element, whether bytes are swapped, and how what has to be decoded is decoded.
+/// A chunked array, as passed to [`Rows::chunked`]: folder, metadata file, prefix and separator of chunk names, shape, chunk
+/// shape, fill element, whether byte-swapped, and the decoder, if chunks are encoded.
 type ChunkArrayTuple = (PathBuf, PathBuf, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<DecodedBy>);
 
-/// Who decodes an array's chunks.
+/// The decoder of an array's chunks.
 #[derive(FromPyObject)]
 enum DecodedBy {
-    /// The core: the array's folder, its metadata, whether chunks are inside shards.
+    /// The core: the array's folder, its metadata, whether to read the inner chunks of shards.
     Core(PathBuf, Vec<u8>, bool),
-    /// A function of ours that asks another library: indices in, bytes out.
+    /// A Python function that calls another library: indices in, bytes out.
     Python(Py<PyAny>),
 }
 
-/// Chunks that Python decodes.
+/// Chunks decoded by Python.
 #[derive(Debug)]
 struct Callback(Py<PyAny>);
 
@@ -132,7 +132,7 @@ impl Decode for Callback {
         match made {
             Ok(bytes) => bytes.map(|bytes| coded::of_length(bytes.to_vec(), len, path)).transpose(),
             Err(raised) => Err(Python::attach(|py| {
-                // An interrupt or a lack of memory is no fault of the file; an error of actshard names it already.
+                // An interrupt or a lack of memory is not a fault of the file; an actshard error names the file already.
                 let ours = || py.import("actshard.errors")?.getattr("ActshardError");
                 let through = !raised.is_instance_of::<PyException>(py)
                     || raised.is_instance_of::<PyMemoryError>(py)
@@ -140,7 +140,7 @@ impl Decode for Callback {
                 if through {
                     return errors::carry(raised);
                 }
-                Error::new(Kind::Format, format!("the zarr package cannot decode this: {raised}")).at(path)
+                Error::new(Kind::Format, format!("the zarr package cannot decode this chunk: {raised}")).at(path)
             })),
         }
     }
@@ -155,7 +155,7 @@ fn as_shards<'a>(py: Python<'_>, dataset: &'a Dataset) -> PyResult<&'a Shards> {
 
 #[pymethods]
 impl Rows {
-    /// Rows at computed places: file f holds `rows_per_file[f]` rows of `width` elements from its first byte on.
+    /// Rows at computed addresses: file f has `rows_per_file[f]` rows of `width` elements, starting at its first byte.
     #[staticmethod]
     #[pyo3(signature = (files, *, num_examples, examples_per_file, num_groups, num_tokens, width, dtype, descr, io))]
     #[allow(clippy::too_many_arguments)]
@@ -185,7 +185,7 @@ impl Rows {
         })
     }
 
-    /// Rows at listed places: `files[g * shards + s]` holds group g's shard s as the 2-D tensor of that key.
+    /// Rows from a table of addresses: `files[g * shards + s]` is group g's shard s, with the key of its 2-D tensor.
     #[staticmethod]
     #[pyo3(signature = (files, addresses, *, num_groups, width, dtype, descr, io))]
     #[allow(clippy::too_many_arguments)]
@@ -218,8 +218,8 @@ impl Rows {
         })
     }
 
-    /// Rows at offsets: `files` are (path, first byte, rows, whether elements are in the other byte order); `parts` say where
-    /// each example's rows lie, part after part of its tokens (see [`PartTuple`]).
+    /// Rows at offsets: `files` are (path, offset of the first row, rows, whether byte-swapped); `parts` locate each example's
+    /// rows, part after part of its tokens (see [`PartTuple`]).
     #[staticmethod]
     #[pyo3(signature = (files, parts, *, num_groups, width, dtype, descr, io))]
     #[allow(clippy::too_many_arguments)]
@@ -261,8 +261,8 @@ impl Rows {
         })
     }
 
-    /// Rows of chunked arrays: `members` are (examples, arrays by number, in token order), `lengths` one per array of a
-    /// member: how many of its tokens exist, for all examples or for each.
+    /// Rows of chunked arrays: `members` are (examples, indices of arrays in token order), `lengths` has one entry per array
+    /// of a member: its number of tokens, for all examples or for each.
     #[staticmethod]
     #[pyo3(signature = (arrays, members, lengths, *, num_groups, width, dtype, decoded_memory, descr, io))]
     #[allow(clippy::too_many_arguments)]
@@ -324,7 +324,7 @@ impl Rows {
         })
     }
 
-    /// Rows of pickle shards; the first is looked into, it alone says what a row is.
+    /// Rows of pickle shards. Parses the first shard, which determines the width and dtype of rows.
     #[staticmethod]
     #[pyo3(signature = (shards, *, layers, decoded_memory, io))]
     fn shards(
@@ -355,7 +355,7 @@ impl Rows {
         })
     }
 
-    /// The numpy type of a row.
+    /// The numpy dtype of the rows.
     #[getter]
     fn descr<'py>(&self, py: Python<'py>) -> Bound<'py, PyArrayDescr> {
         self.stored(py)
@@ -376,7 +376,7 @@ impl Rows {
         }
     }
 
-    /// `sample_idx` of every sample of a pickle shard, in the order of its examples.
+    /// `sample_idx` of every sample of a pickle shard, in order.
     fn samples(&self, py: Python<'_>, shard: usize) -> PyResult<Vec<i64>> {
         detach::guarded(py, || {
             let dataset = self.dataset(py)?;
@@ -402,7 +402,7 @@ impl Rows {
         })
     }
 
-    /// The numpy types that examples are stored as, in one group: those of these examples, or with None every type that any has.
+    /// The stored numpy dtypes in one group: one for each of these examples, or, with None, every one that occurs.
     fn stored_types<'py>(
         &self,
         py: Python<'py>,
@@ -424,7 +424,7 @@ impl Rows {
         each.collect()
     }
 
-    /// How rows are read: "mmap" or "pread".
+    /// The read mode: "mmap" or "pread".
     #[getter]
     fn io(&self) -> &'static str {
         match self.mode() {
@@ -433,7 +433,7 @@ impl Rows {
         }
     }
 
-    /// Tokens stored per example, int64; for a strided layout every example has as many.
+    /// Tokens stored per example, int64; equal for all examples in a strided layout.
     fn token_counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
         detach::guarded(py, || {
             let dataset = self.dataset(py)?;
@@ -441,7 +441,7 @@ impl Rows {
         })
     }
 
-    /// Tokens stored for each of these examples, in one group or one group each.
+    /// Numbers of tokens stored for these examples, in one group or one group each.
     fn tokens_of<'py>(
         &self,
         py: Python<'py>,
@@ -454,7 +454,7 @@ impl Rows {
         })
     }
 
-    /// Bytes that the address table holds in memory.
+    /// Bytes of memory that the address table uses.
     fn table_bytes(&self, py: Python<'_>) -> usize {
         match self.dataset(py).as_deref() {
             Ok(Dataset::Table(_, table)) => table.bytes(),
@@ -462,8 +462,8 @@ impl Rows {
         }
     }
 
-    /// Closes files and drops mappings and decoded bytes. Views keep their own mappings; reads under way, and streams that
-    /// were begun, finish; later reads raise ClosedError.
+    /// Closes files and drops mappings and decoded bytes. Views keep their own mappings; reads in progress and started streams
+    /// finish; later reads raise ClosedError.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         detach::guarded(py, || {
             let held = self.take();
@@ -476,9 +476,9 @@ impl Rows {
         })
     }
 
-    /// One row per (example, token); `tokens=None` means each example's last.
+    /// One row per (example, token); `tokens=None` selects each example's last token.
     ///
-    /// A list given as `overflows` gets the number of finite values that became infinite, if there are any.
+    /// If `overflows` is a list, the number of finite values that became infinite is appended to it, unless it is 0.
     #[pyo3(signature = (group, examples, tokens, out, dtype, overflows=None))]
     #[allow(clippy::too_many_arguments)]
     fn gather<'py>(
@@ -564,7 +564,7 @@ impl Rows {
         })
     }
 
-    /// Sums over rows of a group: a dict of arrays, one element per column.
+    /// Statistics of a group: a dict of arrays, one element per column.
     #[pyo3(signature = (group, tokens, progress=None))]
     fn stats<'py>(
         &self,
@@ -576,7 +576,7 @@ impl Rows {
         detach::guarded(py, || stream::stats_of(py, self, group, tokens, progress))
     }
 
-    /// What every value of a group is: oddities, columns, a hash per example.
+    /// A scan of a group: oddities, columns, a hash per example.
     #[pyo3(signature = (group, progress=None))]
     fn scan<'py>(
         &self,
@@ -587,7 +587,7 @@ impl Rows {
         detach::guarded(py, || write::scan_of(py, self, group, progress))
     }
 
-    /// An example's rows in place, read-only, or None where they do not lie together in one mapped file.
+    /// A read-only view of an example's rows, or None if they are not contiguous in one mapped file.
     fn view<'py>(&self, py: Python<'py>, group: usize, example: i64) -> PyResult<Option<Bound<'py, PyUntypedArray>>> {
         detach::guarded(py, || {
             let dataset = self.dataset(py)?;

@@ -1,4 +1,4 @@
-//! Token caches, as Python sees them.
+//! Token caches for Python.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ use pyo3::prelude::*;
 use crate::arguments::dtype_of;
 use crate::{buffer, detach, errors};
 
-/// Memory for decoded blocks, which the fields of a cache share.
+/// A cache of decoded blocks, shared by the fields of a token cache.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct BlockCache {
     blocks: Arc<Blocks>,
@@ -43,7 +43,7 @@ impl BlockCache {
     }
 }
 
-/// A field of a token cache: rows of any lengths.
+/// A field of a token cache: rows of variable length.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct TokenField {
     field: Arc<Field>,
@@ -55,17 +55,17 @@ pub struct TokenField {
 type Examples<'py> =
     (Bound<'py, PyUntypedArray>, Option<Bound<'py, PyUntypedArray>>, Option<Bound<'py, PyUntypedArray>>);
 
-/// What [`TokenField::check`] tells of.
+/// A problem that [`TokenField::check`] found.
 type Problem = (&'static str, Option<&'static str>, String, Option<PathBuf>, Option<u64>, bool);
 
-/// Lengths of runs, and their numbers.
+/// Run lengths, and numbers of runs.
 type Runs<'py> = (Bound<'py, PyArray1<i32>>, Bound<'py, PyArray1<i32>>);
 
 fn argument(py: Python<'_>, detail: impl Into<String>) -> PyErr {
     errors::raise(py, &Error::new(Kind::Argument, detail))
 }
 
-/// A new array; one that there is no memory for is an error of ours, for its size may be a damaged file's.
+/// A new array. A failed allocation becomes a NoMemoryError, because the size may come from a damaged file.
 fn empty<'py>(
     py: Python<'py>,
     descr: &Bound<'py, PyArrayDescr>,
@@ -82,7 +82,7 @@ fn empty<'py>(
     buffer::empty(py, descr, dims).map_err(|e| if e.is_instance_of::<PyMemoryError>(py) { too_large() } else { e })
 }
 
-/// Indices of `most` members, negative ones from the end.
+/// Checks indices below `most`; negative ones count from the end.
 fn indices(py: Python<'_>, numbers: &[i64], most: u64, what: &str) -> PyResult<Vec<u64>> {
     let members = i64::try_from(most).unwrap_or(i64::MAX);
     let one = |n: &i64| {
@@ -109,7 +109,7 @@ impl TokenField {
     }
 }
 
-/// Memory of a batch of `n` examples, filled by `fill`.
+/// The arrays of a batch of `n` examples, filled by `fill`.
 fn filled<'py>(
     py: Python<'py>,
     n: usize,
@@ -156,13 +156,13 @@ fn loss_of<'a>(py: Python<'_>, name: &str, field: Option<&'a Field>) -> PyResult
         ("all", None) => Ok(Loss::All),
         ("weights", Some(field)) => Ok(Loss::Weights(field)),
         ("mask", Some(field)) => Ok(Loss::Mask(field)),
-        _ => Err(argument(py, format!("a loss of {name}, with or without a field"))),
+        _ => Err(argument(py, format!("loss: expected all, or weights or mask and a field, found {name}"))),
     }
 }
 
 #[pymethods]
 impl TokenField {
-    /// `parts`: folder, and rows and elements where a ledger tells them.
+    /// `parts`: folder, and the numbers of rows and elements if a ledger has them.
     #[new]
     fn new(
         py: Python<'_>,
@@ -205,7 +205,7 @@ impl TokenField {
         self.has_shapes
     }
 
-    /// A row: a read-only view where it is stored in one piece, else a copy.
+    /// A row: a read-only view if it is contiguous, else a copy.
     fn row<'py>(&self, py: Python<'py>, row: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
         detach::guarded(py, || {
             let (range, view) = detach::detached(py, |_| {
@@ -220,7 +220,7 @@ impl TokenField {
         })
     }
 
-    /// Elements of all rows one after another, likewise.
+    /// `n` elements from `start`, across rows: a read-only view if they are contiguous, else a copy.
     fn elements<'py>(&self, py: Python<'py>, start: u64, n: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
         detach::guarded(py, || {
             let Some(end) = start.checked_add(n).filter(|end| *end <= self.field.num_elements()) else {
@@ -232,7 +232,7 @@ impl TokenField {
         })
     }
 
-    /// Rows one after another, and where each begins and the last ends.
+    /// Rows, concatenated, and their offsets (one more than rows).
     fn rows<'py>(
         &self,
         py: Python<'py>,
@@ -265,7 +265,7 @@ impl TokenField {
         })
     }
 
-    /// Where rows begin, and the last ends, in elements.
+    /// The offsets of `n` rows from `first`, in elements, and the end of the last.
     fn bounds<'py>(&self, py: Python<'py>, first: u64, n: u64) -> PyResult<Bound<'py, PyArray1<u64>>> {
         detach::guarded(py, || {
             Ok(PyArray1::from_vec(
@@ -275,8 +275,8 @@ impl TokenField {
         })
     }
 
-    /// Everything that is wrong with the files: kind, the finding's code where the kind is less exact, detail, path, byte, and whether something is only not there. Of more than
-    /// 10,000 problems the first.
+    /// Every problem of the files: kind, finding code if more exact, detail, path, byte offset, and whether something is only
+    /// missing. At most the first 10,000.
     fn check(&self, py: Python<'_>, deep: bool) -> PyResult<Vec<Problem>> {
         detach::guarded(py, || {
             const MOST: usize = 10_000;
@@ -295,12 +295,12 @@ impl TokenField {
         })
     }
 
-    /// Sizes of a row's axes but the last.
+    /// The sizes of a row's axes, without the last.
     fn shape(&self, py: Python<'_>, row: u64) -> PyResult<Vec<u64>> {
         detach::guarded(py, || detach::detached(py, |_| self.field.shape(row)))
     }
 
-    /// Examples of `length` elements; example `i` begins at element `i * stride`, and there are `count` of them.
+    /// Examples of `length` elements; example `i` of `count` begins at element `i * stride`.
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     #[pyo3(signature = (numbers, stride, count, length, *, loss, field, weights, segments, eos))]
     fn windows<'py>(
@@ -329,7 +329,7 @@ impl TokenField {
         })
     }
 
-    /// Examples of whole rows: `packs` are their first row and one past the last.
+    /// Examples of whole rows: `packs` has the first row and one past the last for each.
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     #[pyo3(signature = (packs, length, *, loss, field, segments, right, mask_padding))]
     fn packed<'py>(
@@ -345,7 +345,7 @@ impl TokenField {
     ) -> PyResult<Examples<'py>> {
         detach::guarded(py, || {
             if packs.shape()[1] != 2 {
-                return Err(argument(py, "packs are pairs of rows"));
+                return Err(argument(py, "packs: expected pairs of rows"));
             }
             let numbers = indices(py, packs.as_slice()?, self.field.num_rows().saturating_add(1), "row")?;
             let packs = numbers.as_chunks::<2>().0;
@@ -357,14 +357,14 @@ impl TokenField {
     }
 }
 
-/// Memory for `n` numbers, which may be far too many: an error then, and neither a panic nor an abort.
+/// `n` zeros; an error, not an abort, if there is no memory for them.
 fn zeros(n: Option<usize>, what: &str) -> actshard_core::Result<Vec<i32>> {
     let mut made = room(n, what)?;
     made.resize(n.unwrap_or(0), 0);
     Ok(made)
 }
 
-/// An empty list with room for `n` members.
+/// An empty list with capacity for `n` elements; an error if there is no memory for it.
 fn room<T>(n: Option<usize>, what: &str) -> actshard_core::Result<Vec<T>> {
     let mut made = vec![];
     let had = n.is_some_and(|n| made.try_reserve_exact(n).is_ok());
@@ -372,7 +372,7 @@ fn room<T>(n: Option<usize>, what: &str) -> actshard_core::Result<Vec<T>> {
     if had { Ok(made) } else { Err(Error::new(Kind::NoMemory, format!("no memory for {what}: {many} numbers"))) }
 }
 
-/// Which rows of some fields go into which example: first row, one past the last, and so on.
+/// Packs the rows of some fields into examples: first row, one past the last, and so on.
 #[pyfunction]
 pub fn pack_rows<'py>(
     py: Python<'py>,
@@ -408,7 +408,7 @@ pub fn pack_rows<'py>(
     })
 }
 
-/// Lengths of the runs of equal segment ids of each example, and how many there are.
+/// The lengths of the runs of equal segment ids in each example, and the number of runs.
 #[pyfunction]
 pub fn run_lengths<'py>(py: Python<'py>, segments: PyReadonlyArray2<'py, i32>, most: usize) -> PyResult<Runs<'py>> {
     detach::guarded(py, || {
@@ -424,21 +424,21 @@ pub fn run_lengths<'py>(py: Python<'py>, segments: PyReadonlyArray2<'py, i32>, m
     })
 }
 
-/// A field that is being written.
+/// A field being written.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct TokenFieldWriter {
     state: Mutex<Writing>,
     idle: Condvar,
 }
 
-/// Who has the writer. It is taken out while a call works, so that no lock is held while Python code (a signal handler) runs.
+/// The owner of the writer. Calls take the writer out, so that no lock is held while Python code (a signal handler) runs.
 enum Writing {
     Idle(Box<FieldWriter>),
     Busy(ThreadId),
     Done,
 }
 
-/// Gives the writer back when a call ends, also when it panics.
+/// Returns the writer when a call ends, also after a panic.
 struct Given<'a> {
     owner: &'a TokenFieldWriter,
     writer: Option<Box<FieldWriter>>,
@@ -453,15 +453,15 @@ impl Drop for Given<'_> {
 }
 
 impl TokenFieldWriter {
-    /// Takes the writer, after other threads' calls. A call from within a call (by a signal handler) is refused: it would wait for
-    /// itself.
+    /// Takes the writer, after other threads' calls. A call from within a call (by a signal handler) is an error, because it
+    /// would wait for itself.
     fn take(&self, watch: actshard_core::threads::Watch<'_>) -> actshard_core::Result<Given<'_>> {
         const LOOK: Duration = Duration::from_millis(20);
         loop {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             match &*state {
                 Writing::Busy(thread) if *thread == thread::current().id() => {
-                    let detail = "this field is being written by a call that this call interrupted";
+                    let detail = "this call interrupted another call that is writing the same field";
                     return Err(Error::new(Kind::Argument, detail));
                 }
                 Writing::Busy(_) => {
@@ -471,7 +471,7 @@ impl TokenFieldWriter {
                     }
                 }
                 Writing::Done => {
-                    return Err(Error::new(Kind::Argument, "this field is finished, or finishing it failed"));
+                    return Err(Error::new(Kind::Argument, "this field is already finished, or finishing it failed"));
                 }
                 Writing::Idle(_) => {
                     let taken = std::mem::replace(&mut *state, Writing::Busy(thread::current().id()));
@@ -519,7 +519,7 @@ impl TokenFieldWriter {
         })
     }
 
-    /// Appends rows: the bytes of their elements, how many elements each has, and the sizes of all axes but the last.
+    /// Appends rows: the bytes of their elements, their lengths in elements, and the sizes of all axes but the last.
     fn append(
         &self,
         py: Python<'_>,
@@ -541,12 +541,12 @@ impl TokenFieldWriter {
         })
     }
 
-    /// Rows and elements so far.
+    /// Numbers of rows and elements so far.
     fn counts(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
         detach::guarded(py, || self.with(py, |writer, _| Ok(writer.counts())))
     }
 
-    /// Writes what is left: rows and elements.
+    /// Writes the rest; returns the numbers of rows and elements.
     fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
         detach::guarded(py, || {
             detach::detached(py, |watch| {
@@ -557,7 +557,7 @@ impl TokenFieldWriter {
     }
 }
 
-/// One of Levanter's orders.
+/// One of Levanter's shuffles.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct TokenOrder {
     order: order::ExampleOrder,
@@ -573,13 +573,15 @@ impl TokenOrder {
                 "feistel" => order::PermutationKind::Feistel,
                 "linear" => order::PermutationKind::Linear,
                 "linear-float64" => order::PermutationKind::LinearFloat64,
-                _ => return Err(argument(py, format!("no permutation is called {how:?}"))),
+                _ => return Err(argument(py, format!("expected the permutation feistel or linear, found {how:?}"))),
             };
             let order = detach::detached(py, |_| match (kind, &sizes[..]) {
                 ("simple", []) => order::ExampleOrder::simple(how, length, key),
                 ("block", [io, window]) => order::ExampleOrder::block(how, length, *io, *window, key),
                 ("era", [era]) => order::ExampleOrder::era(how, length, *era, key),
-                _ => Err(Error::new(Kind::Argument, format!("no order is called {kind:?}"))),
+                _ => {
+                    Err(Error::new(Kind::Argument, format!("expected the order simple, block or era, found {kind:?}")))
+                }
             })?;
             Ok(TokenOrder { order })
         })
