@@ -1,5 +1,5 @@
-//! Chunked arrays against a naive reader of the array that they were cut from: any shape and chunks, chunks that are not
-//! there, split rows, swapped bytes, members and parts.
+//! Compares chunked arrays with a naive reader of the original array: any shape and chunks, missing chunks, split rows,
+//! byte-swapped elements, members and parts.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -15,12 +15,12 @@ use proptest::prelude::*;
 
 const FILL: u32 = 0xdead_beef;
 
-/// One array of 32-bit elements: what it holds, where chunks are missing.
+/// One array of 32-bit elements: its content, and the missing chunks.
 #[derive(Clone, Debug)]
 struct Made {
     shape: [u64; 4],
     chunk: [u64; 4],
-    /// Bit `n % 61` set: chunk `n` has no file.
+    /// If bit `n % 61` is set, chunk `n` has no file.
     holes: u64,
     swapped: bool,
     slashes: bool,
@@ -132,7 +132,7 @@ proptest! {
         let files = ChunkFiles::new(arrays, width, DType::U32, 0, io).unwrap();
         let grids = files.grids();
         let counts: Vec<u64> = members.iter().map(|m| m[0].shape[0]).collect();
-        // Lengths per part, each at most what its array has room for.
+        // Lengths per part, at most the length of its array.
         let mut each: Vec<Vec<u32>> = vec![vec![]; parts];
         for (m, n) in counts.iter().enumerate() {
             for i in 0..*n {
@@ -179,7 +179,7 @@ proptest! {
     }
 }
 
-/// Past the end of one dimension lies the next index of the one before it: other rows, not fill values.
+/// Past the end of one dimension lies the next index of the dimension before it: other rows, not fill values.
 #[test]
 fn lengths_and_counts_above_the_array_are_refused() {
     let folder = tempfile::tempdir().unwrap();

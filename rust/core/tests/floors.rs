@@ -1,11 +1,11 @@
-//! The floors of the core, and of the binding: no file uses one on a floor above its own, and no files use each other in a circle.
+//! The floors of the core and the binding: no file uses a higher floor than its own, and no files use each other in a circle.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// Lowest first. A module uses those before it; those of one floor are listed in the order in which they may use each other.
+/// Lowest first. A module uses those before it; on one floor, modules are listed in the order in which they may use each other.
 const CORE: &[&str] = &[
     "location", "error", "dtype", "memory", "threads", "source", "codec", "arrays", "layout", "parse", "files",
     "gather", "rows", "scan", "stream", "write", "tokens", "lib",
@@ -13,7 +13,7 @@ const CORE: &[&str] = &[
 const BINDING: &[&str] =
     &["errors", "detach", "buffer", "arguments", "handle", "pickle", "stream", "write", "tokens", "rows", "lib"];
 
-/// The files of a crate and the files that each uses.
+/// The files of a crate, and the files that each one uses.
 struct Graph {
     files: Vec<String>,
     uses: BTreeMap<String, BTreeSet<String>>,
@@ -81,7 +81,7 @@ impl Graph {
         Graph { files: texts.into_keys().collect(), uses }
     }
 
-    /// Every "a -> b" where the floor of b is above that of a.
+    /// Every "a -> b" in which b is on a higher floor than a.
     fn upward(&self, floors: &[&str]) -> Vec<String> {
         let floor = |file: &str| {
             let room = file.split("::").next().unwrap();
@@ -91,7 +91,7 @@ impl Graph {
         arrows.filter(|(a, b)| floor(b) > floor(a)).map(|(a, b)| format!("{a} -> {b}")).collect()
     }
 
-    /// Groups of files each of which uses, directly or not, all others of its group.
+    /// Groups of files in which every file uses all others, directly or indirectly.
     fn circles(&self) -> Vec<Vec<String>> {
         let reach = |from: &String| {
             let (mut seen, mut stack) = (BTreeSet::new(), vec![from]);
@@ -113,8 +113,8 @@ impl Graph {
     }
 }
 
-/// Paths of this crate in a file, absolute: those after `crate::` and `super::`, and those that begin with a child of the file.
-/// What a file only hands on with `pub use` it does not use.
+/// The paths of this crate that a file uses, absolute: those after `crate::` and `super::`, and those that begin with a child
+/// module. Names that it only re-exports with `pub use` do not count.
 fn paths(file: &str, text: &str) -> Vec<String> {
     let mut found = vec![];
     let absolute = |path: &str| -> Option<String> {
@@ -166,7 +166,7 @@ fn paths(file: &str, text: &str) -> Vec<String> {
     found
 }
 
-/// The file that a path leads to: through `pub use`, where a name is handed on.
+/// The file that defines a path, also through `pub use`.
 fn resolve(path: &str, texts: &BTreeMap<String, String>) -> Option<String> {
     let parts: Vec<&str> = path.split("::").filter(|p| !p.is_empty()).collect();
     let (file, name) = (1..=parts.len()).rev().find_map(|n| {

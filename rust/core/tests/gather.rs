@@ -1,4 +1,4 @@
-//! The gather against a naive reader of the same files: both io modes, every way to pick, every size of request.
+//! Compares the gather with a naive reader of the same files: both io modes, every pick, requests of all sizes.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -16,7 +16,7 @@ const PER_FILE: u64 = 3;
 const GROUPS: u64 = 2;
 const TOKENS: u64 = 5;
 
-/// Files of float32 rows whose every element tells its row and place.
+/// Files of float32 rows whose elements encode their row and position.
 fn dataset(folder: &Path, examples: u64, width: u64, io: Io) -> (FileTable, Strided) {
     let mut files = vec![];
     for (f, first) in (0..examples).step_by(PER_FILE as usize).enumerate() {
@@ -90,7 +90,7 @@ proptest! {
     }
 }
 
-/// Large enough for many parts on the pool, with rows longer than a piece is not: and rows that are.
+/// Large enough for many parts on the pool, with rows shorter and longer than an extent.
 #[test]
 fn large_requests_equal_the_oracle() {
     for (io, width, n) in

@@ -1,5 +1,5 @@
-//! The gather over looked-up and chunked layouts against naive readers that share no code with it: addresses in any order,
-//! rows split over chunks, byte-swapped chunks, chunks that are not there, every cast, dense outputs and scattered ones.
+//! Compares the gather over table and chunked layouts with independent naive readers: addresses in any order, rows split over
+//! chunks, byte-swapped chunks, missing chunks, every cast, dense and scattered outputs.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -23,8 +23,8 @@ use proptest::prelude::*;
 
 const ALL: [DType; 4] = [DType::F16, DType::BF16, DType::F32, DType::F64];
 
-/// An element of a type with a value that every type has, as bytes. Halves of 0 to 255: 9 bits are more than bfloat16 has, so
-/// whole numbers to 127.
+/// An element's bytes, with a value that every type can represent: halves need 9 bits, more than bfloat16 has, so whole numbers
+/// up to 127.
 fn element(dtype: DType, n: u64) -> Vec<u8> {
     let x = (n % 128) as f32 - 64.0;
     match dtype {
@@ -47,7 +47,7 @@ fn dtype() -> impl Strategy<Value = DType> {
     prop::sample::select(&ALL[..])
 }
 
-/// Gathers into one block, and into places handed out in another order.
+/// Gathers into one block, and into places given in another order.
 fn both<L: Layout>(
     files: &dyn Files,
     layout: &L,
@@ -71,7 +71,7 @@ fn both<L: Layout>(
     Ok((dense, scattered))
 }
 
-/// Safetensors shards of rows whose elements say which shard and row they are.
+/// Safetensors shards whose elements encode their shard and row.
 fn shards(folder: &Path, groups: u64, rows: &[u64], width: u64, dtype: DType, io: Io) -> FileTable {
     let mut files = vec![];
     for g in 0..groups {
@@ -118,7 +118,7 @@ fn table(lists: &[Vec<(i64, i64)>], shards: u32, groups: usize, tokens: bool) ->
 
 const ROWS: [u64; 3] = [40, 1, 25];
 
-/// Runs, repeats, jumps and steps back.
+/// Runs, repeats, jumps and steps backwards.
 fn lists() -> impl Strategy<Value = Vec<Vec<(i64, i64)>>> {
     let run = (0usize..3, 0u64..40, 1u64..12).prop_map(|(s, first, n)| {
         let first = first % ROWS[s];
@@ -148,7 +148,7 @@ proptest! {
         prop_assert!(dense == last && scattered == last);
 
         if tokens {
-            // Counted from the front or from the end.
+            // Counted from the beginning or the end.
             let t: Vec<i64> = picks.iter().zip(&e).map(|(p, e)| {
                 let n = lists[*e as usize].len();
                 let t = (p.1 % n) as i64;
@@ -173,7 +173,7 @@ proptest! {
         }
     }
 
-    /// One array `(examples, groups, tokens, width)` in chunks of any shape, some of which are not there.
+    /// One array `(examples, groups, tokens, width)` in chunks of any shape, some of them missing.
     #[test]
     fn rows_of_chunks_equal_the_oracle(
         io in io(), dtype in dtype(), to in dtype(), swapped: bool,
@@ -238,7 +238,7 @@ proptest! {
     }
 }
 
-/// A row beyond a shard's end is an error that names the shard, whichever way it is asked for.
+/// A row beyond the end of a shard is an error that names the shard, for every way to request it.
 #[test]
 fn an_index_beyond_its_shard_is_refused() {
     for io in [Io::Mmap, Io::Pread] {

@@ -1,5 +1,5 @@
-//! Many threads at once in everything that is shared: the pool, kept files and their clock, decoded blocks, freed outputs, the
-//! thread that reads ahead. Values are compared, and `scripts/sanitize.sh` runs this under sanitizers.
+//! Concurrent use of everything that threads share: the pool, cached files and their clock, decoded blocks, freed outputs, the
+//! read-ahead thread. Values are compared; `scripts/sanitize.sh` runs this under sanitizers.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -28,7 +28,7 @@ const WIDTH: u64 = 64;
 const FILES: u64 = 24;
 const PER_FILE: u64 = 50;
 
-/// Rows whose every element is the row's number.
+/// Rows whose elements all equal the row's number.
 fn dataset(folder: &Path, io: Io) -> Rows {
     let files = (0..FILES).map(|f| {
         let path = folder.join(format!("{f}"));
@@ -61,7 +61,7 @@ fn gathers_releases_and_other_datasets_at_once_give_right_rows() {
             let datasets = &datasets;
             scope.spawn(move || {
                 for i in 0..12 {
-                    // Small ones on this thread, large ones on the pool's too.
+                    // Small ones run on this thread, large ones also on the pool's.
                     check(&datasets[(k % 2) as usize], k * 100 + i, if i % 3 == 0 { 6000 } else { 40 });
                     if i % 4 == k % 4 {
                         datasets[(k % 2) as usize].release();
@@ -170,7 +170,7 @@ fn every_row_of_a_stream_comes_once_whoever_takes_the_batches() {
     }
 }
 
-/// A consumer that waits for a batch that cannot come is woken by a stop from another thread, and by one from its own watch.
+/// A consumer waiting for a batch that cannot come is woken by a stop from another thread, and by its own watch.
 #[test]
 fn a_stream_can_be_stopped_while_it_is_waited_for() {
     let folder = tempfile::tempdir().unwrap();
@@ -186,7 +186,7 @@ fn a_stream_can_be_stopped_while_it_is_waited_for() {
                     ahead.stop(&mut || false).unwrap();
                 });
             }
-            // No buffer is given back: without a stop this never ends.
+            // Buffers are never returned, so without a stop this would not end.
             let found = ahead.next(&mut || {
                 if from_watch {
                     ahead.stop(&mut || false).unwrap();
@@ -200,7 +200,7 @@ fn a_stream_can_be_stopped_while_it_is_waited_for() {
     }
 }
 
-/// A thread that hangs in a read (here: for want of memory from the consumer) holds up no program that was told to stop.
+/// A reading thread that blocks (here: for lack of memory from the consumer) does not delay a program that was told to stop.
 #[test]
 fn an_interrupted_stop_does_not_wait_for_the_thread_when_it_is_dropped() {
     let folder = tempfile::tempdir().unwrap();
@@ -223,7 +223,7 @@ fn an_interrupted_stop_does_not_wait_for_the_thread_when_it_is_dropped() {
     let in_time = is_done.recv_timeout(Duration::from_secs(20));
     drop(release);
     dropped.join().unwrap();
-    in_time.expect("dropping waits for the thread that hangs");
+    in_time.expect("dropping waits for the blocked thread");
 }
 
 #[test]
@@ -237,7 +237,7 @@ fn a_damaged_file_takes_no_batch_of_an_earlier_window_along() {
     while let Some(batch) = ahead.next(&mut || false).unwrap() {
         order.push(batch.examples);
     }
-    // A file none of whose rows is in the first window of 300.
+    // The first window of 300 has no row of this file.
     let early: Vec<i64> = order.iter().flatten().copied().take(300).collect();
     let late = (0..FILES as i64).find(|f| !early.iter().any(|e| e / PER_FILE as i64 == *f)).unwrap();
     fs::OpenOptions::new().write(true).open(folder.path().join(late.to_string())).unwrap().set_len(1).unwrap();
