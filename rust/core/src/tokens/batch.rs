@@ -1,37 +1,36 @@
-//! Batches of training examples: numbers, loss weights and segment ids, straight into the caller's memory.
+//! Batches of training examples: tokens, loss weights and segment ids, written to the caller's memory.
 //!
-//! What Levanter makes of windows and packs is written down in `formats/levanter.md` 3. Examples are filled in the order in which
-//! they lie in the cache, whatever the order they were asked in: a block that two of them need is decoded once, and a cold
-//! disk is read forwards.
+//! `formats/levanter.md` 3 describes how Levanter makes windows and packs. Examples are filled in cache order, whatever order
+//! was requested: a block that two of them need is decoded once, and a cold disk is read sequentially.
 
 use super::jagged::{Cursor, ElementRange, Field};
 use crate::error::{Error, Kind, Result};
 use crate::threads::{self, Stop, Watch};
 
-/// Elements that one thread is worth waking for.
+/// Smaller batches are filled by one thread.
 const SHARED_FROM: usize = 64 << 10;
 
-/// Memory of a batch: an example of each is `length` elements.
+/// Memory of a batch: `length` elements per example in each array.
 #[derive(Debug)]
 pub struct TokenBatch<'a> {
-    /// Elements of an example.
+    /// Elements per example.
     pub length: usize,
     /// Tokens.
     pub tokens: &'a mut [i32],
-    /// Weights of the loss at the position that predicts, if they are wanted.
+    /// Loss weights at the predicting positions, if requested.
     pub weights: Option<&'a mut [f32]>,
-    /// Which document a position belongs to, if that is wanted.
+    /// The document of each position, if requested.
     pub segments: Option<&'a mut [i32]>,
 }
 
-/// What to do about the loss.
+/// The loss weights.
 #[derive(Clone, Copy, Debug)]
 pub enum Loss<'a> {
-    /// Every position counts that predicts something.
+    /// 1 at every position that predicts a token.
     All,
-    /// As much as this field says.
+    /// The values of this field.
     Weights(&'a Field),
-    /// Where the next token is marked in this field.
+    /// 1 where the next token is marked in this field.
     Mask(&'a Field),
 }
 
@@ -65,7 +64,7 @@ impl<'a> TokenBatch<'a> {
     }
 }
 
-/// What a thread keeps from one example to the next.
+/// State of a thread between examples.
 #[derive(Debug, Default)]
 struct Cursors {
     bounds: Vec<u64>,
@@ -73,7 +72,7 @@ struct Cursors {
     loss: Cursor,
 }
 
-/// Does work for each item, those that lie near each other together, on as many threads as it is worth.
+/// Runs `work` for each item, sorted by place, on as many threads as the size justifies.
 fn in_order<T: Send>(
     mut items: Vec<T>,
     elements: usize,
@@ -104,11 +103,11 @@ fn in_order<T: Send>(
     threads::for_each(items.chunks_mut(per_part), &one, watch)
 }
 
-/// Ranges that are looked at before all of them are.
+/// Size of the sample that decides whether to hint.
 const LOOK_AT: usize = 8;
 
-/// Tells the kernel of all ranges before the first is read, if some of them have to come from a disk. Asking costs as much as
-/// copying a window, so a few are asked for all.
+/// Sends read-ahead hints for all ranges if some are not cached. A hint costs as much as copying a window, so a sample of the
+/// ranges is checked first.
 fn hint<'a>(field: &Field, ranges: impl ExactSizeIterator<Item = (u64, usize)> + Clone + 'a) {
     let mut cursor = Cursor::default();
     let step = (ranges.len() / LOOK_AT).max(1);
@@ -121,7 +120,7 @@ fn hint<'a>(field: &Field, ranges: impl ExactSizeIterator<Item = (u64, usize)> +
     }
 }
 
-/// Examples from wherever each begins, without regard to documents; `eos` ends a document for the segment ids.
+/// Examples that begin at `starts`, regardless of documents; `eos` ends a document in the segment ids.
 pub fn windows(
     field: &Field,
     starts: &[u64],
@@ -166,15 +165,15 @@ pub fn windows(
 pub struct Packing<'a> {
     /// The field of tokens.
     pub tokens: &'a Field,
-    /// What counts.
+    /// The loss weights.
     pub loss: Loss<'a>,
-    /// Whether a document longer than an example keeps its end.
+    /// Whether a document longer than an example keeps its end instead of its beginning.
     pub right: bool,
-    /// Whether what predicts padding, and padding, counts nothing.
+    /// Whether padding, and the position before it, get weight 0.
     pub mask_padding: bool,
 }
 
-/// Examples of whole documents: `packs` are their first document and one past the last.
+/// Examples of whole documents: `packs` has the first document and one past the last of each.
 pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: TokenBatch<'_>, watch: Watch<'_>) -> Result<()> {
     let elements = batch.tokens.len();
     let examples = batch.examples()?;
@@ -186,7 +185,7 @@ pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: TokenBatch<'_>, w
     in_order(examples, elements, |e| packs[e.number][0], None, &fill, watch)
 }
 
-/// What an example takes of a field: where it begins, and how much.
+/// The start and length of an example's range in a field.
 fn taken(
     field: &Field,
     cursor: &mut Cursor,
@@ -234,10 +233,10 @@ fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, sc
         segments[n..].fill(-1);
         let first = i32::try_from(pack[0]).ok().filter(|_| i32::try_from(pack[1]).is_ok());
         let first = first.ok_or_else(|| {
-            Error::new(Kind::Unsupported, "segment ids are row numbers of 32 bits, and there are more rows")
+            Error::new(Kind::Unsupported, "segment ids are 32-bit row numbers; expected fewer than 2^31 rows")
         })?;
         for (row, pair) in (first..).zip(bounds.windows(2)) {
-            // Only an example of a single row may begin within it.
+            // Only an example of a single row can begin within it.
             let from = (pair[0].max(start) - start) as usize;
             let to = (pair[1].max(start) - start) as usize;
             segments[from.min(n)..to.min(n)].fill(row);
@@ -246,7 +245,7 @@ fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, sc
     Ok(())
 }
 
-/// Copies ranges one after another, as they are stored.
+/// Copies ranges one after another, in the stored dtype.
 pub fn ranges(field: &Field, ranges: &[ElementRange], out: &mut [u8], watch: Watch<'_>) -> Result<()> {
     let item = field.dtype().size().unwrap_or(1);
     let mut rest = out;
@@ -266,8 +265,8 @@ pub fn ranges(field: &Field, ranges: &[ElementRange], out: &mut [u8], watch: Wat
     in_order(items, elements, |i| i.0.start, Some(field), &fill, watch)
 }
 
-/// Lengths of the runs of equal segment ids of each example, padding included, and how many there are; `most` is the room for
-/// them.
+/// Writes the lengths of the runs of equal segment ids in each example, padding included, and their number; each example has
+/// space for `most` lengths.
 pub fn run_lengths(
     segments: &[i32],
     length: usize,

@@ -1,10 +1,10 @@
-//! Token caches, as Levanter stores them: rows of numbers in Zarr shards of blosc frames.
+//! Token caches in Levanter's format: rows of numbers in Zarr shards of blosc frames.
 //!
-//! - [`meta`] parses an array's `zarr.json`, [`frame`] one blosc frame; [`array`](mod@array) reads ranges of an array.
-//! - [`jagged`] is a field: rows of any lengths, over one array or many shards.
-//! - [`pack`] decides which rows go into which training example, [`batch`] makes batches of examples.
-//! - [`order`] is Levanter's orders: the random numbers of JAX and numpy, and the permutations made of them.
-//! - [`write`](mod@write) makes caches.
+//! - [`meta`] parses an array's `zarr.json`, [`frame`] a blosc frame; [`array`](mod@array) reads ranges of an array.
+//! - [`jagged`] reads a field: rows of variable length, over one array or many shards.
+//! - [`pack`] assigns rows to training examples, [`batch`] makes batches of examples.
+//! - [`order`] implements Levanter's shuffles: the random numbers of JAX and numpy, and permutations made from them.
+//! - [`write`](mod@write) writes caches.
 
 pub mod array;
 pub mod batch;

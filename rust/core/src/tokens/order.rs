@@ -1,10 +1,10 @@
-//! Levanter's orders, number for number: JAX's and numpy's random numbers, and the permutations that Levanter makes of them.
+//! Levanter's shuffles, equal number for number: the random numbers of JAX and numpy, and permutations made from them.
 //!
-//! The rules are those of `formats/levanter.md` 4. Threefry is Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As
-//! Easy as 1, 2, 3" (2011), as JAX uses it with `jax_threefry_partitionable`; PCG64 and its seeding are numpy's (O'Neill,
-//! "PCG: A Family of Simple Fast Space-Efficient Statistically Good Algorithms", 2014; `SeedSequence`), and bounded integers are
-//! drawn as numpy's `Generator.integers` draws them (Lemire, 2019). They are written out here because numpy does not promise that a
-//! `Generator` gives the same numbers in its next version.
+//! The rules are in `formats/levanter.md` 4. Threefry is Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as
+//! 1, 2, 3" (2011), as in JAX with `jax_threefry_partitionable`. PCG64 and its seeding are numpy's (O'Neill, "PCG: A Family of
+//! Simple Fast Space-Efficient Statistically Good Algorithms", 2014; `SeedSequence`); bounded integers follow numpy's
+//! `Generator.integers` (Lemire, 2019). They are implemented here because numpy does not guarantee that a `Generator` gives the
+//! same numbers in its next version.
 
 use std::sync::Mutex;
 
@@ -73,11 +73,11 @@ pub fn shuffle(mut key: Key, ids: &mut Vec<u32>) {
     }
 }
 
-/// numpy's `Generator(PCG64(seed))`, as far as bounded integers need it.
+/// numpy's `Generator(PCG64(seed))`, limited to bounded integers.
 struct Pcg64 {
     state: u128,
     increment: u128,
-    /// The upper half of a number whose lower half was used.
+    /// The unused upper half of the last number.
     half: Option<u32>,
 }
 
@@ -178,7 +178,7 @@ fn seed_sequence(seed: u64) -> [u64; 4] {
 /// A permutation of 0 to n - 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Simple {
-    /// Itself.
+    /// The identity.
     Identity,
     /// A Feistel network.
     Feistel(Feistel),
@@ -186,18 +186,18 @@ pub enum Simple {
     Linear(Linear),
 }
 
-/// How a permutation is made.
+/// The algorithm of a permutation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PermutationKind {
     /// Five rounds of a Feistel network: Levanter's default.
     Feistel,
     /// `(a x + b) mod n` in integers: a permutation for all n.
     Linear,
-    /// The same in float64, as Levanter computes it: no permutation where a x needs more than 53 bits.
+    /// The same in float64, as Levanter computes it: not a permutation if a x needs more than 53 bits.
     LinearFloat64,
 }
 
-/// Five rounds over the bits that n needs; what comes out above n goes in again.
+/// Five rounds over the bits of n; a result of n or more goes through the network again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Feistel {
     n: u64,
@@ -215,7 +215,7 @@ pub struct Linear {
 }
 
 impl Simple {
-    /// The permutation of `n` numbers, at most 2^62, that Levanter makes of a key.
+    /// Levanter's permutation of `n` numbers, at most 2^62, for a key.
     pub fn new(how: PermutationKind, n: u64, key: Key) -> Simple {
         if n <= 1 {
             return Simple::Identity;
@@ -239,7 +239,7 @@ impl Simple {
         }
     }
 
-    /// Where `x` goes.
+    /// The number at position `x`.
     #[inline]
     pub fn at(&self, x: u64) -> u64 {
         match self {
@@ -249,7 +249,7 @@ impl Simple {
         }
     }
 
-    /// The numbers it is made of: five round keys, or a and b.
+    /// Its parameters: five round keys, or a and b.
     pub fn parameters(&self) -> Vec<u64> {
         match self {
             Simple::Identity => vec![],
@@ -260,8 +260,8 @@ impl Simple {
 }
 
 impl Feistel {
-    /// Numbers outside the domain stay where they are. A walk from within always ends: it is on a cycle of a permutation, and
-    /// comes back to where it began at the latest.
+    /// Numbers outside the domain map to themselves. For others the walk ends, because it follows a cycle of a permutation
+    /// that contains its starting point.
     #[inline]
     fn at(&self, x: u64) -> u64 {
         if x >= self.n {
@@ -300,7 +300,7 @@ fn gcd(mut a: u64, mut b: u64) -> u64 {
     a
 }
 
-/// Permutations of windows that are kept; above that each is made again when it is needed.
+/// Number of windows whose permutations are kept; others are computed on each use.
 const KEEP: u64 = 1 << 20;
 
 /// An order of 0 to n - 1.
@@ -317,7 +317,7 @@ enum OrderKind {
     Era { how: PermutationKind, era: u64, key: Key, kept: KeptPermutations },
 }
 
-/// Blocks of numbers that lie next to each other, shuffled, and the numbers of several blocks shuffled among them.
+/// Levanter's block shuffle: blocks of consecutive numbers are shuffled, then the numbers within each window of blocks.
 #[derive(Debug)]
 struct BlockShuffle {
     how: PermutationKind,
@@ -330,7 +330,7 @@ struct BlockShuffle {
     kept: KeptPermutations,
 }
 
-/// Permutations by number.
+/// Permutations, by window or era.
 #[derive(Debug, Default)]
 struct KeptPermutations(Mutex<Vec<Option<Simple>>>);
 
@@ -339,7 +339,7 @@ impl KeptPermutations {
         if number >= KEEP {
             return make();
         }
-        // Tried only: a fork may have caught another thread in here.
+        // Only tried: the lock may have been held by another thread at a fork.
         let Ok(mut kept) = self.0.try_lock() else { return make() };
         let at = number as usize;
         if kept.len() <= at {
@@ -350,7 +350,7 @@ impl KeptPermutations {
 }
 
 impl ExampleOrder {
-    /// One permutation of all.
+    /// One permutation of all numbers.
     pub fn simple(how: PermutationKind, n: u64, key: Key) -> Result<ExampleOrder> {
         check(n)?;
         Ok(ExampleOrder { n, kind: OrderKind::Simple(Simple::new(how, n, key)) })
@@ -360,12 +360,15 @@ impl ExampleOrder {
     pub fn block(how: PermutationKind, n: u64, io: u64, window: u64, key: Key) -> Result<ExampleOrder> {
         check(n)?;
         if io == 0 || window == 0 || io.checked_mul(window).is_none() {
-            return Err(Error::new(Kind::Argument, "blocks and windows have at least one member"));
+            return Err(Error::new(
+                Kind::Argument,
+                "expected blocks and windows of 1 or more, and a product below 2^64",
+            ));
         }
         let (of_blocks, within, of_tail) = (split(key, 0), split(key, 1), split(key, 2));
         let full = n / io;
         let last = u32::try_from(full / window)
-            .map_err(|_| Error::new(Kind::Argument, "more than 2^32 windows; take larger blocks"))?;
+            .map_err(|_| Error::new(Kind::Argument, "expected at most 2^32 windows; use larger blocks"))?;
         let tail = Simple::new(how, n - full * io, fold_in(of_tail, last));
         let blocks = Simple::new(how, full, of_blocks);
         Ok(ExampleOrder {
@@ -383,26 +386,26 @@ impl ExampleOrder {
         })
     }
 
-    /// The era shuffle of 2025: eras one after another, each shuffled.
+    /// The era shuffle of 2025: each era is shuffled, and eras follow each other.
     pub fn era(how: PermutationKind, n: u64, era: u64, key: Key) -> Result<ExampleOrder> {
         check(n)?;
         if era == 0 || n / era > u64::from(u32::MAX) {
-            return Err(Error::new(Kind::Argument, "an era has at least one member, and there are at most 2^32"));
+            return Err(Error::new(Kind::Argument, "expected eras of 1 or more, and at most 2^32 of them"));
         }
         Ok(ExampleOrder { n, kind: OrderKind::Era { how, era, key, kept: KeptPermutations::default() } })
     }
 
-    /// How many numbers.
+    /// The number of elements.
     pub fn len(&self) -> u64 {
         self.n
     }
 
-    /// Whether there is none.
+    /// Whether n is 0.
     pub fn is_empty(&self) -> bool {
         self.n == 0
     }
 
-    /// What a simple permutation is made of.
+    /// The parameters of a simple permutation; empty for others.
     pub fn parameters(&self) -> Vec<u64> {
         match &self.kind {
             OrderKind::Simple(simple) => simple.parameters(),
@@ -438,7 +441,7 @@ impl ExampleOrder {
         }
     }
 
-    /// Where numbers go, in bulk.
+    /// Maps many positions to numbers.
     pub fn map(&self, numbers: &[i64], out: &mut [i64], watch: Watch<'_>) -> Result<()> {
         const PART: usize = 1 << 14;
         let one = |_: usize, (numbers, out): (&[i64], &mut [i64]), _: &threads::Stop| {
@@ -455,7 +458,7 @@ impl ExampleOrder {
     }
 
     fn map_simple(&self, simple: &Simple, numbers: &[i64], out: &mut [i64]) -> Result<()> {
-        // Each number is read once: another thread may write to the caller's memory between a check and its use.
+        // Read each number once: another thread may write to the caller's memory between the check and the use.
         for (to, x) in out.iter_mut().zip(numbers) {
             *to = simple.at(self.checked(*x)?) as i64;
         }
@@ -471,7 +474,11 @@ impl ExampleOrder {
 }
 
 fn check(n: u64) -> Result<()> {
-    if n <= 1 << 62 { Ok(()) } else { Err(Error::new(Kind::Argument, format!("{n} is more than 2^62"))) }
+    if n <= 1 << 62 {
+        Ok(())
+    } else {
+        Err(Error::new(Kind::Argument, format!("expected a length up to 2^62, found {n}")))
+    }
 }
 
 #[cfg(test)]
@@ -482,7 +489,7 @@ mod tests {
 
     #[test]
     fn the_random_numbers_are_those_of_jax() {
-        // Known answers of the paper's reference code, and what levanter.md's golden file holds for seed 0.
+        // From the paper's reference code, and for seed 0 from levanter.md's golden file.
         assert_eq!(threefry([0, 0], [0, 0]), [0x6b20_0159, 0x99ba_4efe]);
         assert_eq!(threefry([0x1319_8a2e, 0x0370_7344], [0x243f_6a88, 0x85a3_08d3]), [0xc492_3a9c, 0x483d_f7a0]);
         assert_eq!(split(key(0), 0), [1_797_259_609, 2_579_123_966]);

@@ -1,22 +1,22 @@
-//! Which documents go into which example: next fit, in their order (`formats/levanter.md` 3).
+//! Packing of documents into examples: next fit, in order (`formats/levanter.md` 3).
 
 use crate::error::{Error, Kind, Result};
 
-/// What becomes of a document that is longer than an example.
+/// The treatment of documents longer than an example.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Overlong {
-    /// Its beginning is an example of its own.
+    /// Keep the beginning, as an example of its own.
     Left,
-    /// Its end is.
+    /// Keep the end, as an example of its own.
     Right,
-    /// It is refused.
+    /// Fail.
     Raise,
-    /// It is left out.
+    /// Leave the document out.
     Drop,
 }
 
 impl Overlong {
-    /// `"left"`, `"right"`, `"raise"`, `"drop"`, or `None` for another word.
+    /// `"left"`, `"right"`, `"raise"` or `"drop"`; `None` for any other name.
     pub fn from_name(name: &str) -> Option<Overlong> {
         match name {
             "left" => Some(Overlong::Left),
@@ -28,22 +28,22 @@ impl Overlong {
     }
 }
 
-/// Puts documents into examples, as their lengths come in.
+/// Assigns documents to examples, given their lengths in order.
 #[derive(Debug)]
 pub struct Packer {
     most: u64,
     segments: u64,
     overlong: Overlong,
-    /// First document of the example that is open, and how many it has.
+    /// The open example: its first document, and its number of documents.
     open: (u64, u64),
     totals: Vec<u64>,
     next: u64,
-    /// First document and one past the last of each example.
+    /// First document, and one past the last, of each example.
     packs: Vec<[u64; 2]>,
 }
 
 impl Packer {
-    /// Examples of at most `most` elements in each of `fields` fields, of at most `segments` documents.
+    /// Examples have at most `most` elements in each of `fields` fields, and at most `segments` documents.
     pub fn new(most: u64, segments: u64, overlong: Overlong, fields: usize) -> Packer {
         Packer { most, segments, overlong, open: (0, 0), totals: vec![0; fields], next: 0, packs: vec![] }
     }
@@ -56,11 +56,11 @@ impl Packer {
         self.totals.fill(0);
     }
 
-    /// Documents one after another: for each field their ends, before them the start of the first.
+    /// Adds consecutive documents: for each field the start of the first, then the end of each.
     pub fn push(&mut self, bounds: &[Vec<u64>]) -> Result<()> {
         let Some(documents) = bounds.first().map(|b| b.len() - 1) else { return Ok(()) };
         if let [only] = bounds {
-            // What nearly all caches are, and what ten million documents take the time of.
+            // The common case, which must be fast for ten million documents.
             for pair in only.windows(2) {
                 self.put(pair[1] - pair[0])?;
             }
@@ -105,7 +105,7 @@ impl Packer {
         }
     }
 
-    /// Whether a document longer than an example is put into one.
+    /// Whether to pack a document longer than an example.
     #[cold]
     fn too_long(&mut self, length: u64) -> Result<bool> {
         match self.overlong {
@@ -118,8 +118,8 @@ impl Packer {
             Overlong::Raise => Err(Error::new(
                 Kind::Format,
                 format!(
-                    "document {} has {length} tokens, more than an example's {}: slice_strategy 'left' or 'right' keeps a \
-                     part of it, 'drop' leaves it out",
+                    "document {} has {length} tokens, more than an example's {}; use slice_strategy 'left' or 'right' to keep a \
+                     part of it, or 'drop' to leave it out",
                     self.next, self.most
                 ),
             )),
@@ -139,7 +139,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The rule of `formats/levanter.md`, word for word.
+    /// The rule of `formats/levanter.md`, literally.
     fn naive(fields: &[Vec<u64>], most: u64, segments: u64, drop: bool) -> Vec<[u64; 2]> {
         let n = fields[0].len();
         let over = |i: usize| fields.iter().any(|f| f[i] > most);

@@ -1,8 +1,8 @@
-//! Writing token caches: arrays in Zarr shards, rows appended to fields, and shards put together by copying bytes.
+//! Writes token caches: arrays in Zarr shards, rows appended to fields, shards concatenated by copying bytes.
 //!
-//! What is written is what Levanter writes (`formats/levanter.md` 1.2, 1.3), except that numbers may be *stored*: frames that
-//! c-blosc reads like any other and whose numbers lie in the file as they are. A frame that is not full is written without
-//! its zeros ([`super::frame::short_frame`]).
+//! The files equal Levanter's (`formats/levanter.md` 1.2, 1.3), except that numbers may be *stored*: such frames contain them
+//! uncompressed, and c-blosc reads them like any other. A partial frame is written without its zeros
+//! ([`super::frame::short_frame`]).
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -20,23 +20,23 @@ use crate::memory::output::Output;
 use crate::threads::{self, Stop, Watch};
 use crate::write::{self as pieces, Piece, Target};
 
-/// Elements of an inner chunk, and inner chunks of a file: Levanter opens no others.
+/// Elements per inner chunk and inner chunks per file: the only sizes that Levanter opens.
 pub const INNER: usize = 262_144;
 const PER_FILE: usize = 512;
-/// What arrays of unknown length say they hold.
+/// The length in the metadata of arrays of unknown length.
 const LENGTH: u64 = 1 << 54;
 
-/// How numbers are put into frames.
+/// The encoding of numbers in frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Storage {
-    /// As they are.
+    /// Uncompressed.
     Plain,
-    /// As Levanter does: LZ4, level 5, bytes shuffled.
+    /// As in Levanter: LZ4, level 5, byte shuffle.
     Lz4,
 }
 
 impl Storage {
-    /// `"plain"`, `"lz4"`, or `None` for another word.
+    /// `"plain"` or `"lz4"`; `None` for any other name.
     pub fn from_name(name: &str) -> Option<Storage> {
         match name {
             "plain" => Some(Storage::Plain),
@@ -46,24 +46,24 @@ impl Storage {
     }
 }
 
-/// An array that is being written, from its first element to its last.
+/// An array being written sequentially.
 #[derive(Debug)]
 struct ArrayWriter {
     folder: PathBuf,
     item: usize,
-    /// Elements of a row: 1, or the columns of a table.
+    /// Elements per row: 1, or the columns of a table.
     width: usize,
     storage: Storage,
-    /// Whether the first frame is kept back to the end: its first number is known last.
+    /// Whether the first frame is written last, because its first number is known last.
     holds_first: bool,
     first: Option<Vec<u8>>,
-    /// Bytes of the frame that is not full; those of stored frames lie in the stage.
+    /// Bytes of the partial frame; those of stored frames are in the stage.
     partial: Vec<u8>,
     stage: Option<Stage>,
     direct: bool,
     inner: usize,
     per_file: usize,
-    /// Full frames that wait for being compressed together.
+    /// Full frames waiting to be compressed together.
     waiting: Vec<Vec<u8>>,
     file: Option<ShardWriter>,
     frames: usize,
@@ -104,7 +104,7 @@ impl ShardWriter {
         Ok(())
     }
 
-    /// Frames of a stage, from a slot on.
+    /// Writes the frames of a stage, starting at a slot.
     fn stage(&mut self, slot: usize, stage: &Stage, full: usize, direct: bool) -> Result<()> {
         let bytes = stage.frames * (PAGE + full);
         let target = Target { path: self.path.clone(), size: 0 };
@@ -120,41 +120,41 @@ impl ShardWriter {
 
     fn finish(mut self) -> Result<()> {
         self.put(&index::encode(&self.index))?;
-        self.file.sync_all().map_err(|e| Error::from_io(&e, &self.path, "write to the disk"))
+        self.file.sync_all().map_err(|e| Error::from_io(&e, &self.path, "write and sync"))
     }
 }
 
-/// How and through what numbers are written.
+/// Options of writing.
 #[derive(Clone, Copy, Debug)]
 pub struct WriteOptions {
-    /// How they are put into frames.
+    /// The encoding of numbers.
     pub storage: Storage,
-    /// Past the page cache, where the file system can: what is written is not read soon.
+    /// Bypass the page cache, if the file system supports it: the data is not read soon.
     pub direct: bool,
-    /// Elements of an inner chunk.
+    /// Elements per inner chunk.
     pub inner: usize,
-    /// Inner chunks of a file.
+    /// Inner chunks per file.
     pub per_file: usize,
 }
 
 impl WriteOptions {
-    /// In chunks of Levanter's sizes, which are the only ones that it opens.
+    /// Options with Levanter's chunk sizes, the only ones that it opens.
     pub fn new(storage: Storage, direct: bool) -> WriteOptions {
         WriteOptions { storage, direct, inner: INNER, per_file: PER_FILE }
     }
 }
 
-/// Before each stored frame there is a page, which ends in the frame's header.
+/// A page precedes each stored frame, and ends with the frame's header.
 const PAGE: usize = 4096;
-/// Bytes that are written at once.
+/// Bytes per write.
 const STAGE: usize = 16 << 20;
 
-/// Stored frames that are being filled.
+/// Stored frames being filled.
 #[derive(Debug)]
 struct Stage {
     memory: Output,
     frames: usize,
-    /// Bytes of the frame after those.
+    /// Bytes in the frame after them.
     filled: usize,
 }
 
@@ -170,19 +170,19 @@ impl Stage {
         (STAGE / (PAGE + full)).max(1)
     }
 
-    /// What is left of the frame that is being filled.
+    /// The unfilled part of the current frame.
     fn payload(&mut self, full: usize) -> &mut [u8] {
         let (start, filled) = (self.frames * (PAGE + full) + PAGE, self.filled);
         &mut self.memory.as_mut()[start + filled..start + full]
     }
 
-    /// The frame that is being filled, from its start.
+    /// The current frame, from its start.
     fn payload_start(&mut self, full: usize) -> &mut [u8] {
         let start = self.frames * (PAGE + full) + PAGE;
         &mut self.memory.as_mut()[start..start + full]
     }
 
-    /// The frame is full: its header is written, and the next one follows.
+    /// Completes the current frame: writes its header and starts the next.
     fn close(&mut self, full: usize, item: usize) {
         let start = self.frames * (PAGE + full);
         let page = &mut self.memory.as_mut()[start..start + PAGE];
@@ -191,7 +191,7 @@ impl Stage {
         self.frames += 1;
     }
 
-    /// The frame that is not full becomes the first.
+    /// Moves the partial frame to the front.
     fn restart(&mut self, full: usize) {
         let (from, filled) = (self.frames * (PAGE + full) + PAGE, self.filled);
         if filled > 0 {
@@ -210,7 +210,7 @@ impl ArrayWriter {
         let width = width.ok_or_else(|| Error::new(Kind::Argument, "rows of more than 1,024 axes"))?;
         fs::create_dir_all(&folder).map_err(|e| Error::from_io(&e, &folder, "make"))?;
         let chunk = |n: usize| if columns { json!([n, width]) } else { json!([n]) };
-        // In the order of names, as tensorstore writes it: the same bytes whoever wrote the array.
+        // Keys are sorted as in tensorstore, so that both write the same bytes.
         let endian = json!({"configuration": {"endian": "little"}, "name": "bytes"});
         let text = json!({
             "chunk_grid": {"configuration": {"chunk_shape": chunk(inner * per_file)}, "name": "regular"},
@@ -264,8 +264,8 @@ impl ArrayWriter {
         }
     }
 
-    /// Stored frames are filled where they are written from: each after a page that ends in its header, so that numbers lie at whole
-    /// pages in memory and in the file, and can be written past the page cache.
+    /// Fills stored frames in place: each follows a page that ends with its header, so that numbers are page-aligned in memory
+    /// and in the file, and can bypass the page cache.
     fn append_stored(&mut self, mut bytes: &[u8]) -> Result<()> {
         let full = self.frame_bytes();
         while !bytes.is_empty() {
@@ -335,7 +335,7 @@ impl ArrayWriter {
         Ok(())
     }
 
-    /// The file of the frame that comes next, and its number there.
+    /// The file of a frame, and the frame's slot in it.
     fn slot(&mut self, frame: usize) -> Result<(&mut ShardWriter, usize)> {
         let number = frame / self.per_file;
         if frame.is_multiple_of(self.per_file) && number > 0 && self.first.is_none() {
@@ -351,7 +351,7 @@ impl ArrayWriter {
         }
     }
 
-    /// The first file may have to wait for its first frame.
+    /// Finishes the open file.
     fn close_file(&mut self) -> Result<()> {
         match self.file.take() {
             Some(file) => file.finish(),
@@ -379,11 +379,11 @@ impl ArrayWriter {
         Ok(())
     }
 
-    /// Writes the frame that was held back. Only its first number may change after that, in place, where frames are stored.
+    /// Writes the held first frame. Later only its first number may change, in place, because the frame is stored.
     fn put_first(&mut self) -> Result<()> {
         let Some(first) = self.first.take() else { return Ok(()) };
         let head = stored_header(first.len(), self.item);
-        // It is stored whatever the rest is: its first number is patched at the end.
+        // Always stored uncompressed, because its first number is patched at the end.
         let file = match &mut self.file {
             Some(file) => file,
             None => self.file.insert(ShardWriter::create(self.folder.join("c/0"), self.per_file)?),
@@ -391,7 +391,7 @@ impl ArrayWriter {
         file.frame(0, &[&head, &first])
     }
 
-    /// Writes what is left; `first` becomes element 0 of an array that held its first frame back.
+    /// Writes the rest; `first` becomes element 0 of an array that held its first frame.
     fn finish(mut self, first: Option<u64>) -> Result<()> {
         if self.storage == Storage::Plain {
             self.write_stage()?;
@@ -458,7 +458,7 @@ fn patch_first(file: &File, path: &Path, bytes: &[u8; 8], per_file: usize) -> Re
     file.write_all_at(bytes, u64::from_le_bytes(entry) + HEADER as u64).and_then(|()| file.sync_all()).map_err(io)
 }
 
-/// Frames compressed, in parallel.
+/// Compresses frames in parallel.
 fn compressed(frames: &[Vec<u8>], item: usize) -> Result<Vec<Vec<u8>>> {
     let codec = blosc(item)?;
     let one = |i: usize, _: &Stop| {
@@ -468,11 +468,11 @@ fn compressed(frames: &[Vec<u8>], item: usize) -> Result<Vec<Vec<u8>>> {
     threads::map(frames.len(), &one, &mut || false)
 }
 
-/// A field that is being written.
+/// A field being written.
 ///
-/// A write that fails leaves counters, buffers and files in different states: bytes of a row may be written whose end is not.
-/// So after a failure, an interrupt or a panic in the middle, the writer refuses everything: the field has to be written again.
-/// Arguments are checked before anything changes; a refused call leaves the writer as it was.
+/// A failed write leaves counters, buffers and files inconsistent: the bytes of a row may be written but not its end. So after
+/// a failure, an interrupt or a panic during a change, the writer rejects every call, and the field must be written again.
+/// Arguments are checked before anything changes; a rejected call leaves the writer unchanged.
 #[derive(Debug)]
 pub struct FieldWriter {
     data: ArrayWriter,
@@ -480,12 +480,12 @@ pub struct FieldWriter {
     shapes: Option<ArrayWriter>,
     rows: u64,
     elements: u64,
-    /// Set before the first step of a change, cleared after the last.
+    /// Set before a change begins, cleared after it ends.
     unfinished: bool,
 }
 
 impl FieldWriter {
-    /// A field in a folder, which is made. `axes`: those of its rows; 1 needs no array of shapes.
+    /// Creates a field in a new folder. `axes` is the number of axes of its rows; 1 needs no array of shapes.
     pub fn create(folder: &Path, dtype: DType, axes: u64, how: WriteOptions) -> Result<FieldWriter> {
         let shapes =
             (axes > 1).then(|| ArrayWriter::create(folder.join("shapes"), DType::I64, Some(axes - 1), how, false));
@@ -504,11 +504,10 @@ impl FieldWriter {
         (self.rows, self.elements)
     }
 
-    /// Refuses to go on after a change that did not end.
+    /// Fails if an earlier change did not end.
     fn whole(&self) -> Result<()> {
         if self.unfinished {
-            let detail =
-                "an earlier write to this field failed in the middle, so its rows are not whole; write the field again";
+            let detail = "an earlier write to this field failed, so its rows are incomplete; write the field again";
             return Err(Error::new(Kind::Argument, detail).at(&self.data.folder));
         }
         Ok(())
@@ -521,12 +520,13 @@ impl FieldWriter {
         Ok(())
     }
 
-    /// Appends rows: their elements one after another, and how many each has.
+    /// Appends rows: their concatenated elements, and the length of each.
     pub fn append(&mut self, elements: &[u8], lengths: &[i64], shapes: &[i64]) -> Result<()> {
         self.whole()?;
         // Read once: another thread may write to the caller's memory meanwhile.
         let lengths: Option<Vec<u64>> = lengths.iter().map(|l| u64::try_from(*l).ok()).collect();
-        let lengths = lengths.ok_or_else(|| Error::new(Kind::Argument, "a row of a negative length"))?;
+        let lengths = lengths
+            .ok_or_else(|| Error::new(Kind::Argument, "expected row lengths of 0 or more, found a negative one"))?;
         let total = lengths.iter().try_fold(0u64, |n, l| n.checked_add(*l));
         let held = (elements.len() / self.data.item) as u64;
         if total != Some(held) || !elements.len().is_multiple_of(self.data.item) {
@@ -564,7 +564,7 @@ impl FieldWriter {
         self.offsets.append(bytemuck::cast_slice(&ends))
     }
 
-    /// Appends all rows of another field. What is stored is copied and not decoded.
+    /// Appends all rows of another field. Stored frames are copied without decoding.
     pub fn extend(&mut self, field: &Field, watch: Watch<'_>) -> Result<()> {
         self.whole()?;
         let item = field.dtype().size().unwrap_or(0);
@@ -606,7 +606,7 @@ impl FieldWriter {
         Ok(())
     }
 
-    /// Writes what is left, the number of rows last, and waits for the disk.
+    /// Writes the rest, the number of rows last, and waits for the disk.
     pub fn finish(self) -> Result<(u64, u64)> {
         self.whole()?;
         self.data.finish(None)?;
@@ -640,7 +640,7 @@ mod tests {
     #[test]
     fn a_writer_that_failed_once_makes_no_field() {
         for storage in [Storage::Plain, Storage::Lz4] {
-            // Enough frames that those which wait for being compressed together are written too.
+            // Enough frames that waiting ones are compressed and written too.
             for (file, rows) in [("data/c/1", 600), ("offsets/c/1", 600), ("data/c/0", 600)] {
                 let folder = tempfile::tempdir().unwrap();
                 let mut writer =
@@ -651,7 +651,7 @@ mod tests {
                 let mut append =
                     |n: usize| (0..n).try_for_each(|_| writer.append(bytemuck::cast_slice(&row), &[64], &[]));
                 assert!(append(rows).is_err(), "{file}");
-                // Room was made; the rows that were taken before are still not whole.
+                // There is space again, but the earlier rows are still incomplete.
                 fs::remove_dir(&block).unwrap();
                 assert!(append(1).unwrap_err().detail.contains("earlier write"));
                 assert!(writer.finish().unwrap_err().detail.contains("earlier write"));
@@ -700,7 +700,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(16))]
 
-        /// Small chunks stand for large caches: many frames, many files, an `offsets` of several files.
+        /// Small chunks simulate large caches: many frames, many files, an `offsets` of several files.
         #[test]
         fn any_rows_come_back_from_many_files(
             lengths in prop::collection::vec(0i64..70, 0..700), per_append in 1usize..300, per_file in 1usize..4,
@@ -730,7 +730,7 @@ mod tests {
             let found: Vec<i64> = bounds.windows(2).map(|b| (b[1] - b[0]) as i64).collect();
             prop_assert_eq!(&found, &lengths);
 
-            // Put together with itself: bytes are copied, rows follow rows.
+            // Concatenated with itself: bytes are copied, rows follow rows.
             let twice = folder.path().join("twice");
             let mut writer = FieldWriter::create(&twice, DType::U32, 1, how).unwrap();
             writer.extend(&field, &mut || false).unwrap();
@@ -744,7 +744,7 @@ mod tests {
             prop_assert_eq!(both.num_rows(), 2 * lengths.len() as u64);
         }
 
-        /// Our decoder of blocks against c-blosc's encoder.
+        /// Compares our decoder of blocks with c-blosc's encoder.
         #[test]
         fn frames_of_c_blosc_decode(values in prop::collection::vec(any::<u32>(), 64..9000), wide: bool, narrow: bool) {
             let numbers: Vec<u64> = values.iter().map(|v| u64::from(if narrow { v >> 14 } else { *v })).collect();
