@@ -385,9 +385,9 @@ def _with_offsets(path: Path, change: Callable[[np.ndarray], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda o: o.__setitem__(2, 10**9), "rows end in ascending order"),
-        (lambda o: o.__setitem__(2, 0), "rows end in ascending order"),
-        (lambda o: o.__setitem__(2, -5), "rows end in ascending order"),
+        (lambda o: o.__setitem__(2, 10**9), "row ends in ascending order"),
+        (lambda o: o.__setitem__(2, 0), "row ends in ascending order"),
+        (lambda o: o.__setitem__(2, -5), "row ends in ascending order"),
         (lambda o: o.__setitem__(0, -5), "no count"),
         (lambda o: o.__setitem__(0, 1 << 62), "no count"),
     ],

@@ -1,11 +1,11 @@
-//! Codec chains of Zarr arrays, undone within bounds.
+//! Decodes the codec chains of Zarr arrays within limits.
 //!
-//! zarrs parses the metadata and undoes codecs of arrays; bytes are decompressed here. Three reasons: a chunk's decoded size
-//! follows from its shape, so a decoder stops at it (zarrs' decoders stop when memory ends); every inner chunk is decoded
-//! whole, so that its checksums are compared (zarrs' partial decoders skip a trailing crc32c); and input after the end of
-//! compressed data is an error, as it is in numcodecs.
+//! zarrs parses the metadata and decodes array-to-array codecs; bytes are decompressed here, for three reasons. A chunk's decoded
+//! size follows from its shape, so decoding stops there (zarrs' decoders stop only when memory ends). Every inner chunk is
+//! decoded whole, so its checksum is verified (zarrs' partial decoders skip a trailing crc32c). Input after the end of
+//! compressed data is an error, as in numcodecs.
 //!
-//! A shard that cannot be read chunk by chunk (one that is compressed as a whole, or lies in a shard) is decoded whole.
+//! A shard that cannot be read chunk by chunk, because it is compressed as a whole or inside another shard, is decoded whole.
 
 use std::borrow::Cow;
 use std::io::Read;
@@ -27,19 +27,19 @@ use super::failing::{Said, Undecodable, no_memory, reserve};
 use super::index::{DecodeIndex, IndexForm, Numbers, place};
 use crate::error::{Finding, Kind};
 
-/// The largest decoded chunk: what numcodecs' compressors take ("Codec does not support buffers of > 2147483647 bytes").
+/// The largest decoded chunk, as in numcodecs ("Codec does not support buffers of > 2147483647 bytes").
 pub(super) const MOST_DECODED: u64 = i32::MAX as u64;
 
-/// Shards within shards within shards: more are not read.
+/// Maximum nesting of shards.
 const MOST_NESTED: usize = 4;
 
-/// Encoded bytes of elements of variable size.
+/// Maximum encoded bytes of elements of variable size.
 const MOST_VARIABLE: u64 = 1 << 30;
 
 /// Decoded elements in C order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Elements {
-    /// Elements of one size, native byte order.
+    /// Elements of fixed size, in native byte order.
     Fixed(Vec<u8>),
     /// Strings or byte strings.
     Variable(Vec<Vec<u8>>),
@@ -66,19 +66,19 @@ impl Form {
 /// The codecs of an array's chunks.
 #[derive(Debug)]
 pub(super) struct Chain {
-    /// Each with the form it gives when undone.
+    /// Each with the form of its decoded output.
     arrays: Vec<(Arc<dyn ArrayToArrayCodecTraits>, Form)>,
-    /// What array-to-bytes gives when undone.
+    /// The decoded form of the array-to-bytes codec.
     last: Form,
     whole: Form,
     to_bytes: ToBytes,
-    /// Bytes before the first bytes-to-bytes codec; `None` for elements of variable size.
+    /// Bytes before the first bytes-to-bytes codec.
     plain: Size,
     bytes: Vec<(Undo, BytesRepresentation, Size)>,
     encoded: Size,
 }
 
-/// How long bytes are.
+/// The length of bytes.
 #[derive(Clone, Copy, Debug)]
 enum Size {
     Exactly(u64),
@@ -96,12 +96,12 @@ impl Size {
 #[derive(Debug)]
 enum ToBytes {
     Zarrs(Arc<dyn ArrayToBytesCodecTraits>),
-    /// Their number, then each after its length, in 32 bits (numcodecs' `vlen-utf8` and `vlen-bytes`).
+    /// The number of strings, then each after its 32-bit length (numcodecs' `vlen-utf8` and `vlen-bytes`).
     Strings,
     Shard(Box<ShardCodec>),
 }
 
-/// Inner chunks of a shard, and where its index lies.
+/// Inner chunks of a shard, and the form of its index.
 #[derive(Debug)]
 pub(super) struct ShardCodec {
     pub inner: Chain,
@@ -114,7 +114,7 @@ pub(super) struct ShardCodec {
     pub index: IndexForm,
 }
 
-/// Bytes-to-bytes codecs, by what bounds their output.
+/// Bytes-to-bytes codecs, by the bound of their output.
 #[derive(Debug)]
 enum Undo {
     Gzip,
@@ -122,7 +122,7 @@ enum Undo {
     Bz2,
     Zstd,
     Blosc(Arc<dyn BytesToBytesCodecTraits>),
-    /// Output is never longer than the input: checksums, shuffling.
+    /// The output is never longer than the input: checksums, shuffling.
     Shrinking(Arc<dyn BytesToBytesCodecTraits>),
 }
 
@@ -135,7 +135,7 @@ fn text(error: impl std::fmt::Display) -> Undecodable {
 }
 
 impl Chain {
-    /// The chain of chunks of a shape.
+    /// The chain for chunks of this shape.
     pub fn new(codecs: &CodecChain, shape: &[NonZeroU64], dtype: &DataType, fill: &FillValue) -> Said<Chain> {
         Chain::nested(codecs, Form { shape: shape.to_vec(), dtype: dtype.clone(), fill: fill.clone() }, 0)
     }
@@ -159,14 +159,14 @@ impl Chain {
                 let limit = shard.index.bytes().saturating_add(around(size.unwrap_or(MOST_VARIABLE)));
                 (ToBytes::Shard(Box::new(shard)), BytesRepresentation::UnboundedSize, Size::AtMost(limit))
             }
-            Some(_) => return Err(format!("shards nested more than {MOST_NESTED} deep are not read").into()),
+            Some(_) => return Err(format!("shards nested more than {MOST_NESTED} deep are unsupported").into()),
             None if codec.as_any().is::<VlenUtf8Codec>() || codec.as_any().is::<VlenBytesCodec>() => {
                 (ToBytes::Strings, BytesRepresentation::UnboundedSize, Size::AtMost(MOST_VARIABLE))
             }
             None => {
                 let known = codec.encoded_representation(&last.shape, &last.dtype, &last.fill).map_err(text)?;
                 let Some(size) = size else {
-                    return Err("elements of variable size are read of vlen-utf8 and vlen-bytes only".into());
+                    return Err("elements of variable size are supported with vlen-utf8 and vlen-bytes only".into());
                 };
                 let plain = match known {
                     BytesRepresentation::FixedSize(n) => Size::Exactly(n),
@@ -183,14 +183,14 @@ impl Chain {
             known = codec.encoded_representation(&known);
             bound = match known {
                 BytesRepresentation::FixedSize(n) => Size::Exactly(n),
-                // Another library's encoder may need more than zarrs' would.
+                // Another library's encoder may produce more than zarrs'.
                 _ => Size::AtMost(known.size().unwrap_or(0).max(around(plain.limit()))),
             };
         }
         Ok(Chain { arrays, last, whole, to_bytes, plain, bytes, encoded: bound })
     }
 
-    /// Refuses an encoded chunk that is longer than codecs make it.
+    /// Rejects an encoded chunk that is longer than codecs can produce.
     pub fn check_encoded(&self, n: u64) -> Said<()> {
         let most = self.encoded.limit();
         if n <= most {
@@ -200,7 +200,7 @@ impl Chain {
         }
     }
 
-    /// The shard codec, if chunks are shards and nothing else.
+    /// The shard codec, if it is the only codec.
     pub fn shard(&self) -> Option<&ShardCodec> {
         match &self.to_bytes {
             ToBytes::Shard(shard) if self.arrays.is_empty() && self.bytes.is_empty() => Some(shard),
@@ -215,7 +215,7 @@ impl Chain {
             && whole.saturating_mul(size as u64) > MOST_DECODED.max(encoded.len() as u64)
         {
             return Err(format!(
-                "a chunk of {whole} elements of {size} bytes: at most {MOST_DECODED} bytes are decoded at once"
+                "expected a chunk of at most {MOST_DECODED} bytes, found {whole} elements of {size} bytes"
             )
             .into());
         }
@@ -251,7 +251,7 @@ impl Chain {
     }
 }
 
-/// What compressors may make of `n` bytes that cannot be compressed, and room to spare.
+/// A bound on the compressed size of `n` incompressible bytes.
 fn around(n: u64) -> u64 {
     n.saturating_mul(2).saturating_add(64 << 10)
 }
@@ -338,7 +338,7 @@ impl Undo {
     }
 }
 
-/// Bytes that data of a codec decode to, at most `limit`.
+/// The decoded size of compressed data; fails above `limit`.
 pub(super) fn decoded_size(codec: &str, data: &[u8], limit: u64) -> Said<u64> {
     let undo = match codec {
         "gzip" => Undo::Gzip,
@@ -351,10 +351,10 @@ pub(super) fn decoded_size(codec: &str, data: &[u8], limit: u64) -> Said<u64> {
     Ok(made.len() as u64)
 }
 
-/// All that a decoder gives, and not a byte more than may come.
+/// Reads a decoder to its end, and fails if the output exceeds the bound.
 fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<Cow<'static, [u8]>> {
     let limit = bound.limit();
-    // What can be expected of so much input; the rest is asked for as it comes, so that a claim alone takes no memory.
+    // Reserve a likely size; the rest is allocated as data arrives, so that a claimed size alone allocates nothing.
     let likely = limit.min((encoded.len() as u64).saturating_mul(16).max(1 << 20));
     let mut made = reserve(likely)?;
     let mut decoder = decoder.take(limit.saturating_add(1));
@@ -394,11 +394,11 @@ impl ShardCodec {
             .to_typed::<ShardingCodecConfiguration>()
             .map_err(text)?;
         let ShardingCodecConfiguration::V1(v1) = configuration else {
-            return Err("sharding of an unknown version".into());
+            return Err("unsupported version of the sharding codec".into());
         };
         let chunk: Vec<NonZeroU64> = v1.chunk_shape.to_vec();
         if chunk.len() != form.shape.len() || form.shape.iter().zip(&chunk).any(|(n, c)| n.get() % c.get() != 0) {
-            return Err(format!("inner chunks of {chunk:?} do not divide shards of {:?}", form.shape).into());
+            return Err(format!("expected inner chunks that divide shards of {:?}, found {chunk:?}", form.shape).into());
         }
         let counts: Vec<u64> = form.shape.iter().zip(&chunk).map(|(n, c)| n.get() / c.get()).collect();
         let inner = Form { shape: chunk.clone(), dtype: form.dtype.clone(), fill: form.fill.clone() };
@@ -415,7 +415,7 @@ impl ShardCodec {
         let codecs = CodecChain::from_metadata(&v1.index_codecs).map_err(text)?;
         let chain = Chain::nested(&codecs, pairs, MOST_NESTED)?;
         let Size::Exactly(bytes) = chain.encoded else {
-            return Err("index codecs must give a known number of bytes".into());
+            return Err("expected index codecs with a fixed encoded size".into());
         };
         let chunks = counts.iter().product();
         let at_end = !matches!(v1.index_location, ShardingIndexLocation::Start);
@@ -427,12 +427,12 @@ impl ShardCodec {
         })
     }
 
-    /// The shard of an inner chunk, from that one's indices in the whole array.
+    /// The index of a shard, from the index of one of its inner chunks in the whole array.
     pub fn outer(&self, indices: &[u64]) -> Vec<u64> {
         indices.iter().zip(&self.counts).map(|(i, n)| i / n).collect()
     }
 
-    /// An inner chunk's number in the index, from its indices in the shard or in the whole array.
+    /// An inner chunk's position in the shard's index, from its index in the shard or in the whole array.
     pub fn number(&self, indices: &[u64]) -> usize {
         indices.iter().zip(&self.counts).fold(0, |n, (i, c)| n * c + i % c) as usize
     }
@@ -459,7 +459,7 @@ fn unwrapped(shape: &[NonZeroU64]) -> Vec<u64> {
     shape.iter().map(|n| n.get()).collect()
 }
 
-/// An array of its chunks, those at `places`; what lies in no chunk is the fill value.
+/// Assembles an array from its chunks at `places`; elements in no chunk get the fill value.
 pub(super) fn assemble(
     shape: &[u64],
     chunks: &[u64],

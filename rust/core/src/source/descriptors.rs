@@ -1,4 +1,4 @@
-//! File descriptors, a process-wide budget of them, and the clock that closes kept files when it is spent.
+//! A process-wide budget of file descriptors, and the clock algorithm that closes cached files when it is used up.
 
 use std::fs::File;
 use std::path::Path;
@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use crate::error::{Error, Kind, Result, is_out_of_descriptors};
 
-/// Files this process keeps open, over all datasets.
+/// Cached open files of this process, over all datasets.
 static KEPT: AtomicUsize = AtomicUsize::new(0);
-/// And all that are open, also for a single call.
+/// All open files, including those open for a single call.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
-/// Half of the descriptors this process may have; the rest is the program's.
+/// Half of this process's descriptor limit; the rest is left to the program.
 pub(crate) fn budget() -> usize {
     // Not a OnceLock: a child forked while another thread initialised it would wait for that thread.
     static BUDGET: AtomicUsize = AtomicUsize::new(0);
@@ -28,32 +28,32 @@ pub(crate) fn budget() -> usize {
     }
 }
 
-/// Files that one thread of `threads` may hold open at once without keeping them: all threads together stay within half of
-/// what the budget leaves.
+/// Files that one of `threads` threads may hold open without caching them: all threads together stay within half of what the
+/// budget leaves.
 pub(crate) fn files_at_once(threads: usize) -> usize {
     (budget() / 2 / threads.max(1)).clamp(2, 1024)
 }
 
-/// Whether all threads together hold so many files open that none should open a second one. Callers may be many more than
-/// our own threads, so their number says nothing.
+/// Whether all threads together hold so many files open that none should open a second one. Counts files, because callers may
+/// be many more than the pool's threads.
 pub(crate) fn descriptors_are_scarce() -> bool {
     OPEN.load(Ordering::Relaxed) > budget() + budget() / 2
 }
 
-/// An open descriptor's share of the budget, given back when it is dropped.
+/// An open descriptor's share of the budget, released on drop.
 #[derive(Debug)]
 pub(crate) struct Share {
     kept: bool,
 }
 
 impl Share {
-    /// Counts a descriptor that was just opened, and takes a share of those that may be kept if one is left.
+    /// Counts a newly opened descriptor, and reserves space in the cache for it if there is any.
     pub(crate) fn take() -> Share {
         OPEN.fetch_add(1, Ordering::Relaxed);
         Share { kept: keep_one() }
     }
 
-    /// Whether the descriptor may be kept.
+    /// Whether the file may be cached.
     pub(crate) fn may_keep(&self) -> bool {
         self.kept
     }
@@ -68,14 +68,14 @@ impl Drop for Share {
     }
 }
 
-/// A share of the descriptors that may be kept: a free one, or that of a file that was not used lately.
+/// Reserves space for a cached file: free space, or that of a file not used lately.
 fn keep_one() -> bool {
     let take = || KEPT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| (n < budget()).then_some(n + 1)).is_ok();
     take() || (evict(false) > 0 && take())
 }
 
-/// Opens a file to read. Where the process has no descriptor left, kept ones are closed first; then those of other threads'
-/// reads are waited for, a moment.
+/// Opens a file for reading. If the process has no free descriptor, closes cached files first, then waits briefly for other
+/// threads' reads to finish.
 pub(crate) fn open_to_read(path: &Path) -> std::io::Result<File> {
     const TRIES: usize = 20;
     let mut tries = 0;
@@ -92,9 +92,9 @@ pub(crate) fn open_to_read(path: &Path) -> std::io::Result<File> {
     }
 }
 
-/// Opens a regular file (symlinks are followed) and tells its length.
+/// Opens a regular file (symlinks are followed); returns it with its length.
 pub(crate) fn open_regular(path: &Path) -> Result<(File, u64)> {
-    // Looking before opening: opening a named pipe would wait for a writer.
+    // Check the type before opening: opening a named pipe would wait for a writer.
     let meta = std::fs::metadata(path).map_err(|e| Error::from_io(&e, path, "look at"))?;
     if !meta.is_file() {
         let what = if meta.is_dir() { "a folder" } else { "a special file" };
@@ -105,14 +105,14 @@ pub(crate) fn open_regular(path: &Path) -> Result<(File, u64)> {
     Ok((file, meta.len()))
 }
 
-/// Slots of any dataset, as the clock sees them.
+/// The slots of a dataset, for the clock.
 pub(super) trait Keeper: Send + Sync {
     fn len(&self) -> usize;
-    /// Closes the file in a slot, if no thread reads it and it was not used since the last visit; used or not, if `any`.
+    /// Closes the file in a slot if no thread reads it and it was not used since the last visit; with `any`, even if used.
     fn close(&self, slot: usize, any: bool) -> Visit;
 }
 
-/// What the clock did about a slot.
+/// The result of the clock's visit to a slot.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Visit {
     Closed,
@@ -120,7 +120,7 @@ pub(super) enum Visit {
     Empty,
 }
 
-/// All slots of the process, and the clock's hand: which of them, and which slot.
+/// All slots of the process, and the clock's hand: an index of slots, and a slot.
 struct Keepers {
     list: Vec<Weak<dyn Keeper>>,
     hand: (usize, usize),
@@ -128,7 +128,7 @@ struct Keepers {
 
 static KEEPERS: Mutex<Keepers> = Mutex::new(Keepers { list: vec![], hand: (0, 0) });
 
-/// Shows slots to the clock. Only ever tried: a dataset that is not listed keeps its files until it is dropped.
+/// Registers slots. The lock is only tried: an unregistered dataset keeps its files until it is dropped.
 pub(super) fn list(slots: Weak<dyn Keeper>) {
     if let Ok(mut keepers) = KEEPERS.try_lock() {
         keepers.list.retain(|keeper| keeper.strong_count() > 0);
@@ -136,14 +136,13 @@ pub(super) fn list(slots: Weak<dyn Keeper>) {
     }
 }
 
-/// Kept files that the clock visits to make room for one. Few, so that files that are all used in turn, more of them than
-/// descriptors, do not push each other out every time.
+/// Cached files that the clock visits to free one. Few, so that a cyclic access to more files than descriptors does not evict
+/// every file before its next use.
 const VISITS: usize = 4;
-/// And slots that it looks into, empty ones included.
+/// Slots that it inspects, including empty ones.
 const LOOKS: usize = 256;
 
-/// Closes kept files that were not used lately; returns how many. In an emergency, used ones too, a sixteenth of all that may
-/// be kept.
+/// Closes cached files not used lately; returns their number. In an emergency also used ones, up to a sixteenth of the budget.
 fn evict(emergency: bool) -> usize {
     let most = if emergency { (budget() / 16).max(1) } else { 1 };
     let (mut visits, mut looks) = if emergency { (usize::MAX, usize::MAX) } else { (VISITS, LOOKS) };

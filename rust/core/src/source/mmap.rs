@@ -1,15 +1,15 @@
-//! Mapped files: the only module that maps. (The other `unsafe` of this crate calls C libraries: `inflate`, `lz4`.)
+//! Memory-mapped files; only this module maps. (The other `unsafe` of this crate calls C libraries: `inflate`, `lz4`.)
 //!
-//! The limits of what mapping can promise. A Rust slice over mapped bytes assumes that no process changes or truncates the
-//! file while the slice lives, and no program can force others to keep that promise. Files are opened read-only, and their
-//! length is compared with the mapped length before each gather (`Source::unchanged`), so that a shard
-//! truncated *before* a read is an error and not a SIGBUS. Rows are copied out as plain numbers: a concurrent overwrite gives
-//! mixed values. Pickles, gzip members and compressed blocks are parsed in the mapping: their parsers are written for
-//! hostile input, check every offset against the slice's length and rely on no byte being the same when read twice; libdeflate
-//! and LZ4 (C) promise the same of their input. `io="pread"` never maps, and is safe against truncation *during* a read.
+//! The limits of mapping: a Rust slice over mapped bytes assumes that no process changes or truncates the file while the slice
+//! lives, and no program can enforce that on others. Files are opened read-only, and their length is compared with the mapped
+//! length before each gather (`Source::unchanged`), so that a shard truncated *before* a read is an error and not a SIGBUS.
+//! Rows are copied as plain numbers: a concurrent overwrite gives mixed values. Pickles, gzip members and compressed blocks
+//! are parsed in the mapping. Their parsers accept hostile input, check every offset against the slice's length, and do not
+//! assume that two reads of a byte are equal; libdeflate and LZ4 (C) guarantee the same for their input. `io="pread"` never
+//! maps, and is safe against truncation *during* a read.
 //!
-//! The mapping is advised RANDOM: the default readahead (128 KiB to 8 MiB per fault) would read a hundred times what a
-//! cold random row needs. What will be needed is hinted row by row instead ([`Map::will_need`]).
+//! The mapping is advised RANDOM: the default readahead (128 KiB to 8 MiB per fault) would read a hundred times more than a
+//! cold random row needs. Needed rows are hinted one by one instead ([`Map::will_need`]).
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use memmap2::{Advice, Mmap, MmapOptions};
 
-/// A whole file, mapped read-only. Clones share the mapping, which needs no descriptor once it is made.
+/// A whole file, mapped read-only. Clones share the mapping, which keeps no descriptor.
 #[derive(Clone, Debug)]
 pub struct Map {
     inner: Arc<Mmap>,
@@ -27,11 +27,11 @@ pub struct Map {
 impl Map {
     /// Maps the first `len` bytes of `file`; `len` is not zero.
     pub fn open(file: &File, len: usize) -> io::Result<Map> {
-        // SAFETY: `file` is open for reading, and each caller (`Positioned::mapping`, `Shards::stored`) took
-        // `len` from it or compared it with its length just before, so every page is backed. Truncation and overwriting by
-        // others remain possible; the module header says what limits them.
+        // SAFETY: `file` is open for reading, and each caller (`Positioned::mapping`, `Shards::stored`) took `len` from it or
+        // compared it with its length just before, so every page is backed. Others can still truncate or overwrite the file;
+        // the module header describes the consequences.
         let inner = unsafe { MmapOptions::new().len(len).map(file)? };
-        // Advice only: a kernel that refuses it still reads correctly.
+        // Only advice: if the kernel rejects it, reads are still correct.
         let _ = inner.advise(Advice::Random);
         Ok(Map { inner: Arc::new(inner) })
     }
@@ -42,23 +42,23 @@ impl Map {
         &self.inner
     }
 
-    /// Starts reading a range into the page cache without waiting for it. A hint: out-of-range or refused hints do
-    /// nothing.
+    /// Starts reading a range into the page cache without waiting for it. A hint: does nothing if it is out of range or
+    /// rejected.
     pub fn will_need(&self, offset: usize, len: usize) {
         if offset.checked_add(len).is_some_and(|end| end <= self.inner.len()) {
             let _ = self.inner.advise_range(Advice::WillNeed, offset, len);
         }
     }
 
-    /// [`prefetch`] from `offset` on.
+    /// [`prefetch`] from `offset`.
     #[inline]
     pub fn prefetch(&self, offset: usize) {
         prefetch(self.inner.get(offset..).unwrap_or_default());
     }
 }
 
-/// Asks the processor for the first cache lines: a random row's page walk and first misses then overlap with the copy of the
-/// row before it (measured: 12.7 against 11.0 GB/s for 3 KiB rows on two cores).
+/// Prefetches the first cache lines: a random row's page walk and first misses then overlap with the copy of the previous row
+/// (measured: 12.7 compared with 11.0 GB/s for 3 KiB rows on two cores).
 #[inline]
 pub fn prefetch(bytes: &[u8]) {
     #[cfg(target_arch = "x86_64")]

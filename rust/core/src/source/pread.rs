@@ -1,4 +1,4 @@
-//! Positioned reads, and the hints that make many of them fast on a cold disk.
+//! Positioned reads, and read-ahead hints that make many of them fast on a cold disk.
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
@@ -7,12 +7,12 @@ use std::path::Path;
 
 use super::Ready;
 
-/// Fills `buf` from `offset`, waiting for the disk if need be.
+/// Fills `buf` from `offset`; may wait for the disk.
 pub fn read_exact_at(file: &File, buf: &mut [u8], offset: u64) -> io::Result<()> {
     file.read_exact_at(buf, offset)
 }
 
-/// Fills `buf` only if the page cache has all of it (`RWF_NOWAIT`).
+/// Fills `buf` only if all of it is in the page cache (`RWF_NOWAIT`).
 pub fn read_if_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Ready> {
     #[cfg(target_os = "linux")]
     {
@@ -20,7 +20,7 @@ pub fn read_if_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Re
         let want = buf.len();
         match preadv2(file, &mut [IoSliceMut::new(buf)], offset, ReadWriteFlags::NOWAIT) {
             Ok(n) if n == want => Ok(Ready::Yes),
-            // Short: the cache ran out, or the file did; the waiting read will tell which.
+            // Short: not all cached, or the end of the file; the waiting read finds out which.
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => Ok(Ready::No),
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => Ok(Ready::Unknown),
             Err(errno) => Err(errno.into()),
@@ -33,8 +33,8 @@ pub fn read_if_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Re
     }
 }
 
-/// Whether the byte at `offset` is in the page cache. Asked through a read that must not wait: unlike `mincore`, which
-/// answers "yes" for any file this user may not write, it tells the truth about everything this user may read.
+/// Whether the byte at `offset` is in the page cache. Uses a non-blocking read: `mincore` answers "yes" for any file that
+/// this user may not write, whereas a read is correct for all that the user may read.
 pub fn is_cached(file: &File, offset: u64) -> Ready {
     read_if_cached(file, &mut [0], offset).unwrap_or(Ready::Unknown)
 }
@@ -47,7 +47,7 @@ pub fn will_need(file: &File, offset: u64, len: u64) {
     let _ = (file, offset, len);
 }
 
-/// Tells the kernel that reads jump about, so that one small read does not pull in megabytes of readahead.
+/// Advises the kernel that reads are random, so that a small read does not trigger megabytes of readahead.
 pub fn expect_random(file: &File) {
     #[cfg(target_os = "linux")]
     let _ = rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::Random);
@@ -55,8 +55,8 @@ pub fn expect_random(file: &File) {
     let _ = file;
 }
 
-/// Whether `path` lies on a network or user-space file system, where a page fault is a round trip and mapping is often
-/// the slow choice. Magic numbers: `statfs(2)` and each file system's kernel header.
+/// Whether `path` is on a network or user-space file system, where a page fault is a round trip and mapping is often slower.
+/// Magic numbers: `statfs(2)` and each file system's kernel header.
 pub fn is_network(path: &Path) -> bool {
     #[cfg(target_os = "linux")]
     {

@@ -1,5 +1,5 @@
-//! Many reads of several sources by one thread: what is ready is read at once, the rest is hinted, and read when enough others
-//! have been hinted after it, so that a cold disk has all of them to work on.
+//! Many reads of several sources by one thread. Cached ranges are read at once; others are hinted, and read after enough further
+//! hints, so that a cold disk has a full queue.
 
 use std::collections::VecDeque;
 
@@ -7,20 +7,20 @@ use super::{ByteRange, Ready, Source};
 use crate::error::Result;
 use crate::threads::Stop;
 
-/// Ranges that hints run ahead of reads.
+/// Ranges hinted ahead of reads.
 pub const AHEAD: usize = 1024;
-/// And their bytes.
+/// Bytes hinted ahead of reads.
 pub const AHEAD_BYTES: usize = 16 << 20;
 
 /// A range of one of several sources.
 pub trait Ranged {
-    /// Position of its source.
+    /// Index of its source.
     fn source(&self) -> usize;
     /// The range.
     fn range(&self) -> ByteRange;
 }
 
-/// Calls `read` for each range, with whether it is to wait; again, to wait, where it answered that the range was not ready.
+/// Calls `read` for each range, first without waiting; if the range is not ready, again later with waiting allowed.
 pub fn read_all<T: Ranged>(
     sources: &[Option<&dyn Source>],
     ranges: &[T],

@@ -1,4 +1,4 @@
-//! Places that keep what was opened.
+//! A cache of opened files.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, RwLock, Weak};
@@ -6,11 +6,11 @@ use std::sync::{Arc, RwLock, Weak};
 use super::descriptors::{self, Keeper, Visit, budget};
 use crate::error::Result;
 
-/// Places that keep opened files: file `n` lives in slot `n % len`. A slot is only ever *tried*, never waited for, so that
-/// one locked by a thread that does not exist in a forked child costs that child an extra `open` and nothing else.
+/// A cache of opened files: file `n` uses slot `n % len`. A slot's lock is only *tried*, never waited for: if a thread that does
+/// not exist in a forked child holds it, the child only needs an extra `open`.
 ///
-/// Kept files share one budget of descriptors over all datasets. When it is spent, a clock looks for one that was not used
-/// since it last came by: an idle dataset gives its descriptors to those that are read.
+/// Cached files of all datasets share one budget of descriptors. When it is used up, a clock algorithm closes a file that was not
+/// used since its last visit, so that idle datasets release descriptors to active ones.
 #[derive(Debug)]
 pub(crate) struct Slots<T: Opened + 'static> {
     slots: Arc<Box<[FileSlot<T>]>>,
@@ -18,18 +18,18 @@ pub(crate) struct Slots<T: Opened + 'static> {
 
 #[derive(Debug)]
 struct FileSlot<T> {
-    /// A file's number and the file.
+    /// A file's number, and the file.
     held: RwLock<Option<(u64, Arc<T>)>>,
-    /// Used since the clock came by.
+    /// Whether it was used since the clock's last visit.
     used: AtomicBool,
 }
 
-/// What is opened, and kept open as long as descriptors last.
+/// An opened file that can be cached.
 pub(crate) trait Opened: Send + Sync {
-    /// Whether it may be kept.
+    /// Whether it may stay open.
     fn may_keep(&self) -> bool;
 
-    /// Whether a descriptor is free when it is dropped.
+    /// Whether dropping it releases a descriptor.
     fn holds_descriptor(&self) -> bool {
         true
     }
@@ -37,7 +37,7 @@ pub(crate) trait Opened: Send + Sync {
 
 impl<T: Opened + 'static> Slots<T> {
     pub(crate) fn new(files: u64) -> Slots<T> {
-        // More than the budget of kept descriptors would never fill.
+        // Slots beyond the budget of descriptors would stay empty.
         let len = usize::try_from(files).unwrap_or(usize::MAX).min(budget()).max(1);
         let slot = |_| FileSlot { held: RwLock::new(None), used: AtomicBool::new(false) };
         let slots: Arc<Box<[FileSlot<T>]>> = Arc::new((0..len).map(slot).collect());
@@ -45,7 +45,7 @@ impl<T: Opened + 'static> Slots<T> {
         Slots { slots }
     }
 
-    /// A file that is kept.
+    /// A cached file.
     pub(crate) fn kept(&self, number: u64) -> Option<Arc<T>> {
         let slot = &self.slots[(number % self.slots.len() as u64) as usize];
         let guard = slot.held.try_read().ok()?;
@@ -53,14 +53,14 @@ impl<T: Opened + 'static> Slots<T> {
         if *held != number {
             return None;
         }
-        // Most often it is set already, and a line that is only read stays in every processor's cache.
+        // Usually it is set already; a cache line that is only read stays shared between processors.
         if !slot.used.load(Ordering::Relaxed) {
             slot.used.store(true, Ordering::Relaxed);
         }
         Some(Arc::clone(file))
     }
 
-    /// A file that is kept, or else opened now.
+    /// A cached file, or else opens it.
     #[inline]
     pub(crate) fn get(&self, number: u64, open: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
         if let Some(kept) = self.kept(number) {
@@ -71,14 +71,14 @@ impl<T: Opened + 'static> Slots<T> {
         if file.may_keep()
             && let Ok(mut guard) = slot.held.try_write()
         {
-            // Another thread may have been first; either file will do.
+            // Another thread may have been faster; either file is valid.
             *guard = Some((number, Arc::clone(&file)));
             slot.used.store(true, Ordering::Relaxed);
         }
         Ok(file)
     }
 
-    /// Drops all kept files; those in use are closed when their readers finish.
+    /// Drops all cached files; those in use are closed when their readers finish.
     pub(crate) fn clear(&self) {
         for slot in self.slots.iter() {
             if let Ok(mut guard) = slot.held.try_write() {

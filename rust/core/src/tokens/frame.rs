@@ -1,9 +1,9 @@
-//! One blosc frame: its header, its blocks, and the bytes of numbers as planes.
+//! A blosc frame: its header, its blocks, and numbers as byte planes.
 //!
-//! The layout is c-blosc 1's (`README_CHUNK_FORMAT.rst` there): 16 bytes of header, then the numbers as they are if the frame is
-//! *stored*; otherwise an offset per block, and in each block the *planes* of its numbers (all lowest bytes, all second
-//! bytes, ...), compressed one by one, each after its length. Planes stay apart here: what a window copies is put together from
-//! a few of them, and a plane that is one byte throughout (token ids are small) takes neither time nor memory.
+//! The layout is c-blosc 1's (`README_CHUNK_FORMAT.rst` there): a header of 16 bytes; then the uncompressed numbers if the frame
+//! is *stored*, else an offset per block and, in each block, the *planes* of its numbers (all lowest bytes, all second bytes,
+//! ...), each compressed separately after its length. Planes stay separate here: a window reads a few numbers of each, and a
+//! constant plane (token ids are small) costs neither time nor memory.
 
 use std::borrow::Cow;
 
@@ -14,11 +14,11 @@ use zarrs::array::codec::BloscCodec;
 use crate::codec::lz4;
 use crate::error::{self, Error, Kind};
 
-/// Bytes before the blocks.
+/// Size of the header in bytes.
 pub const HEADER: usize = 16;
-/// Fewer numbers in a block are never split (`MIN_BUFFERSIZE` in blosc.c: frames from before the flag rely on it).
+/// Blocks with fewer numbers are never split (`MIN_BUFFERSIZE` in blosc.c; frames from before the flag rely on it).
 const SPLIT_FROM: usize = 128;
-/// Numbers have at most this many bytes.
+/// Maximum bytes per number.
 const WIDEST: usize = 8;
 const SHUFFLED: u8 = 0x1;
 const STORED: u8 = 0x2;
@@ -26,38 +26,38 @@ const BIT_SHUFFLED: u8 = 0x4;
 const UNSPLIT: u8 = 0x10;
 const LZ4: u8 = 1;
 
-/// Most bytes of an encoded chunk that decodes to `bytes`: no codec makes data much longer (c-blosc: by its header), so a
-/// longer one is damaged, and reading it would take memory that only a length in a file asks for.
+/// Maximum length of an encoded chunk that decodes to `bytes`. Codecs hardly expand data (c-blosc: by its header), so a longer
+/// chunk is damaged, and reading it would allocate memory based only on a length in a file.
 pub fn most_stored(bytes: usize) -> u64 {
     bytes as u64 * 2 + (64 << 10)
 }
 
-/// Levanter's blosc, for numbers of so many bytes.
+/// Levanter's blosc codec, for numbers of `item` bytes.
 pub(super) fn blosc(item: usize) -> error::Result<BloscCodec> {
     use zarrs::metadata_ext::codec::blosc::{BloscCompressionLevel, BloscCompressor, BloscShuffleMode};
-    let bad = |e: String| Error::new(Kind::Internal, format!("c-blosc refuses Levanter's own settings: {e}"));
+    let bad = |e: String| Error::new(Kind::Internal, format!("c-blosc rejects Levanter's own settings: {e}"));
     let level = BloscCompressionLevel::try_from(5u8).map_err(|_| bad("level 5".to_string()))?;
     BloscCodec::new(BloscCompressor::LZ4, level, Some(0), BloscShuffleMode::Shuffle, Some(item))
         .map_err(|e| bad(e.to_string()))
 }
 
-/// What a frame's header says.
+/// The kind of a frame, from its header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
-    /// The numbers follow the header as they are.
+    /// The numbers follow the header uncompressed.
     Stored,
-    /// Blocks that are decoded here.
+    /// Blocks decoded by this module.
     Blocks(Blocks),
-    /// What c-blosc has to decode, as a whole.
+    /// A frame that c-blosc must decode as a whole.
     Other,
 }
 
 /// Blocks of LZ4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Blocks {
-    /// Bytes that all blocks decode to.
+    /// Decoded bytes of all blocks.
     pub bytes: usize,
-    /// Bytes that one decodes to, the last excepted.
+    /// Decoded bytes of a block, except the last.
     pub block: usize,
     /// Bytes per number.
     pub item: usize,
@@ -66,7 +66,7 @@ pub struct Blocks {
 }
 
 impl Frame {
-    /// Reads a header; `stored` is the frame's length, `bytes` what it must decode to, in numbers of `item` bytes.
+    /// Parses a header; `stored` is the frame's length, `bytes` its required decoded size, in numbers of `item` bytes.
     pub fn parse(header: &[u8; HEADER], stored: u64, bytes: usize, item: usize) -> Result<Frame, String> {
         let [version, _, flags, typesize] = [header[0], header[1], header[2], header[3]];
         let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
@@ -105,17 +105,17 @@ impl Frame {
 }
 
 impl Blocks {
-    /// How many blocks there are.
+    /// Number of blocks.
     pub fn count(&self) -> usize {
         self.bytes.div_ceil(self.block)
     }
 
-    /// Numbers in a block.
+    /// Numbers per block.
     pub fn numbers(&self, block: usize) -> usize {
         (self.bytes - block * self.block).min(self.block) / self.item
     }
 
-    /// Where in the frame a block's numbers lie as they are, if they do.
+    /// The offset of a block's numbers in the frame, if they are stored uncompressed.
     pub fn stored(&self, frame: &[u8], block: usize) -> Option<usize> {
         if self.shuffled || (self.split && self.numbers(block) * self.item == self.block) {
             return None;
@@ -137,13 +137,13 @@ impl Blocks {
         let held = self.numbers(block);
         let start = self.start(frame, block)?;
         let numbers = numbers.min(held);
-        // The last block is not split when it is shorter (blosc_c in blosc.c).
+        // A shorter last block is not split (blosc_c in blosc.c).
         let split = self.split && held * self.item == self.block;
         let mut streams = SplitStreams { frame, at: start, block };
         let item = self.item;
         if split {
             if !self.shuffled {
-                // Parts of the block one after another: only together are they numbers.
+                // Parts of the block follow each other; numbers may span them.
                 let part = held;
                 let mut bytes = failing::zeros(held * item)?;
                 for out in bytes.chunks_exact_mut(part) {
@@ -192,14 +192,14 @@ fn word(bytes: &[u8], at: usize) -> Option<usize> {
     u32::from_le_bytes(four.try_into().ok()?).try_into().ok().filter(|n: &usize| *n <= i32::MAX as usize)
 }
 
-/// The compressed parts of a block, one after another.
+/// The compressed streams of a block, in order.
 struct SplitStreams<'a> {
     frame: &'a [u8],
     at: usize,
     block: usize,
 }
 
-/// One of them.
+/// A compressed stream of a block.
 #[derive(Clone, Copy)]
 struct SplitStream<'a> {
     bytes: &'a [u8],
@@ -211,7 +211,9 @@ impl<'a> SplitStreams<'a> {
     fn next(&mut self, decoded: usize) -> Result<SplitStream<'a>, String> {
         let bytes = word(self.frame, self.at)
             .and_then(|len| self.frame.get(self.at + 4..(self.at + 4).checked_add(len)?))
-            .ok_or_else(|| format!("block {}: its parts end after the frame", self.block))?;
+            .ok_or_else(|| {
+                format!("block {}: expected its streams inside the frame, found them beyond its end", self.block)
+            })?;
         self.at += 4 + bytes.len();
         Ok(SplitStream { bytes, decoded, block: self.block })
     }
@@ -222,27 +224,27 @@ impl SplitStream<'_> {
         if self.bytes.len() == self.decoded { None } else { lz4::constant(self.bytes, self.decoded) }
     }
 
-    /// The first bytes it decodes to.
+    /// Decodes the first bytes into `out`.
     fn fill(&self, out: &mut [u8]) -> Result<(), String> {
         if self.bytes.len() == self.decoded {
             out.copy_from_slice(&self.bytes[..out.len()]);
             return Ok(());
         }
-        // A whole block is held to the rules for its end, as the library that wrote it does; a part of one cannot be.
+        // A whole block must obey the format's end-of-block rules; a part cannot be checked.
         let decode = if out.len() == self.decoded { lz4::decode } else { lz4::decode_prefix };
         if decode(self.bytes, out) {
             return Ok(());
         }
-        Err(format!("block {}: expected LZ4 data of {} bytes, found something else", self.block, self.decoded))
+        Err(format!("block {}: expected LZ4 data of {} decoded bytes, found other data", self.block, self.decoded))
     }
 }
 
-/// Numbers as planes: all their lowest bytes, all their second bytes, and so on.
+/// Numbers as planes: all lowest bytes, all second bytes, and so on.
 #[derive(Debug)]
 pub struct Planes {
     item: usize,
     numbers: usize,
-    /// Planes that are in memory, from the lowest; those above are one byte each.
+    /// Number of planes in memory, from the lowest; each plane above is constant.
     varying: usize,
     constant: [u8; WIDEST],
     memory: Vec<u8>,
@@ -253,19 +255,19 @@ impl Cached for Planes {
         self.memory.len() + size_of::<Planes>()
     }
 
-    /// The beginning of a block, in place of a shorter one.
+    /// The longer beginning of a block replaces a shorter one.
     fn replaces(&self, kept: &Planes) -> bool {
         self.numbers > kept.numbers
     }
 }
 
 impl Planes {
-    /// Numbers that lie as they are.
+    /// Numbers that are not split into planes.
     pub fn whole(memory: Vec<u8>, item: usize, numbers: usize) -> Planes {
         Planes { item, numbers, varying: 0, constant: [0; WIDEST], memory }
     }
 
-    /// How many numbers are here.
+    /// How many numbers it contains.
     pub fn numbers(&self) -> usize {
         self.numbers
     }
@@ -278,7 +280,7 @@ impl Planes {
         &self.memory[plane * self.numbers + first..][..n]
     }
 
-    /// `n` numbers from `first` on, as they are in memory.
+    /// `n` numbers from `first`, little endian.
     pub fn bytes(&self, first: usize, n: usize) -> Cow<'_, [u8]> {
         if self.is_whole() {
             return Cow::Borrowed(&self.memory[first * self.item..(first + n) * self.item]);
@@ -298,7 +300,7 @@ impl Planes {
         Cow::Owned(out)
     }
 
-    /// `n` integers of 4 or 8 bytes as 4, where the planes show that nothing is lost; false where they do not.
+    /// Writes integers of 4 or 8 bytes as int32, if the planes show that they fit; otherwise returns false.
     pub fn narrow(&self, first: usize, out: &mut [i32]) -> bool {
         let n = out.len();
         if self.is_whole()
@@ -332,7 +334,7 @@ impl Planes {
     }
 }
 
-/// The header of a stored frame of `bytes` bytes in numbers of `item`.
+/// The header of a stored frame of `bytes` bytes, in numbers of `item` bytes.
 pub fn stored_header(bytes: usize, item: usize) -> [u8; HEADER] {
     header(STORED | LZ4 << 5, item, bytes, bytes, HEADER + bytes)
 }
@@ -345,11 +347,11 @@ fn header(flags: u8, item: usize, bytes: usize, block: usize, stored: usize) -> 
     out
 }
 
-/// Bytes of blocks of zeros, at least: fewer would make the list of their offsets longer than what it saves.
+/// Minimum size of a block of zeros: smaller blocks would need a longer list of offsets than they save.
 const SMALLEST_BLOCK: usize = 32 << 10;
 
-/// A frame of `bytes` bytes that begins with `used` and is zero after it, without the zeros: `used` lies in one block as it is,
-/// and the offsets of all other blocks are of one block of zeros. c-blosc reads it like any other.
+/// A frame of `bytes` bytes that starts with `used` and continues with zeros, which are not stored: one block contains `used`
+/// uncompressed, and all other offsets point to one block of zeros. c-blosc reads it like any other frame.
 pub fn short_frame(used: &[u8], bytes: usize, item: usize) -> Vec<u8> {
     let block = used.len().next_multiple_of(item * 16).max(SMALLEST_BLOCK);
     if block * 2 > bytes {
@@ -362,7 +364,7 @@ pub fn short_frame(used: &[u8], bytes: usize, item: usize) -> Vec<u8> {
     let last = bytes - (count - 1) * block;
     let mut out = vec![0u8; HEADER];
     out.resize(HEADER + 4 * count, 0);
-    // Numbers begin at a multiple of 16, for who maps them.
+    // Numbers begin at a multiple of 16, for mapped reads.
     let first = (out.len() + 4).next_multiple_of(16) - 4;
     out.resize(first, 0);
     out.extend_from_slice(&(block as u32).to_le_bytes());
@@ -410,7 +412,7 @@ mod tests {
 
     #[test]
     fn a_whole_block_that_ends_in_a_match_is_refused() {
-        // Two literals and a match of 14; then as many literals as the format asks for, or too few.
+        // Two literals and a match of 14, then the required number of literals, or too few.
         for (last, allowed) in [(5u8, true), (4, false), (0, false)] {
             let mut bytes = vec![0x2a, 1, 2, 2, 0, last << 4];
             bytes.extend(std::iter::repeat_n(1, usize::from(last)));

@@ -1,7 +1,7 @@
-//! A field of a token cache: rows of any lengths, one after another, in one array or in those of many shards.
+//! A field of a token cache: rows of variable length, one after another, in one array or in the arrays of many shards.
 //!
-//! The array `offsets` holds the end of each row in the array `data`; its element 0 is the number of rows (`formats/levanter.md`
-//! 1.3). Shards follow one another: rows and elements are numbered through all of them.
+//! The array `offsets` contains the end of each row in the array `data`; its element 0 is the number of rows
+//! (`formats/levanter.md` 1.3). Rows and elements are numbered across all shards.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,13 +18,13 @@ use crate::threads::Watch;
 /// A shard of a field.
 #[derive(Clone, Debug)]
 pub struct FieldShard {
-    /// The folder that holds `offsets` and `data`.
+    /// The folder with `offsets` and `data`.
     pub folder: PathBuf,
-    /// Rows and elements, where a ledger has them; the array's own otherwise.
+    /// Numbers of rows and elements from a ledger; if `None`, the array's own.
     pub counts: Option<(u64, u64)>,
 }
 
-/// Which array of a shard.
+/// One of a shard's arrays.
 #[derive(Clone, Copy)]
 enum ShardArray {
     Offsets = 0,
@@ -42,13 +42,13 @@ impl ShardArray {
     }
 }
 
-/// A field, open.
+/// An open field.
 #[derive(Debug)]
 pub struct Field {
     parts: Vec<FieldShard>,
-    /// Rows before each part, and of all.
+    /// Rows before each part, and in total.
     rows: Vec<u64>,
-    /// Elements before each part, and of all.
+    /// Elements before each part, and in total.
     elements: Vec<u64>,
     arrays: Slots<TokenArray>,
     io: Io,
@@ -56,7 +56,7 @@ pub struct Field {
     dtype: DType,
 }
 
-/// The arrays that were read from last; see [`HeldFile`].
+/// The arrays of the last read; see [`HeldFile`].
 #[derive(Debug, Default)]
 pub struct Cursor {
     offsets: Last,
@@ -85,7 +85,7 @@ impl Last {
     }
 }
 
-/// Elements from one number to another, counted through all shards.
+/// A range of elements, numbered across all shards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ElementRange {
     /// The first.
@@ -95,22 +95,22 @@ pub struct ElementRange {
 }
 
 impl ElementRange {
-    /// How many.
+    /// Number of elements.
     pub fn len(&self) -> usize {
         (self.end - self.start) as usize
     }
 
-    /// Whether there is none.
+    /// Whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.start == self.end
     }
 }
 
-/// What is done with the elements of a part: their array, the first there, how many, and how many came before.
+/// Called for the elements of a part: their array, the first index in it, their number, and the number before them.
 type ShardVisitor<'a> = &'a mut dyn FnMut(&TokenArray, &mut HeldFile, u64, usize, usize) -> Result<()>;
 
 impl Field {
-    /// Opens a field. Parts whose counts are told are not touched before they are read; of the others `offsets` is.
+    /// Opens a field. Parts with known counts are not opened before they are read; for the others `offsets` is opened.
     pub fn open(parts: Vec<FieldShard>, io: Io, cache: Arc<BlockCache>) -> Result<Field> {
         let arrays = Slots::new(3 * parts.len() as u64);
         let mut field = Field { parts, rows: vec![0], elements: vec![0], arrays, io, cache, dtype: DType::I64 };
@@ -126,13 +126,16 @@ impl Field {
             };
             let (all_rows, all) = (field.rows[part].checked_add(rows), field.elements[part].checked_add(elements));
             let (Some(all_rows), Some(all)) = (all_rows.filter(|n| *n < MOST), all.filter(|n| *n < MOST)) else {
-                return Err(Error::new(Kind::Format, format!("{rows} rows of {elements} elements are more than fit"))
-                    .at(&field.parts[part].folder));
+                return Err(Error::new(
+                    Kind::Format,
+                    format!("expected fewer than 2^60 rows and elements, found {rows} and {elements} more"),
+                )
+                .at(&field.parts[part].folder));
             };
             field.rows.push(all_rows);
             field.elements.push(all);
         }
-        // The dtype is that of the first part with elements; the others are compared with it when they are opened.
+        // The first part with elements determines the dtype; the others are compared with it when they are opened.
         let typed = (0..field.parts.len()).find(|p| field.elements[p + 1] > field.elements[*p]).unwrap_or(0);
         if !field.parts.is_empty() {
             field.dtype = Meta::read(&field.parts[typed].folder.join(ShardArray::Data.name()))?.dtype;
@@ -140,22 +143,22 @@ impl Field {
         Ok(field)
     }
 
-    /// Rows.
+    /// Number of rows.
     pub fn num_rows(&self) -> u64 {
         self.rows[self.parts.len()]
     }
 
-    /// Elements.
+    /// Number of elements.
     pub fn num_elements(&self) -> u64 {
         self.elements[self.parts.len()]
     }
 
-    /// The type of its elements.
+    /// The dtype of the elements.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The `shapes` folder of the first part that has rows; `None` for rows of one axis.
+    /// The `shapes` folder of the first part with rows; `None` if rows have one axis.
     pub fn shapes_folder(&self) -> Option<PathBuf> {
         let typed = (0..self.parts.len()).find(|p| self.rows[p + 1] > self.rows[*p]).unwrap_or(0);
         let folder = self.parts.get(typed)?.folder.join(ShardArray::Shapes.name());
@@ -183,7 +186,7 @@ impl Field {
         })
     }
 
-    /// Compares the rows that a ledger counts for a shard with the shard, when it is opened.
+    /// Compares a shard's number of rows with the ledger's, when the shard is opened.
     fn check_rows(&self, part: usize, offsets: &TokenArray) -> Result<()> {
         let Some((rows, _)) = self.parts[part].counts else { return Ok(()) };
         let found = one(offsets, 0)?;
@@ -194,7 +197,7 @@ impl Field {
             .at(offsets.folder()))
     }
 
-    /// Compares a shard's dtype with the field's, and its elements with those that a ledger counts, when it is opened.
+    /// Compares a shard's dtype with the field's, and its number of elements with the ledger's, when the shard is opened.
     fn check_part(&self, part: usize, data: &TokenArray) -> Result<()> {
         if data.dtype() != self.dtype && self.elements[part + 1] > self.elements[part] {
             return Err(Error::new(
@@ -224,14 +227,14 @@ impl Field {
         starts.partition_point(|start| *start <= at) - 1
     }
 
-    /// Ends of rows `first` to `first + n - 1`, counted through all shards; before them the start of the first.
+    /// The start of row `first`, then the ends of rows `first` to `first + n - 1`, numbered across all shards.
     pub fn bounds(&self, cursor: &mut Cursor, first: u64, n: usize) -> Result<Vec<u64>> {
         let mut out = vec![];
         self.bounds_into(cursor, first, n, &mut out)?;
         Ok(out)
     }
 
-    /// [`Field::bounds`] in memory that is used again.
+    /// [`Field::bounds`] into a reused list.
     pub fn bounds_into(&self, cursor: &mut Cursor, first: u64, n: usize, out: &mut Vec<u64>) -> Result<()> {
         out.clear();
         let no_memory =
@@ -251,7 +254,7 @@ impl Field {
             let (base, local) = (self.elements[part], at - self.rows[part]);
             let take = (end.min(self.rows[part + 1]) - at) as usize;
             let (offsets, held) = cursor.offsets.get(part, || self.array(part, ShardArray::Offsets))?;
-            // Row 0 of a part starts at 0: element 0 is the number of rows. All others start where the row before ends.
+            // Row 0 of a part starts at 0, because element 0 is the number of rows. Others start at the end of the previous row.
             let with_start = local > 0 && out.is_empty();
             if local == 0 && out.is_empty() {
                 out.push(base);
@@ -273,7 +276,7 @@ impl Field {
             if let Some((number, value)) = wrong {
                 return Err(Error::new(
                     Kind::Format,
-                    format!("element {number} is {value}: rows end in ascending order, none after {most}"),
+                    format!("element {number}: expected row ends in ascending order, up to {most}, found {value}"),
                 )
                 .at(offsets.folder()));
             }
@@ -289,7 +292,7 @@ impl Field {
         Ok(self.bounds(cursor, row, 1)?[0])
     }
 
-    /// Where a row's elements are.
+    /// The range of a row's elements.
     pub fn row(&self, cursor: &mut Cursor, row: u64) -> Result<ElementRange> {
         let bounds = self.bounds(cursor, row, 1)?;
         Ok(ElementRange { start: bounds[0], end: bounds[1] })
@@ -318,7 +321,7 @@ impl Field {
         Ok(())
     }
 
-    /// Copies elements as they are stored.
+    /// Copies elements in the stored dtype.
     pub fn copy(&self, cursor: &mut Cursor, start: u64, out: &mut [u8]) -> Result<()> {
         let item = self.dtype.size().unwrap_or(1);
         self.each_part(&mut cursor.data, start, out.len() / item, &mut |data, held, from, n, before| {
@@ -340,7 +343,7 @@ impl Field {
         })
     }
 
-    /// Hands elements to `each` in order, as they are stored.
+    /// Calls `each` with the elements in order, in the stored dtype.
     pub fn each(&self, start: u64, n: usize, each: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         let mut failed: Result<()> = Ok(());
         self.each_part(&mut Last::default(), start, n, &mut |data, held, from, n, _| {
@@ -353,7 +356,7 @@ impl Field {
         failed
     }
 
-    /// Elements where they lie in a mapped file, if they lie there in one piece.
+    /// A view of elements, if they are contiguous in a mapped file.
     pub fn view(&self, cursor: &mut Cursor, start: u64, n: usize) -> Result<Option<View>> {
         let mut found = None;
         self.each_part(&mut cursor.data, start, n, &mut |data, held, from, take, _| {
@@ -365,7 +368,7 @@ impl Field {
         Ok(found)
     }
 
-    /// Asks the processor for the beginning of some elements, if they lie where others were read last.
+    /// Prefetches the beginning of some elements into the processor's cache, if they are in the array of the last read.
     pub fn prefetch(&self, cursor: &Cursor, start: u64, n: usize) {
         if let Some((part, array)) = &cursor.data.array
             && (self.elements[*part]..self.elements[part + 1]).contains(&start)
@@ -374,7 +377,7 @@ impl Field {
         }
     }
 
-    /// Starts reading what elements will need, if it is not in memory; whether it was. A hint.
+    /// Starts reading the data of these elements, unless it is cached; returns whether it was. A hint.
     pub fn will_need(&self, cursor: &mut Cursor, start: u64, n: usize) -> bool {
         let mut there = true;
         let _ = self.each_part(&mut cursor.data, start, n, &mut |data, held, from, n, _| {
@@ -384,7 +387,7 @@ impl Field {
         there
     }
 
-    /// Sizes of a row's axes but the last, for fields of more than one.
+    /// The sizes of a row's axes without the last, for fields whose rows have several axes.
     pub fn shape(&self, row: u64) -> Result<Vec<u64>> {
         if row >= self.num_rows() {
             return Err(Error::new(Kind::OutOfRange, format!("row {row}: the cache has {} rows", self.num_rows())));
@@ -399,7 +402,7 @@ impl Field {
         Ok(out)
     }
 
-    /// Everything that is wrong with the field's files; see [`TokenArray::check`].
+    /// Reports every problem of the field's files; see [`TokenArray::check`].
     pub fn check(&self, deep: bool, tell: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
         for part in 0..self.parts.len() {
             let counts = [
@@ -416,7 +419,7 @@ impl Field {
                 }
             }
         }
-        // Ends of rows in ascending order, block by block.
+        // Check that row ends are in ascending order, block by block.
         const ROWS: u64 = 1 << 18;
         const MOST_TOLD: usize = 100;
         let (mut cursor, mut bounds, mut first, mut told) = (Cursor::default(), vec![], 0, 0);
@@ -435,7 +438,7 @@ impl Field {
     }
 }
 
-/// Numbers of an array of offsets or shapes, which are integers of some size.
+/// Calls `each` with the numbers of an array of offsets or shapes, in any integer dtype.
 fn each_number(
     array: &TokenArray,
     held: &mut HeldFile,
@@ -448,7 +451,7 @@ fn each_number(
         macro_rules! numbers {
             ($t:ty) => {
                 for b in bytes.as_chunks::<{ size_of::<$t>() }>().0 {
-                    // A negative number becomes one far too large, which is refused as such.
+                    // A negative number becomes far too large, and is rejected as such.
                     each(*at, <$t>::from_le_bytes(*b) as i64 as u64);
                     *at += 1;
                 }
@@ -471,11 +474,11 @@ fn each_number(
     Err(Error::new(Kind::Format, format!("expected integers, found {}", dtype.name())).at(array.folder()))
 }
 
-/// Rows and elements of a field are fewer.
+/// Limit on the numbers of rows and elements of a field.
 const MOST: u64 = 1 << 60;
 
-/// Refuses more rows than the files of `offsets` have room for: files of zeros may be absent, but not those that row ends
-/// other than 0 lie in. So the work of going through all rows is bounded by what is there.
+/// Fails if the files of `offsets` cannot contain this many rows: only files of zeros may be missing, and row ends are not 0. So
+/// existing files bound the work of reading all rows.
 fn check_files(offsets: &TokenArray, rows: u64) -> Result<()> {
     let outer = offsets.meta().outer;
     if rows < outer {
@@ -494,7 +497,8 @@ fn one(array: &TokenArray, at: u64) -> Result<u64> {
     let mut found = 0;
     each_number(array, &mut HeldFile::default(), at, 1, &mut |_, value| found = value)?;
     if found > 1 << 60 {
-        return Err(Error::new(Kind::Format, format!("element {at}: {found} is no count")).at(array.folder()));
+        return Err(Error::new(Kind::Format, format!("element {at}: expected a count up to 2^60, found {found}"))
+            .at(array.folder()));
     }
     Ok(found)
 }
