@@ -128,7 +128,8 @@ impl Stream {
             let convert = Convert::new(row.dtype, to, row.width, groups.len(), center, scale).map_err(raise)?;
             let window = items_in(memory, (row.bytes * per_item) as u64);
             if window == 0 && shuffle == Shuffle::Window {
-                let detail = format!("memory: {memory} bytes hold no row of {} bytes", row.bytes * per_item);
+                let detail =
+                    format!("memory: expected at least {} bytes, for one row, found {memory}", row.bytes * per_item);
                 return Err(raise(Error::new(Kind::Argument, detail)));
             }
             let settings = Settings {

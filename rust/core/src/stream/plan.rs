@@ -194,7 +194,7 @@ impl Plan {
         let wrong = |detail: String| Err(Error::new(Kind::Argument, detail));
         let Settings { batch, rank, ranks, drop_last, .. } = settings;
         if batch == 0 || settings.window == 0 || settings.groups.is_empty() {
-            return wrong("batch_size, memory and layers must hold at least one row".to_owned());
+            return wrong("batch_size, memory and layers: expected space for at least one row in each".to_owned());
         }
         if rank >= ranks || ranks > 1 << 32 || batch >= 1 << 32 {
             return wrong(format!("rank {rank} of {ranks}: expected 0 to world_size - 1"));

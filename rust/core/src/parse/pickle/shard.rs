@@ -198,7 +198,7 @@ fn item<'t>(tree: &'t Tree, input: &[u8], id: Id) -> Result<Item<'t>> {
         let same = said.as_ref().is_some_and(|s| s.iter().map(|n| *n as u64).eq(array.shape.iter().copied()));
         if !same {
             let said = said.map_or("something else".to_string(), |s| format!("{s:?}"));
-            return Err(refuse(format!("'shape': says {said}, the array has {:?}", array.shape)));
+            return Err(refuse(format!("'shape': expected the array's shape {:?}, found {said}", array.shape)));
         }
     }
     Ok(Item { sample, array, at: id })
