@@ -53,7 +53,7 @@ fuzz_target!(|bytes: &[u8]| {
     let mut encoder = flate2::GzBuilder::new().write(vec![], flate2::Compression::new(u32::from(level % 10)));
     encoder.write_all(data).expect("a vector");
     let gz = encoder.finish().expect("a vector");
-    let ours = inflate::inflate(&gz, LIMIT).expect("what an encoder wrote");
+    let ours = inflate::inflate(&gz, LIMIT).expect("an encoder's output");
     assert!(ours[..] == *data);
     // The body begins after the ten-byte header. A block found there is real, and its values equal the data.
     let body = &gz[10..gz.len() - 8];
@@ -62,9 +62,9 @@ fuzz_target!(|bytes: &[u8]| {
         assert!(warm.begin < warm.end && warm.end <= deflated.len() as u64 * 8);
         assert!(warm.values.len() <= (128 << 10) + (64 << 10) + 258);
         let window = &warm.values[warm.values.len() - blocks::WINDOW..];
-        assert!(window.iter().all(|v| *v < blocks::MARK), "a window that is not known");
+        assert!(window.iter().all(|v| *v < blocks::MARK), "the last window has marks");
         if std::ptr::eq(deflated, body) && warm.begin == 0 {
-            assert!(warm.values.iter().zip(data).all(|(v, b)| *v == u16::from(*b)), "other values than were deflated");
+            assert!(warm.values.iter().zip(data).all(|(v, b)| *v == u16::from(*b)), "values differ from the data");
         }
     }
 });

@@ -138,7 +138,7 @@ fuzz_target!(|bytes: &[u8]| {
     let (mut pickle, mut want) = (vec![0x80, 4], String::new());
     if write(&mut bytes.iter().copied(), 0, &mut pickle, &mut want).is_some() {
         pickle.push(b'.');
-        let tree = machine::parse(&pickle).expect("what a pickler writes");
+        let tree = machine::parse(&pickle).expect("a pickler's output");
         let mut got = String::new();
         read(&tree, &pickle, tree.root(), &mut got);
         assert_eq!(got, want);

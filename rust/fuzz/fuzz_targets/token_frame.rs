@@ -17,15 +17,15 @@ fuzz_target!(|data: &[u8]| {
         let made = short_frame(used, whole, item);
         let header = made.first_chunk::<HEADER>().expect("longer than a header");
         let mut out = vec![];
-        match Frame::parse(header, made.len() as u64, whole, item).expect("a frame of ours") {
+        match Frame::parse(header, made.len() as u64, whole, item).expect("a valid frame") {
             Frame::Stored => out.extend_from_slice(&made[HEADER..]),
             Frame::Blocks(blocks) => {
                 for block in 0..blocks.count() {
-                    let planes = blocks.decode(&made, block, usize::MAX).expect("a block of ours");
+                    let planes = blocks.decode(&made, block, usize::MAX).expect("a valid block");
                     out.extend_from_slice(&planes.bytes(0, planes.numbers()));
                 }
             }
-            Frame::Other => panic!("a frame of ours is another's"),
+            Frame::Other => panic!("our frame was not recognised"),
         }
         assert_eq!(&out[..used.len()], used);
         assert!(out[used.len()..].iter().all(|b| *b == 0) && out.len() == whole);
@@ -52,7 +52,7 @@ fn check(frame: &[u8], bytes: usize, item: usize) {
         assert_eq!(all.len(), numbers * item);
         // LZ4 does not guarantee equal numbers for the beginning of data from no encoder (matches of offset 0); for encoders'
         // data a property test of `codec::lz4` checks it.
-        let part = blocks.decode(frame, block, numbers / 2).expect("the beginning of what decodes");
+        let part = blocks.decode(frame, block, numbers / 2).expect("a prefix of valid data");
         assert!(part.numbers() >= numbers / 2);
         assert_eq!(part.bytes(0, numbers / 2).len(), numbers / 2 * item);
         let mut narrow = vec![0i32; numbers];

@@ -17,7 +17,7 @@ fn meta(chunks: u64, checked: bool, big: bool) -> Meta {
         "index_codecs":[{{"name":"bytes","configuration":{{"endian":"{endian}"}}}}{crc}]}}}}]}}"#,
         chunks * 4
     );
-    Meta::parse(text.as_bytes()).expect("metadata of ours")
+    Meta::parse(text.as_bytes()).expect("valid metadata")
 }
 
 fuzz_target!(|data: &[u8]| {

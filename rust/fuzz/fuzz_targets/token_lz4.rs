@@ -60,7 +60,7 @@ fuzz_target!(|data: &[u8]| {
         }
         match (constant(block, n), &want) {
             (Some(byte), Some(want)) => assert!(want.len() == n && want.iter().all(|b| *b == byte)),
-            (Some(_), None) => assert!(n > MOST, "a block that is no block"),
+            (Some(_), None) => assert!(n > MOST, "an invalid block"),
             (None, _) => {}
         }
     }
