@@ -12,7 +12,7 @@
 //!    almost nothing extra. Without a mapping, cached rows are read at once; the others are hinted and read after they
 //!    arrive. A missing file counts as its fill value, if the format allows that.
 //!
-//! Memory: 40 bytes per row of the parts in flight, at most [`PART_ROWS`] rows per thread.
+//! Memory: 40 bytes per row of the parts in flight, at most 16,384 rows per thread.
 
 pub mod cast;
 mod far;

@@ -3,9 +3,9 @@
 //! - [`order`]: permutations computed on the fly
 //! - [`select`]: the tokens and examples to read
 //! - [`plan`]: the items of each batch and rank; pure arithmetic on the settings
-//! - [`pool`]: the rows of a window, returned in another order
+//! - `pool`: the rows of a window, returned in another order
 //! - [`rescale`]: centred and scaled rows
-//! - [`ahead`]: the reading thread; [`exchange`]: its hand-over to the consumer
+//! - [`ahead`]: the reading thread; `exchange`: its hand-over to the consumer
 //! - [`stats`]: statistics of all rows
 
 pub mod ahead;

@@ -1,7 +1,7 @@
 //! Pseudo-random permutations of 0 to n - 1. They are the same on every machine for the same key, need almost no memory, and
 //! compute any position directly, in both directions.
 //!
-//! Up to [`SMALL`] numbers are shuffled in memory (Fisher and Yates). More use a cipher: an alternating Feistel network over
+//! Up to 65,536 numbers are shuffled in memory (Fisher and Yates). More use a cipher: an alternating Feistel network over
 //! the bits of n, with cycle walking until the result is below n (Black and Rogaway, "Ciphers with Arbitrary Finite
 //! Domains", 2002). With ten rounds, our statistical tests find no difference from real shuffles; it is not
 //! cryptographically secure.

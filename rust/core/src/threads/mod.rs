@@ -1,5 +1,5 @@
 //! Threads: a pool for computation ([`run`]), separate threads for blocking work ([`run_waiting`]), and one way of handing
-//! out parts to both ([`handout`]). [`map`] and [`for_each`] hand out parts that own an item, usually a chunk of an output.
+//! out parts to both (`handout`). [`map`] and [`for_each`] hand out parts that own an item, usually a chunk of an output.
 
 pub mod fork;
 mod handout;

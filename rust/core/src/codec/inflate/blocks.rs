@@ -1,6 +1,6 @@
 //! Deflate blocks at any bit offset: finds where one begins, and inflates a little without the preceding window.
 //!
-//! Speed does not matter here: libdeflate inflates all but the first 32 KiB or so of each stretch ([`super::parallel`]).
+//! Speed does not matter here: libdeflate inflates all but the first 32 KiB or so of each stretch (`parallel`).
 //! Source: RFC 1951. Searching for dynamic block headers and marking copies from an unknown window follow pugz (Kerbiriou
 //! and Chikhi, "Parallel decompression of gzip-compressed files and random access to DNA sequences", 2019) and rapidgzip
 //! (Knespel and Brunst, 2023).

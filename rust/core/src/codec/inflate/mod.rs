@@ -4,7 +4,7 @@
 //! buffers, so zlib-rs first inflates the beginning: data that is not a pickle is rejected after 64 KiB, whatever size it
 //! claims.
 //!
-//! A large file with one member is inflated by several threads if they are free ([`parallel`]).
+//! A large file with one member is inflated by several threads if they are free (`parallel`).
 //!
 //! Source: RFC 1952. A file has one or more members, each with its own checksum and length; libdeflate checks both.
 

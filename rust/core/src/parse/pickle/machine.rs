@@ -2,10 +2,10 @@
 //!
 //! A standard unpickler imports and calls any name in the file. Lists of allowed module *prefixes* do not help: numpy's own
 //! modules reach everything, and from protocol 4 a name may be a dotted path. Here a global must equal one of the eleven
-//! (module, name) pairs in [`global`]; it is never imported, and only decides which opcodes may follow. Memory is counted
+//! (module, name) pairs in `global`; it is never imported, and only decides which opcodes may follow. Memory is counted
 //! before it is allocated, and limited to a fixed amount plus four times the input.
 //!
-//! This file has the stack and the opcodes; [`arrays`] the permitted calls, [`text`] the text forms of old protocols.
+//! This file has the stack and the opcodes; `arrays` the permitted calls, `text` the text forms of old protocols.
 
 mod arrays;
 mod text;
