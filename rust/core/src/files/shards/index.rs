@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
 use crate::memory::buffer::Buffer;
 use crate::parse::pickle::Tree;
-use crate::parse::pickle::shard::{Item, layers};
+use crate::parse::pickle::shard::{LayerSample, layers};
 
 /// Types that an array may have. Rows of one type are read together, each by a cast of its own.
 pub const TYPES: [DType; 3] = [DType::F16, DType::F32, DType::F64];
@@ -155,7 +155,7 @@ struct Building<'a> {
 }
 
 impl Building<'_> {
-    fn list(&mut self, items: &[Item<'_>]) -> Result<List> {
+    fn list(&mut self, items: &[LayerSample<'_>]) -> Result<List> {
         let refuse = |what: String| Err(Error::new(Kind::Format, what));
         let mut placed: Vec<(u32, Spot)> = Vec::with_capacity(items.len());
         for item in items {
@@ -182,7 +182,7 @@ impl Building<'_> {
         })
     }
 
-    fn spot(&mut self, item: &Item<'_>) -> Result<Spot> {
+    fn spot(&mut self, item: &LayerSample<'_>) -> Result<Spot> {
         let array = item.array;
         let [tokens, width] = array.shape[..] else {
             return Err(Error::new(Kind::Internal, "an array that has not two axes"));

@@ -57,7 +57,7 @@ fn global(module: &[u8], name: &[u8]) -> Option<Global> {
 
 /// A stack entry: a value, or an unfinished one.
 #[derive(Clone, Debug)]
-enum Cell {
+enum Operand {
     Value(Node),
     Global(Global),
     /// An array from `_reconstruct` that BUILD has not filled yet.
@@ -70,7 +70,11 @@ impl<'a> Machine<'a> {
             input,
             pos: 0,
             op_at: 0,
-            cells: vec![Cell::Value(Node::None), Cell::Value(Node::Bool(false)), Cell::Value(Node::Bool(true))],
+            cells: vec![
+                Operand::Value(Node::None),
+                Operand::Value(Node::Bool(false)),
+                Operand::Value(Node::Bool(true)),
+            ],
             own: vec![],
             stack: vec![],
             marks: vec![],
@@ -101,8 +105,8 @@ pub fn parse(input: &[u8]) -> Result<Tree> {
         .cells
         .into_iter()
         .map(|cell| match cell {
-            Cell::Value(node) => node,
-            Cell::Global(_) | Cell::Shell => Node::Unfinished,
+            Operand::Value(node) => node,
+            Operand::Global(_) | Operand::Shell => Node::Unfinished,
         })
         .collect();
     Ok(Tree { nodes, own: machine.own, root })
@@ -113,7 +117,7 @@ struct Machine<'a> {
     pos: usize,
     /// Offset of the current opcode, for errors.
     op_at: usize,
-    cells: Vec<Cell>,
+    cells: Vec<Operand>,
     own: Vec<u8>,
     stack: Vec<Id>,
     marks: Vec<usize>,
@@ -190,8 +194,8 @@ impl Machine<'_> {
         Ok(range)
     }
 
-    fn push(&mut self, cell: Cell) -> Result<()> {
-        self.spend(size_of::<Cell>() + size_of::<Id>())?;
+    fn push(&mut self, cell: Operand) -> Result<()> {
+        self.spend(size_of::<Operand>() + size_of::<Id>())?;
         let id = Id::try_from(self.cells.len()).map_err(|_| self.malformed("more than 2^32 values"))?;
         self.cells.push(cell);
         self.stack.push(id);
@@ -199,7 +203,7 @@ impl Machine<'_> {
     }
 
     fn push_node(&mut self, node: Node) -> Result<()> {
-        self.push(Cell::Value(node))
+        self.push(Operand::Value(node))
     }
 
     fn push_id(&mut self, id: Id) -> Result<()> {
@@ -232,7 +236,7 @@ impl Machine<'_> {
 
     fn node(&self, id: Id) -> Option<&Node> {
         match self.cells.get(id as usize) {
-            Some(Cell::Value(node)) => Some(node),
+            Some(Operand::Value(node)) => Some(node),
             _ => None,
         }
     }
@@ -248,6 +252,7 @@ impl Machine<'_> {
         }
     }
 
+    // Long: one arm per opcode, most of them a line or two; a second dispatch by kind would cost time per opcode.
     fn run(&mut self) -> Result<Id> {
         loop {
             self.op_at = self.pos;
@@ -348,18 +353,15 @@ impl Machine<'_> {
                 }
                 b'B' => {
                     let n = u32::from_le_bytes(self.bytes()?) as usize;
-                    let range = self.take(n)?;
-                    self.push_node(Node::Bytes(Blob::new(false, range)))?;
+                    self.push_bytes(n)?;
                 }
                 b'C' => {
                     let [n] = self.bytes()?;
-                    let range = self.take(usize::from(n))?;
-                    self.push_node(Node::Bytes(Blob::new(false, range)))?;
+                    self.push_bytes(usize::from(n))?;
                 }
                 0x8e => {
                     let n = self.long_length()?;
-                    let range = self.take(n)?;
-                    self.push_node(Node::Bytes(Blob::new(false, range)))?;
+                    self.push_bytes(n)?;
                 }
                 0x96 => {
                     let n = self.long_length()?;
@@ -489,7 +491,7 @@ impl Machine<'_> {
     fn global(&mut self, module: Blob, name: Blob) -> Result<()> {
         let (module, name) = (self.blob(&module), self.blob(&name));
         match global(module, name) {
-            Some(known) => self.push(Cell::Global(known)),
+            Some(known) => self.push(Operand::Global(known)),
             None => {
                 let shown = |bytes: &[u8]| String::from_utf8_lossy(&bytes[..bytes.len().min(100)]).into_owned();
                 Err(self.error(
@@ -540,7 +542,7 @@ impl Machine<'_> {
         let pairs = self.pairs(items)?;
         let target = self.top()?;
         match self.cells.get_mut(target as usize) {
-            Some(Cell::Value(Node::Dict(dict))) => {
+            Some(Operand::Value(Node::Dict(dict))) => {
                 dict.extend_from_slice(&pairs);
                 Ok(())
             }
@@ -552,12 +554,17 @@ impl Machine<'_> {
         self.spend(size_of_val(items))?;
         let target = self.top()?;
         match self.cells.get_mut(target as usize) {
-            Some(Cell::Value(Node::List(list))) => {
+            Some(Operand::Value(Node::List(list))) => {
                 list.extend_from_slice(items);
                 Ok(())
             }
             _ => Err(self.malformed("expected a list to append to, found another type")),
         }
+    }
+
+    fn push_bytes(&mut self, n: usize) -> Result<()> {
+        let range = self.take(n)?;
+        self.push_node(Node::Bytes(Blob::new(false, range)))
     }
 
     fn string(&mut self, n: usize) -> Result<()> {

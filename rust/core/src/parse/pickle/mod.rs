@@ -63,7 +63,7 @@ pub struct Element {
 
 /// A numpy array. The length of `data` has been checked against `shape`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Array {
+pub struct NumpyArray {
     /// The element type.
     pub element: Element,
     /// Elements along each axis.
@@ -77,7 +77,7 @@ pub struct Array {
     pub data: Blob,
 }
 
-impl Array {
+impl NumpyArray {
     /// The range of the input with the array's bytes, if they are in C order and native byte order. A Fortran array counts if
     /// both orders give the same bytes.
     pub fn in_place(&self) -> Option<Range<usize>> {
@@ -115,7 +115,7 @@ pub enum Node {
     /// A numpy dtype.
     Element(Element),
     /// A numpy array.
-    Array(Box<Array>),
+    Array(Box<NumpyArray>),
     /// A numpy scalar.
     Scalar(Element, Blob),
     /// An array without contents (pickles of numpy always have them), or one of the allowed names on its own. An error
@@ -163,7 +163,7 @@ impl Tree {
     }
 
     /// Appends an array's elements to `out` in C order and native byte order.
-    pub fn materialise(&self, input: &[u8], array: &Array, out: &mut Vec<u8>) -> Result<()> {
+    pub fn materialise(&self, input: &[u8], array: &NumpyArray, out: &mut Vec<u8>) -> Result<()> {
         let bytes = self.bytes(input, &array.data);
         let first = out.len();
         let dtype = array.element.dtype;

@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::{Array, Id, Node, Tree};
+use super::{Id, Node, NumpyArray, Tree};
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
 
@@ -22,11 +22,11 @@ const LONGEST_KEY: u64 = 32;
 
 /// One sample's activations in one layer.
 #[derive(Clone, Copy, Debug)]
-pub struct Item<'t> {
+pub struct LayerSample<'t> {
     /// `sample_idx`.
     pub sample: i64,
     /// `activation`: a 2-D array of a floating type.
-    pub array: &'t Array,
+    pub array: &'t NumpyArray,
     /// The whole item, for its text and metadata.
     pub at: Id,
 }
@@ -35,7 +35,7 @@ pub struct Item<'t> {
 #[derive(Clone, Debug)]
 pub struct Layers<'t> {
     /// Lists of samples, in file order. Layers may share a list.
-    pub lists: Vec<Vec<Item<'t>>>,
+    pub lists: Vec<Vec<LayerSample<'t>>>,
     /// Each layer's name, and the index of its list.
     pub named: Vec<(i64, usize)>,
 }
@@ -89,7 +89,7 @@ pub fn layers<'t>(tree: &'t Tree, input: &[u8], listed: Option<&[i64]>) -> Resul
     }
     let mut found = Layers { lists: vec![], named: Vec::with_capacity(order.len()) };
     let mut lists: HashMap<Id, usize> = HashMap::new();
-    let mut items: HashMap<Id, Item<'t>> = HashMap::new();
+    let mut items: HashMap<Id, LayerSample<'t>> = HashMap::new();
     for (layer, value) in order {
         let Node::List(list) = tree.node(value) else {
             let kind = kind_of(tree.node(value));
@@ -158,7 +158,7 @@ fn layer_of(key: &str) -> Option<i64> {
     if plain { number.parse().ok() } else { None }
 }
 
-fn item<'t>(tree: &'t Tree, input: &[u8], id: Id) -> Result<Item<'t>> {
+fn item<'t>(tree: &'t Tree, input: &[u8], id: Id) -> Result<LayerSample<'t>> {
     let refuse = |what: String| Error::new(Kind::Format, what);
     let Node::Dict(fields) = tree.node(id) else {
         return Err(refuse(format!("expected a dict, found {}", kind_of(tree.node(id)))));
@@ -201,7 +201,7 @@ fn item<'t>(tree: &'t Tree, input: &[u8], id: Id) -> Result<Item<'t>> {
             return Err(refuse(format!("'shape': expected the array's shape {:?}, found {said}", array.shape)));
         }
     }
-    Ok(Item { sample, array, at: id })
+    Ok(LayerSample { sample, array, at: id })
 }
 
 /// A value's type for messages.

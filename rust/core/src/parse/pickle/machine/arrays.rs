@@ -1,13 +1,13 @@
 //! The results of REDUCE and BUILD: numpy arrays, dtypes, scalars and bytes, with every shape checked against the data.
 
-use super::super::{Array, Blob, Element, Id, Node, scalar_integer};
-use super::{Cell, Global, Machine};
+use super::super::{Blob, Element, Id, Node, NumpyArray, scalar_integer};
+use super::{Global, Machine, Operand};
 use crate::dtype::DType;
 use crate::error::{Kind, Result};
 
 impl Machine<'_> {
     pub(super) fn reduce(&mut self, function: Id, arguments: Id) -> Result<()> {
-        let Some(Cell::Global(function)) = self.cells.get(function as usize) else {
+        let Some(Operand::Global(function)) = self.cells.get(function as usize) else {
             return Err(self.error(Kind::UnsafePickle, "expected a call of one of numpy's functions, found another"));
         };
         let function = *function;
@@ -17,7 +17,7 @@ impl Machine<'_> {
         let arguments = arguments.clone();
         match (function, &arguments[..]) {
             (Global::Reconstruct, &[class, shape, code]) => {
-                let is_ndarray = matches!(self.cells.get(class as usize), Some(Cell::Global(Global::NdArray)));
+                let is_ndarray = matches!(self.cells.get(class as usize), Some(Operand::Global(Global::NdArray)));
                 let shape_ok = matches!(self.node(shape), Some(Node::Tuple(dims)) if dims.len() == 1)
                     && self.dims(shape)?.iter().all(|n| *n == 0);
                 let code_ok = match self.node(code) {
@@ -32,7 +32,7 @@ impl Machine<'_> {
                 if !shape_ok || !code_ok {
                     return Err(self.malformed("expected _reconstruct(ndarray, (0,), b'b')"));
                 }
-                self.push(Cell::Shell)
+                self.push(Operand::Shell)
             }
             (Global::FromBuffer, &[buffer, element, shape, order]) => {
                 let fortran = match self.text(order) {
@@ -84,7 +84,7 @@ impl Machine<'_> {
         };
         let state = state.clone();
         let made = match (self.cells.get(target as usize), &state[..]) {
-            (Some(Cell::Shell), &[version, shape, element, fortran, data]) => {
+            (Some(Operand::Shell), &[version, shape, element, fortran, data]) => {
                 let fortran = match self.node(fortran) {
                     Some(Node::Bool(fortran)) => *fortran,
                     Some(Node::Int(n)) if *n == 0 || *n == 1 => *n == 1,
@@ -95,7 +95,7 @@ impl Machine<'_> {
                 }
                 self.array(shape, element, fortran, data, false)?
             }
-            (Some(Cell::Value(Node::Element(element))), &[version, order, subtype, names, fields, ..])
+            (Some(Operand::Value(Node::Element(element))), &[version, order, subtype, names, fields, ..])
                 if (8..=9).contains(&state.len()) =>
             {
                 let plain = [subtype, names, fields].iter().all(|id| matches!(self.node(*id), Some(Node::None)));
@@ -119,7 +119,7 @@ impl Machine<'_> {
             }
         };
         // Replace in place: the memo may already refer to the object.
-        self.cells[target as usize] = Cell::Value(made);
+        self.cells[target as usize] = Operand::Value(made);
         Ok(())
     }
 
@@ -195,7 +195,7 @@ impl Machine<'_> {
                 data.len()
             )));
         }
-        self.spend(size_of::<Array>() + shape.len() * 8)?;
-        Ok(Node::Array(Box::new(Array { element, shape, fortran, over_buffer, data })))
+        self.spend(size_of::<NumpyArray>() + shape.len() * 8)?;
+        Ok(Node::Array(Box::new(NumpyArray { element, shape, fortran, over_buffer, data })))
     }
 }
