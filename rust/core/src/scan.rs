@@ -3,11 +3,13 @@
 //! One pass of bit operations over each row while it is in the cache: magnitudes are OR-ed (0 for a column of zeros),
 //! differences to the first row are OR-ed (0 for a constant column), and rows are hashed.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::dtype::{self, Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::gather::{Ints, Out, Pick};
+use crate::layout::row::Row;
 use crate::memory::output::Output;
 use crate::memory::zeroed;
 use crate::rows::Rows;
@@ -83,90 +85,147 @@ impl Scan {
 /// Scans all rows of a group.
 pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
     let row = rows.row();
-    let n = rows.examples();
+    let group =
+        Group { rows, row, io, number: group, cast: Cast::between(row.dtype, row.dtype)?, staged: rows.decodes() };
     let mut all = Scan::default();
     let mut first: Option<Vec<u8>> = None;
-    let staged = rows.decodes();
-    let cast = Cast::between(row.dtype, row.dtype)?;
-    let one = Ints::One(group as i64);
     let mut from = 0;
-    while from < n {
-        // The examples of a wave and their token counts. Counting decodes shards, so count no more than will be read.
-        let ask: Vec<i64> = (from as i64..(from + 4096).min(n) as i64).collect();
-        let mut counts = if staged { vec![] } else { rows.tokens_of(one, &ask, &mut *watch)? };
-        let mut bytes = 0;
-        let mut to = from;
-        while to < n && bytes < WAVE && ((to - from) as usize) < ask.len() {
-            if staged {
-                counts.push(rows.tokens_of(one, &[to as i64], &mut *watch)?[0]);
-            }
-            bytes += counts[(to - from) as usize] as u64 * row.bytes as u64;
-            to += 1;
+    while from < rows.examples() {
+        let wave = group.wave(from, &mut *watch)?;
+        if first.is_none() {
+            first = group.first_row(&wave, &mut *watch)?;
         }
-        counts.truncate((to - from) as usize);
-        let ids = &ask[..counts.len()];
-        if first.is_none()
-            && let Some(e) = counts.iter().position(|c| *c > 0)
-        {
-            let mut one_row = zeroed(row.bytes)?;
-            let pick = Pick::Tokens { examples: Ints::One(ids[e]), tokens: Ints::One(0) };
-            rows.gather(one, pick, 1, cast, Out::Dense(&mut one_row), &mut *watch)?;
-            first = Some(one_row);
-        }
-        let read = |ids: &[i64], out: &mut [u8], watch: Watch<'_>| {
-            rows.gather(one, Pick::Whole { examples: Ints::Each(ids) }, ids.len(), cast, Out::Dense(out), watch)
-        };
-        let memory = |len: u64| {
-            Output::new(len as usize)
-                .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate {len} bytes: {e}")))
-        };
-        let mut stage = if staged { Some(memory(bytes)?) } else { None };
-        if let Some(stage) = &mut stage {
-            // Skip examples that have no rows in this group.
-            let there: Vec<i64> = ids.iter().zip(&counts).filter(|(_, c)| **c > 0).map(|(id, _)| *id).collect();
-            read(&there, stage.as_mut(), &mut *watch)?;
-        }
+        let stage = group.stage(&wave, &mut *watch)?;
         let stage = stage.as_ref().map(|s| s.bytes());
-        let parts = cut(&counts, row.bytes as u64);
-        let starts: Vec<u64> = counts.iter().scan(0, |at, c| Some(std::mem::replace(at, *at + *c as u64))).collect();
+        let parts = cut(&wave.counts, row.bytes as u64);
         let look = |p: usize, stop: &Stop| -> Result<Scan> {
-            let part = parts[p].clone();
             let mut look = Look::new(row.dtype, row.width, first.as_deref().unwrap_or_default())?;
-            let mut local = None;
-            for e in part.clone() {
-                let (example, rows_of_it) = (from + e as u64, counts[e] as usize);
-                if let Some(stage) = stage {
-                    let at = starts[e] as usize * row.bytes;
-                    look.example(example, &stage[at..at + rows_of_it * row.bytes]);
-                } else if rows_of_it == 0 {
-                    look.example(example, &[]);
-                } else if let Some((view, _)) = rows.view(io, group, ids[e], &mut || stop.is_set())? {
-                    look.example(example, view.bytes());
-                } else {
-                    let need = rows_of_it * row.bytes;
-                    let block = match &mut local {
-                        Some(block) => block,
-                        None => local.insert(Output::new(need).map_err(|e| Error::new(Kind::NoMemory, e.to_string()))?),
-                    };
-                    if block.bytes().len() < need {
-                        *block = Output::new(need).map_err(|e| Error::new(Kind::NoMemory, e.to_string()))?;
-                    }
-                    read(&ids[e..=e], &mut block.as_mut()[..need], &mut || stop.is_set())?;
-                    look.example(example, &block.bytes()[..need]);
-                }
+            match stage {
+                Some(stage) => wave.look_at(parts[p].clone(), stage, row.bytes, &mut look),
+                None => group.look_at(&wave, parts[p].clone(), &mut look, stop)?,
             }
             look.done()
         };
         for part in threads::map(parts.len(), &look, &mut *watch)? {
             all.join(part);
         }
-        from = to;
+        from += wave.ids.len() as u64;
         progress(all.rows);
     }
     if all.magnitudes.len() != row.width {
         (all.magnitudes, all.differences) = (zeroed(row.width)?, zeroed(row.width)?);
     }
     Ok(all)
+}
+
+/// The rows of a group, and how they are read.
+struct Group<'a> {
+    rows: &'a Rows,
+    row: Row,
+    io: Io,
+    number: usize,
+    cast: Cast<'a>,
+    /// Whether rows are decoded, a wave at once.
+    staged: bool,
+}
+
+/// Neighbouring examples of about [`WAVE`] bytes.
+struct Wave {
+    ids: Vec<i64>,
+    /// Tokens of each example.
+    counts: Vec<i64>,
+    bytes: u64,
+    /// The first row of each example, counted from the wave's first.
+    starts: Vec<u64>,
+}
+
+impl Wave {
+    /// Looks at some examples in the decoded bytes of the wave.
+    fn look_at(&self, part: Range<usize>, stage: &[u8], row_bytes: usize, look: &mut Look) {
+        for e in part {
+            let at = self.starts[e] as usize * row_bytes;
+            look.example(self.ids[e] as u64, &stage[at..at + self.counts[e] as usize * row_bytes]);
+        }
+    }
+}
+
+impl Group<'_> {
+    fn groups(&self) -> Ints<'static> {
+        Ints::One(self.number as i64)
+    }
+
+    /// The examples from `from` on. Counting decodes shards, so it counts no more than will be read.
+    fn wave(&self, from: u64, watch: Watch<'_>) -> Result<Wave> {
+        let mut ids: Vec<i64> = (from as i64..(from + 4096).min(self.rows.examples()) as i64).collect();
+        let mut counts = if self.staged { vec![] } else { self.rows.tokens_of(self.groups(), &ids, &mut *watch)? };
+        let (mut bytes, mut n) = (0, 0);
+        while n < ids.len() && bytes < WAVE {
+            if self.staged {
+                counts.push(self.rows.tokens_of(self.groups(), &ids[n..=n], &mut *watch)?[0]);
+            }
+            bytes += counts[n] as u64 * self.row.bytes as u64;
+            n += 1;
+        }
+        ids.truncate(n);
+        counts.truncate(n);
+        let starts = counts.iter().scan(0, |at, c| Some(std::mem::replace(at, *at + *c as u64))).collect();
+        Ok(Wave { ids, counts, bytes, starts })
+    }
+
+    /// The first row of the wave, if it has one.
+    fn first_row(&self, wave: &Wave, watch: Watch<'_>) -> Result<Option<Vec<u8>>> {
+        let Some(e) = wave.counts.iter().position(|c| *c > 0) else { return Ok(None) };
+        let mut row = zeroed(self.row.bytes)?;
+        let pick = Pick::Tokens { examples: Ints::One(wave.ids[e]), tokens: Ints::One(0) };
+        self.rows.gather(self.groups(), pick, 1, self.cast, Out::Dense(&mut row), watch)?;
+        Ok(Some(row))
+    }
+
+    /// The decoded rows of the wave, if rows are decoded a wave at once.
+    fn stage(&self, wave: &Wave, watch: Watch<'_>) -> Result<Option<Output>> {
+        if !self.staged {
+            return Ok(None);
+        }
+        let mut stage = output(wave.bytes as usize)?;
+        // Skip examples that have no rows in this group.
+        let present = wave.ids.iter().zip(&wave.counts).filter(|(_, c)| **c > 0).map(|(id, _)| *id);
+        self.read(&present.collect::<Vec<_>>(), stage.as_mut(), watch)?;
+        Ok(Some(stage))
+    }
+
+    fn read(&self, ids: &[i64], out: &mut [u8], watch: Watch<'_>) -> Result<()> {
+        let pick = Pick::Whole { examples: Ints::Each(ids) };
+        self.rows.gather(self.groups(), pick, ids.len(), self.cast, Out::Dense(out), watch)
+    }
+
+    /// Looks at some examples, in place where they lie in a mapped file.
+    fn look_at(&self, wave: &Wave, part: Range<usize>, look: &mut Look, stop: &Stop) -> Result<()> {
+        let mut local = None;
+        for e in part {
+            let (id, rows) = (wave.ids[e], wave.counts[e] as usize);
+            if rows == 0 {
+                look.example(id as u64, &[]);
+            } else if let Some((view, _)) = self.rows.view(self.io, self.number, id, &mut || stop.is_set())? {
+                look.example(id as u64, view.bytes());
+            } else {
+                let need = rows * self.row.bytes;
+                let block = match &mut local {
+                    Some(block) => block,
+                    None => local.insert(output(need)?),
+                };
+                if block.bytes().len() < need {
+                    *block = output(need)?;
+                }
+                self.read(&wave.ids[e..=e], &mut block.as_mut()[..need], &mut || stop.is_set())?;
+                look.example(id as u64, &block.bytes()[..need]);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn output(len: usize) -> Result<Output> {
+    Output::new(len).map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate {len} bytes: {e}")))
 }
 
 /// [`dtype::overflows`] of many elements, with all threads.
@@ -184,7 +243,7 @@ pub fn count_overflows(from: DType, to: DType, elements: &[u8], watch: Watch<'_>
 }
 
 /// Groups neighbouring examples into parts of about [`PART`] bytes.
-fn cut(counts: &[i64], row_bytes: u64) -> Vec<std::ops::Range<usize>> {
+fn cut(counts: &[i64], row_bytes: u64) -> Vec<Range<usize>> {
     let mut parts = vec![];
     let (mut start, mut bytes) = (0, 0);
     for (i, count) in counts.iter().enumerate() {
@@ -364,7 +423,7 @@ impl Look {
     }
 
     fn example(&mut self, example: u64, bytes: &[u8]) {
-        let mut hash = Hash::new();
+        let mut hash = RowsHash::new();
         for (token, row) in bytes.chunks_exact(self.row_bytes.max(1)).enumerate() {
             hash.add(row);
             let facts = self.row(row);
@@ -454,17 +513,17 @@ fn count_bad(row: &[u8], size: usize, infinity: i64) -> (u64, u64) {
 }
 
 /// Four lanes of multiply and rotate: fast, and good enough to find examples worth comparing.
-struct Hash([u64; 4]);
+struct RowsHash([u64; 4]);
 
-impl Hash {
+impl RowsHash {
     const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
 
-    fn new() -> Hash {
-        Hash([1, 2, 3, 4].map(|k| Hash::ODD.wrapping_mul(k)))
+    fn new() -> RowsHash {
+        RowsHash([1, 2, 3, 4].map(|k| RowsHash::ODD.wrapping_mul(k)))
     }
 
     fn add(&mut self, bytes: &[u8]) {
-        let mix = |lane: &mut u64, word: u64| *lane = (*lane ^ word).wrapping_mul(Hash::ODD).rotate_left(29);
+        let mix = |lane: &mut u64, word: u64| *lane = (*lane ^ word).wrapping_mul(RowsHash::ODD).rotate_left(29);
         let (whole, rest) = bytes.as_chunks::<32>();
         for block in whole {
             for (lane, word) in self.0.iter_mut().zip(block.as_chunks::<8>().0) {
@@ -481,7 +540,7 @@ impl Hash {
     }
 
     fn done(&self) -> u64 {
-        self.0.iter().fold(0, |all, lane| (all.rotate_left(23) ^ lane).wrapping_mul(Hash::ODD))
+        self.0.iter().fold(0, |all, lane| (all.rotate_left(23) ^ lane).wrapping_mul(RowsHash::ODD))
     }
 }
 
@@ -588,7 +647,7 @@ mod tests {
 
         #[test]
         fn one_bit_makes_another_hash(bytes in prop::collection::vec(any::<u8>(), 1..300), at: prop::sample::Index, bit in 0u8..8) {
-            let of = |b: &[u8]| { let mut h = Hash::new(); h.add(b); h.done() };
+            let of = |b: &[u8]| { let mut h = RowsHash::new(); h.add(b); h.done() };
             let mut other = bytes.clone();
             other[at.index(bytes.len())] ^= 1 << bit;
             prop_assert_ne!(of(&bytes), of(&other));
