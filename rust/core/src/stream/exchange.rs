@@ -162,77 +162,82 @@ mod models {
         exchange.finish(error);
     }
 
+    /// Runs `maker` on a thread of its own beside `taker`.
+    fn model(spare: &'static [usize], maker: fn(&Exchange<usize, usize>), taker: fn(&Exchange<usize, usize>)) {
+        loom::model(move || {
+            let exchange = Arc::new(Exchange::new(spare.to_vec()));
+            let theirs = Arc::clone(&exchange);
+            let thread = thread::spawn(move || maker(&theirs));
+            taker(&exchange);
+            thread.join().unwrap();
+        });
+    }
+
     #[test]
     fn every_batch_is_taken_once_and_in_order_and_then_the_error() {
-        loom::model(|| {
-            let exchange = Arc::new(Exchange::new(vec![]));
-            let theirs = Arc::clone(&exchange);
-            let maker = thread::spawn(move || make(&theirs, 2, Some(Error::new(Kind::Format, "the last"))));
-            for batch in 0..2 {
-                assert_eq!(exchange.next(&mut || false).unwrap(), Some(batch));
-            }
-            assert_eq!(exchange.next(&mut || false).unwrap_err().detail, "the last");
-            maker.join().unwrap();
-        });
+        model(
+            &[],
+            |maker| make(maker, 2, Some(Error::new(Kind::Format, "the last"))),
+            |taker| {
+                for batch in 0..2 {
+                    assert_eq!(taker.next(&mut || false).unwrap(), Some(batch));
+                }
+                assert_eq!(taker.next(&mut || false).unwrap_err().detail, "the last");
+            },
+        );
     }
 
     #[test]
     fn a_maker_that_waits_for_room_or_memory_is_stopped() {
-        loom::model(|| {
-            let exchange = Arc::new(Exchange::new(vec![7]));
-            let theirs = Arc::clone(&exchange);
-            let maker = thread::spawn(move || {
-                while let Some(memory) = theirs.wait_for_memory() {
-                    theirs.hand_over(memory);
+        model(
+            &[7],
+            |maker| {
+                while let Some(memory) = maker.wait_for_memory() {
+                    maker.hand_over(memory);
                 }
-                theirs.finish(None);
-            });
-            assert_eq!(exchange.next(&mut || false).unwrap(), Some(7));
-            exchange.stop();
-            exchange.wait_until_finished(&mut || false).unwrap();
-            assert_eq!(exchange.next(&mut || false).unwrap(), None);
-            maker.join().unwrap();
-        });
-        loom::model(|| {
-            let exchange = Arc::new(Exchange::new(vec![]));
-            let theirs = Arc::clone(&exchange);
-            let maker = thread::spawn(move || make(&theirs, 9, None));
-            exchange.stop();
-            exchange.wait_until_finished(&mut || false).unwrap();
-            maker.join().unwrap();
-        });
+                maker.finish(None);
+            },
+            |taker| {
+                assert_eq!(taker.next(&mut || false).unwrap(), Some(7));
+                taker.stop();
+                taker.wait_until_finished(&mut || false).unwrap();
+                assert_eq!(taker.next(&mut || false).unwrap(), None);
+            },
+        );
+        model(
+            &[],
+            |maker| make(maker, 9, None),
+            |taker| {
+                taker.stop();
+                taker.wait_until_finished(&mut || false).unwrap();
+            },
+        );
     }
 
     #[test]
     fn memory_that_is_given_back_is_filled_again() {
-        loom::model(|| {
-            let exchange = Arc::new(Exchange::new(vec![7]));
-            let theirs = Arc::clone(&exchange);
-            let maker = thread::spawn(move || {
+        model(
+            &[7],
+            |maker| {
                 for _ in 0..2 {
-                    let memory = theirs.wait_for_memory().unwrap();
-                    theirs.hand_over(memory);
+                    let memory = maker.wait_for_memory().unwrap();
+                    maker.hand_over(memory);
                 }
-                theirs.finish(None);
-            });
-            for _ in 0..2 {
-                let batch = exchange.next(&mut || false).unwrap().unwrap();
-                exchange.give_back(batch);
-            }
-            assert_eq!(exchange.next(&mut || false).unwrap(), None);
-            maker.join().unwrap();
-        });
+                maker.finish(None);
+            },
+            |taker| {
+                for _ in 0..2 {
+                    let batch = taker.next(&mut || false).unwrap().unwrap();
+                    taker.give_back(batch);
+                }
+                assert_eq!(taker.next(&mut || false).unwrap(), None);
+            },
+        );
     }
 
     /// One thread waits for a batch while another stops the stream.
     #[test]
     fn whoever_waits_for_a_batch_is_woken_by_a_stop() {
-        loom::model(|| {
-            let exchange: Arc<Exchange<usize, usize>> = Arc::new(Exchange::new(vec![]));
-            let theirs = Arc::clone(&exchange);
-            let taker = thread::spawn(move || assert_eq!(theirs.next(&mut || false).unwrap(), None));
-            exchange.stop();
-            taker.join().unwrap();
-        });
+        model(&[], |waiting| assert_eq!(waiting.next(&mut || false).unwrap(), None), Exchange::stop);
     }
 }
