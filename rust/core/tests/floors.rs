@@ -2,8 +2,11 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
+mod common;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+
+use common::sources;
 
 /// Lowest first. A module uses those before it; on one floor, modules are listed in the order in which they may use each other.
 const CORE: &[&str] = &[
@@ -55,21 +58,12 @@ fn leaves(tree: &str) -> Vec<String> {
 }
 
 impl Graph {
-    fn of(src: &Path) -> Graph {
+    fn of(folder: &str) -> Graph {
         let mut texts: BTreeMap<String, String> = BTreeMap::new();
-        let mut folders = vec![src.to_path_buf()];
-        while let Some(folder) = folders.pop() {
-            for entry in std::fs::read_dir(folder).unwrap() {
-                let path = entry.unwrap().path();
-                if path.is_dir() {
-                    folders.push(path);
-                } else if path.extension().is_some_and(|e| e == "rs") {
-                    let name = path.strip_prefix(src).unwrap().with_extension("");
-                    let name = name.to_str().unwrap().replace('/', "::");
-                    let name = name.strip_suffix("::mod").unwrap_or(&name).to_string();
-                    texts.insert(name, code(&std::fs::read_to_string(path).unwrap()));
-                }
-            }
+        for (path, text) in sources(folder) {
+            let name = path.with_extension("").to_str().unwrap().replace('/', "::");
+            let name = name.strip_suffix("::mod").unwrap_or(&name).to_string();
+            texts.insert(name, code(&text));
         }
         let mut uses = BTreeMap::new();
         for (file, text) in &texts {
@@ -185,18 +179,18 @@ fn resolve(path: &str, texts: &BTreeMap<String, String>) -> Option<String> {
     Some(file)
 }
 
-fn check(src: &str, floors: &[&str]) {
-    let graph = Graph::of(&PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(src));
+fn check(folder: &str, floors: &[&str]) {
+    let graph = Graph::of(folder);
     let (upward, circles) = (graph.upward(floors), graph.circles());
     assert!(upward.is_empty() && circles.is_empty(), "upward: {upward:#?}\ncircles: {circles:#?}");
 }
 
 #[test]
 fn the_core_has_no_arrow_upward_and_no_circle() {
-    check("src", CORE);
+    check("core/src", CORE);
 }
 
 #[test]
 fn the_binding_has_no_arrow_upward_and_no_circle() {
-    check("../py/src", BINDING);
+    check("py/src", BINDING);
 }
