@@ -466,19 +466,19 @@ def test_sample_keys_stay(tmp_path: Path) -> None:
 
 def test_columns_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion holds the columns of some examples, not the table of all."""
-    from actshard.formats.lmprobe import read as lmprobe
+    from actshard.formats.lmprobe import index as lmprobe
 
     n = 5000
     column = "prompt"
     with actshard.create(tmp_path / "src", "lmprobe", layers=[0], d_model=2) as writer:
         writer.append(np.ones((n, 1, 2), np.float32), columns={"text": [f"{i}" for i in range(n)]})
     monkeypatch.setattr(lmprobe, "_BATCH_ROWS", 100)
-    monkeypatch.setattr(lmprobe.Extraction.column_batches, "__defaults__", (100,))
+    monkeypatch.setattr(lmprobe.Index.column_batches, "__defaults__", (100,))
 
     def whole(*_: Any) -> Any:
         raise AssertionError("the whole table was read")
 
-    monkeypatch.setattr(lmprobe.Extraction, "columns", whole)
+    monkeypatch.setattr(lmprobe.Index, "columns", whole)
     for examples in (None, [3, 4, 4999]):
         done = actshard.convert(tmp_path / "src", tmp_path / f"made{examples}", "zarr", examples=examples, verify=True)
         ids = list(range(n)) if examples is None else examples

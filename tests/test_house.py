@@ -23,7 +23,7 @@ ROOT = Path(actshard.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes"),
-    ("_arguments",),
+    ("_arguments", "storage"),
     ("location", "epochs"),
     ("_json", "work"),
     ("walking",),
@@ -205,6 +205,7 @@ def test_the_rooms_that_a_format_names_are_in_its_folder(name: str) -> None:
 
 ON_PATHS = {
     "location": "the file system itself",
+    "storage": "the file system itself",
     "work": "locks, journals and whole files of writers, which write local folders",
     "formats.*.write": "writes",
     "formats.*.merge": "writes",

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
-from actshard.location import Entry, Location
+from actshard.location import Location
+from actshard.storage import Entry
 from conftest import refuses
 
 FILES = {"a.bin": b"0123456789", "b.jsonl": b'{"x": 1}\n{"x": 2}\n', "web/train/0.bin": b"", "web/notes.txt": b"hello"}

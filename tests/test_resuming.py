@@ -440,7 +440,7 @@ def test_lengths_take_a_number_per_example_however_many_layers(tmp_path: Path) -
         writer.append([np.ones((50, n, 1), np.float32)] * 4)
         writer.flush()
     writer.abort()
-    sink = Sink(actshard.writing.writer.make_target(
+    sink = Sink(actshard.writing.creating.make_target(
         tmp_path / "d", "zarr", layers=layers, d_model=1, dtype=None, metadata=None, num_examples=None,
         tokens_per_example=None, shard_bytes=None, part=None, options={},
     ), resume=True)  # fmt: skip

@@ -24,7 +24,7 @@ from tests.tokens.test_config import hub
 
 import actshard
 from actshard import _native, tokens
-from actshard.location import Local
+from actshard.storage import Local
 
 IDS = tokens.PrebuiltFormat()
 TOKENIZER = str(GOLDEN / LLAMA)

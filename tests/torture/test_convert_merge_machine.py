@@ -34,7 +34,7 @@ import actshard
 from actshard import work
 from actshard.converting import running
 from actshard.formats import merging as format_merging
-from actshard.formats.lmprobe.read import TOKEN_LISTS
+from actshard.formats.lmprobe.index import TOKEN_LISTS
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
 SMALL: dict[str, dict[str, Any]] = {

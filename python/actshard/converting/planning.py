@@ -22,7 +22,7 @@ from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.columns import Decided
-from actshard.writing.writer import make_target
+from actshard.writing.creating import make_target
 
 TOKENS = ("all", "content", "last")
 OVERFLOW = ("refuse", "allow")

@@ -77,6 +77,18 @@ def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
     return big if all(is_.is_integer(t) or t.equals(big) for t in (a, b)) else None
 
 
+def as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The columns of a schema, as its types.
+
+    Columns that have their type are not cast: pyarrow 26 makes an invalid array of lists of nulls that it casts to their own type.
+    """
+    import pyarrow as pa
+
+    columns = [table[field.name] for field in schema]
+    kept = [c if c.type.equals(f.type) else c.cast(f.type) for f, c in zip(schema, columns, strict=True)]
+    return pa.Table.from_arrays(kept, schema=schema)
+
+
 def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     import pyarrow as pa
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from actshard.tokens.building import Progress, build_cache
 from actshard.tokens.cache import JaggedView, TokenCache, open_cache
-from actshard.tokens.config import (
-    BlockShuffleConfig,
+from actshard.tokens.components import (
     DatasetComponent,
     HfDatasetSourceConfig,
-    LmDataConfig,
     UrlDatasetSourceConfig,
     dataset_for_component,
 )
+from actshard.tokens.config import BlockShuffleConfig, LmDataConfig
 from actshard.tokens.examples import (
     Batch,
     CausalLmDataset,

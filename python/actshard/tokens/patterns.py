@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 
 from actshard.errors import ActshardError, ArgumentError, MissingFileError, NotAFileError
-from actshard.location import Entry, Location
+from actshard.location import Location
+from actshard.storage import Entry
 
 _MAGIC = re.compile(r"[*?[]")
 

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from actshard._json import Fields, read_json, read_lines
 from actshard.errors import FormatError, MissingFileError, TruncatedFileError, boundary
-from actshard.location import Location, Stat
+from actshard.location import Location
+from actshard.storage import Stat
 
 STORAGE = "inference_capture_v1"
 PROMPT, RESPONSE = "prompt_activations", "response_activations"

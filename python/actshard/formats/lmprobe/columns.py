@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from actshard.formats.carrying import Carrying, without_files
-from actshard.formats.lmprobe.read import TOKEN_LISTS
+from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.write import MADE_UP
 
 if TYPE_CHECKING:

@@ -14,9 +14,11 @@ import actshard._native as _native
 from actshard._json import Fields
 from actshard.errors import FormatError, MissingFileError, UnsupportedError, from_os
 from actshard.formats.contents import Contents
-from actshard.formats.lmprobe.read import TOKEN_LISTS, Extraction
+from actshard.formats.lmprobe.index import TOKEN_LISTS
+from actshard.formats.lmprobe.read import Extraction
 from actshard.formats.lmprobe.write import MADE_UP, LmprobeTarget
 from actshard.formats.merging import Merge, Merger
+from actshard.formats.tables import as_schema
 from actshard.location import Location
 from actshard.work import make_folder, rename
 
@@ -161,7 +163,7 @@ def _write_index(
                     renumbered(p, columns, done, batch.num_rows)
                     done += batch.num_rows
                     table = pa.table({n: columns.get(n, pa.nulls(batch.num_rows)) for n in schema.names})
-                    writer.write_table(table.cast(schema))
+                    writer.write_table(as_schema(table, schema))
     except OSError as error:
         raise from_os(error, temporary, "write") from error
     _native.sync_files([temporary, plan.path / "tensors"])

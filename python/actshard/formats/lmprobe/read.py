@@ -15,46 +15,33 @@ null, a shard without rows has no file, and router tensors are not in the text a
 
 from __future__ import annotations
 
-import json
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME
-from actshard._json import Fields, parse_json, show
+from actshard._json import Fields, show
 from actshard._native import Addresses, Rows
 from actshard.codes import Remark
 from actshard.errors import (
-    ActshardError,
     FormatError,
     MissingFileError,
-    NotStoredError,
     UnsupportedError,
-    from_reader,
 )
 from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
+from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, Index, find_parts
 from actshard.location import Location
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-PREFIX = b"lmprobe:"
-LAST_KNOWN = (2, 0)
-TOKEN_LISTS = ("token_shard_ids", "token_shard_offsets")
 # The code's names first, the text's second.
 LOGITS_KEYS = (("logits_topk.values", "logits_topk.indices"), ("topk_values", "topk_indices"))
 ROUTER_KEY = "router.layer_{layer}"
-_PART = re.compile(r"(?P<split>.+)-(?P<index>\d{5})-of-(?P<total>\d{5})\.parquet")
-_BATCH_ROWS = 16_384
 _FILES_AT_MOST = 1 << 20
-_EXPANDED, _EXPANSION = 256 << 20, 64
-"""A column's texts are plain up to so many bytes, and so many for each byte of the index; beyond, they stay a dictionary."""
 
 
 def detect(path: Location) -> Evidence:
@@ -62,7 +49,7 @@ def detect(path: Location) -> Evidence:
     looked_for = 'a folder with index/*.parquet that has "lmprobe:" schema metadata'
     if path.kind() == "file" and not path.name.endswith(".parquet"):
         return Evidence(False, looked_for, "a file")
-    _, parts = _find_parts(path)
+    _, parts = find_parts(path)
     if not parts:
         return Evidence(False, looked_for, "no index/*.parquet")
     import pyarrow.parquet as pq
@@ -85,247 +72,12 @@ def open(path: Location, options: Options) -> Contents:
     return Extraction(path, options.io).contents()
 
 
-def _find_parts(path: Location) -> tuple[Location, list[Location]]:
-    """The folder that patterns are relative to, and the index files in name order."""
-    if path.kind() == "file":
-        root = path.parent.parent if path.parent.name == "index" else path.parent
-        numbered = _PART.fullmatch(path.name)
-        if numbered is None:
-            return root, [path]
-        # One part stands for all of them.
-        return root, [
-            path.parent / entry.name
-            for entry in path.parent.entries()
-            if entry.name.startswith(f"{numbered['split']}-")
-            if entry.name[len(numbered["split"]) + 1 :].endswith(f"-of-{numbered['total']}.parquet")
-        ]
-    index = path / "index"
-    if index.kind() != "folder":
-        return path, []
-    return path, [index / entry.name for entry in index.entries("*.parquet")]
-
-
-class Extraction:
+class Extraction(Index):
     """One dataset while it is opened; afterwards it serves the columns and tensors that are asked for later."""
 
     def __init__(self, path: Location, io: str) -> None:
-        self.path = path
+        super().__init__(path)
         self.io = io
-        self.root, found = _find_parts(path)
-        self.parts = _ordered_parts(found, self.root)
-        self.warnings: list[Remark] = []
-        self.metadata = self._read_metadata()
-        self._check_version()
-        self.names: tuple[str, ...] = tuple(self.schema.names)
-        self.num_rows = sum(self._file(part).metadata.num_rows for part in self.parts)
-        if self.num_rows == 0:
-            raise FormatError("the index has no rows", path=self.parts[0])
-        claimed = self.metadata.get("num_prompts")
-        twice = sorted({name for name in self.names if self.names.count(name) > 1})
-        if twice:
-            self.warnings.append(
-                Remark("format", f"column '{twice[0]}' is there twice: the table cannot be read, activations can")
-            )
-        if claimed is not None and claimed != self.num_rows:
-            self.warnings.append(
-                Remark("claim", f"num_prompts is {show(claimed)}, but the index has {self.num_rows} rows")
-            )
-
-    # -- the index -------------------------------------------------------------------------------------------------
-
-    def _file(self, part: Location, coded: Sequence[str] = ()) -> Any:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        file = part.arrow()
-        try:
-            return pq.ParquetFile(file, read_dictionary=list(coded))
-        except (pa.ArrowException, OSError, ValueError) as error:
-            file.close()
-            if isinstance(error, ActshardError):
-                raise
-            raise from_reader(error, part, "read", f"expected a parquet file: {_one_line(error)}") from error
-
-    @cached_property
-    def schema(self) -> pa.Schema:
-        """The index's, with its metadata."""
-        return self._file(self.parts[0]).schema_arrow
-
-    def _read_metadata(self) -> dict[str, Any]:
-        first: dict[str, Any] | None = None
-        for part in self.parts:
-            schema = self._file(part).schema_arrow
-            found = {}
-            for key, value in (schema.metadata or {}).items():
-                if key.startswith(PREFIX):
-                    found[key[len(PREFIX) :].decode("utf-8", "replace")] = _json_or_text(value, part)
-            if not found:
-                raise UnsupportedError(
-                    'expected "lmprobe:" schema metadata, found none: format 1.x is not read; '
-                    "lmprobe.upgrade_dataset_format converts it",
-                    path=part,
-                )
-            if first is None:
-                first = found
-            elif found.get("tensors") != first.get("tensors") or schema.names != self.schema.names:
-                raise FormatError(f"describes other tensors or columns than {self.parts[0].name}", path=part)
-        assert first is not None
-        return first
-
-    def _check_version(self) -> None:
-        part = self.parts[0]
-        stated = self.metadata.get("format_version", "1.0")
-        numbers = re.fullmatch(r"(\d{1,6})(?:\.(\d{1,6}))?", str(stated))
-        if numbers is None:
-            raise FormatError(
-                f"field 'format_version': expected a version such as \"2.0\", found {show(stated)}",
-                path=part,
-                code="metadata",
-            )
-        version = (int(numbers[1]), int(numbers[2] or 0))
-        if version[0] > LAST_KNOWN[0]:
-            raise UnsupportedError(
-                f"format version {stated} is newer than actshard reads (2.x); upgrade actshard", path=part
-            )
-        if version[0] < LAST_KNOWN[0]:
-            raise UnsupportedError(
-                f"format version {stated} is not read, 2.x is; lmprobe.upgrade_dataset_format converts it", path=part
-            )
-        if version > LAST_KNOWN:
-            self.warnings.append(
-                Remark(
-                    "version", f"format version {stated} is newer than actshard knows (2.0); it should only add fields"
-                )
-            )
-
-    def columns(self, names: Sequence[str]) -> pa.Table:
-        """Reads columns by name, all parts one after another."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        unknown = [name for name in names if name not in self.names]
-        if unknown:
-            raise NotStoredError(
-                f"holds no column {unknown[0]!r}; the columns are {', '.join(self.names)}", path=self.path
-            )
-        self._refuse_twice(names)
-        tables = []
-        for part in self.parts:
-            try:
-                # A value that repeats is stored once: 12 kB of parquet can hold 5 GB of texts. It is read once, too.
-                texts = [n for n in names if _is_text(self.schema.field(n).type)]
-                with part.arrow() as file:
-                    table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=texts)
-                for column in table.columns:
-                    if _holds_codes(column.type):  # also one that the file declares to be, such as pandas' categories
-                        column.validate(full=True)
-                tables.append(_plain_texts(table, texts, _EXPANDED + _EXPANSION * part.stat().size))
-            except (pa.ArrowException, OSError, ValueError) as error:
-                if isinstance(error, ActshardError):
-                    raise
-                said = f"cannot read columns {list(names)}: {_one_line(error)}"
-                raise from_reader(error, part, "read", said) from error
-        kinds = [{n: t.schema.field(n).type for n in names} for t in tables]
-        mixed = [
-            n for n in names if any(k[n] != kinds[0][n] for k in kinds) and any(map(_is_coded, (k[n] for k in kinds)))
-        ]
-        if mixed:  # one part's texts were left as a dictionary
-            tables = [_coded(t, mixed) for t in tables]
-        try:
-            whole = pa.concat_tables(tables, promote_options="default")
-        except pa.ArrowException as error:
-            raise FormatError(f"the index's parts do not fit together: {_one_line(error)}", path=self.path) from error
-        return whole.select(list(names)).replace_schema_metadata(None)
-
-    def _refuse_twice(self, names: Sequence[str]) -> None:
-        twice = [name for name in names if self.names.count(name) > 1]
-        if twice:
-            raise FormatError(f"column '{twice[0]}' is there twice", path=self.parts[0])
-
-    def head(self, names: Sequence[str], n: int) -> pa.Table:
-        """Columns of the first n rows; no more of the index is decoded than the batches that hold them."""
-        import pyarrow as pa
-
-        tables, left = [], n
-        for table in self.column_batches(names, min(max(n, 1), _BATCH_ROWS)):
-            tables.append(table.slice(0, left))
-            left -= len(tables[-1])
-            if left <= 0:
-                break
-        return pa.concat_tables(tables, promote_options="default")
-
-    def column_batches(self, names: Sequence[str], rows: int = _BATCH_ROWS) -> Iterator[pa.Table]:
-        """Columns of all rows in order, some rows at a time. Texts that would expand too far stay dictionaries."""
-        import pyarrow as pa
-
-        unknown = [name for name in names if name not in self.names]
-        if unknown:
-            raise NotStoredError(
-                f"holds no column {unknown[0]!r}; the columns are {', '.join(self.names)}", path=self.path
-            )
-        self._refuse_twice(names)
-        texts = [n for n in names if _is_text(self.schema.field(n).type)]
-        for part, _, batch in self.batches(names, rows, texts):
-            table = pa.Table.from_batches([batch]).replace_schema_metadata(None)
-            if table.num_columns:
-                yield _plain_texts(table.select(list(names)), texts, _EXPANDED + _EXPANSION * part.stat().size)
-
-    def batches(
-        self, names: Sequence[str], rows: int = _BATCH_ROWS, coded: Sequence[str] = ()
-    ) -> Iterator[tuple[Location, int, pa.RecordBatch]]:
-        """Columns batch by batch, with the part and the first row's number in it; texts named in ``coded`` as dictionaries."""
-        import pyarrow as pa
-
-        for part in self.parts:
-            row = 0
-            try:
-                for batch in self._file(part, coded).iter_batches(batch_size=rows, columns=list(names)):
-                    for column in batch.columns:
-                        if _holds_codes(
-                            column.type
-                        ):  # pyarrow does not hold the codes of a file against its dictionary
-                            column.validate(full=True)
-                    yield part, row, batch
-                    row += batch.num_rows
-            except (pa.ArrowException, OSError, ValueError) as error:
-                if isinstance(error, ActshardError):
-                    raise
-                said = f"cannot read columns {list(names)}: {_one_line(error)}"
-                raise from_reader(error, part, "read", said) from error
-
-    def _addresses(self, shards: int, shard_column: str, row_column: str, *, lists: bool) -> Addresses:
-        """Folds the addressing columns into the core's table, batch by batch: nothing per token is kept."""
-        import pyarrow as pa
-
-        names = [shard_column, row_column, *(TOKEN_LISTS if lists else ())]
-        missing = [name for name in names if name not in self.names]
-        if missing:
-            raise FormatError(f"expected a column '{missing[0]}', found {list(self.names)}", path=self.parts[0])
-        self._refuse_twice(names)
-        addresses = Addresses(shards)
-        done = 0
-        for part, row, batch in self.batches(names):
-            flat = [int64_of(batch.column(name), name, part, row) for name in names[:2]]
-            try:
-                addresses.push_last(*flat)
-                if lists:
-                    addresses.push_tokens(
-                        *(a for name in TOKEN_LISTS for a in lists_of(batch.column(name), name, part, row))
-                    )
-            except FormatError as error:
-                if error.path is None:
-                    columns = f"{shard_column}/{row_column}" + ("/" + "/".join(TOKEN_LISTS) if lists else "")
-                    raise FormatError(f"columns {columns}: {error.detail}", path=part) from error
-                raise
-            done += batch.num_rows
-        if done != self.num_rows:
-            raise FormatError(f"expected {self.num_rows} rows, read {done}", path=self.parts[0])
-        if lists:
-            # The lists went through arrow's allocator, which would keep what it may need again.
-            pa.default_memory_pool().release_unused()
-        return addresses
-
-    # -- the tensors -----------------------------------------------------------------------------------------------
 
     def _descriptors(self, kind: str, usual: str) -> Fields | None:
         where = self.parts[0]
@@ -464,7 +216,7 @@ class Extraction:
         files = [(self.inside(fields, name_file(la, s)), name_key(la, s)) for la in layers for s in range(shards)]
         name, d_model = self._first_header(files, fields, "dim")
         dtype = self._numpy(name, fields)
-        addresses = self._addresses(shards, "shard_index", "row_offset", lists=full)
+        addresses = self.addresses(shards, "shard_index", "row_offset", lists=full)
         rows = Rows.table(
             list(files), addresses, num_groups=len(layers), width=d_model, dtype=name, descr=dtype, io=self.io
         )
@@ -488,7 +240,7 @@ class Extraction:
             name, k = self._first_header(files, fields, "k")
             widths.append(k)
             dtype = self._numpy(name, fields)
-            addresses = self._addresses(shards, *columns, lists=False)
+            addresses = self.addresses(shards, *columns, lists=False)
             made.append(Rows.table(list(files), addresses, num_groups=1, width=k, dtype=name, descr=dtype, io=self.io))
             if key == keys[0]:
                 self._logits_dtype = dtype
@@ -630,37 +382,6 @@ class Extraction:
         return dtype
 
 
-def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
-    """The index files in order; none of a numbered set may be missing."""
-    if not found:
-        raise MissingFileError("expected an index, found no parquet file", path=root / "index")
-    if len(found) == 1 and _PART.fullmatch(found[0].name) is None:
-        return found
-    numbered = [_PART.fullmatch(part.name) for part in found]
-    if any(m is None for m in numbered):
-        if len(found) == 1:
-            return found
-        raise FormatError(
-            f"expected one index or parts named like train-00000-of-00002.parquet, found {[p.name for p in found][:8]}",
-            path=root / "index",
-        )
-    sets = {(m["split"], m["total"]) for m in numbered if m is not None}
-    if len(sets) > 1:
-        raise FormatError(
-            f"expected one index, found several: {sorted(sets)}; open one of the files", path=root / "index"
-        )
-    ((split, total),) = sets
-    if len(found) > int(total):
-        raise FormatError(
-            f"expected {int(total)} parts, found {len(found)}: {[p.name for p in found][:8]}", path=root / "index"
-        )
-    for i in range(int(total)):
-        part = found[0].parent / f"{split}-{i:05}-of-{total}.parquet"
-        if part not in found:
-            raise MissingFileError(f"expected part {i} of {int(total)} of the index, found nothing", path=part)
-    return found
-
-
 def _first_there(paths: Sequence[Location]) -> tuple[Location, dict[str, tuple[str, list[int]]]]:
     """The first of these files that is there, and the type and shape of each tensor in it."""
     for path in paths:
@@ -671,101 +392,3 @@ def _first_there(paths: Sequence[Location]) -> tuple[Location, dict[str, tuple[s
         return path, {name: (dtype, shape) for name, dtype, shape, _, _ in tensors}
     others = f" (nor any other of {len(paths)} tensor files)" if len(paths) > 1 else ""
     raise MissingFileError(f"expected a file, found nothing{others}", path=paths[0])
-
-
-def _json_or_text(value: bytes, part: Location) -> Any:
-    """A metadata value: JSON, or as lmprobe's reader does, the text itself where it is none."""
-    text = value.decode("utf-8", "replace")
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return parse_json(text, part)
-
-
-def _is_text(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-
-
-def _is_coded(kind: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_dictionary(kind))
-
-
-def _holds_codes(kind: Any) -> bool:
-    """Whether a column holds codes of a dictionary, itself or in its lists and structs, whose types' texts name theirs."""
-    return _is_coded(kind) or "dictionary<" in str(kind)
-
-
-def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
-    """The table with dictionaries of texts as plain texts, but for those whose values would take more than ``most`` bytes.
-
-    Codes have to be in their dictionaries.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    for at, name in enumerate(table.column_names):
-        column = table[name]
-        if name not in texts or not _is_coded(column.type):
-            continue
-        size = 0
-        for chunk in column.chunks:
-            lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
-            size += int(pc.sum(lengths.cast(pa.int64())).as_py() or 0)
-        if size <= most:
-            table = table.set_column(at, name, column.cast(column.type.value_type))
-    return table
-
-
-def _coded(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    for name in names:
-        if not _is_coded(table.schema.field(name).type):
-            table = table.set_column(table.column_names.index(name), name, table[name].dictionary_encode())
-    return table
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
-
-
-def int64_of(
-    column: pa.Array, name: str, part: Location, row: int, ends: NDArray[np.int64] | None = None
-) -> NDArray[np.int64]:
-    """An integer column without nulls, as int64; ``ends`` are the rows' ends if it is what the rows' lists hold."""
-    import pyarrow as pa
-
-    if not pa.types.is_integer(column.type):
-        raise FormatError(f"column '{name}': expected integers, found {column.type}", path=part)
-    if column.null_count:
-        first = int(np.flatnonzero(~column.is_valid().to_numpy(zero_copy_only=False))[0])
-        if ends is not None:
-            first = int(np.searchsorted(ends, first, "right")) - 1
-        raise FormatError(f"column '{name}': row {row + first} {'is' if ends is None else 'holds a'} null", path=part)
-    numbers = column.to_numpy(zero_copy_only=False)
-    if numbers.dtype == np.uint64 and numbers.size and numbers.max() > np.iinfo(np.int64).max:
-        raise FormatError(f"column '{name}': {numbers.max()} is out of range", path=part)
-    return np.ascontiguousarray(numbers, dtype=np.int64)
-
-
-def lists_of(column: pa.Array, name: str, part: Location, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A column of integer lists: where each list begins and ends, and all values. A null list has no tokens."""
-    import pyarrow as pa
-
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
-        raise FormatError(f"column '{name}': expected lists of integers, found {column.type}", path=part)
-    ends = column.offsets.to_numpy().astype(np.int64)
-    first, last = int(ends[0]), int(ends[-1])
-    ends -= first
-    values = int64_of(column.values.slice(first, last - first), name, part, row, ends)
-    if column.null_count:
-        # Arrow does not promise that a null list's offsets are equal.
-        valid = column.is_valid().to_numpy(zero_copy_only=False)
-        lengths = np.diff(ends)
-        if (lengths[~valid] != 0).any():
-            values = values[np.repeat(valid, lengths)]
-            ends = np.concatenate([[0], np.cumsum(np.where(valid, lengths, 0))])
-    return ends, values

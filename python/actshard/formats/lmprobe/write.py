@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._arguments import name_of
 from actshard.errors import ActshardWarning, ArgumentError, FormatError, from_os
-from actshard.formats.lmprobe.read import TOKEN_LISTS
-from actshard.formats.tables import as_text
+from actshard.formats.lmprobe.beside import is_router, write_beside
+from actshard.formats.lmprobe.index import TOKEN_LISTS
+from actshard.formats.tables import as_schema, as_text
 from actshard.formats.target import (
     FLOATS,
     LOGITS,
-    ROUTER,
     TEXTS,
     AllExamples,
     Block,
@@ -179,7 +179,7 @@ class LmprobeTarget(Target):
         """Logits and router logits have files of their own: arrays, the same for every layer."""
         import pyarrow as pa
 
-        routers = [name for name in schema.names if _is_router(name)]
+        routers = [name for name in schema.names if is_router(name)]
         logits = [name for name in LOGITS if name in schema.names]
         for name in (*logits, *routers):
             kind = schema.field(name).type
@@ -203,7 +203,7 @@ class LmprobeTarget(Target):
             if name in table.column_names and not _is_text(table.schema.field(name).type):
                 _int32(name, table[name], first)
         for name in table.column_names:
-            if name in LOGITS or _is_router(name):
+            if name in LOGITS or is_router(name):
                 arrays = arrays_in(table, name)
                 if name == LOGITS[1] and arrays.size and not 0 <= arrays.min() <= arrays.max() <= _INT32:
                     raise ArgumentError(f"{name}, from example {first}: expected 32-bit token indices")
@@ -336,7 +336,7 @@ class LmprobeTarget(Target):
                     wrote.append(self._complete(self._working(layer, kind, i), name, layer, count))
         tensors = {"hidden_layers": self._descriptor(shards, len(lasts))}
         columns = self._columns(examples, tokens)
-        tensors |= self._beside(examples, columns)
+        tensors |= write_beside(self.root, self.limit, examples, columns)
         _native.sync_files(wrote)
         sync_folders([self.root / "tensors"])
         for stray in (self.root / "tensors").glob(".*.part"):
@@ -449,81 +449,6 @@ class LmprobeTarget(Target):
         except pa.ArrowException as error:
             raise ArgumentError(f"num_tokens: expected 32-bit integers: {error}") from error
 
-    def _beside(self, examples: AllExamples, columns: dict[str, Any]) -> dict[str, Any]:
-        """Logits and router tensors: out of the columns and into files of their own; their descriptors."""
-        import pyarrow as pa
-
-        n = len(examples)
-        made: dict[str, Any] = {}
-        if any(name in columns for name in LOGITS):
-            if not all(name in columns for name in LOGITS):
-                raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found one of them")
-            assert examples.columns is not None
-            values, indices = (arrays_in(examples.columns, name) for name in LOGITS)
-            per = max(1, self.limit // (12 * values.shape[1]))
-            shards = []
-            for i, first in enumerate(range(0, n, per)):
-                file = f"tensors/logits_topk_{i:03d}.safetensors"
-                part = slice(first, first + per)
-                tensors = {"logits_topk.values": values[part], "logits_topk.indices": indices[part].astype(np.int32)}
-                self._write_tensors(file, tensors)
-                shards.append({"file": file, "num_prompts": len(values[part])})
-            made["logits_topk"] = {
-                "type": "logits_topk",
-                "k": values.shape[1],
-                "dtype": str(values.dtype),
-                "pooling": "last_token",
-                "file_pattern": "tensors/logits_topk_{shard:03d}.safetensors",
-                "row_bytes": values.shape[1] * (values.dtype.itemsize + 4),
-                "shards": shards,
-            }
-            shard, row = np.divmod(np.arange(n), per)
-            columns["shard_index_logits"] = pa.array(shard.astype(np.int32))
-            columns["row_offset_logits"] = pa.array(row.astype(np.int32))
-        routers = sorted(int(name.removeprefix(ROUTER)) for name in columns if _is_router(name))
-        if routers:
-            assert examples.columns is not None
-            each = {layer: arrays_in(examples.columns, f"{ROUTER}{layer}") for layer in routers}
-            first_of = each[routers[0]]
-            if any(a.shape != first_of.shape or a.dtype != first_of.dtype for a in each.values()):
-                raise ArgumentError("router: expected as many experts of the same type in every layer")
-            per = max(1, self.limit // (first_of.shape[1] * first_of.dtype.itemsize * len(routers)))
-            shards = []
-            for i, first in enumerate(range(0, n, per)):
-                file = f"tensors/router_logits_{i:03d}.safetensors"
-                self._write_tensors(file, {f"router.layer_{la}": a[first : first + per] for la, a in each.items()})
-                shards.append({"file": file, "num_prompts": len(first_of[first : first + per])})
-            made["router_logits"] = {
-                "type": "router",
-                "layers": routers,
-                "num_experts": first_of.shape[1],
-                "dtype": str(first_of.dtype),
-                "pooling": "last_token",
-                "file_pattern": "tensors/router_logits_{shard:03d}.safetensors",
-                "row_bytes": first_of.shape[1] * first_of.dtype.itemsize * len(routers),
-                "shards": shards,
-            }
-        for name in [name for name in columns if name in LOGITS or _is_router(name)]:
-            del columns[name]
-        return made
-
-    def _write_tensors(self, file: str, tensors: dict[str, NDArray[Any]]) -> None:
-        """A safetensors file: a JSON header padded to eights, then the tensors one after the other."""
-        at, header = 0, {}
-        for name, array in tensors.items():
-            end = at + array.nbytes
-            header[name] = {"dtype": name_of(array.dtype), "shape": list(array.shape), "data_offsets": [at, end]}
-            at = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
-        head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
-        path = self.root / file
-        working = path.with_name(f".{path.name}.part")
-        body = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in tensors.values()]
-        _native.write_segments(working, [head, *body])
-        _native.sync_files([working])
-        rename(working, path)
-
     def _write_index(self, examples: AllExamples, columns: dict[str, Any], tensors: dict[str, Any]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -582,7 +507,7 @@ class LmprobeTarget(Target):
                         tokens = examples.lengths[first:last, 0]
                         for (name, _), values in zip(lists, self._token_lists(tokens, first, lasts), strict=True):
                             part = part.append_column(name, values)
-                    writer.write_table(part.select(schema.names).cast(schema))
+                    writer.write_table(as_schema(part, schema))
         except OSError as error:
             raise from_os(error, temporary, "write") from error
         _native.sync_files([temporary])
@@ -657,7 +582,3 @@ def _label(column: pa.ChunkedArray | None, n: int) -> Any:
         except pa.ArrowInvalid:
             pass  # of a release that looked at values only now: text, as lmprobe makes of labels that are no integers
     return as_text(column)
-
-
-def _is_router(name: str) -> bool:
-    return name.startswith(ROUTER) and name.removeprefix(ROUTER).lstrip("-").isdigit()

@@ -13,8 +13,9 @@ from actshard._json import Fields, exists, read_json
 from actshard.errors import ActshardError
 from actshard.formats.report import Report
 from actshard.formats.zarr.arrays import read_whole
+from actshard.formats.zarr.member import Member, by_i
 from actshard.formats.zarr.meta import ArrayMeta
-from actshard.formats.zarr.read import Member, by_i, is_group, stores_in
+from actshard.formats.zarr.read import is_group, stores_in
 from actshard.location import Location
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from actshard.formats.carrying import Carrying, without_files
-from actshard.formats.zarr.read import Member, members_of
+from actshard.formats.zarr.member import Member
+from actshard.formats.zarr.read import members_of
 from actshard.formats.zarr.write import OWN_ATTRIBUTES
 from actshard.location import Location
 

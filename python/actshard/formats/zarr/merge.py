@@ -15,7 +15,8 @@ from actshard.errors import ArgumentError
 from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Merge, Merger, check_column_types
 from actshard.formats.target import AllExamples, Spec
-from actshard.formats.zarr.read import ACTIVATIONS, Member, is_group, members_of
+from actshard.formats.zarr.member import ACTIVATIONS, Member
+from actshard.formats.zarr.read import is_group, members_of
 from actshard.formats.zarr.read import open as open_store
 from actshard.formats.zarr.write import OWN_ATTRIBUTES, ZarrTarget
 from actshard.location import Location

@@ -10,7 +10,8 @@ import numpy as np
 
 from actshard._json import Fields, exists, read_json, show
 from actshard.errors import FormatError, MissingFileError, NotAFileError
-from actshard.location import Entry, Kind, Location
+from actshard.location import Location
+from actshard.storage import Entry, Kind
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.formats.target import TEXTS, array_of
-from actshard.formats.zarr.read import ACTIVATIONS, PROMPT, RESPONSE
+from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE
 from actshard.work import whole_file
 
 if TYPE_CHECKING:

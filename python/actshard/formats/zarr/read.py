@@ -1,4 +1,4 @@
-"""Zarr activation stores: one 4-D array of padded samples, or two; one store, or a run of many.
+"""Zarr datasets: one store or a run of many. A store (``member``) has one 4-D array of padded samples, or two.
 
     activations.zarr/
       .zattrs .zmetadata                 attributes; consolidated metadata, optional; Zarr version 3 has zarr.json.
@@ -27,45 +27,29 @@ sharding go through the zarrs crate, or, where it lacks a codec, the zarr packag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
-from warnings import warn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard._arguments import name_of
-from actshard._json import Fields, exists, read_json, read_lines, show, utf8
+from actshard._json import Fields, exists, read_json, show, utf8
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import (
-    ActshardWarning,
-    FormatError,
     MissingFileError,
     NotStoredError,
-    UnsupportedError,
 )
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
-from actshard.formats.zarr.arrays import Spare, ZarrStore, native, read_constant, read_whole
-from actshard.formats.zarr.meta import ArrayMeta
+from actshard.formats.zarr.arrays import native
+from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, Member
 from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-ACTIVATIONS = "arrays/activations"
-PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
-MAX_SAMPLES = 1 << 31
-"""More would be a list of lengths that no memory holds."""
-MAX_LAYERS = 1 << 16
-UNSTORED_SAMPLES = 1 << 24
-"""Samples that a store may have without chunk files for them: 128 MiB of token counts."""
-SAMPLES_PER_FILE = 1 << 10
-"""Samples beyond those that a chunk file accounts for."""
 
 
 def detect(path: Location) -> Evidence:
@@ -280,298 +264,6 @@ def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
     if manifest.has("n_samples") and manifest.integer("n_samples", minimum=0) != start:
         raise manifest.error("n_samples", f"{start}, the sum over the shards")
     return members, manifest.value, True
-
-
-@dataclass
-class Member:
-    """A store, alone or of a run."""
-
-    path: Location
-    warnings: list[Remark] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.store = ZarrStore(self.path)
-        self.version = self.store.version
-        one, prompt, response = (self.store.array(node) for node in (ACTIVATIONS, PROMPT, RESPONSE))
-        if one is not None:
-            self.arrays = [one]
-        elif prompt is not None or response is not None:
-            self.arrays = [a for a in (prompt, response) if a is not None]
-        else:
-            raise FormatError(
-                f"expected an array {ACTIVATIONS} (or {PROMPT}), found {self.store.names('arrays')[:8]} in arrays/",
-                path=self.path,
-            )
-        for array in self.arrays:
-            if len(array.shape) != 4:
-                raise array.error(
-                    f"expected (samples, layers, tokens, hidden), found {list(array.shape)}", field="shape"
-                )
-            if array.dtype is None or array.dtype.kind in "SU":
-                raise UnsupportedError("activations that are strings", path=array.metadata)
-            name_of(array.dtype, path=array.metadata)
-            if (
-                not 1 <= array.shape[1] <= MAX_LAYERS
-                or array.shape[3] == 0
-                or array.shape[0] >= MAX_SAMPLES
-                or array.shape[2] >= 1 << 32
-            ):
-                raise array.error(f"{list(array.shape)} is no dataset", field="shape")
-            _check_samples(array)
-        shapes = {(a.shape[0], a.shape[1], a.shape[3], a.dtype) for a in self.arrays}
-        if len(shapes) > 1:
-            raise self.arrays[1].error(
-                f"expected samples, layers, hidden size and type of {self.arrays[0].node}, found "
-                f"{list(self.arrays[1].shape)} {self.arrays[1].dtype} beside {list(self.arrays[0].shape)} {self.arrays[0].dtype}",
-                field="shape",
-            )
-        self.rows, self.num_layers, _, self.width = self.arrays[0].shape
-        self.n = self.rows
-        self.hallulens = one is None
-        self._read_attributes()
-        self._index()
-        self.lengths = [self._lengths(a) for a in self.arrays]
-        self.warnings += self.store.warnings
-
-    def _read_attributes(self) -> None:
-        config = self.path / "meta" / "config.json"
-        self.metadata: dict[str, Any] = {}
-        if config.kind() == "file":
-            self.metadata |= Fields(read_json(config), config).value
-        self.metadata |= self.store.attributes
-        claims = {"num_layers": self.num_layers, "hidden_size": self.width}
-        if not self.hallulens:
-            claims["T_max"] = self.arrays[0].shape[2]
-        for name, found in claims.items():
-            said = self.metadata.get(name)
-            if said is not None and said != found:
-                self.warnings.append(Remark("claim", f"attribute '{name}' says {show(said)}, the array has {found}"))
-
-    def _index(self) -> None:
-        """HalluLens: which rows are samples. Rows may be allocated ahead, and a key that is logged again leaves its old row."""
-        self.lines: list[tuple[int, dict[str, Any]]] | None = None
-        path = self.path / "meta" / "index.jsonl"
-        if not self.hallulens or path.kind() != "file":
-            return
-        by_key: dict[Any, tuple[int, dict[str, Any]]] = {}
-        for number, line in read_lines(path):
-            fields = Fields(line, path, f"line {number}")
-            key = line.get("key", number)
-            by_key[key if isinstance(key, str | int) else number] = (number, line)
-            if line.get("sample_index") is not None and fields.integer("sample_index", minimum=0) >= self.rows:
-                raise fields.error("sample_index", f"a row of the arrays, 0 to {self.rows - 1}")
-        self.lines = list(by_key.values())
-        of_row: dict[int, int] = {}
-        for number, line in self.lines:
-            row = line.get("sample_index")
-            if row is not None:
-                if row in of_row:
-                    raise FormatError(
-                        f"lines {of_row[row]} and {number}: both say that they are sample_index {row}",
-                        path=path,
-                        code="duplicate-sample",
-                    )
-                of_row[row] = number
-        text_only = len(self.lines) - len(of_row)
-        self.n = max(of_row, default=-1) + 1
-        self.is_sample = np.zeros(self.n, bool)
-        self.is_sample[list(of_row)] = True
-        if left := self.n - len(of_row):
-            self.warnings.append(
-                Remark(
-                    "layout",
-                    f"{left} rows are named by no line of meta/index.jsonl (logged again, or never): they have 0 tokens",
-                )
-            )
-        if text_only:
-            self.metadata = {**self.metadata, "text_only_lines": text_only}
-
-    @cached_property
-    def spare(self) -> Spare:
-        """Memory for small arrays whose chunks are not there."""
-        return Spare()
-
-    def keep(self, n: int) -> None:
-        """Only the first n samples count: the manifest says so."""
-        if n < self.n:
-            self.warnings.append(Remark("layout", f"holds {self.n} samples, of which the manifest counts {n}"))
-        self.n = n
-        self.lengths = [part if isinstance(part, int) else part[:n] for part in self.lengths]
-
-    def _lengths(self, array: ArrayMeta) -> int | NDArray[np.uint32]:
-        name = {ACTIVATIONS: "seq_len", PROMPT: "prompt_len", RESPONSE: "response_len"}[array.node]
-        longest = array.shape[2]
-        meta = self.store.array(f"arrays/{name}")
-        if meta is None:
-            self.warnings.append(
-                Remark(
-                    "no-lengths",
-                    f"has no arrays/{name}: every sample is taken to have all {longest} tokens of {array.node}",
-                )
-            )
-            return longest
-        if meta.shape != (self.rows,):
-            raise meta.error(f"expected [{self.rows}], one length per sample, found {list(meta.shape)}", field="shape")
-        if meta.dtype is None or meta.dtype.kind not in "iu":
-            raise meta.error(f"expected integers, found {meta.dtype or 'strings'}", field="dtype")
-        if (same := read_constant(meta)) is not None and self.lines is None:
-            if not 0 <= same <= longest:
-                raise meta.error(f"expected lengths of 0 to {longest}, found {same}, and no chunks", field="fill_value")
-            return same
-        values = np.asarray(read_whole(meta, self.spare))[: self.n]
-        if values.size and values.min() < 0:
-            at = int(np.flatnonzero(values < 0)[0])
-            raise FormatError(
-                f"expected lengths of 0 to {longest}, found {values[at]} for sample {at}", path=meta.folder
-            )
-        if (long := values > longest).any():
-            self.warnings.append(
-                Remark(
-                    "length-too-long",
-                    f"{name} says {values[long].max()} tokens where {array.node} has room for {longest}: "
-                    f"{int(long.sum())} samples were cut when they were written",
-                )
-            )
-            values = np.minimum(values, longest)
-        values = values.astype(np.uint32)
-        if self.lines is not None:
-            values[~self.is_sample] = 0
-        return values
-
-    def check_alike(self, other: Member) -> None:
-        """Stores of a run hold the same layers, of the same width and type, in as many arrays."""
-        mine, its = self.arrays[0], other.arrays[0]
-        for what, a, b in (
-            ("layers", self.num_layers, other.num_layers),
-            ("hidden size", self.width, other.width),
-            ("element type", mine.dtype, its.dtype),
-            ("arrays", [a.node for a in self.arrays], [a.node for a in other.arrays]),
-        ):
-            if a != b:
-                raise its.error(f"expected the {what} of {self.path.name}, {a}, found {b}")
-
-    @cached_property
-    def texts(self) -> list[Location]:
-        """JSONL files beside the arrays, the one that the text gives to sample keys first."""
-        folder = self.path / "text"
-        found = [folder / entry.name for entry in folder.entries("*.jsonl")] if folder.kind() == "folder" else []
-        index = self.path / "meta" / "sample_index.jsonl"
-        return [index, *found] if index.kind() == "file" else found
-
-    @cached_property
-    def small(self) -> dict[str, ArrayMeta]:
-        """Arrays with one entry per sample, by name."""
-        found = {}
-        for name in self.store.names("arrays"):
-            if f"arrays/{name}" in (ACTIVATIONS, PROMPT, RESPONSE):
-                continue
-            meta = self.store.array(f"arrays/{name}")
-            if meta is not None and meta.shape[:1] == (self.rows,) and len(meta.shape) <= 3:
-                found[name] = meta
-        return found
-
-    def text_names(self) -> dict[str, Location]:
-        """Fields of the first line of each JSONL file, by name; lines to come may have others."""
-        found: dict[str, Location] = {}
-        if self.lines is not None:
-            for _, line in self.lines:
-                found |= dict.fromkeys(line, self.path / "meta" / "index.jsonl")
-        for path in self.texts:
-            first = next(read_lines(path), None)
-            if first is not None and isinstance(first[1], dict):
-                found = dict.fromkeys(first[1], path) | found
-        return {utf8(name): path for name, path in found.items() if name != "i"}
-
-    def columns(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
-        """Columns by name, each a pyarrow array or a list of ``n`` values."""
-        made: dict[str, Any] = {}
-        spare = Spare()
-        for name, meta in self.small.items():
-            if wanted(name):
-                made[name] = _column(read_whole(meta, spare), self.n)
-        if self.lines is not None:
-            rows = [(row, number, line) for number, line in self.lines if (row := line.get("sample_index")) is not None]
-            _join(made, rows, self.n, wanted, self.path / "meta" / "index.jsonl", complete=False)
-        for path in self.texts:
-            _join(made, by_i(path, self.rows), self.n, wanted, path, complete=True)
-        return made
-
-
-def _check_samples(array: ArrayMeta) -> None:
-    """Many samples must have chunk files: what is kept per sample follows from bytes that are there."""
-    n, per = array.shape[0], array.outer[0]
-    if n <= UNSTORED_SAMPLES:
-        return
-    wanted = -(-n // (per * SAMPLES_PER_FILE))
-    found = array.chunks_in.count(wanted)
-    if found >= wanted:
-        return
-    raise array.error(f"{n} samples, but {array.node} has only {found} chunk files", field="shape")
-
-
-def by_i(path: Location, n: int) -> list[tuple[int, int, dict[str, Any]]]:
-    """Lines of a text file as (sample, line number, line)."""
-    rows: list[tuple[int, int, dict[str, Any]]] = []
-    seen: dict[int, int] = {}
-    for number, line in read_lines(path):
-        fields = Fields(line, path, f"line {number}")
-        i = fields.integer("i", minimum=0) if "i" in line else number - 1
-        if i >= n:
-            raise FormatError(
-                f"line {number}: field 'i': expected a sample, 0 to {n - 1}, found {i}", path=path, code="metadata"
-            )
-        if i in seen:
-            raise FormatError(
-                f"lines {seen[i]} and {number}: both are of sample {i}", path=path, code="duplicate-sample"
-            )
-        seen[i] = number
-        rows.append((i, number, line))
-    return rows
-
-
-def _join(
-    made: dict[str, Any],
-    rows: Sequence[tuple[int, int, dict[str, Any]]],
-    n: int,
-    wanted: Callable[[str], bool],
-    path: Location,
-    *,
-    complete: bool,
-) -> None:
-    """Adds the fields of lines as columns; what an array or an earlier file holds already is kept."""
-    arrays = set(made)
-    for i, _, line in rows:
-        if i >= n:
-            continue
-        for key, value in line.items():
-            name = utf8(key)
-            if name != "i" and name not in arrays and wanted(name):
-                column = made.setdefault(name, [None] * n)
-                if value is not None:
-                    column[i] = value
-    if complete and len(rows) < n:
-        there = {i for i, _, _ in rows}
-        lacking = [i for i in range(n) if i not in there]
-        shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
-        said = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line among its {len(rows)}: {shown}"
-        warn(ActshardWarning(said, code="missing-lines"), stacklevel=6)
-
-
-def _column(values: NDArray[Any] | list[str], n: int) -> Any:
-    """Numbers or strings per sample; several per sample as lists."""
-    import pyarrow as pa
-
-    if isinstance(values, list):
-        return pa.array(values[:n], pa.string())
-    values = values[:n]
-    if values.dtype.kind == "c" or values.dtype.name == "bfloat16":
-        values = values.astype(np.complex64).view(np.float32) if values.dtype.kind == "c" else values.astype(np.float32)
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-    for length in values.shape[:0:-1]:
-        if length == 0:
-            return pa.nulls(n)
-        flat = pa.FixedSizeListArray.from_arrays(flat, length)
-    return flat
 
 
 def _column_names(members: Sequence[Member]) -> tuple[str, ...]:

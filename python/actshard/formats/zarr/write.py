@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard.errors import ArgumentError, FormatError
 from actshard.formats.target import AllExamples, Block, Spec, Target, check_times, only, positive, uniform
+from actshard.formats.zarr.member import ACTIVATIONS
 from actshard.formats.zarr.placing import Placed, place
-from actshard.formats.zarr.read import ACTIVATIONS
 from actshard.work import make_folder, sync_folders, write_json
 
 if TYPE_CHECKING:

@@ -1,17 +1,4 @@
-"""Levanter's datasets over token caches, by the names that its code imports.
-
->>> from actshard.compat.levanter import TreeCache, TokenSeqDataset, CausalLmDataset   # for levanter.data.text, levanter.store
-
-They are asynchronous datasets, as Levanter's are (``await dataset.get_batch(indices)``, ``async_len``, ``getitem_async``). Where
-Levanter is installed they are its ``AsyncDataset`` and yield its ``GrugLmExample``, with numpy arrays in it; elsewhere they yield
-:class:`LmExample`, which has the same attributes. Neither JAX nor TensorStore reads anything.
-
-What padding counts is what Levanter of June 2026 makes of it; ``loss_mask_padding=True`` gives the later behaviour.
-
-Configurations, components, sources and formats are those of :mod:`actshard.tokens` by Levanter's names
-(``TextLmDatasetFormat`` is :class:`actshard.tokens.TextFormat`). Where Levanter is installed its own format and source objects are
-taken too. ``NamedLmDataset`` is Levanter's own. Not here: direct and concatenated components, preferences, traces.
-"""
+"""Levanter's asynchronous datasets over token caches: rows, windows, and examples."""
 
 from __future__ import annotations
 
@@ -20,33 +7,16 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard import tokens
-from actshard.errors import ArgumentError, ExistsError, MissingExtraError, OutOfRangeError
+from actshard.errors import ArgumentError, MissingExtraError, OutOfRangeError
 from actshard.location import Location
-from actshard.tokens import config as configs
-from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
-from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import open_cache
-from actshard.tokens.processing import WEIGHTS
-
-LmDatasetFormatBase = formats.FormatBase
-TextLmDatasetFormat = formats.TextFormat
-ChatLmDatasetFormat = formats.ChatFormat
-PrebuiltLmDatasetFormat = formats.PrebuiltFormat
-SupervisedLmDatasetFormat = formats.SupervisedFormat
-LmDatasetSourceConfigBase = configs.DatasetSourceConfigBase
-UrlDatasetSourceConfig = configs.UrlDatasetSourceConfig
-HfDatasetSourceConfig = configs.HfDatasetSourceConfig
-DatasetComponent = configs.DatasetComponent
-BlockShuffleConfig = configs.BlockShuffleConfig
-DEFAULT_LM_DATA_SHUFFLE = BlockShuffleConfig()
 
 try:
     from levanter.data import AsyncDataset
@@ -88,7 +58,7 @@ class LmExample:
     attn_mask: AttentionMask
 
 
-def _examples(batch: tokens.Batch) -> list[Any]:
+def examples_of(batch: tokens.Batch) -> list[Any]:
     """A batch's examples one by one; their arrays are rows of the batch's."""
     thd = None
     if batch.segment_ids is not None and batch.max_segments is not None:
@@ -106,7 +76,7 @@ def _examples(batch: tokens.Batch) -> list[Any]:
     return made
 
 
-def _length_of(position: Any) -> int:
+def length_of(position: Any) -> int:
     """The length that a haliax axis, or an integer, stands for."""
     size = getattr(position, "size", position)
     if not isinstance(size, int | np.integer) or isinstance(size, bool):
@@ -123,7 +93,7 @@ def _from_start(indices: Sequence[int], most: int) -> list[int]:
     return made
 
 
-class _Dataset(AsyncDataset):
+class Dataset(AsyncDataset):
     """What all datasets here have in common."""
 
     @abstractmethod
@@ -153,7 +123,7 @@ class _Dataset(AsyncDataset):
         return made[0]
 
 
-class TreeCache(_Dataset):
+class TreeCache(Dataset):
     """A cache's rows: ``TreeCache.load(path)``. Rows are dicts of numpy arrays."""
 
     def __init__(self, cache: tokens.TokenCache) -> None:
@@ -250,18 +220,19 @@ class TreeCache(_Dataset):
         return await asyncio.to_thread(lambda: [view.elements(int(offset), int(offset) + length) for offset in offsets])
 
 
-def _cache(given: Any) -> tokens.TokenCache:
+def cache_of(given: Any) -> tokens.TokenCache:
+    """The cache of a :class:`TreeCache`, or the cache itself."""
     return given.cache if isinstance(given, TreeCache) else given
 
 
-class TokenSeqDataset(_Dataset):
+class TokenSeqDataset(Dataset):
     """Windows: dicts of ``input_ids`` and, if asked for, ``loss_weights``, of the types that are stored."""
 
     def __init__(self, doc_cache: Any, seq_len: int, loss_weights_key: str | None = None) -> None:
         self.doc_cache = doc_cache
         self.seq_len = seq_len
         self.loss_weights_key = loss_weights_key
-        self.windows = tokens.TokenSeqDataset(_cache(doc_cache), seq_len, loss_weights_key)
+        self.windows = tokens.TokenSeqDataset(cache_of(doc_cache), seq_len, loss_weights_key)
 
     def _count(self) -> int:
         return len(self.windows)
@@ -279,7 +250,7 @@ class TokenSeqDataset(_Dataset):
         return [np.array(view.elements(start, start + self.seq_len)) for start in starts]
 
 
-class _Examples(_Dataset):
+class Examples(Dataset):
     """Examples that a dataset of :mod:`actshard.tokens` makes."""
 
     dataset: Any
@@ -288,10 +259,10 @@ class _Examples(_Dataset):
         return len(self.dataset)
 
     def _read(self, indices: Sequence[int]) -> list[Any]:
-        return _examples(self.dataset.get_batch(indices))
+        return examples_of(self.dataset.get_batch(indices))
 
 
-class CausalLmDataset(_Examples):
+class CausalLmDataset(Examples):
     """Windows as examples; ``dataset`` is a :class:`TokenSeqDataset`."""
 
     def __init__(
@@ -307,7 +278,7 @@ class CausalLmDataset(_Examples):
         )
 
 
-class PackedTokenDataset(_Examples):
+class PackedTokenDataset(Examples):
     """Packed documents as examples."""
 
     def __init__(
@@ -322,8 +293,8 @@ class PackedTokenDataset(_Examples):
         loss_mask_padding: bool = False,
     ) -> None:
         self.dataset = tokens.PackedTokenDataset(
-            _cache(cache),
-            _length_of(Pos),
+            cache_of(cache),
+            length_of(Pos),
             pack=max_segments_per_example,
             slice_strategy=slice_strategy,
             loss_weights_key=loss_weights_key,
@@ -332,7 +303,7 @@ class PackedTokenDataset(_Examples):
         )
 
 
-class ChatDataset(_Examples):
+class ChatDataset(Examples):
     """Packed conversations as examples."""
 
     def __init__(
@@ -347,8 +318,8 @@ class ChatDataset(_Examples):
         loss_mask_padding: bool = False,
     ) -> None:
         self.dataset = tokens.ChatDataset(
-            _cache(cache),
-            _length_of(Pos),
+            cache_of(cache),
+            length_of(Pos),
             pack=max_segments_per_example,
             slice_strategy=slice_strategy,
             mask_user_turns=mask_user_turns,
@@ -357,7 +328,7 @@ class ChatDataset(_Examples):
         )
 
 
-class PrebuiltLmDataset(_Examples):
+class PrebuiltLmDataset(Examples):
     """Rows as examples; ``dataset`` is a :class:`TreeCache`."""
 
     def __init__(
@@ -372,8 +343,8 @@ class PrebuiltLmDataset(_Examples):
         block_cross_document_attention: bool = True,
     ) -> None:
         self.dataset = tokens.PrebuiltLmDataset(
-            _cache(dataset),
-            _length_of(Pos),
+            cache_of(dataset),
+            length_of(Pos),
             input_ids_key=input_ids_key,
             loss_weights_key=loss_weights_key or "",
             loss_weight_transform=loss_weight_transform,
@@ -382,176 +353,8 @@ class PrebuiltLmDataset(_Examples):
         )
 
 
-class _Training(_Dataset):
-    """The mixture that a configuration trains on."""
+class Prepared(Examples):
+    """Examples of a dataset that is made already."""
 
-    def __init__(self, mixture: tokens.Mixture) -> None:
-        self.mixture = mixture
-
-    def _count(self) -> int:
-        return len(self.mixture) if self.mixture.is_finite else 1 << 62
-
-    async def async_len(self) -> int:
-        return len(self.mixture)
-
-    def is_finite(self) -> bool:
-        return self.mixture.is_finite
-
-    def _read(self, indices: Sequence[int]) -> list[Any]:
-        return _examples(self.mixture.get_batch(indices))
-
-
-class _Prepared(_Examples):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-
-
-@dataclass(frozen=True)
-class LmDataConfig(tokens.LmDataConfig):
-    """Levanter's ``data:`` block, with Levanter's signatures; see :class:`actshard.tokens.LmDataConfig`.
-
-    Padding counts as in Levanter of June 2026 unless ``loss_mask_padding=True``.
-    """
-
-    loss_mask_padding: bool = False
-
-    def train_set(self, Pos: Any, batch_schedule: Any, *, key: Any = 0) -> Any:  # noqa: N803 -- Levanter's name
-        """The mixture, as an asynchronous dataset. ``batch_schedule`` is a batch size, or Levanter's schedule of a constant one."""
-        size = _batch_size(batch_schedule)
-        return _Training(super().train_set(_length_of(Pos), size, key=key))
-
-    def train_sets(
-        self,
-        Pos: Any,  # noqa: N803 -- Levanter's name
-        *,
-        initial_batch_size: int | None = None,
-        key: Any = 0,
-        batch_size: int | None = None,
-    ) -> Any:
-        """Components' training examples; asynchronous datasets, unless :meth:`train_set` asks."""
-        made = super().train_sets(_length_of(Pos), key=key, batch_size=batch_size or initial_batch_size)
-        return made if batch_size is not None else {name: _Prepared(one) for name, one in made.items()}
-
-    def validation_sets(self, Pos: Any) -> Any:  # noqa: N803 -- Levanter's name
-        """Components' validation examples, as asynchronous datasets."""
-        return {name: _Prepared(one) for name, one in super().validation_sets(_length_of(Pos)).items()}
-
-    def build_caches(self, split: str) -> dict[str, TreeCache]:
-        """Builds what is missing of a split, and opens all of it."""
-        made = self.build(splits=(split,)) if self.auto_build_caches else [p for p in self.plans() if p.split == split]
-        found = {}
-        for plan in made:
-            wanted = split != "train" or self._has_weight(plan.component)
-            if wanted:
-                found[plan.component] = TreeCache(plan.cache or open_cache(plan.path))
-        return found
-
-
-def _batch_size(schedule: Any) -> int:
-    at = getattr(schedule, "batch_size_at_step", None)
-    if at is None:
-        if isinstance(schedule, bool) or not isinstance(schedule, int | np.integer) or schedule < 1:
-            raise ArgumentError(f"batch_schedule: expected a batch size, found {schedule!r}")
-        return int(schedule)
-    if not isinstance(getattr(schedule, "schedule", 0), int):
-        raise ArgumentError("batch_schedule: schedules that change the batch size are not supported")
-    return int(at(0))
-
-
-def dataset_for_component(
-    component: Any,
-    Pos: Any,  # noqa: N803 -- Levanter's name
-    cache: Any,
-    *,
-    eos_id: int | None,
-    block_cross_document_attention: bool,
-    loss_mask_padding: bool = False,
-) -> Any:
-    """The examples of a component, as an asynchronous dataset; ``cache`` is a :class:`TreeCache`."""
-    form, apart = formats.as_format(component.format), block_cross_document_attention
-    if isinstance(form, formats.PrebuiltFormat):
-        return PrebuiltLmDataset(
-            cache,
-            Pos,
-            input_ids_key=form.input_ids_key,
-            loss_weights_key=form.loss_weights_key,
-            loss_weight_transform=form.loss_weight_transform,
-            eos_id=eos_id,
-            block_cross_document_attention=apart,
-        )
-    if isinstance(form, formats.TextFormat | formats.SupervisedFormat) and not component.pack:
-        weights = WEIGHTS if isinstance(form, formats.SupervisedFormat) else None
-        windows = TokenSeqDataset(cache, _length_of(Pos), weights)
-        return CausalLmDataset(windows, Pos, eos_id=eos_id, block_cross_document_attention=apart)
-    made = DatasetComponent(format=form, pack=component.pack)
-    return _Prepared(
-        tokens.dataset_for_component(
-            made,
-            _cache(cache),
-            _length_of(Pos),
-            eos_id=eos_id,
-            block_cross_document_attention=apart,
-            loss_mask_padding=loss_mask_padding,
-        )
-    )
-
-
-def build_lm_dataset_cache(
-    cache_dir: str | os.PathLike[str],
-    source: Any,
-    format: Any,
-    tokenizer: Any,
-    options: Any = None,
-    enforce_eos: bool = True,
-) -> TreeCache:
-    """Builds a cache, or opens the one that is there.
-
-    Args:
-        cache_dir: the folder.
-        source: what :func:`actshard.tokens.build_cache` takes, or one of Levanter's sources of shards.
-        format: a format, of here or of Levanter.
-        tokenizer: what :func:`actshard.tokens.load_tokenizer` takes, or Levanter's.
-        options: Levanter's; they do not change what is built, and are not used.
-        enforce_eos: whether texts end in eos.
-    """
-    if hasattr(source, "shard_names") and hasattr(source, "open_shard"):
-
-        def shard(name: str) -> tokens.RowSource:
-            return tokens.RowSource(name, lambda: source.open_shard(name))
-
-        source = [shard(name) for name in source.shard_names]
-    return TreeCache(tokens.build_cache(source, cache_dir, tokenizer, format, enforce_eos=enforce_eos))
-
-
-def load_lm_dataset_cache(
-    cache_dir: str | os.PathLike[str], format: Any, tokenizer: Any, enforce_eos: bool = True
-) -> TreeCache:
-    """Opens a cache that is there, if it was built with this tokenizer and format.
-
-    Raises:
-        MissingFileError: there is none.
-        ExistsError: it was built otherwise; the message says how.
-    """
-    cache = open_cache(cache_dir)
-    build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, BuildOptions(enforce_eos=enforce_eos))
-    expected, found = build.process.metadata(), cache.ledger.preprocessor
-    for key, value in expected.items():
-        if found and found.get(key) != value:
-            raise ExistsError(f"was built with {key} {found.get(key)!r} in place of {value!r}", path=cache.path)
-    return TreeCache(cache)
-
-
-def cached_token_count(cache_path: str | os.PathLike[str], field: str = "input_ids") -> int:
-    """Tokens of a finished cache."""
-    return open_cache(Path(cache_path)).view(field).num_elements
-
-
-try:
-    from levanter.data.text import NamedLmDataset
-except ImportError:
-
-    class NamedLmDataset:  # type: ignore[no-redef]  # stands in where Levanter is not installed
-        """Levanter's wrapper of examples into named arrays, which needs Levanter."""
-
-        def __init__(self, dataset: Any, Pos: Any) -> None:  # noqa: N803 -- Levanter's name
-            raise MissingExtraError("NamedLmDataset makes arrays of haliax: it needs Levanter, which is not installed")

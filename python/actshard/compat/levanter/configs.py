@@ -1,0 +1,200 @@
+"""Levanter's data configuration with Levanter's signatures, and its functions that build and open caches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actshard import tokens
+from actshard.compat.levanter.datasets import (
+    CausalLmDataset,
+    Dataset,
+    PrebuiltLmDataset,
+    Prepared,
+    TokenSeqDataset,
+    TreeCache,
+    cache_of,
+    examples_of,
+    length_of,
+)
+from actshard.errors import ArgumentError, ExistsError
+from actshard.tokens import components, formats
+from actshard.tokens.building import Build, BuildOptions
+from actshard.tokens.cache import open_cache
+from actshard.tokens.processing import WEIGHTS
+
+LmDatasetFormatBase = formats.FormatBase
+TextLmDatasetFormat = formats.TextFormat
+ChatLmDatasetFormat = formats.ChatFormat
+PrebuiltLmDatasetFormat = formats.PrebuiltFormat
+SupervisedLmDatasetFormat = formats.SupervisedFormat
+LmDatasetSourceConfigBase = components.DatasetSourceConfigBase
+UrlDatasetSourceConfig = components.UrlDatasetSourceConfig
+HfDatasetSourceConfig = components.HfDatasetSourceConfig
+DatasetComponent = components.DatasetComponent
+BlockShuffleConfig = tokens.BlockShuffleConfig
+DEFAULT_LM_DATA_SHUFFLE = BlockShuffleConfig()
+
+
+class _Training(Dataset):
+    """The mixture that a configuration trains on."""
+
+    def __init__(self, mixture: tokens.Mixture) -> None:
+        self.mixture = mixture
+
+    def _count(self) -> int:
+        return len(self.mixture) if self.mixture.is_finite else 1 << 62
+
+    async def async_len(self) -> int:
+        return len(self.mixture)
+
+    def is_finite(self) -> bool:
+        return self.mixture.is_finite
+
+    def _read(self, indices: Sequence[int]) -> list[Any]:
+        return examples_of(self.mixture.get_batch(indices))
+
+
+@dataclass(frozen=True)
+class LmDataConfig(tokens.LmDataConfig):
+    """Levanter's ``data:`` block, with Levanter's signatures; see :class:`actshard.tokens.LmDataConfig`.
+
+    Padding counts as in Levanter of June 2026 unless ``loss_mask_padding=True``.
+    """
+
+    loss_mask_padding: bool = False
+
+    def train_set(self, Pos: Any, batch_schedule: Any, *, key: Any = 0) -> Any:  # noqa: N803 -- Levanter's name
+        """The mixture, as an asynchronous dataset. ``batch_schedule`` is a batch size, or Levanter's schedule of a constant one."""
+        size = _batch_size(batch_schedule)
+        return _Training(super().train_set(length_of(Pos), size, key=key))
+
+    def train_sets(
+        self,
+        Pos: Any,  # noqa: N803 -- Levanter's name
+        *,
+        initial_batch_size: int | None = None,
+        key: Any = 0,
+        batch_size: int | None = None,
+    ) -> Any:
+        """Components' training examples; asynchronous datasets, unless :meth:`train_set` asks."""
+        made = super().train_sets(length_of(Pos), key=key, batch_size=batch_size or initial_batch_size)
+        return made if batch_size is not None else {name: Prepared(one) for name, one in made.items()}
+
+    def validation_sets(self, Pos: Any) -> Any:  # noqa: N803 -- Levanter's name
+        """Components' validation examples, as asynchronous datasets."""
+        return {name: Prepared(one) for name, one in super().validation_sets(length_of(Pos)).items()}
+
+    def build_caches(self, split: str) -> dict[str, TreeCache]:
+        """Builds what is missing of a split, and opens all of it."""
+        made = self.build(splits=(split,)) if self.auto_build_caches else [p for p in self.plans() if p.split == split]
+        found = {}
+        for plan in made:
+            wanted = split != "train" or self._has_weight(plan.component)
+            if wanted:
+                found[plan.component] = TreeCache(plan.cache or open_cache(plan.path))
+        return found
+
+
+def _batch_size(schedule: Any) -> int:
+    at = getattr(schedule, "batch_size_at_step", None)
+    if at is None:
+        if isinstance(schedule, bool) or not isinstance(schedule, int | np.integer) or schedule < 1:
+            raise ArgumentError(f"batch_schedule: expected a batch size, found {schedule!r}")
+        return int(schedule)
+    if not isinstance(getattr(schedule, "schedule", 0), int):
+        raise ArgumentError("batch_schedule: schedules that change the batch size are not supported")
+    return int(at(0))
+
+
+def dataset_for_component(
+    component: Any,
+    Pos: Any,  # noqa: N803 -- Levanter's name
+    cache: Any,
+    *,
+    eos_id: int | None,
+    block_cross_document_attention: bool,
+    loss_mask_padding: bool = False,
+) -> Any:
+    """The examples of a component, as an asynchronous dataset; ``cache`` is a :class:`TreeCache`."""
+    form, apart = formats.as_format(component.format), block_cross_document_attention
+    if isinstance(form, formats.PrebuiltFormat):
+        return PrebuiltLmDataset(
+            cache,
+            Pos,
+            input_ids_key=form.input_ids_key,
+            loss_weights_key=form.loss_weights_key,
+            loss_weight_transform=form.loss_weight_transform,
+            eos_id=eos_id,
+            block_cross_document_attention=apart,
+        )
+    if isinstance(form, formats.TextFormat | formats.SupervisedFormat) and not component.pack:
+        weights = WEIGHTS if isinstance(form, formats.SupervisedFormat) else None
+        windows = TokenSeqDataset(cache, length_of(Pos), weights)
+        return CausalLmDataset(windows, Pos, eos_id=eos_id, block_cross_document_attention=apart)
+    made = DatasetComponent(format=form, pack=component.pack)
+    return Prepared(
+        tokens.dataset_for_component(
+            made,
+            cache_of(cache),
+            length_of(Pos),
+            eos_id=eos_id,
+            block_cross_document_attention=apart,
+            loss_mask_padding=loss_mask_padding,
+        )
+    )
+
+
+def build_lm_dataset_cache(
+    cache_dir: str | os.PathLike[str],
+    source: Any,
+    format: Any,
+    tokenizer: Any,
+    options: Any = None,
+    enforce_eos: bool = True,
+) -> TreeCache:
+    """Builds a cache, or opens the one that is there.
+
+    Args:
+        cache_dir: the folder.
+        source: what :func:`actshard.tokens.build_cache` takes, or one of Levanter's sources of shards.
+        format: a format, of here or of Levanter.
+        tokenizer: what :func:`actshard.tokens.load_tokenizer` takes, or Levanter's.
+        options: Levanter's; they do not change what is built, and are not used.
+        enforce_eos: whether texts end in eos.
+    """
+    if hasattr(source, "shard_names") and hasattr(source, "open_shard"):
+
+        def shard(name: str) -> tokens.RowSource:
+            return tokens.RowSource(name, lambda: source.open_shard(name))
+
+        source = [shard(name) for name in source.shard_names]
+    return TreeCache(tokens.build_cache(source, cache_dir, tokenizer, format, enforce_eos=enforce_eos))
+
+
+def load_lm_dataset_cache(
+    cache_dir: str | os.PathLike[str], format: Any, tokenizer: Any, enforce_eos: bool = True
+) -> TreeCache:
+    """Opens a cache that is there, if it was built with this tokenizer and format.
+
+    Raises:
+        MissingFileError: there is none.
+        ExistsError: it was built otherwise; the message says how.
+    """
+    cache = open_cache(cache_dir)
+    build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, BuildOptions(enforce_eos=enforce_eos))
+    expected, found = build.process.metadata(), cache.ledger.preprocessor
+    for key, value in expected.items():
+        if found and found.get(key) != value:
+            raise ExistsError(f"was built with {key} {found.get(key)!r} in place of {value!r}", path=cache.path)
+    return TreeCache(cache)
+
+
+def cached_token_count(cache_path: str | os.PathLike[str], field: str = "input_ids") -> int:
+    """Tokens of a finished cache."""
+    return open_cache(Path(cache_path)).view(field).num_elements

@@ -1,0 +1,183 @@
+"""``actshard.create``: checks the arguments and makes the format's target."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from actshard import _arguments, formats
+from actshard._json import parse_json
+from actshard.errors import ArgumentError, FormatError
+from actshard.formats.target import Spec, Target
+from actshard.work import PARTS
+from actshard.writing.writer import Writer
+
+_AROUND = 10
+"""Levels of nesting in which a metadata file may place the user's values."""
+
+
+def part_folder(path: Path, part: int, parts: int) -> Path:
+    """Folder of an unmerged part."""
+    return path / PARTS / f"part-{part:05}-of-{parts:05}"
+
+
+def make_target(
+    path: str | os.PathLike[str],
+    format: str,
+    *,
+    layers: Sequence[int],
+    d_model: int,
+    dtype: DTypeLike | None,
+    metadata: Mapping[str, Any] | None,
+    num_examples: int | None,
+    tokens_per_example: int | None,
+    shard_bytes: int | str | None,
+    part: tuple[int, int] | None,
+    options: Mapping[str, Any],
+) -> Target:
+    """Checks the arguments of :func:`create` and returns the format's target."""
+    known = formats.written()
+    if not _arguments.is_one_of(format, known):
+        raise ArgumentError(f"format must be one of {', '.join(known)}, not {format!r}")
+    root = _arguments.local_path(path)
+    told: dict[str, dict[str, Any]] = {}
+    for name, given in (("metadata", {} if metadata is None else metadata), ("options", options)):
+        try:
+            # Normalised through JSON (tuples become lists), because resume compares them with values read back.
+            told[name] = _as_json(dict(given))
+        except FormatError as error:
+            raise ArgumentError(f"{name}: expected JSON values: {error.detail}") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"{name}: expected JSON values: {error}") from error
+    names, shape = _arguments.index(layers, "layers")
+    if not names.size or len(shape) != 1 or len(set(names.tolist())) < names.size:
+        raise ArgumentError(f"layers: expected a list of distinct integers, found {layers!r}")
+    for name, value in (
+        ("d_model", d_model),
+        ("num_examples", num_examples),
+        ("tokens_per_example", tokens_per_example),
+    ):
+        if value is None and name != "d_model":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            raise ArgumentError(f"{name}: expected a positive integer, found {value!r}")
+    if part is not None:
+        try:
+            index, count = (int(x) for x in part)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"part: expected (i, n), found {part!r}") from error
+        if not 0 <= index < count <= 99_999:
+            raise ArgumentError(f"part: expected (i, n) with 0 <= i < n, found {part!r}")
+        part = (index, count)
+        root = part_folder(root, index, count)
+    spec = Spec(
+        path=root,
+        layers=tuple(names.tolist()),
+        d_model=int(d_model),
+        dtype=None if dtype is None else _arguments.dtype(dtype)[0],
+        metadata=told["metadata"],
+        num_examples=None if num_examples is None else int(num_examples),
+        tokens=None if tokens_per_example is None else int(tokens_per_example),
+        shard_bytes=None if shard_bytes is None else max(1, _arguments.size(shard_bytes, "shard_bytes")),
+        part=part,
+        options=told["options"],
+    )
+    return formats.get(format).target()(spec)
+
+
+def _as_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value as read back from a metadata file. Raises for NaN, infinities and nesting that readers refuse."""
+    within = "[" * _AROUND + json.dumps(value, allow_nan=False) + "]" * _AROUND
+    made: Any = parse_json(within, "metadata")
+    for _ in range(_AROUND):
+        (made,) = made
+    found: dict[str, Any] = made
+    return found
+
+
+def create(
+    path: str | os.PathLike[str],
+    format: str,
+    *,
+    layers: Sequence[int],
+    d_model: int,
+    dtype: DTypeLike | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    num_examples: int | None = None,
+    tokens_per_example: int | None = None,
+    pad: bool = False,
+    truncate: bool = False,
+    overflow: str = "refuse",
+    shard_bytes: int | str | None = None,
+    part: tuple[int, int] | None = None,
+    resume: bool = False,
+    exist_ok: bool = False,
+    **options: Any,
+) -> Writer:
+    """Returns a writer for a new dataset, which the format's own system can read.
+
+    Readers never see an incomplete dataset: files are written under temporary names and the manifest comes last. Background
+    threads write rows to disk while the caller computes the next ones.
+
+    Args:
+        path: the dataset's folder. For saev the folder of dumps (``.../saev/shards`` for saev itself): the dataset is
+            ``path/<HASH>``, which :attr:`Writer.path` contains after closing.
+        format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
+        layers: names of the layers (integers), in the order of the arrays' layer axis.
+        d_model: elements per row.
+        dtype: dtype to store; appended arrays are cast to it. None: the dtype of the first append, without any cast.
+        metadata: values that the format stores: saev's ``family``, ``ckpt``, ``data``, ``dataset``, ``pixel_agg``; a Zarr store's
+            attributes; the pickle shards' ``extraction_config``; lmprobe's ``lmprobe:`` keys.
+        num_examples: total number of examples, if known. A different number at the end is an error. saev's name is then known
+            from the start.
+        tokens_per_example: for formats with the same number of tokens per example (saev); None: that of the first example.
+        pad: fill short examples with zeros, if the format requires equal lengths.
+        truncate: cut long examples, if the format requires equal lengths or has a maximum.
+        overflow: ``"refuse"`` raises if a finite value is too large for ``dtype``; ``"allow"`` stores infinity.
+        shard_bytes: approximate size of a shard in bytes, or as ``"4GiB"``; each format has a default.
+        part: ``(i, n)``: this process writes part i of n; :func:`actshard.merge` combines the parts. A part may be empty.
+        resume: continue an unfinished dataset after its committed examples (``writer.committed``). Starts a new dataset if there
+            is none; accepts a finished one (``writer.complete``).
+        exist_ok: accept a finished dataset instead of raising: ``writer.complete`` is True and nothing can be appended.
+        options: options of the format; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
+            ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``.
+            pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``.
+
+    Returns:
+        A :class:`~actshard.Writer`: a context manager that finishes the dataset, or after an exception leaves it resumable.
+
+    Raises:
+        ArgumentError, DtypeError: invalid arguments, or arguments that the format does not support.
+        ExistsError: ``path`` contains another dataset, or this one, finished (see ``exist_ok``) or not (see ``resume``).
+        LockedError: another writer is writing this dataset.
+        FormatError: a saev folder whose metadata do not match its hash.
+    """
+    if not _arguments.is_one_of(overflow, ("refuse", "allow")):
+        raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
+    target = make_target(
+        path,
+        format,
+        layers=layers,
+        d_model=d_model,
+        dtype=dtype,
+        metadata=metadata,
+        num_examples=num_examples,
+        tokens_per_example=tokens_per_example,
+        shard_bytes=shard_bytes,
+        part=part,
+        options=options,
+    )
+    return Writer(
+        target,
+        resume=_arguments.switch(resume, "resume"),
+        exist_ok=_arguments.switch(exist_ok, "exist_ok"),
+        pad=_arguments.switch(pad, "pad"),
+        truncate=_arguments.switch(truncate, "truncate"),
+        overflow=overflow,
+    )
