@@ -81,6 +81,15 @@ def test_a_column_of_nothing_but_nulls_has_no_type_yet(tmp_path: Path, format: s
     assert values(tmp_path / "d", "x") == [None, None, [], None, [None], [1], [2], None]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_lists_of_nulls_are_kept(tmp_path: Path, format: str) -> None:
+    given = [[None, None], [None], [], [None, None, None]]
+    with create(tmp_path / "d", format) as writer:
+        writer.append(rows(4), columns={"x": given, "y": [{"a": x} for x in given]})
+    assert values(tmp_path / "d", "x") == given
+    assert actshard.verify(tmp_path / "d", deep=True).ok
+
+
 REFUSED: list[tuple[str, dict[str, Any], type[actshard.ActshardError], str]] = [
     ("lmprobe", {"num_tokens": [5, 6]}, actshard.ArgumentError, "num_tokens"),
     ("lmprobe", {"row_offset": [5, 6]}, actshard.ArgumentError, "row_offset"),
