@@ -38,7 +38,7 @@ BAD = {
     "a\ud800b": "lone surrogate",
     "x" * 5000: "too long",
     "a/" * 3000: "too long",
-    "~nosuchuser/x": "no such user",
+    "~nosuchuser/x": "user or home folder does not exist",
     "": "empty string",
 }
 

@@ -220,7 +220,7 @@ def test_machines_whose_longest_sample_differs_are_one_extraction(tmp_path: Path
     assert store.token_counts.tolist() == [1, 4, 1, 5, 1, 6]
     assert store.sequence(5, 1)[5].tolist() == [2.0] * 8
     change(tmp_path / "machine_2", lambda m: m["extraction_config"].update(model_name="another"))
-    with pytest.raises(actshard.UnknownFormatError, match=r"extraction_config\.model_name differs|holds 3 datasets"):
+    with pytest.raises(actshard.UnknownFormatError, match=r"extraction_config\.model_name differs|contains 3 datasets"):
         opened(tmp_path)
 
 

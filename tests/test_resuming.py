@@ -531,7 +531,7 @@ def test_a_dump_that_is_not_finished_is_told_by_the_folder_it_was_asked_for(tmp_
     writer.flush()
     for stop in (lambda: None, writer.abort):
         stop()
-        with refuses(actshard.UnfinishedError, tmp_path / "d", "holds 2 examples.*resume continues it"):
+        with refuses(actshard.UnfinishedError, tmp_path / "d", "contains 2 examples.*resume continues it"):
             actshard.open(tmp_path / "d")
         assert [f.code for f in actshard.verify(tmp_path / "d").findings] == ["unfinished"]
     writer = create(tmp_path / "d", "saev", resume=True)

@@ -551,6 +551,6 @@ def test_folder_above_its_only_dump_stands_for_it_and_farther_up_says_where_it_i
     deep.mkdir(parents=True)
     path = path.rename(deep / path.name)
     assert actshard.open(tmp_path / "a" / "b").path == path
-    with refuses(actshard.UnknownFormatError, tmp_path, f"holds a dataset, open one: a/b/c/d/{path.name}") as caught:
+    with refuses(actshard.UnknownFormatError, tmp_path, f"contains a dataset. Open one: a/b/c/d/{path.name}") as caught:
         actshard.open(tmp_path)
     assert caught.value.candidates == ((path, "saev"),)

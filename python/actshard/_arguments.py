@@ -1,7 +1,7 @@
-"""What users may pass for indices, dtypes and outputs, made into what the native half takes.
+"""Validates and converts users' arguments (indices, dtypes, outputs, paths) for the Rust core.
 
-The native half recognises the plain cases by itself (an int, an int64 array, a numpy output of the right type) and
-calls these functions, by name, for all others.
+The binding handles the common cases itself (an int, an int64 array, a numpy output of the right dtype) and calls these functions
+by name for all others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actshard.errors import (
 )
 
 NUMPY_BY_NAME: dict[str, np.dtype[Any]] = {}
-"""numpy (or ml_dtypes) type of each safetensors name that has one."""
+"""Maps safetensors dtype names to numpy (or ml_dtypes) dtypes."""
 
 _NAME_BY_NUMPY: dict[np.dtype[Any], str] = {}
 
@@ -49,78 +49,80 @@ _fill_tables()
 
 
 def numpy_type(asked: Any, what: str) -> np.dtype[Any]:
-    """Whatever says what a numpy type is, as one; ``what`` says in the message what was asked for."""
+    """Converts to a numpy dtype; ``what`` is the message's prefix."""
     try:
         made: np.dtype[Any] = np.dtype(asked)
-    # numpy parses texts, lists and dicts, and asks other objects for their dtype: each fails in its own way.
+    # np.dtype parses strings, lists and dicts, and reads other objects' dtype attribute: each raises different errors.
     except (TypeError, ValueError, SyntaxError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
-        raise DtypeError(f"{what}{asked!r:.80} is no numpy type") from error
+        raise DtypeError(f"{what}{asked!r:.80} is not a numpy dtype") from error
     return made
 
 
 def is_one_of(value: Any, words: Iterable[str]) -> bool:
-    """Whether a value is one of some words. Arrays, which compare element by element, are none."""
+    """Whether a value is a str and one of ``words``. Safe for arrays, which compare elementwise."""
     return isinstance(value, str) and value in tuple(words)
 
 
 def as_array(value: Any, expected: str) -> NDArray[Any]:
-    """A value as numpy has it; ``expected`` says in messages what it should have been."""
+    """Converts to a numpy array; ``expected`` begins the error message."""
     try:
         return np.asarray(value)
     except MemoryError as error:
-        raise NoMemoryError(f"{expected}, found {type(value).__name__} of more than there is memory for") from error
+        raise NoMemoryError(f"{expected}, found {type(value).__name__} too large for memory") from error
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ArgumentError(f"{expected}, found {type(value).__name__}: {error}") from error
 
 
 def listed(values: Iterable[Any], expected: str) -> list[Any]:
-    """What can be iterated, as a list; ``expected`` says in messages what it should have been."""
+    """Converts an iterable to a list; ``expected`` begins the error message."""
     try:
         return list(values)
     except TypeError as error:
         raise ArgumentTypeError(f"{expected}, found {type(values).__name__}") from error
     except MemoryError as error:
-        raise NoMemoryError(f"{expected}, found {type(values).__name__} of more than there is memory for") from error
+        raise NoMemoryError(f"{expected}, found {type(values).__name__} too large for memory") from error
 
 
 def switch(value: Any, what: str) -> bool:
-    """A switch: true, false, or the number or None that other libraries say it by."""
+    """Converts a flag to bool. Also accepts integers and None, which other libraries use."""
     if value is not None and not isinstance(value, bool | np.bool_ | int | np.integer):
         raise ArgumentTypeError(f"{what}: expected true or false, found {value!r:.80}")
     return bool(value)
 
 
 def dtype(asked: DTypeLike) -> tuple[np.dtype[Any], str]:
-    """The numpy type asked for, and its safetensors name."""
-    # torch dtypes print as "torch.float32"; users hand them over without thinking, and the meaning is plain.
+    """Returns the requested numpy dtype and its safetensors name."""
+    # Accepts torch dtypes, which print as "torch.float32".
     if type(asked).__module__ == "torch" and str(asked).startswith("torch."):
         asked = str(asked).removeprefix("torch.")
     found = numpy_type(asked, "dtype=")
     name = _NAME_BY_NUMPY.get(found)
     if name is None or not found.isnative:
-        raise DtypeError(f"rows cannot be given as {found}: ask for float16, bfloat16, float32 or float64")
+        raise DtypeError(
+            f"dtype: expected float16, bfloat16, float32 or float64, found {found}, which is not supported"
+        )
     return found, name
 
 
 def elements(array: Any) -> tuple[NDArray[np.uint8], str]:
-    """An array's elements as flat bytes, copied only if they do not lie together in native order, and their safetensors name."""
+    """Returns an array's elements as flat bytes, and their safetensors name. A view if contiguous and native, else a copy."""
     found = np.asarray(array)
     native = np.ascontiguousarray(found, found.dtype.newbyteorder("="))
     return native.reshape(-1).view(np.uint8), name_of(native.dtype)
 
 
 def stored(name: str) -> np.dtype[Any]:
-    """The numpy type of a safetensors name."""
+    """The numpy dtype of a safetensors name."""
     return NUMPY_BY_NAME[name]
 
 
 def pickled_array(
     data: bytearray, name: str, swapped: bool, shape: list[int], fortran: bool, over_buffer: bool
 ) -> NDArray[Any]:
-    """A numpy array of a pickle, over ``data``.
+    """Returns a numpy array over the memory of ``data``, for an array in a pickle.
 
-    In the byte order in which numpy's own unpickling gives it: ``_frombuffer`` keeps the stored one, ``ndarray.__setstate__`` turns
-    the bytes of numbers around.
+    Its byte order is that of numpy's own unpickling: ``_frombuffer`` keeps the stored order, ``ndarray.__setstate__`` swaps bytes
+    to native order.
     """
     dtype = NUMPY_BY_NAME[name]
     order: Any = "F" if fortran else "C"
@@ -129,33 +131,33 @@ def pickled_array(
 
 
 def pickled_scalar(data: bytes, name: str, swapped: bool) -> Any:
-    """A numpy scalar of a pickle."""
+    """Returns a numpy scalar of a pickle."""
     dtype = NUMPY_BY_NAME[name]
     return np.frombuffer(data, dtype.newbyteorder("S") if swapped else dtype)[0]
 
 
 def name_of(stored: np.dtype[Any], path: str | os.PathLike[str] | None = None) -> str:
-    """The safetensors name of a stored type."""
+    """The safetensors name of a stored dtype."""
     name = _NAME_BY_NUMPY.get(stored)
     if name is None:
-        raise UnsupportedError(f"elements of {stored} are not read", path=path)
+        raise UnsupportedError(f"dtype {stored} is not supported", path=path)
     return name
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/")
-"""A URL's beginning. ``Path("s3://bucket")`` is ``s3:/bucket``, so one slash is enough; a scheme has two letters at least."""
+"""Start of a URL. One slash is enough, because ``Path("s3://bucket")`` is ``s3:/bucket``. A scheme has at least two characters."""
 
 
 def local_path(value: Any, what: str = "path") -> Path:
-    """The absolute path of a local file or folder, with ``~`` expanded and links not followed.
+    """Returns the absolute path of a local file or folder. Expands ``~``; does not follow links.
 
     Args:
-        value: a str or an ``os.PathLike`` of str. Nothing needs to be there.
+        value: a str or an ``os.PathLike`` of str. The path need not exist.
         what: the argument's name, for messages.
 
     Raises:
         ArgumentTypeError: another type. It is an ArgumentError and a TypeError.
-        ArgumentError: a URL, an unknown ``~user``, or a name that no local file can have.
+        ArgumentError: a URL, an unknown ``~user``, or an invalid file name.
     """
     try:
         name = os.fspath(value)
@@ -167,7 +169,7 @@ def local_path(value: Any, what: str = "path") -> Path:
         raise ArgumentError(f"{what}: expected a path, found an empty string")
     if _URL.match(name):
         raise ArgumentError(
-            f"{what}: remote paths are not supported: {_shortened(name)}; copy the data to a local folder"
+            f"{what}: remote paths are not supported: {_shortened(name)}. Copy the data to a local folder."
         )
     try:
         os.fsencode(name)
@@ -177,8 +179,8 @@ def local_path(value: Any, what: str = "path") -> Path:
         raise ArgumentError(f"{what}: expected a path, found a null byte at character {name.index(chr(0))}")
     try:
         path = Path(os.path.abspath(Path(name).expanduser()))  # noqa: PTH100 -- Path.resolve would follow links
-    except (RuntimeError, KeyError) as error:  # "~user" of no user
-        raise ArgumentError(f"{what}: {_shortened(name)}: there is no such user or home folder") from error
+    except (RuntimeError, KeyError) as error:  # "~user" of an unknown user
+        raise ArgumentError(f"{what}: {_shortened(name)}: the user or home folder does not exist") from error
     try:
         path.lstat()
     except OSError as error:
@@ -199,7 +201,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def size(value: int | str, what: str) -> int:
-    """A number of bytes, given as one or in words: ``"512MiB"``, ``"4GB"``."""
+    """Converts a size to bytes: an integer, or a string such as ``"512MiB"`` or ``"4GB"``."""
     words = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     if words is not None:
         unit = next((n for name, n in _UNITS.items() if name.lower() == words[2].lower()), None)
@@ -219,10 +221,10 @@ def whole(
     *,
     wrong_type: type[ArgumentError] = ArgumentError,
 ) -> int:
-    """An integer of Python's or numpy's, from ``least`` to ``most``; True and False are none.
+    """Returns a Python or numpy integer as int. Refuses bools.
 
     Raises:
-        ArgumentError: it is out of these bounds. ``wrong_type`` is raised for what is not an integer.
+        ArgumentError: the value is not in ``least`` to ``most``. ``wrong_type`` is raised if it is not an integer.
     """
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if is_integer and least <= value <= most:
@@ -250,13 +252,13 @@ def _integers(values: Any, what: str) -> NDArray[np.int64]:
 
 
 def index(values: Any, what: str) -> tuple[NDArray[np.int64], list[int]]:
-    """Integers as one flat int64 array, and the shape they had; a single integer has the shape (1,)."""
+    """Returns integers as one flat int64 array, and their original shape; a single integer has shape [1]."""
     array = _integers(values, what)
     return np.ascontiguousarray(array).reshape(-1), list(array.shape) or [1]
 
 
 def flat(values: Any, what: str) -> NDArray[np.int64]:
-    """A list of integers, or a single one, as one int64 array; of no particular type if it is empty."""
+    """Returns a list of integers, or a single one, as a 1-D int64 array. An empty array may have any dtype."""
     if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous:
         return values
     if type(values) is np.ndarray and values.shape == (0,):
@@ -268,11 +270,11 @@ def flat(values: Any, what: str) -> NDArray[np.int64]:
 
 
 def members(values: Any, count: int, what: str, path: Path | None = None) -> NDArray[np.int64]:
-    """Indices of ``count`` members as one int64 array; negative ones count from the end.
+    """Returns indices into ``count`` members as one int64 array; negative indices count from the end.
 
     Raises:
-        OutOfRangeError: there is no such member. It names ``path``.
-        ArgumentError: they are not integers.
+        OutOfRangeError: an index is out of range. The error names ``path``.
+        ArgumentError: the indices are not integers.
     """
     made = flat(values, what)
     low = made < 0
@@ -286,7 +288,7 @@ def members(values: Any, count: int, what: str, path: Path | None = None) -> NDA
 
 
 def broadcast(examples: Any, tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
-    """Examples and tokens broadcast together, flat, and the shape they make."""
+    """Returns broadcast examples and tokens as flat int64 arrays, and their common shape."""
     e, t = _integers(examples, "examples"), _integers(tokens, "tokens")
     try:
         e, t = np.broadcast_arrays(e, t)
@@ -297,7 +299,7 @@ def broadcast(examples: Any, tokens: Any) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def writable(out: Any, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
-    """The caller's buffer as a C-contiguous writable numpy array that holds exactly the output."""
+    """Returns a view of the caller's buffer as a numpy array. It must be C-contiguous, writable and of the exact size."""
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     array = _share(out)
     expected = f"out: expected a writable C-contiguous buffer of {size} bytes for {tuple(shape)} {dtype}"
@@ -307,21 +309,21 @@ def writable(out: Any, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
         raise ArgumentError(f"{expected}, found a read-only one")
     if array.nbytes != size:
         raise ArgumentError(f"{expected}, found {array.nbytes} bytes, {array.shape} {array.dtype}")
-    # Raw bytes take any type; an array of numbers has said which numbers it wants.
+    # uint8 buffers accept any dtype; other arrays must have the output's dtype.
     if array.dtype not in (dtype, np.dtype(np.uint8)):
         raise DtypeError(f"out: expected {dtype}, found {array.dtype}; dtype= converts while copying")
     return array
 
 
 def _share(out: Any) -> NDArray[Any]:
-    """A numpy array over the same memory; never a copy."""
+    """Returns a numpy array over the same memory; never a copy."""
     if isinstance(out, np.ndarray):
         return out
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(out, torch.Tensor):
         if out.device.type != "cpu":
             raise ArgumentError(
-                f"out: expected memory of the CPU, found a tensor on {out.device}; a pinned one copies fast"
+                f"out: expected a CPU tensor, found a tensor on {out.device}. Pinned memory makes the copy to a GPU fast."
             )
         if not out.is_contiguous():
             raise ArgumentError("out: expected a contiguous tensor")
@@ -330,7 +332,7 @@ def _share(out: Any) -> NDArray[Any]:
         try:
             return flat.view(np.dtype(name)) if name != "uint8" else flat
         except TypeError as error:
-            raise DtypeError(f"out: a tensor of {name} has no numpy type") from error
+            raise DtypeError(f"out: expected a dtype that numpy supports, found torch.{name}") from error
     try:
         return np.asarray(memoryview(out))
     except (TypeError, ValueError) as error:

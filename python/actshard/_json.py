@@ -1,4 +1,4 @@
-"""JSON and JSON lines not to be trusted, and their fields with types checked."""
+"""Reads untrusted JSON and JSON lines files with limits, and checks the types of fields."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from actshard.errors import FormatError, boundary
 from actshard.location import Location
 
 MAX_BYTES = 256 << 20
-"""No metadata file of any format comes near this."""
+"""Maximum size of a metadata file."""
 
 MAX_VALUES = 4_000_000
-"""Nor holds as many values: an empty list is two bytes of a file and more than 60 in memory."""
+"""Maximum number of values: an empty list takes two bytes in a file and more than 60 in memory."""
 
 MAX_DEPTH = 100
-"""Nor nests like this; Python's own limit depends on who calls."""
+"""Maximum nesting. Python's own limit depends on the depth of the call stack."""
 
 MAX_LINE = 64 << 20
-"""No prompt is this long; a file without line breaks is not read into memory to find out."""
+"""Maximum bytes of a line, so that a file without line breaks is not read into memory."""
 
 MAX_INT = 1 << 62
-"""Larger sizes are nonsense and would overflow on their way to the native half."""
+"""Exclusive bound of integers: larger sizes are invalid and would overflow in the Rust core."""
 
 
 def exists(path: Path | Location) -> bool:
-    """Whether something is at a path.
+    """Whether a path exists.
 
     Raises:
-        FileAccessError: this user may not know.
+        FileAccessError: permissions do not allow the check.
     """
     return Location.at(path).exists()
 
 
 def read_json(path: Path | Location) -> Any:
-    """Reads a JSON file; every way to be wrong is an actshard exception that names the file."""
+    """Reads a JSON file. All failures raise an ActshardError that names the file."""
     file = Location.at(path)
     size = file.regular("read").size
     if size > MAX_BYTES:
-        raise FormatError(f"expected a metadata file, found {size} bytes (at most {MAX_BYTES} are read)", path=path)
+        raise FormatError(f"expected a metadata file of at most {MAX_BYTES} bytes, found {size}", path=path)
     try:
         text = file.read(0, size).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -50,12 +50,10 @@ def read_json(path: Path | Location) -> Any:
 
 
 def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
-    """Parses JSON text found in ``path``."""
+    """Parses JSON text; ``path`` is used in errors. Refuses NaN, infinities, duplicate keys and deep nesting."""
     values = text.count(",") + text.count("[") + text.count("{")
     if values > MAX_VALUES:
-        raise FormatError(
-            f"expected metadata, found about {values} JSON values (at most {MAX_VALUES} are read)", path=path
-        )
+        raise FormatError(f"expected metadata of at most {MAX_VALUES} JSON values, found about {values}", path=path)
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
@@ -73,7 +71,7 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
     except json.JSONDecodeError as error:
         raise FormatError(f"expected JSON: {error.msg}", path=path, offset=len(text[: error.pos].encode())) from error
     except RecursionError as error:
-        raise FormatError("expected JSON, found one nested too deep", path=path) from error
+        raise FormatError("expected JSON, found a value nested too deep", path=path) from error
     except FormatError:
         raise
     except ValueError as error:  # an integer of thousands of digits
@@ -82,25 +80,25 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
     for _ in range(MAX_DEPTH):
         level = [y for x in level if isinstance(x, dict | list) for y in (x.values() if isinstance(x, dict) else x)]
     if level:
-        raise FormatError("expected JSON, found one nested too deep", path=path)
+        raise FormatError("expected JSON, found a value nested too deep", path=path)
     return value
 
 
 def utf8(text: str) -> str:
-    """The text, a lone surrogate in it as its escape: JSON may hold one, but UTF-8, Arrow and terminals may not."""
+    """Replaces lone surrogates by escapes: JSON may contain them; UTF-8, Arrow and terminals may not."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def show(value: Any) -> str:
-    """A value as JSON, short enough for a message."""
+    """Formats a value as JSON for a message, at most 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Fields:
-    """A JSON object whose fields are asked for by name and type.
+    """Typed access to the fields of a JSON object.
 
-    A field may have had several names over the versions of a format: the first one present counts.
+    Methods take several names for fields that versions of a format name differently; the first name present is used.
     """
 
     def __init__(self, value: Any, path: Path | Location, where: str = "") -> None:
@@ -113,17 +111,17 @@ class Fields:
         self.where = where
 
     def error(self, name: str, expected: str) -> FormatError:
-        """The error for a field that is not what it should be."""
+        """Builds the error for a missing or invalid field."""
         dotted = f"{self.where}.{name}" if self.where else name
         found = show(self.value[name]) if name in self.value else "nothing"
         return FormatError(f"field '{dotted}': expected {expected}, found {found}", path=self.path, code="metadata")
 
     def name(self, *names: str) -> str:
-        """The first of these names that is present; the first of all, which errors will name, if none is."""
+        """Returns the first name that is present, else ``names[0]``, for errors."""
         return next((n for n in names if n in self.value), names[0])
 
     def has(self, *names: str) -> bool:
-        """Whether one of these names is present and not null."""
+        """Whether the field is present, under any of the names, and not null."""
         return self.value.get(self.name(*names)) is not None
 
     def integer(self, *names: str, minimum: int = 1) -> int:
@@ -138,7 +136,7 @@ class Fields:
         """A string."""
         name = self.name(*names)
         value = self.value.get(name)
-        # Half of a surrogate pair is JSON but no text: no file can have such a name.
+        # JSON allows lone surrogates; file names cannot contain them.
         if not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value):
             raise self.error(name, "a string")
         return value
@@ -171,7 +169,7 @@ class Fields:
 
 
 def lines(stream: IO[bytes], path: Path | Location, limit: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of a stream with their numbers, from 1.
+    """Yields the lines of a stream with their numbers, starting at 1.
 
     Raises:
         FormatError: a line is longer than ``limit`` bytes.
@@ -185,18 +183,22 @@ def lines(stream: IO[bytes], path: Path | Location, limit: int) -> Iterator[tupl
 
 
 def interrupted(line: bytes) -> str:
-    """For messages about a line that is not JSON: whether it may be the rest of an interrupted write."""
-    return "" if line.endswith(b"\n") else " (the file ends in this line: was its writer interrupted?)"
+    """A hint for messages about an invalid line: without a line break it may be the rest of an interrupted write."""
+    return (
+        ""
+        if line.endswith(b"\n")
+        else " (last line of the file, without a line break: its writer may have been interrupted)"
+    )
 
 
 def read_lines(path: Path | Location) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their line numbers, from 1.
+    """Yields the objects of a JSON lines file with their line numbers, starting at 1.
 
-    Empty lines are skipped; NaN and Infinity are numbers, as Python writes them.
+    Skips empty lines. Accepts NaN and Infinity, which Python writes.
 
     Raises:
-        MissingFileError, NotAFileError, FileAccessError: it cannot be read.
-        FormatError: a line is no JSON object; the message names it.
+        MissingFileError, NotAFileError, FileAccessError: the file cannot be read.
+        FormatError: a line is not a JSON object; the message contains its number.
     """
     with boundary(path, "read"), Location.at(path).open("read") as file:
         for number, line in lines(file, path, MAX_LINE):
@@ -208,7 +210,7 @@ def _parse_line(line: bytes, number: int, path: Path | Location, offset: int) ->
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:
-        # Python skips the line break too before it misses something; the fault is in this line.
+        # Python's position may be after the line break; the error is in this line.
         within = min(len(error.doc[: error.pos].encode("utf-8", "surrogatepass")), len(line) - line.endswith(b"\n"))
         raise FormatError(
             f"line {number}: expected a JSON object: {error.msg}{interrupted(line)}", path=path, offset=offset + within

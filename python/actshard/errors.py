@@ -1,8 +1,7 @@
-"""Every exception that actshard raises.
+"""All exceptions that actshard raises.
 
-All of them are :class:`ActshardError`, and each is also the builtin that a caller would have expected, so that
-``except FileNotFoundError`` keeps working. ``kind`` is a stable code; codes are added, never renamed. ``str(error)`` is
-one line: the file, the byte, what was expected and what was found.
+Each derives from :class:`ActshardError` and from the matching builtin, so that ``except FileNotFoundError`` works. ``kind`` is a
+stable code; codes are added, never renamed. ``str(error)`` is one line: file, byte offset, expected and found.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-# Names in messages come from files: none may break the line or talk to the terminal.
+# Messages contain names from files, which must not break the line or send terminal escapes.
 _ESCAPES = {
     code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029, *range(0xD800, 0xE000))
 }
 
 
 class ActshardWarning(UserWarning):
-    """Something about a dataset or a call that its user should know. The call succeeds.
+    """A problem of a dataset or a call that does not make the call fail.
 
     Attributes:
-        code: stable, such as ``"hash-mismatch"``; docs/verify.md lists all of them. None for a warning of another package.
+        code: a stable code such as ``"hash-mismatch"``; docs/verify.md lists all of them. None for a warning of another package.
     """
 
     code: str | None = None
@@ -36,22 +35,21 @@ class ActshardWarning(UserWarning):
 
 
 class OverflowWarning(ActshardWarning):
-    """Finite values became infinite while they were converted to a narrower type."""
+    """Finite values became infinite in a conversion to a narrower dtype."""
 
     code = "overflow"
 
 
 class ActshardError(Exception):
-    """The root of all of actshard's exceptions.
+    """Base class of all actshard exceptions.
 
     Attributes:
         kind: a stable code for the kind of failure.
-        code: the code of the finding under which :func:`actshard.verify` reports it, or None where no finding is meant:
-            docs/verify.md lists them.
-        detail: what was expected and what was found, without the path.
-        path: the file or folder it is about, or None. A :class:`~actshard.location.Location` where it is not local.
-        offset: the byte offset in that file, or None.
-        reason: the named rule that was broken, where a parser has named rules, or None.
+        code: the code under which :func:`actshard.verify` reports it as a finding (docs/verify.md lists them), or None.
+        detail: the message without path and offset.
+        path: the file or folder, or None. A :class:`~actshard.location.Location` if it is not local.
+        offset: byte offset in that file, or None.
+        reason: name of the violated rule, for parsers with named rules, or None.
     """
 
     kind: ClassVar[str] = "error"
@@ -80,7 +78,7 @@ class ActshardError(Exception):
         return f"{where}{byte}{self.detail}".translate(_ESCAPES)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions cross process borders in DataLoader workers; the default recipe loses keyword arguments.
+        # DataLoader workers pickle exceptions; the default __reduce__ loses keyword arguments.
         state = dict(self.__dict__)
         if isinstance(self, OSError):
             state |= {"errno": self.errno, "filename": self.filename}
@@ -102,7 +100,7 @@ def _rebuild(
 
 
 def as_plain(error: ActshardError) -> dict[str, Any]:
-    """An error as what JSON can hold, for another process; see :func:`from_plain`."""
+    """Returns an error as JSON values, to send it to another process; see :func:`from_plain`."""
     return {
         "error": type(error).__name__,
         "detail": error.detail,
@@ -116,7 +114,7 @@ def as_plain(error: ActshardError) -> dict[str, Any]:
 
 
 def from_plain(made: dict[str, Any]) -> ActshardError:
-    """The error that :func:`as_plain` was given; an InternalError for a class that this module does not have."""
+    """Rebuilds the error from :func:`as_plain`. Returns an InternalError for a class that this module does not define."""
     cls = globals().get(made["error"])
     if not (isinstance(cls, type) and issubclass(cls, ActshardError)):
         return InternalError(f"{made['error']}: {made['detail']}", path=made["path"])
@@ -129,49 +127,49 @@ def from_plain(made: dict[str, Any]) -> ActshardError:
 
 
 class MissingFileError(ActshardError, FileNotFoundError):
-    """A file or folder that should be there is not."""
+    """A required file or folder does not exist."""
 
     kind = "not_found"
     code = "missing-file"
 
 
 class FileAccessError(ActshardError, PermissionError):
-    """The system refused to open, map or read a file."""
+    """The operating system refused to open, map or read a file."""
 
     kind = "access"
     code = "unreadable"
 
 
 class NotAFileError(ActshardError, IsADirectoryError):
-    """A folder or a special file stands where a regular file should."""
+    """Expected a regular file, found a folder or a special file."""
 
     kind = "not_a_file"
     code = "not-a-file"
 
 
 class FormatError(ActshardError, ValueError):
-    """A file contradicts its format, or two files of a dataset contradict each other."""
+    """A file violates its format, or two files of a dataset contradict each other."""
 
     kind = "format"
     code = "format"
 
 
 class TruncatedFileError(FormatError, EOFError):
-    """A file is shorter than what it must hold, or became shorter after it was opened."""
+    """A file is shorter than its contents require, or was truncated after it was opened."""
 
     kind = "truncated"
     code = "truncated"
 
 
 class HeaderError(FormatError):
-    """A safetensors header was refused; ``reason`` names the rule it breaks."""
+    """A safetensors header is invalid; ``reason`` names the violated rule."""
 
     kind = "header"
     code = "header"
 
 
 class UnsafePickleError(FormatError):
-    """A pickle that would import, call or build something other than plain data. Nothing of it was done."""
+    """A pickle would import, call or build something other than plain data. None of it was executed."""
 
     kind = "unsafe_pickle"
     code = "unsafe-pickle"
@@ -181,7 +179,7 @@ class UnknownFormatError(FormatError):
     """No format, or more than one, recognises a path.
 
     Attributes:
-        candidates: ``(path, format)`` of datasets found below the path.
+        candidates: ``(path, format)`` of each dataset found below the path.
         ambiguous: whether several formats recognise the path itself.
     """
 
@@ -192,45 +190,45 @@ class UnknownFormatError(FormatError):
 
 
 class UnsupportedError(ActshardError, NotImplementedError):
-    """Well formed, but of a version or element type that this release does not read."""
+    """A well-formed file has a version or dtype that this release does not support."""
 
     kind = "unsupported"
     code = "unsupported"
 
 
 class OutOfRangeError(ActshardError, IndexError):
-    """An example or token outside the dataset."""
+    """An example or token index is out of range."""
 
     kind = "out_of_range"
 
 
 class LayerError(ActshardError, KeyError):
-    """A layer that is not among the dataset's; the message lists those that are."""
+    """The dataset has no such layer; the message lists its layers."""
 
     kind = "layer"
 
 
 class NotStoredError(ActshardError, LookupError):
-    """The dataset holds no such thing: no logits, no router tensors, no such column."""
+    """The dataset does not contain the requested data: logits, router tensors, a column."""
 
     kind = "not_stored"
 
 
 class DtypeError(ActshardError, TypeError):
-    """An element type or conversion that cannot be given."""
+    """A dtype or conversion is not supported."""
 
     kind = "dtype"
     code = "unsupported"
 
 
 class ArgumentError(ActshardError, ValueError):
-    """An argument that makes no sense."""
+    """An argument has an invalid value."""
 
     kind = "argument"
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument of a type that is not accepted."""
+    """An argument has an invalid type."""
 
     kind = "argument_type"
 
@@ -242,59 +240,59 @@ class ClosedError(ActshardError, ValueError):
 
 
 class InterruptedReadError(ActshardError, InterruptedError):
-    """A read was called off."""
+    """A read was cancelled."""
 
     kind = "interrupted"
 
 
 class DiskFullError(ActshardError, OSError):
-    """The disk is full, or this user's share of it. What was committed before stays, and can be continued."""
+    """The disk or the user's quota is full. Committed data remain, and the write can be resumed."""
 
     kind = "disk_full"
 
 
 class NoMemoryError(ActshardError, MemoryError):
-    """The system has not enough memory for what a dataset or an argument asks for."""
+    """Not enough memory for a dataset or an argument."""
 
     kind = "no_memory"
     code = "unreadable"
 
 
 class ExistsError(ActshardError, FileExistsError):
-    """Something is there already where a dataset was to be made."""
+    """The output path already contains a dataset or other files."""
 
     kind = "exists"
 
 
 class UnfinishedError(FormatError):
-    """A dataset whose writer has not finished: it was interrupted, or is still at work."""
+    """A dataset is unfinished: its writer was interrupted, or is still running."""
 
     kind = "unfinished"
     code = "unfinished"
 
 
 class LockedError(ActshardError, BlockingIOError):
-    """Another writer is at work there; the message tells which process, on which host."""
+    """Another writer holds the lock; the message names its process and host."""
 
     kind = "locked"
 
 
 class InternalError(ActshardError, RuntimeError):
-    """A fault of actshard itself; please report it."""
+    """A bug in actshard; please report it."""
 
     kind = "internal"
 
 
-# ImportError declares `path` as text; that of every error here is a Path.
+# ImportError declares `path` as str; here it is a Path.
 class MissingExtraError(ActshardError, ImportError):  # type: ignore[misc]
-    """Something needs a library that is not installed; the message names the extra that brings it."""
+    """A required library is not installed; the message names the extra to install."""
 
     kind = "missing_extra"
     code = "unsupported"
 
     @classmethod
     def of(cls, what: str, extra: str, path: str | os.PathLike[str] | None = None) -> MissingExtraError:
-        """The error for ``what`` (a phrase), which the named extra makes possible."""
+        """Builds the error for ``what`` (a noun phrase), which requires the named extra."""
         return cls(f"{what} needs a library that is not installed: pip install 'actshard[{extra}]'", path=path)
 
 
@@ -331,7 +329,7 @@ def from_native(
     number: int | None,
     code: str | None = None,
 ) -> ActshardError:
-    """The exception for an error of the native half, which calls this."""
+    """Builds the exception for an error of the Rust core. The binding calls it by name."""
     error = _NATIVE[kind](detail, path=path, offset=offset, reason=reason, code=code)
     if isinstance(error, OSError):
         error.errno = number
@@ -341,15 +339,15 @@ def from_native(
 
 @contextmanager
 def boundary(path: Any, doing: str) -> Iterator[None]:
-    """Turns what the system, or Python itself, raises inside the block into an ActshardError with a path.
+    """Converts OSError, MemoryError and RecursionError raised inside the block to an ActshardError with a path.
 
     Args:
-        path: what the block works on; named where the error names no file. Anything that is no path is not named.
-        doing: a verb, for messages.
+        path: used if the error names no file; ignored if it is not a path.
+        doing: a verb for messages.
     """
     try:
         yield
-    except (ActshardError, BrokenPipeError):  # a closed pipe is an output of the caller, never a file of a dataset
+    except (ActshardError, BrokenPipeError):  # a closed pipe is the caller's output, not a file of a dataset
         raise
     except OSError as error:
         named = error.filename if isinstance(error.filename, str | bytes) and error.filename else path
@@ -358,7 +356,7 @@ def boundary(path: Any, doing: str) -> Iterator[None]:
         said = " ".join(str(error).split())[:200] or "out of memory"
         raise NoMemoryError(f"cannot {doing}: {said}", path=_as_path(path)) from error
     except RecursionError as error:
-        raise FormatError(f"cannot {doing}: it is nested too deep", path=_as_path(path)) from error
+        raise FormatError(f"cannot {doing}: nested too deep", path=_as_path(path)) from error
 
 
 def _as_path(value: Any) -> Path | None:
@@ -368,18 +366,18 @@ def _as_path(value: Any) -> Path | None:
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
-    """The path. A remote location stays what it is: pathlib would fold the slashes of its URL."""
+    """Converts to Path. Returns a remote location unchanged, because pathlib would collapse the slashes of its URL."""
     return path if getattr(path, "is_local", True) is False else Path(path)  # type: ignore[return-value]
 
 
 def from_reader(error: Exception, path: str | os.PathLike[str] | None, doing: str, broken: str) -> ActshardError:
-    """The exception for what a library raised while it read a file: the system's refusals are none of the file's faults.
+    """Builds the exception for an error that a library raised while it read a file. OS errors do not become FormatErrors.
 
     Args:
-        error: what was raised; one of ours is returned as it is.
+        error: the error; an ActshardError is returned unchanged.
         path: the file.
-        doing: a verb, for messages.
-        broken: what to say if it is the file that is broken.
+        doing: a verb for messages.
+        broken: the message for a damaged file.
     """
     if isinstance(error, ActshardError):
         return error
@@ -391,7 +389,7 @@ def from_reader(error: Exception, path: str | os.PathLike[str] | None, doing: st
 
 
 def from_os(error: OSError, path: str | os.PathLike[str] | None, doing: str) -> ActshardError:
-    """The exception for what the system said about ``path``; ``doing`` is a verb."""
+    """Builds the exception for an OSError about ``path``; ``doing`` is a verb for the message."""
     made: ActshardError
     if isinstance(error, FileNotFoundError):
         made = MissingFileError("expected a file, found nothing", path=path)

@@ -1,6 +1,6 @@
-"""What dataset is at or below a path: activations of any format, or a token cache.
+"""Finds the dataset at or below a path: activations of any format, or a token cache.
 
-All verbs ask here, so that each means the same dataset by the same path.
+All commands use it, so a path refers to the same dataset in each.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from actshard.work import PARTS, Journal, count_parts, is_merging, unfinished
 
 
 def of_tokens() -> str:
-    """The format of token caches."""
+    """Name of the format of token caches."""
     (name,) = formats.of_tokens()
     return name
 
 
 def existing(path: str | os.PathLike[str]) -> Location:
-    """The location of a path at which there is something.
+    """Returns the location of an existing path.
 
     Raises:
-        MissingFileError: there is nothing.
-        NotAFileError: a file stands where a folder above it should.
+        MissingFileError: the path does not exist.
+        NotAFileError: a parent of the path is a file.
     """
     root = Location.of(path)
     if root.exists():
@@ -43,19 +43,19 @@ def existing(path: str | os.PathLike[str]) -> Location:
     while not above.exists() and above != above.parent:
         above = above.parent
     if above.kind() not in ("folder", None):
-        raise NotAFileError(f"expected a dataset, but {above.name!r} above it is no folder", path=root)
+        raise NotAFileError(f"expected a dataset, found that its parent {above.name!r} is not a folder", path=root)
     raise MissingFileError("expected a dataset, found nothing", path=root)
 
 
 def check_finished(root: Location) -> None:
-    """Raises UnfinishedError for what a writer has left or is still writing, ArgumentError for what holds no activations."""
+    """Raises UnfinishedError for an unfinished dataset or unmerged parts, ArgumentError for a token cache."""
     if is_cache_itself(root):
-        raise ArgumentError("is a token cache and holds no activations: actshard.tokens.open_cache opens it", path=root)
+        raise ArgumentError("expected activations, found a token cache. Use actshard.tokens.open_cache.", path=root)
     count = count_parts(root)
     if count is not None:
         raise UnfinishedError(
-            f"holds {count} parts of a dataset: when all are written, actshard.merge (or the command) makes one of them"
-            + beside_parts(root),
+            f"contains {count} unmerged parts of a dataset. When all are written, merge them with actshard.merge or "
+            "`actshard merge`" + beside_parts(root),
             path=root,
         )
     journal = unfinished(root) if root.kind() == "folder" else None
@@ -64,21 +64,21 @@ def check_finished(root: Location) -> None:
 
 
 def beside_parts(root: Location) -> str:
-    """For messages about parts that are not merged: which finished datasets lie beside them, and what to do then."""
+    """For messages about unmerged parts: names finished datasets beside them, and a remedy. Empty if there are none."""
     finished = [p.name for p, _ in walk(root, _kind, 1) if unfinished(p) is None and not is_merging(p)]
     if not finished:
         return ""
     shown = ", ".join(finished[:5]) + (", ..." if len(finished) > 5 else "")
     return (
-        f"; beside them is a finished dataset ({shown}), which opens by its own path: if the parts are of a job that "
-        f"ran again after they were merged, remove {PARTS}"
+        f"; beside them is a finished dataset ({shown}), which opens by its own path. If the parts were written again after a "
+        f"merge, remove {PARTS}"
     )
 
 
 def find_any(root: Location) -> tuple[Location, str]:
-    """What a path stands for, activations or tokens: the dataset and its format.
+    """Returns (location, format) of the dataset of activations or tokens at or below a path.
 
-    The dataset *at* the path wins; then the one that :func:`open` would open below it; then the only token cache below it.
+    Precedence: the dataset at the path; then the dataset that :func:`open` finds below it; then the only token cache below it.
     """
     if is_cache_itself(root):
         return root, of_tokens()
@@ -94,10 +94,10 @@ def find_any(root: Location) -> tuple[Location, str]:
 
 
 def find(root: Location) -> tuple[Location, str]:
-    """The dataset that a path stands for, and its format: the path itself, or the only dataset below it.
+    """Returns (location, format) of the dataset at a path, or of the only dataset below it.
 
-    saev's folders are named by hashes that nobody types: ``saev/shards/`` with a single dump stands for the dump. Farther down
-    nothing is opened that was not named.
+    saev names its folders by hashes, so ``saev/shards/`` with a single dump refers to that dump. Datasets more than three levels
+    down must be named.
     """
     try:
         return root, detect(root)
@@ -115,7 +115,7 @@ def find(root: Location) -> tuple[Location, str]:
 
 
 def _check_begun(root: Location) -> None:
-    """Raises UnfinishedError for a folder in which a saev dump or a merge was begun, and nothing else is."""
+    """Raises UnfinishedError for a folder with an unfinished saev dump or merge and no other dataset."""
     if not root.is_local:
         return  # writers write local folders
     for folder in (Location.at(folder) for name in formats.names() for folder in _begun(name, root)):
@@ -124,7 +124,8 @@ def _check_begun(root: Location) -> None:
             raise _unfinished(root, journal)
     if is_merging(root):
         raise UnfinishedError(
-            "holds a merge that is not finished: it is at work, or was interrupted (the same call of actshard.merge finishes it)",
+            "contains a merge that is not finished: it is running, or was interrupted. Repeat the same call of actshard.merge to "
+            "finish it.",
             path=root,
         )
 
@@ -137,21 +138,21 @@ def _begun(name: str, root: Location) -> list[Path]:
 
 def _unfinished(root: Location, journal: Journal) -> UnfinishedError:
     return UnfinishedError(
-        f"holds {journal.examples} examples of a dataset that is not finished: its writer is at work, or was interrupted "
+        f"contains {journal.examples} examples of an unfinished dataset: its writer is running, or was interrupted "
         "(create or convert with resume continues it)",
         path=root,
     )
 
 
 def detect(root: Location) -> str:
-    """The format of a dataset; UnknownFormatError if it is none or several."""
+    """Returns the format of a dataset. Raises UnknownFormatError if no format, or more than one, recognises it."""
     evidence = {name: _evidence(name, root) for name in formats.names()}
     matches = [name for name, e in evidence.items() if e.matches]
     if len(matches) == 1:
         return matches[0]
     if matches:
         several = UnknownFormatError(
-            f"looks like {' and like '.join(matches)}; say which with format=: "
+            f"matches the formats {' and '.join(matches)}. Choose one with format=: "
             + "; ".join(f"{name}: {evidence[name].found}" for name in matches),
             path=root,
         )
@@ -163,11 +164,11 @@ def detect(root: Location) -> str:
         listed = ", ".join(f"{at.relative_to(root)} ({name})" for at, name in candidates[:20])
         more = f" and {len(candidates) - 20} more" if len(candidates) > 20 else ""
         what = "a dataset" if len(candidates) == 1 else f"{len(candidates)} datasets"
-        unknown = UnknownFormatError(f"is no dataset itself but holds {what}, open one: {listed}{more}", path=root)
+        unknown = UnknownFormatError(f"is not a dataset, but contains {what}. Open one: {listed}{more}", path=root)
         unknown.candidates = tuple((at.place, name) for at, name in candidates)
         raise unknown
     raise UnknownFormatError(
-        "is no dataset that actshard knows; "
+        "expected a dataset in a known format; "
         + "; ".join(f"{name}: looked for {e.looked_for}, found {e.found}" for name, e in evidence.items()),
         path=root,
     )
@@ -181,7 +182,7 @@ def _evidence(name: str, root: Location) -> Evidence:
 
 
 def _kind(folder: Location) -> str | None:
-    """The formats that recognise a folder, joined by ``/``; None for no dataset."""
+    """Names of the formats that recognise a folder, joined by ``/``; None if no format does."""
     if is_cache_itself(folder):
         return of_tokens()
     return "/".join(name for name in formats.names() if _evidence(name, folder).matches) or None

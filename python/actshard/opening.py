@@ -1,4 +1,4 @@
-"""``actshard.open``: from a path to a store, whatever system wrote it."""
+"""``actshard.open``: opens a dataset of any format as a store."""
 
 from __future__ import annotations
 
@@ -22,31 +22,29 @@ def open(
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,
 ) -> Store:
-    """Opens a dataset.
+    """Opens a dataset and returns a store.
 
     Args:
-        path: the dataset's folder, or a file that stands for it (an lmprobe index), or a folder that holds a single dataset.
-            ``~`` is expanded. A list of folders opens
-            the pickle shards of several machines as one dataset, in that order; so does the folder that holds them, in the
-            order of their names.
+        path: the dataset's folder, a file that represents it (an lmprobe index), or a folder that contains a single dataset.
+            ``~`` is expanded. A list of folders opens the pickle shards of several machines as one dataset, in that order. The
+            folder that contains them does the same, in the order of their names.
         format: ``"saev"``, ``"lmprobe"``, ...; None detects it.
-        io: ``"mmap"`` maps files: fastest, and gives views. ``"pread"`` never maps: for file systems where faults are slow,
-            and where files may be truncated while they are read. ``"auto"`` is ``"pread"`` on network file systems and
-            ``"mmap"`` elsewhere.
-        decoded_memory: how much may be kept of what had to be decoded (compressed Zarr chunks, ``.pkl.gz`` shards), in bytes or
-            as ``"4GiB"``. One shard is decoded whole even if it is larger.
-        checksums: whether files are held against the checksums that the dataset lists (pickle shards), each when it is first
-            read.
+        io: ``"mmap"`` memory-maps files: fastest, and supports views. ``"pread"`` never maps: for file systems with slow page
+            faults, and for files that may be truncated while they are read. ``"auto"`` is ``"pread"`` on network file systems
+            and ``"mmap"`` elsewhere.
+        decoded_memory: size of the cache of decoded data (compressed Zarr chunks, ``.pkl.gz`` shards), in bytes or as
+            ``"4GiB"``. A larger shard is still decoded as a whole.
+        checksums: whether to check files against the checksums that the dataset lists (pickle shards), on first read.
 
     Returns:
-        An open :class:`~actshard.Store`. What its reader should know about the dataset is in ``store.warnings`` and is
-        also warned of as :class:`~actshard.ActshardWarning`.
+        An open :class:`~actshard.Store`. ``store.warnings`` lists problems of the dataset; each is also issued as an
+        :class:`~actshard.ActshardWarning`.
 
     Raises:
-        MissingFileError: the path, or a file that the dataset needs, is not there.
-        UnknownFormatError: no format recognises the path, or several do; the message says what was looked for, what was
-            found, and which datasets lie below the path.
-        FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is broken, too new, or cannot be read.
+        MissingFileError: the path, or a file that the dataset requires, does not exist.
+        UnknownFormatError: no format recognises the path, or several do. The message lists what each format expects, what was
+            found, and the datasets below the path.
+        FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is damaged, too new, or cannot be read.
     """
     store = open_quietly(path, format, io, decoded_memory, checksums)
     for warning in store.warnings:
@@ -61,9 +59,9 @@ def open_quietly(
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,
 ) -> Store:
-    """Opens without warnings: workers reopen what their parent has been warned of."""
+    """:func:`open` without warnings, e.g. for workers that reopen their parent's store."""
     if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
-        raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
+        raise ArgumentError(f"io: expected 'auto', 'mmap' or 'pread', found {io!r}")
     with boundary(path, "open"):
         return _opened(path, format, io, decoded_memory, checksums)
 
@@ -80,7 +78,7 @@ def _opened(
         root = _common(together)
         name = format if format is not None else detect(together[0])
     else:
-        # Lists and tuples were taken above; no other sequence is a path, which existing() says.
+        # Lists and tuples were handled above; existing() raises for other sequences.
         root = existing(path)  # type: ignore[arg-type]
         check_finished(root)
         if format is not None:
@@ -96,14 +94,14 @@ def _opened(
     chosen = formats.get(name)
     if together is not None and not chosen.opens_several:
         several = ", ".join(f.description for f in map(formats.get, formats.names()) if f.opens_several)
-        raise ArgumentError(f"path: a list of folders is for {several}, not for {name}; open one path", path=root)
+        raise ArgumentError(f"path: a list of folders is for {several}, not for {name}. Open one path.", path=root)
     try:
         if together is None:
             contents = chosen.open(root.place, options)
         else:
             contents = chosen.open_several(root.place, [folder.place for folder in together], options)
     except ActshardError as error:
-        if error.path is None:  # from the core, which knows numbers and not whose they are
+        if error.path is None:  # some errors of the core name no file
             error.path = root.place
         raise
     return Store(contents, io=mode, reopen=(open_quietly, (together or root, name, io, decoded_memory, checksums)))
@@ -113,5 +111,5 @@ def _common(paths: Sequence[Location]) -> Location:
     if not paths:
         raise ArgumentError("path: expected at least one folder, found an empty list")
     if len(set(paths)) < len(paths):
-        raise ArgumentError("path: a folder is in the list twice")
+        raise ArgumentError("path: the list contains a folder twice")
     return Location.at(os.path.commonpath(paths))

@@ -1,6 +1,6 @@
-"""The bounded walk below a path, and the token caches that it finds.
+"""A bounded walk over the folders below a path, and finding token caches with it.
 
-Datasets of activations (``finding``) and token caches are looked for by the same walk.
+``finding`` uses the same walk for datasets of activations.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from actshard.location import Location
 from actshard.work import is_building
 
 _DEPTH = 6
-"""How far below a path datasets are looked for when the path itself is none: saev nests three deep by itself."""
+"""Maximum depth at which datasets are searched below a path; saev alone nests three folders."""
 STANDS_FOR = 3
-"""How far below a path its only dataset may lie to be opened by it: ``saev/shards/<HASH>``, ``cache/web/train``."""
+"""Maximum depth of a path's only dataset to be opened by that path: ``saev/shards/<HASH>``, ``cache/web/train``."""
 _LOOK_AT_MOST = 2_000
-"""Folders looked into at most, so that a mistyped "/" answers at once."""
+"""Maximum number of folders to visit, so that a mistyped "/" returns quickly."""
 LEDGER = "shard_ledger.json"
-"""The file that makes a folder a token cache."""
+"""The file that identifies a token cache."""
 _SHARD = re.compile(r"\d{5}_")
-"""The beginning of the name of a token cache's shard."""
+"""Prefix of the folder name of a token cache's shard."""
 
 
 def is_cache_itself(root: Location) -> bool:
-    """Whether a folder is a token cache, and not one above it."""
+    """Whether the folder itself is a token cache, rather than a folder above one."""
     return (root / LEDGER).kind() == "file"
 
 
 def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _DEPTH) -> Iterator[tuple[Location, str]]:
-    """Datasets below a folder with their kinds, level by level and by name; none below another.
+    """Yields the datasets below a folder with their kinds, breadth-first and sorted by name.
 
-    Hidden folders and folders that cannot be listed are left out. At most 2,000 folders are looked at.
+    Does not descend into datasets. Skips hidden folders and folders that cannot be listed. Visits at most 2,000 folders.
 
     Args:
         root: the folder.
-        kind: the kind of dataset that a folder is; None: none, and what is below is looked at.
-        depth: how many levels.
+        kind: returns the kind of dataset of a folder; None if it is not a dataset, and its subfolders are searched.
+        depth: maximum number of levels.
     """
     looked = 0
     level = [root]
@@ -65,12 +65,12 @@ def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _D
 
 
 def find_cache(path: str | os.PathLike[str]) -> Location:
-    """The token cache that a path stands for: itself, or the only one not far below it.
+    """Returns the token cache at a path, or the only one up to three levels below it.
 
     Raises:
-        UnfinishedError: a cache is being built there, or its build was interrupted.
-        ArgumentError: there are several; the message lists them.
-        MissingFileError: there is none.
+        UnfinishedError: a build of a cache is running there, or was interrupted.
+        ArgumentError: there are several caches; the message lists them.
+        MissingFileError: there is no cache.
     """
     root = Location.of(path)
     if is_cache_itself(root):
@@ -79,12 +79,12 @@ def find_cache(path: str | os.PathLike[str]) -> Location:
     below = [p for p, _ in walk(root, lambda folder: LEDGER if is_cache_itself(folder) else None, STANDS_FOR)]
     if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(
-            f"holds shards of a token cache, but no {LEDGER}: its build was interrupted, or is at work; build it again",
+            f"contains shards of a token cache, but no {LEDGER}: its build was interrupted, or is running. Build it again.",
             path=root,
         )
     if len(below) == 1:
         return below[0]
     if below:
         listed = ", ".join(p.relative_to(root) for p in below[:8])
-        raise ArgumentError(f"holds {len(below)} token caches, open one of them: {listed}", path=root)
+        raise ArgumentError(f"contains {len(below)} token caches. Open one of them: {listed}", path=root)
     raise MissingFileError(f"expected a token cache with a {LEDGER}, found none", path=root)

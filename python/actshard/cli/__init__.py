@@ -1,4 +1,4 @@
-"""The command ``actshard``: the same verbs as the Python API, one module each."""
+"""The command ``actshard``: one subcommand per function of the Python API, one module each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actshard.errors import ActshardError, UnknownFormatError, boundary
 
 app = typer.Typer(
     name="actshard",
-    help="Open, look at and read activation datasets, whatever system wrote them.",
+    help="Inspect, stream, convert, merge and verify activation datasets and token caches.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,12 +27,10 @@ app = typer.Typer(
 )
 
 PathArgument = Annotated[
-    Path, typer.Argument(help="The dataset's folder, or a folder that holds datasets.", show_default=False)
+    Path, typer.Argument(help="The dataset's folder, or a folder that contains one dataset.", show_default=False)
 ]
-FormatOption = Annotated[
-    str | None, typer.Option("--format", help=f"{', '.join(formats.names())}; detected if not given.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+FormatOption = Annotated[str | None, typer.Option("--format", help=f"{', '.join(formats.names())}. Default: detected.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _version(asked: bool) -> None:
@@ -47,13 +45,13 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    # What a dataset's reader should know is part of what the commands print; Python's own warnings would say it twice.
+    # The commands print a dataset's warnings themselves.
     warnings.simplefilter("ignore", actshard.ActshardWarning)
 
 
 @app.command("info")
 def info_command(path: PathArgument, format: FormatOption = None, json: JsonOption = False) -> None:
-    """Tell what a dataset or token cache is: sizes, layers or fields, type, bytes, provenance, warnings."""
+    """Print a dataset's or token cache's size, layers or fields, dtype, bytes, provenance and warnings."""
     cache = _cache_at(path, format)
     if cache is not None:
         from actshard.cli import caches
@@ -69,12 +67,12 @@ def info_command(path: PathArgument, format: FormatOption = None, json: JsonOpti
 @app.command("head")
 def head_command(
     path: PathArgument,
-    n: Annotated[int, typer.Option("-n", "--examples", min=1, max=1000, help="How many examples.")] = 5,
-    tokenizer: Annotated[str, typer.Option(help="For token caches: decode with this one.")] = "",
+    n: Annotated[int, typer.Option("-n", "--examples", min=1, max=1000, help="Number of examples.")] = 5,
+    tokenizer: Annotated[str, typer.Option(help="For token caches: the tokenizer to decode with.")] = "",
     format: FormatOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show a few examples: text, label, token count, and the norm of each layer's last token; or rows of a token cache."""
+    """Print the first examples: text, label, number of tokens, norm of each layer's last token; or rows of a token cache."""
     cache = _cache_at(path, format)
     if cache is not None:
         from actshard.cli import caches
@@ -92,20 +90,20 @@ def head_command(
 def bench_stream_command(
     path: PathArgument,
     layer: Annotated[
-        str, typer.Option(help="A layer's name, several with commas, or all; the first if not given.")
+        str, typer.Option(help="A layer's name, comma-separated names, or all. Default: the first layer.")
     ] = "",
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 16_384,
     shuffle: Annotated[str, typer.Option(help="none, window or exact.")] = "window",
-    memory: Annotated[str, typer.Option(help="Of the pool of --shuffle window.")] = "1GiB",
+    memory: Annotated[str, typer.Option(help="Size of the window of --shuffle window.")] = "1GiB",
     tokens: Annotated[str, typer.Option(help="content, all, last or special.")] = "content",
-    dtype: Annotated[str, typer.Option(help="Convert while copying.")] = "",
+    dtype: Annotated[str, typer.Option(help="Dtype of the batches. Default: the stored dtype.")] = "",
     mode: Annotated[str, typer.Option("--io", help="mmap, pread or auto.")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    seconds: Annotated[float, typer.Option(min=0, help="Stop after so long, or after an epoch.")] = 30.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Stop after this time, or after one epoch.")] = 30.0,
     format: FormatOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Stream a dataset: bytes per second, time to the first batch, and how well the settings shuffle."""
+    """Stream a dataset and print bytes per second, time to the first batch, and quality of the shuffle."""
     from actshard.cli import bench_stream as verb
 
     store = actshard.open(path, format, io=mode)
@@ -124,12 +122,12 @@ def bench_stream_command(
 
 
 def _layers_named(store: actshard.Store, words: str) -> Any:
-    """Layers as a command line names them."""
+    """Parses ``--layer`` for a stream."""
     if words == "all":
         return "all"
     if not words:
         if not store.layers:
-            raise actshard.NotStoredError("holds no hidden states", path=store.path)
+            raise actshard.NotStoredError("the dataset contains no hidden states", path=store.path)
         return store.layers[0]
     try:
         names = [int(word) for word in words.split(",")]
@@ -143,33 +141,35 @@ def convert_command(
     source: Annotated[Path, typer.Argument(help="The dataset to convert.", show_default=False)],
     target: Annotated[
         Path | None,
-        typer.Argument(help="The folder to make; formats that name their datasets make one in it.", show_default=False),
+        typer.Argument(help="The folder to create. For saev: the folder that will contain <HASH>.", show_default=False),
     ] = None,
     to: Annotated[str, typer.Option("--to", help=f"{', '.join(formats.written())}.")] = "",
     layer: Annotated[
-        str, typer.Option(help="Layers to take: names with commas; -1=23 renames. All if not given.")
+        str, typer.Option(help="Layers to convert: comma-separated names; -1=23 renames. Default: all.")
     ] = "",
-    examples: Annotated[str, typer.Option(help="Examples to take: first:last, or numbers with commas.")] = "",
+    examples: Annotated[str, typer.Option(help="Examples to convert: first:last, or comma-separated numbers.")] = "",
     columns: Annotated[
-        str, typer.Option(help="Columns to take: names with commas; label=verb renames; none. All if not given.")
+        str, typer.Option(help="Columns to convert: comma-separated names; label=verb renames; none. Default: all.")
     ] = "",
     tokens: Annotated[str, typer.Option(help="all, content or last.")] = "all",
-    dtype: Annotated[str, typer.Option(help="Store this type: float16, float32, ...")] = "",
-    pad: Annotated[bool, typer.Option("--pad", help="Fill shorter examples up with zeros.")] = False,
-    truncate: Annotated[bool, typer.Option("--truncate", help="Cut longer examples.")] = False,
-    tokens_per_example: Annotated[int, typer.Option(min=0, help="To how many tokens; 0: as they need.")] = 0,
-    shard_bytes: Annotated[str, typer.Option(help="About how large shards are, such as 256MB.")] = "",
+    dtype: Annotated[str, typer.Option(help="Dtype to store: float16, float32, ... Default: the source's.")] = "",
+    pad: Annotated[bool, typer.Option("--pad", help="Pad short examples with zeros.")] = False,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut long examples.")] = False,
+    tokens_per_example: Annotated[
+        int, typer.Option(min=0, help="Tokens per example for --pad and --truncate. 0: from the source.")
+    ] = 0,
+    shard_bytes: Annotated[str, typer.Option(help="Approximate size of a shard, such as 256MB.")] = "",
     option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="The target format's own, as name=value; may repeat.")
+        list[str] | None, typer.Option("--option", "-o", help="Option of the target format: name=value. Repeatable.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written and lost, and stop.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where an interrupted conversion stopped.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and losses without writing.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare every row with the source afterwards.")] = False,
-    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Leave a finished result as it is.")] = False,
+    exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Keep a finished result instead of failing.")] = False,
     format: FormatOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write a dataset again in another format, resumable, with nothing lost that --dry-run does not tell."""
+    """Convert a dataset to another format. Resumable; --dry-run lists everything that would be lost."""
     from actshard.cli import convert as verb
 
     own = {
@@ -193,7 +193,7 @@ def convert_command(
         return
     if target is None or not to:
         raise actshard.ArgumentError(
-            "convert: expected SOURCE TARGET --to FORMAT; --dry-run compares formats without them"
+            "convert: expected SOURCE TARGET --to FORMAT. With --dry-run, TARGET and --to are optional."
         )
     done = verb.run(source, target, to, quiet=json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
     _print(json, done.as_dict, lambda: verb.show(done))
@@ -203,28 +203,37 @@ def convert_command(
 def tokenize_command(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(help="JSON lines, JSON or parquet; plain or compressed; globs too.", show_default=False),
+        typer.Argument(help="JSON lines, JSON or parquet files or globs, also compressed.", show_default=False),
     ] = None,
     tokenizer: Annotated[str, typer.Option(help="A folder with tokenizer.json, or that file.")] = "",
-    out: Annotated[Path | None, typer.Option(help="The cache to make: CACHE_DIR/NAME/train.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The cache to create: CACHE_DIR/NAME/train.")] = None,
     form: Annotated[str, typer.Option("--format", help="text, chat, prebuilt or supervised.")] = "text",
     option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", help="The format's own, such as text_key=body; may repeat.")
+        list[str] | None,
+        typer.Option("--option", "-o", help="Option of the format, such as text_key=body. Repeatable."),
     ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A file with a chat template.")] = None,
-    config: Annotated[Path | None, typer.Option(help="Levanter's YAML: every cache of every component.")] = None,
-    component: Annotated[list[str] | None, typer.Option(help="With --config: only these; may repeat.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --config: say what is there, and stop.")] = False,
+    config: Annotated[Path | None, typer.Option(help="Levanter's YAML: builds all caches of all components.")] = None,
+    component: Annotated[
+        list[str] | None, typer.Option(help="With --config: build only this component. Repeatable.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --config: print the state of each cache without building.")
+    ] = False,
     layout: Annotated[str, typer.Option(help="consolidated or sharded.")] = "consolidated",
-    storage: Annotated[str, typer.Option(help="plain (mapped, no decoding) or lz4 (as Levanter).")] = "plain",
-    dtype: Annotated[str, typer.Option(help="Of token ids: int64, int32, uint32 or uint16.")] = "",
-    jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: as many as processors and files.")] = 0,
-    skip_errors: Annotated[bool, typer.Option("--skip-errors", help="Leave out records that cannot be used.")] = False,
+    storage: Annotated[
+        str, typer.Option(help="plain (memory-mapped, no decoding) or lz4 (Levanter's default).")
+    ] = "plain",
+    dtype: Annotated[str, typer.Option(help="Dtype of token ids: int64, int32, uint32 or uint16.")] = "",
+    jobs: Annotated[int, typer.Option(min=0, help="Number of processes. 0: by processors and files.")] = 0,
+    skip_errors: Annotated[bool, typer.Option("--skip-errors", help="Skip invalid records.")] = False,
     keep_shards: Annotated[bool, typer.Option("--keep-shards", help="Keep the caches of single files.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a cache that was built otherwise.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a cache that was built with other settings.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Build a token cache that Levanter opens too. Interrupted, run it again: finished files are kept."""
+    """Build a token cache that Levanter can open. Run it again after an interruption: finished files are kept."""
     from actshard.cli import tokenize as verb
 
     own = {
@@ -238,7 +247,7 @@ def tokenize_command(
     }
     if config is not None:
         if sources or out is not None:
-            raise actshard.ArgumentError("tokenize: --config names sources and caches itself")
+            raise actshard.ArgumentError("tokenize: expected no SOURCES and --out with --config, which names both")
         plans = verb.plans(config, component) if dry_run else verb.run_config(config, component, quiet=json, **own)
         _print(json, lambda: plans, lambda: verb.show_plans(plans))
         if any(plan["state"] == "missing" for plan in plans):
@@ -253,23 +262,22 @@ def tokenize_command(
 
 @app.command("merge")
 def merge_command(
-    path: Annotated[
-        Path, typer.Argument(help="Where the parts were written; or a new folder, for --part.", show_default=False)
-    ],
+    path: Annotated[Path, typer.Argument(help="Folder of the parts, or a new folder with --part.", show_default=False)],
     part: Annotated[
-        list[Path] | None, typer.Option("--part", help="A dataset to put in, in this order; may repeat. They stay.")
+        list[Path] | None,
+        typer.Option("--part", help="A dataset to merge; it is not changed. Repeatable, in this order."),
     ] = None,
     physical: Annotated[
-        bool, typer.Option("--physical", help="Make one Zarr store, not a run with a manifest.")
+        bool, typer.Option("--physical", help="Make one Zarr store instead of a run with a manifest.")
     ] = False,
     different_models: Annotated[
-        bool, typer.Option("--different-models", help="Join datasets of different models too.")
+        bool, typer.Option("--different-models", help="Also merge datasets of different models.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Make one dataset of the parts that many processes wrote, or of several datasets. Killed, run it again.
+    """Merge the parts that several processes wrote, or several datasets. Run it again after an interruption.
 
-    With --part, a merge that is done is refused: the dataset is there.
+    With --part, running it again after a finished merge is an error, because the dataset exists.
     """
     made = actshard.merge(path, part or None, physical=physical, different_models=different_models)
     store = actshard.open(made)
@@ -280,11 +288,11 @@ def merge_command(
 @app.command("verify")
 def verify_command(
     path: PathArgument,
-    deep: Annotated[bool, typer.Option("--deep", help="Look at every value too.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Also check every value.")] = False,
     format: FormatOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Check everything a format promises. Exit status: 0 nothing wrong, 1 warnings, 2 errors, 3 could not check."""
+    """Check a dataset against its format. Exit status: 0 no problems, 1 warnings, 2 errors, 3 the check could not run."""
     from actshard.cli import verify as verb
 
     report = verb.run(path, format, deep, quiet=json)
@@ -295,14 +303,14 @@ def verify_command(
 
 @app.command("demo")
 def demo_command() -> None:
-    """Fit a linear probe per layer on the bundled dataset and show where tense becomes readable."""
+    """Fit a linear probe per layer on the bundled dataset and print its accuracy on the verb's tense."""
     from actshard.cli import demo as verb
 
     verb.run()
 
 
 def _cache_at(path: Path, format: str | None) -> Any:
-    """The token cache that a path stands for; None if it stands for activations, or for nothing that is known."""
+    """Opens the token cache at or below a path; None for activations and unknown datasets."""
     from actshard.finding import existing, find_any, of_tokens
 
     if format not in (None, of_tokens()):
@@ -311,7 +319,7 @@ def _cache_at(path: Path, format: str | None) -> Any:
         try:
             at, found = find_any(existing(path))
         except ActshardError:
-            return None  # actshard.open says why
+            return None  # actshard.open then raises the error
         if found != of_tokens():
             return None
         path = at.place
@@ -327,24 +335,24 @@ def _print(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> N
     text = json_module.dumps(data(), indent=2, ensure_ascii=False, default=str)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # a lone surrogate of a file's name or text, or a terminal without Unicode
+    except UnicodeEncodeError:  # a lone surrogate in a name or text, or a terminal without Unicode
         text = json_module.dumps(data(), indent=2, default=str)
     typer.echo(text)
 
 
 _COULD_NOT_CHECK = 3
 _checked: list[Path] = []
-"""Paths of which ``verify`` has made a report."""
+"""Paths for which ``verify`` has printed a report."""
 
 
 def main() -> None:
-    """Runs the command; an actshard error is one line on stderr and exit status 1, never a traceback.
+    """Runs the command. An ActshardError is printed to stderr without a traceback; the exit status is 1.
 
-    ``verify`` exits with 3 where it could not check, whatever the reason: 1 and 2 are its findings.
+    ``verify`` exits with 3 if the check could not run, because 1 and 2 mean findings.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Names and texts come from files: what the terminal cannot show is shown escaped.
+            # Names and texts come from files: escape characters that the terminal cannot encode.
             stream.reconfigure(errors="backslashreplace")
     try:
         with boundary(None, "run the command"):
@@ -354,13 +362,13 @@ def main() -> None:
 
         if not error.candidates:
             _fail(str(error))
-        lines = [f"{error.path} is no dataset itself but holds {len(error.candidates)}; open one:"]
+        lines = [f"{error.path}: is not a dataset, but contains {len(error.candidates)}. Open one:"]
         lines += [f"  {escape(str(path))}  ({name})" for path, name in error.candidates]
         _fail("\n".join(lines))
     except ActshardError as error:
         _fail(str(error))
     except BrokenPipeError:
-        # `actshard info ... | head`: the reader has seen enough. Python would complain once more while exiting.
+        # `actshard info ... | head` closed the pipe. Without this, Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except SystemExit as stop:

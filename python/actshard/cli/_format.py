@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats numbers and text for the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def console() -> Console:
-    """Where commands print; plain and unwrapped when the output is no terminal."""
+    """Returns a console for stdout; plain and 200 columns wide if stdout is not a terminal."""
     made = Console(highlight=False)
     if not made.is_terminal:
         made = Console(highlight=False, width=200)
@@ -18,7 +18,7 @@ def console() -> Console:
 
 
 def show_facts(lines: Iterable[tuple[str, object]], warnings: Iterable[str]) -> None:
-    """Prints names and what they are, and warnings after them; values are rich markup."""
+    """Prints names with their values (rich markup), then the warnings."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -31,7 +31,7 @@ def show_facts(lines: Iterable[tuple[str, object]], warnings: Iterable[str]) -> 
 
 
 def size(count: int) -> str:
-    """Bytes with a unit: 3.6 GB."""
+    """Formats bytes with a unit: 3.6 GB."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":
@@ -41,6 +41,6 @@ def size(count: int) -> str:
 
 
 def one_line(text: object, width: int) -> str:
-    """Text without line breaks, cut to a width."""
+    """Removes line breaks and truncates to a width."""
     flat = " ".join(str(text).split())
     return flat if len(flat) <= width else flat[: width - 1] + "…"

@@ -1,6 +1,6 @@
-"""The progress of a long command: a bar on a terminal, a line every ten seconds elsewhere.
+"""Shows progress of a long command: a bar on a terminal, otherwise a line every ten seconds.
 
-Verbs report progress in several signatures, which are public. Each becomes a :class:`Step` here, and one renderer shows it.
+The public functions report progress with different signatures. Each is converted to a :class:`Step`, which one renderer shows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from actshard.tokens.building import Progress
 
 _EVERY = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines if stderr is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Step:
     """The state of a task.
 
     Attributes:
-        done, total: units of work; ``total`` is 0 while it is not known. They make the bar and the time that is left.
-        rate: speed, in words.
-        label: what is done now, after the task's name; empty for a task of a single stage.
-        counts: the numbers of a line, in words; None for ``done`` of ``total``.
+        done, total: units of work, for the bar and the remaining time; ``total`` is 0 while unknown.
+        rate: speed, formatted.
+        label: the current stage, shown after the task's name; empty for a task with one stage.
+        counts: formatted counts for a line; None for ``done`` of ``total``.
     """
 
     done: int
@@ -44,7 +44,7 @@ class Step:
 
 
 class TaskWatch:
-    """Receives the progress of one task, in any of the signatures in which verbs report it."""
+    """Progress callbacks of one task, one method per signature."""
 
     def __init__(self, show: Callable[[Step], None]) -> None:
         self._show = show
@@ -54,15 +54,15 @@ class TaskWatch:
         return max(time.monotonic() - self._began, 1e-3)
 
     def counts(self, done: int, total: int, nbytes: int = 0) -> None:
-        """``convert`` and ``Store.stats``: units done, in all, and bytes."""
+        """For ``convert`` and ``Store.stats``: units done, total units, and bytes."""
         self._show(Step(done, total, f"{size(int(nbytes / self._seconds()))}/s" if nbytes else ""))
 
     def stage(self, what: str, done: int, total: int) -> None:
-        """``verify``: the stage, and its units done and in all."""
+        """For ``verify``: the stage, its units done, and its total units."""
         self._show(Step(done, total, label=what))
 
     def build(self, now: Progress) -> None:
-        """``build_cache``: documents, tokens and bytes of sources."""
+        """For ``build_cache``: documents, tokens and bytes of sources."""
         skipped = f", {now.skipped:,} skipped" if now.skipped else ""
         seconds = self._seconds()
         self._show(
@@ -78,7 +78,7 @@ class TaskWatch:
 
 @contextmanager
 def progress(what: str, *, quiet: bool) -> Iterator[TaskWatch]:
-    """Shows progress on stderr, with the speed and the time that is left; nothing if ``quiet``."""
+    """Shows progress on stderr with speed and remaining time; nothing if ``quiet``."""
     console = Console(stderr=True)
     if quiet:
         yield TaskWatch(lambda step: None)
@@ -98,7 +98,7 @@ def progress(what: str, *, quiet: bool) -> Iterator[TaskWatch]:
 
 
 def _lines(what: str) -> Callable[[Step], None]:
-    """Prints a line now and then."""
+    """Returns a callback that prints a line every ten seconds."""
     told = began = time.monotonic()
 
     def line(step: Step) -> None:

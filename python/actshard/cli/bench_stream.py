@@ -13,7 +13,7 @@ from actshard.store import Store
 
 
 def run(store: Store, layer: Any, batch_size: int, seconds: float, **options: Any) -> dict[str, Any]:
-    """Reads until an epoch or so many seconds are over; speed, and how well what came was shuffled."""
+    """Reads one epoch, or for ``seconds``; returns speed, memory and the quality of the shuffle."""
     stream = store.stream(layer, batch_size, **options)
     kept: list[tuple[Any, Any]] = []
     total = 0
@@ -57,16 +57,18 @@ def _peak() -> int:
 
 
 def show(found: dict[str, Any]) -> None:
-    """Prints what :func:`run` found."""
+    """Prints the result of :func:`run`."""
     out = console()
     grid = Table(box=None, show_header=False, pad_edge=False)
     quality = found["quality"]
-    part = "" if found["batches"] == found["of_batches"] else f" (of {found['of_batches']:,}; --seconds reads more)"
+    part = (
+        "" if found["batches"] == found["of_batches"] else f" (of {found['of_batches']:,}; increase --seconds for more)"
+    )
     for name, value in (
         ("read", f"{size(found['bytes'])} in {found['batches']:,} batches{part}"),
         ("speed", f"{size(int(found['bytes_per_second']))}/s, {found['rows_per_second']:,.0f} rows/s"),
         ("first batch after", f"{found['first_batch_seconds']:.3f} s"),
-        ("peak memory", f"{size(found['peak_memory'])} of the whole process, mapped pages included"),
+        ("peak memory", f"{size(found['peak_memory'])} of the process, including mapped pages"),
         (
             "distinct examples",
             f"{quality['distinct']:,.0f} per batch; ideal {quality['ideal_distinct']:,.0f} ({quality['distinct_ratio']:.2f})",
@@ -74,7 +76,7 @@ def show(found: dict[str, Any]) -> None:
         ("entropy", f"{quality['entropy']:.3f} of the ideal"),
         (
             "stored neighbours",
-            f"come {quality['apart']:,.0f} rows apart; ideal {quality['ideal_apart']:,.0f} ({quality['apart_ratio']:.2f})",
+            f"{quality['apart']:,.0f} rows apart; ideal {quality['ideal_apart']:,.0f} ({quality['apart_ratio']:.2f})",
         ),
     ):
         grid.add_row(name, value)

@@ -16,11 +16,11 @@ from actshard.tokens.cache import TokenCache
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 
 _SHOWN = 12
-"""Numbers of a row that are shown."""
+"""Number of values of a row to print."""
 
 
 def about(cache: TokenCache) -> dict[str, Any]:
-    """What a cache is."""
+    """Returns a cache's properties as plain values."""
     lengths = np.diff(cache.view(cache.token_field).offsets) if len(cache) else np.zeros(0, np.int64)
     files = Location.at(cache.path).files(sizes=True)
     return {
@@ -48,7 +48,7 @@ def _skipped(cache: TokenCache) -> int:
 
 
 def show_info(cache: TokenCache) -> None:
-    """Prints what a cache is."""
+    """Prints a cache's properties."""
     found = about(cache)
     low, high = found["tokens_per_row"]
     lines: list[tuple[str, Any]] = [
@@ -70,7 +70,7 @@ def show_info(cache: TokenCache) -> None:
 
 
 def tokenizer_of(cache: TokenCache, given: str) -> Tokenizer | None:
-    """The tokenizer to decode with: the one given, or that of the ledger if it is at hand."""
+    """Returns the tokenizer to decode with: the given one, or the ledger's if it exists on this machine."""
     if given:
         return load_tokenizer(given)
     told = cache.ledger.preprocessor.get("tokenizer")
@@ -83,7 +83,7 @@ def tokenizer_of(cache: TokenCache, given: str) -> Tokenizer | None:
 
 
 def rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """The first rows: text, if it can be told, and the first numbers of each field."""
+    """Returns the first rows: text, if there is a tokenizer, and the first values of each field."""
     made = []
     for i, row in enumerate(cache.rows(range(min(n, len(cache))))):
         shown: dict[str, Any] = {"row": i, "tokens": int(row[cache.token_field].size) if row else 0}
@@ -117,5 +117,5 @@ def show_rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> None:
         grid.add_row(*cells)
     out = console()
     out.print(grid)
-    hint = "" if tokenizer is not None else "; --tokenizer DIR shows them as text"
+    hint = "" if tokenizer is not None else "; --tokenizer DIR prints them as text"
     out.print(f"[dim]{len(found)} of {len(cache):,} rows{hint}[/]")

@@ -17,7 +17,7 @@ from actshard.errors import ArgumentError
 
 
 def layers_named(words: str) -> list[int] | dict[int, int] | None:
-    """Layers as a command line names them: ``3,7`` or ``-1=23,-2=22``."""
+    """Parses ``--layer``: ``3,7`` or ``-1=23,-2=22``."""
     if not words:
         return None
     try:
@@ -30,7 +30,7 @@ def layers_named(words: str) -> list[int] | dict[int, int] | None:
 
 
 def columns_named(words: str) -> list[str] | dict[str, str] | None:
-    """Columns as a command line names them: ``text,label=verb``, or JSON where names contain commas or equals signs."""
+    """Parses ``--columns``: ``text,label=verb``, or JSON for names with commas or equals signs."""
     if not words:
         return None
     if words[0] in "[{":
@@ -48,7 +48,7 @@ def columns_named(words: str) -> list[str] | dict[str, str] | None:
 
 
 def examples_named(words: str) -> slice | list[int] | None:
-    """Examples as a command line names them: ``:1000`` or ``3,5,8``."""
+    """Parses ``--examples``: ``:1000`` or ``3,5,8``."""
     if not words:
         return None
     try:
@@ -60,7 +60,7 @@ def examples_named(words: str) -> slice | list[int] | None:
 
 
 def options_named(words: Sequence[str]) -> dict[str, Any]:
-    """``name=value``, values as JSON where they are."""
+    """Parses ``--option name=value``; values are JSON if valid, else strings."""
     made: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -77,7 +77,7 @@ def options_named(words: Sequence[str]) -> dict[str, Any]:
 
 
 def plans(source: Path, target: Path, format: str | None, own: Mapping[str, Any]) -> list[Plan]:
-    """What would be written: for every format, the one asked for first."""
+    """Returns previews for one format, or for all formats (None)."""
     every = plan(source, target, None, **own) if format is None else []
     return every or plan(source, target, format, **own)
 
@@ -102,24 +102,24 @@ def show_plans(found: Sequence[Plan], format: str | None) -> None:
     out.print(grid)
     for p in found:
         if p.refused:
-            out.print(f"[yellow]{p.format}: not like this:[/] {escape(p.refused)}", soft_wrap=True)
+            out.print(f"[yellow]{p.format}: not possible:[/] {escape(p.refused)}", soft_wrap=True)
         elif not p.losses:
             out.print(f"{p.format}: nothing is lost")
         for loss in p.losses:
             out.print(f"{p.format}: {escape(str(loss))}", soft_wrap=True)
-    out.print("[dim]bytes are those before compression; nothing was written[/]")
+    out.print("[dim]bytes are before compression; nothing was written[/]")
 
 
 def run(source: Path, target: Path, format: str, *, quiet: bool, **options: Any) -> Conversion:
-    """Converts, and shows how far it is."""
+    """Converts a dataset and shows progress."""
     with progress(f"converting to {format}", quiet=quiet) as watch:
         return convert(source, target, format, progress=watch.counts, **options)
 
 
 def show(done: Conversion) -> None:
-    """Prints what was done."""
+    """Prints the result of a conversion."""
     out = console()
-    resumed = f", {done.resumed_at:,} of them before" if done.resumed_at else ""
+    resumed = f", {done.resumed_at:,} of them by an earlier call" if done.resumed_at else ""
     rate = f", {size(int(done.bytes / done.seconds))}/s" if done.seconds and done.bytes else ""
     out.print(
         f"{escape(str(done.path))}: {done.examples:,} examples{resumed}, {size(done.bytes)} in {done.seconds:.1f} s{rate}",

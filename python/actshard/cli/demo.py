@@ -1,8 +1,8 @@
-"""``actshard demo``: where in a model does tense become readable? Only the public API is used.
+"""``actshard demo``: in which layer is a verb's tense linearly decodable? Uses only the public API.
 
-The bundled dataset holds the last-token activations of all-MiniLM-L6-v2 for 200 short sentences in the present or the past
-tense, written in lmprobe's format. A linear probe per layer is fitted on half of the verbs and tested on the others, so
-that it has to find tense and not words.
+The bundled dataset contains the last-token activations of all-MiniLM-L6-v2 for 200 short sentences in the present or past tense,
+in lmprobe's format. A linear probe per layer is fitted on half of the verbs and tested on the others, so that it must detect tense
+and not single words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BAR = 40
 
 
 def probe_accuracy(store: actshard.Store, layer: int) -> float:
-    """Accuracy of a ridge classifier on last tokens: trained on half of the verbs, tested on the other half."""
+    """Returns the accuracy of a ridge classifier on last tokens, trained on half of the verbs and tested on the other half."""
     verbs = np.array(store.table["verb"].to_pylist())
     past = np.array(store.table["label"].to_pylist()) == 1
     train = np.isin(verbs, np.unique(verbs)[::2])
@@ -37,14 +37,14 @@ def probe_accuracy(store: actshard.Store, layer: int) -> float:
 
 
 def _ridge(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
-    """Ridge regression in its dual form: there are fewer sentences than dimensions."""
+    """Ridge regression in its dual form, because there are fewer sentences than dimensions."""
     alpha: NDArray[Any] = np.linalg.solve(x @ x.T + RIDGE * np.eye(len(x)), y)
     weights: NDArray[Any] = x.T @ alpha
     return weights
 
 
 def run() -> None:
-    """Opens the bundled dataset, says what it is, and draws accuracy by layer."""
+    """Opens the bundled dataset, prints its properties, and draws accuracy by layer."""
     out = console()
     began = time.perf_counter()
     store = actshard.open(DATASET)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 _LAYERS_AT_MOST = 8
 _TEXTS = ("text", "text_preview", "prompt", "response")
-"""As the formats call what an example says."""
+"""The formats' names for an example's text."""
 _SHOWN = (*_TEXTS, "label", "hallu_label", "split", "sample_key")
 
 
 def rows(store: Store, n: int) -> list[dict[str, Any]]:
-    """The first examples: text, label, tokens, and each layer's norm at the last token."""
+    """Returns the first examples: text, label, number of tokens, and each layer's norm at the last token."""
     n = min(n, store.num_examples)
     columns = [name for name in _SHOWN if name in store.contents.column_names]
     table = first_rows(store, columns, n).to_pydict() if columns else {}
@@ -43,7 +43,7 @@ def rows(store: Store, n: int) -> list[dict[str, Any]]:
 
 
 def first_rows(store: Store, columns: list[str], n: int) -> pa.Table:
-    """Columns of the first examples, read without those of all others where the format can."""
+    """Reads columns of the first examples, without reading all others if the format supports it."""
     head = store.contents.head_columns
     return head(columns, n) if head is not None else store.read_columns(columns).slice(0, n)
 
@@ -79,5 +79,5 @@ def show(store: Store, n: int) -> None:
         grid.add_row(*cells)
     out.print(grid)
     if len(shown) < len(layers):
-        out.print(f"[dim]{len(layers) - len(shown)} more layers; --json has them all[/]")
+        out.print(f"[dim]{len(layers) - len(shown)} more layers; --json prints all[/]")
     out.print(f"[dim]{len(found)} of {store.num_examples:,} examples; |h| is the norm of a layer's last token[/]")

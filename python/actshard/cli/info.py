@@ -11,17 +11,17 @@ from actshard.store import Store
 
 
 def show(store: Store) -> None:
-    """Prints what a dataset is."""
+    """Prints a dataset's properties."""
     about = store.info()
     if about["tokens"] is None:
-        tokens = "[dim]not counted: every shard would have to be decoded[/]"
+        tokens = "[dim]not counted: requires decoding every shard[/]"
     else:
         low, high = about["tokens_per_example"]
         tokens = f"{about['tokens']:,} ({low} each)" if low == high else f"{about['tokens']:,} ({low} to {high} each)"
     dtype = f"{about['dtype']} ({size(store.d_model * store.dtype.itemsize)} per row)"
     shards = f"{about['shards']:,}"
     if about["missing_shards"]:
-        shards += f" [yellow]({about['missing_shards']:,} more are not here)[/]"
+        shards += f" [yellow]({about['missing_shards']:,} more are missing)[/]"
     lines: list[tuple[str, Any]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),

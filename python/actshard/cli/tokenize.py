@@ -21,7 +21,7 @@ from actshard.tokens.config import CachePlan, LmDataConfig
 
 
 def format_named(name: str, words: list[str], template: Path | None) -> dict[str, Any]:
-    """A format and its options as Levanter's block."""
+    """Builds the mapping of Levanter's ``format:`` block from command-line options."""
     made = {"type": name, **options_named(words)}
     if template is not None:
         try:
@@ -49,7 +49,7 @@ def run(
 
 
 def run_config(file: Path, components: list[str] | None, *, quiet: bool, **options: Any) -> list[dict[str, Any]]:
-    """Builds every cache of a configuration."""
+    """Builds all caches of a configuration."""
     config = LmDataConfig.from_yaml(file)
     made = []
     for plan in config.plans(components or None):
@@ -59,7 +59,7 @@ def run_config(file: Path, components: list[str] | None, *, quiet: bool, **optio
 
 
 def plans(file: Path, components: list[str] | None) -> list[dict[str, Any]]:
-    """What a configuration asks for, without building anything."""
+    """Lists the caches of a configuration without building them."""
     return [_told(plan) for plan in LmDataConfig.from_yaml(file).plans(components or None)]
 
 
@@ -75,7 +75,7 @@ def _about(cache: TokenCache) -> dict[str, Any]:
 
 
 def show(done: dict[str, Any]) -> None:
-    """Prints what became of a build."""
+    """Prints the result of a build."""
     rate = f", {done['tokens'] / done['seconds']:,.0f} tokens/s" if done["state"] == "built" and done["seconds"] else ""
     skipped = f", {done['skipped']:,} records skipped" if done["skipped"] else ""
     typer.echo(f"{done['path']}: {done['state']}, {done['rows']:,} documents, {done['tokens']:,} tokens{skipped}{rate}")
@@ -84,7 +84,7 @@ def show(done: dict[str, Any]) -> None:
 
 
 def show_plans(made: list[dict[str, Any]]) -> None:
-    """Prints every cache of a configuration."""
+    """Prints the caches of a configuration as a table."""
     colours = {"built": "green", "done": "dim", "to build": "yellow", "missing": "red"}
     table = Table(box=None, pad_edge=False)
     for name in ("component", "split", "state", "documents", "tokens", "path"):

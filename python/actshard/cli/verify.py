@@ -14,21 +14,21 @@ _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
 def run(path: Path, format: str | None, deep: bool, *, quiet: bool) -> Report:
-    """Checks, and shows how far it is."""
+    """Verifies a dataset and shows progress."""
     with progress("verifying", quiet=quiet) as watch:
         return verify(path, format=format, deep=deep, progress=watch.stage)
 
 
 def show(report: Report) -> None:
-    """Prints everything that was found."""
+    """Prints all findings and a summary."""
     out = console()
     for finding in sorted(report.findings, key=lambda f: list(_COLOURS).index(f.severity)):
         colour = _COLOURS[finding.severity]
         head, _, rest = str(finding).partition("] ")
         out.print(f"[{colour}]{escape(head + ']')}[/] {escape(rest)}", soft_wrap=True)
     looked = ", ".join(size(n) if what == "bytes" else f"{n:,} {what}" for what, n in report.checked.items())
-    verdict = "nothing wrong" if report.status == 0 else f"{len(report.errors)} errors, {len(report.warnings)} warnings"
-    depth = "" if report.deep else "; --deep looks at every value"
+    verdict = "no problems" if report.status == 0 else f"{len(report.errors)} errors, {len(report.warnings)} warnings"
+    depth = "" if report.deep else "; --deep also checks every value"
     out.print(
         f"{escape(str(report.path))} ({report.format or 'unknown'}): {verdict} in {looked}{depth}", soft_wrap=True
     )

@@ -1,9 +1,9 @@
-"""The functions of the pickle shards' published text, with the same names, arguments and results. Nothing is ever unpickled.
+"""The functions of the pickle shards' published text, with the same names, arguments and results, without unpickling.
 
 >>> from actshard.compat.pickle_shards import ActivationDataset, iter_activations, load_metadata, load_shard
 
-A shard that names anything but what numpy arrays need is refused with :class:`~actshard.UnsafePickleError`. Shards are read once,
-by all cores, and ``ActivationDataset`` reads rows where they lie instead of a whole shard whenever the next index is in another.
+A shard that references anything beyond what numpy arrays require raises :class:`~actshard.UnsafePickleError`. All cores read a
+shard together, and ``ActivationDataset`` reads single rows instead of loading a whole shard when the next index is in another one.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from actshard.errors import ActshardWarning, FormatError, MissingExtraError, Out
 __all__ = ["ActivationDataset", "iter_activations", "load_metadata", "load_shard"]
 
 _LIMIT = 2 << 30
-"""Bytes that any shard may inflate to, the text's largest; one whose file is larger than a sixteenth of that may inflate to sixteen
-times its file."""
+"""Maximum decompressed bytes of a shard, the largest size in the text. A shard may always decompress to 16 times its file size."""
 
 
 def load_metadata(output_dir: str | PathLike[str]) -> dict[str, Any]:
-    """``metadata.json`` of a folder, as it is."""
+    """Returns the contents of a folder's ``metadata.json`` unchanged."""
     path = Path(output_dir) / "metadata.json"
     return Fields(read_json(path), path).value
 
 
 def load_shard(shard_path: str | PathLike[str], compressed: bool = True) -> dict[str, list[dict[str, Any]]]:
-    """All of a shard: for each ``layer_N`` its samples, as a stock reader would give them.
+    """Loads a whole shard: maps each ``layer_N`` to its list of samples, as ``pickle.load`` returns them.
 
     Raises:
-        UnsafePickleError: it would run or build something else; nothing of it was done.
-        FormatError, MissingFileError: it is damaged, or not there.
+        UnsafePickleError: the pickle would execute code or build other objects; none of it was executed.
+        FormatError, MissingFileError: the file is damaged or missing.
     """
     made = _native.load_pickle_file(shard_path, compressed, _LIMIT)
     if not isinstance(made, dict):
@@ -49,7 +48,7 @@ def load_shard(shard_path: str | PathLike[str], compressed: bool = True) -> dict
 
 
 def iter_activations(output_dir: str | PathLike[str], layer_idx: int) -> Iterator[dict[str, Any]]:
-    """Every sample of a layer, shard after shard: its dict, with ``activation`` and whatever was stored beside it."""
+    """Yields the samples of a layer, shard after shard, as dicts with ``activation`` and the other stored values."""
     folder, key = Path(output_dir), f"layer_{layer_idx}"
     path = folder / "metadata.json"
     for i, entry in enumerate(Fields(read_json(path), path).items("shards")):
@@ -62,14 +61,13 @@ def iter_activations(output_dir: str | PathLike[str], layer_idx: int) -> Iterato
 
 
 class ActivationDataset:
-    """The text's dataset: ``{"activation": (T, d_model), "sample_idx": int, "text": str}`` by number, for ``DataLoader``.
+    """The text's map-style dataset: ``{"activation": (T, d_model), "sample_idx": int, "text": str}`` per item.
 
-    Items are in the order of shards and of the samples in them. It keeps ``decoded_memory`` of what had to be inflated (1 GiB), so
-    that a random order over compressed shards inflates each of them once as long as they fit, and ``.pkl`` shards are read row by
-    row.
-    ``__getitems__`` reads a whole batch at once, in parallel.
+    Items are ordered by shard and by sample within a shard. Up to ``decoded_memory`` bytes (1 GiB) of decompressed data are
+    cached, so random access decompresses each shard only once while they fit. ``.pkl`` shards are read row by row.
+    ``__getitems__`` reads a whole batch in parallel.
 
-    A map-style dataset needs no base class of torch's; it pickles as its path.
+    It works with ``DataLoader`` without a torch base class, and pickles as its path.
     """
 
     def __init__(self, output_dir: str | PathLike[str], layer_idx: int, *, decoded_memory: int | str = "1GiB") -> None:
@@ -79,7 +77,7 @@ class ActivationDataset:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ActshardWarning)
             self._store = actshard.open(self.output_dir, format="pickle", decoded_memory=decoded_memory)
-        self._store.group_of(layer_idx)  # says which layers there are
+        self._store.group_of(layer_idx)  # raises for an unknown layer, listing the layers
         table = self._store.read_columns(["sample_idx", "text_preview", "layers"])
         self._examples = np.array(
             [i for i, held in enumerate(table["layers"].to_pylist()) if layer_idx in held], np.int64
@@ -96,7 +94,9 @@ class ActivationDataset:
         numbers = np.asarray(indices, np.int64)
         n = len(self)
         if numbers.size and (numbers.min() < -n or numbers.max() >= n):
-            raise OutOfRangeError(f"item {numbers[(numbers < -n) | (numbers >= n)][0]} is out of range: there are {n}")
+            raise OutOfRangeError(
+                f"item {numbers[(numbers < -n) | (numbers >= n)][0]} is out of range: there are {n} items"
+            )
         examples = self._examples[numbers]
         rows = self._sequences(examples)
         return [
@@ -105,7 +105,7 @@ class ActivationDataset:
         ]
 
     def _sequences(self, examples: NDArray[np.int64]) -> list[NDArray[Any]]:
-        """Each in the type that it is stored as, as unpickling gives it."""
+        """Reads each example in its stored dtype, as unpickling would."""
         types = self._store.rows.stored_types(self._store.group_of(self.layer_idx), examples)
         if len(dict.fromkeys(types)) == 1:
             return self._store.sequences(examples, self.layer_idx, dtype=types[0])
@@ -120,7 +120,7 @@ class ActivationDataset:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DataLoader":  # the text imports it from torch beside its own
+    if name == "DataLoader":  # the text imports it together with its own functions
         try:
             from torch.utils.data import DataLoader
         except ImportError as error:
