@@ -95,7 +95,7 @@ def test_names_of_levanters_text_are_here(tmp_path: Path) -> None:
     source = levanter.HfDatasetSourceConfig(id="a/b", format=levanter.TextLmDatasetFormat(text_key="body"))
     assert isinstance(source, levanter.LmDatasetSourceConfigBase)
     assert isinstance(source.format, levanter.LmDatasetFormatBase)
-    with pytest.raises(actshard.MissingExtraError, match="needs Levanter"):
+    with pytest.raises(actshard.MissingExtraError, match="requires Levanter"):
         levanter.NamedLmDataset(None, 3)
 
     class Own(levanter.LmDatasetFormatBase):
@@ -193,7 +193,7 @@ def test_members_of_a_tree_cache() -> None:
     assert levanter.TreeCache.load(GOLDEN / "text_llama3style_sharded" / "cache").is_sharded
     assert cache.flat_field_num_rows("input_ids") == len(cache) == 50
     assert len(levanter.TreeCache.build_or_load(cache.cache.path, None, None)) == 50
-    with pytest.raises(actshard.MissingExtraError, match="need Levanter"):
+    with pytest.raises(actshard.MissingExtraError, match="require Levanter"):
         cache.jagged_array_tree()
     windows = levanter.TokenSeqDataset(cache, 64)
     (one,) = asyncio.run(windows.get_batch([2]))

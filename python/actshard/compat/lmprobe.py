@@ -2,16 +2,16 @@
 
 >>> from actshard.compat.lmprobe import ActivationStore, load_activation_dataset, load_activations
 
-``dataset`` is a folder that holds ``index/`` and ``tensors/`` where lmprobe takes the id of a repository;
-``huggingface_hub.snapshot_download`` makes one of the other. Arguments and results are those of lmprobe 0.10.3. What is right here
-and silently wrong there:
+``dataset`` is a folder with ``index/`` and ``tensors/``, where lmprobe takes a repository id;
+``huggingface_hub.snapshot_download`` downloads one. Arguments and results are those of lmprobe 0.10.3. These cases are correct
+here and silently wrong in lmprobe:
 
-- full-sequence datasets give each prompt its own rows, whatever was in a cache before;
-- ``load_activation_dataset`` reads shards that hold no tokens and therefore have no file;
-- two prompts with the same text keep their own rows and labels when all prompts are loaded.
+- full-sequence datasets return each prompt's own rows, independent of earlier cache contents;
+- ``load_activation_dataset`` supports shards without tokens, which have no file;
+- prompts with the same text keep their own rows and labels when all prompts are loaded.
 
-Pooling other than that which was stored is computed from full sequences: "last_token", "mean", "first_token", "max". Results are
-copies that the caller owns; ``token`` and ``show_progress`` are accepted and have no effect.
+Poolings that are not stored are computed from full sequences: "last_token", "mean", "first_token", "max". Results are copies.
+``token`` and ``show_progress`` are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _POOLINGS = ("last_token", "mean", "first_token", "max")
 
 
 class LostError(MissingFileError):
-    """Prompts that the dataset does not hold."""
+    """Requested prompts or poolings are not in the dataset."""
 
 
 def _open(dataset: str | PathLike[str]) -> actshard.Store:
@@ -49,7 +49,8 @@ def _open(dataset: str | PathLike[str]) -> actshard.Store:
     with boundary(path, "look at"):
         if not path.exists():
             raise MissingFileError(
-                "expected a folder with index/ and tensors/, found nothing; huggingface_hub.snapshot_download fetches a repository",
+                "expected a folder with index/ and tensors/, found nothing. Download a repository with "
+                "huggingface_hub.snapshot_download.",
                 path=path,
             )
     return actshard.open(path, format="lmprobe")
@@ -64,7 +65,7 @@ def _layers(store: actshard.Store, layers: list[int] | None) -> list[int]:
 
 
 def _places(store: actshard.Store, prompts: list[str] | None) -> NDArray[np.int64]:
-    """The example of each prompt; of equal texts the last, as in lmprobe."""
+    """Returns the example number of each prompt; for equal texts the last one, as in lmprobe."""
     if prompts is None:
         return np.arange(store.num_examples)
     place = {text: i for i, text in enumerate(store.read_columns(["text"])["text"].to_pylist())}
@@ -79,7 +80,7 @@ def _places(store: actshard.Store, prompts: list[str] | None) -> NDArray[np.int6
 
 
 def _stored_pooling(store: actshard.Store) -> str | None:
-    """The pooling of a pooled dataset; None for full sequences."""
+    """Returns the pooling of a pooled dataset; None for full sequences."""
     hidden = store.metadata.get("tensors", {}).get("hidden_layers", {})
     if hidden.get("storage") == "full_sequence":
         return None
@@ -92,7 +93,7 @@ def _pooled(store: actshard.Store, layer: int, examples: NDArray[np.int64], pool
         return store.last_tokens(layer, examples, dtype="float32")
     if stored is not None:
         raise LostError(
-            f'pooling="{pooling}" is not stored and cannot be computed: the rows are pooled by "{stored}"',
+            f'pooling="{pooling}" cannot be computed: the dataset only contains rows pooled by "{stored}"',
             path=store.path,
         )
     ways = {"mean": lambda x: x.mean(axis=0), "first_token": lambda x: x[0], "max": lambda x: x.max(axis=0)}
@@ -115,27 +116,27 @@ def load_activations(
     return_labels: bool = False,
     show_progress: bool = True,
 ) -> Any:
-    """Pooled activations: ``{layer: (n_prompts, d_model)}`` float32, or ``(n_prompts, n_layers, d_model)`` with ``as_dict=False``.
+    """Returns pooled activations: ``{layer: (n_prompts, d_model)}`` float32; ``(n_prompts, n_layers, d_model)`` if not ``as_dict``.
 
     Args:
         dataset: a folder.
         prompts: texts; None means all, in index order.
-        layers: names; None means all. They come sorted.
-        pooling: what one vector per prompt is.
+        layers: names; None means all. Results are sorted by layer.
+        pooling: how tokens are reduced to one vector per prompt.
         token: ignored.
-        as_dict: a dict by layer, or one array.
-        return_labels: give ``(activations, labels)``; labels are an array, or None where a prompt has none.
+        as_dict: return a dict by layer instead of one array.
+        return_labels: return ``(activations, labels)``; labels are an array, or None if a prompt has no label.
         show_progress: ignored.
 
     Raises:
-        ArgumentError: (a ValueError) layers that the dataset does not hold, a pooling that there is not.
-        LostError: (a FileNotFoundError) prompts that it does not hold, or a pooling that cannot be computed.
+        ArgumentError: (a ValueError) the dataset has no such layer, or the pooling is unknown.
+        LostError: (a FileNotFoundError) the dataset has no such prompt, or the pooling cannot be computed.
     """
     store = _open(dataset)
     if pooling not in (*_POOLINGS, _stored_pooling(store)):
         raise ArgumentError(f"pooling: expected one of {list(_POOLINGS)}, found {pooling!r}")
     if not store.layers:
-        raise LostError("holds no hidden states, of which activations are pooled", path=store.path)
+        raise LostError("the dataset contains no hidden states to pool", path=store.path)
     names = _layers(store, layers)
     examples = _places(store, prompts)
     found = {layer: _pooled(store, layer, examples, pooling) for layer in names}
@@ -158,16 +159,16 @@ def load_activation_dataset(
     layers: list[int] | None = None,
     token: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Raw tensors of the stored types, by safetensors key, and the dataset's metadata. Needs torch.
+    """Returns raw tensors in their stored dtypes, by safetensors key, and the dataset's metadata. Requires torch.
 
-    Keys are ``hidden.layer_N``, ``logits_topk.values``, ``logits_topk.indices`` and ``router.layer_N``. Rows are in index order; of
-    full sequences each prompt's tokens follow each other, so that ``np.cumsum(store.token_counts)`` says whose rows they are
-    (lmprobe gives all last tokens first, and the others after them).
+    Keys are ``hidden.layer_N``, ``logits_topk.values``, ``logits_topk.indices`` and ``router.layer_N``. Rows are in index order.
+    For full sequences the tokens of a prompt are consecutive, and ``np.cumsum(store.token_counts)`` gives the prompts' boundaries
+    (lmprobe returns all last tokens first, then the others).
 
     Args:
         repo_id: a folder.
         tensors: ``["hidden_layers"]``, ``["logits_topk"]``, ``["router_logits"]`` or several; None means all. Types that the
-            dataset does not hold are left out.
+            dataset does not contain are left out.
         layers: hidden layers; None means all.
         token: ignored.
     """
@@ -177,7 +178,7 @@ def load_activation_dataset(
         raise MissingExtraError.of("load_activation_dataset", "torch") from error
     store = _open(repo_id)
     held = store.metadata.get("tensors", {})
-    # A type that is not there is left out, as lmprobe does.
+    # Missing types are left out, as in lmprobe.
     wanted = list(held) if tensors is None else [t for t in tensors if t in held]
     found: dict[str, Any] = {}
     if "hidden_layers" in wanted:
@@ -198,7 +199,7 @@ def load_activation_dataset(
 
 
 class ActivationStore:
-    """Pooled activations of a whole dataset in memory, with labels, and folds of them by prompt text."""
+    """Pooled activations of a whole dataset in memory, with labels, and train/test folds by prompt text."""
 
     def __init__(self) -> None:
         self.last_profile_: dict[str, float] | None = None
@@ -213,7 +214,7 @@ class ActivationStore:
         pooling: str = "last_token",
         token: str | None = None,
     ) -> ActivationStore:
-        """Reads a folder; arguments as in :func:`load_activations`."""
+        """Loads a folder; arguments as in :func:`load_activations`."""
         made = cls()
         data, labels = load_activations(dataset, layers=layers, pooling=pooling, return_labels=True)
         made._data, made._labels = data, labels
@@ -224,12 +225,14 @@ class ActivationStore:
 
     @classmethod
     def from_cache(cls, *_: Any, **__: Any) -> ActivationStore:
-        """Refused: lmprobe's cache is its own; lmprobe's ActivationStore reads it.
+        """Not supported: lmprobe's cache is private. Use lmprobe's ActivationStore.
 
         Raises:
             UnsupportedError: always.
         """
-        raise UnsupportedError("from_cache reads lmprobe's private cache, which only lmprobe does")
+        raise UnsupportedError(
+            "from_cache is not supported: it reads lmprobe's private cache. Use lmprobe's ActivationStore."
+        )
 
     def _check_loaded(self) -> None:
         if not self._loaded:
@@ -244,7 +247,7 @@ class ActivationStore:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether there is anything in memory."""
+        """Whether a dataset is loaded."""
         return self._loaded
 
     @property
@@ -254,12 +257,12 @@ class ActivationStore:
 
     @property
     def labels(self) -> NDArray[Any] | None:
-        """Their labels, or None."""
+        """Labels of all prompts, or None."""
         return self._labels
 
     @property
     def layers(self) -> list[int]:
-        """The layers that were loaded, sorted."""
+        """The loaded layers, sorted."""
         return sorted(self._data)
 
     @property
@@ -268,7 +271,7 @@ class ActivationStore:
         return sum(a.nbytes for a in self._data.values())
 
     def get_activations(self, prompts: list[str] | None = None, layer: int | list[int] | None = None) -> NDArray[Any]:
-        """``(n_prompts, n_layers * d_model)`` of some prompts and layers, a copy; None means all."""
+        """Returns ``(n_prompts, n_layers * d_model)`` for some prompts and layers, a copy; None means all."""
         self._check_loaded()
         names = self.layers if layer is None else [layer] if isinstance(layer, int) else layer
         for name in names:
@@ -278,7 +281,7 @@ class ActivationStore:
         return np.concatenate([self._data[name][at] for name in names], axis=1)
 
     def get_labels(self, prompts: list[str] | None = None) -> NDArray[Any] | None:
-        """Labels of some prompts, or None where there are none."""
+        """Returns labels of some prompts, or None if the dataset has no labels."""
         if self._labels is None or prompts is None:
             return self._labels
         return np.asarray(self._labels[self._indices(prompts)])
@@ -286,7 +289,7 @@ class ActivationStore:
     def get_fold(
         self, train_prompts: list[str], test_prompts: list[str], layer: int | list[int] | None = None
     ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """``(X_train, y_train, X_test, y_test)``."""
+        """Returns ``(X_train, y_train, X_test, y_test)``."""
         x_train, x_test = (self.get_activations(p, layer) for p in (train_prompts, test_prompts))
         y_train, y_test = self.get_labels(train_prompts), self.get_labels(test_prompts)
         if y_train is None or y_test is None:
@@ -294,7 +297,7 @@ class ActivationStore:
         return x_train, y_train, x_test, y_test
 
     def clear(self) -> None:
-        """Lets go of everything in memory."""
+        """Frees the loaded data."""
         self._data: dict[int, NDArray[Any]] = {}
         self._prompts: list[str] = []
         self._labels: NDArray[Any] | None = None
@@ -316,4 +319,4 @@ class ActivationStore:
 
 
 class NoLabelsError(NotStoredError, RuntimeError):
-    """A fold of a dataset without labels."""
+    """A fold was requested from a dataset without labels."""

@@ -1,12 +1,12 @@
-"""A Zarr activation store the way code for zarr-python reads it, and the published text's training dataset.
+"""A zarr-python-like interface to Zarr activation stores, and the published text's training dataset.
 
 >>> from actshard.compat.zarr import TrainingDataset, open_group
 >>> root = open_group("activations.zarr")
 >>> root["arrays/activations"][i, l, 0:n, :]
 
-Read-only. A run (``shards/*.zarr``) opens as one group, its stores one after the other; where their ``T_max`` differ, the joined
-array has the largest, and samples of the others are padded with their fill value. Handles can be shared by threads, forked and
-pickled; the text's rule that each worker opens its own is kept without doing anything.
+Read-only. A run (``shards/*.zarr``) opens as one group of concatenated stores. If their ``T_max`` differ, the joined array has the
+largest, and samples of the other stores are padded with their fill value. Handles are thread-safe and can be forked and pickled;
+unlike in the text, workers need not open their own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def open_group(store: str | PathLike[str], mode: str = "r", **_: Any) -> Group:
 
     Raises:
         ArgumentError: any other mode.
-        MissingFileError, FormatError: there is no store, or it is broken.
+        MissingFileError, FormatError: the store does not exist or is damaged.
     """
     if mode != "r":
-        raise ArgumentError(f'mode: expected "r", found {mode!r}: this group is read-only')
+        raise ArgumentError(f'mode: expected "r", found {mode!r}; groups are read-only')
     path = _arguments.local_path(store)
     return Group([ZarrStore(member) for member in members_of(Location.at(path))], path, "")
 
@@ -57,7 +57,7 @@ class Group:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """The root's attributes; of a run those of its first store."""
+        """The root's attributes; for a run those of its first store. Empty for other groups."""
         return {} if self._prefix else dict(self._stores[0].attributes)
 
     def _names(self) -> list[str]:
@@ -69,13 +69,15 @@ class Group:
         if not node:
             return Group(self._stores, self._path, "")
         if ".." in node.split("/") or "\0" in node:
-            raise MissingNodeError(f"holds no array or group {node!r}; there are {self._names()}", path=self._path)
+            raise MissingNodeError(
+                f"expected one of {self._names()}, found no array or group {node!r}", path=self._path
+            )
         metas = [store.array(node) for store in self._stores]
         if all(m is not None for m in metas):
             return Array([m for m in metas if m is not None])
         if self._stores[0].names(node):
             return Group(self._stores, self._path, f"{node}/")
-        raise MissingNodeError(f"holds no array or group {node!r}; there are {self._names()}", path=self._path)
+        raise MissingNodeError(f"expected one of {self._names()}, found no array or group {node!r}", path=self._path)
 
     def __contains__(self, name: str) -> bool:
         try:
@@ -95,22 +97,22 @@ class Group:
         return self._names()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An array or group, or ``default`` if there is none of that name."""
+        """Returns an array or group, or ``default`` if the name does not exist."""
         try:
             return self[name]
         except MissingNodeError:
             return default
 
     def members(self) -> tuple[tuple[str, Group | Array], ...]:
-        """Names, and the arrays and groups."""
+        """(name, array or group) pairs."""
         return tuple((name, self[name]) for name in self._names())
 
     def arrays(self) -> Iterator[tuple[str, Array]]:
-        """Names, and the arrays."""
+        """(name, array) pairs."""
         return ((name, node) for name, node in self.members() if isinstance(node, Array))
 
     def groups(self) -> Iterator[tuple[str, Group]]:
-        """Names, and the groups."""
+        """(name, group) pairs."""
         return ((name, node) for name, node in self.members() if isinstance(node, Group))
 
     def array_keys(self) -> Iterator[str]:
@@ -123,14 +125,14 @@ class Group:
 
 
 class MissingNodeError(NotStoredError, KeyError):
-    """No such array or group."""
+    """The group has no such array or group."""
 
 
 class Array:
-    """An array of any number of dimensions, joined along the first; ``array[i, l, 0:n, :]`` reads what is asked for, as a copy.
+    """An n-dimensional array, concatenated along the first axis; ``array[i, l, 0:n, :]`` reads a selection as a copy.
 
-    Indices are what zarr calls basic: integers, slices with any positive step, and one ellipsis. As in zarr what was never written
-    is the fill value; rows past a sample's ``seq_len`` are what happens to be stored there.
+    Supports zarr's basic indexing: integers, slices with a positive step, and one ellipsis. As in zarr, missing chunks read as the
+    fill value. Rows beyond a sample's ``seq_len`` have arbitrary contents.
     """
 
     def __init__(self, metas: list[ArrayMeta]) -> None:
@@ -138,7 +140,9 @@ class Array:
         first = metas[0]
         for other in metas[1:]:
             if other.dtype != first.dtype or len(other.shape) != len(first.shape) or not first.shape:
-                raise other.error(f"expected the element type and dimensions of {first.metadata}, to be joined to it")
+                raise other.error(
+                    f"expected the dtype and number of dimensions of {first.metadata}, to concatenate them"
+                )
             joined = len(first.shape) == 4
             if (
                 other.shape[1:2] != first.shape[1:2]
@@ -146,7 +150,7 @@ class Array:
                 or (not joined and other.shape[1:] != first.shape[1:])
             ):
                 raise other.error(
-                    f"field 'shape': expected {list(first.shape)} but for samples and tokens, as in {first.metadata}"
+                    f"field 'shape': expected {list(first.shape)} except for samples and tokens, as in {first.metadata}"
                 )
         self.shape: tuple[int, ...] = (sum(m.shape[0] for m in metas), *first.shape[1:]) if first.shape else ()
         if len(first.shape) == 4:
@@ -169,27 +173,27 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements in bytes."""
         return self.size * int(self.dtype.itemsize)
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """The array's attributes; of a run those of its first store."""
+        """The array's attributes; for a run those of its first store."""
         return self._metas[0].attributes()
 
     @property
     def path(self) -> str:
-        """Its path in the store, such as ``arrays/activations``."""
+        """Path in the store, such as ``arrays/activations``."""
         return self._metas[0].node
 
     @property
     def name(self) -> str:
-        """Its path in the store, from the root."""
+        """Absolute path in the store, such as ``/arrays/activations``."""
         return f"/{self._metas[0].node}"
 
     @property
     def info(self) -> dict[str, Any]:
-        """What is known without reading a chunk."""
+        """Properties of the array, from its metadata only."""
         return {
             "name": self.name,
             "shape": self.shape,
@@ -202,7 +206,7 @@ class Array:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of an array without dimensions")
+            raise TypeError("len() of an array with 0 dimensions")
         return self.shape[0]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -242,7 +246,7 @@ class Array:
         return made.reshape([n for n, gone in zip(made.shape, drop, strict=True) if not gone])[()]
 
     def _basic(self, index: Any) -> tuple[list[NDArray[np.int64]], list[bool]]:
-        """Numbers along every dimension, and which dimensions an integer takes away."""
+        """Returns the indices along each dimension, and for each whether an integer index drops it."""
         given = list(index) if isinstance(index, tuple) else [index]
         if sum(x is Ellipsis for x in given) > 1 or len([x for x in given if x is not Ellipsis]) > self.ndim:
             raise ArgumentError(f"too many indices for {self.ndim} dimensions: {index!r}")
@@ -254,7 +258,7 @@ class Array:
         for k, (x, n) in enumerate(zip(given, self.shape, strict=True)):
             if isinstance(x, slice):
                 if (x.step or 1) < 0:
-                    raise ArgumentError(f"slices count upwards, found {x!r}")
+                    raise ArgumentError(f"expected slices with a positive step, found {x!r}")
                 numbers.append(np.arange(*x.indices(n)))
                 drop.append(False)
             elif isinstance(x, int | np.integer) and not isinstance(x, bool):
@@ -269,7 +273,7 @@ class Array:
         return numbers, drop
 
     def _lengths(self) -> int | NDArray[np.uint32]:
-        """Tokens that each sample's store has room for."""
+        """``T_max`` of each sample's store; one number if all are equal."""
         rooms = [m.shape[2] for m in self._metas]
         if len(set(rooms)) == 1:
             return rooms[0]
@@ -283,7 +287,7 @@ class Array:
         tokens: NDArray[np.int64],
         made: NDArray[Any],
     ) -> None:
-        """Tokens that a sample's store has, and its fill value for the others."""
+        """Fills ``made`` with stored tokens, and with the store's fill value beyond its ``T_max``."""
         ends = np.cumsum([m.shape[0] for m in self._metas])
         store = np.searchsorted(ends, samples, side="right")
         room = np.array([m.shape[2] for m in self._metas])[store]
@@ -312,16 +316,16 @@ class Array:
 
 
 class TrainingDataset:
-    """The text's training pattern: a sample by number, with a few random layers of it.
+    """The text's map-style training dataset: samples, each with a few random layers.
 
-    Items are ``{"i": int, "layers": (k,) int64, "seq_len": int, "activations": (k, seq_len, H)}``. Which layers is decided by seed,
-    epoch and sample, the same in every worker. ``__getitems__`` reads a whole batch at once, so that a ``DataLoader`` with
-    ``collate_fn=TrainingDataset.collate`` moves 2 b slices in one call; lengths differ, so that a batch is a list.
+    Items are ``{"i": int, "layers": (k,) int64, "seq_len": int, "activations": (k, seq_len, H)}``. The layers depend only on seed,
+    epoch and sample, so they are the same in every worker. ``__getitems__`` reads a whole batch at once: a ``DataLoader`` with
+    ``collate_fn=TrainingDataset.collate`` reads k slices of each of b samples in one call. A batch is a list, as lengths differ.
 
     Args:
         path: a store or a run.
-        layers_per_sample: the text's 2.
-        seed: decides which layers.
+        layers_per_sample: number of layers per sample; 2 in the text.
+        seed: seed of the choice of layers.
     """
 
     def __init__(self, path: str | PathLike[str], *, layers_per_sample: int = 2, seed: int = 0) -> None:
@@ -335,14 +339,14 @@ class TrainingDataset:
         self.layers_per_sample, self.seed, self.epoch = layers_per_sample, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Other random layers."""
+        """Sets the epoch, which changes the random layers."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self._store)
 
     def layers_of(self, i: int) -> NDArray[np.int64]:
-        """The layers of a sample in this epoch."""
+        """Returns the layers of a sample in this epoch."""
         random = np.random.default_rng([self.seed, self.epoch, i])
         return random.choice(np.array(self._store.layers), self.layers_per_sample, replace=False)
 
@@ -363,12 +367,12 @@ class TrainingDataset:
 
     @staticmethod
     def collate(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A batch as the list of its items."""
+        """Collate function that returns the list of items unchanged."""
         return items
 
 
 def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
-    """Rows that lie one after the other in one block as one array, without a copy; else stacked."""
+    """Stacks rows; returns a view if they are consecutive in one block of memory."""
     first, base = rows[0], rows[0].base
     size = first.nbytes
     together = all(

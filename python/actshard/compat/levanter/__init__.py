@@ -1,16 +1,16 @@
-"""Levanter's datasets over token caches, by the names that its code imports.
+"""Levanter's datasets over token caches, under Levanter's names.
 
 >>> from actshard.compat.levanter import TreeCache, TokenSeqDataset, CausalLmDataset   # for levanter.data.text, levanter.store
 
-They are asynchronous datasets, as Levanter's are (``await dataset.get_batch(indices)``, ``async_len``, ``getitem_async``). Where
-Levanter is installed they are its ``AsyncDataset`` and yield its ``GrugLmExample``, with numpy arrays in it; elsewhere they yield
-:class:`LmExample`, which has the same attributes. Neither JAX nor TensorStore reads anything.
+The datasets are asynchronous, as Levanter's (``await dataset.get_batch(indices)``, ``async_len``, ``getitem_async``). If Levanter
+is installed, they subclass its ``AsyncDataset`` and yield its ``GrugLmExample`` with numpy arrays; otherwise they yield
+:class:`LmExample`, which has the same attributes. Reading uses neither JAX nor TensorStore.
 
-What padding counts is what Levanter of June 2026 makes of it; ``loss_mask_padding=True`` gives the later behaviour.
+By default the loss includes padding as in Levanter of June 2026; ``loss_mask_padding=True`` selects the later behaviour.
 
-Configurations, components, sources and formats are those of :mod:`actshard.tokens` by Levanter's names
-(``TextLmDatasetFormat`` is :class:`actshard.tokens.TextFormat`). Where Levanter is installed its own format and source objects are
-taken too. ``NamedLmDataset`` is Levanter's own. Not here: direct and concatenated components, preferences, traces.
+Configurations, components, sources and formats are those of :mod:`actshard.tokens` under Levanter's names
+(``TextLmDatasetFormat`` is :class:`actshard.tokens.TextFormat`). If Levanter is installed, its own format and source objects are
+accepted too. ``NamedLmDataset`` is Levanter's own class. Not supported: direct and concatenated components, preferences, traces.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ try:
 except ImportError:
 
     class NamedLmDataset:  # type: ignore[no-redef]  # stands in where Levanter is not installed
-        """Levanter's wrapper of examples into named arrays, which needs Levanter."""
+        """Placeholder for Levanter's wrapper of examples into named arrays, which requires Levanter."""
 
         def __init__(self, dataset: Any, Pos: Any) -> None:  # noqa: N803 -- Levanter's name
-            raise MissingExtraError("NamedLmDataset makes arrays of haliax: it needs Levanter, which is not installed")
+            raise MissingExtraError(
+                "NamedLmDataset returns haliax arrays and requires Levanter, which is not installed"
+            )
 
 
 __all__ = [

@@ -42,7 +42,7 @@ DEFAULT_LM_DATA_SHUFFLE = BlockShuffleConfig()
 
 
 class _Training(Dataset):
-    """The mixture that a configuration trains on."""
+    """The training mixture of a configuration."""
 
     def __init__(self, mixture: tokens.Mixture) -> None:
         self.mixture = mixture
@@ -64,13 +64,13 @@ class _Training(Dataset):
 class LmDataConfig(tokens.LmDataConfig):
     """Levanter's ``data:`` block, with Levanter's signatures; see :class:`actshard.tokens.LmDataConfig`.
 
-    Padding counts as in Levanter of June 2026 unless ``loss_mask_padding=True``.
+    The loss includes padding as in Levanter of June 2026, unless ``loss_mask_padding=True``.
     """
 
     loss_mask_padding: bool = False
 
     def train_set(self, Pos: Any, batch_schedule: Any, *, key: Any = 0) -> Any:  # noqa: N803 -- Levanter's name
-        """The mixture, as an asynchronous dataset. ``batch_schedule`` is a batch size, or Levanter's schedule of a constant one."""
+        """Returns the mixture as an asynchronous dataset. ``batch_schedule``: a batch size, or Levanter's constant schedule."""
         size = _batch_size(batch_schedule)
         return _Training(super().train_set(length_of(Pos), size, key=key))
 
@@ -82,16 +82,16 @@ class LmDataConfig(tokens.LmDataConfig):
         key: Any = 0,
         batch_size: int | None = None,
     ) -> Any:
-        """Components' training examples; asynchronous datasets, unless :meth:`train_set` asks."""
+        """Returns the training examples of each component; asynchronous datasets, except for :meth:`train_set`."""
         made = super().train_sets(length_of(Pos), key=key, batch_size=batch_size or initial_batch_size)
         return made if batch_size is not None else {name: Prepared(one) for name, one in made.items()}
 
     def validation_sets(self, Pos: Any) -> Any:  # noqa: N803 -- Levanter's name
-        """Components' validation examples, as asynchronous datasets."""
+        """Returns the validation examples of each component as asynchronous datasets."""
         return {name: Prepared(one) for name, one in super().validation_sets(length_of(Pos)).items()}
 
     def build_caches(self, split: str) -> dict[str, TreeCache]:
-        """Builds what is missing of a split, and opens all of it."""
+        """Builds the missing caches of a split, and opens all of its caches."""
         made = self.build(splits=(split,)) if self.auto_build_caches else [p for p in self.plans() if p.split == split]
         found = {}
         for plan in made:
@@ -121,7 +121,7 @@ def dataset_for_component(
     block_cross_document_attention: bool,
     loss_mask_padding: bool = False,
 ) -> Any:
-    """The examples of a component, as an asynchronous dataset; ``cache`` is a :class:`TreeCache`."""
+    """Returns the examples of a component as an asynchronous dataset; ``cache`` is a :class:`TreeCache`."""
     form, apart = formats.as_format(component.format), block_cross_document_attention
     if isinstance(form, formats.PrebuiltFormat):
         return PrebuiltLmDataset(
@@ -158,15 +158,15 @@ def build_lm_dataset_cache(
     options: Any = None,
     enforce_eos: bool = True,
 ) -> TreeCache:
-    """Builds a cache, or opens the one that is there.
+    """Builds a cache, or opens the existing one.
 
     Args:
         cache_dir: the folder.
-        source: what :func:`actshard.tokens.build_cache` takes, or one of Levanter's sources of shards.
-        format: a format, of here or of Levanter.
-        tokenizer: what :func:`actshard.tokens.load_tokenizer` takes, or Levanter's.
-        options: Levanter's; they do not change what is built, and are not used.
-        enforce_eos: whether texts end in eos.
+        source: a source for :func:`actshard.tokens.build_cache`, or one of Levanter's sharded sources.
+        format: a format of actshard or Levanter.
+        tokenizer: a tokenizer for :func:`actshard.tokens.load_tokenizer`, or Levanter's.
+        options: Levanter's options; ignored, because they do not change the cache.
+        enforce_eos: whether to append eos to texts.
     """
     if hasattr(source, "shard_names") and hasattr(source, "open_shard"):
 
@@ -180,21 +180,23 @@ def build_lm_dataset_cache(
 def load_lm_dataset_cache(
     cache_dir: str | os.PathLike[str], format: Any, tokenizer: Any, enforce_eos: bool = True
 ) -> TreeCache:
-    """Opens a cache that is there, if it was built with this tokenizer and format.
+    """Opens an existing cache that was built with this tokenizer and format.
 
     Raises:
-        MissingFileError: there is none.
-        ExistsError: it was built otherwise; the message says how.
+        MissingFileError: there is no cache.
+        ExistsError: it was built with other settings; the message names the first that differs.
     """
     cache = open_cache(cache_dir)
     build = Build([tokens.RowSource("none", list)], cache_dir, tokenizer, format, BuildOptions(enforce_eos=enforce_eos))
     expected, found = build.process.metadata(), cache.ledger.preprocessor
     for key, value in expected.items():
         if found and found.get(key) != value:
-            raise ExistsError(f"was built with {key} {found.get(key)!r} in place of {value!r}", path=cache.path)
+            raise ExistsError(
+                f"was built with other settings: {key}: expected {value!r}, found {found.get(key)!r}", path=cache.path
+            )
     return TreeCache(cache)
 
 
 def cached_token_count(cache_path: str | os.PathLike[str], field: str = "input_ids") -> int:
-    """Tokens of a finished cache."""
+    """Number of tokens in a finished cache."""
     return open_cache(Path(cache_path)).view(field).num_elements

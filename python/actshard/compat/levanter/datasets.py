@@ -33,9 +33,9 @@ class AttentionMask:
     """Causal attention within segments.
 
     Attributes:
-        is_causal: always.
-        segment_ids: of queries and keys, which are equal: (P,) int32 each; None where documents are not kept apart.
-        thd_segment_metadata: lengths of segments and their number, of packed examples.
+        is_causal: always True.
+        segment_ids: segment ids of queries and keys, (P,) int32 each, both equal; None if attention crosses documents.
+        thd_segment_metadata: lengths and number of segments of a packed example.
     """
 
     is_causal: bool = True
@@ -45,12 +45,12 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class LmExample:
-    """One example: what Levanter's ``GrugLmExample`` holds.
+    """One example, with the attributes of Levanter's ``GrugLmExample``.
 
     Attributes:
         tokens: (P,) int32.
         loss_weight: (P,) float32.
-        attn_mask: who attends to whom.
+        attn_mask: the attention mask.
     """
 
     tokens: NDArray[np.int32]
@@ -59,7 +59,7 @@ class LmExample:
 
 
 def examples_of(batch: tokens.Batch) -> list[Any]:
-    """A batch's examples one by one; their arrays are rows of the batch's."""
+    """Splits a batch into examples; their arrays are views of the batch's rows."""
     thd = None
     if batch.segment_ids is not None and batch.max_segments is not None:
         thd = (batch.thd_segment_lengths, batch.thd_num_segments)
@@ -77,7 +77,7 @@ def examples_of(batch: tokens.Batch) -> list[Any]:
 
 
 def length_of(position: Any) -> int:
-    """The length that a haliax axis, or an integer, stands for."""
+    """The length of a haliax axis, or an integer itself."""
     size = getattr(position, "size", position)
     if not isinstance(size, int | np.integer) or isinstance(size, bool):
         raise ArgumentError(f"Pos: expected an axis or a length, found {type(position).__name__}")
@@ -85,16 +85,16 @@ def length_of(position: Any) -> int:
 
 
 def _from_start(indices: Sequence[int], most: int) -> list[int]:
-    """Indices that Levanter takes: from 0 on; negative ones are errors there."""
+    """Checks indices; like Levanter, refuses negative ones."""
     made = [int(i) for i in indices]
     for i in made:
         if not 0 <= i < most:
-            raise OutOfRangeError(f"index {i}: there are {most}")
+            raise OutOfRangeError(f"index {i}: expected 0 to {most - 1}")
     return made
 
 
 class Dataset(AsyncDataset):
-    """What all datasets here have in common."""
+    """Base class of the asynchronous datasets."""
 
     @abstractmethod
     def _count(self) -> int: ...
@@ -103,22 +103,22 @@ class Dataset(AsyncDataset):
     def _read(self, indices: Sequence[int]) -> list[Any]: ...
 
     async def async_len(self) -> int:
-        """How many examples there are."""
+        """Number of examples."""
         return self._count()
 
     def is_finite(self) -> bool:
-        """They all are."""
+        """Always True."""
         return True
 
     async def get_batch(self, indices: Sequence[int]) -> Sequence[Any]:
-        """Some examples, in this order; the same may be asked for more than once."""
+        """Returns examples in the order of ``indices``, which may repeat."""
         if not len(indices):
             return []
-        # Read on a thread: files are waited for, and other tasks of the event loop go on meanwhile.
+        # On a thread, so that blocking reads do not stop the event loop.
         return await asyncio.to_thread(self._read, _from_start(indices, self._count()))
 
     async def getitem_async(self, index: int) -> Any:
-        """One example."""
+        """Returns one example."""
         made = await asyncio.to_thread(self._read, _from_start([index], self._count()))
         return made[0]
 
@@ -132,35 +132,37 @@ class TreeCache(Dataset):
 
     @staticmethod
     def load(cache_dir: str | os.PathLike[str], exemplar: Any = None, options: Any = None) -> TreeCache:
-        """Opens a finished cache; types are those on disk, so neither exemplar nor options are needed."""
+        """Opens a finished cache. ``exemplar`` and ``options`` are ignored: dtypes come from the files."""
         return TreeCache(open_cache(cache_dir))
 
     @staticmethod
     def build_or_load(cache_dir: str | os.PathLike[str], shard_source: Any, processor: Any, options: Any = None) -> Any:
-        """Opens the cache if it is there. A processor of Levanter's cannot build one here; :func:`build_lm_dataset_cache` can."""
+        """Opens an existing cache. Cannot build one with Levanter's processors; use :func:`build_lm_dataset_cache`."""
         if ledgers.exists(Location.of(cache_dir, "cache_dir")):
             return TreeCache.load(cache_dir)
         raise ArgumentError(
-            "cache_dir: there is no cache, and processors of Levanter run in Levanter only", path=cache_dir
+            "cache_dir: expected a finished cache, found none. Levanter's processors run in Levanter only: use "
+            "build_lm_dataset_cache.",
+            path=cache_dir,
         )
 
     @property
     def is_finished(self) -> bool:
-        """Always: others cannot be loaded."""
+        """Always True: unfinished caches cannot be loaded."""
         return True
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each shard holds its own arrays."""
+        """Whether each shard has its own arrays."""
         return self.ledger.layout == ledgers.SHARDED
 
     @property
     def store(self) -> Any:
-        """Levanter's own store of the same files, read by TensorStore."""
+        """Levanter's store over the same files, read by TensorStore. Requires Levanter."""
         return self._levanters().store
 
     def jagged_array_tree(self) -> Any:
-        """Levanter's own arrays of the same files, read by TensorStore; Levanter's own datasets ask for them."""
+        """Levanter's arrays over the same files, read by TensorStore, for Levanter's own datasets. Requires Levanter."""
         return self._levanters().jagged_array_tree()
 
     def _levanters(self) -> Any:
@@ -168,7 +170,7 @@ class TreeCache(Dataset):
             from levanter.store.cache import TreeCache as Theirs
         except ImportError as error:
             raise MissingExtraError(
-                "Levanter's own arrays need Levanter, which is not installed", path=self.cache.path
+                "Levanter's own arrays require Levanter, which is not installed", path=self.cache.path
             ) from error
         made: dict[str, Any] = {}
         for name in self.cache.fields:
@@ -180,7 +182,7 @@ class TreeCache(Dataset):
         return Theirs.load(str(self.cache.path), made)
 
     def flat_field_num_rows(self, field: str) -> int:
-        """Rows of a field."""
+        """Number of rows of a field."""
         return len(self.cache.view(field))
 
     def _count(self) -> int:
@@ -201,21 +203,21 @@ class TreeCache(Dataset):
         return self.cache[_from_start([item], len(self))[0]]
 
     def get_batch_sync(self, indices_or_slice: Sequence[int] | slice, *, timeout: float | None = None) -> Sequence[Any]:
-        """Rows, at once."""
+        """Returns rows synchronously."""
         if isinstance(indices_or_slice, slice):
             indices_or_slice = range(*indices_or_slice.indices(len(self.cache)))
         return self.cache.rows(_from_start(indices_or_slice, len(self)))
 
     def flat_field_length(self, field: str) -> int:
-        """Elements of all rows of a field."""
+        """Number of elements in all rows of a field."""
         return self.cache.view(field).num_elements
 
     async def async_flat_field_length(self, field: str) -> int:
-        """The same."""
+        """:meth:`flat_field_length`, asynchronous."""
         return self.flat_field_length(field)
 
     async def get_flat_field_batch(self, field: str, offsets: Sequence[int], length: int) -> list[NDArray[Any]]:
-        """Ranges of a field's elements, as they are stored."""
+        """Returns ranges of ``length`` elements of a field, in the stored dtype."""
         view = self.cache.view(field)
         return await asyncio.to_thread(lambda: [view.elements(int(offset), int(offset) + length) for offset in offsets])
 
@@ -226,7 +228,7 @@ def cache_of(given: Any) -> tokens.TokenCache:
 
 
 class TokenSeqDataset(Dataset):
-    """Windows: dicts of ``input_ids`` and, if asked for, ``loss_weights``, of the types that are stored."""
+    """Windows of ``seq_len`` tokens: dicts of ``input_ids`` and optional ``loss_weights``, in the stored dtypes."""
 
     def __init__(self, doc_cache: Any, seq_len: int, loss_weights_key: str | None = None) -> None:
         self.doc_cache = doc_cache
@@ -251,7 +253,7 @@ class TokenSeqDataset(Dataset):
 
 
 class Examples(Dataset):
-    """Examples that a dataset of :mod:`actshard.tokens` makes."""
+    """Examples of a dataset of :mod:`actshard.tokens`."""
 
     dataset: Any
 

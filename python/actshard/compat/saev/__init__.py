@@ -1,21 +1,21 @@
-"""``saev.data``'s loaders, reading through actshard.
+"""``saev.data``'s loaders on top of actshard.
 
 >>> from actshard.compat.saev import ShuffledConfig, ShuffledDataLoader          # was: from saev.data import ...
 
-Fields, keys, types and errors are those of OSU-NLP-Group/saev as of March 2026. What is better here:
+Fields, keys, dtypes and errors are those of OSU-NLP-Group/saev as of March 2026. Improvements:
 
-- no process is started: reading is on threads, begins at once and ends with the loop;
-- :class:`ShuffledDataLoader` gives the same order for the same seed, and another in each pass;
-- it takes ``tokens="special"`` and ``"all"`` and ``layer="all"``, which upstream accepts and then fails over, and honours
-  ``drop_last``, which upstream ignores;
-- :class:`IndexedDataset` reads special tokens right (upstream divides where it should take the remainder), takes ``"all"``, and
-  reads whole batches with ``__getitems__``;
-- a dump does not have to lie in ``.../saev/shards/``;
-- rows of zeros that fill up shorter examples are left out by the loaders, where actshard wrote the dump.
+- no processes: threads read, start immediately, and end with the loop;
+- :class:`ShuffledDataLoader` has the same order for the same seed, and another order in each pass;
+- it supports ``tokens="special"`` and ``"all"`` and ``layer="all"``, which fail upstream, and ``drop_last``, which upstream
+  ignores;
+- :class:`IndexedDataset` addresses special tokens correctly (upstream divides instead of taking the remainder), supports
+  ``"all"``, and reads whole batches with ``__getitems__``;
+- a dump may be in any folder, not only in ``.../saev/shards/``;
+- for dumps that actshard wrote, loaders skip padding rows.
 
-What is otherwise: ``n_threads``, ``min_buffer_fill``, ``batch_timeout_s``, ``log_every_s`` and ``debug`` are accepted and have no
-effect: a window is filled before its first batch, and there is nothing to wait for. ``buffer_size`` batches are how much the
-shuffled loader holds. Upstream's ``data`` field is a pickle; it is never unpickled here.
+Differences: ``n_threads``, ``min_buffer_fill``, ``batch_timeout_s``, ``log_every_s`` and ``debug`` are accepted and ignored,
+because a window is filled before its first batch. ``buffer_size`` is the size of the shuffled loader's window in batches.
+Upstream's ``data`` field is a pickle, which is never unpickled here.
 """
 
 from __future__ import annotations

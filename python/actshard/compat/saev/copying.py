@@ -1,4 +1,4 @@
-"""``use_tmpdir``: a copy of a dump on this machine's own disk."""
+"""``use_tmpdir``: copies a dump to this machine's local disk."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from actshard.errors import (
 
 
 def copy_to_tmpdir(source: pathlib.Path, logger: logging.Logger) -> pathlib.Path:
-    """A copy on this machine's own disk, made once per job: by the first process of a node, while the others wait.
+    """Copies a dump to ``$TMPDIR`` once per job and node, and returns the copy's path. Other processes wait for the first.
 
-    The folder has its name when it is whole. ``.copy_complete`` in it says that it is one of these.
+    The copy is renamed when complete. The file ``.copy_complete`` marks it as a copy.
     """
     root = os.environ.get("TMPDIR")
     if not root:
@@ -33,7 +33,7 @@ def copy_to_tmpdir(source: pathlib.Path, logger: logging.Logger) -> pathlib.Path
             if marker.exists():
                 logger.info("Reusing existing TMPDIR copy: %s", target)
                 return target
-            # Of a process that was killed; or of a release that copied into the folder itself.
+            # Left by a killed process, or by an old release that copied directly into the target.
             copy = target.with_name(f".{target.name}.copying")
             for left in (copy, target):
                 if left.exists():
@@ -51,7 +51,7 @@ def copy_to_tmpdir(source: pathlib.Path, logger: logging.Logger) -> pathlib.Path
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
-    """Waits until no other process has it; the lock of one that died is free."""
+    """Holds an exclusive lock, waiting for other processes. The system releases locks of dead processes."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""A dump's metadata and shards as saev's own classes, and where its items lie."""
+"""A dump's metadata and shards as saev's own classes, and the mapping from item numbers to positions."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Tokens = Literal["special", "content", "all"]
 
 
 class WrongError(ArgumentError, AssertionError):
-    """A setting that does not fit the dump."""
+    """A setting that is invalid for the dump."""
 
 
 def expect(name: str, value: Any, kind: Any, words: str) -> None:
-    """Raises ArgumentTypeError unless a value is of a kind."""
+    """Raises ArgumentTypeError unless a value has a type. bool does not count as int."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ArgumentTypeError(f"{name}: expected {words}, found {value!r:.80}")
 
 
 def expect_integer(name: str, value: Any, least: int | None = None) -> None:
-    """Raises for what is no integer, or less than ``least``."""
+    """Raises unless a value is an integer of at least ``least``."""
     expect(name, value, int | np.integer, "an integer")
     if least is not None and value < least:
-        raise ArgumentError(f"{name}: expected an integer from {least} on, found {value}")
+        raise ArgumentError(f"{name}: expected an integer of at least {least}, found {value}")
 
 
 class PixelAgg(enum.Enum):
-    """How pixel labels became patch labels."""
+    """How pixel labels were aggregated to patch labels."""
 
     MAJORITY = "majority"
     PREFER_FG = "prefer-fg"
@@ -55,7 +55,7 @@ class PixelAgg(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """``metadata.json`` of a dump, protocol 2.1; fields and their order are upstream's, and decide the hash."""
+    """``metadata.json`` of a dump, protocol 2.1. Fields and their order are upstream's and determine the hash."""
 
     family: str
     ckpt: str
@@ -91,7 +91,7 @@ class Metadata:
         """Reads ``metadata.json``.
 
         Raises:
-            MissingFileError, FormatError: there is none, or a field is missing or damaged.
+            MissingFileError, FormatError: the file is missing, or a field is missing or invalid.
             UnsupportedError: another major version of the protocol.
         """
         path = pathlib.Path(shards_dir) / "metadata.json"
@@ -129,36 +129,36 @@ class Metadata:
 
     @property
     def hash(self) -> str:
-        """The folder's name: 8 hex digits of the SHA-256 of the fields as compact JSON, in their order."""
+        """The folder's name: the first 8 hex digits of the SHA-256 of the fields as compact JSON, in declaration order."""
         return hashes(self._plain())[0]
 
     @property
     def tokens_per_example(self) -> int:
-        """Content tokens, and one more with CLS."""
+        """Content tokens, plus one with CLS."""
         return self.content_tokens_per_example + int(self.cls_token)
 
     @property
     def n_shards(self) -> int:
-        """Shards that hold all examples."""
+        """Number of shards."""
         return math.ceil(self.n_examples / self.examples_per_shard)
 
     @property
     def examples_per_shard(self) -> int:
-        """Examples in every shard but the last."""
+        """Number of examples in each shard but the last."""
         return self.max_tokens_per_shard // (self.tokens_per_example * len(self.layers))
 
     @property
     def shard_shape(self) -> tuple[int, int, int, int]:
-        """(examples, layers, tokens, d_model) of a shard's array."""
+        """Shape of a shard's array: (examples, layers, tokens, d_model)."""
         return (self.examples_per_shard, len(self.layers), self.tokens_per_example, self.d_model)
 
     def make_data_cfg(self) -> NoReturn:
-        """Refused: the ``data`` field is a pickle, which may run anything.
+        """Not supported: the ``data`` field is a pickle, which may execute code.
 
         Raises:
             UnsafePickleError: always.
         """
-        raise UnsafePickleError("the field 'data' is a pickle and is not unpickled; saev's own Metadata does that")
+        raise UnsafePickleError("field 'data': is a pickle, which actshard never executes. Use saev's own Metadata.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +177,7 @@ class ShardInfo:
 
     @classmethod
     def load(cls, shards_dir: pathlib.Path | str) -> ShardInfo:
-        """Reads ``shards.json``; says what is there instead if it is missing."""
+        """Reads ``shards.json``. If it is missing, the error lists the folder's contents."""
         path = pathlib.Path(shards_dir) / "shards.json"
         if not Location.at(path).exists():
             raise MissingFileError(_instead(path.parent), path=path)
@@ -206,10 +206,10 @@ class ShardInfo:
         yield from self.shards
 
     def validate(self, shards_dir: pathlib.Path | str) -> None:
-        """Every listed file is a regular file that holds something.
+        """Checks that every listed file is a non-empty regular file.
 
         Raises:
-            MissingFileError: with all that is wrong, in saev's words.
+            MissingFileError: lists all problems, in saev's words.
         """
         folder = pathlib.Path(shards_dir)
         wrong: dict[str, list[str]] = {"Missing": [], "Empty": [], "Unreadable": [], "Not regular": []}
@@ -232,7 +232,7 @@ class ShardInfo:
 
 
 def _instead(folder: pathlib.Path) -> str:
-    """What is there, where shards.json is not."""
+    """saev's message for a missing ``shards.json``, with the folder's contents."""
     where = folder.resolve(strict=False)
     kind = Location.at(folder).kind()
     if kind is None:
@@ -252,7 +252,7 @@ def _instead(folder: pathlib.Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """Where an item is."""
+    """Position of an item."""
 
     idx: int
     example_idx: int
@@ -264,10 +264,10 @@ class Index:
 
 
 class IndexMap:
-    """From an item's number to its place.
+    """Maps an item's number to its position.
 
-    Content tokens of one layer: ``i = example * content_tokens + token``. ``tokens="all"`` counts stored tokens, CLS first;
-    ``"special"`` one per example. With ``layer="all"`` the layers of a token follow each other:
+    For content tokens of one layer, ``i = example * content_tokens + token``. ``tokens="all"`` counts stored tokens, CLS first;
+    ``"special"`` counts one per example. With ``layer="all"`` the layers of a token are consecutive:
     ``i = (example * tokens + token) * n_layers + layer position``.
     """
 
@@ -275,7 +275,7 @@ class IndexMap:
         if tokens not in ("special", "content", "all"):
             raise ArgumentError(f'tokens: expected "special", "content" or "all", found {tokens!r}')
         if tokens == "special" and not md.cls_token:
-            raise WrongError('tokens="special": the dump has no [CLS] token')
+            raise WrongError('tokens="special": expected a dump with a [CLS] token, found none')
         if layer != "all" and layer not in md.layers:
             raise WrongError(f"Layer {layer} not in {md.layers}")
         self.md, self.tokens, self.layer = md, tokens, layer
@@ -288,7 +288,7 @@ class IndexMap:
         return self.md.n_examples * self._count * self._layers
 
     def place(self, idx: Any) -> tuple[int, int, int]:
-        """(example, stored token, position of the layer); checked."""
+        """Returns (example, stored token, index of the layer). Raises OutOfRangeError."""
         i = int(idx)
         if not 0 <= i < len(self):
             raise OutOfRangeError(f"Index {i} out of range for dataset of length {len(self)}")
@@ -297,7 +297,7 @@ class IndexMap:
         return example, token + self._first, k if self.layer == "all" else self.layer_idx_lookup[self.layer]
 
     def from_global(self, idx: Any) -> Index:
-        """The place of an item."""
+        """Returns the position of an item."""
         example, token, layer = self.place(idx)
         shard, inside = divmod(example, self.md.examples_per_shard)
         return Index(int(idx), example, token - int(self.md.cls_token), shard, inside, layer, token)

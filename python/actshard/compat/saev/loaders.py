@@ -1,4 +1,4 @@
-"""The loaders: by number, in order, shuffled."""
+"""saev's loaders: indexed, ordered and shuffled."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ except ImportError as error:
     raise MissingExtraError.of("actshard.compat.saev", "torch") from error
 
 _SLOT_OVERHEAD = 28
-"""Bytes that a pool takes per row beside it; so that a pool holds as many rows as upstream's reservoir."""
+"""Bytes per row that a window needs in addition to the row, so that it has as many rows as upstream's reservoir."""
 
 
 class NotSavedError(MissingFileError, RuntimeError):
-    """No such folder."""
+    """The dump's folder does not exist."""
 
 
 class LoaderError(ActshardError, RuntimeError):
@@ -67,24 +67,22 @@ class ExampleBatch(TypedDict, total=False):
 
 
 def _open(folder: pathlib.Path) -> tuple[Metadata, actshard.Store]:
-    """What all loaders do first, in upstream's order; nothing waits until iteration."""
+    """Opens a dump with all of upstream's checks, in upstream's order, before any iteration."""
     if Location.at(folder).kind() != "folder":
         raise NotSavedError(f"Activations are not saved at '{folder}'.")
     md = Metadata.load(folder)
     ShardInfo.load(folder).validate(folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ActshardWarning)  # upstream never minds a folder's name
+        warnings.simplefilter("ignore", ActshardWarning)  # upstream does not check the folder's name
         return md, actshard.open(folder, format="saev")
 
 
 class IndexedDataset(torch.utils.data.Dataset):
-    """Rows by number.
+    """Map-style dataset of rows. Every stored token has a number, including padding.
 
-    Every stored token has a number, also those that only fill up shorter examples.
-
-    An item is ``{"act": (d_model,) float32, "example_idx": int, "token_idx": int}``, with ``"token_label": int`` where the dump has
-    labels and the token one. With ``layer="all"`` also ``"layer": int``, the layer's name. ``token_idx`` counts content tokens; -1
-    is CLS. :class:`IndexMap` tells the order. Loaders that ask for whole batches get them from ``__getitems__`` in one read.
+    An item is ``{"act": (d_model,) float32, "example_idx": int, "token_idx": int}``, plus ``"token_label": int`` if the token has a
+    label, plus ``"layer": int`` (the layer's name) with ``layer="all"``. ``token_idx`` counts content tokens; -1 is CLS.
+    :class:`IndexMap` defines the order. ``__getitems__`` reads a whole batch at once.
     """
 
     Example = Example
@@ -98,18 +96,18 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._cls = int(self.md.cls_token)
 
     def transform(self, act: NDArray[np.float32]) -> Any:
-        """What is made of a row; subclasses may do more."""
+        """Converts a row to a tensor; subclasses may override it."""
         return torch.from_numpy(act)
 
     @property
     def layer_idx(self) -> int:
-        """Position of the layer that was chosen.
+        """Index of the chosen layer.
 
         Raises:
-            ArgumentError: all were.
+            ArgumentError: with ``layer="all"``.
         """
         if self.cfg.layer == "all":
-            raise ArgumentError('layer="all": there is no one position; every item names its layer')
+            raise ArgumentError('layer="all": layer_idx is undefined for several layers; each item contains its layer')
         return self.index_map.layer_idx_lookup[self.cfg.layer]
 
     @property
@@ -167,19 +165,19 @@ class IndexedDataset(torch.utils.data.Dataset):
 
 
 class _Reservoir:
-    """What a monitor asks a loader's buffer."""
+    """The part of upstream's buffer interface that monitoring uses."""
 
     def __init__(self, loader: _Loader) -> None:
         self._loader = loader
 
     def fill(self) -> float:
-        """The share of the buffer that is filled: windows are filled before their first batch, so 1 within a loop, else 0."""
+        """Filled fraction of the buffer: 1 during a loop, because a window is filled before its first batch; else 0."""
         live = self._loader._live
         return 1.0 if live is not None and live.reads else 0.0
 
 
 class _Loader:
-    """What both loaders have."""
+    """Base class of the ordered and shuffled loaders."""
 
     ExampleBatch = ExampleBatch
     cfg: OrderedConfig | ShuffledConfig
@@ -189,12 +187,12 @@ class _Loader:
 
     @property
     def n_batches(self) -> int:
-        """Batches per pass."""
+        """Number of batches per pass."""
         return len(self)
 
     @property
     def n_samples(self) -> int:
-        """Rows per pass, before ``drop_last``."""
+        """Number of rows per pass, before ``drop_last``."""
         return self._n_samples
 
     @property
@@ -204,17 +202,17 @@ class _Loader:
 
     @property
     def drop_last(self) -> bool:
-        """Whether a short last batch is left out."""
+        """Whether an incomplete last batch is dropped."""
         return self.cfg.drop_last
 
     @property
     def reservoir(self) -> _Reservoir:
-        """The buffer, as far as a monitor asks for it."""
+        """The buffer's interface for monitoring."""
         return _Reservoir(self)
 
     @property
     def manager_pid(self) -> int:
-        """-1: there is no manager process, which upstream says of one that does not run."""
+        """Always -1, upstream's value without a running manager process."""
         return -1
 
     _n_samples: int
@@ -224,9 +222,9 @@ class _Loader:
         return full + bool(rest and not self.cfg.drop_last)
 
     def _batches(self, stream: Stream) -> Iterator[Any]:
-        """A stream's batches; failures as upstream's users catch them. The loop before, if there is one, fails."""
+        """Yields a stream's batches. Raises LoaderError, as upstream does. Ends an earlier loop over this loader."""
         if self._live is not None:
-            self._live.close("another loop over this loader was begun; make a loader for each")
+            self._live.close("another loop over this loader was begun; create one loader per loop")
         live: Any = iter(stream)
         self._live = live
         try:
@@ -247,15 +245,15 @@ class _Loader:
             live.close()
 
     def shutdown(self) -> None:
-        """Stops reading; may be called at any time. The next loop begins anew."""
+        """Stops reading; may be called at any time. The next loop starts at the first batch."""
         self._stop()
 
 
 class OrderedDataLoader(_Loader):
-    """All content tokens of a layer in stored order.
+    """Yields all content tokens of a layer in stored order.
 
     Batches are dicts of ``act`` (b, d_model) float32, ``example_idx`` and ``token_idx`` (b,) int64, and ``token_labels`` (b,) int64
-    where the dump has labels. Every loop begins with the first batch.
+    if the dump has labels. Every loop starts at the first batch.
 
     Raises:
         RuntimeError: (:class:`LoaderError`) while iterating: ``layer="all"``, or a shard that disappeared.
@@ -277,7 +275,9 @@ class OrderedDataLoader(_Loader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         cfg = self.cfg
         if cfg.layer == "all":
-            raise NotDoneError('layer="all": the ordered loader reads one layer; store.stream("all", ...) reads all')
+            raise NotDoneError(
+                'layer="all": the ordered loader reads one layer. Use store.stream("all", ...) to read all.'
+            )
         stream = self._store.stream(cfg.layer, cfg.batch_size, drop_last=cfg.drop_last)
         for batch in self._batches(stream):
             made = {
@@ -291,13 +291,13 @@ class OrderedDataLoader(_Loader):
 
 
 class ShuffledDataLoader(_Loader):
-    """Tokens in a random order.
+    """Yields tokens in a random order.
 
     Batches are dicts of ``act`` (b, d_model) float32, ``example_idx`` and ``token_idx`` (b,) int32. ``token_idx`` counts content
-    tokens, -1 is CLS. With ``layer="all"`` rows are of one layer each, and ``layer`` (b,) int32 says which.
+    tokens; -1 is CLS. With ``layer="all"`` each row is of one layer, and ``layer`` (b,) int32 contains the layers' names.
 
-    The order is that of ``store.stream(shuffle="window")`` with a pool of ``buffer_size`` batches. It depends on ``seed`` alone;
-    every pass has another, and one that was left early is begun again.
+    The order is that of ``store.stream(shuffle="window")`` with a window of ``buffer_size`` batches. It depends only on ``seed``
+    and the pass. After a ``break`` the next loop starts the same pass again.
     """
 
     def __init__(self, cfg: ShuffledConfig) -> None:
@@ -309,9 +309,9 @@ class ShuffledDataLoader(_Loader):
             raise NotSavedError(f"Activations are not saved at '{cfg.shards}'.")
         self._shards_path = copy_to_tmpdir(pathlib.Path(cfg.shards), self.logger) if cfg.use_tmpdir else cfg.shards
         if cfg.scale_norm:
-            raise UnsupportedError('scale_norm is not implemented; store.stream(scale="sqrt-d") is')
+            raise UnsupportedError('scale_norm is not implemented. Use store.stream(scale="sqrt-d").')
         self.metadata, self._store = _open(self._shards_path)
-        IndexMap(self.metadata, cfg.tokens, cfg.layer)  # says what does not fit
+        IndexMap(self.metadata, cfg.tokens, cfg.layer)  # checks tokens and layer
         labels = pathlib.Path(self._shards_path) / "labels.bin"
         if cfg.ignore_labels and not Location.at(labels).exists():
             raise MissingFileError("ignore_labels filtering requested but labels.bin not found", path=labels)
@@ -344,6 +344,6 @@ class ShuffledDataLoader(_Loader):
             yield made
 
     def shutdown(self) -> None:
-        """Stops reading; may be called at any time. The next loop begins anew."""
+        """Stops reading; may be called at any time. The next loop starts at the first batch."""
         super().shutdown()
         self._last_reservoir_fill = None

@@ -1,4 +1,4 @@
-"""Settings of the loaders, checked when they are made."""
+"""Settings of the loaders, checked on construction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SCRATCH = pathlib.Path("$SAEV_SCRATCH/saev/shards/abcdefg")
 
 
 class NotDoneError(UnsupportedError, RuntimeError):
-    """What saev's loader does not do either."""
+    """An option that saev's loader does not implement either."""
 
 
 def _check(cfg: Any) -> None:
-    """Types of a configuration's values, when it is made; a path given as text becomes a Path, other sequences of labels a list."""
+    """Checks the types of a configuration's values. Converts the path to Path and labels to a list."""
     for field in dataclasses.fields(cfg):
         name, value = field.name, getattr(cfg, field.name)
         if name == "shards":
@@ -50,7 +50,7 @@ def _check(cfg: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class IndexedConfig:
-    """Settings of :class:`IndexedDataset`: a dump's folder, which tokens, which layer (a name, or ``"all"``)."""
+    """Settings of :class:`IndexedDataset`: a dump's folder, the tokens, and a layer (a name or ``"all"``)."""
 
     shards: pathlib.Path = _SCRATCH
     tokens: Tokens = "content"
@@ -78,7 +78,7 @@ class OrderedConfig:
     def __post_init__(self) -> None:
         _check(self)
         if self.tokens != "content":
-            raise NotDoneError(f'tokens: the ordered loader reads "content" only, found {self.tokens!r}')
+            raise NotDoneError(f'tokens: expected "content", which the ordered loader requires, found {self.tokens!r}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +106,6 @@ class ShuffledConfig:
 
 
 def make_ordered_config(shuffled_cfg: ShuffledConfig, **overrides: Any) -> OrderedConfig:
-    """An ordered loader's settings from a shuffled one's; ``overrides`` win, and one that there is no field for is a TypeError."""
+    """Builds an ordered loader's settings from a shuffled one's and ``overrides``. An unknown override is a TypeError."""
     names = [f.name for f in dataclasses.fields(OrderedConfig) if hasattr(shuffled_cfg, f.name)]
     return OrderedConfig(**{**{name: getattr(shuffled_cfg, name) for name in names}, **overrides})
