@@ -1,4 +1,4 @@
-"""A dataset on disk, opened."""
+"""The store: an open dataset of activations."""
 
 from __future__ import annotations
 
@@ -42,30 +42,30 @@ if TYPE_CHECKING:
     from actshard._native import Rows
 
 _SAMPLES = 8
-"""Rows that a dataset is told from others by."""
+"""Number of rows that :attr:`Store.identity` hashes."""
 
 _SLAB_BYTES = 32 << 20
-"""Sequences read together share blocks of about this size: large enough for huge pages, small enough to keep."""
+"""Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
 
 
 class Store:
     """A dataset of activations: rows of ``d_model`` elements, addressed by (example, layer, token).
 
-    Made by :func:`actshard.open`. A store can be used from many threads at once, survives ``fork``, and pickles as its path
-    and options. Reading releases the GIL.
+    :func:`actshard.open` creates it. Thread-safe, usable after ``fork``, and pickled as its path and options. Reads release the
+    GIL.
 
     Attributes:
-        format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
-        path: what was opened.
+        format: ``"saev"``, ``"lmprobe"``, ``"zarr"``, ``"pickle"`` or another installed format.
+        path: the opened path.
         layers: layer *names*, in stored order. Negative numbers are names too.
         d_model: elements per row; 0 for a dataset without hidden states.
-        dtype: the numpy type of a row as stored; bfloat16 is ``ml_dtypes.bfloat16``. Pickle shards may hold examples of several
-            types: that of the first array; examples of another type are read with ``dtype=``, and an error without.
+        dtype: numpy dtype of stored rows; bfloat16 is ``ml_dtypes.bfloat16``. Pickle shards may contain several dtypes: this is
+            the first array's, and reading examples of another dtype requires ``dtype=``.
         num_examples: number of examples; also ``len(store)``.
-        metadata: the dataset's metadata, as the format holds it.
-        warnings: what a reader should know about this dataset: texts, each with a ``code``.
+        metadata: the dataset's metadata in the format's own structure.
+        warnings: problems of this dataset: strings, each with a ``code``.
         io: how rows are read: ``"mmap"`` or ``"pread"``.
-        special_tokens: tokens at the front of every example that stand for none of its content: 1 for saev with CLS, else 0.
+        special_tokens: number of tokens at the start of each example that are not content: 1 for saev with CLS, else 0.
     """
 
     def __init__(self, contents: Contents, *, io: str, reopen: tuple[Callable[..., Store], tuple[Any, ...]]) -> None:
@@ -92,29 +92,29 @@ class Store:
 
     @property
     def contents(self) -> Contents:
-        """What the format handed over: for actshard's own rooms."""
+        """The format's description of the dataset. Internal."""
         return self._contents
 
     @property
     def rows(self) -> Rows:
-        """The native half's rows: for actshard's own rooms.
+        """The binding's rows. Internal.
 
         Raises:
-            NotStoredError, ClosedError: there are none; the store was closed.
+            NotStoredError, ClosedError: the dataset has no hidden states; the store was closed.
         """
         return self._open_rows()
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The numpy type of a row as stored, whatever the metadata claim."""
+        """Numpy dtype of stored rows, as in the files. Metadata may state another one."""
         return self._dtype
 
     @property
     def token_counts(self) -> NDArray[np.int64]:
-        """``(num_examples,)`` int64, read-only: tokens stored per example.
+        """``(num_examples,)`` int64, read-only: number of stored tokens per example.
 
-        1 where only one vector per example is stored, 0 where none is. Counted when first asked for, then kept: pickle shards
-        say how long their samples are nowhere but inside, so that every shard is looked into once.
+        1 if an example has one pooled vector, 0 if it has none. Computed on first use and cached. For pickle shards, whose
+        lengths are only in the data, this reads every shard once.
         """
         if self._token_counts is None:
             counts = self._contents.token_counts()
@@ -123,10 +123,10 @@ class Store:
         return self._token_counts
 
     def tokens_of(self, examples: ArrayLike) -> NDArray[np.int64]:
-        """Tokens stored for some examples: ``token_counts[examples]`` without counting the others.
+        """Returns ``token_counts[examples]`` without counting the other examples.
 
         Raises:
-            OutOfRangeError: no such example.
+            OutOfRangeError: an example is out of range.
         """
         wanted, shape = _arguments.index(examples, "examples")
         if self._token_counts is None and self.layers:
@@ -138,7 +138,7 @@ class Store:
         return self.token_counts[wanted].reshape(shape)
 
     def tokens_in(self, layer: int) -> NDArray[np.int64]:
-        """``(num_examples,)`` int64: tokens stored per example in one layer; 0 for an example that lacks it."""
+        """Returns the number of stored tokens per example in one layer, ``(num_examples,)`` int64; 0 if an example lacks it."""
         group, each = self._group(layer), self._contents.tokens_each
         if each is not None:
             return np.broadcast_to(np.int64(each), (self.num_examples,))
@@ -165,10 +165,10 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Unmaps and closes all files at once. Views stay valid, and streams that are being read finish.
+        """Closes and unmaps all files immediately. Views stay valid, and active streams finish.
 
-        Afterwards reading rows, labels and columns raises ClosedError; what is known without reading (layers, metadata,
-        num_examples) stays.
+        Later reads of rows, labels and columns raise ClosedError. Attributes such as layers, metadata and num_examples remain
+        available.
         """
         closed = _Closed(self.path)
         held = [self._rows, self._extras.get("logits"), self._extras.get("router")]
@@ -181,17 +181,17 @@ class Store:
                     rows.close()
 
     def group_of(self, layer: int) -> int:
-        """The position of a layer in :attr:`layers`.
+        """Returns the index of a layer in :attr:`layers`.
 
         Raises:
-            LayerError: no such layer.
+            LayerError: the dataset has no such layer.
         """
         return self._group(layer)
 
     def _group(self, layer: int) -> int:
         if type(layer) is int and (found := self._groups.get(layer)) is not None:
             return found
-        # True and 1.0 are equal to 1 and no layer's name.
+        # True and 1.0 compare equal to 1 but are not layer names.
         name: Any = None
         if not isinstance(layer, bool | np.bool_ | float | np.floating):
             with contextlib.suppress(TypeError):
@@ -200,38 +200,36 @@ class Store:
             return self._groups[name]
         what = f"layer {layer!r:.100} is not stored; the layers are {_short(self.layers, 200)}"
         if isinstance(layer, list | tuple | np.ndarray):
-            what += "; stream(), and sequences() with a layer for each example, take several"
+            what += ". For several layers use stream(), or sequences() with one layer per example."
         raise LayerError(what, path=self.path)
 
     def _numbers(self, examples: Any) -> Any:
-        """Masks and columns as integers; anything else as it is."""
+        """Converts masks and columns to integers; returns other values unchanged."""
         if type(examples) is int or examples is None:
             return examples
         examples = column(examples)
         if isinstance(examples, list) and examples and all(isinstance(x, bool | np.bool_) for x in examples):
             examples = np.array(examples)
         if isinstance(examples, bool | np.bool_):
-            raise ArgumentTypeError(
-                f"examples: expected integers or one flag for each example, found {examples}{COMPARED}"
-            )
+            raise ArgumentTypeError(f"examples: expected integers or one flag per example, found {examples}{COMPARED}")
         if not isinstance(examples, np.ndarray):
             return examples
         if examples.dtype == np.bool_:
             if examples.shape != (self.num_examples,):
                 raise ArgumentError(
-                    f"examples: expected one flag for each of {self.num_examples} examples, found booleans {examples.shape}"
+                    f"examples: expected {self.num_examples} flags, one per example, found booleans {examples.shape}"
                 )
             return np.flatnonzero(examples)
         if examples.size == 0 and self._table is not None:
-            # Of a column that was compared wrongly, perhaps; who never asked for the table has compared none.
+            # Possibly from `column == x`, which is one bool. Only users who have read the table can compare columns.
             said = f"examples: no example was chosen{COMPARED}"
             warnings.warn(ActshardWarning(said, code="no-example-chosen"), stacklevel=3)
         return examples
 
     def _overflowed(self, found: list[int], layer: Any, dtype: Any) -> None:
         warnings.warn(
-            f"{self.path}: layer {layer}: {found[0]} finite values became infinite as {np.dtype(_arguments.dtype(dtype)[0])}; "
-            "a wider dtype= holds them",
+            f"{self.path}: layer {layer}: {found[0]} finite values became infinite as {np.dtype(_arguments.dtype(dtype)[0])}. "
+            "Use a wider dtype=.",
             OverflowWarning,
             stacklevel=3,
         )
@@ -245,27 +243,27 @@ class Store:
         out: Any = None,
         dtype: DTypeLike | None = None,
     ) -> NDArray[Any]:
-        """Reads any rows of one layer.
+        """Reads arbitrary rows of one layer.
 
         Args:
             layer: a name from :attr:`layers`.
-            examples: integers, 0 to ``num_examples - 1``, or a mask: one bool for each example, as numpy or arrow array.
-            tokens: integers; negative counts from the example's end. For saev, stored positions: 0 is CLS where there is one.
-                Broadcast together with ``examples``.
-            out: a writable C-contiguous buffer of exactly the right size (a numpy array, a CPU torch tensor, any buffer); it is
-                filled and returned. Large outputs that were dropped are recycled anyway; ``out`` makes it certain.
-            dtype: convert while copying, in the same pass: float16, bfloat16, float32 or float64. None keeps the stored type.
-                Finite values that are too large for it become infinite, with an :class:`~actshard.OverflowWarning`.
+            examples: integers, 0 to ``num_examples - 1``, or a mask: one bool per example, as a numpy or Arrow array.
+            tokens: integers; negative ones count from the example's end. For saev these are stored positions: 0 is CLS if there
+                is one. Broadcast against ``examples``.
+            out: a writable C-contiguous buffer of the exact size (a numpy array, a CPU torch tensor, any buffer), which is filled
+                and returned. Freed large outputs are reused in any case; ``out`` guarantees the reuse.
+            dtype: dtype of the result: float16, bfloat16, float32 or float64. None keeps the stored dtype. Finite values that are
+                too large become infinite, with an :class:`~actshard.OverflowWarning`.
 
         Returns:
-            ``(n, d_model)`` for n indices (1 for two plain integers), a copy that the caller owns; indices of more dimensions
-            give their broadcast shape + ``(d_model,)``.
+            ``(n, d_model)`` for n indices (n is 1 for two integers), a copy. Multi-dimensional indices return their broadcast
+            shape + ``(d_model,)``.
 
         Raises:
-            LayerError, OutOfRangeError: no such layer, example or token.
-            ArgumentError, DtypeError: indices that are no integers, an ``out`` that does not fit, a type that cannot be given.
-            MissingFileError, TruncatedFileError, FormatError: a file is missing, was truncated after opening, or holds fewer rows
-                than the index says.
+            LayerError, OutOfRangeError: the layer, example or token does not exist.
+            ArgumentError, DtypeError: indices are not integers, ``out`` has the wrong size, the dtype is not supported.
+            MissingFileError, TruncatedFileError, FormatError: a file is missing, was truncated after opening, or contains fewer
+                rows than the index claims.
         """
         group = self._group(layer)
         if type(examples) is not int:
@@ -287,7 +285,7 @@ class Store:
         out: Any = None,
         dtype: DTypeLike | None = None,
     ) -> NDArray[Any]:
-        """Reads the last token's row of each example (lmprobe: the row that ``shard_index``/``row_offset`` name).
+        """Reads the last token's row of each example (lmprobe: the row at ``shard_index``/``row_offset``).
 
         Args:
             layer: a name from :attr:`layers`.
@@ -320,7 +318,7 @@ class Store:
         return rows
 
     def sequence(self, example: int, layer: int, *, out: Any = None, dtype: DTypeLike | None = None) -> NDArray[Any]:
-        """All stored tokens of one example.
+        """Reads all stored tokens of one example.
 
         Args:
             example: an integer, 0 to ``num_examples - 1``.
@@ -329,13 +327,13 @@ class Store:
             dtype: as in :meth:`gather`.
 
         Returns:
-            ``(T, d_model)``. A read-only view wherever the rows lie together in one mapped file, and neither ``out`` nor another
-            ``dtype`` was asked for: no byte is copied until it is looked at, and the view keeps the file mapped after the store
-            is gone. A copy otherwise.
+            ``(T, d_model)``. A read-only view if the rows are contiguous in one memory-mapped file and neither ``out`` nor another
+            ``dtype`` is given: pages are read on first access, and the view keeps the file mapped after the store is closed.
+            Otherwise a copy.
 
-            A view shows the file: if that is cut short while a view is held, looking at the lost part kills the process
-            (SIGBUS), as with any memory-mapped array. ``io="pread"`` and ``out=`` give copies. All other reads copy, and check
-            the file's length before.
+            If the file is truncated while a view exists, accessing the lost part kills the process (SIGBUS), as for any
+            memory-mapped array. ``io="pread"`` and ``out=`` return copies. All other reads copy, and check the file's length
+            first.
 
         Raises:
             As :meth:`gather`.
@@ -358,17 +356,17 @@ class Store:
     def sequences(
         self, examples: ArrayLike, layer: int | Sequence[int], *, dtype: DTypeLike | None = None
     ) -> list[NDArray[Any]]:
-        """All stored tokens of many examples, read in parallel.
+        """Reads all stored tokens of several examples in parallel.
 
         Args:
             examples: integers, 0 to ``num_examples - 1``, or a mask, as in :meth:`gather`.
-            layer: a name from :attr:`layers`, or one for each example: ``sequences([4, 4, 9], [0, 7, 7])`` reads two layers of
+            layer: a name from :attr:`layers`, or one name per example: ``sequences([4, 4, 9], [0, 7, 7])`` reads two layers of
                 example 4 and one of example 9.
             dtype: as in :meth:`gather`.
 
         Returns:
-            A list of ``(T_i, d_model)`` arrays, copies. Neighbours in the list share blocks of memory of about 32 MiB; copy an
-            array to keep it for long without its neighbours.
+            A list of ``(T_i, d_model)`` arrays, copies. Adjacent arrays share memory blocks of about 32 MiB; to keep one array
+            without its block, copy it.
 
         Raises:
             As :meth:`gather`.
@@ -425,47 +423,47 @@ class Store:
         reuse: bool = False,
         buffers: Sequence[Any] | None = None,
     ) -> Stream:
-        """Rows as batches, in an order: what a training loop reads.
+        """Returns a stream of batches for a training loop.
 
-        Reading, shuffling and copying happen on threads of ours, at most one batch ahead of the loop. The same settings give the
-        same batches, whatever the number of threads, workers or machines.
+        Background threads read, shuffle and copy, at most one batch ahead of the loop. Batches depend only on the settings, not on
+        the number of threads, workers or machines.
 
         Args:
             layer: a name from :attr:`layers`, a list of names, or ``"all"``. Several layers share one order.
             batch_size: rows per batch (an aligned row has all its layers). The last batch of an epoch may be shorter.
-            shuffle: ``None``: stored order, example after example. ``"window"`` (recommended): pieces of examples, of 64 KiB or
-                more, are read in a random order into a pool of ``memory`` bytes, whose rows are given out in a random order
-                while the next pool is filled.
-                ``"exact"``: all rows in a random order; needs no memory, and a disk that is good at random reads.
-            seed: decides every random order, with the epoch.
-            epoch: each has another order; it counts up by itself.
-            tokens: ``"content"`` (all but special ones), ``"all"``, ``"last"`` or ``"special"`` (saev's CLS).
-            ignore_labels: rows with these patch labels are left out (saev).
+            shuffle: ``None``: stored order, example after example. ``"window"`` (recommended): reads pieces of examples, of at
+                least 64 KiB, in random order into a window of ``memory`` bytes, and returns the window's rows in random order
+                while the next window is filled. ``"exact"``: a pseudo-random permutation of all rows; needs no memory, but a disk
+                with fast random reads.
+            seed: seed of all random orders, together with the epoch.
+            epoch: number of the first epoch. Each epoch has another order; the number increments after each.
+            tokens: ``"content"`` (all except special tokens), ``"all"``, ``"last"`` or ``"special"`` (saev's CLS).
+            ignore_labels: patch labels (0 to 255) whose rows are left out (saev).
             keep: rows to read: a bool per example, a bool array per example (one flag per stored token, or per content token), a
-                2-D bool array, or a function of :attr:`table` that gives one of these.
-            interleave: for several layers: False gives ``(b, n_layers, d_model)``, a row with all its layers; True gives
-                ``(b, d_model)``, rows of one layer each, named in ``batch.layers``.
-            drop_last: leave out the rows that do not fill a batch.
-            rank: the share to read, of ``world_size``.
-            world_size: shares are disjoint, hold all rows together, and have equally many batches. Unless ``shuffle="window"``, the
-                first k batches of all ranks together hold the same rows for any ``world_size`` of which
-                ``batch_size * world_size`` is the same.
-            dtype: convert while copying, as in :meth:`gather`.
-            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from every row.
-            scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: rows are multiplied by it after that. To standardize
-                columns: ``center=stats.mean, scale=stats.inverse_std``. ``"unit-norm"`` and ``"sqrt-d"``
-                bring every row's L2 norm to 1 or to sqrt(d_model).
-            memory: of the pool, in bytes or as ``"512MiB"``. It is part of what decides the order of ``shuffle="window"``.
-            reuse: write batches into three arrays in turn: a batch is valid until the next one is asked for.
-            buffers: the same with yours: two arrays or tensors (pinned, perhaps) or more, of a whole batch's shape.
+                2-D bool array, or a function of :attr:`table` that returns one of these.
+            interleave: for several layers: False returns ``(b, n_layers, d_model)``, each row with all its layers; True returns
+                ``(b, d_model)``, each row of one layer, named in ``batch.layers``.
+            drop_last: drop an incomplete last batch.
+            rank: index of this process's share, 0 to ``world_size - 1``.
+            world_size: number of shares. Shares are disjoint, together contain all rows, and have equally many batches. Except
+                with ``shuffle="window"``, the first k batches of all ranks together contain the same rows for all
+                ``world_size`` with the same ``batch_size * world_size``.
+            dtype: dtype of the batches, as in :meth:`gather`.
+            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row.
+            scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: each row is then multiplied by it. To standardize columns:
+                ``center=stats.mean, scale=stats.inverse_std``. ``"unit-norm"`` and ``"sqrt-d"`` scale each row to an L2 norm of 1
+                or sqrt(d_model).
+            memory: size of a window in bytes, or as ``"512MiB"``. The order of ``shuffle="window"`` depends on it.
+            reuse: write batches into three arrays in turn: a batch is valid until the next one is requested.
+            buffers: like ``reuse``, with your own buffers: at least two arrays or (pinned) tensors of a full batch's shape.
 
         Returns:
-            A :class:`~actshard.Stream`. Its batches are copies that the caller owns, unless they are reused.
+            A :class:`~actshard.Stream`. Its batches are copies, unless ``reuse`` or ``buffers`` is given.
 
         Raises:
-            LayerError, ArgumentError, DtypeError: no such layer; arguments that make no sense.
-            NotStoredError: no labels, no special tokens, or layers with different tokens.
-            What :meth:`gather` raises: while iterating, with file and offset.
+            LayerError, ArgumentError, DtypeError: the layer does not exist; an argument is invalid.
+            NotStoredError: the dataset has no labels or special tokens, or the layers have different tokens.
+            Errors of :meth:`gather`: while iterating, with file and offset.
         """
         return Stream(
             self,
@@ -490,15 +488,15 @@ class Store:
         )
 
     def check_open(self) -> None:
-        """Does nothing while the store is open.
+        """Raises if the store was closed.
 
         Raises:
-            ClosedError: it was closed.
+            ClosedError: the store was closed.
         """
         self._open_rows()
 
     def native_stream(self, selection: Any, options: dict[str, Any]) -> _native.Stream:
-        """For :class:`~actshard.Stream`: the native half of one."""
+        """Returns the binding's stream, for :class:`~actshard.Stream`."""
         return _native.Stream(self._open_rows(), selection, **options)
 
     def stats(
@@ -510,19 +508,19 @@ class Store:
         keep: Mask = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> Stats:
-        """Mean, variance, extremes and what is no number, per column, in one parallel pass over a layer.
+        """Computes mean, variance, minimum, maximum and counts of NaN and infinite values per column, in one parallel pass.
 
-        Sums are float64 over blocks of a fixed size: the result is the same, to the last bit, for any number of threads.
+        Sums are float64 over blocks of a fixed size, so results are bitwise equal for any number of threads.
 
         Args:
             layer: a name from :attr:`layers`.
             tokens: as in :meth:`stream`.
             ignore_labels: as in :meth:`stream`.
             keep: as in :meth:`stream`.
-            progress: called with (rows done, rows in all) now and then.
+            progress: called with (rows done, total rows) from time to time.
 
         Raises:
-            As :meth:`stream`; DtypeError for rows that are not floating.
+            As :meth:`stream`; DtypeError if rows are not floats.
         """
         group = self._group(layer)
         selection = select(self, [layer], tokens, ignore_labels, keep)
@@ -546,16 +544,15 @@ class Store:
     def _example(self, example: int) -> int:
         flat, shape = _arguments.index(example, "example")
         if shape != [1]:
-            raise ArgumentError(f"example: expected one integer, found {shape}; sequences() takes many")
+            raise ArgumentError(f"example: expected one integer, found {shape}. Use sequences() for several.")
         return int(flat[0])
 
     @property
     def table(self) -> pa.Table:
-        """What the format holds about each example: a pyarrow table of ``num_examples`` rows, columns named as in the format.
+        """The columns of all examples: a pyarrow table of ``num_examples`` rows with the format's column names.
 
-        Read when first asked for, then kept. lmprobe's per-token address lists are left out (they can be gigabytes, and are
-        in the store's layout already): :meth:`read_columns` gives them. Holds texts, labels and ids for lmprobe; saev stores
-        nothing about an example but its number, ``example_idx``.
+        Read on first use and cached. lmprobe's per-token address lists are left out, because they can take gigabytes;
+        :meth:`read_columns` returns them. lmprobe has texts, labels and ids; saev has only the example number, ``example_idx``.
         """
         self._check_not_closed()
         if self._table is None:
@@ -563,10 +560,10 @@ class Store:
         return self._table
 
     def read_columns(self, names: Sequence[str]) -> pa.Table:
-        """Reads some columns only, by their names in the format; not kept.
+        """Reads some columns by their names in the format. Not cached.
 
         Raises:
-            NotStoredError: no such column.
+            NotStoredError: the dataset has no such column.
         """
         self._check_not_closed()
         return self._contents.columns(_arguments.listed(names, "names: expected a list of columns"))
@@ -577,13 +574,13 @@ class Store:
 
     @property
     def identity(self) -> str:
-        """A digest of the dataset's shape and of a few of its rows: the same wherever the dataset lies, another for another one."""
+        """A digest of the dataset's shape and of a few rows. Equal for copies of the dataset at any path, different for others."""
         if self._identity is None:
             shape = [self.format, list(self.layers), self.d_model, self.dtype.name, self.num_examples]
             digest = hashlib.sha256(json.dumps(shape).encode())
             n = self.num_examples
-            # Of what is decoded together only the beginning, which was looked at when it was opened. Last tokens: those at the
-            # beginning of a text may be the same in any dataset of a model.
+            # For shards that are decoded as a whole, only the first example: opening has decoded its shard. Last tokens, because
+            # the first tokens of texts may be equal in all datasets of a model.
             few = range(min(n, 1)) if self._contents.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
             for example in few:
                 try:
@@ -597,10 +594,10 @@ class Store:
 
     @property
     def content_lengths(self) -> NDArray[np.int64] | None:
-        """``(num_examples,)`` int64: content tokens of each example, where shorter ones were filled up with rows of zeros.
+        """``(num_examples,)`` int64: number of content tokens per example, if short examples are padded; else None.
 
-        saev's examples all have as many tokens; actshard keeps their lengths beside. Streams, statistics and :meth:`last_tokens`
-        leave the zeros out; :meth:`gather` and :meth:`sequence` read what is stored. None where nothing was filled up.
+        saev requires equal lengths, so actshard stores the lengths in an extra file. Streams, statistics and :meth:`last_tokens`
+        skip padding; :meth:`gather` and :meth:`sequence` read it.
         """
         if not self._lengths_read:
             self._lengths, self._lengths_read = self._contents.content_lengths(), True
@@ -608,11 +605,9 @@ class Store:
 
     @property
     def labels(self) -> NDArray[np.uint8] | None:
-        """saev's patch labels, ``(num_examples, patches)`` uint8, read-only, without a column for CLS; None if there are none.
+        """saev's patch labels, ``(num_examples, patches)`` uint8, read-only, without a column for CLS; None without labels.
 
-        Read into memory when first asked for, then kept.
-
-        lmprobe keeps one label per example: ``store.table["label"]``.
+        Read into memory on first use and cached. lmprobe stores one label per example: ``store.table["label"]``.
         """
         if "labels" not in self._extras:
             self._extras["labels"] = self._contents.labels()
@@ -623,16 +618,16 @@ class Store:
         return labels
 
     def logits(self, examples: ArrayLike | None = None) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Top-k logits at each example's last token.
+        """Reads the top-k logits at each example's last token.
 
         Args:
             examples: integers; None means all, in order.
 
         Returns:
-            values ``(n, k)`` and token indices ``(n, k)``, of the stored types, copies.
+            Values ``(n, k)`` and token indices ``(n, k)`` in the stored dtypes, copies.
 
         Raises:
-            NotStoredError: the dataset holds no logits.
+            NotStoredError: the dataset contains no logits.
         """
         logits = self._extra("logits", self._contents.logits, "logits")
         if isinstance(logits, _Closed):
@@ -641,18 +636,18 @@ class Store:
         return logits.values.gather(0, examples, None, None, None), logits.indices.gather(0, examples, None, None, None)
 
     def router(self, layer: int, examples: ArrayLike | None = None) -> NDArray[Any]:
-        """Router logits of a mixture-of-experts layer.
+        """Reads the router logits of a mixture-of-experts layer.
 
         Args:
-            layer: one of the router's layers; a wrong one raises an error that lists them.
+            layer: one of the router's layers.
             examples: integers; None means all, in order.
 
         Returns:
-            ``(n, experts)``, of the stored type, a copy.
+            ``(n, experts)`` in the stored dtype, a copy.
 
         Raises:
-            NotStoredError: the dataset holds no router tensors.
-            LayerError: not for this layer.
+            NotStoredError: the dataset contains no router tensors.
+            LayerError: no router tensor for this layer; the message lists the layers.
         """
         router = self._extra("router", self._contents.router, "router tensors")
         if isinstance(router, _Closed):
@@ -660,7 +655,8 @@ class Store:
         assert isinstance(router, Router)
         if isinstance(layer, bool | np.bool_ | float | np.floating) or layer not in router.layers:
             raise LayerError(
-                f"router of layer {layer!r} is not stored; those of {_short(router.layers)} are", path=self.path
+                f"router of layer {layer!r} is not stored; the router's layers are {_short(router.layers)}",
+                path=self.path,
             )
         rows: NDArray[Any] = router.rows.gather(router.layers.index(layer), examples, None, None, None)
         return rows
@@ -669,11 +665,11 @@ class Store:
         if name not in self._extras:
             self._extras[name] = make()
         if self._extras[name] is None:
-            raise NotStoredError(f"holds no {what}", path=self.path)
+            raise NotStoredError(f"the dataset contains no {what}", path=self.path)
         return self._extras[name]
 
     def info(self) -> dict[str, Any]:
-        """What ``actshard info`` shows, as plain Python values."""
+        """Returns the properties that ``actshard info`` prints, as plain Python values."""
         present = missing = total = 0
         for file in self._contents.files():
             found = None
@@ -714,19 +710,19 @@ class Store:
 
 
 class _Without:
-    """Stands in for the rows of a dataset that has no hidden states; no layer gets this far."""
+    """Replaces the rows of a dataset without hidden states: every read raises NotStoredError."""
 
     def __init__(self, contents: Contents) -> None:
         self._path = contents.path
 
     def gather(self, *_: Any) -> NoReturn:
-        raise NotStoredError("holds no hidden states", path=self._path)
+        raise NotStoredError("the dataset contains no hidden states", path=self._path)
 
     view = gather_whole = tokens_of = stored_types = gather
 
 
 class _Closed(_Without):
-    """Stands in for the rows of a closed store."""
+    """Replaces the rows of a closed store: every read raises ClosedError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
