@@ -141,7 +141,9 @@ def convert_command(
     source: Annotated[Path, typer.Argument(help="The dataset to convert.", show_default=False)],
     target: Annotated[
         Path | None,
-        typer.Argument(help="The folder to create. For saev: the folder that will contain <HASH>.", show_default=False),
+        typer.Argument(
+            help="The folder to create, or its parent for formats that name their datasets.", show_default=False
+        ),
     ] = None,
     to: Annotated[str, typer.Option("--to", help=f"{', '.join(formats.written())}.")] = "",
     layer: Annotated[
