@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 MOST_ENTRIES = 10_000_000
-"""Entries that :meth:`Location.entries` returns at most."""
+"""Default maximum number of names that :meth:`Location.entries` reads."""
 
 
 def network_io(path: Path | Location) -> str:
-    """How ``io="auto"`` reads a path: ``"mmap"`` on file systems of this machine, ``"pread"`` elsewhere."""
+    """Resolves ``io="auto"``: ``"mmap"`` for local file systems, ``"pread"`` for network file systems and other storages."""
     if isinstance(path, Location):
         if not path.is_local:
             return "pread"
@@ -58,13 +58,13 @@ _LOCAL = Local()
 
 @dataclass(frozen=True, slots=True, eq=True)
 class Location:
-    """A file or folder, which need not be there. Immutable, hashable, sortable by its names, and cheap to pickle.
+    """A file or folder, which may not exist. Immutable, hashable, sortable by names, and cheap to pickle.
 
-    A local location is an ``os.PathLike``: ``open``, ``pathlib.Path`` and the native half take it.
+    A local location is an ``os.PathLike``: ``open``, ``pathlib.Path`` and the binding accept it.
 
     Attributes:
         storage: the file system or object store.
-        key: the name in that storage: an absolute path if it is local, otherwise names joined by ``/`` (``""`` is the root).
+        key: the name in the storage: an absolute local path, otherwise names joined by ``/`` (``""`` is the root).
     """
 
     storage: Storage
@@ -72,11 +72,11 @@ class Location:
 
     @classmethod
     def of(cls, value: Any, what: str = "path") -> Location:
-        """The location that a user's path means: itself, or a local path made absolute with ``~`` expanded.
+        """Returns the location of a user's path, made absolute with ``~`` expanded; a Location is returned unchanged.
 
         Raises:
             ArgumentTypeError: not a path.
-            ArgumentError: a URL, or a name that no local file can have.
+            ArgumentError: a URL, or an invalid file name.
         """
         if isinstance(value, Location):
             return value
@@ -84,12 +84,12 @@ class Location:
 
     @classmethod
     def at(cls, place: str | os.PathLike[str]) -> Location:
-        """The location of a path that was checked when its user gave it; nothing is looked at."""
+        """Returns the location of an already checked path, without checks."""
         return place if isinstance(place, Location) else cls(_LOCAL, os.fspath(place))
 
     @classmethod
     def in_memory(cls, files: Mapping[str, bytes], name: str = "memory") -> Location:
-        """The root of files held in memory."""
+        """Returns the root of files in memory."""
         return cls(Memory(name, MappingProxyType(dict(files))), "")
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Location:
         return f"Location({str(self)!r})"
 
     def __lt__(self, other: Location) -> bool:
-        return str(self).split("/") < str(other).split("/")  # a folder before its siblings "folder-2", as pathlib does
+        return str(self).split("/") < str(other).split("/")  # as pathlib: contents of "folder" before "folder-2"
 
     def __fspath__(self) -> str:
         return self.key if self.storage.local else os.fspath(self.local)
@@ -110,11 +110,11 @@ class Location:
     def __truediv__(self, name: str) -> Location:
         if "/" in name or "\0" in name or name in ("", ".", "..") or self.key in ("", "/"):
             return self.joinpath(name)
-        return Location(self.storage, f"{self.key}/{name}")  # a dataset may have many thousands of files
+        return Location(self.storage, f"{self.key}/{name}")  # fast path: datasets may have many thousands of files
 
     @property
     def is_local(self) -> bool:
-        """Whether this is a path of this machine's file system."""
+        """Whether this is a path in this machine's file system."""
         return self.storage.local
 
     @property
@@ -122,7 +122,7 @@ class Location:
         """The local path.
 
         Raises:
-            UnsupportedError: it is not local.
+            UnsupportedError: the location is not local.
         """
         if not self.is_local:
             raise UnsupportedError("expected a local path, found a remote one", path=self)
@@ -130,7 +130,7 @@ class Location:
 
     @property
     def place(self) -> Path:
-        """What users are shown: the local path, or itself where it is not local."""
+        """The path for users and errors: the local path, or the location itself if it is not local."""
         return place_of(self)
 
     @property
@@ -140,15 +140,15 @@ class Location:
 
     @property
     def parent(self) -> Location:
-        """The folder that holds it; the parent of a root is itself."""
+        """The parent folder; a root is its own parent."""
         above = self.key.rpartition("/")[0]
         return Location(self.storage, above or ("/" if self.is_local else ""))
 
     def joinpath(self, *names: str) -> Location:
-        """A location below this one. A name may hold several names joined by ``/``.
+        """Returns a location below this one. A name may contain several names joined by ``/``.
 
         Raises:
-            ArgumentError: a name is absolute, empty, or holds ``..``: it may come from a file, and must not lead elsewhere.
+            ArgumentError: a name is absolute, empty, or contains ``..``. Names may come from files and must not leave the folder.
         """
         key = self.key.rstrip("/")
         for name in names:
@@ -160,10 +160,10 @@ class Location:
         return Location(self.storage, key or self.key)
 
     def relative_to(self, above: Location) -> str:
-        """The names that lead here from a folder above, joined by ``/``; ``"."`` for the folder itself.
+        """Returns the names from a parent folder to here, joined by ``/``; ``"."`` for the folder itself.
 
         Raises:
-            ArgumentError: it is not below that folder.
+            ArgumentError: the location is not below that folder.
         """
         if self == above:
             return "."
@@ -173,14 +173,14 @@ class Location:
         return self.key[len(start) :]
 
     def stat(self, doing: str = "look at") -> Stat:
-        """Kind, size and version; links are followed.
+        """Returns kind, size and version. Follows links.
 
         Args:
-            doing: a verb, for messages: what it is looked at for.
+            doing: a verb for messages.
 
         Raises:
-            MissingFileError: nothing is there.
-            FileAccessError: this user may not know.
+            MissingFileError: the location does not exist.
+            FileAccessError: permissions do not allow the check.
         """
         found = self.found(doing)
         if found is None:
@@ -188,44 +188,44 @@ class Location:
         return found
 
     def found(self, doing: str = "look at") -> Stat | None:
-        """As :meth:`stat`; None where there is nothing."""
+        """As :meth:`stat`, but returns None if the location does not exist."""
         try:
             return self.storage.stat(self.key)
-        except (FileNotFoundError, NotADirectoryError):  # a file stands where a folder above should
+        except (FileNotFoundError, NotADirectoryError):  # NotADirectoryError: a parent is a file
             return None
-        except ValueError:  # a name that no file can have: a null byte, a lone surrogate
+        except ValueError:  # an invalid file name: a null byte or a lone surrogate
             return None
         except OSError as error:
             raise from_os(error, self, doing) from error
 
     def kind(self) -> Kind | None:
-        """``"file"``, ``"folder"``, ``"other"``, or None where there is nothing.
+        """Returns ``"file"``, ``"folder"``, ``"other"``, or None if the location does not exist.
 
         Raises:
-            FileAccessError: this user may not know.
+            FileAccessError: permissions do not allow the check.
         """
         found = self.found()
         return None if found is None else found.kind
 
     def exists(self) -> bool:
-        """Whether something is there. Raises FileAccessError where this user may not know."""
+        """Whether the location exists. Raises FileAccessError if permissions do not allow the check."""
         return self.kind() is not None
 
     def is_named(self) -> bool:
-        """Whether something of this name is there, even a link that leads nowhere."""
+        """Whether the name exists, even as a broken link."""
         return os.path.lexists(self.key) if self.is_local else self.exists()
 
     def entries(self, pattern: str = "*", *, sizes: bool = False, limit: int = MOST_ENTRIES) -> list[Entry]:
-        """Entries of a folder whose names match a shell pattern, sorted by name.
+        """Returns the entries of a folder whose names match a shell pattern, sorted by name.
 
         Args:
-            pattern: ``"acts*.bin"``; case counts.
-            sizes: whether each file's size is wanted too: a request each on a local file system.
-            limit: how many names, matching or not, are read at most.
+            pattern: e.g. ``"acts*.bin"``; case-sensitive.
+            sizes: also return the size of each file, which takes one system call per file on a local file system.
+            limit: maximum number of names to read, matching or not.
 
         Raises:
-            MissingFileError, NotAFileError, FileAccessError: it is not there, not a folder, or not readable.
-            FormatError: there are more than ``limit`` names.
+            MissingFileError, NotAFileError, FileAccessError: the folder does not exist, is not a folder, or is not readable.
+            FormatError: the folder has more than ``limit`` names.
         """
         found = []
         with boundary(self, "look into"):
@@ -240,10 +240,10 @@ class Location:
         return sorted(found, key=_NAME)
 
     def count(self, most: int) -> int:
-        """How many names a folder holds, counted up to ``most``; 0 where there is no folder.
+        """Returns the number of names in a folder, at most ``most``; 0 if there is no folder.
 
         Raises:
-            FileAccessError: it cannot be listed.
+            FileAccessError: the folder cannot be listed.
         """
         with boundary(self, "look into"):
             try:
@@ -252,16 +252,16 @@ class Location:
                 return 0
 
     def first(self, most: int) -> list[Entry]:
-        """The first entries of a folder in the order of its storage, at most ``most``: for looking at huge folders.
+        """Returns at most ``most`` entries of a folder, unsorted, without listing the whole folder.
 
         Raises:
-            MissingFileError, NotAFileError, FileAccessError: it is not there, not a folder, or not readable.
+            MissingFileError, NotAFileError, FileAccessError: the folder does not exist, is not a folder, or is not readable.
         """
         with boundary(self, "look into"):
             return list(itertools.islice(self.storage.scan(self.key, False), most))
 
     def files(self, *, sizes: bool = False) -> Iterator[tuple[Location, Entry]]:
-        """All files below, by their names. Linked folders, and those that this user may not list, are left out."""
+        """Yields all files below, sorted by name. Skips linked folders and folders without read permission."""
         try:
             entries = self.entries(sizes=sizes)
         except FileAccessError:
@@ -274,19 +274,19 @@ class Location:
                 yield from below.files(sizes=sizes)
 
     def read(self, start: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
-        """Bytes of a file: all, or ``length`` from an offset on.
+        """Reads a file, or a range of bytes.
 
         Args:
-            start: the first byte.
-            length: how many; None: all that follow.
-            limit: bytes that are read at most.
+            start: offset of the first byte.
+            length: number of bytes; None: all that follow.
+            limit: maximum number of bytes.
 
         Raises:
-            MissingFileError, NotAFileError, FileAccessError: it cannot be read.
-            TruncatedFileError: the file ends before.
-            FormatError: more than ``limit`` bytes.
+            MissingFileError, NotAFileError, FileAccessError: the file cannot be read.
+            TruncatedFileError: the file ends before the end of the range.
+            FormatError: the range has more than ``limit`` bytes.
         """
-        # Looking before opening: opening a named pipe would wait for a writer.
+        # Stat before opening: opening a named pipe would block until it has a writer.
         size = self.regular("read").size
         wanted = max(size - start, 0) if length is None else length
         if limit is not None and wanted > limit:
@@ -302,11 +302,11 @@ class Location:
         return data
 
     def read_utf8(self) -> str:
-        """A file of text, in UTF-8, Unix line breaks.
+        """Reads a UTF-8 text file, converting line breaks to ``\\n``.
 
         Raises:
-            MissingFileError, NotAFileError, FileAccessError: it cannot be read.
-            FormatError: it is not UTF-8.
+            MissingFileError, NotAFileError, FileAccessError: the file cannot be read.
+            FormatError: the file is not UTF-8.
         """
         try:
             return self.read().decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
@@ -314,11 +314,11 @@ class Location:
             raise FormatError("expected UTF-8 text", path=self, offset=error.start) from error
 
     def fill(self, parts: Iterable[tuple[int, memoryview]]) -> None:
-        """Fills buffers with the bytes from offsets on; the file is opened once.
+        """Fills each buffer with bytes from its offset. Opens the file once.
 
         Raises:
-            MissingFileError, NotAFileError, FileAccessError: it cannot be read.
-            TruncatedFileError: the file ends before.
+            MissingFileError, NotAFileError, FileAccessError: the file cannot be read.
+            TruncatedFileError: the file ends before the end of a range.
         """
         self.regular("read")
         with boundary(self, "read"):
@@ -329,11 +329,11 @@ class Location:
                 raise
 
     def open(self, doing: str = "open", *, pipes: bool = False) -> io.BufferedReader | io.BytesIO:
-        """The file as Python reads it, from its beginning; for files that are read line by line.
+        """Opens the file as a Python binary file, for reading line by line.
 
         Args:
-            doing: a verb, for messages.
-            pipes: whether a pipe is opened too, which waits for its writer.
+            doing: a verb for messages.
+            pipes: also open pipes, which blocks until they have a writer.
         """
         found = self.stat(doing)
         size = found.size if pipes and found.kind == "other" else self.regular(doing).size
@@ -343,17 +343,17 @@ class Location:
         return io.BytesIO(self.read(0, size))
 
     def arrow(self) -> pa.NativeFile:
-        """The file as pyarrow reads it, at any position: ``pq.ParquetFile(location.arrow())``. Close it, or use it in ``with``."""
+        """Opens the file for pyarrow: ``pq.ParquetFile(location.arrow())``. Close it, or use it in ``with``."""
         self.regular("open")
         with boundary(self, "open"):
             return self.storage.arrow(self.key)
 
     def regular(self, doing: str = "look at") -> Stat:
-        """The state of what has to be a regular file: opening a named pipe would wait for a writer.
+        """As :meth:`stat`, but raises unless it is a regular file. Call it before opening: opening a named pipe may block.
 
         Raises:
             MissingFileError, FileAccessError: as :meth:`stat`.
-            NotAFileError: a folder, a device, a pipe.
+            NotAFileError: a folder, a device or a pipe.
         """
         found = self.stat(doing)
         if found.kind != "file":

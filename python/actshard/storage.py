@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Kind = Literal["file", "folder", "other"]
-"""``"other"``: a device, a pipe, a broken link. Opening one may block, so it is never read."""
+"""``"other"``: a device, a pipe or a broken link. It is never opened, because that may block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Stat:
     """The state of a file or folder.
 
     Attributes:
-        kind: a file, a folder, or neither.
-        size: bytes of a file; 0 for anything else.
-        version: changes when the file is replaced or written to. Compare it for equality only.
-        stored: bytes that are there: fewer than ``size`` for a sparse file, which claims any size.
-        modified: when it was last written to, in nanoseconds since 1970; 0 where the storage does not know.
+        kind: file, folder or other.
+        size: size of a file in bytes; 0 for other kinds.
+        version: changes when the file is replaced or written. Compare for equality only.
+        stored: allocated bytes: fewer than ``size`` for a sparse file, whose size may be arbitrary.
+        modified: time of the last write in nanoseconds since 1970; 0 if unknown.
     """
 
     kind: Kind
@@ -43,13 +43,13 @@ class Stat:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """A name in a folder.
+    """An entry of a folder.
 
     Attributes:
         name: the name.
-        kind: that of a link's target.
-        size: bytes of a file; None where it was not asked for and would cost a request.
-        is_link: whether it is a symbolic link.
+        kind: file, folder or other; for a link, the kind of its target.
+        size: size of a file in bytes; None if not requested and not free.
+        is_link: whether the entry is a symbolic link.
     """
 
     name: str
@@ -59,31 +59,31 @@ class Entry:
 
 
 class Storage(Protocol):
-    """A file system or an object store; a key names a file or folder in it.
+    """A file system or an object store, addressed by keys.
 
-    A storage can be compared, hashed and pickled, and used from many threads. Its methods raise OSError or ActshardError.
+    Implementations support comparison, hashing and pickling, and are thread-safe. Methods raise OSError or ActshardError.
     """
 
     local: ClassVar[bool]
     """Whether keys are paths of this machine's file system."""
 
     def text(self, key: str) -> str:
-        """The key as people write it: a path or a URL."""
+        """The path or URL of a key."""
 
     def stat(self, key: str) -> Stat:
-        """The state of a file or folder; links are followed."""
+        """Returns the state of a file or folder. Follows links."""
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
-        """Names in a folder, in any order; with ``sizes``, the size of each file."""
+        """Yields the entries of a folder in any order; with ``sizes``, including the size of each file."""
 
     def read(self, key: str, start: int, length: int) -> bytes:
-        """Bytes from an offset; fewer than asked for where the file ends."""
+        """Reads up to ``length`` bytes from an offset; fewer at the end of the file."""
 
     def fill(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
-        """Fills buffers with the bytes from offsets on; TruncatedFileError where the file ends."""
+        """Fills each buffer with bytes from its offset. Raises TruncatedFileError at the end of the file."""
 
     def arrow(self, key: str) -> pa.NativeFile:
-        """A file that pyarrow reads at random positions."""
+        """Opens the file for pyarrow, with random access."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Local:
         return key
 
     def stat(self, key: str) -> Stat:
-        found = os.stat(key)  # noqa: PTH116 -- a key is a str, and many are looked at
+        found = os.stat(key)  # noqa: PTH116 -- a key is a str; Path would cost time for many files
         version = f"{found.st_size}-{found.st_mtime_ns}-{found.st_ino}"
         if modes.S_ISREG(found.st_mode):
             return Stat("file", found.st_size, version, found.st_blocks * 512, found.st_mtime_ns)
@@ -108,7 +108,7 @@ class Local:
                 kind = _kind_of(entry)
                 try:
                     size = entry.stat().st_size if sizes and kind == "file" else None
-                except FileNotFoundError:  # removed since
+                except FileNotFoundError:  # removed since scandir listed it
                     continue
                 yield Entry(entry.name, kind, size, entry.is_symlink())
 
@@ -116,7 +116,7 @@ class Local:
         with Path(key).open("rb", buffering=0) as file:
             file.seek(start)
             made = bytearray()
-            while len(made) < length and (more := file.read(length - len(made))):  # one read gives 2 GiB at most
+            while len(made) < length and (more := file.read(length - len(made))):  # Linux reads at most 2 GiB per call
                 made += more
             return bytes(made)
 
@@ -135,7 +135,7 @@ class Local:
 
         try:
             key.encode()
-        except UnicodeEncodeError:  # pyarrow takes no path that is not UTF-8
+        except UnicodeEncodeError:  # pyarrow accepts only UTF-8 paths
             return pa.PythonFile(Path(key).open("rb"), mode="r")
         return pa.OSFile(key)
 
@@ -153,7 +153,7 @@ def _ended(start: int, into: memoryview, done: int) -> TruncatedFileError:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Files in a dict: ``{"web/train/0.bin": b"..."}``. Folders are the beginnings of keys, as in object stores."""
+    """Files in a dict: ``{"web/train/0.bin": b"..."}``. Folders are prefixes of keys, as in object stores."""
 
     name: str
     files: Mapping[str, bytes] = field(default_factory=dict, hash=False)
