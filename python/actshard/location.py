@@ -1,9 +1,9 @@
-"""Where bytes lie: a local path now, a key in a remote store later, behind one type.
+"""Locations of files and folders: a local path, or a key in another storage.
 
-Formats list, stat and read user data through a :class:`Location`, never through ``pathlib``, so that a new kind of storage is a
-new :class:`~actshard.storage.Storage` and nothing else.
+Formats list, stat and read user data through a :class:`Location`, never through ``pathlib``. A new kind of storage only needs a new
+:class:`~actshard.storage.Storage`.
 
-Every method raises :class:`~actshard.ActshardError` only, with the location as its path.
+All methods raise :class:`~actshard.ActshardError` only, with the location as its path.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class Location:
         return data
 
     def read_utf8(self) -> str:
-        """Reads a UTF-8 text file, converting line breaks to ``\\n``.
+        """Reads a UTF-8 text file. Converts line breaks to Unix line breaks.
 
         Raises:
             MissingFileError, NotAFileError, FileAccessError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""What a :class:`~actshard.location.Location` lies in: the file system, or files in memory.
+"""Storages that a :class:`~actshard.location.Location` refers to: the local file system, or files in memory.
 
 A new kind of storage is one more class with the methods of :class:`Storage`.
 """
