@@ -118,29 +118,29 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
     Ok(all)
 }
 
-/// The rows of a group, and how they are read.
+/// The rows of a group, and the way to read them.
 struct Group<'a> {
     rows: &'a Rows,
     row: Row,
     io: Io,
     number: usize,
     cast: Cast<'a>,
-    /// Whether rows are decoded, a wave at once.
+    /// Whether rows must be decoded; then each wave is decoded as a whole.
     staged: bool,
 }
 
-/// Neighbouring examples of about [`WAVE`] bytes.
+/// Consecutive examples of about [`WAVE`] bytes.
 struct Wave {
     ids: Vec<i64>,
-    /// Tokens of each example.
+    /// Number of tokens of each example.
     counts: Vec<i64>,
     bytes: u64,
-    /// The first row of each example, counted from the wave's first.
+    /// The first row of each example, relative to the wave's first.
     starts: Vec<u64>,
 }
 
 impl Wave {
-    /// Looks at some examples in the decoded bytes of the wave.
+    /// Scans some examples in the decoded bytes of the wave.
     fn look_at(&self, part: Range<usize>, stage: &[u8], row_bytes: usize, look: &mut Look) {
         for e in part {
             let at = self.starts[e] as usize * row_bytes;
@@ -154,7 +154,7 @@ impl Group<'_> {
         Ints::One(self.number as i64)
     }
 
-    /// The examples from `from` on. Counting decodes shards, so it counts no more than will be read.
+    /// The wave that begins at example `from`. Counting decodes shards, so it counts no more than will be read.
     fn wave(&self, from: u64, watch: Watch<'_>) -> Result<Wave> {
         let mut ids: Vec<i64> = (from as i64..(from + 4096).min(self.rows.examples()) as i64).collect();
         let mut counts = if self.staged { vec![] } else { self.rows.tokens_of(self.groups(), &ids, &mut *watch)? };
@@ -172,7 +172,7 @@ impl Group<'_> {
         Ok(Wave { ids, counts, bytes, starts })
     }
 
-    /// The first row of the wave, if it has one.
+    /// The wave's first row, if it has one.
     fn first_row(&self, wave: &Wave, watch: Watch<'_>) -> Result<Option<Vec<u8>>> {
         let Some(e) = wave.counts.iter().position(|c| *c > 0) else { return Ok(None) };
         let mut row = zeroed(self.row.bytes)?;
@@ -181,7 +181,7 @@ impl Group<'_> {
         Ok(Some(row))
     }
 
-    /// The decoded rows of the wave, if rows are decoded a wave at once.
+    /// The wave's decoded rows, if rows must be decoded.
     fn stage(&self, wave: &Wave, watch: Watch<'_>) -> Result<Option<Output>> {
         if !self.staged {
             return Ok(None);
@@ -198,7 +198,7 @@ impl Group<'_> {
         self.rows.gather(self.groups(), pick, ids.len(), self.cast, Out::Dense(out), watch)
     }
 
-    /// Looks at some examples, in place where they lie in a mapped file.
+    /// Scans some examples, in place if they are in a mapped file.
     fn look_at(&self, wave: &Wave, part: Range<usize>, look: &mut Look, stop: &Stop) -> Result<()> {
         let mut local = None;
         for e in part {

@@ -1,4 +1,4 @@
-//! Names and sizes in the core and the binding: a type name means one thing, and files and functions are short.
+//! Names and sizes in the core and the binding: type names are unique, and files and functions are short.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,23 +9,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use common::sources;
 use syn::visit::{self, Visit};
 
-/// Names that two types have, and why.
+/// Names shared by two types, with the reason.
 const TWICE: &[(&str, &str)] = &[
     ("BlockCache", "the binding's class of the core's type"),
     ("Rows", "the binding's class of the core's type"),
     ("Stream", "the binding's class of the core's type"),
 ];
-/// Lines of a file, and of a function. A comment `Long: reason` above a function allows more.
+/// Maximum lines of a file and of a function. A comment `Long: reason` above a function allows more.
 const LONGEST_FILE: usize = 800;
 const LONGEST_FUNCTION: usize = 80;
 
-/// The declarations of one file; without its unit tests, the types that traits ask for and what macros make.
+/// The declarations of a file, without its unit tests, associated types and macro output.
 #[derive(Default)]
 struct Declared {
     types: Vec<(String, usize)>,
-    /// With the first line, counted from 1, and the number of lines.
+    /// Each with its first line, counted from 1, and its number of lines.
     functions: Vec<(String, usize, usize)>,
-    /// Types and traits that `use` brings from other crates, for the file's own use.
+    /// Types and traits that the file imports from other crates.
     foreign: BTreeSet<String>,
 }
 
@@ -116,14 +116,14 @@ impl<'ast> Visit<'ast> for Declared {
     }
 }
 
-/// The comments and attributes right above a line.
+/// The comments and attributes directly above a line.
 fn above(text: &str, line: usize) -> Vec<&str> {
     let lines: Vec<&str> = text.lines().take(line - 1).collect();
     let is_head = |line: &&str| line.trim_start().starts_with("//") || line.trim_start().starts_with("#[");
     lines.into_iter().rev().take_while(is_head).collect()
 }
 
-/// Functions of more than [`LONGEST_FUNCTION`] lines for which no reason is given.
+/// Functions of more than [`LONGEST_FUNCTION`] lines without a reason.
 fn long(text: &str, declared: &Declared) -> Vec<String> {
     let long = declared.functions.iter().filter(|(.., lines)| *lines > LONGEST_FUNCTION);
     let unexplained = long.filter(|(_, first, _)| !above(text, *first).iter().any(|line| line.contains("Long: ")));
@@ -134,7 +134,7 @@ fn code() -> Vec<(String, String)> {
     all(&["core/src", "py/src"])
 }
 
-/// Files below some folders, with their text.
+/// The files below some folders, with their text.
 fn all(folders: &[&str]) -> Vec<(String, String)> {
     let files = |folder: &&str| {
         let folder = (*folder).to_string();

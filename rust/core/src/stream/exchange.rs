@@ -162,7 +162,7 @@ mod models {
         exchange.finish(error);
     }
 
-    /// Runs `maker` on a thread of its own beside `taker`.
+    /// Runs `maker` on a second thread, and `taker` on this one.
     fn model(spare: &'static [usize], maker: fn(&Exchange<usize, usize>), taker: fn(&Exchange<usize, usize>)) {
         loom::model(move || {
             let exchange = Arc::new(Exchange::new(spare.to_vec()));

@@ -1,4 +1,4 @@
-//! What tests of the source itself share.
+//! Shared by the tests of the source code itself.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
