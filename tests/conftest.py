@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.formats import registry
 
 GOLDEN = Path(__file__).parent / "golden"
 SAEV = sorted(p.parent for p in (GOLDEN / "saev").glob("*/expected.npz"))
@@ -110,3 +113,24 @@ def lmprobe_copy(tmp_path: Path) -> Callable[..., Path]:
 def open_all() -> Callable[[Path], list[actshard.Store]]:
     """The same dataset in both io modes."""
     return lambda path: [actshard.open(path, io=io) for io in ("mmap", "pread")]
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of installed packages; formats are looked up anew before and after."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry.installed.cache_clear()
+    yield tmp_path
+    registry.installed.cache_clear()
+    for name in [name for name in sys.modules if name.endswith("_plugin")]:
+        del sys.modules[name]
+
+
+def install(folder: Path, package: str, source: str, *points: str) -> None:
+    """A package with entry points for formats, in a folder on the path (the fixture ``plugins``)."""
+    (folder / f"{package}.py").write_text(source)
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[actshard.formats]\n" + "\n".join(points) + "\n")
+    importlib.invalidate_caches()

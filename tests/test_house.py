@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 import actshard
 from actshard import codes, formats
 from actshard.formats import Format, registry
-from conftest import GOLDEN
+from conftest import GOLDEN, install
 
 ROOT = Path(actshard.__file__).parent
 
@@ -328,26 +327,6 @@ class Flat(Format):
             columns=columns, files=lambda: [path / "rows.f32"],
         )
 """
-
-
-@pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of installed packages; formats are looked up anew before and after."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    registry.installed.cache_clear()
-    yield tmp_path
-    registry.installed.cache_clear()
-    for name in ("flat_plugin", "broken_plugin"):
-        sys.modules.pop(name, None)
-
-
-def install(folder: Path, package: str, source: str, *points: str) -> None:
-    (folder / f"{package}.py").write_text(source)
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[actshard.formats]\n" + "\n".join(points) + "\n")
-    importlib.invalidate_caches()
 
 
 def test_another_package_adds_a_format(plugins: Path, tmp_path: Path) -> None:

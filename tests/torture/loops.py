@@ -22,17 +22,22 @@ from actshard.epochs import Epochs
 
 
 class LoopMachine(CountedMachine):
-    """A subclass makes ``stream`` and calls :meth:`start` when it begins."""
+    """A subclass calls :meth:`start` when it knows its options, ``asked``."""
 
     states = Bundle("states")
     stream: Epochs[Any]
+    asked: dict[str, Any]
     damaged = ("dataset", "batch_size", "batch", "epoch", "settings")
     """Fields of a state without which it is refused."""
 
-    def start(self, stream: Epochs[Any], epoch: int) -> None:
-        """Takes the stream that the rules use."""
-        self.stream = stream
-        self.epoch, self.step, self.resume, self.chosen = epoch, 0, None, None
+    def start(self) -> None:
+        """Makes the stream that the rules use."""
+        try:
+            self.stream = self.another()
+        except actshard.ArgumentError:  # fewer rows or examples than batches there would have to be
+            self.asked |= {"drop_last": True}
+            self.stream = self.another()
+        self.epoch, self.step, self.resume, self.chosen = self.asked.get("epoch", 0), 0, None, None
         # The loop that is being read, those before it, and what is expected of them when they are asked again.
         self.loop: Any = None
         self.old: list[tuple[Any, type[BaseException]]] = []

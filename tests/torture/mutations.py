@@ -172,11 +172,7 @@ def use(path: Path, *, pooled: bool = True) -> list[str]:
         store.info()
     except actshard.ActshardError as error:
         wrong += _ours(error)
-    try:
-        actshard.verify(path, deep=True)
-    except actshard.ActshardError as error:
-        wrong += _ours(error)
-    return wrong
+    return wrong + _verified(path)
 
 
 def use_cache(path: Path) -> list[str]:
@@ -190,11 +186,15 @@ def use_cache(path: Path) -> list[str]:
         windows.get_batch(range(min(len(windows), 32)))
     except actshard.ActshardError as error:
         wrong += _ours(error)
+    return wrong + _verified(path)
+
+
+def _verified(path: Path) -> list[str]:
     try:
         actshard.verify(path, deep=True)
     except actshard.ActshardError as error:
-        wrong += _ours(error)
-    return wrong
+        return _ours(error)
+    return []
 
 
 def _ours(error: actshard.ActshardError) -> list[str]:

@@ -31,17 +31,22 @@ from hypothesis.stateful import (
 from tests.torture.budget import CountedMachine, machine_settings, runs
 
 import actshard
-from actshard import work
+from actshard import formats, work
 from actshard.converting import running
 from actshard.formats import merging as format_merging
 from actshard.formats.lmprobe.index import TOKEN_LISTS
+from actshard.formats.target import TEXTS
+from conftest import install
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
+CONVERTED = (*FORMATS, "flat")
+"""With a format of another package; see ``plugin``."""
 SMALL: dict[str, dict[str, Any]] = {
     "saev": {"max_tokens_per_shard": 24},
     "lmprobe": {"shard_bytes": 300},
     "zarr": {"chunk_tokens": 2},
     "pickle": {"shard_bytes": 900, "compress": False},
+    "flat": {},
 }
 
 
@@ -130,14 +135,19 @@ class ConvertMergeMachine(CountedMachine):
 
     @initialize(
         verb=st.sampled_from(["convert", "parts", "datasets"]),
-        source=st.sampled_from(FORMATS),
-        to=st.sampled_from(FORMATS),
+        source=st.sampled_from(CONVERTED),
+        to=st.sampled_from(CONVERTED),
         small=st.booleans(),
         physical=st.booleans(),
         seed=st.integers(0, 50),
+        data=st.data(),
     )
-    def begin(self, verb: str, source: str, to: str, small: bool, physical: bool, seed: int) -> None:
+    def begin(
+        self, verb: str, source: str, to: str, small: bool, physical: bool, seed: int, data: st.DataObject
+    ) -> None:
         warnings.simplefilter("ignore")
+        if source == "flat" and verb != "convert":  # which has no merger
+            source = "zarr"
         small |= verb != "convert" and physical  # stores of different chunks are refused as one
         self.root = Path(os.environ["ACTSHARD_MACHINE_FOLDER"]) / f"{random.getrandbits(60):x}"
         self.root.mkdir()
@@ -148,6 +158,9 @@ class ConvertMergeMachine(CountedMachine):
             self.sources = [make(self.root / "source", source, seed, small)]
             self.options: dict[str, Any] = {**(SMALL[to] if small else {}), "pad": to == "saev"}
             self.to = to
+            self.chosen = self.choice(data)
+            if self.chosen is not None:
+                self.options["columns"] = self.chosen
         elif verb == "parts":
             self.sources = []
             for name in ("wanted", "target"):
@@ -156,7 +169,39 @@ class ConvertMergeMachine(CountedMachine):
         else:
             self.sources = [make(self.root / f"s{i}", source, seed + i, small) for i in range(3)]
         self.before = [digest(s) for s in self.sources]
-        self.wanted = values(self.call("wanted"))
+        made = self.call("wanted")
+        self.wanted = values(made)
+        if verb == "convert":
+            self.columns_are_those_asked_for(made)
+
+    def choice(self, data: st.DataObject) -> dict[str, str] | None:
+        """Some of the source's columns in some order, some under another name; None: all, which is the default."""
+        if not data.draw(st.booleans(), "columns"):
+            return None
+        store = actshard.open(self.sources[0])
+        names = formats.get(store.format).carrying().names(store.contents)
+        some = data.draw(st.permutations(names).flatmap(lambda x: st.integers(0, len(x)).map(lambda n: x[:n])), "names")
+        renamed = data.draw(st.lists(st.booleans(), min_size=len(some), max_size=len(some)), "renamed")
+        return {name: f"my_{name}" if new else name for name, new in zip(some, renamed, strict=True)}
+
+    def columns_are_those_asked_for(self, made: Path) -> None:
+        """Texts aside, which every format calls by a name of its own."""
+        source, found = actshard.open(self.sources[0]), actshard.open(made)
+        carrying = formats.get(source.format).carrying()
+        carried = carrying.names(source.contents)
+        chosen = dict.fromkeys(carried) if self.chosen is None else self.chosen
+        kept = {new or name: source.table[name].to_pylist() for name, new in chosen.items()}
+        table = {name: found.table[name].to_pylist() for name in found.table.column_names}
+        if not found.table.column_names or self.to == "saev":
+            return
+        ours = {"sample_idx", "layers", *TEXTS}
+        if self.chosen is None and carrying.number_column is not None:
+            ours.add(carrying.number_column)  # left out where it says no more than the order
+        for name in kept.keys() - ours:
+            assert table[name] == kept[name], name
+        if self.chosen is not None:
+            for name in (set(carried) - set(chosen)) - ours - {"label", "num_tokens"}:
+                assert name not in table, name
 
     def call(self, name: str, **other: Any) -> Path:
         path = self.root / name
@@ -192,19 +237,20 @@ class ConvertMergeMachine(CountedMachine):
         self.begun = True
 
     @precondition(lambda self: self.done is None and self.begun)
-    @rule(which=st.integers(0, 2))
+    @rule(which=st.integers(0, 3))
     def other_arguments(self, which: int) -> None:
         """Another call is refused, or done as it says; it never becomes the first."""
         if self.verb == "convert":
             other = [
                 {"layers": [4]},
                 {"examples": [0]},
-                {"dtype": "float64" if self.to != "saev" else "float32", "layers": [4, 1]},
+                {"dtype": "float64" if self.to not in ("saev", "flat") else "float32", "layers": [4, 1]},
+                {"columns": []},
             ][which]
         elif self.verb == "parts":
-            other = [{"physical": not self.physical}, {"parts": [self.root / "wanted"]}, {"parts": []}][which]
+            other = [{"physical": not self.physical}, {"parts": [self.root / "wanted"]}, {"parts": []}][which % 3]
         else:
-            other = [{"parts": self.sources[::-1]}, {"parts": self.sources[:2]}, {"parts": None}][which]
+            other = [{"parts": self.sources[::-1]}, {"parts": self.sources[:2]}, {"parts": None}][which % 3]
         try:
             path = self.call("target", **other)
         except actshard.ActshardError:
@@ -278,8 +324,12 @@ class ConvertMergeMachine(CountedMachine):
             shutil.rmtree(self.root, ignore_errors=True)
 
 
-def test_conversions_and_merges_are_done_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACTSHARD_MACHINE_FOLDER", str(tmp_path))
+def test_conversions_and_merges_are_done_or_refused(
+    plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTSHARD_MACHINE_FOLDER", str(tmp_path / "machine"))
+    (tmp_path / "machine").mkdir()
+    install(plugins, "flat_plugin", "from tests.torture.plugin import Flat", "flat = flat_plugin:Flat")
     run_state_machine_as_test(ConvertMergeMachine, settings=machine_settings(10, 10_000, steps=6))
 
 

@@ -60,12 +60,7 @@ class Machine(LoopMachine):
         world = self.asked.get("world_size", 1)
         self.rank = data.draw(st.integers(0, world - 1), "rank")
         self.orders: dict[int, list[Keys]] = {}
-        try:
-            stream = self.another()
-        except actshard.ArgumentError:  # fewer rows than batches there would have to be
-            self.asked |= {"drop_last": True}
-            stream = self.another()
-        self.start(stream, self.asked.get("epoch", 0))
+        self.start()
 
     def another(self, rank: int | None = None) -> actshard.Stream:
         """A stream of the same settings."""

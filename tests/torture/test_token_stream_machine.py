@@ -90,12 +90,7 @@ class Machine(LoopMachine):
         self.world = self.asked.get("world_size", 1)
         self.rank = data.draw(st.integers(0, self.world - 1), "rank")
         self.orders: dict[int, list[Hashable]] = {}
-        try:
-            stream = self.another()
-        except actshard.ArgumentError:  # fewer examples than batches there would have to be
-            self.asked |= {"drop_last": True}
-            stream = self.another()
-        self.start(stream, self.asked.get("epoch", 0))
+        self.start()
 
     def another(self) -> tokens.TokenStream:
         """A stream of the same settings, of the same dataset."""

@@ -59,11 +59,7 @@ def remove_made(root: Path, patterns: Iterable[str]) -> None:
             name = entry.name.removeprefix(".").removesuffix(".part") if entry.name.endswith(".part") else entry.name
             if not any(fnmatch.fnmatchcase(n, p) for n in (name, entry.name) for p in wanted):
                 continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    entry.unlink()
+            remove(entry)
 
 
 def make_folder(path: Path) -> None:
