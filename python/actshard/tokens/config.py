@@ -30,6 +30,8 @@ from actshard.tokens.building import Build, BuildOptions, Watch
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.components import (
     DatasetComponent,
+    HfDatasetSourceConfig,  # noqa: F401 -- pickles may name it here, where it was first
+    UrlDatasetSourceConfig,  # noqa: F401
     components_of,
     dataset_for_component,
     known_options,

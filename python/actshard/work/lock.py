@@ -12,7 +12,6 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -25,6 +24,12 @@ _TRIES = 100
 _held: dict[str, int] = {}
 """Maps locked folders to the process that locked them: a forked child inherits this dict, but not the locks."""
 _held_lock = threading.Lock()
+
+
+def _host() -> str:
+    import socket  # which imports much, and only writers lock
+
+    return socket.gethostname()
 
 
 class Lock:
@@ -72,7 +77,7 @@ class Lock:
                 )
             if not self._is_there(file):
                 return None
-            who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            who = {"pid": os.getpid(), "host": _host(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
             os.ftruncate(file, 0)
             os.pwrite(file, json.dumps(who).encode(), 0)
             mine = True
@@ -100,7 +105,7 @@ class Lock:
         """Whether the process that the file names is alive. Processes on other hosts cannot be checked and count as alive."""
         try:
             who = json.loads(os.pread(file, 4096, 0))
-            if who["host"] != socket.gethostname():
+            if who["host"] != _host():
                 return True
             os.kill(int(who["pid"]), 0)
         except (ValueError, KeyError, TypeError, ProcessLookupError):
