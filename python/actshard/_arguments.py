@@ -229,7 +229,7 @@ def whole(
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if is_integer and least <= value <= most:
         return int(value)
-    expected = f"from {least} on" if most >= 1 << 60 else f"from {least} to {most}"
+    expected = f"of at least {least}" if most >= 1 << 60 else f"from {least} to {most}"
     kind = ArgumentError if is_integer else wrong_type
     raise kind(f"{what}: expected an integer {expected}, found {value!r:.80}")
 
@@ -283,7 +283,7 @@ def members(values: Any, count: int, what: str, path: Path | None = None) -> NDA
     bad = (made < 0) | (made >= count)
     if bad.any():
         first = int(made[np.flatnonzero(bad)[0]])
-        raise OutOfRangeError(f"{what} {first}: there are {count}", path=path)
+        raise OutOfRangeError(f"{what} {first} is out of range: there are {count}", path=path)
     return np.ascontiguousarray(made)
 
 

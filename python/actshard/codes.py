@@ -1,11 +1,11 @@
-"""Codes of warnings and findings: what each means, what follows from it, and what to do.
+"""Codes of warnings and findings, with their meanings, consequences and remedies.
 
-:func:`actshard.verify` reports findings, opening a dataset warns of some of them, and other calls warn of what concerns the call.
-Each has a code beside its text. Codes are public and stable: they are added, never renamed or removed. Programs ask for codes,
-not for words of a text.
+:func:`actshard.verify` reports findings. Opening a dataset warns about some of them, and other calls have warnings of their own.
+Each has a code and a text. Codes are public and stable: they are added, never renamed or removed. Programs should compare codes,
+not texts.
 
-Codes that several formats use are declared here, those of one format in its folder (``formats/<name>/codes.py``).
-``scripts/verify_page.py`` writes the tables of ``docs/verify.md`` from them.
+Codes that several formats use are declared here, those of one format in ``formats/<name>/codes.py``. ``scripts/verify_page.py``
+generates the tables of ``docs/verify.md`` from them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Code:
     Attributes:
         name: the code, lower case with hyphens.
         severity: ``"error"``, ``"warning"`` or ``"note"``.
-        meaning: what is the case.
-        consequence: what follows for a reader of the dataset, or for the caller.
-        remedy: what to do; part of every finding.
+        meaning: the problem.
+        consequence: its effect on readers of the dataset, or on the caller.
+        remedy: the recommended action; part of every finding.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Code:
 
 
 class Remark(str):
-    """A warning about a dataset: a text with the code under which :func:`actshard.verify` reports it."""
+    """A warning about a dataset: a str with the code under which :func:`actshard.verify` reports it."""
 
     code: str
 
@@ -58,11 +58,11 @@ class Remark(str):
 
     @classmethod
     def of(cls, text: str) -> Remark:
-        """The text as a remark; one without a code gets ``reader-warning``."""
+        """Converts a str to a remark with the code ``reader-warning``; returns a remark unchanged."""
         return text if isinstance(text, Remark) else cls("reader-warning", text)
 
     def within(self, name: str) -> Remark:
-        """The same about one part of a dataset."""
+        """Returns the remark prefixed with the name of a part of the dataset."""
         return Remark(self.code, f"{name}: {self}")
 
 
@@ -76,12 +76,12 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             ERROR,
             "No format recognises the path.",
             "The dataset cannot be opened.",
-            "say which format it should be (format=, --format)",
+            "name the format (format=, --format)",
         ),
         Code(
             "unfinished",
             ERROR,
-            "A writer was interrupted, or is still at work.",
+            "A writer was interrupted, or is still running.",
             "The dataset cannot be opened.",
             "finish it: create or convert with resume",
         ),
@@ -96,7 +96,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
         Code(
             "unreadable",
             ERROR,
-            "The system refuses to open or read a file.",
+            "The operating system refuses to open or read a file.",
             _UNREADABLE,
             "check permissions and the disk",
         ),
@@ -136,7 +136,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "The file is damaged or was exchanged; reading it raises an error.",
             "copy it again",
         ),
-        Code("gzip", ERROR, "Gzip data are damaged, or are no gzip data.", _UNREADABLE, "copy it again"),
+        Code("gzip", ERROR, "A file is not gzip, or its gzip data are damaged.", _UNREADABLE, "copy it again"),
         Code(
             "unsafe-pickle",
             ERROR,
@@ -149,7 +149,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             WARNING,
             "A chunk of stored tokens has no file.",
             "It is read as the fill value.",
-            "find out whether it was written",
+            "check whether it was written",
         ),
     ),
     "Metadata and tables": (
@@ -193,7 +193,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             ERROR,
             "A count in the metadata differs from the number found.",
             "Examples or rows may be missing.",
-            "correct the count, or find what is missing",
+            "correct the count, or restore the missing files",
         ),
         Code(
             "claim",
@@ -220,7 +220,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "duplicate-sample",
             ERROR,
             "A sample number, line or shard occurs twice.",
-            "Samples cannot be told apart by their numbers.",
+            "Sample numbers are ambiguous.",
             "merge again, or give samples other numbers",
         ),
         Code(
@@ -233,7 +233,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
         Code(
             "reader-warning",
             WARNING,
-            "Opening the dataset gives a warning that has no code of its own.",
+            "Opening the dataset issues a warning without its own code.",
             "See the message.",
             "see the message",
         ),
@@ -258,28 +258,28 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             WARNING,
             "All values of a row are zero.",
             "The row may be padding, or may never have been written.",
-            "check that they were written, and are not padding",
+            "check that the rows were written and are not padding",
         ),
         Code(
             "constant-row",
             WARNING,
             "All values of a row are equal.",
             "The row contains no information.",
-            "check how they were made",
+            "check how the rows were computed",
         ),
         Code(
             "dead-dimension",
             WARNING,
             "A column is zero in every row.",
             "The dimension contains no information.",
-            "check the hook they were taken from",
+            "check the hook that recorded the activations",
         ),
         Code(
             "constant-dimension",
             WARNING,
             "A column has the same value in every row.",
             "The dimension contains no information.",
-            "check the hook they were taken from",
+            "check the hook that recorded the activations",
         ),
         Code(
             "duplicate-example",
@@ -293,7 +293,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             NOTE,
             "Every value is representable in a narrower dtype.",
             "The dataset takes more space than it needs.",
-            "convert with dtype= and save the space",
+            "convert with dtype= to save space",
         ),
         Code(
             "mixed-dtypes",
@@ -304,7 +304,7 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
         ),
     ),
 }
-"""Findings that several formats share, by the heading of their table in the documentation."""
+"""Findings that several formats share, by the heading of their table in docs/verify.md."""
 
 CALLS: tuple[Code, ...] = (
     Code(
@@ -339,7 +339,7 @@ CALLS: tuple[Code, ...] = (
         "mixed-column-types",
         WARNING,
         "An earlier release appended a column with several types.",
-        "The values of the column are stored as texts.",
+        "The values of the column are stored as strings.",
         "cast the column when reading",
     ),
     Code(
@@ -359,7 +359,7 @@ CALLS: tuple[Code, ...] = (
     Code(
         "tokenizer-truncates",
         WARNING,
-        "The tokenizer cuts texts to a length, as its tokenizer.json demands.",
+        "The tokenizer truncates texts, as configured in its tokenizer.json.",
         "Tokens after that length are lost.",
         "call no_truncation() on the tokenizer to keep them",
     ),
@@ -392,17 +392,17 @@ CALLS: tuple[Code, ...] = (
         "correct the records that the report lists, and build again",
     ),
 )
-"""Warnings that concern a call rather than a dataset; :func:`actshard.verify` does not report them."""
+"""Warnings about calls, not datasets; :func:`actshard.verify` does not report them."""
 
 
 Concern = Literal["findings", "calls"]
-"""Codes of a dataset's findings, or of warnings that concern a call."""
+"""Codes of findings about datasets, or of warnings about calls."""
 
 _declared: list[Callable[[Concern], Iterable[Code]]] = []
 
 
 def declare(more: Callable[[Concern], Iterable[Code]]) -> None:
-    """Adds codes that are declared elsewhere. ``more`` is called when a code is first looked up: it may load formats."""
+    """Adds codes that are declared elsewhere. ``more`` is called at the first lookup, because it may load formats."""
     _declared.append(more)
     findings.cache_clear()
     calls.cache_clear()
@@ -410,13 +410,13 @@ def declare(more: Callable[[Concern], Iterable[Code]]) -> None:
 
 @functools.cache
 def findings() -> Mapping[str, Code]:
-    """Every finding by its code: the general ones, then those of formats. Of a code that is declared twice the first counts."""
+    """Returns all findings by code: general ones, then those of formats. If a code is declared twice, the first one is used."""
     return _by_name([code for group in FINDINGS.values() for code in group], "findings")
 
 
 @functools.cache
 def calls() -> Mapping[str, Code]:
-    """The codes of all warnings that concern a call rather than a dataset."""
+    """Returns all warnings about calls by code."""
     return _by_name(list(CALLS), "calls")
 
 

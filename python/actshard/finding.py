@@ -54,8 +54,8 @@ def check_finished(root: Location) -> None:
     count = count_parts(root)
     if count is not None:
         raise UnfinishedError(
-            f"contains {count} unmerged parts of a dataset. When all are written, merge them with actshard.merge or "
-            "`actshard merge`" + beside_parts(root),
+            f"contains {count} unmerged parts of a dataset. When all are written, merge them with actshard.merge"
+            + beside_parts(root),
             path=root,
         )
     journal = unfinished(root) if root.kind() == "folder" else None

@@ -286,7 +286,8 @@ def checked(asked: Asked, target: Target, *, numbers: bool | None = None) -> Col
                 found = checker.fit(columns.of(ids, unit, target), at, alike=False)
             except (ArgumentError, NotStoredError) as error:
                 remedy = "use columns= (--columns) to rename columns or to leave some out"
-                raise type(error)(f"{error.detail}; {remedy}", path=error.path, code=error.code) from error
+                detail = error.detail.removesuffix(".")
+                raise type(error)(f"{detail}; {remedy}", path=error.path, code=error.code) from error
             checker.keep(found)
             at += len(ids)
             text = next((n for n in TEXTS if found.table is not None and n in found.table.column_names), None)

@@ -39,7 +39,7 @@ class Finding:
     def __str__(self) -> str:
         where = f"{self.path}: {self.place}: " if self.place else f"{self.path}: "
         said = f"expected {self.expected}, found {self.found}" if self.expected else self.found
-        return f"{self.severity} [{self.code}] {where}{said}; {self.remedy}"
+        return f"{self.severity} [{self.code}] {where}{said.removesuffix('.')}; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""

@@ -89,7 +89,7 @@ def _from_start(indices: Sequence[int], most: int) -> list[int]:
     made = [int(i) for i in indices]
     for i in made:
         if not 0 <= i < most:
-            raise OutOfRangeError(f"index {i}: expected 0 to {most - 1}")
+            raise OutOfRangeError(f"index {i} is out of range: there are {most}")
     return made
 
 
@@ -356,7 +356,7 @@ class PrebuiltLmDataset(Examples):
 
 
 class Prepared(Examples):
-    """Examples of a dataset that is made already."""
+    """Examples of an existing dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
