@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use actshard_core::dtype::Cast;
+use actshard_core::dtype::{Cast, DType};
 use actshard_core::gather::{Ints, Out, Pick};
 use actshard_core::layout::row::Row;
 use actshard_core::rows::Rows as Dataset;
@@ -13,7 +13,7 @@ use numpy::{PyArrayDescr, PyArrayDescrMethods, PyUntypedArray, PyUntypedArrayMet
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::arguments::{dtype_of, helper};
+use crate::arguments::{dtype_of, helper, io_of};
 use crate::{buffer, detach, errors};
 
 /// The rows of a dataset: files, layout and dtype.
@@ -29,6 +29,36 @@ pub struct Rows {
 }
 
 /// Whether the output overlaps an index array: Rust must not read memory that it is writing.
+/// The arguments that the constructors of all layouts of files share.
+pub struct RowArguments<'a, 'py> {
+    pub width: u64,
+    pub dtype: &'a str,
+    pub descr: Bound<'py, PyArrayDescr>,
+    pub io: &'a str,
+}
+
+impl RowArguments<'_, '_> {
+    /// The dataset that `make` builds from the width, the dtype and the I/O mode.
+    pub fn rows(
+        self,
+        py: Python<'_>,
+        make: impl FnOnce(u64, DType, Io) -> actshard_core::Result<Dataset> + Send,
+    ) -> PyResult<Rows> {
+        detach::guarded(py, || {
+            let (width, dtype, io) = (self.width, dtype_of(py, self.dtype)?, io_of(py, self.io)?);
+            let made = detach::detached(py, |_| make(width, dtype, io))?;
+            Rows::new(py, made, io, self.descr)
+        })
+    }
+}
+
+/// Where a gather writes, as Python passes it: the caller's array, the dtype, and a list for the number of overflows.
+pub struct Destination<'a, 'py> {
+    pub out: Option<&'a Bound<'py, PyAny>>,
+    pub dtype: Option<&'a Bound<'py, PyAny>>,
+    pub overflows: Option<&'a Bound<'py, PyList>>,
+}
+
 fn overlaps(groups: &Ints<'_>, pick: &Pick<'_>, out: &buffer::Claim) -> bool {
     let (examples, tokens) = match pick {
         Pick::Tokens { examples, tokens } => (examples, Some(tokens)),
@@ -92,7 +122,6 @@ impl Rows {
     }
 
     /// Gathers into a new array or into `out`, converted to `dtype` if given.
-    #[allow(clippy::too_many_arguments)]
     pub fn fill<'py>(
         &self,
         py: Python<'py>,
@@ -100,10 +129,9 @@ impl Rows {
         pick: Pick<'_>,
         items: usize,
         dims: &[usize],
-        out: Option<&Bound<'py, PyAny>>,
-        dtype: Option<&Bound<'py, PyAny>>,
-        overflows: Option<&Bound<'py, PyList>>,
+        into: Destination<'_, 'py>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let Destination { out, dtype, overflows } = into;
         let stored = self.descr.bind(py);
         let (descr, to) = match dtype {
             Some(asked) if !asked.is_none() && !asked.is(stored) => {

@@ -23,8 +23,8 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList};
 
-use crate::arguments::{IndexArgument, dtype_of, groups_of, helper, io_of};
-use crate::handle::Rows;
+use crate::arguments::{IndexArgument, groups_of, helper, io_of};
+use crate::handle::{Destination, RowArguments, Rows};
 use crate::{buffer, detach, errors, pickle, stream, write};
 
 /// A table of row addresses, read from an index batch by batch.
@@ -158,7 +158,7 @@ impl Rows {
     /// Rows at computed addresses: file f has `rows_per_file[f]` rows of `width` elements, starting at its first byte.
     #[staticmethod]
     #[pyo3(signature = (files, *, num_examples, examples_per_file, num_groups, num_tokens, width, dtype, descr, io))]
-    #[allow(clippy::too_many_arguments)]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn strided(
         py: Python<'_>,
         files: Vec<(PathBuf, u64)>,
@@ -171,24 +171,18 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        detach::guarded(py, || {
-            let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
-            let made = detach::detached(py, |_| {
-                let files = files
-                    .into_iter()
-                    .map(|(path, rows)| RowFile { location: path.into(), rows: RowsIn::Raw(rows) })
-                    .collect();
-                let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
-                Ok(Dataset::Strided(FileTable::new(files, width, dtype, io)?, layout))
-            })?;
-            Rows::new(py, made, io, descr)
+        RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+            let files =
+                files.into_iter().map(|(path, rows)| RowFile { location: path.into(), rows: RowsIn::Raw(rows) });
+            let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
+            Ok(Dataset::Strided(FileTable::new(files.collect(), width, dtype, io)?, layout))
         })
     }
 
     /// Rows from a table of addresses: `files[g * shards + s]` is group g's shard s, with the key of its 2-D tensor.
     #[staticmethod]
     #[pyo3(signature = (files, addresses, *, num_groups, width, dtype, descr, io))]
-    #[allow(clippy::too_many_arguments)]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn table(
         py: Python<'_>,
         files: Vec<(PathBuf, String)>,
@@ -199,22 +193,13 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        detach::guarded(py, || {
-            let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
-            let made = detach::detached(py, |_| {
-                let files = files
-                    .into_iter()
-                    .map(|(path, key)| RowFile {
-                        location: path.into(),
-                        rows: RowsIn::Found(Arc::new(TensorRows(key))),
-                    })
-                    .collect();
-                // Another thread may be adding addresses, without the GIL.
-                let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
-                let table = builder.ok_or_else(used)?.finish(num_groups)?;
-                Ok(Dataset::Table(FileTable::new(files, width, dtype, io)?, table))
-            })?;
-            Rows::new(py, made, io, descr)
+        RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+            let in_file = |key| RowsIn::Found(Arc::new(TensorRows(key)));
+            let files = files.into_iter().map(|(path, key)| RowFile { location: path.into(), rows: in_file(key) });
+            // Another thread may be adding addresses, without the GIL.
+            let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let table = builder.ok_or_else(used)?.finish(num_groups)?;
+            Ok(Dataset::Table(FileTable::new(files.collect(), width, dtype, io)?, table))
         })
     }
 
@@ -222,7 +207,7 @@ impl Rows {
     /// rows, part after part of its tokens (see [`PartTuple`]).
     #[staticmethod]
     #[pyo3(signature = (files, parts, *, num_groups, width, dtype, descr, io))]
-    #[allow(clippy::too_many_arguments)]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn spans(
         py: Python<'_>,
         files: Vec<(PathBuf, u64, u64, bool)>,
@@ -234,7 +219,6 @@ impl Rows {
         io: &str,
     ) -> PyResult<Rows> {
         detach::guarded(py, || {
-            let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
             let parts = parts
                 .into_iter()
                 .map(|(files, starts, tokens, stride)| {
@@ -246,18 +230,14 @@ impl Rows {
                     })
                 })
                 .collect::<PyResult<_>>()?;
-            let made = detach::detached(py, |_| {
+            RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
                 let layout = Spans::new(num_groups, files.len(), parts)?;
-                let files = files
-                    .into_iter()
-                    .map(|(path, start, rows, swapped)| RowFile {
-                        location: path.into(),
-                        rows: RowsIn::At { start, rows, swapped },
-                    })
-                    .collect();
-                Ok(Dataset::Spans(FileTable::new(files, width, dtype, io)?, layout))
-            })?;
-            Rows::new(py, made, io, descr)
+                let file = |(path, start, rows, swapped): (PathBuf, _, _, _)| RowFile {
+                    location: path.into(),
+                    rows: RowsIn::At { start, rows, swapped },
+                };
+                Ok(Dataset::Spans(FileTable::new(files.into_iter().map(file).collect(), width, dtype, io)?, layout))
+            })
         })
     }
 
@@ -265,7 +245,7 @@ impl Rows {
     /// of a member: its number of tokens, for all examples or for each.
     #[staticmethod]
     #[pyo3(signature = (arrays, members, lengths, *, num_groups, width, dtype, decoded_memory, descr, io))]
-    #[allow(clippy::too_many_arguments)]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn chunked(
         py: Python<'_>,
         arrays: Vec<ChunkArrayTuple>,
@@ -279,7 +259,6 @@ impl Rows {
         io: &str,
     ) -> PyResult<Rows> {
         detach::guarded(py, || {
-            let (dtype, io) = (dtype_of(py, dtype)?, io_of(py, io)?);
             let arrays = arrays
                 .into_iter()
                 .map(|(folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded)| ChunkArray {
@@ -296,19 +275,6 @@ impl Rows {
                     },
                 })
                 .collect();
-            let files = detach::detached(py, |_| ChunkFiles::new(arrays, width, dtype, decoded_memory, io))?;
-            let grids = files.grids();
-            let unknown = || errors::raise(py, &Error::new(Kind::Internal, "a member of unknown arrays"));
-            let members = members
-                .into_iter()
-                .map(|(examples, parts)| {
-                    let parts = parts
-                        .into_iter()
-                        .map(|p| grids.get(p).copied().ok_or_else(unknown))
-                        .collect::<PyResult<_>>()?;
-                    Ok(Member { examples, parts })
-                })
-                .collect::<PyResult<_>>()?;
             let lengths = lengths
                 .iter()
                 .map(|each| match each.extract::<u64>() {
@@ -319,8 +285,19 @@ impl Rows {
                     }
                 })
                 .collect::<PyResult<_>>()?;
-            let layout = detach::detached(py, |_| Chunked::new(num_groups, members, lengths))?;
-            Rows::new(py, Dataset::Chunked(files, layout), io, descr)
+            RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+                let files = ChunkFiles::new(arrays, width, dtype, decoded_memory, io)?;
+                let grids = files.grids();
+                let grid = |p: usize| {
+                    let unknown = || Error::new(Kind::Internal, "a member of unknown arrays");
+                    grids.get(p).copied().ok_or_else(unknown)
+                };
+                let member = |(examples, parts): (u64, Vec<usize>)| {
+                    Ok(Member { examples, parts: parts.into_iter().map(grid).collect::<actshard_core::Result<_>>()? })
+                };
+                let members = members.into_iter().map(member).collect::<actshard_core::Result<_>>()?;
+                Ok(Dataset::Chunked(files, Chunked::new(num_groups, members, lengths)?))
+            })
         })
     }
 
@@ -480,7 +457,7 @@ impl Rows {
     ///
     /// If `overflows` is a list, the number of finite values that became infinite is appended to it, unless it is 0.
     #[pyo3(signature = (group, examples, tokens, out, dtype, overflows=None))]
-    #[allow(clippy::too_many_arguments)]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn gather<'py>(
         &self,
         py: Python<'py>,
@@ -536,7 +513,7 @@ impl Rows {
                 None => Pick::Last { examples: e.ints()? },
                 Some(t) => Pick::Tokens { examples: e.ints()?, tokens: t.ints()? },
             };
-            self.fill(py, Ints::One(group as i64), pick, items, &dims, out, dtype, overflows)
+            self.fill(py, Ints::One(group as i64), pick, items, &dims, Destination { out, dtype, overflows })
         })
     }
 
@@ -560,7 +537,8 @@ impl Rows {
                     errors::raise(py, &Error::new(Kind::Argument, "more rows than this machine can address"))
                 })?;
             let pick = Pick::Whole { examples: Ints::Each(ids) };
-            self.fill(py, groups.ints()?, pick, ids.len(), &[rows, self.row().width], out, dtype, overflows)
+            let dims = [rows, self.row().width];
+            self.fill(py, groups.ints()?, pick, ids.len(), &dims, Destination { out, dtype, overflows })
         })
     }
 

@@ -71,7 +71,7 @@ pub struct Stream {
 impl Stream {
     #[new]
     #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm, given=false, unit_bytes=None))]
-    #[allow(clippy::too_many_arguments)]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn new(
         py: Python<'_>,
         rows: &Rows,

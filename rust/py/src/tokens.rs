@@ -1,18 +1,17 @@
-//! Token caches for Python.
+//! Token caches for Python: [`TokenField`] reads, [`write`] writes a field, [`order`] shuffles.
+
+pub mod order;
+pub mod write;
 
 use std::collections::HashSet;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::{self, ThreadId};
-use std::time::Duration;
+use std::sync::Arc;
 
 use actshard_core::source::Io;
 use actshard_core::tokens::array::BlockCache as Blocks;
 use actshard_core::tokens::batch::{self, Loss, Packing, TokenBatch};
 use actshard_core::tokens::jagged::{Cursor, ElementRange, Field, FieldShard};
-use actshard_core::tokens::order::{self, Key};
 use actshard_core::tokens::pack::{Overlong, Packer};
-use actshard_core::tokens::write::{FieldWriter, Storage, WriteOptions};
 use actshard_core::{Error, Finding, Kind};
 use numpy::{
     PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
@@ -21,7 +20,6 @@ use numpy::{
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 
-use crate::arguments::dtype_of;
 use crate::{buffer, detach, errors};
 
 /// A cache of decoded blocks, shared by the fields of a token cache.
@@ -421,229 +419,5 @@ pub fn run_lengths<'py>(py: Python<'py>, segments: PyReadonlyArray2<'py, i32>, m
             Ok((lengths, counts))
         })?;
         Ok((PyArray1::from_vec(py, lengths), PyArray1::from_vec(py, counts)))
-    })
-}
-
-/// A field being written.
-#[pyclass(frozen, module = "actshard._native")]
-pub struct TokenFieldWriter {
-    state: Mutex<Writing>,
-    idle: Condvar,
-}
-
-/// The owner of the writer. Calls take the writer out, so that no lock is held while Python code (a signal handler) runs.
-enum Writing {
-    Idle(Box<FieldWriter>),
-    Busy(ThreadId),
-    Done,
-}
-
-/// Returns the writer when a call ends, also after a panic.
-struct Given<'a> {
-    owner: &'a TokenFieldWriter,
-    writer: Option<Box<FieldWriter>>,
-}
-
-impl Drop for Given<'_> {
-    fn drop(&mut self) {
-        let mut state = self.owner.state.lock().unwrap_or_else(PoisonError::into_inner);
-        *state = self.writer.take().map_or(Writing::Done, Writing::Idle);
-        self.owner.idle.notify_all();
-    }
-}
-
-impl TokenFieldWriter {
-    /// Takes the writer, after other threads' calls. A call from within a call (by a signal handler) is an error, because it
-    /// would wait for itself.
-    fn take(&self, watch: actshard_core::threads::Watch<'_>) -> actshard_core::Result<Given<'_>> {
-        const LOOK: Duration = Duration::from_millis(20);
-        loop {
-            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-            match &*state {
-                Writing::Busy(thread) if *thread == thread::current().id() => {
-                    let detail = "this call interrupted another call that is writing the same field";
-                    return Err(Error::new(Kind::Argument, detail));
-                }
-                Writing::Busy(_) => {
-                    drop(self.idle.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0);
-                    if watch() {
-                        return Err(Error::new(Kind::Interrupted, "interrupted"));
-                    }
-                }
-                Writing::Done => {
-                    return Err(Error::new(Kind::Argument, "this field is already finished, or finishing it failed"));
-                }
-                Writing::Idle(_) => {
-                    let taken = std::mem::replace(&mut *state, Writing::Busy(thread::current().id()));
-                    if let Writing::Idle(writer) = taken {
-                        return Ok(Given { owner: self, writer: Some(writer) });
-                    }
-                }
-            }
-        }
-    }
-
-    fn with<T: Send>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut FieldWriter, actshard_core::threads::Watch<'_>) -> actshard_core::Result<T> + Send,
-    ) -> PyResult<T> {
-        detach::detached(py, |watch| {
-            let mut given = self.take(watch)?;
-            match given.writer.as_mut() {
-                Some(writer) => work(writer, watch),
-                None => Err(Error::new(Kind::Internal, "no writer")),
-            }
-        })
-    }
-}
-
-#[pymethods]
-impl TokenFieldWriter {
-    #[new]
-    fn new(
-        py: Python<'_>,
-        folder: PathBuf,
-        dtype: &str,
-        axes: u64,
-        storage: &str,
-        direct: bool,
-    ) -> PyResult<TokenFieldWriter> {
-        detach::guarded(py, || {
-            let dtype = dtype_of(py, dtype)?;
-            let storage = Storage::from_name(storage).ok_or_else(|| argument(py, format!("storage: {storage:?}")))?;
-            let writer = detach::detached(py, |_| {
-                FieldWriter::create(&folder, dtype, axes, WriteOptions::new(storage, direct))
-            })?;
-            Ok(TokenFieldWriter { state: Mutex::new(Writing::Idle(Box::new(writer))), idle: Condvar::new() })
-        })
-    }
-
-    /// Appends rows: the bytes of their elements, their lengths in elements, and the sizes of all axes but the last.
-    fn append(
-        &self,
-        py: Python<'_>,
-        elements: PyReadonlyArray1<'_, u8>,
-        lengths: PyReadonlyArray1<'_, i64>,
-        shapes: PyReadonlyArray1<'_, i64>,
-    ) -> PyResult<()> {
-        detach::guarded(py, || {
-            let (elements, lengths, shapes) = (elements.as_slice()?, lengths.as_slice()?, shapes.as_slice()?);
-            self.with(py, |writer, _| writer.append(elements, lengths, shapes))
-        })
-    }
-
-    /// Appends all rows of another field.
-    fn extend(&self, py: Python<'_>, field: PyRef<'_, TokenField>) -> PyResult<()> {
-        detach::guarded(py, || {
-            let field = Arc::clone(&field.field);
-            self.with(py, |writer, watch| writer.extend(&field, watch))
-        })
-    }
-
-    /// Numbers of rows and elements so far.
-    fn counts(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        detach::guarded(py, || self.with(py, |writer, _| Ok(writer.counts())))
-    }
-
-    /// Writes the rest; returns the numbers of rows and elements.
-    fn finish(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        detach::guarded(py, || {
-            detach::detached(py, |watch| {
-                let writer = self.take(watch)?.writer.take();
-                writer.ok_or_else(|| Error::new(Kind::Internal, "no writer"))?.finish()
-            })
-        })
-    }
-}
-
-/// One of Levanter's shuffles.
-#[pyclass(frozen, module = "actshard._native")]
-pub struct TokenOrder {
-    order: order::ExampleOrder,
-}
-
-#[pymethods]
-impl TokenOrder {
-    /// `kind`: "simple", "block" with (io, window), "era" with (era,).
-    #[new]
-    fn new(py: Python<'_>, kind: &str, how: &str, length: u64, key: Key, sizes: Vec<u64>) -> PyResult<TokenOrder> {
-        detach::guarded(py, || {
-            let how = match how {
-                "feistel" => order::PermutationKind::Feistel,
-                "linear" => order::PermutationKind::Linear,
-                "linear-float64" => order::PermutationKind::LinearFloat64,
-                _ => return Err(argument(py, format!("expected the permutation feistel or linear, found {how:?}"))),
-            };
-            let order = detach::detached(py, |_| match (kind, &sizes[..]) {
-                ("simple", []) => order::ExampleOrder::simple(how, length, key),
-                ("block", [io, window]) => order::ExampleOrder::block(how, length, *io, *window, key),
-                ("era", [era]) => order::ExampleOrder::era(how, length, *era, key),
-                _ => {
-                    Err(Error::new(Kind::Argument, format!("expected the order simple, block or era, found {kind:?}")))
-                }
-            })?;
-            Ok(TokenOrder { order })
-        })
-    }
-
-    fn map<'py>(&self, py: Python<'py>, numbers: PyReadonlyArray1<'py, i64>) -> PyResult<Bound<'py, PyUntypedArray>> {
-        detach::guarded(py, || {
-            let numbers = numbers.as_slice()?;
-            let mut out = empty(py, &PyArrayDescr::new(py, "int64")?, &[numbers.len()])?;
-            if let Some(bytes) = buffer::bytes_mut(&mut out) {
-                let out = cast_mut(py, bytes)?;
-                detach::detached(py, |watch| self.order.map(numbers, out, watch))?;
-            }
-            Ok(out)
-        })
-    }
-
-    fn parameters(&self) -> Vec<u64> {
-        self.order.parameters()
-    }
-}
-
-/// `jax.random.PRNGKey`.
-#[pyfunction]
-pub fn jax_key(seed: u64) -> (u32, u32) {
-    order::key(seed).into()
-}
-
-/// `jax.random.split`.
-#[pyfunction]
-pub fn jax_split(py: Python<'_>, key: Key, n: u32) -> PyResult<Vec<(u32, u32)>> {
-    detach::guarded(py, || {
-        detach::detached(py, |_| {
-            let mut keys = room(usize::try_from(n).ok(), "keys")?;
-            keys.extend((0..n).map(|i| <(u32, u32)>::from(order::split(key, i))));
-            Ok(keys)
-        })
-    })
-}
-
-/// `jax.random.fold_in`.
-#[pyfunction]
-pub fn jax_fold_in(key: Key, data: u32) -> (u32, u32) {
-    order::fold_in(key, data).into()
-}
-
-/// `jax.random.randint(key, (), 0, 2**30)`.
-#[pyfunction]
-pub fn jax_randint30(key: Key) -> u64 {
-    order::seed_of(key)
-}
-
-/// `jax.random.permutation(key, numpy.arange(n))`.
-#[pyfunction]
-pub fn jax_permutation(py: Python<'_>, key: Key, n: u32) -> PyResult<Bound<'_, PyArray1<u32>>> {
-    detach::guarded(py, || {
-        let ids = detach::detached(py, |_| {
-            let mut ids = room(usize::try_from(n).ok(), "a permutation")?;
-            ids.extend(0..n);
-            order::shuffle(key, &mut ids);
-            Ok(ids)
-        })?;
-        Ok(PyArray1::from_vec(py, ids))
     })
 }
