@@ -532,7 +532,7 @@ def test_every_native_function_that_can_fail_goes_through_a_gate() -> None:
     plain |= {"stored_types"}  # everything but naming the types it found is behind `detached`
     plain |= {"parameters", "jax_key", "jax_fold_in", "jax_randint30"}
     found = 0
-    for source in (Path(__file__).parents[1] / "rust/py/src").glob("*.rs"):
+    for source in (Path(__file__).parents[1] / "rust/py/src").rglob("*.rs"):
         text = source.read_text()
         functions = [m.end() for m in re.finditer(r"#\[pyfunction\](?:\n#\[[^\n]*)*\n", text)]
         for block in re.finditer(r"#\[pymethods\]\nimpl.*?\n}\n", text, re.S):

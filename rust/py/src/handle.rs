@@ -44,11 +44,9 @@ impl RowArguments<'_, '_> {
         py: Python<'_>,
         make: impl FnOnce(u64, DType, Io) -> actshard_core::Result<Dataset> + Send,
     ) -> PyResult<Rows> {
-        detach::guarded(py, || {
-            let (width, dtype, io) = (self.width, dtype_of(py, self.dtype)?, io_of(py, self.io)?);
-            let made = detach::detached(py, |_| make(width, dtype, io))?;
-            Rows::new(py, made, io, self.descr)
-        })
+        let (width, dtype, io) = (self.width, dtype_of(py, self.dtype)?, io_of(py, self.io)?);
+        let made = detach::detached(py, |_| make(width, dtype, io))?;
+        Rows::new(py, made, io, self.descr)
     }
 }
 

@@ -171,11 +171,13 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
-            let files =
-                files.into_iter().map(|(path, rows)| RowFile { location: path.into(), rows: RowsIn::Raw(rows) });
-            let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
-            Ok(Dataset::Strided(FileTable::new(files.collect(), width, dtype, io)?, layout))
+        detach::guarded(py, || {
+            RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+                let files =
+                    files.into_iter().map(|(path, rows)| RowFile { location: path.into(), rows: RowsIn::Raw(rows) });
+                let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
+                Ok(Dataset::Strided(FileTable::new(files.collect(), width, dtype, io)?, layout))
+            })
         })
     }
 
@@ -193,13 +195,15 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
-            let in_file = |key| RowsIn::Found(Arc::new(TensorRows(key)));
-            let files = files.into_iter().map(|(path, key)| RowFile { location: path.into(), rows: in_file(key) });
-            // Another thread may be adding addresses, without the GIL.
-            let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let table = builder.ok_or_else(used)?.finish(num_groups)?;
-            Ok(Dataset::Table(FileTable::new(files.collect(), width, dtype, io)?, table))
+        detach::guarded(py, || {
+            RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+                let in_file = |key| RowsIn::Found(Arc::new(TensorRows(key)));
+                let files = files.into_iter().map(|(path, key)| RowFile { location: path.into(), rows: in_file(key) });
+                // Another thread may be adding addresses, without the GIL.
+                let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
+                let table = builder.ok_or_else(used)?.finish(num_groups)?;
+                Ok(Dataset::Table(FileTable::new(files.collect(), width, dtype, io)?, table))
+            })
         })
     }
 
