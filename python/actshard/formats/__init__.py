@@ -1,10 +1,10 @@
-"""The formats, one folder each; a folder's ``__init__`` declares its :class:`Format` as ``FORMAT``.
+"""Dataset formats, one folder each. A folder's ``__init__`` declares its :class:`Format` as ``FORMAT``.
 
-- ``<name>/``: ``read``, ``write``, ``check``, ``merge``, ``columns``: what only this format knows
-- ``format``: the interface that opening and the verbs use; ``registry``: which formats are installed
-- ``contents``, ``target``, ``report``, ``merging``, ``carrying``: what formats and verbs hand to each other
+- ``<name>/``: ``read``, ``write``, ``check``, ``merge``, ``columns`` of one format
+- ``format``: the interface of formats; ``registry``: the installed formats
+- ``contents``, ``target``, ``report``, ``merging``, ``carrying``: data exchanged between formats and verbs
 
-A package adds a format by an entry point of the group ``actshard.formats``.
+Other packages add formats by entry points of the group ``actshard.formats``.
 """
 
 from actshard.codes import Code, Remark

@@ -1,6 +1,6 @@
-"""How what is known of a dataset is carried to another format and back: columns and metadata.
+"""``Carrying``: converts columns and metadata of a dataset to another format and back.
 
-The defaults fit a format that declares nothing: all columns go along, and its metadata are kept under ``converted_from``.
+By default all columns are kept, and the source's metadata are stored under ``converted_from``.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ if TYPE_CHECKING:
     from actshard.formats.contents import Contents
 
 ORIGIN = "converted_from"
-"""The field of a converted dataset's metadata that holds those of its source."""
+"""Metadata field of a converted dataset that contains its source's metadata."""
 _OF_FILES = ("shards", "statistics", "tensors")
-"""Fields of metadata that list files, which a converted dataset does not have."""
+"""Metadata fields that list files; dropped, because a converted dataset has other files."""
 
 
 class Carrying:
-    """What a format adds to a conversion. Methods on the source's side come first, then those on the target's."""
+    """A format's part in conversions. Methods for the source come first, then those for the target."""
 
     derived: ClassVar[frozenset[str]] = frozenset()
-    """Columns that describe where rows lie or how many there are: every format writes its own."""
+    """Columns that contain positions or counts of rows. Dropped, because every format writes its own."""
     number_column: ClassVar[str | None] = None
-    """A column that numbers examples; left out where it equals their order."""
+    """A column that numbers examples. Dropped where it equals their order."""
     model_key: ClassVar[str | None] = None
-    """The field of the metadata for the model's name."""
+    """The metadata field of the model's name."""
 
     # -- from this format ------------------------------------------------------------------------------------------
 
     def names(self, contents: Contents) -> list[str]:
-        """Columns that describe examples, and not files."""
+        """Columns that describe examples rather than files."""
         return [name for name in contents.column_names if name not in self.derived]
 
     def left_behind(self, contents: Contents) -> list[str]:
-        """What other formats do not get although the dataset holds it: told as a loss."""
+        """Stored data that other formats cannot keep; reported as a loss."""
         return []
 
     def fillers(self, contents: Contents) -> frozenset[str]:
-        """Columns that the format always has and that hold nothing in this dataset."""
+        """Columns that the format always writes but that are empty in this dataset."""
         return frozenset()
 
     def numbered_by_order(self, contents: Contents) -> bool:
-        """Whether the metadata promise that :attr:`number_column` equals the order of the examples."""
+        """Whether the metadata guarantee that :attr:`number_column` equals the order of the examples."""
         return True
 
     def outgoing(self, table: pa.Table) -> pa.Table:
-        """Columns of some examples as other formats should get them."""
+        """Converts columns to the form used by other formats."""
         return table
 
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
-        """The metadata that another format keeps under :data:`ORIGIN`."""
+        """The metadata to store under :data:`ORIGIN` in another format."""
         return without_files(contents.metadata)
 
     def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What a dataset of this format was converted from: ``{"format", "metadata"}``; None if it was not."""
+        """The source of a converted dataset: ``{"format", "metadata"}``; None if it was not converted."""
         return checked_origin(metadata.get(ORIGIN))
 
     def content_only(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """Kept metadata of examples that were stored without their special tokens."""
+        """Adapts stored metadata to examples without their special tokens."""
         return dict(metadata)
 
     # -- to this format --------------------------------------------------------------------------------------------
@@ -69,27 +69,27 @@ class Carrying:
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Metadata of this format as metadata and options of :func:`actshard.create`.
+        """Converts metadata of this format to metadata and options of :func:`actshard.create`.
 
-        ``contents`` is the source if that is of this format; None: the metadata come back from another format.
+        ``contents`` is the source if it has this format; None if the metadata were restored from another format.
         """
         return {}, {}
 
     def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Metadata and options for a source of another format; ``origin`` is what to keep of its own metadata."""
+        """Metadata and options for a source of another format. ``origin`` is the source's metadata to store."""
         named = {self.model_key: contents.model} if self.model_key is not None and contents.model else {}
         return {**named, ORIGIN: origin}, {}
 
 
 def checked_origin(found: Any) -> dict[str, Any] | None:
-    """An entry under :data:`ORIGIN` if it is one."""
+    """Returns a value found under :data:`ORIGIN` if it is valid, else None."""
     if isinstance(found, dict) and isinstance(found.get("metadata"), dict):
         return found
     return None
 
 
 def without_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata without lists of shards and tensors, as JSON holds them."""
+    """Metadata without lists of shards and tensors, as JSON-compatible values."""
     kept = {name: value for name, value in metadata.items() if name not in _OF_FILES}
     plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
     return plain

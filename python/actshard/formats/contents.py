@@ -1,4 +1,4 @@
-"""What a format hands to the store."""
+"""``Contents``: an opened dataset, as a format passes it to the store."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """How a dataset is read: what its user asked for, resolved."""
+    """Options of reading, with defaults resolved."""
 
     io: str
     """``"mmap"`` or ``"pread"``."""
     decoded_memory: int = 1 << 30
-    """Bytes that may be kept of what had to be decoded."""
+    """Size of the cache of decoded data, in bytes."""
     checksums: bool = True
-    """Whether files are held against the checksums that the dataset lists."""
+    """Whether to verify files against the checksums listed in the dataset."""
 
     @classmethod
     def of(cls, path: Path | Location) -> Options:
-        """Defaults, with ``io`` chosen by where a path is."""
+        """Defaults. The path's file system determines ``io``."""
         return cls(network_io(path))
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Whether a path looks like a format, and why: both sides are shown to a user whose path nobody recognises."""
+    """Whether a path looks like a format, and why. Shown to the user if no format recognizes the path."""
 
     matches: bool
     looked_for: str
@@ -46,7 +46,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Logits:
-    """Top-k logits: two sets of rows, addressed alike by (0, example)."""
+    """Top-k logits: values and indices, both addressed by (0, example)."""
 
     values: Rows
     indices: Rows
@@ -54,7 +54,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class Router:
-    """Router logits of mixture-of-experts layers: rows addressed by (position in ``layers``, example)."""
+    """Router logits of mixture-of-experts layers, addressed by (position in ``layers``, example)."""
 
     layers: tuple[int, ...]
     rows: Rows
@@ -62,7 +62,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Contents:
-    """A dataset's metadata, read and checked, and its rows, not read yet."""
+    """A dataset's checked metadata, and its rows, not read yet."""
 
     format: str
     path: Path
@@ -72,46 +72,47 @@ class Contents:
     dtype: np.dtype[Any]
     num_examples: int
     token_counts: Callable[[], NDArray[np.int64]]
-    """Tokens stored per example; asked once, when first needed."""
+    """Returns tokens stored per example, (n,) int64. Called once, when first needed."""
     rows: Rows | None
-    """Addressed by (position in ``layers``, example, token); None for a dataset without hidden states."""
+    """Addressed by (position in ``layers``, example, token). None for a dataset without hidden states."""
     column_names: tuple[str, ...]
-    """Columns of the table that cost nothing out of proportion to read."""
+    """Columns of the table; expensive ones are left out."""
     columns: Callable[[Sequence[str]], pa.Table]
-    """Reads columns by name; also those that ``column_names`` leaves out."""
+    """Reads columns by name, including those not in ``column_names``."""
     files: Callable[[], list[Path]]
-    """Every file that should hold rows, for listing; may be long and may name files that are not there."""
+    """Lists all files that contain rows. The list may be long, and files may be missing."""
     model: str | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     extras: tuple[str, ...] = ()
-    """What is stored beside hidden states, in words: patch labels, logits, router tensors."""
+    """Other stored data, as text: patch labels, logits, router tensors."""
     warnings: tuple[str, ...] = ()
-    """Warnings for the reader; :func:`actshard.verify` reports one that is no :class:`Remark` as ``reader-warning``."""
+    """Warnings of the reader. :func:`actshard.verify` reports warnings that are not a :class:`Remark` as ``reader-warning``."""
     tokens_each: int | None = None
-    """How many tokens each example has, where all have as many: so that no list of them is needed."""
+    """Number of tokens per example where it is constant, which avoids a list; else None."""
     content_lengths: Callable[[], NDArray[np.int64] | None] = lambda: None
-    """Content tokens of each example, where rows after them only fill the example up; None: there are no such rows."""
+    """Returns content tokens per example, where examples are padded; None: no padding."""
     special_tokens: int = 0
-    """Tokens at the front of every example that stand for none of its content, such as saev's CLS."""
+    """Number of special tokens at the start of every example, such as saev's CLS."""
     counts_are_cheap: bool = True
-    """Whether ``token_counts`` can be had without reading the whole dataset."""
+    """Whether ``token_counts`` is available without reading the whole dataset."""
     units: tuple[int, ...] | None = None
-    """Bounds of examples that are decoded together, from 0 to ``num_examples``; None: each can be read by itself."""
+    """Boundaries of units of examples decoded together, from 0 to ``num_examples``; None: examples can be read one by one."""
     unit_columns: Callable[[int], pa.Table] | None = None
-    """The table's columns of one unit, while that is at hand; with ``layers_differ``, ``layers`` lists those of each example."""
+    """Reads columns of one unit while it is cached; with ``layers_differ``, column ``layers`` lists each example's layers."""
     head_columns: Callable[[Sequence[str], int], pa.Table] | None = None
-    """Reads columns by name of the first n examples, and no file that holds none of them; None: ``columns`` is as cheap. Types are
-    those of the part that is read: a column may be null there and hold text further on."""
+    """Reads columns of the first n examples, from the fewest files; None: ``columns`` is as cheap.
+
+    Types are those of the part read: a column may have type null there and contain strings later."""
     column_batches: Callable[[Sequence[str]], Iterator[pa.Table]] | None = None
-    """Reads columns of all examples in order, some at a time; None where a format has them only as a whole."""
+    """Reads columns of all examples in order, in batches; None if the format can only read whole columns."""
     layers_differ: bool = False
-    """Whether an example may hold other tokens in one layer than in another, or lack a layer."""
+    """Whether an example may have different tokens in different layers, or lack a layer."""
     lacks_layers: bool = False
     """Whether some examples are known to lack a layer."""
     one_row_each: bool | None = None
-    """Whether every example has exactly one row, where the metadata declare it; None: ``token_counts`` knows."""
+    """Whether every example has exactly one row, if the metadata declare it; None: see ``token_counts``."""
     types_may_differ: bool = False
-    """Whether rows may be stored as several floating types, of which ``dtype`` is the first; such rows are read with ``dtype=``."""
+    """Whether rows may be stored in several float dtypes, of which ``dtype`` is the first. Reading them requires ``dtype=``."""
     has_logits: bool = False
     router_layers: tuple[int, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None

@@ -1,4 +1,4 @@
-"""How datasets of one format become one: the interface between the verb and the formats."""
+"""``Merger``: the interface between merging and the formats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Merge:
-    """One merge: where to, of what, and whether sources may be moved."""
+    """Arguments of a merge. ``move``: whether source files may be moved."""
 
     path: Path
     format: str
@@ -32,9 +32,9 @@ class Merge:
     options: dict[str, Any]
 
     def take(self, source: Path, target: Path) -> None:
-        """Gives a file or a store its place: moved, linked, or copied where neither can be."""
+        """Moves a file or a store to its target, or links it if sources are kept. Copies if linking is impossible."""
         if target.exists():
-            return  # before a crash; copies come under their names when they are whole
+            return  # placed before a crash; copies are renamed only when complete
         make_folder(target.parent)
         if self.move:
             rename(source, target)
@@ -56,31 +56,30 @@ def _link(source: Any, target: Any) -> None:
     try:
         os.link(source, target)
     except OSError:
-        # Another file system, or one that has no links.
+        # another file system, or no support for links
         size = Path(source).stat().st_size
         _native.copy_range(source, 0, size, target, 0)
         _native.sync_files([target])
 
 
 class Merger(ABC):
-    """What a format adds to a merge.
+    """A format's implementation of merging.
 
-    Everything that can be refused is refused by :meth:`check`, before anything is moved or written. :meth:`run` may be called again
-    after a crash, and goes on where it was.
+    :meth:`check` detects all errors before anything is moved or written. :meth:`run` may be called again after a crash and
+    resumes.
     """
 
     makes: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the names that a merge makes in the folder of the dataset."""
+    """Patterns of the names that a merge creates in the dataset's folder."""
     physical: ClassVar[str | None] = None
-    """What datasets of the format are called, if merged ones can be a list of several, which ``physical=True`` makes one."""
+    """Plural name of this format's datasets, if a merged dataset can be a list of several; ``physical=True`` then makes it one."""
     files: ClassVar[re.Pattern[str] | None] = None
-    """Names of the files that a writer of the format makes, in whatever folder of a dataset. Of a part that was merged only these
-    are removed; None: all."""
+    """Names of files that a writer of the format creates, in any folder. Only these are removed from a merged part; None: all."""
     names_itself: ClassVar[bool] = False
-    """Whether the format names the merged dataset's folder, below the path that is asked for."""
+    """Whether the format chooses the name of the merged dataset's folder, below the given path."""
 
     def datasets(self, path: Path) -> list[Path]:
-        """The datasets that a source consists of: itself, unless it is a list of several."""
+        """The datasets of a source: itself, unless it is a list of several."""
         return [path]
 
     def several(self, path: Path) -> bool:
@@ -88,20 +87,20 @@ class Merger(ABC):
         return False
 
     def kind(self, contents: Contents) -> dict[str, Any]:
-        """What parts have to agree on, beside layers, width, type and model: values by names."""
+        """Properties that parts must share, besides layers, width, dtype and model: values by name."""
         return {}
 
     @abstractmethod
     def check(self, plan: Merge) -> None:
-        """Raises for whatever is wrong with a merge. Writes nothing."""
+        """Raises if the merge is impossible. Writes nothing."""
 
     @abstractmethod
     def run(self, plan: Merge) -> Path:
-        """Merges, manifest last; returns the dataset's path."""
+        """Merges, manifest last. Returns the dataset's path."""
 
 
 def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
-    """Raises FormatError if no type holds a column's values of all parts as they are: it would be read as texts."""
+    """Raises FormatError if no type holds a column's values of all parts, because they would become strings."""
     import pyarrow as pa
 
     known: dict[str, tuple[Any, Path]] = {}
@@ -113,8 +112,8 @@ def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
             both = common_type(kind, field.type)
             if both is None:
                 raise FormatError(
-                    f"column {field.name!r}: expected {kind} as in {first}, found {field.type}: no type holds both; write one of "
-                    "the parts again with values of the other's type",
+                    f"column {field.name!r}: expected {kind} as in {first}, found {field.type}; no type holds both: write one of "
+                    "the parts again with the other's type",
                     path=path,
                 )
             known[field.name] = (both, first)

@@ -1,4 +1,4 @@
-"""The formats that are installed: a folder each below this package, and entry points of other packages."""
+"""The installed formats: the folders of this package, and entry points of other packages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "actshard.formats"
-"""Entry points of this group name a :class:`Format`, as a class or an object."""
+"""The entry point group. Each entry point is a :class:`Format` class or instance."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
-"""Names of several formats are joined by ``/`` in messages."""
+"""Excludes ``/``, which separates several format names in messages."""
 T = TypeVar("T")
 
 
 @functools.cache
 def installed() -> dict[str, Format]:
-    """All formats by name, sorted by name. Looked up once per process.
+    """All formats by name, sorted. Computed once per process.
 
-    A plugin that cannot be loaded, or whose name is taken, is left out with a warning.
+    Plugins that fail to load, or whose name is taken, are skipped with a warning.
     """
-    from importlib.metadata import entry_points  # which takes longer than all of these formats
+    from importlib.metadata import entry_points  # slow to import, compared with all formats here
 
     found = {
         module.name: importlib.import_module(f"actshard.formats.{module.name}").FORMAT
@@ -46,7 +46,7 @@ def installed() -> dict[str, Format]:
         if format is None:
             continue
         if format.name in made:
-            _warn(point, f"a format of the name {format.name!r} is installed already")
+            _warn(point, f"a format named {format.name!r} is already installed")
             continue
         made[format.name] = format
     return dict(sorted(made.items()))
@@ -56,7 +56,7 @@ def _plugin(point: EntryPoint) -> Format | None:
     try:
         loaded = point.load()
         format = loaded() if isinstance(loaded, type) else loaded
-    except (Exception, SystemExit) as error:  # whatever a plugin raises, datasets of other formats are still read
+    except (Exception, SystemExit) as error:  # a broken plugin must not affect other formats
         _warn(point, f"{type(error).__name__}: {error}")
         return None
     if not isinstance(format, Format) or not isinstance(getattr(format, "name", None), str):
@@ -70,7 +70,7 @@ def _plugin(point: EntryPoint) -> Format | None:
 
 
 def _wrong_in(format: Format) -> str | None:
-    """What of a plugin's declarations would break verbs that only list formats; None: nothing."""
+    """Returns what is wrong with a plugin's declarations; None if nothing. Wrong ones would break listing all formats."""
     if not _NAME.fullmatch(format.name):
         return f"name: expected letters, digits, '.', '_', '+' and '-', found {format.name!r:.80}"
     if format.holds != "activations":
@@ -95,7 +95,7 @@ def names() -> tuple[str, ...]:
 
 
 def of_tokens() -> tuple[str, ...]:
-    """Names of the formats that hold tokens."""
+    """Names of the token formats."""
     return tuple(name for name, format in installed().items() if format.holds == "tokens")
 
 
@@ -106,7 +106,7 @@ def written() -> tuple[str, ...]:
 
 
 def _own(kind: codes.Concern) -> list[Code]:
-    # Formats of this package first: no other package changes the meaning of their codes.
+    # Formats of this package first, so that plugins cannot redefine their codes.
     formats = sorted(installed().values(), key=lambda format: not _is_own(format))
     return [code for format in formats for code in getattr(format, kind)]
 
@@ -115,7 +115,7 @@ codes.declare(_own)
 
 
 def get(name: str) -> Format:
-    """A format by its name, which was checked."""
+    """Returns a format by its name, which must be installed."""
     return installed()[name]
 
 
@@ -124,10 +124,10 @@ def _is_own(format: Format) -> bool:
 
 
 def detect(name: str, path: Path) -> Evidence:
-    """Whether a path is a dataset of a format. A plugin that fails does not recognise it.
+    """Checks whether a path is a dataset of a format. Errors of a plugin count as no match.
 
     Raises:
-        ActshardError, OSError: it cannot be looked at.
+        ActshardError, OSError: the path cannot be read.
     """
     format = get(name)
     try:
@@ -137,14 +137,14 @@ def detect(name: str, path: Path) -> Evidence:
     except Exception as error:
         if _is_own(format):
             raise
-        return Evidence(False, f"a {name} dataset", f"a fault of its plugin ({type(error).__name__}: {error})")
+        return Evidence(False, f"a {name} dataset", f"its plugin failed ({type(error).__name__}: {error})")
     if not isinstance(found, Evidence):
-        return Evidence(False, f"a {name} dataset", f"a fault of its plugin ({type(found).__name__} for an Evidence)")
+        return Evidence(False, f"a {name} dataset", f"its plugin returned {type(found).__name__}, not Evidence")
     return found
 
 
 def asked(format: Format, question: Callable[[], T], otherwise: T) -> T:
-    """The answer to a question that every format is asked, whosever the dataset is; ``otherwise`` where a plugin fails."""
+    """Returns ``question()``; ``otherwise`` if it fails for a plugin. Used for questions asked of every format."""
     try:
         return question()
     except Exception:
@@ -154,9 +154,9 @@ def asked(format: Format, question: Callable[[], T], otherwise: T) -> T:
 
 
 def contents_of(name: str, path: Path, options: Options | None = None) -> Contents:
-    """Opens a dataset; an error of the core, which knows no path, gets the dataset's.
+    """Opens a dataset. Adds its path to errors of the core, which have none.
 
-    ``options=None`` chooses mapping or positioned reads by the file system.
+    ``options=None`` chooses between memory mapping and positioned reads by file system.
     """
     try:
         return get(name).open(path, options or Options.of(path))

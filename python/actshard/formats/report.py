@@ -1,4 +1,4 @@
-"""What ``actshard.verify`` finds: each with a code that never changes its meaning."""
+"""Results of ``actshard.verify``: findings, each with a stable code."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from actshard.location import Location
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, odd or worth knowing.
+    """One problem or remark about a dataset.
 
     Attributes:
-        code: stable; ``actshard.verifying.CODES`` tells its severity and what to do.
+        code: stable identifier; ``actshard.verifying.CODES`` lists severities and remedies.
         severity: ``"error"``, ``"warning"`` or ``"note"``.
         path: the file.
-        place: where in it: a field, a line, a byte, an example; or None.
-        expected: what should be there.
-        found: what is.
-        remedy: what to do.
+        place: position in the file: a field, a line, a byte or an example; or None.
+        expected: the expected value; empty if there is none.
+        found: the value found.
+        remedy: what to do about it.
     """
 
     code: str
@@ -42,42 +42,42 @@ class Finding:
         return f"{self.severity} [{self.code}] {where}{said.removesuffix('.')}; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The finding as JSON-compatible values."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"path": str(self.path)}
 
 
 @dataclass
 class Report:
-    """What was found in a dataset: everything, not the first thing only."""
+    """All findings about a dataset."""
 
     path: Path
     format: str | None
     deep: bool
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
-    """How much was looked at: files, examples, rows, bytes."""
+    """Amounts checked: files, examples, rows, bytes."""
     _seen: set[Finding] = field(default_factory=set, init=False, repr=False, compare=False)
     _wrong: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
-    """Codes and messages of errors by file: what :meth:`error` does not note twice."""
+    """Codes and messages of errors by file, so that :meth:`error` does not report them twice."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong: there may be warnings and notes."""
+        """Whether there are no errors. There may be warnings and notes."""
         return not self.errors
 
     @property
     def errors(self) -> list[Finding]:
-        """What is wrong."""
+        """Findings of severity ``"error"``."""
         return [f for f in self.findings if f.severity == ERROR]
 
     @property
     def warnings(self) -> list[Finding]:
-        """What is odd."""
+        """Findings of severity ``"warning"``."""
         return [f for f in self.findings if f.severity == WARNING]
 
     @property
     def status(self) -> int:
-        """The command's exit status: 0 nothing wrong, 1 warnings, 2 errors."""
+        """Exit status of the command: 0 without errors and warnings, 1 with warnings, 2 with errors."""
         return 2 if self.errors else 1 if self.warnings else 0
 
     def codes(self) -> set[str]:
@@ -85,7 +85,7 @@ class Report:
         return {f.code for f in self.findings}
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """The report as JSON-compatible values."""
         return {
             "path": str(self.path),
             "format": self.format,
@@ -97,7 +97,7 @@ class Report:
         }
 
     def add(self, code: str, path: Path | Location, found: Any, expected: str = "", place: str | None = None) -> None:
-        """Notes a finding."""
+        """Adds a finding, unless it is already present."""
         path = place_of(path)
         known = findings().get(code)
         if known is None:
@@ -112,11 +112,11 @@ class Report:
                 self._wrong |= {(path, code), (path, text)}
 
     def count(self, what: str, n: int = 1) -> None:
-        """Notes how much was looked at."""
+        """Adds to an amount checked."""
         self.checked[what] = self.checked.get(what, 0) + n
 
     def error(self, error: ActshardError, path: Path | Location, code: str | None = None) -> None:
-        """Notes an exception as a finding, unless its file has been found wrong in the same way."""
+        """Adds an exception as a finding, unless the same code or message was already reported for its file."""
         code = code or error.code or "format"
         where = error.path or place_of(path)
         place = None if error.offset is None else f"byte {error.offset}"
@@ -126,7 +126,7 @@ class Report:
 
     @contextmanager
     def noting(self, path: Path | Location, code: str | None = None) -> Iterator[None]:
-        """Notes what goes wrong inside, and goes on after it."""
+        """Context manager that turns exceptions into findings, so that the check continues."""
         try:
             with boundary(path, "check"):
                 yield
@@ -134,7 +134,7 @@ class Report:
             self.error(error, path, code)
 
     def field(self, path: Path | Location, read: Callable[[], Any]) -> Any:
-        """A field's value; None, and a finding, if it is not what it should be."""
+        """Returns a field's value. If reading it fails, adds a finding and returns None."""
         try:
             with boundary(path, "check"):
                 return read()

@@ -1,4 +1,4 @@
-"""Tables of what formats hold as lists of values, of types that nobody promised."""
+"""Arrow tables from lists of Python values whose types may vary."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 
 
 _DIGITS = 38
-"""Of the decimals that hold integers beyond 64 bits."""
+"""Precision of the decimals that store integers beyond 64 bits."""
 _MOST_FIELDS = 1024
-"""Fields of dicts that parts may have together: every example takes memory for each."""
+"""Limit on the number of fields after merging struct types, because every example takes memory for each field."""
 
 
 def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]]) -> pa.Table:
-    """One table of the parts' columns one below the other: those named first, then all others.
+    """Concatenates the columns of parts to one table: first ``names``, then all others.
 
     Args:
-        names: columns in order, whether a part has them or not.
-        parts: columns by name (pyarrow arrays or lists of values), and how many rows they have. A part without a column has
-            nulls there; a column is given as JSON text if no type holds the values of all parts as they are.
+        names: leading columns, in order, even if no part has them.
+        parts: columns by name (pyarrow arrays or lists of values) and the number of rows. A missing column is filled with nulls. A
+            column becomes JSON strings if no type can hold the values of all parts unchanged.
     """
     import pyarrow as pa
 
@@ -44,9 +44,9 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]
 
 
 def common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """The type that holds values of both as they are, with nulls for missing fields; None if there is none.
+    """The type that holds values of both types unchanged, with nulls for missing fields; None if there is none.
 
-    Values decide the type of a part's column. Empty lists, nulls and fewer fields leave it open, and arrays may be narrower.
+    Types of parts are inferred from values, so nulls, empty lists, missing fields and narrower numbers are compatible.
     """
     import pyarrow as pa
 
@@ -99,11 +99,11 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     except pa.ArrowException:
         if not pa.types.is_nested(column.type):
             raise
-    return pa.array(column.to_pylist(), kind)  # no cast adds fields to dicts
+    return pa.array(column.to_pylist(), kind)  # cast cannot add struct fields
 
 
 def _arrow(values: Any, n: int) -> pa.Array:
-    """A column as pyarrow: integers beyond 64 bits as decimals, values that no one type holds as JSON text."""
+    """Converts a column to pyarrow: integers beyond 64 bits become decimals, values of mixed types JSON strings."""
     import pyarrow as pa
 
     if values is None:
@@ -118,7 +118,7 @@ def _arrow(values: Any, n: int) -> pa.Array:
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, UnicodeError):
-        # Values that no one arrow type holds (mixed types, odd objects, lone surrogates): nothing of them is lost as text.
+        # No arrow type holds mixed types, other objects or lone surrogates; JSON strings keep them.
         return pa.array([_as_json(v) for v in values], pa.string())
 
 
@@ -130,7 +130,7 @@ def _as_json(value: Any) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """numpy's scalars and arrays and tuples as Python's own numbers and lists."""
+    """Converts numpy scalars, numpy arrays and tuples to Python numbers and lists, recursively."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -145,7 +145,7 @@ def plain(value: Any) -> Any:
 
 
 def as_text(column: Any) -> Any:
-    """A column as texts, numbers as Python prints them: 0.0, not 0."""
+    """Converts a column to strings, with numbers formatted as in Python: 0.0, not 0."""
     import pyarrow as pa
 
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):

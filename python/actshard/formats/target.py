@@ -1,4 +1,4 @@
-"""What a format has to say about being written: the one interface between the writer and the formats."""
+"""``Target``: the interface between the writer and the formats."""
 
 from __future__ import annotations
 
@@ -24,64 +24,64 @@ if TYPE_CHECKING:
 PATCH_LABELS = "patch_labels"
 LOGITS = ("logits_values", "logits_indices")
 ROUTER = "router_layer_"
-"""Columns that hold arrays, by the names under which formats without a place of their own for them keep them."""
+"""Column names of arrays, for formats that have no separate place for them."""
 PREVIEW = "text_preview"
-"""A column with the beginning of an example's text."""
+"""Column with the beginning of an example's text."""
 TEXTS = ("text", "prompt", PREVIEW)
-"""What formats call an example's text: lmprobe, Zarr stores, pickle shards."""
+"""Column names of an example's text: lmprobe, Zarr stores, pickle shards."""
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a dataset to be made is, whatever its format."""
+    """A dataset to write, independent of its format."""
 
     path: Path
     layers: tuple[int, ...]
     d_model: int
     dtype: np.dtype[Any] | None
-    """None: that of what is appended first."""
+    """None: the dtype of the first rows appended."""
     metadata: dict[str, Any]
     num_examples: int | None
     tokens: int | None
-    """Tokens of every example, for a format that has as many of each."""
+    """Tokens per example, for formats where it is constant."""
     shard_bytes: int | None
     part: tuple[int, int] | None
     options: dict[str, Any] = field(default_factory=dict)
-    """The format's own."""
+    """Options specific to the format."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Examples in memory: of each, layer after layer, the rows of its tokens."""
+    """Examples in memory. For each example and layer, the rows of its tokens are contiguous, in this order."""
 
     memory: NDArray[Any]
-    """``(rows, d_model)``, C-contiguous, of the dataset's type."""
+    """``(rows, d_model)``, C-contiguous, in the dataset's dtype."""
     lengths: NDArray[np.int64]
-    """``(n, layers)``: tokens; -1 where an example lacks a layer."""
+    """``(n, layers)``: number of tokens; -1 where an example lacks a layer."""
     columns: pa.Table | None = None
-    """What else is known of the examples; arrays of numbers as fixed-size lists."""
+    """Columns of the examples; numeric arrays as fixed-size lists."""
     own: NDArray[np.int64] | None = None
-    """``(n,)``: tokens of each before it was filled up, for a format that has as many of each; None: as many as are stored."""
+    """``(n,)``: number of tokens of each example before padding, for formats with a constant number; None: no padding."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """``(n, layers)``: the first row of each example and layer."""
+        """``(n, layers)``: index of the first row of each example and layer."""
         ends = np.cumsum(np.maximum(self.lengths, 0).reshape(-1))
         return np.concatenate([[0], ends[:-1]]).reshape(self.lengths.shape).astype(np.int64)
 
     @property
     def bytes(self) -> NDArray[np.uint8]:
-        """The memory as bytes."""
+        """The memory as bytes, a view."""
         return self.memory.reshape(-1).view(np.uint8)
 
 
 @dataclass(frozen=True)
 class AllExamples:
-    """What is known of all examples when the last is written."""
+    """Lengths and columns of all examples, passed to :meth:`Target.finish`."""
 
     lengths: NDArray[np.int64]
     """``(n, layers)``."""
@@ -92,159 +92,160 @@ class AllExamples:
 
 
 class Target(ABC):
-    """A dataset of one format while it is written.
+    """Writes a dataset of one format.
 
-    Calls come in this order: :meth:`restore` and :meth:`forget` if it was begun before; then :meth:`settle` and :meth:`write` any
-    number of times, and now and then :meth:`dirty`, a sync of what that names and of the folders it is in, :meth:`committed`; at
-    last :meth:`finish`. All from one thread. What is checked is checked by the thread that appends, before anything is kept.
+    Call order: :meth:`restore` and :meth:`forget` if the dataset was begun before; then :meth:`settle` and :meth:`write`, any
+    number of times. Now and then: :meth:`dirty`, a sync of the files it returns and of their folders, :meth:`committed`. Finally
+    :meth:`finish`. All these calls come from one thread. The checks run on the thread that appends, before any data are kept.
     """
 
     format: ClassVar[str]
     own: ClassVar[Mapping[str, str]]
-    """The format's own options, each with what it means."""
+    """The format's own options, each with a description."""
     metadata_keys: ClassVar[tuple[str, ...] | None] = None
-    """Metadata that the format takes; None: any."""
+    """Supported metadata fields; None: any."""
     block_bytes: int = 32 << 20
-    """Memory that is handed over at once."""
+    """Size of a block passed to :meth:`write`."""
     ragged = True
-    """Whether examples may differ in their tokens."""
+    """Whether examples may have different numbers of tokens."""
     holds_columns = True
     unique: ClassVar[str | None] = None
-    """A column of integers of which no two examples may have the same."""
+    """An integer column whose values must be unique."""
     decides: ClassVar[tuple[str, ...]] = ("dtype",)
-    """Attributes that the first examples decide where nothing was asked for."""
+    """Attributes determined by the first examples unless given."""
     makes: ClassVar[tuple[str, ...]] = ()
-    """Patterns of the names that it makes in the folder of the dataset: nothing else there is ours to remove."""
+    """Patterns of the file names written to the dataset's folder. Only matching files may be removed."""
     names_itself = False
-    """Whether the finished dataset's folder is named by the format, below the path that is asked for."""
+    """Whether the format chooses the name of the dataset's folder, below the given path."""
     holds_special_tokens = False
-    """Whether the metadata can mark tokens that stand for no content, such as CLS."""
+    """Whether metadata can mark special tokens, such as CLS."""
     holds_partial_layers = False
-    """Whether an example may lack a layer, or have other tokens in one layer than in another."""
+    """Whether an example may lack a layer, or have different tokens in different layers."""
     holds_labels = False
-    """Whether patch labels have a place of their own."""
+    """Whether patch labels have a separate place."""
     holds_logits = False
-    """Whether top-k logits and router logits have places of their own, rather than columns."""
+    """Whether top-k logits and router logits have separate places, rather than columns."""
     keeps_lengths = False
-    """Whether lengths of examples before padding are stored beside the rows."""
+    """Whether lengths of examples before padding are stored."""
     finds_by_text = False
-    """Whether the format's own reader addresses examples by their text, so that every example needs a text of its own."""
+    """Whether the format's own reader finds examples by text, so that texts must be unique."""
     takes_shard_bytes = True
     """Whether ``shard_bytes`` applies."""
     text_column: ClassVar[str | None] = None
-    """The format's name of an example's text."""
+    """The format's column of an example's text."""
     empty_examples: ClassVar[str | None] = None
-    """What happens to an example without tokens, if it cannot be stored as such."""
+    """What happens to examples without tokens, if they cannot be stored."""
     keeping_all: ClassVar[str | None] = None
-    """The option that keeps all tokens, for a format that keeps one row of each example by default or on demand."""
+    """The option that keeps all tokens, for formats that can store a single row per example."""
 
     content_lengths: Callable[[], NDArray[np.int64]] | None = None
-    """Tokens of each example before shorter ones were filled up, for a format that has as many of each; None: none was."""
+    """Number of tokens of each example before padding, for formats with a constant number; None: no padding."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         unknown = sorted(set(spec.options) - set(self.own))
         if unknown:
             known = "; ".join(f"{name}: {what}" for name, what in self.own.items()) or "none"
-            raise ArgumentError(f"{unknown[0]!r} is no option of {self.format}; its own are {known}")
+            raise ArgumentError(f"{unknown[0]!r} is not an option of {self.format}; options are {known}")
         if self.metadata_keys is not None:
             other = sorted(set(spec.metadata) - set(self.metadata_keys))
             if other:
                 raise ArgumentError(
-                    f"metadata: {self.format} has no field {other[0]!r}, and its own system refuses unknown ones; "
-                    f"fields are {', '.join(self.metadata_keys)}"
+                    f"metadata: {self.format} has no field {other[0]!r}, and its original reader rejects unknown fields; "
+                    f"expected one of {', '.join(self.metadata_keys)}"
                 )
         self.dtype: np.dtype[Any] | None = spec.dtype
         if spec.dtype is not None:
             self.check_dtype(spec.dtype)
         self.root = spec.path
         self.more_config: dict[str, Any] = {}
-        """What else a resumed writer has to agree with: a conversion's source."""
+        """Further settings that must match when a writer resumes, such as a conversion's source."""
         self.n = 0
-        """Examples written."""
+        """Number of examples written."""
 
     @classmethod
     def conversion_options(
         cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
     ) -> dict[str, Any]:
-        """Options of a conversion.
+        """Options of a conversion to this format.
 
         Args:
-            own: options of this format that the source's metadata imply.
-            asked: the user's, which win.
-            tokens: which tokens are converted: ``"all"``, ``"content"`` or ``"last"``.
-            pooled: whether every example of the source has one row.
+            own: options of this format implied by the source's metadata.
+            asked: the user's options, which take precedence.
+            tokens: the tokens converted: ``"all"``, ``"content"`` or ``"last"``.
+            pooled: returns whether every example of the source has one row.
         """
         return {**own, **asked}
 
     @property
     def special_tokens(self) -> int:
-        """Tokens at the front of every example that the dataset marks as no content."""
+        """Number of special tokens at the start of every example."""
         return 0
 
-    # -- what is asked before anything is written -------------------------------------------------------------------
+    # -- checks, before anything is written -------------------------------------------------------------------
 
     @abstractmethod
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        """Raises DtypeError for a type that the format cannot hold."""
+        """Raises DtypeError for an unsupported dtype."""
 
     def take_dtype(self, found: np.dtype[Any]) -> np.dtype[Any]:
-        """The type that rows are written as, if none was asked for and these are the first."""
+        """Returns the dtype to store. Without a given dtype, the first rows determine it."""
         if self.dtype is None:
             self.check_dtype(found)
             self.dtype = found
         elif self.dtype != found and self.spec.dtype is None:
             raise DtypeError(
-                f"expected {self.dtype}, as everything before, found {found}; dtype={str(self.dtype)!r} to create() converts"
+                f"expected {self.dtype}, the dtype of earlier rows, found {found}; "
+                f"pass dtype={str(self.dtype)!r} to create() to convert"
             )
         return self.dtype
 
-    def take_tokens(self, found: int) -> None:  # noqa: B027 -- formats whose examples differ have nothing to decide
-        """How many tokens the first example has, for a format that has as many of each."""
+    def take_tokens(self, found: int) -> None:  # noqa: B027 -- nothing to decide for ragged formats
+        """Sets the number of tokens per example from the first example, for formats where it is constant."""
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of every example, once it is decided; None where they may differ."""
+        """Number of tokens per example once determined; None if examples may differ."""
         return None
 
     @property
     def most_tokens(self) -> tuple[int, str] | None:
-        """The most tokens that an example may have, where they differ, and what says so; None: any number."""
+        """The largest number of tokens per example and the reason for the limit, for ragged formats; None: no limit."""
         return None
 
     def check_columns(self, schema: pa.Schema) -> None:  # noqa: B027 -- a format may hold any
-        """Raises for columns that the format cannot hold, by their names and types.
+        """Raises for columns that the format cannot store, by name and type.
 
-        Called with the columns of the first examples, and again when one is new or its type was open. A conversion calls it
-        with the columns of its source, before anything is written.
+        Called with the columns of the first examples, and again for a new column or a type that was undetermined. A conversion
+        calls it with the source's columns before it writes anything.
 
         Raises:
-            ArgumentError: a name that the format uses itself, or a type that it has no place for.
-            NotStoredError: the format holds no columns.
+            ArgumentError: a reserved name or an unsupported type.
+            NotStoredError: the format stores no columns.
         """
 
     def turned(self, schema: pa.Schema) -> dict[str, str]:
-        """Columns that a conversion has to turn into another type, each with what becomes of it; :meth:`turn` does it.
+        """Columns that a conversion must cast, each with the resulting type; :meth:`turn` casts them.
 
-        What is appended is never turned: :meth:`check_columns` refuses it.
+        Appended columns are never cast: :meth:`check_columns` rejects them.
         """
         return {}
 
     def turn(self, table: pa.Table) -> pa.Table:
-        """The same columns with those of :meth:`turned` as the format holds them."""
+        """Casts the columns listed by :meth:`turned`."""
         return table
 
     def check_values(self, table: pa.Table, first: int) -> None:  # noqa: B027 -- a format may hold any
-        """Raises ArgumentError for values that the format cannot hold, of examples that begin with number ``first``."""
+        """Raises ArgumentError for unsupported values. ``first`` is the number of the table's first example."""
 
     def check_count(self, n: int, columns: Sequence[str]) -> None:  # noqa: B027 -- a format may hold any
-        """Raises ArgumentError if the format cannot hold n examples with columns of these names."""
+        """Raises ArgumentError if the format cannot store n examples with these columns."""
 
     def settle(self, block: Block) -> None:  # noqa: B027 -- most formats have nothing left to decide
-        """Decides what is still open, from the first block: the journal, written next, has to know everything."""
+        """Determines all remaining settings from the first block, because the journal, written next, records them."""
 
     def config(self) -> dict[str, Any]:
-        """What a resumed writer has to agree with; None in it is not decided yet."""
+        """Settings that must match when a writer resumes. None: not determined yet."""
         return {
             "format": self.format,
             "layers": list(self.spec.layers),
@@ -256,18 +257,19 @@ class Target(ABC):
         }
 
     def adopt(self, config: dict[str, Any]) -> None:
-        """Takes over what an earlier writer had decided."""
+        """Takes over the settings an earlier writer determined."""
         if config.get("dtype") is not None:
             self.dtype = NUMPY_BY_NAME[config["dtype"]]
 
     def existing(self, n: int | None) -> Path | None:
-        """A finished dataset of this configuration and n examples, where that can be known before it is opened."""
+        """Path of a finished dataset with this configuration and n examples, where the configuration determines it; else None."""
         return None
 
     def alike(self) -> Path | None:
-        """The finished dataset that differs from this configuration at most in how many examples it has; None if there is not one.
+        """Path of the only finished dataset with this configuration, whatever its number of examples; None if not exactly one.
 
-        What a writer left that was killed between its last step and the news of it, where the number decides the name.
+        Left by a writer killed after its last step but before its journal recorded it, in formats whose path depends on the
+        number.
         """
         return None
 
@@ -275,33 +277,33 @@ class Target(ABC):
 
     @abstractmethod
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
-        """Goes on after commits with these states and examples of these lengths."""
+        """Resumes after commits with these states and examples of these lengths."""
 
     def forget(self, lengths: NDArray[np.int64]) -> None:  # noqa: B027 -- some formats write whole files only
-        """Removes what files hold beyond examples of these lengths, perhaps none: it was written and never counted."""
+        """Removes data written after examples of these lengths (possibly none): written but not committed."""
 
     @abstractmethod
     def write(self, block: Block) -> None:
-        """Brings examples into files."""
+        """Writes a block of examples to files."""
 
     @abstractmethod
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
-        """Files to bring to the disk before what was written may be counted, and what to note in the journal."""
+        """Returns files to sync before written examples count as committed, and the state to record in the journal."""
 
-    def committed(self) -> None:  # noqa: B027 -- some formats name files at the end only
-        """The files are on the disk: those that are complete get their names."""
+    def committed(self) -> None:  # noqa: B027 -- some formats rename files only at the end
+        """Called after the sync: renames complete files to their final names."""
 
     @abstractmethod
     def finish(self, examples: AllExamples) -> None:
-        """Completes the files and writes the manifest, last. May be called again after a crash."""
+        """Completes the files and writes the manifest last. May be called again after a crash."""
 
     def place(self) -> Path:
-        """Where the finished dataset belongs; the folder is renamed if that is not where it was written."""
+        """Final path of the dataset. If it differs from where the dataset was written, the folder is renamed."""
         return self.root
 
     @abstractmethod
     def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
-        """Shards, files and bytes of examples of so many tokens each: what will be written, before compression."""
+        """Shards, files and bytes that examples with these numbers of tokens will take, before compression."""
 
     # -- for formats -----------------------------------------------------------------------------------------------
 
@@ -322,13 +324,13 @@ class Target(ABC):
         files: Sequence[tuple[Path, int]],
         pieces: NDArray[np.int64] | Sequence[tuple[int, int, int, int, int]],
     ) -> None:
-        """Writes pieces ``(source, first byte, bytes, file, offset)``; files grow to at least the size given."""
+        """Writes pieces ``(source, first byte, bytes, file, offset)``. Files are extended to at least the size given."""
         table = np.ascontiguousarray(pieces, np.int64).reshape(-1, 5)
         _native.write_pieces(list(sources), list(files), table, direct=not _native.is_network(self.root))
 
 
 def positive(options: Mapping[str, Any], name: str, default: int | None) -> int | None:
-    """An option that is a positive integer."""
+    """Returns an option that must be a positive integer; None if absent without a default."""
     value = options.get(name, default)
     if value is None:
         return None
@@ -338,7 +340,7 @@ def positive(options: Mapping[str, Any], name: str, default: int | None) -> int 
 
 
 def flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """An option that is true or false."""
+    """Returns a boolean option."""
     value = options.get(name, default)
     if not isinstance(value, bool):
         raise ArgumentError(f"{name}: expected True or False, found {value!r}")
@@ -346,18 +348,20 @@ def flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def only(dtype: np.dtype[Any], names: Sequence[str], format: str, why: str) -> None:
-    """Raises DtypeError unless a format holds this type."""
+    """Raises DtypeError unless the format supports this dtype."""
     name = name_of(dtype)
     if name not in names:
         held = " or ".join(str(NUMPY_BY_NAME[n]) for n in names)
-        raise DtypeError(f"{format} holds {held}, not {dtype}{why}; dtype='{NUMPY_BY_NAME[names[-1]]}' converts")
+        raise DtypeError(
+            f"{format} supports {held}, not {dtype}{why}; pass dtype='{NUMPY_BY_NAME[names[-1]]}' to convert"
+        )
 
 
 def values_of(name: str, column: Any, first: int) -> list[Any]:
-    """A column as Python's values.
+    """Returns a column as a list of Python values.
 
     Raises:
-        ArgumentError: dates and times that Python does not have.
+        ArgumentError: dates and times outside Python's range.
     """
     import pyarrow as pa
 
@@ -365,13 +369,13 @@ def values_of(name: str, column: Any, first: int) -> list[Any]:
         made: list[Any] = column.to_pylist()
     except (pa.ArrowException, ValueError, OverflowError, ImportError) as error:
         raise ArgumentError(
-            f"columns: {name!r}, from example {first}: {column.type} values that Python cannot tell: {error}"
+            f"columns: {name!r}, from example {first}: {column.type} values out of Python's range: {error}"
         ) from error
     return made
 
 
 def check_times(table: pa.Table, first: int) -> None:
-    """Raises ArgumentError for times that cannot be written as text or as Python's values: nanoseconds, years beyond 9999."""
+    """Raises ArgumentError for times that Python cannot represent: nanoseconds, years after 9999."""
     import pyarrow as pa
 
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
@@ -384,7 +388,7 @@ def _has(kind: pa.DataType, wanted: Callable[[pa.DataType], bool]) -> bool:
 
 
 def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> NDArray[Any]:
-    """A column of fixed-size lists as ``(n, k)``, a column of numbers as ``(n,)``."""
+    """Returns a column of fixed-size lists as ``(n, k)``, a column of numbers as ``(n,)``."""
     import pyarrow as pa
 
     flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
@@ -399,16 +403,18 @@ def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> ND
 
 
 def arrays_in(table: pa.Table, name: str) -> NDArray[Any]:
-    """A column of :func:`list_column` as ``(n, k)`` of the type it had."""
+    """Returns a column made by :func:`list_column` as ``(n, k)`` in its original dtype."""
     said = (table.schema.field(name).metadata or {}).get(b"dtype")
     column = table[name]
     if column.null_count:
-        raise ArgumentError(f"{name}: expected for all examples or for none, found {column.null_count} without")
+        raise ArgumentError(
+            f"{name}: expected values for all examples or for none, found {column.null_count} examples without"
+        )
     return array_of(column, None if said is None else said.decode())
 
 
 def list_column(name: str, values: NDArray[Any]) -> tuple[pa.Field, pa.Array]:
-    """``(n, k)`` numbers as a column of fixed-size lists; a type that arrow does not have is named in the field."""
+    """Returns ``(n, k)`` numbers as a column of fixed-size lists. The field's metadata contains a dtype unknown to arrow."""
     import pyarrow as pa
 
     metadata = None
@@ -421,38 +427,36 @@ def list_column(name: str, values: NDArray[Any]) -> tuple[pa.Field, pa.Array]:
 
 
 def uniform(lengths: NDArray[np.int64], format: str, layers: Sequence[int]) -> NDArray[np.int64]:
-    """Tokens per example, of a format whose layers have all the same tokens."""
+    """Returns tokens per example, for formats in which all layers have the same tokens."""
     first = lengths[:, 0]
     if (lengths != first[:, None]).any() or (first < 0).any():
         bad = int(np.flatnonzero((lengths != first[:, None]).any(axis=1) | (first < 0))[0])
         raise FormatError(
-            f"example {bad} has {dict(zip(layers, np.maximum(lengths[bad], 0).tolist(), strict=True))} tokens by layer: {format} "
-            "keeps all layers alike; leave out layers or examples (layers=, examples=)"
+            f"example {bad} has {dict(zip(layers, np.maximum(lengths[bad], 0).tolist(), strict=True))} tokens by layer; {format} "
+            "requires the same number in all layers; leave out layers or examples (layers=, examples=)"
         )
     return first
 
 
 def refuse_parts(path: Path) -> None:
-    """Raises ExistsError for a folder with parts of a dataset, which belongs to the dataset that they will be merged into."""
+    """Raises ExistsError for a folder with parts of a dataset, which is reserved for the merged dataset."""
     if os.path.lexists(path / PARTS):
-        raise ExistsError(
-            "holds parts of a dataset: merge makes one dataset of them; choose another folder for this one", path=path
-        )
+        raise ExistsError("contains parts of a dataset to be merged; choose another folder", path=path)
 
 
 def refuse_in_the_way(path: Path, makes: Iterable[str]) -> None:
-    """Raises ExistsError if a folder holds what a merge of its parts would make, by the patterns of their names."""
+    """Raises ExistsError if a folder contains names that merging its parts would create, by patterns."""
     if not path.is_dir():
         return
     wanted = list(makes)
     found = sorted(p.name for p in path.iterdir() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in wanted))
     if found:
         shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-        raise ExistsError(f"expected parts alone, found {shown}, which merging them makes: move it away", path=path)
+        raise ExistsError(f"expected only parts, found {shown}, which the merge would create; move it away", path=path)
 
 
 def refuse_existing(path: Path) -> None:
-    """Raises ExistsError unless a folder is empty or not there."""
+    """Raises ExistsError unless a folder is empty or absent."""
     if path.is_dir():
         found = sorted(p.name for p in path.iterdir() if p.name not in (FOLDER, PARTS))
         if found:

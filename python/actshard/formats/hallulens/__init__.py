@@ -9,7 +9,7 @@ from actshard.formats.format import Format, Room
 
 
 class HallulensFormat(Format):
-    """HalluLens inference captures: read, verified and converted from; not written."""
+    """HalluLens inference captures. Read, verified and converted from, but not written."""
 
     name: ClassVar[str] = "hallulens"
     description: ClassVar[str] = "HalluLens inference captures"

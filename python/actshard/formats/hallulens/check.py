@@ -1,4 +1,4 @@
-"""The rules of inference captures; see docs/formats/hallulens.md."""
+"""Checks of inference captures; see docs/formats/hallulens.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 20
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
-    """Sizes of all arrays, every line of meta.jsonl, and the lengths in both places."""
+    """Checks sizes of arrays, lines of meta.jsonl, and that both contain the same lengths."""
     try:
         config = Config.of(root)
     except ActshardError as error:
@@ -32,7 +32,7 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         if not array.exists():
             if array.path.name not in config.skipped:
                 report.add(
-                    "missing-file", array.path, "nothing", "an array, or its name in config.json's _skipped_arrays"
+                    "missing-file", array.path, "nothing", "the array, or its name in config.json's _skipped_arrays"
                 )
             continue
         report.count("files")
@@ -70,7 +70,7 @@ def _samples(root: Location, report: Report) -> list[Sample]:
                         "duplicate-sample",
                         path,
                         f"sample_index {sample.row} as in line {seen[sample.row]}",
-                        "another row for every sample",
+                        "a different row for every sample",
                         f"line {number}",
                     )
                     continue
@@ -81,7 +81,7 @@ def _samples(root: Location, report: Report) -> list[Sample]:
 
 
 def _check_lengths(root: Location, array: SampleArray, samples: list[Sample], report: Report) -> None:
-    """The lengths of an array are those of the lines."""
+    """Checks that an array of lengths equals the lengths in meta.jsonl."""
     with report.noting(array.path):
         found = array.read(np.array([sample.row for sample in samples], np.int64)).tolist()
         said = [getattr(sample, array.name) for sample in samples]
@@ -97,7 +97,7 @@ def _check_lengths(root: Location, array: SampleArray, samples: list[Sample], re
 
 
 def _check_results(root: Location, n: int, report: Report) -> None:
-    """eval_results.json has an entry per sample."""
+    """Checks that lists in eval_results.json have one entry per sample."""
     path = root / "eval_results.json"
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""What an inference capture's columns become in other formats."""
+"""Columns of inference captures in other formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class HallulensCarrying(Carrying):
-    """Texts, labels, tokens and scores go along; row numbers and attention stay behind."""
+    """Keeps texts, labels, tokens and scores; drops row numbers and attention."""
 
     derived: ClassVar[frozenset[str]] = frozenset(("sample_index",))
     number_column: ClassVar[str | None] = None

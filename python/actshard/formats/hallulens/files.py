@@ -1,10 +1,10 @@
-"""The files of an inference capture: its configuration, arrays without headers, and journals of JSON lines.
+"""Files of an inference capture: configuration, arrays without headers, and journals of JSON lines.
 
 config.json      sizes: L blocks, width H, P prompt and S response tokens, R attended tokens, K top logits, N allocated rows
-<array>.npy      C-order, little-endian, no header: the shape follows from config.json, the number of rows from the file's size
-meta.jsonl       a line per committed sample, with its row ``sample_index``; nothing else exists
+<array>.npy      C-order, little-endian, no header; config.json gives the shape, the file size the number of rows
+meta.jsonl       a line per committed sample, with its row ``sample_index``; other rows are unused
 generation.jsonl a line per attempt, written before the sample's line in meta.jsonl
-icr_scores.npy   a real .npy file of the scores that one process appended
+icr_scores.npy   an .npy file with a header: the scores of the samples that one process appended
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ PROMPT, RESPONSE = "prompt_activations", "response_activations"
 ATTENTION = "response_attention"
 ICR = "icr_scores"
 _ANY = 1 << 62
-"""Rows that a file without bytes has."""
+"""Number of rows of a file whose rows have no bytes."""
 _MODEST = 1 << 30
-"""Bytes that are read without comparing them with what the disk holds: a sparse file claims any size."""
+"""Reads up to this many bytes skip the check against allocated disk blocks. A sparse file can have any size."""
 
 
 @dataclass(frozen=True)
 class SampleArray:
-    """An array of one row per allocated sample."""
+    """An array with one row per allocated sample."""
 
     path: Location
     shape: tuple[int, ...]
-    """Of a row."""
+    """Shape of a row."""
     dtype: np.dtype[Any]
 
     @property
     def name(self) -> str:
-        """The name without ``.npy``."""
+        """The file name without ``.npy``."""
         return self.path.name.removesuffix(".npy")
 
     @property
@@ -53,11 +53,11 @@ class SampleArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def exists(self) -> bool:
-        """Whether there is such a file: merges leave some out."""
+        """Whether the file exists. Merges leave some out."""
         return self.path.is_named()
 
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self._stat().size
 
     def _stat(self) -> Stat:
@@ -67,10 +67,10 @@ class SampleArray:
             raise MissingFileError("expected an array, found nothing", path=self.path) from error
 
     def rows(self, allocated: int) -> int:
-        """Rows of the file: whole ones, at least as many as were allocated.
+        """Number of rows in the file, at least ``allocated``.
 
         Raises:
-            TruncatedFileError, FormatError: the size is not that of so many rows.
+            TruncatedFileError, FormatError: the file is too short, or its size is not a multiple of the row size.
         """
         size, row = self.size(), self.row_bytes
         if size < allocated * row:
@@ -84,7 +84,7 @@ class SampleArray:
         return size // row if row else _ANY
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
-        """Rows by their numbers, ``(n, *shape)``; one read for each run of rows that follow each other."""
+        """Reads rows by number: ``(n, *shape)``, a new array. One read per run of consecutive rows."""
         made = np.empty((len(numbers), *self.shape), self.dtype)
         if not made.nbytes:
             return made
@@ -106,16 +106,16 @@ class Config:
     blocks: int
     width: int
     prompt: int
-    """Room for prompt tokens, P."""
+    """Allocated prompt tokens, P."""
     response: int
-    """Room for response tokens, S."""
+    """Allocated response tokens, S."""
     attended: int
     top: int
     allocated: int
 
     @classmethod
     def of(cls, path: Location) -> Config:
-        """Reads ``config.json``."""
+        """Reads and checks ``config.json``."""
         fields = Fields(read_json(path / "config.json"), path / "config.json")
         if fields.text("storage_format") != STORAGE:
             raise fields.error("storage_format", f'"{STORAGE}"')
@@ -134,16 +134,16 @@ class Config:
         ):
             raise FormatError("expected sizes below 2^31", path=fields.path)
         if any(array.row_bytes * max(made.allocated, 1) >= 1 << 62 for array in made.arrays(path).values()):
-            raise FormatError("its sizes are none that a disk can have", path=fields.path)
+            raise FormatError("expected array sizes below 2^62 bytes", path=fields.path)
         return made
 
     @property
     def layers(self) -> int:
-        """Stored layers: the embeddings and every block."""
+        """Number of stored layers: the embeddings and every block."""
         return self.blocks + 1
 
     def arrays(self, path: Location) -> dict[str, SampleArray]:
-        """All arrays by their names, whether they are there or not."""
+        """All arrays by name, whether or not their files exist."""
         half, ids, floats = np.dtype("<f2"), np.dtype("<i4"), np.dtype("<f4")
         shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
             PROMPT: ((self.layers, self.prompt, self.width), half),
@@ -161,18 +161,18 @@ class Config:
 
     @property
     def skipped(self) -> frozenset[str]:
-        """File names that a merge declares to have left out."""
+        """File names that a merge declares as left out."""
         named = self.fields.value.get("_skipped_arrays")
         return frozenset(x for x in named if isinstance(x, str)) if isinstance(named, list) else frozenset()
 
 
 def lines(path: Location, torn: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Lines of a journal with their numbers.
+    """Yields lines of a journal with their numbers.
 
-    A last line without a newline that is no JSON was being appended when its writer died: its offset goes to ``torn``.
+    An incomplete last line without a newline was cut by a crash of its writer; its offset is appended to ``torn``.
 
     Raises:
-        FormatError: any other line is no JSON object.
+        FormatError: any other line is not a JSON object.
     """
     found = read_lines(path)
     while True:
@@ -189,7 +189,7 @@ def lines(path: Location, torn: list[int]) -> Iterator[tuple[int, dict[str, Any]
 
 
 def _is_last(path: Location, offset: int) -> bool:
-    """Whether no line ends at or after an offset."""
+    """Whether there is no newline at or after an offset."""
     with boundary(path, "read"), path.open("read") as file:
         file.seek(offset)
         while data := file.read(1 << 20):
@@ -199,10 +199,10 @@ def _is_last(path: Location, offset: int) -> bool:
 
 
 def read_scores(path: Location, blocks: int) -> NDArray[np.float32]:
-    """``(rows, blocks)``: the scores of ``icr_scores.npy``.
+    """Reads ``icr_scores.npy``: ``(rows, blocks)`` float32.
 
     Raises:
-        FormatError: not such an array, or a file longer than its header says: an early merge put two files into one.
+        FormatError: another shape or dtype, or a file longer than its header states: an early merge concatenated two files.
     """
     with boundary(path, "read"):
         try:
@@ -224,7 +224,7 @@ def _scores(path: Location, blocks: int) -> NDArray[np.float32]:
     found, size = path.regular("read"), start + math.prod(shape) * 4
     if found.size != size:
         raise FormatError(
-            f"expected {size} bytes as its header says, found {found.size}: several files in one are not read",
+            f"expected {size} bytes by its header, found {found.size}; concatenated .npy files are unsupported",
             path=path,
             offset=start,
         )
@@ -237,5 +237,5 @@ def _scores(path: Location, blocks: int) -> NDArray[np.float32]:
 def _check_sparse(path: Location, found: Stat, wanted: int) -> None:
     if wanted > max(_MODEST, 64 * found.stored):
         raise FormatError(
-            f"expected data, found a sparse file: {found.stored} bytes on the disk claim {wanted}", path=path
+            f"expected data, found a sparse file: {wanted} bytes with {found.stored} stored on disk", path=path
         )

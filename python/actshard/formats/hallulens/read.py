@@ -1,11 +1,11 @@
-"""HalluLens inference captures: the states of a prompt and of its answer, of every layer, in two large arrays.
+"""HalluLens inference captures: hidden states of prompts and responses, of every layer, in two large arrays.
 
-Sources: HalluLens at b6bd3d8, ``inference_capture_writer.py``, ``scripts/merge_icr_captures.py`` and its readers. The bytes are
-described in ``files``.
+Sources: HalluLens at b6bd3d8, ``inference_capture_writer.py``, ``scripts/merge_icr_captures.py`` and its readers. See ``files``
+    for
+the byte layout.
 
-Examples are the lines of ``meta.jsonl``, in their order. Tokens of an example are its stored prompt rows, then its stored
-response rows: response row q is the state that produced token q, so that row 0 repeats the last row of the prompt. Layer 0 is
-the embeddings.
+Examples are the lines of ``meta.jsonl``, in order. Tokens of an example are its stored prompt rows, then its stored response rows.
+Response row q is the state that produced token q, so row 0 repeats the last prompt row. Layer 0 is the embeddings.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
 _LOOKED_FOR = f'a folder with a config.json whose storage_format is "{STORAGE}"'
 _BATCH = 4096
-"""Examples whose columns are read at once."""
+"""Number of examples whose columns are read at once."""
 _OF_LINE = ("sample_index", "key", "prompt_hash", "prompt_len", "response_len", "hallucinated", "wrote_at")
 
 
 def detect(path: Location) -> Evidence:
-    """A config.json of this storage format."""
+    """Checks for a config.json with this storage format."""
     config = path / "config.json"
     if path.kind() != "folder":
         return Evidence(False, _LOOKED_FOR, "a file")
@@ -56,7 +56,7 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, _LOOKED_FOR, "no config.json")
     value = read_json(config)
     if not isinstance(value, dict) or value.get("storage_format") != STORAGE:
-        return Evidence(False, _LOOKED_FOR, "a config.json of something else")
+        return Evidence(False, _LOOKED_FOR, "another config.json")
     return Evidence(True, _LOOKED_FOR, "a config.json of a capture")
 
 
@@ -65,7 +65,7 @@ class Sample:
     """A committed sample: a line of meta.jsonl."""
 
     number: int
-    """Of the line."""
+    """Line number."""
     row: int
     prompt_len: int
     response_len: int
@@ -73,7 +73,7 @@ class Sample:
 
 
 def sample_of(number: int, line: dict[str, Any], path: Location) -> Sample:
-    """A line's fields, checked."""
+    """Parses and checks the fields of a line."""
     fields = Fields(line, path, f"line {number}")
     return Sample(
         number,
@@ -99,7 +99,9 @@ class Capture:
                 self._check_rows(self.arrays[name])
         said = self.config.fields.value.get("dtype")
         if said not in (None, "float16"):
-            self.warnings.append(Remark("dtype-claim", f"config.json says dtype {show(said)}, arrays are float16"))
+            self.warnings.append(
+                Remark("dtype-claim", f"config.json declares dtype {show(said)}, but arrays are float16")
+            )
         self._find_scores()
 
     def _committed(self) -> list[Sample]:
@@ -112,7 +114,7 @@ class Capture:
         for sample in samples:
             if sample.row in seen:
                 raise FormatError(
-                    f"lines {seen[sample.row]} and {sample.number}: both are of sample_index {sample.row}", path=path
+                    f"lines {seen[sample.row]} and {sample.number}: both have sample_index {sample.row}", path=path
                 )
             seen[sample.row] = sample.number
         return samples
@@ -121,12 +123,12 @@ class Capture:
         self.warnings.append(
             Remark(
                 "reader-warning",
-                f"{path.name}: the last line, cut off near byte {offset}, is left out: its writer was interrupted, or is at work",
+                f"{path.name}: ignoring the last line, incomplete near byte {offset}: its writer was interrupted or is running",
             )
         )
 
     def _check_rows(self, array: SampleArray) -> int:
-        """Rows of an array, which has to have those of all samples."""
+        """Number of rows of an array. Raises FormatError if it lacks rows of some samples."""
         rows = array.rows(self.config.allocated)
         if len(self.numbers) and self.numbers.max() >= rows:
             at = self.samples[int(self.numbers.argmax())]
@@ -138,18 +140,18 @@ class Capture:
 
     @cached_property
     def prompt_tokens(self) -> NDArray[np.uint32]:
-        """Prompt rows stored of each example."""
+        """Number of prompt rows stored per example."""
         each = [min(sample.prompt_len, self.config.prompt) for sample in self.samples]
         return np.array(each, np.uint32)
 
     @cached_property
     def response_tokens(self) -> NDArray[np.uint32]:
-        """Response rows stored of each example."""
+        """Number of response rows stored per example."""
         each = [min(sample.response_len, self.config.response) for sample in self.samples]
         return np.array(each, np.uint32)
 
     def native(self, options: Options) -> Rows | None:
-        """Rows: a prompt's, then its response's, as far as there are arrays of them."""
+        """Rows of examples: prompt rows, then response rows, from the arrays that exist; None if neither does."""
         files: list[tuple[str | os.PathLike[str], int, int, bool]] = []
         parts: list[tuple[int | NDArray[np.uint32], NDArray[np.uint64], int | NDArray[np.uint32], int]] = []
         for name, room, tokens in (
@@ -174,7 +176,7 @@ class Capture:
         )
 
     def counts(self) -> NDArray[np.int64]:
-        """Tokens stored of each example."""
+        """Tokens stored per example, (n,) int64."""
         made = np.zeros(len(self.samples), np.int64)
         for name, tokens in ((PROMPT, self.prompt_tokens), (RESPONSE, self.response_tokens)):
             if name in self.arrays:
@@ -184,7 +186,7 @@ class Capture:
     # -- what is known of examples ---------------------------------------------------------------------------------
 
     def _find_scores(self) -> None:
-        """The scores, if it is certain whose they are: a resumed writer saves only those of its own samples."""
+        """Reads the scores if they can be assigned to samples: a resumed writer saves only scores of its own samples."""
         self.scores: NDArray[np.float32] | None = None
         self._no_scores: ActshardError | None = None
         path = self.path / f"{ICR}.npy"
@@ -194,8 +196,8 @@ class Capture:
             scores = read_scores(path, self.config.blocks)
             if len(scores) != len(self.samples) or not np.array_equal(np.sort(self.numbers), np.arange(len(scores))):
                 raise FormatError(
-                    f"{len(scores)} rows of scores for {len(self.samples)} samples do not say whose they are (the capture was "
-                    "resumed, or merged): they are not assigned",
+                    f"cannot assign {len(scores)} rows of scores to {len(self.samples)} samples: the capture was "
+                    "resumed or merged; scores are not loaded",
                     path=path,
                     code="claim",
                 )
@@ -207,7 +209,7 @@ class Capture:
 
     @cached_property
     def generated(self) -> dict[Any, dict[str, Any]]:
-        """Lines of generation.jsonl by prompt_hash; of several the last."""
+        """Lines of generation.jsonl by prompt_hash; the last of several."""
         path = self.path / "generation.jsonl"
         if not path.exists():
             return {}
@@ -215,7 +217,7 @@ class Capture:
 
     @cached_property
     def text_names(self) -> list[str]:
-        """Columns that only generation.jsonl has."""
+        """Columns found only in generation.jsonl."""
         path = self.path / "generation.jsonl"
         names: dict[str, None] = {}
         torn: list[int] = []
@@ -232,7 +234,8 @@ class Capture:
         if hashes - told:
             self.warnings.append(
                 Remark(
-                    "claim", f"generation.jsonl has no line of {len(hashes - told)} committed prompts: no texts of them"
+                    "claim",
+                    f"generation.jsonl lacks lines for {len(hashes - told)} committed prompts: their texts are null",
                 )
             )
         own = {name for sample in self.samples for name in sample.line} | set(_OF_LINE)
@@ -240,28 +243,28 @@ class Capture:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Columns that cost little to read: all but attention."""
+        """Columns that are cheap to read: all but attention."""
         lined = dict.fromkeys(name for sample in self.samples for name in sample.line) or dict.fromkeys(_OF_LINE)
         small = [name for name in self.arrays if len(self.arrays[name].shape) in (1, 2)]
         scores = [ICR] if self.scores is not None else []
         return (*lined, *self.text_names, *(name for name in (*small, *scores) if name not in lined))
 
     def columns(self, wanted: Sequence[str], some: slice = slice(None)) -> pa.Table:
-        """Columns of some examples."""
+        """Reads columns of some examples."""
         import pyarrow as pa
 
         for name in wanted:
             if name == ICR and self._no_scores is not None:
                 raise FormatError(self._no_scores.detail, path=self._no_scores.path)
             if name not in self.names and not (name == ATTENTION and ATTENTION in self.arrays):
-                raise NotStoredError(f"holds no column {name!r}; columns are {', '.join(self.names)}", path=self.path)
+                raise NotStoredError(f"has no column {name!r}; columns are {', '.join(self.names)}", path=self.path)
         parts = [self._part(wanted, at) for at in self._batches(some)]
         if not parts:
             return pa.table({name: pa.nulls(0) for name in wanted})
         return table_of(list(wanted), parts)
 
     def batches(self, wanted: Sequence[str]) -> Iterator[pa.Table]:
-        """Columns of all examples in order, some at a time."""
+        """Reads columns of all examples in order, in batches."""
         for at in self._batches(slice(None)):
             yield self.columns(wanted, at)
 
@@ -285,7 +288,7 @@ class Capture:
         return made, len(samples)
 
     def _array_column(self, array: SampleArray, some: slice) -> Any:
-        """Rows of an array without what only fills them up."""
+        """Rows of an array without padding."""
         self._check_rows(array)
         values = array.read(self.numbers[some])
         if array.name == ATTENTION:
@@ -295,7 +298,7 @@ class Capture:
         return _ragged(values, tokens[some].astype(np.int64))
 
     def contents(self, options: Options) -> Contents:
-        """Everything a store needs."""
+        """The dataset's contents, for a store."""
         rows = self.native(options)
         value = self.config.fields.value
         known = ("storage_format", "r_max", "max_prompt_len", "max_response_len")
@@ -329,20 +332,20 @@ class Capture:
 
 
 def open(path: Location, options: Options) -> Contents:
-    """Reads config.json, meta.jsonl, names of texts and the sizes of the arrays; no rows."""
+    """Reads config.json, meta.jsonl, column names and array sizes, but no rows."""
     if not (path / "meta.jsonl").exists():
-        raise MissingFileError("expected the list of committed samples, found nothing", path=path / "meta.jsonl")
+        raise MissingFileError("expected the list of committed samples, found no file", path=path / "meta.jsonl")
     return Capture(path).contents(options)
 
 
 def _hash_of(line: dict[str, Any]) -> str | None:
-    """What lines of both journals are joined by."""
+    """The key that joins lines of both journals."""
     found = line.get("prompt_hash")
     return found if isinstance(found, str) and found else None
 
 
 def _lists(values: NDArray[Any]) -> pa.Array:
-    """``(n, k)`` as fixed-size lists."""
+    """Converts ``(n, k)`` to fixed-size lists."""
     import pyarrow as pa
 
     flat = pa.array(np.ascontiguousarray(values).reshape(-1))
@@ -350,7 +353,7 @@ def _lists(values: NDArray[Any]) -> pa.Array:
 
 
 def _ragged(values: NDArray[Any], lengths: NDArray[np.int64]) -> pa.Array:
-    """``(n, tokens)`` or ``(n, tokens, k)`` as lists of each example's own tokens."""
+    """Converts padded ``(n, tokens)`` or ``(n, tokens, k)`` to lists of each example's own tokens."""
     import pyarrow as pa
 
     held = np.arange(values.shape[1]) < lengths[:, None]

@@ -11,7 +11,7 @@ from actshard.formats.levanter import codes
 
 
 class LevanterFormat(Format):
-    """Caches of tokenized text, which :func:`actshard.tokens.open_cache` opens."""
+    """Token caches, opened by :func:`actshard.tokens.open_cache`."""
 
     name: ClassVar[str] = "levanter"
     description: ClassVar[str] = "Levanter token caches"

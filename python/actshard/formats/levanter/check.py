@@ -1,4 +1,4 @@
-"""The rules of token caches, checked one by one."""
+"""Checks of token caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AT_ONCE = 1 << 21
 
 
 def check(root: Location, report: Report, tell: Callable[[str, int, int], object]) -> None:
-    """Ledger, arrays, frames and rows; with ``report.deep`` every number."""
+    """Checks the ledger, arrays, frames and rows; with ``report.deep`` every value."""
     with report.noting(root / ledgers.NAME):
         ledgers.read(root)
     if report.errors:
@@ -56,15 +56,15 @@ def _leftovers(cache: TokenCache, report: Report) -> None:
         return
     for name in (entry.name for entry in entries):
         if name in ("___temp", "__shards__", ".actshard-build") or ".tmp." in name or name.endswith(".bak"):
-            report.add("leftover", root / name, "a build's work, or an older ledger")
+            report.add("leftover", root / name, "files of a build, or an older ledger")
         elif name in ledgers_in and not sharded and name in cache.ledger.finished_shards:
-            report.add("leftover", root / name, "the cache of a single file, which is part of the whole")
+            report.add("leftover", root / name, "the cache of one shard, which was merged into this cache")
         elif sharded and name in ledgers_in and name not in cache.ledger.finished_shards:
-            report.add("unlisted-file", root / name, "a shard that the ledger does not name")
+            report.add("unlisted-file", root / name, "a shard that the ledger does not list")
 
 
 def _same_lengths(cache: TokenCache, report: Report) -> None:
-    """Tokens, weights and masks of a row belong together."""
+    """Checks that tokens, weights and masks have equal lengths in every row."""
     together = [name for name in cache.fields if not cache.field(name).has_shapes]
     try:
         offsets = {name: cache.view(name).offsets for name in together}
@@ -78,7 +78,7 @@ def _same_lengths(cache: TokenCache, report: Report) -> None:
                 "row-lengths-differ",
                 cache.path / name,
                 f"{len(differs)} rows differ, the first is row {int(differs[0])}",
-                f"rows as long as those of '{together[0]}'",
+                f"the row lengths of '{together[0]}'",
             )
 
 
@@ -105,7 +105,7 @@ def _values(cache: TokenCache, name: str, report: Report, tell: Callable[[str, i
                     "token-range" if ids else "mask-value",
                     cache.path / name,
                     f"{some[bad[0]]}",
-                    f"numbers from 0 to {most - 1}",
+                    f"values from 0 to {most - 1}",
                     f"element {start + int(bad[0])}",
                 )
                 return

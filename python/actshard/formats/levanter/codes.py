@@ -1,4 +1,4 @@
-"""Findings that only token caches can have."""
+"""Codes of findings specific to token caches."""
 
 from actshard.codes import ERROR, NOTE, WARNING, Code
 

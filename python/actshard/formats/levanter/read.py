@@ -1,4 +1,4 @@
-"""What makes a folder a token cache. :mod:`actshard.tokens` reads it."""
+"""Detects token caches. :mod:`actshard.tokens` reads them."""
 
 from __future__ import annotations
 
