@@ -120,7 +120,9 @@ def test_a_torn_last_line_is_left_out(capture: Path, name: str) -> None:
     path = capture / name
     path.write_bytes(path.read_bytes()[:-20])
     store = opened(capture)
-    assert store.warnings[-2 if name == "generation.jsonl" else 0].startswith(f"{name}: ignoring the last line, incomplete")
+    assert store.warnings[-2 if name == "generation.jsonl" else 0].startswith(
+        f"{name}: ignoring the last line, incomplete"
+    )
     assert len(store) == (4 if name == "meta.jsonl" else 5)
     assert store.table["generation"].to_pylist()[4:] == ([] if name == "meta.jsonl" else [None])
     path.write_bytes(path.read_bytes() + b"\n")

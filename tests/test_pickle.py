@@ -213,7 +213,7 @@ def test_values_that_contain_themselves_or_nest_too_deep_are_refused() -> None:
     ("function", "said"),
     [
         (lambda m: m["shards"][0].update(filename="a/b.pkl"), "the name of a file in this folder"),
-        (lambda m: m["shards"][1].update(filename="shard_0001.pkl.gz"), "another file for each shard"),
+        (lambda m: m["shards"][1].update(filename="shard_0001.pkl.gz"), "a different file for each shard"),
         (lambda m: m["shards"][0].update(num_samples=-1), "at least 0"),
         (lambda m: m["shards"][0].update(layers=[]), "a non-empty list of integers"),
         (lambda m: m["shards"][0].update(layers=[1 << 40]), "numbers of layers"),

@@ -501,12 +501,12 @@ def test_a_signal_handler_may_read_the_shard_whose_reading_it_interrupts(tmp_pat
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda c: c.update(layers_extracted=[99, 98]), r"layers_extracted says \[99, 98\].*hold \[3, 9\]"),
+        (lambda c: c.update(layers_extracted=[99, 98]), r"layers_extracted is \[99, 98\].*contain \[3, 9\]"),
         (lambda c: c.update(layers_extracted=[-1, 9]), "layers_extracted"),
         (lambda c: c.update(layers_extracted=[3]), "layers_extracted"),
         (lambda c: c.update(layers_extracted=[3, 9, 9]), "layers_extracted"),
         (lambda c: c.update(layers_extracted="3, 9"), "layers_extracted"),
-        (lambda c: c.update(model_params={"hidden_size": 999}), "hidden_size says 999, rows have 8"),
+        (lambda c: c.update(model_params={"hidden_size": 999}), "hidden_size is 999, but rows have 8"),
     ],
 )
 def test_an_extraction_that_contradicts_its_shards_is_a_warning_and_a_finding(

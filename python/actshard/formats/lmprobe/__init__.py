@@ -11,7 +11,7 @@ from actshard.formats.lmprobe import codes
 
 
 class LmprobeFormat(Format):
-    """lmprobe extractions."""
+    """lmprobe extractions. Read, written, verified, merged and converted."""
 
     name: ClassVar[str] = "lmprobe"
     description: ClassVar[str] = "lmprobe extractions"

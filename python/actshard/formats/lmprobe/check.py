@@ -1,4 +1,4 @@
-"""The rules of lmprobe datasets; see docs/formats/lmprobe.md. lmprobe's own writer is known to break some of them."""
+"""Checks of lmprobe datasets; see docs/formats/lmprobe.md. lmprobe's own writer is known to violate some of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW = 8
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
-    """The index's metadata, every tensor file's header, every address."""
+    """Checks the index's metadata, the header of every tensor file and every address."""
     try:
         dataset = Extraction(root, "auto")
     except ActshardError as error:
@@ -47,11 +47,11 @@ def check(root: Location, report: Report, tell: Any) -> None:
         for entry in folder.entries("*.safetensors"):
             path = folder / entry.name
             if path not in named:
-                report.add("unlisted-file", path, "a tensor file that no descriptor names")
+                report.add("unlisted-file", path, "a tensor file that no descriptor lists")
 
 
 def _tensors(path: Location, report: Report, named: set[Location]) -> dict[str, tuple[str, list[int]]] | None:
-    """Types and shapes of a file's tensors; None, and a finding, where they cannot be read."""
+    """Dtypes and shapes of a file's tensors. If they cannot be read, adds a finding and returns None."""
     named.add(path)
     report.count("files")
     try:
@@ -69,7 +69,7 @@ def _tensors(path: Location, report: Report, named: set[Location]) -> dict[str, 
 def _check_tensor(
     path: Location, key: str, tensors: dict[str, tuple[str, list[int]]] | None, rows: int, report: Report
 ) -> tuple[str, int] | None:
-    """A 2-D tensor of so many rows: its type and width."""
+    """Checks a 2-D tensor with this number of rows. Returns its dtype and width."""
     if tensors is None:
         return None
     if key not in tensors:
@@ -80,14 +80,14 @@ def _check_tensor(
         report.add("tensor", path, f"shape {shape}", "(rows, width)", f"tensor '{key}'")
         return None
     if shape[0] != rows:
-        report.add("tensor", path, f"{shape[0]} rows", f"{rows}, as the descriptor says", f"tensor '{key}'")
+        report.add("tensor", path, f"{shape[0]} rows", f"{rows}, as in the descriptor", f"tensor '{key}'")
     return dtype, shape[1]
 
 
 def _claims(
     fields: Fields, found: Sequence[tuple[str, int]], width_field: str, row_bytes: int | None, report: Report
 ) -> None:
-    """A descriptor's words against what headers say."""
+    """Compares a descriptor's fields with the headers of its files."""
     if not found:
         return
     if len(set(found)) > 1:
@@ -95,7 +95,7 @@ def _claims(
             "tensor",
             fields.path,
             f"{sorted(set(found))[:4]}",
-            "one type and width in all files",
+            "one dtype and width in all files",
             f"field '{fields.where}'",
         )
     dtype, width = found[0]
@@ -158,7 +158,7 @@ def _check_hidden(dataset: Extraction, fields: Fields, named: set[Location], rep
 
 
 class _AddressCheck:
-    """Every address of an extraction's index: each once, in range, and no row without one."""
+    """Checks the addresses in an extraction's index: in range, unique, and covering all rows."""
 
     def __init__(self, dataset: Extraction, counts: list[int], lasts: int, report: Report) -> None:
         self.dataset, self.report, self.lasts = dataset, report, lasts
@@ -166,7 +166,7 @@ class _AddressCheck:
         self.wide = np.asarray(counts, np.int64)
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.times = np.zeros(int(self.starts[-1]), np.uint8)
-        """How often each row is addressed."""
+        """How often each row is addressed, capped at 255."""
 
     def place(
         self,
@@ -177,7 +177,7 @@ class _AddressCheck:
         part: Location,
         most: int,
     ) -> NDArray[np.int64]:
-        """Numbers of rows, -1 where there is no such row."""
+        """Returns numbers of rows, -1 for addresses out of range, which are reported."""
         inside = (shard >= 0) & (shard < most)
         inside &= (row >= 0) & (row < np.where(inside, self.wide[np.where(inside, shard, 0)], 0))
         if not inside.all():
@@ -193,7 +193,7 @@ class _AddressCheck:
         return np.where(inside, self.starts[np.where(inside, shard, 0)] + row, -1)
 
     def has_counts(self) -> bool:
-        """Whether there is a column of token counts that can be compared."""
+        """Whether there is a comparable column of token counts."""
         import pyarrow as pa
 
         if self.dataset.names.count("num_tokens") != 1:
@@ -205,13 +205,13 @@ class _AddressCheck:
         return False
 
     def last_tokens(self, part: Location, row: int, batch: Any) -> None:
-        """Rows of a batch that hold last tokens only."""
+        """Checks a batch of the index with addresses of last tokens only."""
         shard, at = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
         who = np.arange(row, row + batch.num_rows)
         _count(self.times, self.place(shard, at, who, "last tokens", part, self.lasts))
 
     def all_tokens(self, part: Location, row: int, batch: Any) -> None:
-        """Rows of a batch that hold every token."""
+        """Checks a batch of the index with addresses of all tokens."""
         shard, at = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
         who = np.arange(row, row + batch.num_rows)
         last = self.place(shard, at, who, "last tokens", part, self.lasts)
@@ -235,13 +235,13 @@ class _AddressCheck:
             self.report.add(
                 "last-token-address",
                 part,
-                f"its last token elsewhere ({int(apart.sum())} such rows)",
+                f"another address in the token lists ({int(apart.sum())} such rows)",
                 f"shard {shard[i]}, row {at[i]}",
                 f"row {row + i}",
             )
 
     def lengths(self, part: Location, row: int, batch: Any, lengths: NDArray[np.int64]) -> None:
-        """Compares the addresses of each row with its count of tokens."""
+        """Compares the number of addresses of each row with its token count."""
         if "num_tokens" in batch.schema.names:
             said = batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.float64)
             wrong = ~np.isnan(said) & (said != lengths)
@@ -255,7 +255,7 @@ class _AddressCheck:
             self.report.add("zero-token-example", part, found, "", f"row {row + int(np.flatnonzero(empty)[0])}")
 
     def coverage(self) -> None:
-        """Notes rows with several addresses, or none."""
+        """Reports rows with several addresses or none."""
         for code, what in (("address-overlap", self.times > 1), ("unaddressed-rows", self.times == 0)):
             if what.any():
                 first = int(np.flatnonzero(what)[0])
@@ -273,7 +273,7 @@ class _AddressCheck:
 def _check_addresses(dataset: Extraction, counts: list[int], lasts: int, full: bool, report: Report, tell: Any) -> None:
     names = ["shard_index", "row_offset", *(TOKEN_LISTS if full else ())]
     if any(dataset.names.count(name) != 1 for name in names):
-        return  # opening says so
+        return  # reported by opening
     addresses = _AddressCheck(dataset, counts, lasts, report)
     done = 0
     for part, row, batch in dataset.batches([*names, *(["num_tokens"] if addresses.has_counts() else [])]):
@@ -315,10 +315,10 @@ def _check_logits(dataset: Extraction, fields: Fields, named: set[Location], rep
     if columns[0] not in dataset.names and dataset.hidden is None:
         columns = ("shard_index", "row_offset")
     if any(name not in dataset.names for name in columns):
-        report.add("metadata", dataset.parts[0], "no such columns", f"columns {columns[0]} and {columns[1]}")
+        report.add("metadata", dataset.parts[0], "neither column", f"columns {columns[0]} and {columns[1]}")
         return
     if any(dataset.names.count(name) > 1 for name in columns):
-        return  # _check_columns says so
+        return  # reported by _check_columns
     for part, row, batch in dataset.batches(list(columns)):
         shard, at = (int64_of(batch.column(name), name, part, row) for name in columns)
         inside = (shard >= 0) & (shard < len(counts))
@@ -351,22 +351,24 @@ def _check_router(dataset: Extraction, fields: Fields, named: set[Location], rep
 
 
 def _check_columns(dataset: Extraction, report: Report) -> None:
-    """Columns of lists that lmprobe types by their first row."""
+    """Checks for duplicate columns, and for list columns with the wrong type, which lmprobe infers from the first row."""
     import pyarrow as pa
 
     for name in sorted({name for name in dataset.names if dataset.names.count(name) > 1}):
-        report.add("format", dataset.parts[0], "it is there twice", "columns of different names", f"column '{name}'")
+        report.add("format", dataset.parts[0], "a duplicate column", "unique column names", f"column '{name}'")
     for field in dataset.schema:
         if (
             field.name in ("token_perplexity", "token_ids")
             and pa.types.is_list(field.type)
             and pa.types.is_string(field.type.value_type)
         ):
-            report.add("column-type", dataset.parts[0], "lists of text", "lists of numbers", f"column '{field.name}'")
+            report.add(
+                "column-type", dataset.parts[0], "lists of strings", "lists of numbers", f"column '{field.name}'"
+            )
 
 
 def _check_texts(dataset: Extraction, report: Report) -> None:
-    """lmprobe finds a prompt's rows by its text: of equal texts it reads the last one's for all."""
+    """Checks that texts are unique. lmprobe finds rows by text, and reads those of the last of several equal texts."""
     if dataset.names.count("text") != 1:
         return
     import pyarrow as pa
@@ -388,8 +390,8 @@ def _check_texts(dataset: Extraction, report: Report) -> None:
         report.add(
             "duplicate-text",
             dataset.parts[0],
-            f"{again} prompts whose text another one has, the first is row {row}",
-            "a text of its own for every prompt",
+            f"{again} prompts with the text of another prompt, the first in row {row}",
+            "unique texts",
             "column 'text'",
         )
 

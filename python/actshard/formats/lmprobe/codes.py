@@ -1,4 +1,4 @@
-"""Findings that only lmprobe datasets can have, and warnings of their writer."""
+"""Codes of findings specific to lmprobe datasets, and of their writer's warnings."""
 
 from actshard.codes import ERROR, NOTE, WARNING, Code
 

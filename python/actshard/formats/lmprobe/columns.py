@@ -1,4 +1,4 @@
-"""What lmprobe's columns and metadata become in other formats, and what it keeps of theirs."""
+"""Columns and metadata of lmprobe extractions in other formats, and the reverse."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from actshard.formats.contents import Contents
 
 _OF_FILES = frozenset(("format_version", "num_prompts", "prompt_ordering", "tensors", "model", MADE_UP))
-"""Fields of the metadata that the writer makes itself."""
+"""Metadata fields that the writer computes."""
 
 
 class LmprobeCarrying(Carrying):
-    """The index's addresses stay behind, and so do columns that lmprobe requires and that hold nothing."""
+    """Drops the index's addresses, and columns that lmprobe requires but that are empty."""
 
     derived: ClassVar[frozenset[str]] = frozenset(
         ("shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
@@ -74,6 +74,6 @@ def _tensors(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hidden(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The descriptor of hidden states."""
+    """The descriptor of hidden states; empty if there is none."""
     hidden = _tensors(metadata).get("hidden_layers")
     return hidden if isinstance(hidden, dict) else {}

@@ -1,4 +1,4 @@
-"""Merging lmprobe datasets: tensor files get new numbers, and the index is written again."""
+"""Merges lmprobe datasets: renumbers the tensor files and writes a new index."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from actshard.location import Location
 from actshard.work import make_folder, rename
 
 _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
-"""What the descriptors of tensors have to agree on."""
+"""Descriptor fields that must agree between parts."""
 _HIDDEN_FILE = "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
 _BESIDE = ("logits_topk", "router_logits")
 
 
 def _schema(datasets: Sequence[Extraction]) -> Any:
-    """The columns of all indexes."""
+    """The schema that holds the columns of all indexes."""
     import pyarrow as pa
 
     try:
         return pa.unify_schemas([d.schema.remove_metadata() for d in datasets], promote_options="permissive")
     except pa.ArrowException as error:
-        raise FormatError(f"columns of the parts do not fit together: {' '.join(str(error).split())[:300]}") from error
+        raise FormatError(
+            f"columns of the parts have incompatible types: {' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def _check(plan: Merge) -> None:
@@ -43,27 +45,29 @@ def _check(plan: Merge) -> None:
     for path, dataset in zip(plan.parts, datasets, strict=True):
         twice = sorted({n for n in dataset.names if dataset.names.count(n) > 1})
         if twice:
-            raise FormatError(f"column '{twice[0]}' is there twice", path=dataset.parts[0])
+            raise FormatError(f"duplicate column '{twice[0]}'", path=dataset.parts[0])
         known = {*_BESIDE, *([dataset.hidden.where.removeprefix("tensors.")] if dataset.hidden is not None else [])}
         unknown = sorted(set(dataset.metadata["tensors"]) - known)
         if unknown:
-            raise UnsupportedError(f"tensors {unknown} are not of a type that can be merged", path=path)
+            raise UnsupportedError(f"merging is not supported for tensors {unknown}", path=path)
         if dataset.hidden is not None:
             layers = dataset.hidden.integers("layers")
             shards = dataset.hidden.items("shards")
             name = dataset.pattern(dataset.hidden, "file_pattern", layers, len(shards))
             if len({name(layer, 0) for layer in layers}) < len(layers):
-                raise UnsupportedError("several layers are in one file: convert it first", path=path)
+                raise UnsupportedError(
+                    "merging is not supported for files with several layers; convert the dataset first", path=path
+                )
             if dataset.hidden.has("last_token_shards"):
                 dataset.hidden.integer("last_token_shards", minimum=0)
         missing = next((f for f in dataset.files() if f.kind() != "file"), None)
         if missing is not None:
-            raise MissingFileError("expected a file, found nothing: a dataset is merged whole", path=missing)
+            raise MissingFileError("expected a file, found nothing; only complete datasets can be merged", path=missing)
     _schema(datasets)
 
 
 def _run(plan: Merge) -> Path:
-    """Tensor files get new numbers; the index is written again with the addresses they mean."""
+    """Moves tensor files to new numbers and writes an index with the new addresses."""
     import pyarrow as pa
 
     datasets = [Extraction(Location.at(p), "auto") for p in plan.parts]
@@ -104,7 +108,7 @@ def _run(plan: Merge) -> Path:
                 listed.append({**shard.value, "file": file})
         tensors[kind] = {**tensors[kind], "file_pattern": f"tensors/{kind}_{{shard:03d}}.safetensors", "shards": listed}
     metadata = {**datasets[0].metadata, "tensors": tensors, "num_prompts": sum(d.num_rows for d in datasets)}
-    # Texts that the writer made up, to tell examples apart, have to do so in the whole.
+    # Generated texts, which make examples distinct, must stay unique in the merged dataset.
     made_up = [isinstance(d.metadata.get(MADE_UP), list) and "text" in d.metadata[MADE_UP] for d in datasets]
     if not all(made_up):
         metadata.pop(MADE_UP, None)
@@ -112,7 +116,7 @@ def _run(plan: Merge) -> Path:
     schema = _schema(datasets).with_metadata(keys)
 
     def renumbered(p: int, columns: dict[str, Any], done: int, n: int) -> None:
-        """Gives a batch of a part's index the addresses in the whole."""
+        """Replaces the addresses in a batch of a part's index."""
         if hidden[p] is not None:
             columns["shard_index"] = _plus(columns["shard_index"], last_at[p])
         elif "logits_topk" in beside_at:
@@ -130,7 +134,7 @@ def _run(plan: Merge) -> Path:
 
 
 def _take_hidden(plan: Merge, dataset: Extraction, hidden: Fields, new: Sequence[int]) -> None:
-    """Gives a part's hidden shards their places, by their numbers in the whole."""
+    """Moves the hidden-state shards of a part to their new numbers."""
     shards = hidden.items("shards")
     layers = hidden.integers("layers")
     name = dataset.pattern(hidden, "file_pattern", layers, len(shards))
@@ -147,7 +151,7 @@ def _write_index(
     schema: Any,
     renumbered: Callable[[int, dict[str, Any], int, int], None],
 ) -> None:
-    """Writes the index of the whole, of those of its parts; ``renumbered`` is called with (part, columns, rows before, rows)."""
+    """Writes the merged index. ``renumbered`` is called with (part, columns, rows before, rows) for each batch of the parts."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -182,7 +186,7 @@ def _plus(column: Any, n: int) -> Any:
 
 
 def _renumbered(column: Any, lasts: int, last_at: int, rest_at: int) -> Any:
-    """Lists of shard numbers: last-token shards move by one offset, sequence shards by another."""
+    """Offsets lists of shard numbers: last-token shards by one offset, sequence shards by another."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -192,7 +196,7 @@ def _renumbered(column: Any, lasts: int, last_at: int, rest_at: int) -> Any:
 
 
 class LmprobeMerger(Merger):
-    """Files of every part stay as they are; the index is new."""
+    """Merges extractions: moves the parts' tensor files and writes a new index."""
 
     makes: ClassVar[tuple[str, ...]] = LmprobeTarget.makes
     files: ClassVar[re.Pattern[str] | None] = re.compile(

@@ -12,7 +12,7 @@ from actshard.formats.pickle import codes
 
 
 class PickleFormat(Format):
-    """pickle shards."""
+    """Pickle shards. Read, written, verified, merged and converted."""
 
     name: ClassVar[str] = "pickle"
     description: ClassVar[str] = "pickle shards"

@@ -1,4 +1,4 @@
-"""The rules of pickle shards; see docs/formats/pickle.md. Shards are looked into by the safe machine; nothing is unpickled."""
+"""Checks of pickle shards; see docs/formats/pickle.md. Nothing is unpickled: the safe interpreter reads the shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REQUIRED = ("version", "created_at", "extraction_config", "shards", "statistics
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
-    """Every metadata.json, and every shard by itself; then what holds across them."""
+    """Checks every metadata.json and every shard, then consistency across shards."""
     folders = [root] if (root / "metadata.json").exists() else machines_in(root) or [root]
     seen: dict[int, list[Location]] = defaultdict(list)
     widths: dict[int, Location] = {}
@@ -43,15 +43,15 @@ def check(root: Location, report: Report, tell: Any) -> None:
         names = [entry.name for entry in folder.entries()]
         present = {name for name in names if re.search(r"\.pkl(\.gz)?$", name) and not name.startswith(".")}
         for stray in sorted(present - listed):
-            report.add("unlisted-file", folder / stray, "a shard that metadata.json does not name")
+            report.add("unlisted-file", folder / stray, "a shard that metadata.json does not list")
     for sample, where in seen.items():
         if len(where) > 1:
             both = ", ".join(str(p.name) for p in where[1:4])
             report.add(
                 "duplicate-sample",
                 where[0],
-                f"in {both} too",
-                "another number for every sample",
+                f"also in {both}",
+                "a different number for every sample",
                 f"sample_idx {sample}",
             )
             if sum(f.code == "duplicate-sample" for f in report.findings) >= 20:
@@ -93,7 +93,7 @@ def _check_shard(
         pass
     if size is not None and spec.size is not None and size not in (0, spec.size):
         report.add("size-bytes", shard, f"{size} bytes", f"{spec.size} bytes", "field 'size_bytes'")
-    # The size has been told; a checksum still tells whether it is the file or the number that is wrong.
+    # The size mismatch is reported. The checksum still shows whether the file or the number is wrong.
     native = (shard, spec.compressed, None, spec.sha256, spec.samples, spec.ids, list(spec.layers), spec.limit)
     try:
         rows = Rows.shards(

@@ -1,4 +1,4 @@
-"""Findings that only pickle shards can have."""
+"""Codes of findings specific to pickle shards."""
 
 from actshard.codes import NOTE, Code
 

@@ -1,4 +1,4 @@
-"""What pickle shards' columns and metadata become in other formats, and what they keep of theirs."""
+"""Columns and metadata of pickle shards in other formats, and the reverse."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from actshard.formats.contents import Contents
 
 _OF_FILES = frozenset(("layers_extracted", "max_seq_length"))
-"""Fields of ``extraction_config`` that the writer makes itself."""
+"""Fields of ``extraction_config`` that the writer computes."""
 
 
 class PickleCarrying(Carrying):
-    """Metadata are fields of ``extraction_config``; samples are numbered."""
+    """Metadata are the fields of ``extraction_config``; samples are numbered."""
 
     derived: ClassVar[frozenset[str]] = frozenset(("shape", "layers"))
     number_column: ClassVar[str | None] = "sample_idx"
     model_key: ClassVar[str | None] = "model_name"
 
     def numbered_by_order(self, contents: Contents) -> bool:
-        """By ``sample_id_range`` of the shards."""
+        """Whether samples are numbered by order, according to the shards' ``sample_id_range``."""
         found: Any = contents.metadata.get("shards")
         if not isinstance(found, list):
             return False
@@ -42,7 +42,7 @@ class PickleCarrying(Carrying):
         return True
 
     def outgoing(self, table: pa.Table) -> pa.Table:
-        """The preview, completed where the whole text is kept beside it; elsewhere these are two columns."""
+        """Replaces the preview by the whole text where it is stored, so that other formats get one text column."""
         import pyarrow.compute as pc
 
         if PREVIEW not in table.column_names or "text" not in table.column_names:

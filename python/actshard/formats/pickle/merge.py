@@ -1,4 +1,4 @@
-"""Merging pickle shards: shards get new numbers, and their lists become one."""
+"""Merges pickle shards: renumbers the shards and joins their lists."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from actshard.location import Location, network_io
 from actshard.work import write_json
 
 _DECODED = 160 << 20
-"""Memory for the shard of each part whose columns are looked at."""
+"""Memory for one decoded shard of each part, whose columns are checked."""
 
 
 def _check(plan: Merge) -> None:
     parts = [Location.at(part) for part in plan.parts]
-    open_many(Location.at(plan.path), parts, Options("pread"))  # refuses sample numbers that are there twice
+    open_many(Location.at(plan.path), parts, Options("pread"))  # rejects duplicate sample numbers
     missing = next((source for source, _ in _planned(plan)[0] if not source.is_file()), None)
     if missing is not None:
-        raise MissingFileError("expected a shard, found nothing", path=missing)
-    # Columns of a whole part would have to be decoded with its rows: its first shard tells its types.
+        raise MissingFileError("expected a shard, found no file", path=missing)
+    # Only the first shard of each part is checked: reading all columns would decode all rows.
     contents = [open_many(p, [p], Options(network_io(p), _DECODED)) for p in parts]
     check_column_types(plan, [c.unit_columns(0) for c in contents if c.unit_columns is not None])
 
 
 def _planned(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
-    """Each shard with its new name, and the list of them all."""
+    """Returns each shard with its new name, and the merged metadata."""
     described = [Fields(read_json(p / "metadata.json"), p / "metadata.json") for p in plan.parts]
     moves: list[tuple[Path, str]] = []
     shards: list[dict[str, Any]] = []
@@ -59,18 +59,18 @@ def _planned(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
 
 
 def _run(plan: Merge) -> Path:
-    """Shards get new numbers; the lists of them become one."""
+    """Moves shards to their new names, then writes the merged metadata."""
     moves, listing = _planned(plan)
     for source, name in moves:
         plan.take(source, plan.path / name)
-    _native.sync_files([plan.path])  # no list of shards that a power cut may take away
+    _native.sync_files([plan.path])  # shards must be on disk before the list that names them
     write_json(plan.path / "metadata.json", listing)
     _native.sync_files([plan.path])
     return plan.path
 
 
 class PickleMerger(Merger):
-    """Folders of several machines are one source each."""
+    """Merges pickle shards. Each folder of a multi-machine extraction is a part."""
 
     makes: ClassVar[tuple[str, ...]] = PickleTarget.makes
     files: ClassVar[re.Pattern[str] | None] = re.compile(r"shard_\d{4,}\.pkl(\.gz)?|metadata\.json")

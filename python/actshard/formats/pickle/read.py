@@ -1,18 +1,17 @@
-"""Pickle shards: numbered pickles of lists of samples, layer by layer, usually gzip'ed; one folder per machine.
+"""Reads pickle shards: numbered pickles of lists of samples by layer, usually gzip-compressed; one folder per machine.
 
-    metadata.json                  the extraction, and the shards: files, samples, layers, sample numbers, checksums
+    metadata.json                  extraction settings, and the list of shards: files, samples, layers, sample numbers, checksums
     shard_0001.pkl.gz or .pkl      {"layer_15": [{"sample_idx", "activation", "shape", "text_preview", "metadata"}, ...], ...}
 
-Source: the published text "Activation Shard Format Specification". What it leaves open is settled by what is written:
-``checksum`` is the SHA-256 of the file as it lies on disk, ``sample_id_range`` includes both ends, ``compressed`` is per
-shard, and so is the list of layers.
+Source: the published text "Activation Shard Format Specification". Where it is ambiguous, existing files decide: ``checksum`` is
+the SHA-256 of the stored file, ``sample_id_range`` includes both ends, ``compressed`` and ``layers`` are per shard.
 
-**Nothing is ever unpickled.** The native half has a machine for plain data and numpy arrays and refuses everything else by
-name and offset. How many tokens a sample has is written nowhere but inside its shard, so shards are looked into when
-something of them is first wanted, and opening a dataset looks into one.
+**Nothing is ever unpickled.** The native code interprets only opcodes for plain data and numpy arrays, and rejects everything
+else by name and byte offset. Numbers of tokens are stored only inside shards, so a shard is decoded when its first data are
+requested. Opening a dataset decodes one shard.
 
-Examples are samples in the order of the shards, and of a shard in the order in which its layers first name them; their
-numbers are ``store.table["sample_idx"]``.
+Examples are samples in shard order; within a shard, in the order in which its layers first contain them. Sample numbers are in
+``store.table["sample_idx"]``.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ LOOKED_FOR = (
 )
 OWN_COLUMNS = ("sample_idx", "text_preview", "shape", "layers")
 CHEAP_BYTES = 256 << 20
-"""Compressed bytes that may be inflated to answer how many tokens there are."""
+"""Up to this many compressed bytes, shards are inflated to count tokens."""
 MOST_COLUMNS = 4096
-"""Different fields of metadata that a table may have."""
+"""Limit on the number of distinct metadata fields in a table."""
 _UNLIMITED = 1 << 62
 SLACK_PER_SAMPLE = 64 << 10
-"""What a sample may take in a shard beside its activations: a preview of 200 characters and a few fields of metadata."""
+"""Bytes allowed per sample in a shard besides its activations: a preview of 200 characters and a few metadata fields."""
 
 
 def detect(path: Location) -> Evidence:
-    """A metadata.json of pickle shards, here or in the folders of several machines of one extraction."""
+    """Checks for a metadata.json of pickle shards, in the folder or in its subfolders, one per machine of an extraction."""
     if path.kind() != "folder":
         return Evidence(False, LOOKED_FOR, "a file")
     if (path / "metadata.json").exists():
         if _is_one(path):
             return Evidence(True, LOOKED_FOR, "a metadata.json of pickle shards")
-        return Evidence(False, LOOKED_FOR, "a metadata.json of something else")
+        return Evidence(False, LOOKED_FOR, "another metadata.json")
     machines = machines_in(path)
     if len(machines) < 2:
         return Evidence(False, LOOKED_FOR, "no metadata.json")
@@ -72,7 +71,7 @@ def detect(path: Location) -> Evidence:
 
 
 def _extraction(config: Any) -> Any:
-    """What must agree between the machines of one extraction: not the longest sample that each of them met, nor its batch size."""
+    """The settings that must agree between machines; the longest sample and the batch size may differ."""
     if not isinstance(config, dict):
         return config
     return {name: value for name, value in config.items() if name not in ("max_seq_length", "batch_size")}
@@ -94,7 +93,7 @@ def _is_one(path: Location) -> bool:
 
 
 def machines_in(path: Location) -> list[Location]:
-    """Folders of pickle shards right below, in the order of their numbers; none if another dataset lies among them."""
+    """Subfolders with pickle shards, sorted by number; none if another dataset is among them."""
     try:
         below = [
             folder
@@ -109,15 +108,15 @@ def machines_in(path: Location) -> list[Location]:
 
 
 def _natural(path: Location) -> list[tuple[int, str]]:
-    """machine_2 before machine_10."""
-    # Only 0 to 9 are digits here: other scripts' and superscripts count as text.
+    """Sort key that puts machine_2 before machine_10."""
+    # Only ASCII digits count; other digits are text.
     parts = re.split(r"([0-9]{1,15})", path.name)
     return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)
 class ListedShard:
-    """A shard as its metadata.json lists it."""
+    """An entry of the shard list in metadata.json."""
 
     path: Location
     compressed: bool
@@ -130,22 +129,22 @@ class ListedShard:
 
     @property
     def dense(self) -> bool:
-        """Every number of its range is one of its samples."""
+        """Whether every number in its range is a sample."""
         return self.ids[1] - self.ids[0] + 1 == self.samples
 
 
 def open(path: Location, options: Options) -> Contents:
-    """Reads metadata.json, of every machine if there are several, and looks into one shard."""
+    """Reads metadata.json (of every machine if there are several) and decodes one shard."""
     if (path / "metadata.json").exists():
         return open_many(path, [path], options)
     machines = machines_in(path)
     if not machines:
-        read_json(path / "metadata.json")  # says what is missing
+        read_json(path / "metadata.json")  # raises the error for the missing file
     return open_many(path, machines, options)
 
 
 def open_many(path: Location, machines: Sequence[Location], options: Options) -> Contents:
-    """Folders of several machines as one dataset, in this order."""
+    """Opens the folders of several machines as one dataset, in this order."""
     warnings: list[Remark] = []
     metadata = [Fields(read_json(m / "metadata.json"), m / "metadata.json") for m in machines]
     shards: list[ListedShard] = []
@@ -230,7 +229,7 @@ def _config(metadata: Fields) -> dict[str, Any]:
 
 
 def _shards(folder: Location, metadata: Fields, options: Options, warnings: list[Remark]) -> list[ListedShard]:
-    """The shards that a metadata.json lists."""
+    """The shards listed in a metadata.json."""
     version = metadata.value.get("version")
     if not isinstance(version, str) or not re.match(r"\d+(\.\d+)*$", version):
         warnings.append(
@@ -238,7 +237,7 @@ def _shards(folder: Location, metadata: Fields, options: Options, warnings: list
         )
     elif int(version.split(".")[0][:9]) > 1:
         warnings.append(
-            Remark("version", f"version {version} is newer than actshard knows (1.0): fields may mean something else")
+            Remark("version", f"version {version} is newer than actshard knows (1.0); fields may have other meanings")
         )
     made: list[ListedShard] = []
     names: set[str] = set()
@@ -249,18 +248,20 @@ def _shards(folder: Location, metadata: Fields, options: Options, warnings: list
         made.append(shard)
     if unchecked:
         warnings.append(
-            Remark("no-checksum", f"{unchecked} of {len(made)} shards have no checksum that could be verified")
+            Remark(
+                "no-checksum", f"{unchecked} of {len(made)} shards have no SHA-256 checksum, so damage may go unnoticed"
+            )
         )
     return made
 
 
 def shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str], options: Options) -> ListedShard:
-    """One entry of a metadata.json, checked; its name is added to those that are taken."""
+    """Checks one entry of the shard list and adds its file name to ``names``."""
     name = fields.text("filename")
     if name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable():
         raise fields.error("filename", "the name of a file in this folder")
     if name in names:
-        raise fields.error("filename", "another file for each shard")
+        raise fields.error("filename", "a different file for each shard")
     names.add(name)
     samples = fields.integer("num_samples", minimum=0)
     layers = fields.integers("layers")
@@ -287,12 +288,12 @@ def _checksum(fields: Fields) -> bytes | None:
     if found is not None:
         return bytes.fromhex(found[1])
     if re.match(r"[a-z0-9]+:", text) and not text.startswith("sha256:"):
-        return None  # of another kind
-    raise fields.error("checksum", '"sha256:" and 64 hexadecimal digits (checksums=False reads without)')
+        return None  # another algorithm
+    raise fields.error("checksum", '"sha256:" and 64 hexadecimal digits (checksums=False skips the check)')
 
 
 def _ids(fields: Fields, samples: int) -> tuple[int, int]:
-    """The smallest and largest sample_idx of a shard."""
+    """The smallest and largest sample_idx of a shard, inclusive."""
     if not fields.has("sample_id_range"):
         return 0, (1 << 62) - 1
     value = fields.value["sample_id_range"]
@@ -308,9 +309,9 @@ def _ids(fields: Fields, samples: int) -> tuple[int, int]:
 
 
 def _limit(metadata: Fields, items: int) -> int:
-    """Bytes that a shard may inflate to by what its metadata declare.
+    """Largest inflated size of a shard, computed from its metadata.
 
-    The native half allows no more than the file's size and ``decoded_memory`` do, whatever is declared.
+    The native code also limits it by the file's size and ``decoded_memory``.
     """
     config = _config(metadata)
     parameters = config.get("model_params")
@@ -329,11 +330,11 @@ def _check_statistics(metadata: Fields, shards: Sequence[ListedShard], warnings:
     for name, found in (("total_shards", len(shards)), ("total_samples", sum(s.samples for s in shards))):
         said = statistics.get(name)
         if said is not None and said != found:
-            warnings.append(Remark("claim", f"statistics.{name} says {show(said)}, the shards listed are {found}"))
+            warnings.append(Remark("claim", f"statistics.{name} is {show(said)}, but the listed shards give {found}"))
 
 
 def _check_extraction(metadata: Fields, shards: Sequence[ListedShard], width: int, warnings: list[Remark]) -> None:
-    """What the extraction says of its layers and their width, held against the shards."""
+    """Compares the layers and width in ``extraction_config`` with the shards."""
     config = _config(metadata)
     extracted, held = config.get("layers_extracted"), {layer for shard in shards for layer in shard.layers}
     if extracted is not None and held:
@@ -342,22 +343,24 @@ def _check_extraction(metadata: Fields, shards: Sequence[ListedShard], width: in
             warnings.append(
                 Remark(
                     "claim",
-                    f"extraction_config.layers_extracted says {show(extracted)}, the shards listed hold {sorted(held)}",
+                    f"extraction_config.layers_extracted is {show(extracted)}, but the listed shards contain {sorted(held)}",
                 )
             )
     parameters = config.get("model_params")
     hidden = parameters.get("hidden_size") if isinstance(parameters, dict) else None
     if hidden is not None and hidden != width:
         warnings.append(
-            Remark("claim", f"extraction_config.model_params.hidden_size says {show(hidden)}, rows have {width}")
+            Remark(
+                "claim", f"extraction_config.model_params.hidden_size is {show(hidden)}, but rows have {width} elements"
+            )
         )
 
 
 def _check_unique(shards: Sequence[ListedShard], rows: Rows) -> None:
-    """No sample_idx stands in two shards.
+    """Raises FormatError if a sample_idx is in two shards.
 
-    Ranges that do not overlap settle it, and so do ranges in which every number is a sample. What remains is looked up: each
-    shard once, however many ranges it overlaps.
+    Disjoint ranges prove uniqueness, and so do ranges without gaps. Only shards whose range overlaps another and has gaps are
+    read, each once.
     """
     placed = sorted((i for i, s in enumerate(shards) if s.samples), key=lambda i: shards[i].ids)
     dense = [i for i in placed if shards[i].dense]
@@ -365,7 +368,7 @@ def _check_unique(shards: Sequence[ListedShard], rows: Rows) -> None:
         if shards[j].ids[0] <= shards[i].ids[1]:
             last = min(shards[i].ids[1], shards[j].ids[1])
             raise _twice(shards, i, j, shards[j].ids[0], last - shards[j].ids[0] + 1)
-    # Shards whose range meets another's, before or behind it in this order.
+    # Shards whose range overlaps that of a shard before or after it in this order.
     open_until, before, doubtful = -2, -1, set[int]()
     for i in placed:
         first, last = shards[i].ids
@@ -400,7 +403,7 @@ def _check_unique(shards: Sequence[ListedShard], rows: Rows) -> None:
 def _twice(shards: Sequence[ListedShard], i: int, j: int, number: int, how_many: int) -> FormatError:
     one, other = sorted((shards[i].path, shards[j].path))
     return FormatError(
-        f"sample_idx {number} is in {other} too ({how_many} numbers are in both): numbers must be unique over all "
+        f"sample_idx {number} is also in {other} ({how_many} numbers are in both); numbers must be unique across "
         "shards and machines",
         path=one,
         code="duplicate-sample",
@@ -408,12 +411,12 @@ def _twice(shards: Sequence[ListedShard], i: int, j: int, number: int, how_many:
 
 
 def _fields_of(rows: Rows, shard: int) -> list[str]:
-    """Names of the metadata columns, as the first shard with samples has them."""
+    """Names of the metadata columns, from the first non-empty shard."""
     return list(dict.fromkeys(name for part in (_metadata(r[4]) for r in rows.records(shard)) for name in part))
 
 
 def _metadata(value: Any) -> dict[str, Any]:
-    """A sample's metadata as columns; a name that is a column already is told apart."""
+    """A sample's metadata as columns. Names that collide with other columns get the prefix ``metadata.``."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -428,7 +431,7 @@ def _few(names: set[str]) -> str:
 
 
 def _first_shards(shards: Sequence[ListedShard], examples: int) -> list[int]:
-    """The shards that hold the first examples."""
+    """The shards that contain the first examples."""
     before = itertools.accumulate((s.samples for s in shards), initial=0)
     return [i for i, (s, held) in enumerate(zip(shards, before, strict=False)) if s.samples and held < examples]
 
@@ -459,5 +462,5 @@ def _columns(
         parts.append((columns, len(records)))
     unknown = [name for name in names if name not in found]
     if unknown and only is None:
-        raise NotStoredError(f"holds no column {unknown[0]!r}; columns are {_few(found)}", path=path)
+        raise NotStoredError(f"has no column {unknown[0]!r}; columns are {_few(found)}", path=path)
     return table_of(names, parts)

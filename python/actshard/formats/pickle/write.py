@@ -1,8 +1,8 @@
-"""Writes pickle shards: what the published text describes, in protocol 4, opened by its own example code.
+"""Writes pickle shards by the published text, in protocol 4, readable by its example code.
 
-Shards are put together by hand, because an unpickled copy of the arrays would have to exist otherwise: opcodes of protocol 4 around
-the rows where they lie in memory. Globals are those under ``numpy.core``, which numpy 1 and 2 both know. In plain shards every
-array begins at a multiple of 64 bytes, so that readers that map the file get aligned views; what fills the gaps does nothing.
+Shards are assembled from opcodes around the rows in memory, because ``pickle.dump`` would copy the arrays. Globals are from
+``numpy.core``, which both numpy 1 and 2 can import. In uncompressed shards every array is aligned to 64 bytes by no-op opcodes, so
+that readers that map the file get aligned views.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SHARD_BYTES = 100_000_000
-"""Before compression; the text recommends 50 to 500 MB."""
+"""Shard size before compression; the text recommends 50 to 500 MB."""
 LONGEST_PREVIEW = 200
-"""Characters of text_preview, as the text says."""
+"""Most characters in text_preview, by the text."""
 SAMPLES_PER_MACHINE = 1_000_000_000
-"""Sample numbers of part or machine i begin at i times this: no part knows how many examples the others have."""
+"""Sample numbers of part or machine i start at i times this, because parts do not know each other's number of examples."""
 _ALIGN = 64
 _MADE = ("shape", "layers")
-"""What a reader tells of every sample, whatever its metadata call so."""
+"""Columns that the reader computes for every sample, whatever its metadata."""
 _SHARD = re.compile(r"\.?(shard_\d{4,}\.pkl(?:\.gz)?)(?:\.part)?")
-"""A shard's name, in the group, and its working name."""
+"""File name of a shard (group 1), or its temporary name."""
 _NAMED = ("model_name", "model_architecture", "model_params", "dataset_name", "dataset_config", "dataset_split")
 
 
 class PickleTarget(Target):
-    """``shard_0001.pkl.gz`` ... and ``metadata.json``, last. A block is a shard."""
+    """Writes ``shard_0001.pkl.gz`` ..., then ``metadata.json``. One block is one shard."""
 
     format: ClassVar[str] = "pickle"
     makes: ClassVar[tuple[str, ...]] = ("shard_*.pkl", "shard_*.pkl.gz", "metadata.json")
     own: ClassVar[Mapping[str, str]] = {
-        "compress": "whether shards are gzip'ed, level 1 (default: True)",
-        "level": "gzip's level, 1 to 9 (default: 1)",
-        "machine_id": "of a distributed extraction (default: the part's number)",
-        "total_machines": "of a distributed extraction",
-        "samples_per_machine": f"sample numbers of machine or part i begin at i times this (default: {SAMPLES_PER_MACHINE:,})",
+        "compress": "whether to compress shards with gzip (default: True)",
+        "level": "gzip level, 1 to 9 (default: 1)",
+        "machine_id": "number of this machine in a distributed extraction (default: the part's number)",
+        "total_machines": "number of machines in a distributed extraction",
+        "samples_per_machine": f"sample numbers of machine or part i start at i times this (default: {SAMPLES_PER_MACHINE:,})",
     }
     unique: ClassVar[str | None] = "sample_idx"
     holds_partial_layers = True
@@ -74,7 +74,7 @@ class PickleTarget(Target):
             raise ArgumentError(f"machine_id: expected 0 to {self.machines - 1}, found {self.machine}")
         self.block_bytes = spec.shard_bytes or SHARD_BYTES
         self.per_machine = positive(spec.options, "samples_per_machine", SAMPLES_PER_MACHINE) or SAMPLES_PER_MACHINE
-        # The text's machine_id * samples_per_machine + local_sample_idx; parts of a machine are machines of their own.
+        # By the text: machine_id * samples_per_machine + local_sample_idx. Parts of a machine count as separate machines.
         self.base = (
             part if machine is None else machine if spec.part is None else machine * parts + part
         ) * self.per_machine
@@ -98,7 +98,7 @@ class PickleTarget(Target):
         super().adopt(config)
         self.created = config["created"]
         if "base" not in config:
-            # Begun by release 0.1, which counted from the number of this part's own examples.
+            # Begun by release 0.1, which offset sample numbers by the part's own number of examples.
             self.base = (self.spec.part or (0, 1))[0] * (self.spec.num_examples or SAMPLES_PER_MACHINE)
 
     def check_columns(self, schema: pa.Schema) -> None:
@@ -106,34 +106,34 @@ class PickleTarget(Target):
 
         name = "sample_idx"
         if name in schema.names and not pa.types.is_integer(schema.field(name).type):
-            raise ArgumentError(f"{name}: expected another integer for every example, found {schema.field(name).type}")
+            raise ArgumentError(f"{name}: expected a unique integer for every example, found {schema.field(name).type}")
         if taken := [name for name in _MADE if name in schema.names]:
-            raise ArgumentError(f"columns: pickle shards hold {taken[0]!r} themselves; give yours another name")
+            raise ArgumentError(f"columns: {taken[0]!r} is reserved in pickle shards; rename the column")
         text = next((name for name in TEXTS if name in schema.names), None)
         if text is None:
             return
         if text != PREVIEW and PREVIEW in schema.names:
             raise ArgumentError(
-                f"columns: pickle shards keep {text!r} as {PREVIEW!r}: give one of them, or give the other another name"
+                f"columns: pickle shards store {text!r} as {PREVIEW!r}; pass only one of them, or rename the other"
             )
         kind = schema.field(text).type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind)):
             raise ArgumentError(
-                f"{text}: expected texts, which pickle shards keep as {PREVIEW!r}, found {kind}; give yours another name"
+                f"{text}: expected strings, which pickle shards store as {PREVIEW!r}, found {kind}; rename the column"
             )
 
     def check_values(self, table: pa.Table, first: int) -> None:
         check_times(table, first)
 
     def check_count(self, n: int, columns: Sequence[str]) -> None:
-        # More would have the numbers of the next machine.
+        # More examples would use sample numbers of the next machine.
         if n > self.per_machine and "sample_idx" not in columns:
             raise ArgumentError(f"samples_per_machine: expected at least {n}, found {self.per_machine}")
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
         self.shards = [shard for state in states for shard in state["shards"]]
-        # Shards that were complete when their writer died are whatever they are: those listed have their names.
+        # Committed shards may still have their temporary names after a crash.
         for shard in self.shards:
             path = self.root / shard["filename"]
             if not path.exists():
@@ -188,19 +188,19 @@ class PickleTarget(Target):
         return shards, shards + 1, int(rows.sum()) * self.row_bytes
 
     def _pickled(self, block: Block) -> tuple[list[int], list[NDArray[np.uint8]]]:
-        """Numbers of the samples, and the shard's bytes in segments; arrays are where they are."""
+        """Returns sample numbers, and the shard's bytes in segments. Arrays are not copied."""
         columns = {} if block.columns is None else {n: block.columns[n].to_pylist() for n in block.columns.column_names}
         n = len(block)
         numbered = columns.pop("sample_idx", None)
         ids = list(range(self.base + self.n, self.base + self.n + n)) if numbered is None else numbered
         if any(type(i) is not int for i in ids) or len(set(ids)) < n:
-            raise ArgumentError("sample_idx: expected another integer for every example")
+            raise ArgumentError("sample_idx: expected a unique integer for every example")
         text = next((columns.pop(name) for name in TEXTS if name in columns), None)
         previews = [None if t is None else str(t)[:LONGEST_PREVIEW] for t in text] if text is not None else [""] * n
         metadata = [{name: _safe(values[i]) for name, values in columns.items()} for i in range(n)]
         for t, of_sample in zip(text or (), metadata, strict=False):
             if t is not None and len(str(t)) > LONGEST_PREVIEW:
-                of_sample["text"] = str(t)  # nothing is cut without being kept
+                of_sample["text"] = str(t)  # the preview is cut, so the whole text is stored here
         out = Opcodes(self.dtype or block.memory.dtype, 0 if self.compress else _ALIGN)
         starts, data, row = block.starts, block.bytes, self.row_bytes
         for group, layer in enumerate(self.spec.layers):
@@ -247,7 +247,7 @@ def shard_listing(
     machines: int,
     seconds: float | None,
 ) -> dict[str, Any]:
-    """A metadata.json."""
+    """Contents of metadata.json."""
     statistics = {
         "total_shards": len(shards),
         "total_samples": n,
@@ -272,9 +272,9 @@ def _working(path: Path) -> Path:
 
 
 class Opcodes:
-    """A shard as opcodes of pickle protocol 4: a dict of lists of dicts, with arrays that are not copied.
+    """Builds a shard from opcodes of pickle protocol 4: a dict of lists of dicts. Arrays are not copied.
 
-    Opcodes as the Python documentation of ``pickletools`` describes them; arrays as ``numpy.ndarray.__reduce__`` pickles them.
+    Opcodes are documented in Python's ``pickletools``. Arrays are pickled like ``numpy.ndarray.__reduce__``.
     """
 
     def __init__(self, dtype: np.dtype[Any], align: int) -> None:
@@ -283,16 +283,16 @@ class Opcodes:
         self._before = 0
         self._align = align
         self._dtype = dtype
-        # Memo: 0 _reconstruct, 1 ndarray, 2 the dtype, 3... names of fields.
+        # Memo slots: 0 _reconstruct, 1 ndarray, 2 the dtype, from 3 field names.
         self._known: dict[str, int] = {}
         self._begun = False
 
     def key(self, name: str) -> None:
-        """A layer begins."""
+        """Begins a layer."""
         self._text += _plain(name) + b"]("  # EMPTY_LIST, MARK
 
     def end_list(self) -> None:
-        """A layer ends."""
+        """Ends a layer."""
         self._text += b"e"  # APPENDS
 
     def item(
@@ -303,7 +303,7 @@ class Opcodes:
         preview: str | None,
         metadata: dict[str, Any],
     ) -> None:
-        """A sample of a layer."""
+        """Adds a sample to the current layer."""
         text = self._text
         text += b"}("
         text += self._name("sample_idx") + _plain(sample)
@@ -316,7 +316,7 @@ class Opcodes:
         text += b"u"  # SETITEMS
 
     def _name(self, name: str) -> bytes:
-        """A field's name: once, and from the memo ever after."""
+        """Opcodes of a field's name. Later uses refer to the memo."""
         if name in self._known:
             return b"h" + bytes([self._known[name]])  # BINGET
         self._known[name] = 3 + len(self._known)
@@ -353,20 +353,20 @@ class Opcodes:
         self._text = bytearray()
 
     def done(self) -> list[NDArray[np.uint8]]:
-        """All segments in order."""
+        """Returns all segments in order."""
         self._text += b"u."  # SETITEMS, STOP
         self._flush()
         return self._segments
 
 
 def _safe(value: Any) -> Any:
-    """What no reader has to import anything for; dates and decimals as their text."""
+    """Converts a value to types that unpickle without imports; dates and decimals become strings."""
     if isinstance(value, np.generic):
-        value = value.item()  # arrow's half floats are numpy's
+        value = value.item()  # pyarrow returns half floats as numpy scalars
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, decimal.Decimal) and value == int(value):
-        return int(value)  # an integer beyond 64 bits, on its way through arrow
+        return int(value)  # pyarrow returns integers beyond 64 bits as decimals
     if isinstance(value, list | tuple):
         return [_safe(v) for v in value]
     if isinstance(value, dict):
@@ -375,7 +375,7 @@ def _safe(value: Any) -> Any:
 
 
 def _plain(value: Any) -> bytes:
-    """Opcodes of a plain value. Protocol 3 has no frames, and a pickler that is told to be fast no memo: they stand anywhere."""
+    """Opcodes of a plain value, usable anywhere: protocol 3 has no frames, and ``fast`` disables the memo."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, 3)
     pickler.fast = True
@@ -384,7 +384,7 @@ def _plain(value: Any) -> bytes:
 
 
 def _nothing(size: int, align: int) -> bytes:
-    """Opcodes of this length, or of that much more, that do nothing: NONE POP, and BININT1 POP for odd ones."""
+    """No-op opcodes of ``size`` bytes (``size + align`` if 1): NONE POP pairs, preceded by BININT1 POP if odd."""
     if size == 1:
         size += align
     return b"N0" * (size // 2) if size % 2 == 0 else b"K\x000" + b"N0" * ((size - 3) // 2)

@@ -12,7 +12,7 @@ from actshard.formats.saev import codes
 
 
 class SaevFormat(Format):
-    """saev activation shards."""
+    """saev activation shards. Read, written, verified, merged and converted."""
 
     name: ClassVar[str] = "saev"
     description: ClassVar[str] = "saev activation shards"

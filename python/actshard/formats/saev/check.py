@@ -1,4 +1,4 @@
-"""The rules of saev shards; see docs/formats/saev.md."""
+"""Checks of saev shards; see docs/formats/saev.md."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from actshard.formats.saev.read import (
 from actshard.location import Location
 
 _MISSING = 16
-"""Missing shards that are named one by one."""
+"""Number of missing shards listed one by one."""
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
-    """Metadata field by field, then every shard."""
+    """Checks metadata field by field, then every shard."""
     path = root / "metadata.json"
     try:
         fields = Fields(read_json(path), path)
@@ -69,7 +69,7 @@ def check(root: Location, report: Report, tell: Any) -> None:
     listed = {shard for shard, _ in listing}
     for shard in present:
         if shard not in listed:
-            report.add("unlisted-file", shard, f"a shard that shards.json does not name ({len(listing)} are named)")
+            report.add("unlisted-file", shard, f"a shard that shards.json does not list (it lists {len(listing)})")
     for path, need, sizes in (
         (root / "labels.bin", n * content, f"{n} x {content}"),
         (root / LENGTHS, n * 4, f"{n} x 4"),
@@ -85,9 +85,9 @@ def check(root: Location, report: Report, tell: Any) -> None:
 
 
 def _listing(root: Location, report: Report, n: int, eps: int, metadata: Fields) -> list[tuple[Location, int]]:
-    """Shards with the examples they should hold: as shards.json says, or as its metadata do where that is broken."""
+    """Returns shards with their expected numbers of examples: from shards.json, or from the metadata if it is invalid."""
     path = root / "shards.json"
-    # As many as metadata claim, but no more than there are files, and a few that are missing.
+    # Limited by the files present plus a few missing ones, because the metadata can claim any number.
     count = -(-n // eps)
     present = len(root.entries("acts*.bin"))
     expected = [(root / f"acts{i:06}.bin", min(eps, n - i * eps)) for i in range(min(count, present + _MISSING))]

@@ -1,4 +1,4 @@
-"""Findings that only saev shards can have."""
+"""Codes of findings specific to saev shards."""
 
 from actshard.codes import WARNING, Code
 

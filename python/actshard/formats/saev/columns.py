@@ -1,4 +1,4 @@
-"""What saev's metadata become in other formats, and what it keeps of theirs."""
+"""saev's metadata in other formats, and metadata of other formats in saev's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class SaevCarrying(Carrying):
-    """saev has fixed fields: another format's metadata are kept as JSON text in ``data``."""
+    """saev's metadata fields are fixed, so another format's metadata are stored as JSON text in ``data``."""
 
     number_column: ClassVar[str | None] = "example_idx"
 

@@ -1,4 +1,4 @@
-"""Merging saev dumps: shards are renamed where they can be, and put together anew elsewhere."""
+"""Merges saev dumps. Shards are moved where possible, otherwise written again."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from actshard.work import make_folder, rename, write_bytes, write_json
 
 @dataclass(frozen=True)
 class _Dump:
-    """What a saev dump's metadata say of its files."""
+    """Layout of a saev dump, from its metadata."""
 
     fields: Fields
     layers: int
     tokens: int
-    """Of an example, CLS included."""
+    """Tokens per example, CLS included."""
     content: int
 
     @classmethod
     def of(cls, path: Path) -> _Dump:
         fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
-        # As saev's reader has it: before layers was a list, the last n_layers were recorded, and every model had a CLS token.
+        # Same rules as saev's reader: older metadata have n_layers, the number of last layers, and imply a CLS token.
         listed = "layers" in fields.value
         layers = len(fields.integers("layers")) if listed else fields.integer("n_layers")
         content = fields.integer(*CONTENT_TOKENS)
@@ -54,10 +54,10 @@ class _Dump:
 
 
 def _place(plan: Merge, dumps: Sequence[_Dump]) -> tuple[Path, dict[str, Any]]:
-    """Where the merged dump belongs, which its metadata decide, and these."""
+    """Path and metadata of the merged dump. The metadata determine the path."""
     first = dumps[0].fields
     largest = max(dumps, key=lambda d: d.eps)
-    # A small dump has a small shard: the largest of them is what all get.
+    # A dump smaller than one shard has a small budget, so the largest is used.
     budget = {first.name(*BUDGET): largest.fields.integer(*BUDGET)}
     metadata = {**first.value, **budget, first.name(*N_EXAMPLES): sum(d.examples for d in dumps)}
     recipe = next((i for i, h in enumerate(hashes(first.value)) if h == plan.parts[0].name), 0)
@@ -67,18 +67,16 @@ def _place(plan: Merge, dumps: Sequence[_Dump]) -> tuple[Path, dict[str, Any]]:
 def _check(plan: Merge) -> None:
     place, _ = _place(plan, [_Dump.of(p) for p in plan.parts])
     if place.exists():
-        raise ExistsError(
-            "expected nothing, found the dataset that these parts would make: remove one of the two", path=place
-        )
+        raise ExistsError("the merged dataset exists already; remove it or the parts", path=place)
     for path in plan.parts:
         files = open_dump(Location.at(path), Options.of(path)).files()
         odd = next((f for i, f in enumerate(files) if f.name != f"acts{i:06}.bin"), None)
         if odd is not None:
-            raise UnsupportedError(f"shards have other names than saev's ({odd.name}): convert it first", path=path)
+            raise UnsupportedError(f"non-standard shard name {odd.name}; convert the dataset first", path=path)
 
 
 def _run(plan: Merge) -> Path:
-    """Shards all hold as many examples: those of a part that begins at a multiple are taken, others are put together anew."""
+    """Merges. Shards have equal numbers of examples: those at a shard boundary are moved, others are assembled by copying."""
     dumps = [_Dump.of(p) for p in plan.parts]
     fields = dumps[0].fields
     name = fields.name(*N_EXAMPLES)
@@ -88,9 +86,9 @@ def _run(plan: Merge) -> Path:
     content = dumps[0].content
     size = dumps[0].tokens * dumps[0].layers * fields.integer(*D_MODEL) * ITEMSIZE
     place, metadata = _place(plan, dumps)
-    if place.exists():  # named before a crash: there was nothing when the merge began
+    if place.exists():  # created before a crash: the path was free when the merge began
         if read_json(place / "metadata.json") != metadata:
-            raise ExistsError("expected nothing, found another dataset of this name", path=place)
+            raise ExistsError("another dataset with this name exists; move it away", path=place)
         return place
     work = plan.path / ".merging"
     make_folder(work)
@@ -145,7 +143,7 @@ def _run(plan: Merge) -> Path:
 
 
 class SaevMerger(Merger):
-    """All shards of a dump hold the same number of examples."""
+    """Merges dumps into shards with the same number of examples."""
 
     makes: ClassVar[tuple[str, ...]] = (".merging",)
     names_itself: ClassVar[bool] = True

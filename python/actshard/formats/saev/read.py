@@ -1,4 +1,4 @@
-"""saev's raw shards: every version of the protocol found in the wild.
+"""Reads saev shards, all known protocol versions.
 
 .. code-block:: text
 
@@ -6,13 +6,13 @@
     shards.json        [{"name": "acts000000.bin", "n_examples": 3}, ...]; absent in the first months
     acts000000.bin     C-ordered (examples_per_shard, layers, tokens, d_model) native float32, no header
     labels.bin         optional: (n_examples, content tokens) uint8
-    actshard_lengths.bin  optional, of actshard: (n_examples,) little-endian uint32, content tokens before the rows of zeros that
-                       fill shorter examples up; saev's loaders read only the files above
+    actshard_lengths.bin  optional, written by actshard: (n_examples,) little-endian uint32, content tokens before zero padding;
+                       saev's loaders ignore it
 
-Sources: the protocol text (2.0), and what OSU-NLP-Group/saev wrote from October 2024 to March 2026. The text's names lived
-for five days; each field is taken by whichever of its names is present, never by the version string. The text lets the
-last shard be short, the code pads it with zeros, and adds a whole shard of zeros when the examples come out even: all are
-read, and the zeros are never reached because a file is only ever asked for the rows that shards.json gives it.
+Sources: the protocol text (2.0), and files that OSU-NLP-Group/saev wrote from October 2024 to March 2026. The text's field names
+were used for five days, so each field is found by any of its names, regardless of the protocol version. By the text the last
+shard may be short; saev's code pads it with zeros, and adds a shard of zeros if the examples fill the shards exactly. All variants
+are read. Padding is never read, because only the rows listed in shards.json are addressed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from actshard.location import Location
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Every name a field has had, today's first; see the table of eras in docs/formats/saev.md.
+# All names of each field, current name first; see the table of eras in docs/formats/saev.md.
 N_EXAMPLES = ("n_examples", "n_ex", "n_imgs")
 CONTENT_TOKENS = ("content_tokens_per_example", "n_content_tokens_per_example", "patches_per_ex", "n_patches_per_img")
 D_MODEL = ("d_model", "d_vit")
@@ -57,11 +57,11 @@ LAST_KNOWN = (2, 1)
 ITEMSIZE = 4
 LABELS = "labels.bin"
 LENGTHS = "actshard_lengths.bin"
-"""How many tokens examples had before they were filled up to the same number."""
+"""The number of tokens of each example before padding."""
 
 
 def detect(path: Location) -> Evidence:
-    """A folder with a metadata.json that gives a row width and a token count in saev's words."""
+    """Checks for a folder with a metadata.json that contains saev's fields for d_model, layers and tokens."""
     looked_for = (
         "a folder with a metadata.json that has layers, d_model and content_tokens_per_example (or their older names)"
     )
@@ -72,7 +72,7 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, looked_for, "no metadata.json")
     value = read_json(metadata)
     if not isinstance(value, dict):
-        return Evidence(False, looked_for, "a metadata.json that is no object")
+        return Evidence(False, looked_for, "a metadata.json that is not an object")
     asked = {"layers": ("layers", "n_layers"), "d_model": D_MODEL, "content_tokens_per_example": CONTENT_TOKENS}
     missing = [name for name, names in asked.items() if not any(n in value for n in names)]
     if missing:
@@ -81,7 +81,7 @@ def detect(path: Location) -> Evidence:
 
 
 def open(path: Location, options: Options) -> Contents:
-    """Reads metadata.json and shards.json and checks every shard's size."""
+    """Reads metadata.json and shards.json, and checks the sizes of all shards."""
     fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
     warnings: list[Remark] = []
 
@@ -93,7 +93,7 @@ def open(path: Location, options: Options) -> Contents:
     layers = _layers(fields, warnings)
     n = fields.integer(*N_EXAMPLES)
     content = fields.integer(*CONTENT_TOKENS)
-    # Before `layers` became a list every model had a CLS token and nothing said so.
+    # Older metadata, with `n_layers` for `layers`, lack the field; those models all had a CLS token.
     cls = fields.boolean("cls_token") if "cls_token" in fields.value or "layers" in fields.value else True
     tokens = content + cls
     d_model = fields.integer(*D_MODEL)
@@ -105,7 +105,7 @@ def open(path: Location, options: Options) -> Contents:
     example_bytes = per_example * d_model * ITEMSIZE
     if example_bytes * max(eps, n) >= 1 << 62:
         raise FormatError(
-            f"{n} examples x {len(layers)} layers x {tokens} tokens x {d_model} is no size that a disk can have",
+            f"{n} examples x {len(layers)} layers x {tokens} tokens x {d_model} exceeds 2^62 bytes",
             path=fields.path,
         )
 
@@ -155,7 +155,7 @@ def open(path: Location, options: Options) -> Contents:
 
 
 def _beside(path: Location, n: int, content: int, warnings: list[Remark]) -> tuple[str, ...]:
-    """What is stored beside the shards, in words."""
+    """Names of the data stored besides the shards."""
     beside = {
         what: found
         for name, what in ((LABELS, "patch labels"), (LENGTHS, "lengths before padding"))
@@ -193,7 +193,7 @@ def _protocol(fields: Fields, warnings: list[Remark]) -> str | None:
 
 def _layers(fields: Fields, warnings: list[Remark]) -> tuple[int, ...]:
     if "layers" not in fields.value and "n_layers" in fields.value:
-        # October to November 2024: the last n layers were recorded, and readers counted from the end.
+        # October to November 2024: only the number of last layers was recorded; readers counted from the end.
         count = fields.integer("n_layers")
         if count > 100_000:
             raise fields.error("n_layers", "a number of layers")
@@ -203,7 +203,7 @@ def _layers(fields: Fields, warnings: list[Remark]) -> tuple[int, ...]:
         warnings.append(
             Remark(
                 "layer-order",
-                f"layers {list(layers)} are not in ascending order: saev's recorder fills slots in the order the model runs, "
+                f"layers {list(layers)} are not in ascending order; saev's recorder stores layers in the order the model runs, "
                 "so the names of these layers may be swapped",
             )
         )
@@ -213,7 +213,7 @@ def _layers(fields: Fields, warnings: list[Remark]) -> tuple[int, ...]:
 def _shards(
     path: Location, n: int, eps: int, protocol: str | None, warnings: list[Remark]
 ) -> list[tuple[Location, int]]:
-    """The shard files in order, and how many examples each holds."""
+    """The shard files in order, each with its number of examples."""
     listing = path / "shards.json"
     expected = -(-n // eps)
     if not listing.exists():
@@ -225,8 +225,8 @@ def _shards(
             return [(path / _name(i), min(eps, n - i * eps)) for i in range(expected)]
         found = [entry.name for entry in path.entries("acts*.bin")]
         raise MissingFileError(
-            f"expected a list of shards, found nothing beside {len(found)} acts files {found[:5]}: "
-            "the dump is unfinished or lost a file; regenerate it",
+            f"expected a list of shards, found none, only {len(found)} acts files {found[:5]}: "
+            "the dump is unfinished or a file was lost; create it again",
             path=listing,
         )
     value = read_json(listing)
@@ -243,13 +243,13 @@ def _shards(
             raise fields.error(fields.name(*N_EXAMPLES), f"{wanted} ({n} examples, {eps} per shard)")
         shard = path / _listed_name(fields, path, i, warnings)
         if shard in names:
-            raise fields.error("name", "another file for each shard")
+            raise fields.error("name", "a different file for each shard")
         names.add(shard)
         shards.append((shard, count))
         total += count
     if total != n:
         raise FormatError(
-            f"expected {n} examples in {expected} shards, found {total} in {len(shards)}: the dump was interrupted; finish it",
+            f"expected {n} examples in {expected} shards, found {total} in {len(shards)}: the dump was interrupted; complete it",
             path=listing,
         )
     return shards
@@ -266,7 +266,7 @@ def _listed_name(fields: Fields, path: Location, index: int, warnings: list[Rema
     usual = _name(index)
     if name == usual:
         return name
-    # saev's loaders build the name from the shard's number and look at this one only to see whether the file exists.
+    # saev's loaders derive the name from the shard's number. They use this one only to check that the file exists.
     chosen = usual if (path / usual).exists() else name
     warnings.append(
         Remark("layout", f"shards.json names shard {index} {name!r}, saev reads {usual!r}; reading {chosen!r}")
@@ -275,14 +275,14 @@ def _listed_name(fields: Fields, path: Location, index: int, warnings: list[Rema
 
 
 def _check_shards(shards: Sequence[tuple[Location, int]], eps: int, example_bytes: int, warnings: list[Remark]) -> None:
-    """Every listed file is a regular file of a size that its examples allow."""
+    """Checks that every listed file is a regular file of a valid size. Raises the first error, with the number of others."""
     problems: list[ActshardError] = []
     last = max(i for i, (_, count) in enumerate(shards) if count)
     for i, (shard, count) in enumerate(shards):
         if count == 0:
-            # saev leaves an extra shard of zeros when the examples come out even; nobody reads it.
+            # saev leaves a shard of zeros if the examples fill the shards exactly. It is never read.
             if not shard.exists():
-                warnings.append(Remark("layout", f"{shard.name}, which holds no examples, is missing"))
+                warnings.append(Remark("layout", f"{shard.name} is missing; it contains no examples"))
             continue
         need, full = count * example_bytes, eps * example_bytes
         try:
@@ -312,7 +312,7 @@ def _check_shards(shards: Sequence[tuple[Location, int]], eps: int, example_byte
             problems.append(
                 FormatError(
                     f"expected at most {full} bytes ({eps} examples of {example_bytes}), found {found.size}: "
-                    "the metadata describe other shards",
+                    "the metadata do not match the shards",
                     path=shard,
                     offset=full,
                 )
@@ -327,7 +327,7 @@ def _check_shards(shards: Sequence[tuple[Location, int]], eps: int, example_byte
 
 
 def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]) -> None:
-    """The folder's name is a digest of its metadata, by one of the recipes that were in use."""
+    """Warns unless the folder's name is a hash of its metadata, by any recipe that saev has used."""
     if path.name not in hashes(metadata):
         warnings.append(
             Remark(
@@ -339,7 +339,7 @@ def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]
 
 
 def hashes(metadata: dict[str, Any]) -> tuple[str, ...]:
-    """Names that saev has given the folder of such a dataset, today's first."""
+    """Names that saev versions would give this dataset's folder, current version first."""
 
     def digest(text: str) -> str:
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
@@ -347,14 +347,14 @@ def hashes(metadata: dict[str, Any]) -> tuple[str, ...]:
     declared = digest(json.dumps(metadata, separators=(",", ":"), ensure_ascii=False))
     return (
         declared[:8],  # since 2025-10-14
-        declared,  # 2025-10-10 to 14: orjson, declaration order
-        digest(json.dumps(metadata, sort_keys=True, separators=(",", ":"))),  # since 2025-06-18: the published text
-        digest(json.dumps(metadata, sort_keys=True)),  # before
+        declared,  # 2025-10-10 to 14: orjson, in declaration order
+        digest(json.dumps(metadata, sort_keys=True, separators=(",", ":"))),  # since 2025-06-18: by the published text
+        digest(json.dumps(metadata, sort_keys=True)),  # before 2025-06-18
     )
 
 
 def _labels(path: Location, n: int, content: int) -> NDArray[np.uint8] | None:
-    """Read, not mapped: a mapping of a file that is cut short later kills the process."""
+    """Reads the patch labels, (n, content) uint8. Not mapped, because truncating a mapped file kills the process."""
     read = _whole(path, (n, content), np.dtype(np.uint8))
     if read is not None:
         read.flags.writeable = False
@@ -375,7 +375,7 @@ def _content_lengths(path: Location, n: int, content: int) -> NDArray[np.int64] 
 
 
 def _whole(path: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
-    """A small file's elements, which must be exactly so many; None if there is no such file."""
+    """Reads a file that must have exactly this shape and dtype; None if it does not exist."""
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if not path.exists():
         return None
@@ -394,18 +394,18 @@ def _whole(path: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
 
 
 def _check_sparse(claimed: int, files: Sequence[Location], path: Location) -> None:
-    """A sparse file claims any size: nothing large is allocated for one of which next to nothing is on the disk."""
+    """Rejects sparse files, which can claim any size, before memory is allocated for them."""
     if claimed <= _MODEST:
         return
     there = sum(file.stat().stored for file in files)
     if claimed > 64 * there:
         raise UnsupportedError(
-            f"expected data, found a sparse file: {there} bytes on the disk claim {claimed}", path=path
+            f"expected data, found a sparse file: {claimed} bytes with {there} stored on disk", path=path
         )
 
 
 _MODEST = 1 << 30
-"""Bytes that are allocated without a look at the disk."""
+"""Up to this many bytes are allocated without checking for sparse files."""
 
 
 def _columns(path: Location, n: int, names: Sequence[str], shards: Sequence[Location]) -> pa.Table:
@@ -413,7 +413,9 @@ def _columns(path: Location, n: int, names: Sequence[str], shards: Sequence[Loca
 
     unknown = [name for name in names if name != "example_idx"]
     if unknown:
-        raise NotStoredError(f"holds no column {unknown[0]!r}; a saev dataset's only column is example_idx", path=path)
+        raise NotStoredError(
+            f"has no column {unknown[0]!r}; the only column of a saev dataset is example_idx", path=path
+        )
     _check_sparse(8 * n * len(names), shards, path)
     try:
         return pa.table({name: np.arange(n, dtype=np.int64) for name in names})

@@ -1,8 +1,8 @@
-"""Writes saev shards: protocol 2.1 as saev's loaders read it, or 2.0 as the published text says.
+"""Writes saev shards: protocol 2.1 as saev's loaders read it, or 2.0 by the published text.
 
-Differences, and which is written (docs/formats/saev.md): names of fields; HASH is 8 digits of the fields in their order, or all
-64 of the sorted ones; the last shard is full-size with zeros at its end, or as short as it is. Neither gets the empty shard that
-saev's own writer leaves when examples come out even.
+The protocols differ (docs/formats/saev.md) in field names; in HASH (8 digits of the fields in order, or all 64 of the sorted
+fields); and in the last shard (padded with zeros to full size, or short). Neither gets the empty shard that saev's own writer
+adds if the examples fill the shards exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FAMILIES = ("bird-mae", "clip", "dinov2", "dinov3", "fake-clip", "pe-core", "pe-spatial", "siglip")
-"""What saev's loaders accept; of all other models, its own word for a model that is none of them: fake-clip."""
+"""Families that saev's loaders accept; ``fake-clip`` is saev's own name for any other model."""
 BUDGET = 2_400_000
 """saev's default number of token vectors per shard, over all layers."""
 _PART = ".part"
@@ -36,14 +36,14 @@ _SHARD = re.compile(r"acts(\d{6,})\.bin(?:\.part)?")
 
 
 class SaevTarget(Target):
-    """``<path>/<HASH>/``: written in ``<path>/.writing-*`` and renamed when HASH, which counts examples, is known."""
+    """Writes ``<path>/<HASH>/``. The folder is ``.writing-*`` until HASH, which depends on the number of examples, is known."""
 
     format: ClassVar[str] = "saev"
     makes: ClassVar[tuple[str, ...]] = ("acts*.bin", "labels.bin", LENGTHS, "shards.json", "metadata.json")
     own: ClassVar[Mapping[str, str]] = {
         "protocol": '"2.1" (default) or "2.0"',
         "cls_token": "whether token 0 of every example is CLS (default: False)",
-        "max_tokens_per_shard": f"token vectors per shard, over all layers (default: {BUDGET:,}, or what shard_bytes= holds)",
+        "max_tokens_per_shard": f"token vectors per shard, over all layers (default: {BUDGET:,}, or by shard_bytes=)",
     }
     metadata_keys = ("family", "ckpt", "data", "dataset", "pixel_agg")
     decides: ClassVar[tuple[str, ...]] = ("dtype", "_tokens")
@@ -71,13 +71,13 @@ class SaevTarget(Target):
         self.root = spec.path / f".writing-{self._key()}"
 
     def _key(self) -> str:
-        """Tells configurations apart before HASH is known: everything but the number of examples."""
+        """Identifies the configuration before HASH is known, by everything but the number of examples."""
         asked = {**self.config(), "tokens": None, "dtype": None}
         return hashes({"asked": json.dumps(asked, sort_keys=True, default=str)})[0]
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         if dtype != np.float32:
-            raise DtypeError(f"saev holds float32, not {dtype}; dtype='float32' to create() converts")
+            raise DtypeError(f"saev supports float32, not {dtype}; pass dtype='float32' to create() to convert")
 
     def take_dtype(self, found: np.dtype[Any]) -> np.dtype[Any]:
         if self.spec.dtype is None:
@@ -106,7 +106,7 @@ class SaevTarget(Target):
 
     @property
     def per_example(self) -> int:
-        """Token vectors of an example, over all layers."""
+        """Token vectors per example, over all layers."""
         assert self._tokens is not None
         return self._tokens * len(self.spec.layers)
 
@@ -126,9 +126,9 @@ class SaevTarget(Target):
         return budget
 
     def budget_of(self, n: int) -> int:
-        """What metadata.json says of n examples: a dump of one shard is as large as its examples, unless a budget was asked for.
+        """Budget in metadata.json for n examples. Without a requested budget, a single shard is only as large as its examples.
 
-        saev's shards are full-size whatever they hold: its default would make a file of gigabytes for a handful of examples.
+        saev's shards are always full-size, so its default budget would create a file of gigabytes for a few examples.
         """
         asked = self._budget is not None or self.spec.shard_bytes is not None or self.spec.part is not None
         return self.budget if asked else min(self.budget, n * self.per_example)
@@ -159,7 +159,7 @@ class SaevTarget(Target):
         self._tokens = tokens
 
     def metadata(self, n: int) -> dict[str, Any]:
-        """metadata.json of n examples, its fields in the order that HASH is made of."""
+        """Contents of metadata.json for n examples. HASH depends on the order of the fields."""
         assert self._tokens is not None
         given = self.spec.metadata
         family = {"family": given.get("family", "fake-clip"), "ckpt": given.get("ckpt", "unknown")}
@@ -174,13 +174,13 @@ class SaevTarget(Target):
             head = {**family, "layers": layers, "patches_per_ex": content, **common, **sizes}
             return {**head, "data": data or {}, "dataset": dataset, **pixel, **end}
         sizes = {"n_examples": n, "max_tokens_per_shard": self.budget_of(n)}
-        # 2.1 keeps a string here; what an older protocol kept as an object is kept as its text.
+        # 2.1 requires a string; an object of an older protocol is stored as JSON text.
         text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"), ensure_ascii=False)
         head = {**family, "layers": layers, "content_tokens_per_example": content, **common, **sizes}
         return {**head, "data": text, "dataset": dataset, "pixel_agg": given.get("pixel_agg") or "majority", **end}
 
     def hash(self, n: int) -> str:
-        """The folder's name: a digest of the metadata."""
+        """The folder's name: a hash of the metadata."""
         return hashes(self.metadata(n))[0 if self.protocol == "2.1" else 2]
 
     def existing(self, n: int | None) -> Path | None:
@@ -192,9 +192,9 @@ class SaevTarget(Target):
             return None
         listed = read_json(place / "metadata.json")
         if not isinstance(listed, dict) or place.name not in hashes(listed):
-            said = hashes(listed)[0] if isinstance(listed, dict) else "of no object"
+            said = hashes(listed)[0] if isinstance(listed, dict) else "of a non-object"
             raise FormatError(
-                f"expected metadata whose hash is the folder's name, found those of {said}: the folder was renamed or changed; "
+                f"expected metadata whose hash is the folder's name, found hash {said}: the folder was renamed or changed; "
                 "move it away",
                 path=place,
             )
@@ -202,7 +202,7 @@ class SaevTarget(Target):
         counts = [s.get("n_examples", s.get("n_ex")) for s in shards if isinstance(s, dict)]
         if sum(c for c in counts if type(c) is int) != n:
             raise UnfinishedError(
-                f"expected {n} examples in shards.json, found {counts}: another program's writer was interrupted here; "
+                f"expected {n} examples in shards.json, found {counts}: the writer of another program was interrupted; "
                 "move the folder away",
                 path=place,
             )
@@ -229,7 +229,7 @@ class SaevTarget(Target):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _shard(self, index: int) -> Path:
-        """Where a shard is: under its own name when it is complete."""
+        """Path of a shard: its final name if it is complete, else its temporary name."""
         whole = self.root / f"acts{index:06}.bin"
         return whole if whole.exists() else whole.with_name(whole.name + _PART)
 
@@ -247,7 +247,7 @@ class SaevTarget(Target):
             if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)
         for path in self.root.glob("acts*.bin*"):
-            # Whole shards too: they get their names before the journal counts their examples.
+            # Complete shards, too: they are renamed before the journal counts their examples.
             named = _SHARD.fullmatch(path.name)
             if named is not None and int(named[1]) * self.eps >= n:
                 path.unlink()
@@ -256,7 +256,7 @@ class SaevTarget(Target):
         import pyarrow as pa
 
         if other := [name for name in schema.names if name != PATCH_LABELS]:
-            raise NotStoredError(f"saev holds no columns, only labels=; found {other[0]!r}")
+            raise NotStoredError(f"saev stores no columns, only labels=; found {other[0]!r}")
         for field in schema:
             if not pa.types.is_fixed_size_list(field.type) or not pa.types.is_uint8(field.type.value_type):
                 raise ArgumentError(f"labels: expected (batch, content tokens) uint8, found {field.type}")
@@ -266,11 +266,11 @@ class SaevTarget(Target):
             self._checked(table[PATCH_LABELS], len(table))
 
     def _checked(self, column: Any, n: int) -> NDArray[np.uint8]:
-        """Labels, if they are as many as there are content tokens."""
+        """Returns labels after checking that there is one per content token."""
         assert self._tokens is not None
         content = self._tokens - self.cls
         if column.null_count:
-            raise ArgumentError("labels: expected for all examples or for none")
+            raise ArgumentError("labels: expected labels for all examples or for none")
         labels = array_of(column)
         if labels.shape != (n, content) or labels.dtype != np.uint8:
             raise ArgumentError(
@@ -299,12 +299,12 @@ class SaevTarget(Target):
     def _labels(self, block: Block) -> NDArray[np.uint8] | None:
         names = [] if block.columns is None else block.columns.column_names
         if other := [name for name in names if name != PATCH_LABELS]:
-            raise NotStoredError(f"saev holds no columns, only labels=; found {other[0]!r}")
+            raise NotStoredError(f"saev stores no columns, only labels=; found {other[0]!r}")
         has = bool(names)
         if self.has_labels is None:
             self.has_labels = has
         if has != self.has_labels:
-            raise ArgumentError("labels: expected for all examples or for none")
+            raise ArgumentError("labels: expected labels for all examples or for none")
         if not has:
             return None
         assert block.columns is not None
@@ -324,7 +324,7 @@ class SaevTarget(Target):
         n, eps = len(examples), self.eps
         counts = [min(eps, n - first) for first in range(0, n, eps)]
         last = self._shard(len(counts) - 1)
-        # A crash may have left more in it than was counted.
+        # A crash may have left uncommitted data at the end.
         size = counts[-1] * self.example_bytes
         os.truncate(last, size)
         if self.protocol == "2.1":
@@ -344,7 +344,7 @@ class SaevTarget(Target):
         write_json(self.root / "metadata.json", self.metadata(n))
 
     def _keep_lengths(self) -> None:
-        """saev has no place for the lengths of examples that were filled up: they are kept beside, where it does not look."""
+        """Writes lengths before padding to a file of actshard's own, because saev has no field for them and ignores the file."""
         if self.content_lengths is None:
             return
         assert self._tokens is not None
@@ -366,5 +366,5 @@ class SaevTarget(Target):
 
 
 def writing_folders(path: Path) -> list[Path]:
-    """Folders of unfinished dumps below a root."""
+    """Folders of unfinished dumps below a path."""
     return sorted(p for p in path.glob(".writing-*") if (p / FOLDER).is_dir()) if path.is_dir() else []
