@@ -1,1 +1,1 @@
-"""Benchmarks: peers and actshard as engines in one run, outputs compared before anything is timed."""
+"""Benchmarks: actshard and peers in one run. Outputs are compared before timing."""

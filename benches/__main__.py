@@ -1,4 +1,4 @@
-"""``make bench``: runs the workloads, prints the table, and writes a dated record.
+"""``make bench``: runs the workloads, prints a table and writes a dated record.
 
 python -m benches [--only random_hot,cast] [--repeats 11] [--no-record]
 """
@@ -28,7 +28,7 @@ RECORD = Path(__file__).parent / "record"
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to know to compare."""
+    """Hardware and versions, stored with the results."""
     cpu = next(
         (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
         "?",
@@ -52,7 +52,7 @@ def machine() -> dict[str, Any]:
 
 
 def cells(row: Row) -> list[str]:
-    """A row of the table, as text."""
+    """Formats a result as a table row."""
 
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
@@ -68,7 +68,7 @@ HEADERS = ["workload", "state", "peer", "peer's median", "actshard's median", "r
 
 
 def main() -> None:
-    """Runs what was asked for."""
+    """Runs the requested workloads."""
     parser = argparse.ArgumentParser(prog="python -m benches", description=__doc__)
     parser.add_argument("--only", default=",".join(workloads.ALL), help=f"of {', '.join(workloads.ALL)}")
     parser.add_argument("--repeats", type=int, default=11)
@@ -77,7 +77,7 @@ def main() -> None:
     if actshard.build_info()["profile"] != "release":
         sys.exit("benches: this is a debug build of actshard; `make bench` builds a release")
     rows: list[Row] = []
-    # Cold runs first: this process must not have the files mapped when the page cache is dropped.
+    # Cold runs first: the page cache of files mapped by this process cannot be dropped.
     names = sorted(asked.only.split(","), key=lambda name: name != "random_cold")
     console = Console(width=None if sys.stdout.isatty() else 220)
     for name in names:

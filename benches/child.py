@@ -1,4 +1,4 @@
-"""One gather of 16,384 random rows in a fresh process: nothing is mapped, faulted in or warmed but what the state says.
+"""One gather of 16,384 random rows in a fresh process, with a cold page cache or with hot pages that are not mapped yet.
 
 python -m benches.child ours|numpy cold|first-touch SEED mmap|pread
 """
@@ -20,7 +20,7 @@ ROWS = 16_384
 
 
 def main() -> None:
-    """Prints seconds and a digest of what was read."""
+    """Prints the time in seconds and a digest of the output."""
     engine, state, seed, mode = sys.argv[1:5]
     folder = data.saev()
     rng = np.random.default_rng(int(seed))

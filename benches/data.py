@@ -1,4 +1,4 @@
-"""The datasets that the benches read, made once and kept in benches/data (or ``$ACTSHARD_BENCH_DATA``)."""
+"""Datasets of the benchmarks, created once in benches/data (or ``$ACTSHARD_BENCH_DATA``)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def saev() -> Path:
 def _write_index(folder: Path, columns: dict[str, pa.Array], hidden: dict[str, object]) -> None:
     meta = {
         "format_version": "2.0",
-        # lmprobe keeps caches by model and text within a process: no two datasets may share both.
+        # lmprobe caches by model and text within a process, so datasets must not share both.
         "model": {"name": f"bench/{folder.name}", "revision": None},
         "num_prompts": len(columns["text"]),
         "prompt_ordering": "random",
@@ -134,7 +134,7 @@ def full_sequence() -> Path:
 
 
 def large_index(prompts: int = 1_000_000, tokens: int = 100) -> Path:
-    """An lmprobe index of a million prompts with a hundred tokens each, and just enough tensor to open it."""
+    """An lmprobe index of a million prompts with a hundred tokens each, and the fewest tensor files that open."""
     folder = ROOT / f"lmprobe-index-{prompts}x{tokens}"
     if (folder / "index").exists():
         return folder

@@ -1,7 +1,7 @@
-"""Levanter as an engine: a process that does one run at a time and says how long it took; see benches/tokens.py.
+"""Levanter as a peer: a process that runs one job at a time and reports its time; see benches/tokens.py.
 
-Run by the Python that Levanter is installed in; an argument sets the size of tensorstore's cache pool. A line of JSON asks, a line
-of JSON answers: seconds, and a digest of the outputs.
+Runs in Levanter's own Python environment. The argument is the size of tensorstore's cache pool. Each line on stdin is a job in
+JSON; each line on stdout is its result: seconds, and a digest of the outputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEPT: dict[str, Any] = {}
 
 
 def digest(arrays: list[Any]) -> str:
-    """What outputs are compared by: their numbers as int64 or float32."""
+    """Digest for comparing outputs, converted to int64 or float32."""
     made = hashlib.sha256()
     for array in map(np.asarray, arrays):
         made.update(np.ascontiguousarray(array, np.float32 if array.dtype.kind == "f" else np.int64).tobytes())
@@ -43,7 +43,7 @@ def digest(arrays: list[Any]) -> str:
 
 
 def cache(path: str, chat: bool = False) -> Any:
-    """A cache, opened once."""
+    """Opens a cache once."""
     if path not in KEPT:
         KEPT[path] = TreeCache.load(path, CHAT if chat else EXEMPLAR)
     return KEPT[path]
@@ -60,7 +60,7 @@ def build(job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def write(job: dict[str, Any]) -> tuple[float, Any]:
-    """Writes rows that are there."""
+    """Writes tokenized rows."""
     flat = np.load(job["tokens"], mmap_mode="r")
     ends = np.load(job["ends"])
     rows = [{"input_ids": np.array(r, np.int32)} for r in np.split(flat, ends[:-1])]
@@ -71,14 +71,14 @@ def write(job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def loop() -> Any:
-    """One event loop for all runs."""
+    """The event loop of all runs."""
     if "loop" not in KEPT:
         KEPT["loop"] = asyncio.new_event_loop()
     return KEPT["loop"]
 
 
 def windows(job: dict[str, Any]) -> tuple[float, Any]:
-    """Batches of windows."""
+    """Reads batches of windows."""
     dataset = TokenSeqDataset(cache(job["cache"]), job["length"])
     began = time.perf_counter()
     for indices in job["batches"]:
@@ -87,7 +87,7 @@ def windows(job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def row(job: dict[str, Any]) -> tuple[float, Any]:
-    """Single rows, one after another."""
+    """Reads single rows."""
     held = cache(job["cache"])
     began = time.perf_counter()
     made = [held[i] for i in job["indices"]]
@@ -95,7 +95,7 @@ def row(job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def causal(job: dict[str, Any]) -> tuple[float, Any]:
-    """Windows as examples."""
+    """Reads windows as training examples."""
     key = f"causal{job['length']}"
     if key not in KEPT:
         position = hax.Axis("position", job["length"])
@@ -104,7 +104,7 @@ def causal(job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def packed(job: dict[str, Any]) -> tuple[float, Any]:
-    """Packed documents, or conversations, as examples."""
+    """Reads packed documents, or conversations, as training examples."""
     key = f"packed{job['cache']}{job['length']}"
     if key not in KEPT:
         position = hax.Axis("position", job["length"])
@@ -114,7 +114,7 @@ def packed(job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def examples(dataset: Any, job: dict[str, Any]) -> tuple[float, Any]:
-    """Batches of examples."""
+    """Reads batches of examples."""
     began = time.perf_counter()
     for indices in job["batches"]:
         made = jax.block_until_ready(loop().run_until_complete(dataset.get_batch(indices)))
@@ -123,7 +123,7 @@ def examples(dataset: Any, job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def plan(job: dict[str, Any]) -> tuple[float, Any]:
-    """Which documents go into which example."""
+    """Assigns documents to examples."""
     lengths = np.load(job["lengths"])
     began = time.perf_counter()
     made = pack_documents(lengths, job["length"], max_segments_per_example=64, slice_strategy="left")
@@ -132,7 +132,7 @@ def plan(job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def feistel(job: dict[str, Any]) -> tuple[float, Any]:
-    """Indices through the permutation."""
+    """Maps indices through the feistel permutation."""
     order = FeistelPermutation(job["n"], jax.random.PRNGKey(0))
     indices = np.arange(job["count"])
     began = time.perf_counter()
@@ -141,7 +141,7 @@ def feistel(job: dict[str, Any]) -> tuple[float, Any]:
 
 
 def block(job: dict[str, Any]) -> tuple[float, Any]:
-    """Indices through the block shuffle."""
+    """Maps indices through the block shuffle."""
     order = KEPT.get("block")
     if order is None:
         dataset = ListAsyncDataset([])
@@ -159,7 +159,7 @@ RUNS = {f.__name__: f for f in (build, write, windows, row, causal, packed, plan
 
 
 def main() -> None:
-    """Does what it is told, line by line."""
+    """Runs jobs line by line."""
     out = sys.stdout
     sys.stdout = sys.stderr
     if len(sys.argv) > 1:

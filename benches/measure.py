@@ -1,4 +1,4 @@
-"""Timing: engines in turn, outputs compared first, medians; cold runs in processes of their own."""
+"""Timing: compares outputs, runs engines in turn, and reports medians. Cold runs use separate processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """One row of the table."""
 
     workload: str
     state: str
@@ -32,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to do the work; `prepare` runs untimed before each run and its value is passed on."""
+    """One implementation of a workload. `prepare` runs untimed before each run and returns the arguments of `run`."""
 
     name: str
     run: Callable[..., Any]
@@ -40,7 +40,7 @@ class Engine:
 
 
 def interleave(engines: list[Engine], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each run of each engine; engines take turns, so that a machine that drifts drifts for all."""
+    """Seconds of each run by engine. Engines take turns, so that drift of the machine affects all of them."""
     times: dict[str, list[float]] = {e.name: [] for e in engines}
     for turn in range(warmup + repeats):
         for engine in engines:
@@ -48,23 +48,23 @@ def interleave(engines: list[Engine], repeats: int, warmup: int = 1) -> dict[str
             began = time.perf_counter()
             kept = engine.run(*arguments)
             took = time.perf_counter() - began
-            del kept  # giving memory back is not part of the work
+            del kept  # freeing memory is not timed
             if turn >= warmup:
                 times[engine.name].append(took)
     return times
 
 
 def median(values: list[float]) -> float:
-    """The middle value."""
+    """The median."""
     return statistics.median(values)
 
 
-class NotPermitted(Exception):  # noqa: N818 -- a state of the machine, not a fault
-    """The page cache cannot be dropped here."""
+class NotPermitted(Exception):  # noqa: N818 -- a property of the machine, not an error
+    """The page cache cannot be dropped."""
 
 
 def drop_page_cache(files: list[Path]) -> str:
-    """Empties the page cache, all of it where permitted, else of these files; says how. No file may be mapped."""
+    """Drops the page cache: all of it if permitted, else of these files. Returns the method. No file may be mapped."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -80,7 +80,7 @@ def drop_page_cache(files: list[Path]) -> str:
 
 
 def cached_fraction(files: list[Path], samples: int = 64) -> float:
-    """How much of some files is in the page cache, asked by reads that must not wait."""
+    """Fraction of the files in the page cache, sampled with RWF_NOWAIT reads."""
     hits = 0
     for file in files:
         size = file.stat().st_size
@@ -97,7 +97,7 @@ def cached_fraction(files: list[Path], samples: int = 64) -> float:
 
 
 def in_child(engine: str, state: str, seed: int, mode: str = "mmap") -> dict[str, Any]:
-    """Runs one gather of `benches.child` in a process of its own."""
+    """Runs one gather of `benches.child` in a separate process."""
     import json
 
     done = subprocess.run(
@@ -115,7 +115,7 @@ def in_child(engine: str, state: str, seed: int, mode: str = "mmap") -> dict[str
 
 
 def fio_iops(file: Path) -> float | None:
-    """4 KiB random reads a second at depth 64, past the page cache; None where fio is not installed."""
+    """4 KiB direct random reads per second at depth 64; None without fio."""
     import json
     import shutil
 

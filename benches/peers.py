@@ -1,4 +1,4 @@
-"""The other ways to read these files: numpy as people write it, and the original libraries."""
+"""Peers that read the same files: numpy as commonly used, and the original libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benches import data
 
 
 class NumpyMemmap:
-    """saev shards by numpy: one memmap per shard, as in the protocol's text, and one fancy index per shard."""
+    """saev shards with numpy, as in the protocol's text: one memmap and one fancy index per shard."""
 
     def __init__(self, folder: Path) -> None:
         self.eps = data.SAEV["examples"] // data.SAEV["shards"]
@@ -24,7 +24,7 @@ class NumpyMemmap:
         self.maps = [np.memmap(p, np.float32, "r", shape=shape) for p in sorted(folder.glob("acts*.bin"))]
 
     def gather(self, layer: int, examples: NDArray[Any], tokens: NDArray[Any], out: NDArray[Any] | None = None) -> Any:
-        """Rows into `out`, or into fresh memory."""
+        """Reads rows into `out`, or into a new array."""
         if out is None:
             out = np.empty((len(examples), self.maps[0].shape[-1]), np.float32)
         shard = examples // self.eps
@@ -35,19 +35,19 @@ class NumpyMemmap:
 
 
 class SafetensorsRows:
-    """lmprobe rows by safetensors' get_slice, one row a call, files opened once."""
+    """lmprobe rows with safetensors' get_slice: one row per call, from files opened once."""
 
     def __init__(self, folder: Path, layer: int, shards: int) -> None:
         paths = [folder / f"tensors/hidden_layer{layer:03}_shard{s:03}.safetensors" for s in range(shards)]
         self.slices = [safe_open(p, "numpy").get_slice(f"hidden.layer_{layer}") for p in paths]
 
     def rows(self, shard: list[int], row: list[int]) -> Any:
-        """Stacks single rows."""
+        """Reads single rows and concatenates them."""
         return np.concatenate([self.slices[s][r : r + 1] for s, r in zip(shard, row, strict=True)])
 
 
 def numpy_sequences(folder: Path, layer: int, shards: int, ids: NDArray[Any], rows: NDArray[Any]) -> Any:
-    """All tokens in prompt order: each shard read once, then one gather."""
+    """All tokens in prompt order: reads each shard once, then gathers once."""
     from safetensors.numpy import load_file
 
     key = f"hidden.layer_{layer}"
@@ -58,7 +58,7 @@ def numpy_sequences(folder: Path, layer: int, shards: int, ids: NDArray[Any], ro
 
 @contextlib.contextmanager
 def lmprobe_on(folder: Path, cache: Path) -> Iterator[Any]:
-    """lmprobe reading `folder` as if it had been downloaded: only the Hub's download function is replaced."""
+    """Lets lmprobe read `folder` as if it were downloaded. Only the Hub's download function is replaced."""
     os.environ["LMPROBE_CACHE_DIR"] = str(cache)
     import huggingface_hub
     import lmprobe.cache

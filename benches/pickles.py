@@ -1,4 +1,4 @@
-"""Pickle shards: inflating one and four, random items over twenty plain ones, and memory."""
+"""Pickle shards: inflating one and four shards, random items of twenty plain ones, and memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def _open(path: Path, **options: Any) -> actshard.Store:
 
 
 def _everything(path: Path) -> Iterator[Any]:
-    """Every activation of a folder, sample after sample; opened afresh, checksums verified."""
+    """Yields every activation of a folder, in sample order. Opens it anew and verifies checksums."""
     store = _open(path)
-    store.token_counts  # noqa: B018 -- looks into all shards, side by side
+    store.token_counts  # noqa: B018 -- reads all shards, in parallel
     for i in range(len(store)):
         for layer in store.layers:
             yield store.sequence(i, layer)
 
 
 def _loaded(path: Path, opener: Callable[..., Any]) -> Iterator[Any]:
-    """The same by the text's load_shard, shard after shard; checksums are not looked at."""
+    """Yields the same with the text's load_shard, one shard after another, without verifying checksums."""
     for shard in sorted(path.glob("shard_*")):
         with opener(shard, "rb") as file:
             layers = pickle.load(file)
@@ -49,7 +49,7 @@ def _consume(activations: Iterator[Any]) -> float:
 
 
 def inflate(repeats: int) -> Iterator[Row]:
-    """One and four .pkl.gz shards of 105 MB, opened and read whole; random values, and values rounded to 1/64."""
+    """Opens and reads one and four .pkl.gz shards of 105 MB; random values, and values rounded to 1/64."""
     from isal import igzip
 
     for name, what, targets in (
@@ -85,7 +85,7 @@ def inflate(repeats: int) -> Iterator[Row]:
 
 
 class TextDataset:
-    """The Dataset of the published text: one shard in memory, the next one loaded when an item of it is wanted."""
+    """The Dataset of the published text: keeps one shard in memory and loads another when needed."""
 
     def __init__(self, path: Path, layer: int) -> None:
         self.shards = sorted(path.glob("shard_*"))
@@ -112,11 +112,11 @@ class TextDataset:
 
 
 def items(repeats: int) -> Iterator[Row]:
-    """Random items over 20 plain shards of 105 MB, everything in the page cache."""
+    """Random items of 20 plain shards of 105 MB, from the page cache."""
     path = data.pickles("plain20")
     peer, store = TextDataset(path, 0), _open(path)
     n = len(store)
-    store.token_counts  # noqa: B018 -- looks into every shard, as the peer's constructor does
+    store.token_counts  # noqa: B018 -- reads every shard, like the peer's constructor
     rng = np.random.default_rng(0)
     for at in rng.integers(0, n, 5).tolist():
         if not np.array_equal(store.sequence(at, 0), peer[at]):
@@ -140,7 +140,7 @@ def items(repeats: int) -> Iterator[Row]:
 
 
 def memory(_: int) -> Iterator[Row]:
-    """What reading a .pkl.gz folder takes beside its output, with a budget of 256 MiB."""
+    """Memory for reading a .pkl.gz folder besides its output, with a budget of 256 MiB."""
     path = data.pickles("gz4")
     code = (
         "import resource, warnings; warnings.simplefilter('ignore'); import actshard, numpy as np, pyarrow\n"

@@ -1,6 +1,6 @@
-"""Streams beside saev's loaders, numpy, lmprobe and the published texts' own loaders.
+"""Streams compared with saev's loaders, numpy, lmprobe and the loaders of the published texts.
 
-saev is not on PyPI: its rows appear where ``saev.data`` can be imported (a checkout on PYTHONPATH).
+saev is not on PyPI. Its rows appear if ``saev.data`` can be imported (a checkout on PYTHONPATH).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _saev() -> Any:
 
 
 def _rate(make: Callable[[], Any], rows: Callable[[Any], Any], seconds: float) -> tuple[float, list[Any]]:
-    """Bytes per second of what comes in so many seconds, or an epoch; the clock runs from before ``make``."""
+    """Bytes per second, and batches, of a given number of seconds or one epoch. Timing includes ``make``."""
     began = time.perf_counter()
     total, kept = 0, []
     for batch in make():
@@ -170,7 +170,7 @@ def hot(repeats: int) -> Iterator[Row]:
 
 
 def indexed(repeats: int) -> Iterator[Row]:
-    """Items by number, one by one and a batch at a time."""
+    """Items by index, singly and in batches."""
     try:
         from actshard.compat.saev import IndexedConfig, IndexedDataset
     except ImportError:
@@ -204,7 +204,7 @@ def indexed(repeats: int) -> Iterator[Row]:
 
 
 def cold(repeats: int) -> Iterator[Row]:
-    """A window stream of data that are not in memory, beside the disk's own rate."""
+    """A window stream from a cold page cache, compared with the disk's read rate."""
     folder = data.saev()
     files = sorted(folder.glob("acts*.bin"))
     rates, firsts, disk = [], [], []
@@ -244,7 +244,7 @@ def _fio_sequential(file: Path) -> float | None:
 
 
 def memory(repeats: int) -> Iterator[Row]:
-    """Anonymous memory of a process that streams, at its peak."""
+    """Peak anonymous memory of a streaming process."""
     del repeats
     for pool in (256, 1024):
         found = _child("memory", str(data.saev()), str(pool))
@@ -285,7 +285,7 @@ def _main() -> None:
     else:
         before = _anonymous()
         peak = 0
-        # All layers, so that the pool is full.
+        # Streams all layers, so that the pool is full.
         for batch in store.stream("all", BATCH // 3, shuffle="window", memory=f"{rest[0]}MiB"):
             peak = max(peak, _anonymous())
             del batch
@@ -293,7 +293,7 @@ def _main() -> None:
 
 
 def others(repeats: int) -> Iterator[Row]:
-    """Zarr and pickle stores beside the loaders that their texts tell people to write."""
+    """Zarr and pickle stores, compared with the loaders that their texts recommend."""
     try:
         import torch
         import zarr
@@ -309,7 +309,7 @@ def others(repeats: int) -> Iterator[Row]:
     bench = ZarrBench()
 
     class Slices(torch.utils.data.Dataset):
-        """One layer of a sample, as the text reads it."""
+        """One layer of a sample, read as in the text."""
 
         def __len__(self) -> int:
             return len(bench.lengths)
@@ -319,7 +319,7 @@ def others(repeats: int) -> Iterator[Row]:
             return root["arrays/activations"][i, 0, 0 : bench.lengths[i], :]
 
     def texts(make: Callable[[], Any], seconds: float) -> float:
-        """A DataLoader as the texts have it: random order, one process."""
+        """A DataLoader as in the texts: random order, one process."""
 
         def loader() -> Any:
             return torch.utils.data.DataLoader(make(), batch_size=4, shuffle=True, collate_fn=np.concatenate)
@@ -338,7 +338,7 @@ def others(repeats: int) -> Iterator[Row]:
     for name, shards, seconds in (("plain20", "20 .pkl shards", 10), ("gz4", "four .pkl.gz shards of 105 MB", 30)):
         path = data.pickles(name)
         layer = _open(path).layers[0]
-        # Opened anew each time, as the text's Dataset is: it loads every shard to count its items.
+        # Opened anew each time, like the text's Dataset, which loads every shard to count its items.
         mine = statistics.median(
             _several(lambda path=path, layer=layer: ours(lambda: _open(path, checksums=False), layer), 3)
         )
@@ -351,7 +351,7 @@ def others(repeats: int) -> Iterator[Row]:
 
 
 def compat_lmprobe(repeats: int) -> Iterator[Row]:
-    """compat.lmprobe's load_activations beside lmprobe's own."""
+    """compat.lmprobe's load_activations, compared with lmprobe's own."""
     import tempfile
 
     from benches.peers import lmprobe_on

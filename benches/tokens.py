@@ -1,4 +1,4 @@
-"""Token caches: against Levanter, which runs in a process and an environment of its own (``make bench`` makes it)."""
+"""Token caches, compared with Levanter, which runs in its own process and environment (``make bench`` creates it)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PYTHON = os.environ.get("LEVANTER_PYTHON", str(Path(__file__).parents[1] / ".ven
 SHAPES = ((1024, 32), (1024, 256), (4096, 32), (4096, 256))
 SMALL_POOL = 16 << 20
 LOOP = 24
-"""Batches of one run."""
+"""Batches per run."""
 EOS = 1
 
 
 class Levanter:
-    """Levanter's process; one run at a time."""
+    """Levanter's process. It runs one job at a time."""
 
     def __init__(self, pool: int | None = None) -> None:
         if not Path(PYTHON).exists():
@@ -46,7 +46,7 @@ class Levanter:
         )
 
     def run(self, what: str, **job: Any) -> tuple[float, str | None]:
-        """Seconds, and the digest of what came out."""
+        """Runs a job. Returns seconds and the digest of its output."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"run": what, **job}, default=_plain) + "\n")
@@ -57,7 +57,7 @@ class Levanter:
         return answer["seconds"], answer["digest"]
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         self._process.kill()
         self._process.wait()
         self._log.close()
@@ -96,7 +96,7 @@ def _row(
     target: float | None,
     note: str = "",
 ) -> Row:
-    """A row of rates: ``amount`` per second."""
+    """A row of rates, ``amount`` per second."""
     theirs, ours = (amount / statistics.median(times[name]) for name in ("peer", "actshard"))
     ratio = ours / theirs
     met = None if target is None else ratio >= target
@@ -133,13 +133,13 @@ print(time.perf_counter() - began)
 
 
 def _alone(code: str, *arguments: Any) -> float:
-    """Seconds that a program of its own tells: what ran before in this one does not matter then."""
+    """Seconds reported by a separate process, unaffected by earlier runs in this one."""
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def build(repeats: int) -> list[Row]:
-    """From text, and from conversations, to caches; Levanter, the tokenizers library alone, ours."""
+    """Builds caches of text and of conversations: Levanter, the tokenizers library alone, actshard."""
     tokenizer = corpus.tokenizer()
     times: dict[str, list[float]] = {"levanter": [], "library": [], "ours": [], "levanter chat": [], "ours chat": []}
     text, chat = (
@@ -173,7 +173,7 @@ def build(repeats: int) -> list[Row]:
 
 
 def write(repeats: int) -> list[Row]:
-    """Rows that are tokens already."""
+    """Writes tokenized rows."""
     cache = _cache("plain32", dtype="int32")
     flat = np.array(cache.view("input_ids").elements(), np.int32)
     ends = cache.view("input_ids").offsets[1:]
@@ -210,13 +210,13 @@ def write(repeats: int) -> list[Row]:
 
 
 def _quiet() -> None:
-    """What was written before is on the disk, and the disk has nothing to do."""
+    """Waits until written data are on disk and the disk is idle."""
     os.sync()
     settle()
 
 
 def windows(repeats: int) -> list[Row]:
-    """Random windows, stored plain and as Levanter stores them; caches warm and small."""
+    """Random windows from plain storage and from Levanter's; caches warm, and smaller than the data."""
     made: list[Row] = []
     stored = {"plain int64": _cache("plain64"), "plain int32": _cache("plain32", dtype="int32")}
     lz4_path = _cache("lz4", storage="lz4").path
@@ -238,7 +238,7 @@ def windows(repeats: int) -> list[Row]:
                 engines[name] = lambda i, d=dataset: _looped(d.get_batch, i)
             large = tokens.TokenSeqDataset(tokens.open_cache(lz4_path, memory="1GiB"), length)
             tiny = tokens.TokenSeqDataset(tokens.open_cache(lz4_path, memory=SMALL_POOL), length)
-            # Warm: every page is mapped and every block decoded once, by all.
+            # Warm-up: every engine maps all pages and decodes all blocks once.
             for all_at_once in (large, *(tokens.TokenSeqDataset(cache, length) for cache in stored.values())):
                 all_at_once.get_batch(np.arange(total))
             assert memmap.sum() > 0
@@ -268,7 +268,7 @@ def _flat_file(cache: tokens.TokenCache) -> Path:
 
 
 def _looped(run: Callable[[Any], Any], batches: list[Any]) -> tuple[float, str]:
-    """Batch after batch, as a training loop asks for them: seconds of one, and the digest of the last."""
+    """Reads batches one after another, like a training loop. Returns seconds per batch and the digest of the last."""
     made = None
     began = time.perf_counter()
     for indices in batches:
@@ -277,7 +277,7 @@ def _looped(run: Callable[[Any], Any], batches: list[Any]) -> tuple[float, str]:
 
 
 def _in_turn(engines: dict[str, Callable[[Any], tuple[float, Any]]], asked: list[Any]) -> dict[str, list[float]]:
-    """Seconds of each engine for the same requests, in turn; their outputs are compared. The first two do not count."""
+    """Seconds by engine for the same requests, in turn. Outputs are compared. The first two turns are warm-ups."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for turn, indices in enumerate(asked):
         found = {name: run(indices) for name, run in engines.items()}
@@ -289,7 +289,7 @@ def _in_turn(engines: dict[str, Callable[[Any], tuple[float, Any]]], asked: list
 
 
 def rows(repeats: int) -> list[Row]:
-    """One row a call."""
+    """Single rows."""
     plain, lz4 = _cache("plain64"), _cache("lz4", storage="lz4")
     rng = np.random.default_rng(0)
     asked = [rng.integers(0, len(plain), 200).tolist() for _ in range(repeats + 2)]
@@ -395,7 +395,7 @@ def _examples(dataset: Any, batches: list[Any]) -> tuple[float, str]:
 
 
 def plan(repeats: int) -> list[Row]:
-    """Which of ten million documents go into which example."""
+    """Packs ten million documents into examples."""
     documents = 10_000_000
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 600, documents)
@@ -431,7 +431,7 @@ def plan(repeats: int) -> list[Row]:
 
 
 def orders(repeats: int) -> list[Row]:
-    """Indices through permutations, in bulk."""
+    """Maps many indices through permutations."""
     n, count = 100_000_000, 10_000_000
     few = 4_000
     times: dict[str, list[float]] = {name: [] for name in ("feistel", "ours feistel", "block", "ours block")}
@@ -456,7 +456,7 @@ def orders(repeats: int) -> list[Row]:
 
 
 def shards(repeats: int) -> list[Row]:
-    """Opening a sharded cache of 1,113 shards, and the first window, from a cold disk."""
+    """Opens a cache of 1,113 shards and reads the first window, from a cold page cache."""
     count, per = 1_113, 40_000
     folder = ROOT / "shards"
     if not (folder / "shard_ledger.json").exists():
@@ -508,7 +508,7 @@ def _many_shards(folder: Path, count: int, per: int) -> None:
 
 
 def memory(repeats: int) -> list[Row]:
-    """What reading takes beside its batch and its budget."""
+    """Memory used for reading, besides the batch and the cache budget."""
     made = []
     for name, budget in (("plain64", 0), ("lz4", 64 << 20)):
         _cache(name, storage="lz4" if name == "lz4" else "plain")

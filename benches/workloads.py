@@ -1,4 +1,4 @@
-"""The workloads of the table, each with its peers, its comparison and its target."""
+"""The workloads of the table, each with peers, comparison and target."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _row(
 
 
 def random_hot(repeats: int) -> Iterator[Row]:
-    """16,384 random rows of 3 KiB, everything in the page cache and in the page tables."""
+    """16,384 random rows of 3 KiB, with all pages cached and mapped."""
     folder = data.saev()
     mapped, pread, peer = _open(folder), _open(folder, "pread"), NumpyMemmap(folder)
     layer = data.SAEV["layers"][1]
@@ -92,7 +92,7 @@ def random_hot(repeats: int) -> Iterator[Row]:
 
 
 def random_cold(repeats: int) -> Iterator[Row]:
-    """The same in processes of their own: first with a hot page cache and nothing mapped, then with a cold one."""
+    """The same in separate processes: with a hot page cache but unmapped pages, then with a cold page cache."""
     file = sorted(data.saev().glob("acts*.bin"))[0]
     what = f"{ROWS:,} random rows (3 KiB)"
     for state in ("first-touch", "cold"):
@@ -133,7 +133,7 @@ def random_cold(repeats: int) -> Iterator[Row]:
 
 
 def one_row(repeats: int) -> Iterator[Row]:
-    """One row a call, in a Python loop."""
+    """Single rows in a Python loop."""
     folder = data.saev()
     store, peer = _open(folder), NumpyMemmap(folder)
     layer = data.SAEV["layers"][1]
@@ -197,7 +197,7 @@ def last_tokens(repeats: int) -> Iterator[Row]:
     )
     yield _row("1,000 last-token rows (16 KiB)", "hot", "safetensors get_slice per row", times, "actshard", 5)
     try:
-        import lmprobe  # noqa: F401 -- only whether it is there
+        import lmprobe  # noqa: F401 -- tests whether it is installed
     except ImportError:
         yield Row(
             "a whole pooled layer", "hot", "lmprobe", None, None, "ms", None, ">= 50x", None, "lmprobe is not installed"
@@ -246,10 +246,10 @@ def all_tokens(repeats: int) -> Iterator[Row]:
     what = f"all {len(ids):,} tokens of {n} prompts (4 KiB)"
     yield _row(what, "hot", "numpy", times, "actshard", 2, note="numpy: each shard read once, then a gather")
     try:
-        import lmprobe  # noqa: F401 -- only whether it is there
+        import lmprobe  # noqa: F401 -- tests whether it is installed
     except ImportError:
         return
-    # What it takes lmprobe to give all tokens of a dataset: unpack it into a file per prompt, then read those.
+    # lmprobe reads all tokens of a dataset in two steps: it unpacks a file per prompt, then reads those.
     with tempfile.TemporaryDirectory() as cache, lmprobe_on(folder, Path(cache)) as sharing:
         from lmprobe.cache import load_prompt_activations
 
@@ -258,7 +258,7 @@ def all_tokens(repeats: int) -> Iterator[Row]:
         def read() -> Any:
             return [load_prompt_activations(f"bench/{folder.name}", text, [7])[0].numpy() for text in texts]
 
-        # Once: lmprobe remembers in the process what it has unpacked.
+        # Timed once, because lmprobe remembers in the process what it has unpacked.
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -283,7 +283,7 @@ def all_tokens(repeats: int) -> Iterator[Row]:
 
 
 def cast(repeats: int) -> Iterator[Row]:
-    """float16 rows to float32 while copying."""
+    """Reads float16 rows as float32."""
     store = _open(data.pooled("float16"))
     n = store.num_examples
     rng = np.random.default_rng(3)
@@ -309,7 +309,7 @@ def cast(repeats: int) -> Iterator[Row]:
 
 
 def memory(repeats: int) -> Iterator[Row]:
-    """What a gather allocates beside its output, and what an index of a million prompts keeps."""
+    """Memory that a gather allocates besides its output, and memory of an index of a million prompts."""
     import subprocess
     import sys
 
@@ -341,7 +341,7 @@ def _memory_child(what: str) -> None:
     import time
 
     if what == "index":
-        import pyarrow.parquet  # noqa: F401 -- its own memory is not the index's
+        import pyarrow.parquet  # noqa: F401 -- imported first, so that its memory is not counted
 
         _open(data.pooled())
         gc.collect()
@@ -375,7 +375,7 @@ def _memory_child(what: str) -> None:
 
 
 def open_index(repeats: int) -> Iterator[Row]:
-    """Opening an index of a million prompts with a hundred tokens each, against reading the same columns."""
+    """Opens an index of a million prompts with a hundred tokens each, compared with reading the same columns."""
     import pyarrow.parquet as pq
 
     folder = data.large_index()

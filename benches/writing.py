@@ -1,4 +1,4 @@
-"""Writing, converting, verifying: against what writes such files today, and against the disk."""
+"""Writing, converting, verifying: compared with the tools used today, and with the disk."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def _place() -> Path:
     folder = data.ROOT / "written"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    # What was deleted goes back to the disk in the background, and would be measured with what is written next.
+    # Freed disk space is returned in the background, which would disturb the next measurement.
     os.sync()
     settle()
     return folder
 
 
 def settle() -> None:
-    """Waits until no disk has done anything for a second, half a minute at most."""
+    """Waits until the disk is idle for a second, at most 30 seconds."""
     disks = Path("/proc/diskstats")
     deadline = time.monotonic() + 30
     before, quiet = "", 0
@@ -57,7 +57,7 @@ def settle() -> None:
 
 
 def _several(engines: dict[str, Callable[[Path], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each, in turn, into an empty folder; the first turn does not count."""
+    """Seconds of each engine, run in turn into empty folders. The first turn is a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(repeats + 1):
         for name, run in engines.items():
@@ -81,7 +81,7 @@ def _rate(
 
 
 def saev(repeats: int) -> Iterator[Row]:
-    """3.6 GB of float32 in four shards, durable: np.memmap as saev's writer does it, and dd."""
+    """3.6 GB of float32 in four shards, synced: np.memmap as in saev's writer, and dd."""
     batch = np.random.default_rng(0).standard_normal(SAEV_SHAPE, np.float32)
     size = batch.nbytes * BATCHES
 
@@ -159,7 +159,7 @@ def zarr(repeats: int) -> Iterator[Row]:
     pages = memoryview(aligned)
 
     def bare(folder: Path) -> None:
-        """As many files of the same size, from memory that lies right, and nothing else: what the system calls cost."""
+        """Lower bound: writes the same number of equally large files from contiguous memory."""
 
         def some(first: int) -> None:
             for i in range(first, (batch.nbytes * ZARR_BATCHES) >> 20, 4):
@@ -191,7 +191,7 @@ def zarr(repeats: int) -> Iterator[Row]:
 
 
 def _together(running: list[subprocess.Popen[bytes]]) -> list[bytes]:
-    """Lets all begin at once; what they say at the end."""
+    """Starts all processes at once and returns their outputs."""
     for p in running:
         assert p.stdin is not None
         p.stdin.write(b"go\n")
@@ -200,7 +200,7 @@ def _together(running: list[subprocess.Popen[bytes]]) -> list[bytes]:
 
 
 def processes(repeats: int) -> Iterator[Row]:
-    """1, 2 and 4 processes, each with a part of one Zarr run, 0.7 GB in all."""
+    """1, 2 and 4 processes, each writing a part of one Zarr run, 0.7 GB in total."""
     each = {}
     for count in (1, 2, 4):
         rates = []
@@ -214,7 +214,7 @@ def processes(repeats: int) -> Iterator[Row]:
                 )
                 for i in range(count)
             ]
-            for p in running:  # all have their data and wait
+            for p in running:  # all have created their data and wait
                 assert p.stdout is not None
                 p.stdout.readline()
             spans = [json.loads(out) for out in _together(running)]
@@ -239,7 +239,7 @@ def processes(repeats: int) -> Iterator[Row]:
 
 
 def pooled(repeats: int) -> Iterator[Row]:
-    """1.07 GB of pooled rows in lmprobe's format: safetensors and pyarrow from arrays that lie right already."""
+    """1.07 GB of pooled rows in lmprobe's format: safetensors and pyarrow, from contiguous arrays."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from safetensors.numpy import save_file
@@ -292,7 +292,7 @@ def pooled(repeats: int) -> Iterator[Row]:
 
 
 def convert(repeats: int) -> Iterator[Row]:
-    """.pkl.gz to saev beside decoding alone; saev to zarr float16 beside the disk."""
+    """.pkl.gz to saev, compared with decoding alone; saev to zarr float16, compared with the disk."""
     source = data.pickles("gz4")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -374,7 +374,7 @@ def convert(repeats: int) -> Iterator[Row]:
 
 
 def verify(repeats: int) -> Iterator[Row]:
-    """Every value of 3.6 GB in the page cache, beside sha256sum of the same bytes."""
+    """Checks every value of 3.6 GB in the page cache, compared with sha256sum of the same bytes."""
     big = data.saev()
     shards = sorted(big.glob("acts*.bin"))
     size = sum(p.stat().st_size for p in shards)
@@ -410,7 +410,7 @@ def _convert(source: str, target: str) -> None:
     began = time.perf_counter()
     actshard.convert(source, target, "zarr", dtype="float16")
     seconds = time.perf_counter() - began
-    # Not ru_maxrss: that of the parent is handed down through exec.
+    # Not ru_maxrss, which is inherited from the parent through exec.
     status = Path("/proc/self/status").read_text()
     rss = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"seconds": seconds, "rss": rss}))

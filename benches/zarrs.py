@@ -1,4 +1,4 @@
-"""Zarr stores: slices of one (sample, layer), hot and cold, alone and sixteen at once, and the training pattern of the text."""
+"""Zarr stores: slices of one (sample, layer), hot and cold, singly and sixteen at once, and the text's training pattern."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ H, CHUNK = data.ZARR["hidden"], data.ZARR["chunk"]
 
 
 class Store:
-    """The store through every engine; each reads ``[sample, layer, 0:seq_len, :]``."""
+    """The store through every engine. Each reads ``[sample, layer, 0:seq_len, :]``."""
 
     def __init__(self) -> None:
         self.path = data.zarr()
@@ -31,7 +31,7 @@ class Store:
         self.lengths = self.ours.token_counts.tolist()
 
     def random(self, n: int, seed: int) -> list[tuple[int, int]]:
-        """Samples and layers."""
+        """Random pairs of sample and layer."""
         rng = np.random.default_rng(seed)
         return list(
             zip(*(rng.integers(0, k, n).tolist() for k in (len(self.lengths), data.ZARR["layers"])), strict=True)
@@ -61,7 +61,7 @@ class Store:
         return out
 
     def preadv(self, i: int, layer: int, out: Any) -> Any:
-        """open + preadv into memory that is used again."""
+        """open + preadv into reused memory."""
         n = self.lengths[i]
         for c in range(-(-n // CHUNK)):
             rows = min(CHUNK, n - c * CHUNK)
@@ -87,7 +87,7 @@ def _shown(times: list[float]) -> str:
 
 
 def slices(repeats: int) -> Iterator[Row]:
-    """Random slices of up to 4 MiB, one at a time, everything in the page cache: mean latency of 300, in turns."""
+    """Random slices of up to 4 MiB, singly, from the page cache: mean latency of 300, in turns."""
     store = Store()
     reused = np.ones((data.ZARR["tokens"], H), np.float16)
     ts = store.tensorstore()
@@ -127,14 +127,14 @@ def slices(repeats: int) -> Iterator[Row]:
 
 
 def _together(store: Store, ts: Any, batch: list[tuple[int, int]]) -> Any:
-    """Slices at once: tensorstore's concurrent reads, or ours where there is no ``ts``."""
+    """Reads slices at once: with tensorstore, or with actshard if ``ts`` is None."""
     if ts is None:
         return store.ours.sequences([i for i, _ in batch], [layer for _, layer in batch])
     return [f.result() for f in [ts[i, layer, 0 : store.lengths[i], :].read() for i, layer in batch]]
 
 
 def _sixteen(store: Store, engine: str, seeds: Iterator[int], n: int) -> float:
-    """Seconds for n times sixteen slices at once."""
+    """Seconds for reading sixteen slices at once, n times."""
     ts = store.tensorstore() if engine == "tensorstore" else None
     total = 0.0
     for seed in range(n):
@@ -147,7 +147,7 @@ def _sixteen(store: Store, engine: str, seeds: Iterator[int], n: int) -> float:
 
 
 def sixteen(repeats: int) -> Iterator[Row]:
-    """Sixteen slices at once; cold in processes of their own."""
+    """Sixteen slices at once. Cold runs use separate processes."""
     store = Store()
     batch = store.random(16, 0)
     for (i, layer), got in zip(batch, store.ours.sequences(*map(list, zip(*batch, strict=True))), strict=True):
@@ -186,7 +186,7 @@ def _compare(what: str, state: str, times: dict[str, list[float]], target: float
 
 
 def training(repeats: int) -> Iterator[Row]:
-    """The text's pattern: samples x 2 random layers each, 10,000 queries; zarr-python in workers, ours in threads."""
+    """The text's pattern: two random layers per sample, 10,000 queries; zarr-python in workers, actshard in threads."""
     queries = 10_000
     store = Store()
     rng = np.random.default_rng(0)
@@ -254,7 +254,7 @@ def _worker(part: tuple[list[tuple[int, int]], str, list[int]]) -> int:
 
 
 def main() -> None:
-    """One batch of sixteen slices from a cold page cache."""
+    """Reads one batch of sixteen slices from a cold page cache."""
     engine, seed = sys.argv[1:3]
     store = Store()
     ts = store.tensorstore() if engine == "tensorstore" else None
