@@ -1,6 +1,6 @@
-"""Fixed inputs, and digests of what actshard makes of them; ``tests/test_digests.py`` compares them with those on record.
+"""Fixed inputs and digests of the results; ``tests/test_digests.py`` compares them with the recorded ones.
 
-One room for each group: ``streams``, ``states``, ``token_batches``, ``files``, ``complaints``, ``reads``. Each has
+One module per group: ``streams``, ``states``, ``token_batches``, ``files``, ``complaints``, ``reads``. Each has
 ``found(folder)``, which works in an empty folder and returns plain values.
 """
 
@@ -26,12 +26,12 @@ NOW = time.struct_time((2026, 1, 2, 3, 4, 5, 4, 2, 0))
 
 
 def short(data: bytes) -> str:
-    """A digest that still fits a line."""
+    """A digest short enough for a line."""
     return hashlib.sha256(data).hexdigest()[:20]
 
 
 def of_arrays(*arrays: Any) -> str:
-    """A digest of the types, shapes and bytes of arrays."""
+    """A digest of dtypes, shapes and bytes of arrays."""
     digest = hashlib.sha256()
     for array in map(np.asarray, arrays):
         digest.update(f"{array.dtype.name}{array.shape}".encode())
@@ -41,7 +41,7 @@ def of_arrays(*arrays: Any) -> str:
 
 @contextlib.contextmanager
 def still(folder: Path) -> Iterator[None]:
-    """The three things that files hold and inputs do not decide are fixed: the time, the version, and where we are."""
+    """Fixes what files contain besides their inputs: time, version and working directory."""
     before = Path.cwd()
     os.chdir(folder)
     try:

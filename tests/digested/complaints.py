@@ -1,4 +1,4 @@
-"""What actshard says is wrong: kinds of errors, codes of findings, and the texts of warnings."""
+"""Kinds of errors, codes of findings, and texts of warnings."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from digested import GOLDEN
 
 _MARKS = ("metadata.json", "shards.json", ".zgroup", "zarr.json", "shard_ledger.json", "manifest.json", "index")
 _OTHERS = ("v2_delta_gzip.zarr", "v2_lzma.zarr")
-"""Read where the zarr package is installed."""
+"""Readable only with the zarr package."""
 
 
 def classes() -> dict[str, str]:
-    """Every exception and warning of the package by its name: its kind and what it is an instance of."""
+    """Every exception and warning of the package by name: its kind and base classes."""
     made: dict[str, str] = {}
     for name, value in vars(errors).items():
         if (
@@ -31,10 +31,10 @@ def classes() -> dict[str, str]:
 
 
 def datasets() -> list[Path]:
-    """Every golden dataset, sound or hostile, by the files that datasets have."""
+    """Every golden dataset, valid or hostile, found by file names."""
     hostile = GOLDEN / "pickle/hostile"
     found = {p.parent for mark in _MARKS for p in GOLDEN.rglob(mark) if hostile not in p.parents}
-    # Datasets, not the arrays and folders in them.
+    # Only datasets, not their arrays and subfolders.
     found = {p for p in found if not (found & set(p.parents)) and p.name not in _OTHERS}
     return sorted(found | {p for p in hostile.iterdir() if p.is_dir()})
 
@@ -44,7 +44,7 @@ def _named(text: str) -> str:
 
 
 def _opened(path: Path) -> list[str]:
-    """The texts of the warnings that opening gives, and the error of opening or of reading everything."""
+    """Texts of the warnings of opening, and the error of opening or of reading everything."""
     made = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -63,7 +63,7 @@ def _opened(path: Path) -> list[str]:
 
 
 def _findings(path: Path) -> list[str]:
-    """Findings as they are listed: severity, code and file."""
+    """Findings as severity, code and file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = actshard.verify(path, deep=True)
@@ -75,7 +75,7 @@ def _findings(path: Path) -> list[str]:
 
 
 def found(folder: Path) -> dict[str, Any]:
-    """Classes, codes, and what each golden dataset gives rise to."""
+    """Classes, codes, and warnings, errors and findings of each golden dataset."""
     each = {p.relative_to(GOLDEN).as_posix(): p for p in datasets()}
     return {
         "classes": classes(),

@@ -1,4 +1,4 @@
-"""Small datasets at fixed seeds, in every layout: written here where actshard writes the format, else from the golden data."""
+"""Small datasets with fixed seeds in every layout: written here if actshard writes the format, else golden data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def columns(format: str) -> dict[str, Any]:
 
 
 def write(folder: Path, format: str, examples: Any, more: dict[str, Any] | None = None, **options: Any) -> Path:
-    """A dataset of these examples, appended in batches of 5, 5, 5, ..."""
+    """Writes a dataset, with examples appended in batches of 5."""
     options = {"layers": LAYERS, "d_model": WIDTH, **options}
     more = more or {}
     with actshard.create(folder, format, **options) as writer:
@@ -56,20 +56,20 @@ def _cut(value: Any, part: slice) -> Any:
 
 
 def opened(path: Path, **options: Any) -> actshard.Store:
-    """The store, without its warnings."""
+    """Opens a store without warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return actshard.open(path, **options)
 
 
 def wide(folder: Path) -> Path:
-    """Examples of 200 KiB: units of a window are pieces of them."""
+    """Examples of 200 KiB, larger than the units of a window."""
     values = np.random.RandomState(14).standard_normal((5, 1, 100, 512)).astype(np.float32)
     return write(folder, "saev", values, layers=[0], d_model=512)
 
 
 def many(folder: Path) -> Path:
-    """70,000 rows: more than are shuffled in a table."""
+    """70,000 rows: too many for a shuffled table."""
     values = np.arange(70_000, dtype=np.float32).reshape(350, 1, 200, 1)
     with actshard.create(folder, "lmprobe", layers=[0], d_model=1) as writer:
         writer.append(values)
@@ -90,4 +90,4 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "wide": wide,
     "many": many,
 }
-"""By the core's name for where rows lie."""
+"""Datasets by the core's name of their layout."""

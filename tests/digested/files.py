@@ -1,4 +1,4 @@
-"""Files: every file that a writer makes of fixed inputs, by its path and a digest of its bytes."""
+"""Files: paths and digests of all files that writers create from fixed inputs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Job = Callable[[Path], object]
 
 
 def tree(folder: Path) -> dict[str, Any]:
-    """A digest of each file below a folder, by its path; of a Parquet file one of its contents, and one of its bytes.
+    """A digest of each file below a folder, by path. Parquet files have one of their contents and one of their bytes.
 
-    Bytes of Parquet files are another release of pyarrow's to change: they are compared where it is the one on record.
+    Bytes of Parquet files depend on pyarrow's version, and are compared only with the recorded version.
     """
     files = sorted((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.relative_to(folder).as_posix())
     made: dict[str, Any] = {}
     for path in files:
         data = path.read_bytes()
-        # Digests of where the sources lie, and of when they were changed.
+        # Leave out digests of the sources' paths and modification times.
         digest = short(_SOURCES.sub(b"", data) if path.name == "shard_ledger.json" else data)
         is_table = path.suffix == ".parquet"
         made[path.relative_to(folder).as_posix()] = {"contents": _table(path), "bytes": digest} if is_table else digest
@@ -130,7 +130,7 @@ def _longest_first() -> list[np.ndarray]:
 
 
 def _conversions() -> dict[str, Job]:
-    """``convert`` between every pair, and with each option."""
+    """``convert`` between every pair of formats, and with each option."""
 
     def source(f: Path, format: str) -> Path:
         if format == "saev":
@@ -171,7 +171,7 @@ def _of_golden(folder: Path, name: str, format: str) -> None:
 
 
 def _merges() -> dict[str, Job]:
-    """``merge`` of parts, of datasets that stay, and of Zarr stores into one."""
+    """``merge`` of parts, of datasets that are kept, and of Zarr stores into one."""
     made: dict[str, Job] = {}
     bounds = [0, 7, 7, 15, N]
 
@@ -285,7 +285,7 @@ def _caches() -> dict[str, Job]:
 
 
 def found(folder: Path) -> dict[str, Any]:
-    """For every job a digest of each file; or the kind of error that refuses it."""
+    """For every job a digest of each file, or the kind of its error."""
     made: dict[str, Any] = {}
     jobs = {**_creations(), **_conversions(), **_merges(), **_caches()}
     for number, (name, job) in enumerate(jobs.items()):

@@ -1,4 +1,4 @@
-"""What a store says and gives of every golden dataset, and of those written here: its shape, table, metadata and values."""
+"""What a store returns for golden datasets and those written here: shape, table, metadata and values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _plain(value: Any) -> str:
 
 
 def of(store: actshard.Store) -> dict[str, str]:
-    """Digests of everything that a store gives."""
+    """Digests of everything that a store returns."""
     table = store.table
     given: dict[str, Callable[[], str]] = {
         "is": lambda: (
@@ -69,7 +69,7 @@ def _of_cache(cache: tokens.TokenCache) -> dict[str, str]:
 
 
 def found(folder: Path) -> dict[str, Any]:
-    """Digests by dataset; the kind of error for one that is refused."""
+    """Digests by dataset, or the kind of its error."""
     made: dict[str, Any] = {}
     named = {path.relative_to(GOLDEN).as_posix(): path for path in datasets() if "hostile" not in path.parts}
     for layout, make in LAYOUTS.items():

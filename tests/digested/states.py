@@ -1,4 +1,4 @@
-"""What ``state_dict`` returns, and what a stream gives out that loads such a state."""
+"""Results of ``state_dict``, and batches of streams that load these states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHICH = ("strided", "table", "pooled table", "chunked", "coded", "coded shards",
 
 
 def stream(store: actshard.Store, shuffle: str | None, asked: str) -> actshard.Stream:
-    """A stream whose states are on record."""
+    """A stream whose states are recorded."""
     options = dict(ASKED[asked])
     if store.d_model > 100 and "memory" in options:
         options["memory"] = "128KiB"
@@ -36,12 +36,12 @@ def stream(store: actshard.Store, shuffle: str | None, asked: str) -> actshard.S
 
 
 def stores(folder: Path) -> dict[str, actshard.Store]:
-    """The datasets, open."""
+    """The opened datasets."""
     return {layout: opened(LAYOUTS[layout](folder / layout.replace(" ", "_"))) for layout in WHICH}
 
 
 def found(folder: Path) -> dict[str, Any]:
-    """States after two batches, and digests of what was left of that epoch and of the next."""
+    """States after two batches, and digests of the remaining batches of that epoch and of the next."""
     made: dict[str, Any] = {}
     for layout, store in stores(folder).items():
         for shuffle in SHUFFLES:
@@ -60,7 +60,7 @@ def found(folder: Path) -> dict[str, Any]:
 
 
 def resumed(folder: Path, recorded: dict[str, Any]) -> dict[str, Any]:
-    """The same, of streams that load the states on record."""
+    """The same for streams that load the recorded states."""
     made: dict[str, Any] = {}
     for layout, store in stores(folder).items():
         for shuffle in SHUFFLES:

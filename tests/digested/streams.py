@@ -1,4 +1,4 @@
-"""What a stream gives out: for each layout, shuffle and setting a digest of the rows' names, batch by batch, and of their bytes."""
+"""Batches of streams: for each layout, shuffle and setting, digests of row ids batch by batch, and of the bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHUFFLES = (None, "window", "exact")
 
 
 def rows(batches: Iterable[actshard.Batch]) -> str:
-    """Digests of examples, tokens, layers and batches' sizes; and of the activations and labels."""
+    """Digests of examples, tokens, layers and batch sizes; and of activations and labels."""
     names, values = hashlib.sha256(), hashlib.sha256()
     for batch in batches:
         names.update(np.int64(len(batch)).tobytes())
@@ -30,7 +30,7 @@ def rows(batches: Iterable[actshard.Batch]) -> str:
 
 
 def settings(store: actshard.Store, shuffle: str | None) -> dict[str, dict[str, Any]]:
-    """Options of a stream by the name they have on record; the first is what a user gets who asks for nothing."""
+    """Stream options by recorded name. The first are the defaults."""
     first, many = store.layers[0], int(store.token_counts.sum()) > 1000
     size = 4096 if many else 16
     made: dict[str, dict[str, Any]] = {"default": {}, "seed 7": {"seed": 7}, "epoch 5": {"epoch": 5}}
@@ -81,7 +81,7 @@ def _with(made: dict[str, dict[str, Any]], layer: int, size: int) -> dict[str, d
 
 
 def of(store: actshard.Store, shuffle: str | None, options: dict[str, Any]) -> str:
-    """Digests of two epochs; or the kind of error that refuses such a stream."""
+    """Digests of two epochs, or the kind of the error."""
     options = dict(options)
     layer, size = options.pop("layer"), options.pop("batch_size")
     try:

@@ -1,4 +1,4 @@
-"""Orders of training examples, and the batches that datasets of token caches give out."""
+"""Orders of training examples, and batches of token datasets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _batch(batch: tokens.Batch) -> str:
 
 
 def _examples(folder: Path) -> dict[str, Any]:
-    """Datasets by name, of caches that Levanter wrote."""
+    """Datasets of Levanter's caches, by name."""
     text = tokens.open_cache(LEVANTER / "text_gpt2style_single/cache")
     sharded = tokens.open_cache(LEVANTER / "text_llama3style_sharded/cache")
     chat = tokens.open_cache(LEVANTER / "chat_llama3style/cache")
@@ -114,7 +114,7 @@ data:
 
 
 def _configured(folder: Path) -> dict[str, str]:
-    """What a run of Levanter would train on, of its YAML."""
+    """Training batches of a Levanter run, from its YAML."""
     for name in ("tokenizers", "text_llama3style_multishard", "chat_llama3style"):
         shutil.copytree(LEVANTER / name, folder / name)
     (folder / "data.yaml").write_text(CONFIG)

@@ -1,4 +1,4 @@
-"""What tests of token caches share."""
+"""Fixtures for tests of token caches."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ BUILDS: dict[str, tuple[list[str], str | None, dict[str, Any]]] = {
 
 @pytest.fixture
 def in_golden(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The golden folder as working directory: ledgers hold tokenizers' paths as they were given."""
+    """Makes the golden folder the working directory, because ledgers contain tokenizer paths as given."""
     monkeypatch.chdir(GOLDEN)
     return GOLDEN
 
 
 def expected(variant: str, file: str = "expected.npz") -> dict[str, np.ndarray]:
-    """What Levanter read."""
+    """Arrays read by Levanter."""
     with np.load(GOLDEN / variant / file) as found:
         return dict(found)
 
 
 def crc32c(data: bytes) -> int:
-    """Castagnoli's CRC, bit by bit."""
+    """CRC-32C, bit by bit."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -60,6 +60,6 @@ def crc32c(data: bytes) -> int:
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
-    """Records as JSON lines."""
+    """Writes records as JSON lines."""
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
     return path

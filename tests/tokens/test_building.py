@@ -1,4 +1,4 @@
-"""Guarantee: caches built here are Levanter's, row for row and in the ledger; bad records are told by file and line."""
+"""Guarantee: caches built here equal Levanter's, row for row and in the ledger; errors in records name file and line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def digests(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.filterwarnings("ignore:.*names no eos token")  # one of Levanter's tokenizers has none
+@pytest.mark.filterwarnings("ignore:.*names no eos token")  # one of Levanter's tokenizers has no eos token
 @pytest.mark.parametrize(("layout", "storage", "jobs"), WAYS)
 @pytest.mark.parametrize("variant", BUILDS)
 def test_built_caches_are_levanters(variant, layout, storage, jobs, in_golden, tmp_path) -> None:
@@ -68,7 +68,7 @@ def test_built_caches_are_levanters(variant, layout, storage, jobs, in_golden, t
 
 @pytest.mark.filterwarnings("ignore:.*names no eos token")
 def test_lz4_caches_are_levanters_bytes(in_golden, tmp_path) -> None:
-    """Not only the numbers: frames, index and zarr.json."""
+    """Also bytes: frames, index and zarr.json."""
     for variant, (files, tokenizer, form) in BUILDS.items():
         sources = [f"{variant}/{file}" for file in files]
         cache = tokens.build_cache(sources, tmp_path / variant, tokenizer, form, storage="lz4")
@@ -146,7 +146,7 @@ def test_tokenizers_of_every_kind(in_golden, tmp_path) -> None:
     bare = Tokenizer.from_file(f"{LLAMA}/tokenizer.json")
 
     class Fast:
-        """What a fast tokenizer of transformers looks like."""
+        """Has the attributes of a fast tokenizer of transformers."""
 
         backend_tokenizer = bare
         name_or_path = "somewhere/llama"
@@ -179,7 +179,7 @@ def test_passthrough_reads_integers(tmp_path) -> None:
 
 
 def test_special_tokens_that_are_there_already(tmp_path) -> None:
-    """The published text: only where they are missing."""
+    """As in the published text: added only where missing."""
     tokenizer = tokens.load_tokenizer(str(GOLDEN / LLAMA))
     write_lines(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "<|begin_of_text|>a<|end_of_text|>"}])
     form = tokens.TextFormat(special_tokens="if_missing")
@@ -193,7 +193,7 @@ def test_special_tokens_that_are_there_already(tmp_path) -> None:
 
 
 def test_whole_texts_are_encoded_as_hugging_face_does(tmp_path, in_golden) -> None:
-    """Pieces that meet at special tokens encode to the same ids; in the middle of a word they do not (levanter.md 2.3.6)."""
+    """Pieces split at special tokens encode to the same ids; those split within a word do not (levanter.md 2.3.6)."""
     pieces = tokens.build_cache("chat_llama3style/train.jsonl", tmp_path / "a", LLAMA, tokens.ChatFormat())
     whole = tokens.build_cache(
         "chat_llama3style/train.jsonl", tmp_path / "b", LLAMA, tokens.ChatFormat(encoding="whole")
@@ -256,7 +256,7 @@ PREBUILT_SAID = {
 
 @pytest.mark.parametrize("case", PREBUILT_ERRORS, ids=lambda c: c["case"])
 def test_prebuilt_rows_are_checked(case: dict[str, Any], tmp_path: Path) -> None:
-    """What Levanter refuses is refused; so is what it accepts and silently changes."""
+    """Rejects what Levanter rejects, and what it accepts but silently changes."""
     path = write_lines(tmp_path / "rows.jsonl", case["rows"])
     form = tokens.PrebuiltFormat(loss_weights_key="loss_weights")
     said = PREBUILT_SAID.get(case["case"])
@@ -269,7 +269,7 @@ def test_prebuilt_rows_are_checked(case: dict[str, Any], tmp_path: Path) -> None
 
 
 def test_templates_without_marks_learn_everything_where_asked(tmp_path) -> None:
-    """What Levanter's documentation promises for mask_user_turns: false (levanter.md 5.3, 6)."""
+    """As Levanter's documentation describes mask_user_turns: false (levanter.md 5.3, 6)."""
     write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
     form = tokens.ChatFormat(mask_user_turns=False, require_assistant=False)
     cache = tokens.build_cache(
@@ -313,7 +313,7 @@ def test_a_broken_line_is_named_or_skipped_and_counted(line: str, said: str, job
 
 @pytest.mark.parametrize("encoding", ["pieces", "whole"])
 def test_a_conversation_with_half_of_a_surrogate_pair_is_a_bad_record(encoding: Any, tmp_path: Path) -> None:
-    """JSON can hold it, no tokenizer can read it."""
+    """JSON can contain it, but no tokenizer can encode it."""
     talk = [[{"role": "user", "content": text}, {"role": "assistant", "content": "x"}] for text in ("hi", "hi \udfff")]
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talk))
@@ -381,7 +381,7 @@ def test_ids_that_do_not_fit_are_refused(tmp_path) -> None:
 
 
 class TestFinishedCaches:
-    """Guarantee: a finished cache is opened, and never taken for another."""
+    """Guarantee: a finished cache is reused, and never mistaken for another."""
 
     def test_building_again_opens_it(self, tmp_path) -> None:
         path = write_lines(tmp_path / "a.jsonl", RECORDS)
@@ -457,7 +457,7 @@ def sources(tmp_path_factory) -> list[Path]:
 
 
 class TestInterruptions:
-    """Guarantee: kill -9 anywhere, run again: the same bytes; nothing half-written is taken for a cache."""
+    """Guarantee: after kill -9 at any time, the next run produces the same bytes; incomplete caches are not opened."""
 
     @pytest.mark.parametrize("layout", ["consolidated", "sharded"])
     @pytest.mark.parametrize("jobs", [1, 2])
@@ -483,13 +483,13 @@ class TestInterruptions:
         kills = 0
         for _ in range(20 * wanted_kills):
             process = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
-            # The work lies after the imports: kill when its folder is there.
+            # Kill during the build, not during imports: wait for its folder.
             deadline = time.monotonic() + 30
             while not (out / ".actshard-build").exists() and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.001)
             time.sleep(float(rng.uniform(0, 0.2)))
             if process.poll() is None:
-                process.kill()  # this one alone: its workers must notice
+                process.kill()  # only this process: its workers must notice
                 kills += 1
             killed = process.wait() == -signal.SIGKILL
             assert process.stderr is not None
@@ -510,7 +510,7 @@ class TestInterruptions:
         assert digests(out) == wanted
 
     def test_every_step_of_finishing(self, sources, monkeypatch, tmp_path) -> None:
-        """Stopped before each rename, link, removal and ledger: the next run ends in the same bytes."""
+        """Stopped before each rename, link, removal and ledger: the next run produces the same bytes."""
         from actshard.tokens import building, shards
         from actshard.tokens.ledger import Ledger
 
@@ -522,7 +522,7 @@ class TestInterruptions:
             pass
 
         def run(stop_at: int) -> bool:
-            """Whether the build went through."""
+            """Returns whether the build finished."""
             steps = 0
 
             def counted(original):
@@ -559,7 +559,7 @@ class TestInterruptions:
         assert stop_at > 10
 
     def test_shards_are_not_taken_for_the_cache(self, in_golden, tmp_path) -> None:
-        """Neither ours nor Levanter's: both leave finished shards when they are interrupted."""
+        """Interrupted builds, ours or Levanter's, leave finished shards."""
         shutil.copytree(GOLDEN / "text_gpt2style_single" / "cache", tmp_path / "c")
         (tmp_path / "c" / "train" / "shard_ledger.json").unlink()
         for path in (tmp_path, tmp_path / "c", tmp_path / "c" / "train"):
@@ -658,7 +658,7 @@ def test_globs_and_braces(tmp_path) -> None:
 
 
 def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guarantee: interpreters and tokenizers are loaded once per job, not once per file; the cache is the same."""
+    """Guarantee: interpreters and tokenizers are loaded once per job, not per file; the cache is the same."""
     from actshard.tokens import workers
 
     files = [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"text {i} {j}"} for j in range(i + 1)]) for i in range(7)]
@@ -673,7 +673,7 @@ def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: 
     assert len(started) == 2
     assert many.ledger.shard_rows == one.ledger.shard_rows
     assert np.array_equal(many.view("input_ids").elements(), one.view("input_ids").elements())
-    # A file that is bad is told by its name, and ends all processes.
+    # An error names the bad file and ends all processes.
     files[3].write_text('{"text": "x"}\n{"text": 5}\n')
     with pytest.raises(actshard.FormatError, match=r"line 2") as caught:
         tokens.build_cache(files, tmp_path / "bad", GOLDEN / GPT2, jobs=3)
@@ -681,7 +681,7 @@ def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: 
 
 
 def _worker_with(folder: Path, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes workers run some code when their interpreters start."""
+    """Makes workers run code when their interpreters start."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(folder))

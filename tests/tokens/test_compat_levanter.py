@@ -1,4 +1,4 @@
-"""Guarantee: what Levanter's code imports by these names yields Levanter's examples."""
+"""Guarantee: the names that Levanter's code imports yield Levanter's examples."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ NAMES = """
 
 
 def test_names_of_levanters_text_are_here(tmp_path: Path) -> None:
-    """Every name of its API section, and what its code imports beside them."""
+    """All names of the API section in levanter.md, and others that Levanter's code imports."""
     assert [name for name in NAMES.split() if not hasattr(levanter, name)] == []
     source = levanter.HfDatasetSourceConfig(id="a/b", format=levanter.TextLmDatasetFormat(text_key="body"))
     assert isinstance(source, levanter.LmDatasetSourceConfigBase)
@@ -99,7 +99,7 @@ def test_names_of_levanters_text_are_here(tmp_path: Path) -> None:
         levanter.NamedLmDataset(None, 3)
 
     class Own(levanter.LmDatasetFormatBase):
-        """Somebody's."""
+        """A third-party format."""
 
     rows = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     with pytest.raises(actshard.ArgumentError, match="found Own"):
@@ -139,13 +139,13 @@ def test_a_configuration_trains_as_the_one_of_tokens_does(monkeypatch: pytest.Mo
 
 
 class Axis64:
-    """What a haliax axis looks like."""
+    """Has the attributes of a haliax axis."""
 
     size = 64
 
 
 def test_format_objects_of_levanter_are_understood(tmp_path: Path) -> None:
-    """Levanter's own dataclasses, which have the same fields: as many as are known, and no others silently."""
+    """Levanter's own dataclasses with the same fields: known ones are converted, others are errors."""
 
     @dataclass(frozen=True)
     class TextLmDatasetFormat:
@@ -168,7 +168,7 @@ def test_format_objects_of_levanter_are_understood(tmp_path: Path) -> None:
 
 
 def test_a_transform_is_given_a_row(tmp_path: Path) -> None:
-    """As in Levanter: what a row's weights become does not depend on the batch it is in."""
+    """As in Levanter: the transform of a row's weights does not depend on its batch."""
     with tokens.CacheWriter(tmp_path / "c", {"input_ids": np.int32, "w": np.float32}) as writer:
         writer.append([{"input_ids": [1, 2, 3], "w": [1, 2, 4]}, {"input_ids": [4, 5, 6], "w": [10, 5, -1]}])
     cache = levanter.TreeCache.load(tmp_path / "c")

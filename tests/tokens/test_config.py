@@ -1,4 +1,4 @@
-"""Guarantee: Levanter's YAML is understood, its caches are built where Levanter looks, and mistakes are named."""
+"""Guarantee: Levanter's YAML is understood, its caches are built where Levanter expects them, and errors name the field."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_missing_cache_is_missing(in_golden, tmp_path) -> None:
 
 
 def hub(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
-    """A hub whose datasets are all at this commit."""
+    """A fake hub on which all datasets have this commit."""
     module = types.ModuleType("huggingface_hub")
     info = types.SimpleNamespace(sha=commit)
     module.HfApi = lambda: types.SimpleNamespace(dataset_info=lambda name, revision, timeout: info)
@@ -147,7 +147,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
 
 
 def test_datasets_of_the_hub_come_through_their_library(monkeypatch, in_golden, tmp_path) -> None:
-    """The library is stood in for: what it is asked for, shard by shard, is what is built."""
+    """With a fake library: the cache is built from exactly the shards requested."""
     asked: list[Any] = []
 
     class Part(list):
@@ -239,7 +239,7 @@ def test_a_source_may_repeat_the_format_of_its_component(tmp_path: Path) -> None
 
 
 def test_padding_counts_as_the_configuration_says(in_golden, tmp_path) -> None:
-    """docs/tokens.md: True is Levanter since July 2026, False June's; the golden examples are June's."""
+    """docs/tokens.md: True is Levanter since July 2026, False that of June, which made the golden examples."""
     component = tokens.DatasetComponent(
         cache_dir=str(GOLDEN / "chat_llama3style" / "cache"), format=tokens.ChatFormat(mask_user_turns=False), pack=4
     )

@@ -1,4 +1,4 @@
-"""Guarantee: the native half of token caches fails by one error of ours, never by a wrong cache, a hang, an abort or a panic."""
+"""Guarantee: native code of token caches raises one ActshardError; no wrong data, hang, abort or panic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_SHAPES = np.empty(0, np.int64)
 
 
 def run(code: str, *arguments: str) -> str:
-    """Code in a process of its own: it may abort, hang or change limits."""
+    """Runs code in a separate process, because it may abort, hang or change limits."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *arguments],
         check=False,

@@ -1,4 +1,4 @@
-"""Guarantee: Levanter's orders, number for number; and orders that are orders where Levanter's are none."""
+"""Guarantee: Levanter's orders, exactly; and valid permutations where Levanter's are not."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_mixtures_are_levanters(name: str) -> None:
     st.integers(0, 1000),
 )
 def test_a_mixture_that_ends_hands_out_samples_that_are_there(sets: dict, block: int, seed: int) -> None:
-    """Levanter 5.5 raises IndexError near the end; here every index is one of its dataset, and none comes twice."""
+    """Levanter 5.5 raises IndexError near the end; here every index is in range and none is repeated."""
     lengths = {name: n for name, (n, _) in sets.items()}
     weights = {name: w for name, (_, w) in sets.items()}
     mixture = tokens.Mixture(lengths, weights, block_size=block, key=seed, stop_strategy="first_exhausted")

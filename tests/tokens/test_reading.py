@@ -1,4 +1,4 @@
-"""Guarantee: caches that Levanter wrote read as Levanter reads them, through every way of reading."""
+"""Guarantee: caches written by Levanter read as in Levanter, by every way of reading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VARIANTS = sorted({v for v in VARIANTS if v != "serial_rank2"})
 
 
 def compare(batch: tokens.Batch, found: dict[str, np.ndarray], name: str) -> int:
-    """A batch against the golden arrays of that name; how many arrays were compared."""
+    """Compares a batch with the golden arrays of that name. Returns the number of arrays compared."""
     wanted = {
         "tokens": lambda: batch.tokens,
         "loss_weight": lambda: batch.loss_weight,
@@ -154,7 +154,7 @@ def test_rows_of_several_axes_keep_their_shapes() -> None:
 
 
 def test_padding_counts_nothing_by_default() -> None:
-    """The later behaviour is the June one times (the next position is not padding): levanter.md 3."""
+    """The later mask is June's mask times (the next position is not padding): levanter.md 3."""
     cache = tokens.open_cache(GOLDEN / "text_gpt2style_single" / "cache")
     june = every(tokens.PackedTokenDataset(cache, 128, loss_mask_padding=False))
     later = every(tokens.PackedTokenDataset(cache, 128))
@@ -174,7 +174,7 @@ def test_one_conversation_per_example_where_packing_is_off(pack) -> None:
 
 
 def test_a_row_twice_in_a_batch_is_twice_the_same() -> None:
-    """Levanter 5.4 gives wrong rows for row 0 twice."""
+    """Levanter 5.4 returns wrong rows if row 0 is requested twice."""
     cache = tokens.open_cache(GOLDEN / "prebuilt_weights" / "cache")
     rows = cache.rows([0, 3, 0, 0, 3])
     assert [
@@ -187,7 +187,7 @@ def test_a_row_twice_in_a_batch_is_twice_the_same() -> None:
 
 
 def test_text_of_a_sharded_cache_packs() -> None:
-    """Levanter 5.6 cannot; the rows are those of the consolidated cache, and so are the examples."""
+    """Levanter 5.6 cannot; rows and examples equal those of the consolidated cache."""
     sharded = tokens.PackedTokenDataset(tokens.open_cache(GOLDEN / "text_llama3style_sharded" / "cache"), 256)
     whole = tokens.PackedTokenDataset(tokens.open_cache(GOLDEN / "text_llama3style_multishard" / "cache"), 256)
     assert np.array_equal(every(sharded).tokens, every(whole).tokens)
@@ -201,7 +201,7 @@ def test_all_golden_variants_are_here() -> None:
 
 
 def test_opening_touches_no_data(tmp_path: Path) -> None:
-    """``data`` may be anywhere, or nowhere, as long as no row is asked for."""
+    """``data`` may be a broken link, or missing, as long as no row is requested."""
     import shutil
 
     shutil.copytree(GOLDEN / "text_llama3style_sharded" / "cache", tmp_path / "cache")
@@ -215,7 +215,7 @@ def test_opening_touches_no_data(tmp_path: Path) -> None:
 
 
 def test_shapes_that_are_not_there_are_one_clear_error(tmp_path: Path) -> None:
-    """Absent shapes read as zeros: elements of a row are then too many for them."""
+    """Missing shapes read as zeros, so rows have too many elements."""
     copy = tmp_path / "cache"
     shutil.copytree(GOLDEN / "serial_rank2" / "cache", copy)
     (copy / "feats/shapes/c/0/0").unlink()
@@ -227,7 +227,7 @@ def test_shapes_that_are_not_there_are_one_clear_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis", [-1, -2, -(2**63), 2**63 - 1, 2**62, 2**33])
 @pytest.mark.parametrize("empty", [False, True])
 def test_shapes_that_numpy_does_not_take_are_one_clear_error(tmp_path: Path, axis: int, empty: bool) -> None:
-    """Every number in a file is checked before it is used, also those of rows without elements."""
+    """Every number in a file is checked before use, also for rows without elements."""
     copy = tmp_path / "cache"
     shutil.copytree(GOLDEN / "serial_rank2" / "cache", copy)
 
@@ -257,14 +257,14 @@ def test_shapes_that_numpy_does_not_take_are_one_clear_error(tmp_path: Path, axi
 def test_unsigned_indices_beyond_int64_are_no_negative_ones() -> None:
     cache = tokens.open_cache(GOLDEN / "text_gpt2style_single" / "cache")
     dataset = tokens.CausalLmDataset(tokens.TokenSeqDataset(cache, 8), eos_id=0)
-    wrapped = np.array([2**64 - 1], np.uint64)  # the last example, if its bits were read as signed
+    wrapped = np.array([2**64 - 1], np.uint64)  # the last example, if read as signed
     for read in (cache.rows, dataset.get_batch):
         with pytest.raises(actshard.OutOfRangeError):
             read(wrapped)
 
 
 def _blocks_frame(values: np.ndarray, numbers: int, total: int) -> bytes:
-    """A shuffled blosc frame of `total` bytes whose blocks hold `numbers` 64-bit numbers each, kept as they are."""
+    """A shuffled blosc frame of `total` bytes with blocks of `numbers` stored 64-bit numbers."""
     blocks = np.split(values, len(values) // numbers)
     planes = [block.view("u1").reshape(-1, 8).T.tobytes() for block in blocks]
     first = 16 + 4 * len(planes)
@@ -276,7 +276,7 @@ def _blocks_frame(values: np.ndarray, numbers: int, total: int) -> bytes:
 
 @pytest.mark.parametrize("io", ["mmap", "pread"])
 def test_blocks_of_a_frame_that_was_written_anew_in_place_are_not_those_of_the_old_one(tmp_path: Path, io: str) -> None:
-    """The number of a block said which it was, whatever the size of the blocks: rows came from another place of the cache."""
+    """Cached blocks were identified by number, regardless of block size, so rows came from another part of the cache."""
     cache = tmp_path / "train"
     shutil.copytree(GOLDEN / "text_gpt2style_single/cache/train", cache)
     n, field = 1 << 16, cache / "input_ids/data"

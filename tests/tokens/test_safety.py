@@ -1,4 +1,4 @@
-"""Guarantee: only what a cache's ledger names is replaced, an old cache stays until the new one is whole."""
+"""Guarantee: only files listed in a cache's ledger are replaced; an old cache stays until the new one is complete."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def records(tmp_path: Path) -> Callable[..., Path]:
 
 
 class TestOverwriting:
-    """Guarantee: ``overwrite=True`` removes nothing but the cache that is replaced, and not before the new one is whole."""
+    """Guarantee: ``overwrite=True`` removes only the replaced cache, and not before the new one is complete."""
 
     @pytest.fixture
     def web(self, records: Callable[..., Path], tmp_path: Path) -> Path:
-        """A cache with another cache and a user's files in its folder."""
+        """A cache whose folder also contains another cache and files of a user."""
         web = tmp_path / "web"
         tokens.build_cache(records("a.jsonl", [1, 2, 3]), web, format=IDS)
         tokens.build_cache(records("b.jsonl", [4, 5]), web / "validation", format=IDS)
@@ -99,7 +99,7 @@ class TestOverwriting:
     def test_a_file_in_an_array_that_is_none_of_its_own_refuses_the_build_before_it_begins(
         self, records: Callable[..., Path], tmp_path: Path, layout: str, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """An array is removed as a folder."""
+        """Arrays are removed as folders, so foreign files in them must be detected."""
         out = tmp_path / "c"
         tokens.build_cache(records("a.jsonl", [1, 2]), out, format=IDS, layout=layout)
         (array,) = [p.parent for p in out.rglob(name.split("/", maxsplit=1)[0]) if p.name in ("data", "offsets")]
@@ -122,7 +122,7 @@ class TestOverwriting:
         assert tokens.build_cache(other, out, format=IDS, overwrite=True)[0]["input_ids"].tolist() == [3]
 
     def test_a_ledger_that_names_other_folders_removes_none(self, records: Callable[..., Path], tmp_path: Path) -> None:
-        """A ledger is a file like any other: names in it may lead anywhere."""
+        """Names in a ledger are untrusted and may point anywhere."""
         out, other = tmp_path / "c", tmp_path / "other"
         tokens.build_cache(records("a.jsonl", [1]), out, format=IDS)
         shutil.copytree(out, other)
@@ -218,7 +218,7 @@ class TestOverwriting:
     def test_the_working_folder_of_a_finished_build_is_removed_later(
         self, records: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """A kill after the last rename leaves it; the next call finds the cache finished."""
+        """A kill after the last rename leaves it; the next call finds the finished cache."""
         from actshard.tokens import placing
 
         with monkeypatch.context() as patch:
@@ -250,7 +250,7 @@ class TestOverwriting:
 
 
 class TestWriterThatFailed:
-    """Guarantee: a refused call changes nothing, and after a failed write nothing is finished."""
+    """Guarantee: a rejected call changes nothing, and a cache with a failed write is never finished."""
 
     @pytest.mark.parametrize(
         ("rows", "said"),
@@ -330,7 +330,7 @@ class TestWriterThatFailed:
 
 
 class TestDisk:
-    """Guarantee: what the system refuses is an ActshardError, and what is finished is on the disk."""
+    """Guarantee: system errors become ActshardErrors, and finished caches are synced to disk."""
 
     def test_a_disk_that_is_full_at_the_ledger(
         self, records: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -356,7 +356,7 @@ class TestDisk:
     def test_folders_are_synced_before_the_ledger_takes_its_place(
         self, records: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """Counted by inode: folders are renamed between their sync and the ledger's."""
+        """Counted by inode, because folders are renamed between their sync and the ledger's."""
         synced: set[int] = set()
         original, rename = _native.sync_files, Path.rename
         at_ledger: list[set[int]] = []
@@ -434,7 +434,7 @@ class TestDisk:
 
 
 def test_a_build_that_is_taken_up_again_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates such as Llama 3.1's print today's date: files built after midnight must not differ."""
+    """Templates such as Llama 3.1's print the date: files built after midnight must not differ."""
     template = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     form = tokens.ChatFormat(chat_template=template)
     good = [{"messages": [{"role": "assistant", "content": "a"}]}]
@@ -480,7 +480,7 @@ def test_progress_asks_no_file_for_what_is_finished(
 
 
 class TestDocumentsKeptApart:
-    """Guarantee: windows whose documents cannot be kept apart are told of."""
+    """Guarantee: there is a warning if documents in a window cannot be kept apart."""
 
     def test_a_tokenizer_that_names_no_eos(self, tmp_path: Path) -> None:
         shutil.copy(GOLDEN / LLAMA / "tokenizer.json", tmp_path / "tokenizer.json")
@@ -501,7 +501,7 @@ class TestDocumentsKeptApart:
 
 
 class TestHub:
-    """Guarantee: a dataset of the hub is built whole, of one commit, or an error says why not."""
+    """Guarantee: a hub dataset is built completely, from one commit, or an error gives the reason."""
 
     @pytest.fixture
     def library(self, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:

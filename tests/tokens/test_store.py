@@ -1,4 +1,4 @@
-"""Guarantee: any rows come back as they were written, from any storage; damaged files are errors, never other numbers."""
+"""Guarantee: rows read back as written, from any storage; damaged files cause errors, never wrong numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write(
 
 
 def long_rows(total: int, seed: int = 0, high: int = 70_000) -> list[np.ndarray]:
-    """Rows that cross inner chunks."""
+    """Rows that cross inner chunk boundaries."""
     rng = np.random.default_rng(seed)
     flat = rng.integers(0, high, total)
     return np.split(flat, np.sort(rng.integers(0, total, 40)))
@@ -83,7 +83,7 @@ def test_any_rows_come_back(rows, dtype, storage, batch, length, io, tmp_path_fa
     masking=st.booleans(),
 )
 def test_packs_are_what_the_rule_says(lengths, most, segments, how, masking, tmp_path_factory) -> None:
-    """The rule of levanter.md 3, written down naively."""
+    """The rule of levanter.md 3, implemented naively."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(1, 50, n) for n in lengths]
     masks = [rng.integers(0, 2, n) for n in lengths]
@@ -170,7 +170,7 @@ def test_stored_rows_are_views_that_outlive_the_cache(tmp_path: Path) -> None:
 
 
 def test_small_caches_are_small_files(tmp_path: Path) -> None:
-    """Levanter's inner chunk is 2 MB whole; what is not full is written without its zeros."""
+    """Levanter's inner chunks have 2 MB; trailing zeros of a partial one are not stored."""
     write(tmp_path / "c", [np.arange(100)])
     assert sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file()) < 100_000
     assert len(write(tmp_path / "empty", [])) == 0
@@ -181,11 +181,11 @@ def test_small_caches_are_small_files(tmp_path: Path) -> None:
     "n", [1, 4095, 4096, 4097, FRAME // 2 - 1, FRAME // 2, FRAME // 2 + 1, FRAME - 1, FRAME, FRAME + 1]
 )
 def test_other_readers_read_short_frames(n: int, tmp_path: Path) -> None:
-    """zarrs and c-blosc decode what was written, whole chunks and all."""
+    """zarrs and c-blosc decode our files, including whole chunks."""
     flat = np.random.default_rng(n).integers(0, 1 << 40, n)
     write(tmp_path / "c", [flat])
     array = tmp_path / "c" / "input_ids" / "data"
-    # As another array of the length that it has: a Zarr reader decodes it in one piece.
+    # Sets the shape to the actual length, so that a Zarr reader decodes the array at once.
     meta = json.loads((array / "zarr.json").read_text())
     meta["shape"] = [n]
     from actshard import _native
@@ -206,7 +206,7 @@ def change_meta(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize("shuffle", ["noshuffle", "shuffle", "bitshuffle"])
 @pytest.mark.parametrize("blocksize", [0, 4096])
 def test_frames_of_other_settings(codec: str, shuffle: str, blocksize: int, tmp_path: Path) -> None:
-    """What Levanter's reader accepts of other writers (levanter.md 1.6) is read here too."""
+    """Files of other writers that Levanter's reader accepts (levanter.md 1.6) are read here too."""
     from numcodecs import blosc
 
     flat = np.random.default_rng(0).integers(0, 70_000, FRAME)
@@ -374,7 +374,7 @@ def test_damage_is_an_error_and_verify_finds_it(name: str, io: str, tmp_path: Pa
 
 
 def _with_offsets(path: Path, change: Callable[[np.ndarray], None]) -> None:
-    """Offsets in a stored frame, changed where they lie."""
+    """Changes offsets in place, in a frame stored without compression."""
     data = bytearray(path.read_bytes())
     start = struct.unpack_from("<I", data, 16)[0] + 4
     view = np.frombuffer(data, np.int64, 8, start)
@@ -412,7 +412,7 @@ def test_more_rows_than_there_are(tmp_path: Path) -> None:
 
 
 def test_lz4_data_that_was_changed_is_told_or_read_as_it_is(tmp_path: Path) -> None:
-    """There is no checksum over frames: what LZ4 cannot decode is an error; nothing crashes."""
+    """Frames have no checksum: invalid LZ4 data raise an error; nothing crashes."""
     write(tmp_path / "c", long_rows(200_000), "lz4")
     path = tmp_path / "c" / DATA
     whole = path.read_bytes()
@@ -443,7 +443,7 @@ def test_a_shard_cut_while_it_is_open_is_an_error(tmp_path: Path) -> None:
 
 
 def test_missing_chunks_read_as_zeros_and_are_told(tmp_path: Path) -> None:
-    """tensorstore writes no chunk of zeros: all masks of a long stretch may be absent."""
+    """tensorstore omits chunks of zeros, so all masks of a long stretch may be missing."""
     write(tmp_path / "c", [np.zeros(5000, np.int64)])
     (tmp_path / "c" / DATA).unlink()
     cache = tokens.open_cache(tmp_path / "c")
@@ -453,7 +453,7 @@ def test_missing_chunks_read_as_zeros_and_are_told(tmp_path: Path) -> None:
 
 
 class TestSharded:
-    """Guarantee: a ledger of shards is held against the shards."""
+    """Guarantee: the ledger of a sharded cache is checked against its shards."""
 
     @pytest.fixture
     def cache(self, tmp_path: Path) -> Path:
@@ -500,7 +500,7 @@ class TestSharded:
 
 
 class TestProcesses:
-    """Guarantee: caches travel between processes and serve many threads."""
+    """Guarantee: caches can be sent to other processes and used by many threads."""
 
     def test_pickled_and_forked(self, tmp_path: Path) -> None:
         rows = long_rows(FRAME + 100)
@@ -558,7 +558,7 @@ def _read(windows: tokens.TokenSeqDataset) -> np.ndarray:
 
 
 class TestWriter:
-    """Guarantee: nothing is there before it is whole, and nothing is stored that was not given."""
+    """Guarantee: the cache appears only when complete, and contains only what was given."""
 
     def test_an_error_leaves_nothing(self, tmp_path: Path) -> None:
         def write_some() -> None:
@@ -659,7 +659,7 @@ def test_activations_are_not_looked_for_in_a_token_cache() -> None:
 
 
 def test_old_ledgers_name_no_fields(tmp_path: Path) -> None:
-    """2025's Levanter wrote no field_counts; folders tell."""
+    """Levanter of 2025 wrote no field_counts; fields are found by their folders."""
     shutil.copytree(GOLDEN / "chat_llama3style" / "cache", tmp_path / "c")
     change_meta(
         tmp_path / "c/train/shard_ledger.json",
@@ -671,6 +671,6 @@ def test_old_ledgers_name_no_fields(tmp_path: Path) -> None:
 
 
 def test_levanters_own_index_has_that_checksum() -> None:
-    """What the tests above check by is what tensorstore writes."""
+    """The checksums used above are those that tensorstore writes."""
     index = (GOLDEN / "text_gpt2style_single/cache/train/input_ids/data/c/0").read_bytes()[-INDEX:]
     assert struct.unpack("<I", index[-4:])[0] == crc32c(index[:-4])

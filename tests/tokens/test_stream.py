@@ -1,4 +1,4 @@
-"""Guarantee: a stream of tokens gives what ``get_batch(order(range(...)))`` gives, once per epoch, resumable, shared by ranks."""
+"""Guarantee: a token stream yields ``get_batch(order(range(...)))``, once per epoch, resumable, divided among ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_orders_are_those_of_permutations(cache: tokens.TokenCache, kind: str) -
         for step, batch in enumerate(stream):
             assert same(batch, dataset.get_batch(order(range(5 * step, min(5 * step + 5, n)))))
         assert step == len(stream) - 1
-        # The next epoch is in the order of the key that has its number folded in.
+        # The next epoch's key has the epoch folded in.
         again = tokens.permutation(kind, n, tokens.fold_in(tokens.prng_key(7), 1))
         assert stream.epoch == 1
         assert same(next(iter(stream)), dataset.get_batch(again(range(5))))
@@ -145,7 +145,7 @@ def test_resuming_at_each_batch_gives_the_same(cache: tokens.TokenCache, name: s
         wanted = whole[at:] if at < len(whole) else list(dataset.stream(4, shuffle=begun.shuffle, seed=2, epoch=2))
         assert len(left) == len(wanted)
         assert all(same(a, b) for a, b in zip(left, wanted, strict=True))
-        # So does a copy of the stream itself.
+        # So does a copy of the stream.
         begun.close()
         copied = list(pickle.loads(pickle.dumps(begun)))
         wanted = whole[at:]
@@ -168,7 +168,7 @@ def test_a_mixture_without_an_end_streams_on(cache: tokens.TokenCache) -> None:
     again.load_state_dict(state)
     assert same(next(iter(again)), mixture.get_batch(range(480, 488)))
     for endless in (stream, mixture):
-        # A TypeError, as of anything without a length: progress bars and loaders then do without.
+        # TypeError, like any object without a length, so that progress bars and loaders handle it.
         with refuses(actshard.ArgumentTypeError, None, "is endless"):
             len(endless)
     with refuses(actshard.ArgumentError, None, "endless dataset"):
@@ -200,7 +200,7 @@ def test_a_state_of_another_dataset_or_of_other_settings_is_refused(cache: token
 
 
 class Slow:
-    """A dataset that says which indices were read, and waits or fails where it is told to."""
+    """A dataset that records the indices read, and waits or fails on request."""
 
     def __init__(self, fails_at: int | None = None, seconds: float = 0) -> None:
         self.fails_at, self.seconds, self.read = fails_at, seconds, []
@@ -244,7 +244,7 @@ def test_no_more_is_read_ahead_than_asked_for() -> None:
     while len(dataset.read) < 16 and time.monotonic() < stop:
         time.sleep(0.01)
     time.sleep(0.1)
-    # One with the user, three held.
+    # One with the user, three buffered.
     assert len(dataset.read) == 16
     stream.close()
 
@@ -379,7 +379,7 @@ def test_levanters_get_batch_does_not_hold_the_event_loop(cache: tokens.TokenCac
         reading = asyncio.ensure_future(dataset.get_batch([0, 1]))
         while not began.is_set():
             await asyncio.sleep(0.001)
-        go.set()  # reached only if the loop is free while the batch is read
+        go.set()  # reached only if the event loop is not blocked while the batch is read
         return await reading
 
     found = asyncio.run(both())

@@ -1,1 +1,1 @@
-"""Machines that look for faults nobody has thought of: small in `make test`, large in `make torture`."""
+"""Randomized tests that search for unknown bugs: small budgets in `make test`, large ones in `make torture`."""

@@ -1,4 +1,4 @@
-"""How long a machine runs: a few seconds in `make test`, as long as it takes with `ACTSHARD_TORTURE=1`."""
+"""Budgets of randomized tests: seconds in `make test`, large with `ACTSHARD_TORTURE=1`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ TORTURE = os.environ.get("ACTSHARD_TORTURE", "") not in ("", "0")
 
 
 def runs(small: int, large: int) -> int:
-    """`small`, or `large` under `make torture`; `ACTSHARD_TORTURE_SCALE` multiplies the latter."""
+    """`small`, or `large` under `make torture`, scaled by `ACTSHARD_TORTURE_SCALE`."""
     return max(1, int(large * float(os.environ.get("ACTSHARD_TORTURE_SCALE", "1")))) if TORTURE else small
 
 
 def machine_settings(small: int, large: int, steps: int = 20) -> settings:
-    """Hypothesis settings of a stateful machine. No deadline: a busy computer is no fault.
+    """Hypothesis settings of a state machine. No deadline, because the machine may be busy.
 
-    Without the phase that explains a failure: before Python 3.12 it traces every line of every run, and of forked children.
+    Without the explain phase, which before Python 3.12 traces every line of every run, also in forked children.
     """
     return settings(
         max_examples=runs(small, large),
@@ -34,15 +34,15 @@ def machine_settings(small: int, large: int, steps: int = 20) -> settings:
 
 
 class CountedMachine(RuleBasedStateMachine):
-    """A machine whose runs are counted: a byte each in the file `ACTSHARD_TORTURE_COUNTS/<module>.<class>`.
+    """A state machine that counts its runs: one byte each in the file `ACTSHARD_TORTURE_COUNTS/<module>.<class>`.
 
-    A campaign of hours that is stopped, or fails, has a number then.
+    So a long campaign that is stopped, or fails, still has a count.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # What earlier runs left, and all that Hypothesis remembers of them, is not looked at again: after a thousand runs a
-        # collection took a fifth of a second, most of the time of machines that ask for one.
+        # Excludes objects of earlier runs and of Hypothesis from garbage collection: after a thousand runs, a collection
+        # took 0.2 s, most of the time of machines that trigger one.
         gc.collect()
         gc.freeze()
         folder = os.environ.get("ACTSHARD_TORTURE_COUNTS")

@@ -1,6 +1,6 @@
-"""Generated calls of the public API: hostile values for every parameter, of right and of wrong types.
+"""Generates calls of the public API with hostile values, of right and wrong types, for every parameter.
 
-A call ends well or raises an :class:`actshard.ActshardError`, or a TypeError where a type is wrong. Nothing else.
+A call succeeds, or raises an :class:`actshard.ActshardError`, or TypeError for a wrong type. Nothing else.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ things = st.one_of(
 
 @dataclass
 class Call:
-    """A public function: `make` gives it (and whatever it needs); `good` are strategies of arguments that make sense."""
+    """A public function: `make` returns it with its dependencies; `good` are strategies of sensible arguments."""
 
     name: str
     make: Callable[[Path], Callable[..., Any]]
     good: dict[str, Any] = field(default_factory=dict)
     skip: tuple[str, ...] = ()
-    """Parameters that are left alone: callables that the caller is to answer for."""
+    """Parameters that are not generated: callables provided by the caller."""
 
 
 examples = st.one_of(st.integers(0, 4), st.lists(st.integers(0, 4), max_size=4), st.just(range(3)))
@@ -102,7 +102,7 @@ def _append(root: Path) -> Callable[..., Any]:
 
 
 def _somewhere(root: Path, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Calls that write, into folders of their own; what is drawn for the path itself is drawn elsewhere."""
+    """Calls that write, each into a separate folder. The path argument is generated elsewhere."""
     import tempfile
 
     def call(**arguments: Any) -> Any:
@@ -204,7 +204,7 @@ def prepare(root: Path) -> None:
 
 @st.composite
 def arguments(draw: st.DrawFn, call: Call, function: Callable[..., Any]) -> dict[str, Any]:
-    """Some of a function's parameters: sensible values, hostile ones, or none."""
+    """Arguments for some of a function's parameters: sensible, hostile or omitted."""
     parameters = [
         p for p in inspect.signature(function).parameters.values() if p.name not in call.skip and p.name != "self"
     ]
@@ -226,7 +226,7 @@ def arguments(draw: st.DrawFn, call: Call, function: Callable[..., Any]) -> dict
 
 
 def attempt(call: Call, function: Callable[..., Any], given: dict[str, Any], root: Path) -> None:
-    """Makes the call; any exception but an ActshardError or a TypeError is let through."""
+    """Makes the call. Propagates exceptions other than ActshardError and TypeError."""
     if call.name == "convert" and isinstance(given.get("src"), str) and given["src"] in FORMATS:
         given = {**given, "src": root / str(given["src"])}
     parameters = list(inspect.signature(function).parameters.values())

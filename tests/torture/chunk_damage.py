@@ -1,4 +1,4 @@
-"""Damage to files, the same for a seed on every machine."""
+"""Damages files, deterministically by seed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 import numpy as np
 
 DAMAGES = 60
-"""Damaged copies of each store that zarr-python's verdicts are kept of."""
+"""Number of damaged copies per store for which zarr-python's results are recorded."""
 
 
 def values() -> np.ndarray:
-    """What the stores of `golden/zarr_codecs` hold: compressible, and no two rows alike."""
+    """Values of the stores in `golden/zarr_codecs`: compressible, with distinct rows."""
     flat = np.arange(3 * 2 * 8 * 4, dtype=np.float32)
     return (np.floor(flat / 3) * 0.25 - 7).reshape(3, 2, 8, 4)
 
 
 def chunk_files(store: Path) -> list[Path]:
-    """Chunk files of the activations, in the order of their names."""
+    """Chunk files of the activations, sorted by name."""
     folder = store / "arrays" / "activations"
     return sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in (".zarray", ".zattrs", "zarr.json"))
 

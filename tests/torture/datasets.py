@@ -1,4 +1,4 @@
-"""Small datasets of every format, with the values that are in them."""
+"""Small datasets of every format, with their expected values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXAMPLES = 11
 
 
 class Dataset:
-    """Examples of different lengths, where the format allows that: `values[example][layer position]` is (T, d_model)."""
+    """Ragged examples where the format allows them. `values[example][layer position]` is (T, d_model)."""
 
     def __init__(self, format: str, version: int) -> None:
         self.format = format
@@ -69,12 +69,12 @@ class Dataset:
 
 @functools.cache
 def dataset(format: str, version: int = 0) -> Dataset:
-    """Made once for each process."""
+    """Created once per process."""
     return Dataset(format, version)
 
 
 def in_a_child(work: Callable[[], Any], seconds: int = 60) -> Any:
-    """What `work` returns in a forked child; AssertionError if that dies, hangs, or raises what is no ActshardError.
+    """Result of `work` in a forked child. AssertionError if the child dies, hangs, or raises anything but ActshardError.
 
     An ActshardError is returned.
     """

@@ -1,12 +1,12 @@
-"""Holds a job's system calls against what a power cut may do: what is not synced may be lost, file by file, entry by entry.
+"""Checks a job's system calls against a power failure: anything not synced may be lost, file by file and entry by entry.
 
-A model of the disk follows an strace log. A file is dirty from its last change until `fsync` or `fdatasync`; an entry of
-a folder (a file made, renamed, linked; a folder made) from then until an `fsync` of the folder. Three rules:
+A model of the disk follows an strace log. A file is dirty from its last change until `fsync` or `fdatasync`. A directory
+entry (of a file created, renamed or linked, or of a folder created) is dirty until an `fsync` of the folder. Three rules:
 
-1. A file that gets its name by `rename` or `link` is clean at that moment.
-2. When the manifest gets its name (the last rename in the dataset), everything else in the dataset is clean, so that
-   there is no manifest of files that are not there; a line of the journal is a manifest of what it counts.
-3. When the job has ended, nothing is dirty, up to the entry of the dataset in the folder that holds it.
+1. A file is clean when it is named by `rename` or `link`.
+2. When the manifest is named (the last rename in the dataset), everything else in the dataset is clean, so that a manifest
+   never lists missing files. Likewise a line of the journal for the data it counts.
+3. When the job has ended, nothing is dirty, including the entry of the dataset in its parent folder.
 
 Working files (`.actshard`, `.actshard-build`, `lock`) matter only to rule 2's journal.
 """
@@ -26,14 +26,14 @@ _WRITES = ("write", "pwrite64", "writev", "pwritev", "ftruncate", "fallocate", "
 
 
 class Disk:
-    """What would be left after a power cut, as far as it is not certain."""
+    """The model of the disk: what may be lost in a power failure."""
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self.files: dict[str, int] = {}
-        """Dirty files: the line of their last change."""
+        """Dirty files, with the line of their last change."""
         self.entries: dict[str, int] = {}
-        """Dirty entries of folders, by path: the line that made them."""
+        """Dirty directory entries by path, with the line that created them."""
         self.faults: list[str] = []
         self.known: set[str] = set()
 
@@ -79,7 +79,7 @@ class Disk:
         return path[len(self.root) + 1 :]
 
     def dirty(self, *, but: str = "", work: bool = False) -> list[str]:
-        """What is not certain now."""
+        """Files and entries that are dirty now."""
         found = []
         for kind, table in (("data of", self.files), ("entry of", self.entries)):
             for path in table:
@@ -90,7 +90,7 @@ class Disk:
 
 
 def faults(log: Path, root: Path) -> list[str]:
-    """What breaks the three rules in the log of a job whose files lie in `root`."""
+    """Violations of the three rules in the log of a job with files in `root`."""
     calls = _calls(log)
     last = max(
         (i for i, (name, _, target) in enumerate(calls) if name == "rename" and not _is_work(target)), default=-1
@@ -99,7 +99,7 @@ def faults(log: Path, root: Path) -> list[str]:
     journal_lines = 0
     for number, (name, path, target) in enumerate(calls):
         if name == "write":
-            # A journal counts what is on the disk: its first line is its head.
+            # A journal line counts data on disk. The first line is its header.
             if path.endswith("/journal.jsonl") and path not in disk.files:
                 journal_lines += 1
                 if journal_lines > 1:
@@ -132,7 +132,7 @@ def _is_work(path: str) -> bool:
 
 
 def _calls(log: Path) -> list[tuple[str, str, str]]:
-    """Calls that matter, in the order in which they took effect for the worse: changes begin, syncs end."""
+    """Relevant calls in the order of the worst case: changes take effect at their start, syncs at their end."""
     open_calls: dict[str, str] = {}
     found: list[tuple[str, str, str]] = []
     for raw in log.read_text(errors="replace").splitlines():

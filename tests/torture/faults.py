@@ -1,9 +1,8 @@
-"""Fails or kills a job at its n-th system call of a kind, for every n, and looks at what is left.
+"""Fails or kills a job at its n-th system call of a kind, for every n, and checks the result.
 
-`strace` attaches to a forked child before its job begins and injects one fault: Rust's raw system calls are seen as well
-as Python's. After a fault the job either ended well, with the bytes of an undisturbed run, or raised one ActshardError.
-In each case the same call is then made again without faults and has to end in those bytes, and the number of examples
-reported as safe never falls.
+`strace` attaches to a forked child before its job begins and injects one fault, so that raw system calls of Rust are included.
+After a fault the job has either succeeded, with the bytes of an undisturbed run, or raised one ActshardError. In both cases the
+same call is then repeated without faults and must produce those bytes. The number of examples reported as safe never decreases.
 
     python -m tests.torture.faults                      every job, call and n
     python -m tests.torture.faults --jobs create-zarr --calls rename --most 3
@@ -63,17 +62,17 @@ CALLS: dict[str, tuple[str, ...]] = {
     "unlinkat": ("EIO",),
     "rmdir": ("EIO",),
 }
-"""System calls that change a file system, and the errors that a disk, a quota or a signal gives them."""
+"""System calls that change a file system, with the errors that a disk, a quota or a signal causes."""
 SECONDS = 60
-"""A job takes milliseconds: one that takes longer hangs."""
+"""Timeout of a job, which normally takes milliseconds."""
 _PAGE = 1 << 17
 _LATE = ("actshard", "pyarrow", "tokenizers", "jinja2", "markupsafe", "numpy", "yaml", "json", "concurrent")
-"""Packages that are imported when they are needed; imports are no part of what is disturbed."""
+"""Packages imported on demand. Imported first, so that no faults are injected into imports."""
 
 
 @dataclass
 class Ending:
-    """How a job ended: `kind` is "done", "error" (one of ours), "foreign" (any other exception), "killed" or "hung"."""
+    """How a job ended: `kind` is "done", "error" (an ActshardError), "foreign" (another exception), "killed" or "hung"."""
 
     kind: str
     text: str = ""
@@ -82,12 +81,12 @@ class Ending:
 
 
 class Violation(AssertionError):
-    """A promise that did not hold."""
+    """A guarantee was violated."""
 
 
 def run(job: str, folder: Path, inject: str | None = None, log: Path | None = None) -> Ending:
-    """Runs a job in a forked child, under strace if a fault is to be injected or a log to be written."""
-    shared = mmap.mmap(-1, _PAGE)  # the child reports through memory: its reports make no system calls
+    """Runs a job in a forked child, under strace if a fault is injected or a log is written."""
+    shared = mmap.mmap(-1, _PAGE)  # the child reports through shared memory, without system calls
     begin, go = os.pipe()
     child = os.fork()
     if child == 0:
@@ -118,7 +117,7 @@ def run(job: str, folder: Path, inject: str | None = None, log: Path | None = No
 
 
 def warm(job: str, folder: Path) -> None:
-    """Imports what the job imports: later children begin with it."""
+    """Imports all modules of a job, for later children."""
     shared = mmap.mmap(-1, _PAGE)
     begin, go = os.pipe()
     child = os.fork()
@@ -184,7 +183,7 @@ def _join(tracer: subprocess.Popen[str] | None) -> None:
 
 
 def usable() -> bool:
-    """Whether strace is there and may attach to a child."""
+    """Whether strace is installed and may attach to a child."""
     if STRACE is None:
         return False
     child = os.fork()
@@ -202,14 +201,14 @@ def usable() -> bool:
 
 
 class Bench:
-    """A job, the folder it runs in, and the bytes of an undisturbed run."""
+    """A job, its folder, and the bytes of an undisturbed run."""
 
     def __init__(self, job: str, folder: Path) -> None:
         self.job = job
         self.template, self.folder = folder / "template", folder / "run"
         shutil.rmtree(self.template, ignore_errors=True)
         self.template.mkdir(parents=True)
-        # Prepared under the name that the job will use: results name their source.
+        # Prepared under the job's final path, because results contain the path of their source.
         self.reset(empty=True)
         jobs.prepare(job, self.folder)
         shutil.rmtree(self.template)
@@ -227,14 +226,14 @@ class Bench:
             assert path is not None
             jobs.check(job, path)
             whole.append(jobs.digest(self.folder))
-            time.sleep(1.1)  # files that hold the time of day differ between the two
+            time.sleep(1.1)  # reveals files that contain the time of day
         assert whole[0].keys() == whole[1].keys()
         self.bytes = {name: digest for name, digest in whole[0].items() if whole[1][name] == digest}
         self.names = set(whole[0])
         self.counts = _counts(self.log)
 
     def reset(self, empty: bool = False) -> None:
-        """The folder as it was before the job."""
+        """Restores the folder to its state before the job."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if empty:
             self.folder.mkdir()
@@ -242,7 +241,7 @@ class Bench:
             shutil.copytree(self.template, self.folder, symlinks=True)
 
     def disturb(self, inject: str) -> Ending:
-        """Injects a fault, looks at what is left, repeats the call: raises Violation if a promise is broken."""
+        """Injects a fault, checks the result and repeats the call. Raises Violation if a guarantee is violated."""
         self.reset()
         ending = run(self.job, self.folder, inject)
         where = f"{self.job} inject={inject}"
@@ -252,7 +251,7 @@ class Bench:
         return ending
 
     def examine(self, where: str, ending: Ending) -> None:
-        """What a disturbed job left is whole or unfinished; the same call, undisturbed, finishes it."""
+        """Checks that a disturbed job left a complete or unfinished result, which the same call finishes."""
         if ending.kind == "error" and (len(ending.text.splitlines()) != 1 or "InternalError" in ending.text):
             raise Violation(f"{where}: a message that helps nobody: {ending.text!r}")
         found = jobs.result(self.job, self.folder)
@@ -285,7 +284,7 @@ class Bench:
             raise Violation(f"{where}: other bytes than undisturbed: {other}")
 
     def faults(self, calls: list[str], most: int | None, persistent: bool) -> Iterator[str]:
-        """Every fault that can be injected: each call, each n, each error; and errors that stay."""
+        """Injects every fault: each call, each n, each error; once and persistently."""
         for call in calls:
             count = self.counts.get(call, 0)
             for n in range(1, (count if most is None else min(most, count)) + 1):
@@ -303,7 +302,7 @@ class Bench:
 
 
 def _counts(log: Path) -> dict[str, int]:
-    """How often the thread that made a call most often made it: strace counts per thread."""
+    """Number of calls of each kind, maximum over threads, because strace counts per thread."""
     per: collections.Counter[tuple[str, str]] = collections.Counter()
     for line in log.read_text(errors="replace").splitlines():
         found = re.match(r"(\d+) +(\w+)\(", line)
@@ -316,7 +315,7 @@ def _counts(log: Path) -> dict[str, int]:
 
 
 def full_disk(job: str, folder: Path, sizes: list[int]) -> tuple[int, int]:
-    """Runs a job on tmpfs of each size, which fills up, then with room: how many ran out of space, and how many did not."""
+    """Runs a job on a full tmpfs of each size, then with space. Returns how many ran out of space, and how many did not."""
     disk = folder / "disk"
     disk.mkdir(exist_ok=True)
     short = fine = 0
@@ -328,7 +327,7 @@ def full_disk(job: str, folder: Path, sizes: list[int]) -> tuple[int, int]:
                 bench_folder.mkdir()
                 jobs.prepare(job, bench_folder)
             except (OSError, actshard.ActshardError):
-                continue  # no room for what the job begins with
+                continue  # not enough space for the input
             ending = run(job, bench_folder)
             if ending.kind not in ("done", "error"):
                 raise Violation(f"{job} on a disk of {size} KiB: {ending}")
@@ -356,7 +355,7 @@ N_MOST = 1 << 62
 
 
 def main() -> None:
-    """The whole of it, or a part; prints what was done as JSON lines, and every violation."""
+    """Runs everything or a part. Prints results as JSON lines, and every violation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="*", default=list(jobs.JOBS))
     parser.add_argument("--calls", nargs="*", default=list(CALLS))

@@ -1,7 +1,7 @@
-"""Small pickles that are large to whoever walks through them, and a process that reads each of them under limits.
+"""Small pickles that are large to traverse, and a program that reads each of them under limits.
 
-Run as a program: ``python hostile_pickles.py FOLDER`` reads every dataset below FOLDER, each in a forked child with a limit on its
-address space, and prints one JSON line per dataset: what came out, CPU seconds, bytes of memory above an idle child's.
+``python hostile_pickles.py FOLDER`` reads every dataset below FOLDER, each in a forked child with an address space limit, and
+prints one JSON line per dataset: the result, CPU seconds, and bytes of memory relative to an idle child.
 """
 
 # ruff: noqa: E501
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ADDRESS_SPACE = 3 << 30
-"""Above what the process has: room for a mapping of ``decoded_memory`` that is mostly never touched."""
+"""Address space above that of the process: room for a mapping of ``decoded_memory``, most of it never touched."""
 SECONDS = 60
 
 
@@ -35,7 +35,7 @@ def dataset(
     config: dict[str, Any] | None = None,
     stored: bytes | None = None,
 ) -> None:
-    """A folder of one shard, whose metadata agree with it as far as anybody can say."""
+    """A folder with one shard and metadata that match it as far as possible."""
     folder.mkdir(parents=True)
     data = stored if stored is not None else gzip.compress(raw, 9) if gz else raw
     name = "shard_0001.pkl.gz" if gz else "shard_0001.pkl"
@@ -72,7 +72,7 @@ def get(n: int) -> bytes:
 
 
 def array(data: bytes | int, rows: int, width: int, code: str = "f4", order: str = "C") -> bytes:
-    """``_frombuffer`` over bytes, or over those of a memo."""
+    """``_frombuffer`` over bytes, or over bytes in the memo."""
     over = get(data) if isinstance(data, int) else b"B" + len(data).to_bytes(4, "little") + data
     return (
         b"cnumpy.core.numeric\n_frombuffer\n(" + over + b"cnumpy\ndtype\n(" + text(code.lstrip("<>")) + b"\x89\x88tR"
@@ -82,11 +82,11 @@ def array(data: bytes | int, rows: int, width: int, code: str = "f4", order: str
 
 
 SAMPLE, ARRAY, TEXT, META, SHARED = range(900, 905)
-"""Memo numbers of the four keys, and of what is shared."""
+"""Memo numbers of the four keys and of shared objects."""
 
 
 def keys() -> bytes:
-    """Puts the keys and an array of one row into the memo; leaves the stack as it was."""
+    """Stores the keys and an array of one row in the memo. Leaves the stack unchanged."""
     made = b"".join(
         text(name) + put(n) + b"0" for name, n in [("sample_idx", SAMPLE), ("text_preview", TEXT), ("metadata", META)]
     )
@@ -102,7 +102,7 @@ def shard(items: bytes, before: bytes = b"") -> bytes:
 
 
 def doubled(levels: int, open_: bytes = b"]", kind: bytes = b"(%se") -> bytes:
-    """``[x, x]`` of ``[x, x]`` of ...: in the memo as ``SHARED``."""
+    """Nested lists ``[x, x]`` that double per level, in the memo as ``SHARED``."""
     made = b"N" + put(SHARED) + b"0"
     for _ in range(levels):
         made += open_ + kind % (get(SHARED) + get(SHARED)) + put(SHARED) + b"0"
@@ -221,7 +221,7 @@ def _row() -> Any:
 
 
 def read(folder: Path) -> str:
-    """Everything that a reader does with a dataset; "read", or the name of the ActshardError."""
+    """Reads a dataset in every way. Returns "read", or the name of the ActshardError."""
     import actshard
 
     found = "read"
@@ -245,7 +245,7 @@ def read(folder: Path) -> str:
 
 
 def in_child(work: Callable[[], str]) -> tuple[str, float, int]:
-    """What work gives, its CPU seconds and its largest resident size, in a child of limited memory and time."""
+    """Runs ``work`` in a child with limited memory and time. Returns its result, CPU seconds and peak resident size."""
     out, back = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,8 +1,7 @@
-"""The jobs that machines disturb: create, convert and merge in every format, and building a token cache.
+"""Jobs that are interrupted by tests: create, convert and merge in every format, and building a token cache.
 
-Each job runs at default options, is small (milliseconds), and is written as its user would write it to be started
-again: `resume=True` where the verb has it. `prepare` makes what a job begins with; `check` holds its result against the
-data; `digest` tells whether two results have the same bytes.
+Each job uses default options, takes milliseconds, and is written so that a user can restart it: `resume=True` where supported.
+`prepare` creates the input; `check` compares the result with the data; `digest` compares results byte for byte.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def data(format: str) -> list[np.ndarray]:
 
 
 def columns(format: str, part: slice) -> dict[str, Any]:
-    """Keyword arguments of `append` beside the rows."""
+    """Arguments of `append` besides the rows."""
     if format == "saev":
         return {}
     name = {"lmprobe": "text", "zarr": "prompt", "pickle": "text_preview"}[format]
@@ -81,14 +80,14 @@ def _tokenize(layout: str, folder: Path, tell: Tell) -> Path:
 
 
 def run(job: str, folder: Path, tell: Tell = lambda n: None) -> Path:
-    """Does a job; `tell` is called with each number of examples that are safe from then on. Returns the result's path."""
+    """Runs a job. `tell` is called with numbers of examples that are safe from then on. Returns the result's path."""
     verb, what = job.split("-")
     do = {"create": _create, "convert": _convert, "merge": _merge, "tokenize": _tokenize}[verb]
     return do(what, folder, tell)
 
 
 def prepare(job: str, folder: Path) -> None:
-    """What the job begins with."""
+    """Creates the job's input."""
     verb, what = job.split("-")
     if verb == "convert":
         source = "zarr" if what != "zarr" else "pickle"
@@ -110,7 +109,7 @@ def prepare(job: str, folder: Path) -> None:
 
 
 def result(job: str, folder: Path) -> Path | None:
-    """Where the result is, if it opens as a finished one."""
+    """Path of the result if it opens as finished; else None."""
     verb, _ = job.split("-")
     path = folder / "d"
     if verb == "tokenize":
@@ -128,7 +127,7 @@ def result(job: str, folder: Path) -> Path | None:
 
 
 def check(job: str, path: Path, *, left_overs: bool = False) -> None:
-    """The result is whole: every value and column, and nothing that `verify(deep=True)` finds wrong.
+    """Checks every value and column, and that `verify(deep=True)` finds nothing.
 
     A job that was killed in its last step may leave its working folder; the next call removes it.
     """
@@ -156,7 +155,7 @@ _TIMES = re.compile(rb"20\d\d-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?")
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """A digest of each file under the result's folder; times of day are masked."""
+    """A digest of each file below the result's folder, with timestamps masked."""
     found = {}
     for path in sorted((folder / "d").rglob("*")):
         relative = path.relative_to(folder / "d")

@@ -1,9 +1,9 @@
-"""Damaged copies of datasets: each gives right values or one ActshardError, quickly and in little memory.
+"""Damages copies of datasets: each read must return correct values or raise one ActshardError, with bounded time and memory.
 
-A damage is a flipped bit, a cut, a hole, a repeated or swapped file, a hostile number in JSON, or a special file. The
-damaged dataset is opened, read whole, streamed and verified in a forked child with a limit on memory and time. *Right*
-values are rows whose bytes lie in one of the dataset's files as they are now (decompressed where they are compressed),
-or zeros where a format fills up: damaged data read as they lie there are right, anything else is not.
+Damage is a flipped bit, a truncation, a hole, a repeated or swapped file, a hostile number in JSON, or a special file. The
+damaged dataset is opened, read whole, streamed and verified in a forked child with limits on memory and time. *Correct*
+values are rows whose bytes are in one of the dataset's files as they are now (decompressed where needed), or zeros where a
+format has a fill value. Damaged bytes returned unchanged are correct; anything else is not.
 
     python -m tests.torture.mutations --each 4000
 """
@@ -45,7 +45,7 @@ HOSTILE: list[Any] = [
 
 
 def datasets(format: str) -> list[Path]:
-    """Golden datasets of a format that can be read, small ones."""
+    """Small readable golden datasets of a format."""
     found = []
     for expected in sorted((GOLDEN / format).glob("*/expected.npz")):
         size = sum(p.stat().st_size for p in expected.parent.rglob("*") if p.is_file())
@@ -55,7 +55,7 @@ def datasets(format: str) -> list[Path]:
 
 
 def damage(folder: Path, chance: random.Random) -> str:
-    """Damages one file of a dataset; returns what was done."""
+    """Damages one file of a dataset. Returns a description."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
     small = [p for p in files if p.suffix in (".json", ".jsonl", ".parquet") or p.name.startswith(".z")]
     path = chance.choice(small if small and chance.random() < 0.6 else files)
@@ -128,7 +128,7 @@ def _change(value: Any, chance: random.Random) -> str:
 
 
 def _pool(folder: Path) -> bytes | None:
-    """The bytes of all files, decompressed; None if there are kinds of compression that are not looked into here."""
+    """The bytes of all files, decompressed; None if a compression is not supported here."""
     parts = []
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_file():
@@ -146,7 +146,7 @@ def _pool(folder: Path) -> bytes | None:
 
 
 def use(path: Path, *, pooled: bool = True) -> list[str]:
-    """Reads a dataset in every way; what is wrong with what came out. `pooled`: rows lie in the files in one piece."""
+    """Reads a dataset in every way. Returns the violations. `pooled`: rows are contiguous in the files."""
     wrong = []
     try:
         store = actshard.open(path)
@@ -158,7 +158,7 @@ def use(path: Path, *, pooled: bool = True) -> list[str]:
                 for row in sequence[:4]:
                     data = np.ascontiguousarray(row).tobytes()
                     other = np.ascontiguousarray(row).astype(swapped).tobytes() if store.dtype.kind == "f" else data
-                    # The chunk beside may be one that is not there, and filled up.
+                    # A neighboring chunk may be missing, and filled.
                     data, other = data.strip(b"\0"), other.strip(b"\0")
                     if pool is not None and data not in pool and other not in pool:
                         wrong.append(f"layer {layer}: a row that lies in no file")
@@ -176,7 +176,7 @@ def use(path: Path, *, pooled: bool = True) -> list[str]:
 
 
 def use_cache(path: Path) -> list[str]:
-    """The same for a token cache."""
+    """Likewise for a token cache."""
     wrong = []
     try:
         cache = tokens.open_cache(path)
@@ -204,7 +204,7 @@ def _ours(error: actshard.ActshardError) -> list[str]:
 
 
 def attempt(path: Path, *, cache: bool, pooled: bool = True) -> str:
-    """Uses a dataset in a forked child with little memory and time: "" if all went well, or what did not."""
+    """Uses a dataset in a forked child with limited memory and time. Returns "" or a violation."""
     shared = mmap.mmap(-1, 1 << 16)
     child = os.fork()
     if child == 0:
@@ -235,7 +235,7 @@ def attempt(path: Path, *, cache: bool, pooled: bool = True) -> str:
 
 
 def root_of(copy: Path, format: str) -> Path:
-    """The folder that is opened: golden folders hold a dataset at some depth."""
+    """The folder to open: golden folders contain a dataset at some depth."""
     if format == "levanter":
         for path in sorted(copy.rglob("shard_ledger.json"), key=lambda p: len(p.parts)):
             return path.parent
@@ -252,13 +252,13 @@ FORMATS = ("saev", "lmprobe", "zarr", "pickle", "levanter", "hallulens_v1")
 
 
 def hunt(format: str, count: int, seed: int, folder: Path) -> list[str]:
-    """Damages and uses `count` copies; the violations."""
+    """Damages and uses `count` copies. Returns the violations."""
     chance = random.Random(f"{format} {seed}")
     sources = datasets(format)
     roots = {source: root_of(source, format).relative_to(source) for source in sources}
     wrong = []
     copy = folder / "copy"
-    # Rows that are split over files or encoded otherwise cannot be looked for; undamaged ones tell.
+    # Rows split over files, or encoded, cannot be searched for. Undamaged datasets show which.
     pooled = {s: not attempt(s / r, cache=format == "levanter") for s, r in roots.items()}
     if not any(pooled.values()):
         return [f"{format}: no undamaged dataset gives right values"]
@@ -278,7 +278,7 @@ def hunt(format: str, count: int, seed: int, folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Prints every violation, and a line of figures for each format."""
+    """Prints every violation, and a summary line for each format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--each", type=int, default=4000, help="damaged copies of each format")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))

@@ -1,7 +1,7 @@
-"""Conversions and merges, interrupted anywhere and asked again: done as an undisturbed one, or refused; nothing else.
+"""Interrupted conversions and merges, repeated: the result equals that of an undisturbed run, or the call is rejected.
 
-A case makes sources, runs the verb undisturbed, then again with an interruption at the n-th change of the disk: an exception, or
-SIGKILL of a forked child. Then comes a call with other arguments, and then the same call.
+A case creates sources and runs the verb undisturbed, then again with an interruption at the n-th change of the disk: an exception,
+or SIGKILL of a forked child. Then follows a call with other arguments, and then the same call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 class Interrupted(actshard.DiskFullError):
-    """The exception that the machine raises: a disk that is full for a moment."""
+    """The exception that the machine raises: a temporarily full disk."""
 
 
 def fail() -> None:
@@ -63,7 +63,7 @@ def die() -> None:
 
 
 class Steps:
-    """Stops at the n-th change of the disk."""
+    """Interrupts at the n-th change of the disk."""
 
     def __init__(self, at: int, stop: Callable[[], None]) -> None:
         self.left, self.stop = at, stop
@@ -101,7 +101,7 @@ def digest(path: Path) -> dict[str, str]:
 
 
 def values(path: Path) -> tuple[Any, ...]:
-    """Everything that a dataset holds, times of day and files' names aside."""
+    """Everything in a dataset, except timestamps and file names."""
     store = actshard.open(path)
     table = {n: store.table[n].to_pylist() for n in store.table.column_names if n not in ("layers",)}
     rows = [
@@ -129,7 +129,7 @@ def make(path: Path, format: str, seed: int, small: bool, part: tuple[int, int] 
 
 
 class ConvertMergeMachine(CountedMachine):
-    """One verb at a time, disturbed and finished."""
+    """One verb at a time, interrupted and finished."""
 
     root: Path
 
@@ -239,7 +239,7 @@ class ConvertMergeMachine(CountedMachine):
     @precondition(lambda self: self.done is None and self.begun)
     @rule(which=st.integers(0, 3))
     def other_arguments(self, which: int) -> None:
-        """Another call is refused, or done as it says; it never becomes the first."""
+        """A call with other arguments is rejected or done as requested; it never finishes the first."""
         if self.verb == "convert":
             other = [
                 {"layers": [4]},
@@ -261,12 +261,12 @@ class ConvertMergeMachine(CountedMachine):
             assert len(store) == (1 if "examples" in other else len(store))
         elif "physical" in other:
             assert values(path) == self.wanted
-        else:  # nothing had been begun, or it was finished by the killed call
+        else:  # nothing was begun, or the killed call finished it
             parts = other["parts"]
             wanted = self.wanted if parts is None else self.merged(parts)
             assert values(path)[4:] == wanted[4:]
         if self.verb == "parts":
-            self.done, self.as_asked = path, False  # the parts are used up
+            self.done, self.as_asked = path, False  # the parts were moved
         else:
             shutil.rmtree(self.root / "target")
             self.begun = False
@@ -284,7 +284,7 @@ class ConvertMergeMachine(CountedMachine):
         try:
             made = self.call("target")
         except actshard.ExistsError:
-            # Killed after its last step: finished, and a merge of datasets that stay has nobody to say so to.
+            # Killed after its last step: finished, but a merge that keeps its sources has no marker for that.
             assert self.verb == "datasets"
             assert self.begun
             (made,) = self.found()
@@ -293,7 +293,7 @@ class ConvertMergeMachine(CountedMachine):
     @precondition(lambda self: self.done is not None)
     @rule()
     def again(self) -> None:
-        """What is finished stays as it is."""
+        """A finished result does not change."""
         before = digest(self.root / "target")
         refusals = (actshard.ExistsError,) if self.as_asked else (actshard.ExistsError, actshard.ArgumentError)
         with contextlib.suppress(*refusals):
@@ -352,11 +352,11 @@ def test_every_pair_of_formats_is_resumed_at_default_options(tmp_path: Path, sou
         assert actshard.verify(done.path, deep=True).ok
 
 
-# -- naive oracles beside fast paths --------------------------------------------------------------------------------
+# -- naive oracles for fast paths --------------------------------------------------------------------------------
 
 
 def test_merged_saev_shards_hold_the_parts_one_after_another(tmp_path: Path) -> None:
-    """Of any sizes of parts and shards: row by row what the parts hold, with shards of one size."""
+    """For any sizes of parts and shards: the rows of the parts in order, in shards of one size."""
     chance = random.Random(5)
     for k in range(runs(6, 500)):
         sizes = [chance.randrange(1, 9) for _ in range(chance.randrange(1, 5))]
@@ -378,7 +378,7 @@ def test_merged_saev_shards_hold_the_parts_one_after_another(tmp_path: Path) -> 
 
 
 def test_lmprobe_addresses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    """Each token's shard and row, assigned one by one: last tokens in shards of their own, the others greedily behind."""
+    """Shard and row of each token, assigned one by one: last tokens in separate shards, the others greedily after them."""
     chance = random.Random(6)
     for k in range(runs(6, 500)):
         lengths = [chance.randrange(0, 6) for _ in range(chance.randrange(1, 30))]

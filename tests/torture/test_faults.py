@@ -1,6 +1,6 @@
-"""Failing and killing system calls, and power cuts by a model: nothing committed is lost, whatever fails.
+"""Failing and killing system calls, and a model of power failures: committed data are never lost.
 
-`make test` draws a few faults of each job; `make torture` runs `python -m tests.torture.faults`, which injects them all.
+`make test` samples a few faults per job; `make torture` runs `python -m tests.torture.faults`, which injects all of them.
 """
 
 from __future__ import annotations

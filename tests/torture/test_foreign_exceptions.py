@@ -1,4 +1,4 @@
-"""Whatever a public function is called with, only an ActshardError or a TypeError comes out."""
+"""Public functions raise only ActshardError or TypeError, whatever their arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def little_memory() -> Iterator[None]:
-    """A call that wants to hold what an argument merely claims gets a MemoryError, not the whole machine."""
+    """Limits memory, so that a huge size in an argument raises MemoryError instead of exhausting the machine."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 30), before[1]))

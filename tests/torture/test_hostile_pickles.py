@@ -1,4 +1,4 @@
-"""Hostile pickles are refused with an ActshardError or read right, in little memory and time: the golden ones and our own."""
+"""Hostile pickles are rejected with an ActshardError or read correctly, with bounded memory and time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torture.budget import TORTURE
 
 MEMORY = 64 << 20
 CPU = 5.0
-"""Seconds of a child's own processor time. The largest was 0.5 s on a busy computer; a walk through what doubles takes for ever."""
+"""CPU seconds of a child. The largest was 0.5 s on a busy computer; an exponential traversal would not end."""
 
 
 def test_hostile_pickles_are_refused_or_read_in_little_memory(

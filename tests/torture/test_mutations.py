@@ -1,4 +1,4 @@
-"""A damaged dataset gives right values or one ActshardError, within seconds and a gigabyte."""
+"""A damaged dataset returns correct values or raises one ActshardError, within seconds and a gigabyte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_damaged_dataset_gives_right_values_or_one_error(tmp_path: Path, forma
 
 
 def test_a_width_that_there_is_no_memory_for_is_an_error_of_ours(tmp_path: Path) -> None:
-    """Chunks that are not there are zeros, so that a store may claim any width: it was a bare MemoryError."""
+    """Missing chunks read as zeros, so a store may claim any width. This raised a bare MemoryError."""
     copy = tmp_path / "copy"
     shutil.copytree(mutations.GOLDEN / "zarr/missing_chunks_zero", copy)
     path = copy / "activations.zarr/arrays/activations/.zarray"

@@ -1,8 +1,8 @@
-"""A machine that reads a store while its files are cut short, replaced and made longer under it.
+"""A state machine that reads a store while its files are truncated, replaced and extended.
 
-Every read gives rows that a file held, or one ActshardError. It never gives other numbers, and never ends the process: reads
-after damage are made in a forked child, whose death would be seen. What closed stores and views may still do is said in
-`Store.close` and `Store.sequence`.
+Every read returns rows that a file contained, or raises one ActshardError. It never returns other numbers and never ends the
+process: reads after damage run in a forked child, so that a crash is detected. `Store.close` and `Store.sequence` document what
+closed stores and views may still do.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Machine(CountedMachine):
         )
 
     def read(self, work: Work, *wanted: tuple[int, int, int], shape: Any = None) -> None:
-        """Rows of `work`, one for each (example, layer position, token), are those of a file that was there; or it fails."""
+        """Runs `work`, which returns one row per (example, layer position, token): rows of an existing file, or an error."""
         try:
             found = in_a_child(work) if self.damaged else work()
         except actshard.ActshardError as error:
@@ -75,7 +75,7 @@ class Machine(CountedMachine):
         sources = [self.data, self.other] if self.damaged else [self.data]
         for row, (e, k, t) in zip(rows, wanted, strict=True):
             if self.damaged and self.data.format == "zarr" and not row.any():
-                continue  # a chunk without a file is its fill value
+                continue  # a missing chunk reads as its fill value
             assert any(np.array_equal(row, s.values[e][k, t]) for s in sources), (e, k, t, row)
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Machine(CountedMachine):
     @rule(e=st.integers(0, EXAMPLES - 1), k=st.integers(0, 1))
     def sequence(self, e: int, k: int) -> None:
         wanted = [(e, k, t) for t in range(int(self.data.counts[e]))]
-        # A copy: a view of a file that is cut short afterwards may not be looked at.
+        # A copy: reading a view of a truncated file would crash.
         if self.damaged:
             out = np.empty((len(wanted), D), "f4")
             self.read(lambda: self.store.sequence(e, LAYERS[k], out=out), *wanted)
@@ -148,7 +148,7 @@ class Machine(CountedMachine):
         for work in (lambda: self.store.table, lambda: self.store.labels, lambda: self.store.stream(LAYERS[0], 2)):
             with pytest.raises(actshard.ClosedError):
                 work()
-        gc.collect()  # stores that were open before this one, held by errors that were raised
+        gc.collect()  # frees stores opened earlier, referenced by exceptions
         below = str(self.path)
         held = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if os.path.lexists(f)]  # noqa: PTH115
         assert not [f for f in held if f.startswith(below)]
@@ -164,7 +164,7 @@ class Machine(CountedMachine):
             return self.data.open(self.path, **self.asked)
 
         if self.damaged:
-            # Whether it can be opened is for a child to find out.
+            # A child finds out whether it can be opened.
             if not isinstance(in_a_child(lambda: work().num_examples), actshard.ActshardError):
                 self.store, self.closed = work(), False
             return
@@ -184,12 +184,12 @@ class Machine(CountedMachine):
             shutil.copy(new if how == "replace" and new.exists() else old, beside)
             beside.rename(path)
         elif how == "overwrite" and new.exists():
-            # In place, with as many bytes: views of it change, and may do so.
+            # In place, with the same size: views of it change, which is allowed.
             with path.open("r+b") as file:
                 file.write(new.read_bytes())
                 file.truncate()
         elif how == "grow":
-            # Behind all that was there: what a file holds cannot be told from what it should hold.
+            # Beyond the old end: extra bytes cannot be distinguished from data.
             with path.open("r+b") as file:
                 if path.stat().st_size < old.stat().st_size:
                     file.write(old.read_bytes())
@@ -207,7 +207,7 @@ class Machine(CountedMachine):
 
 
 class AnyMachine(Machine):
-    """With the options of open()."""
+    """With options of open()."""
 
     options = st.fixed_dictionaries(
         {"decoded_memory": st.sampled_from(["1GiB", 0, 100, 1000]), "checksums": st.booleans()}

@@ -1,6 +1,6 @@
-"""A machine that uses a stream of activations in every way at once, beside a model of it in a few lines.
+"""A state machine that uses a stream of activations in all ways at once, compared with a simple model.
 
-Every row comes once in an epoch, of all ranks together; the other rules are in ``loops``.
+Every row occurs once per epoch over all ranks; the other rules are in ``loops``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Keys = list[tuple[int, int, int]]
 
 
 def keys(batch: actshard.Batch) -> Keys:
-    """(example, token, layer) of each row; an aligned row has the first layer's name."""
+    """(example, token, layer) of each row. An aligned row has the first layer's name."""
     layers = batch.layers[:1] if batch.activations.ndim == 3 else batch.layers
     layers = np.resize(layers, len(batch))
     return list(zip(batch.examples.tolist(), batch.tokens.tolist(), layers.tolist(), strict=True))
@@ -63,13 +63,13 @@ class Machine(LoopMachine):
         self.start()
 
     def another(self, rank: int | None = None) -> actshard.Stream:
-        """A stream of the same settings."""
+        """A stream with the same settings."""
         options = {"memory": 400, **self.asked, "rank": self.rank if rank is None else rank}
         layers: Any = "all" if self.several else LAYERS[1]
         return self.store.stream(layers, self.batch_size, **options)
 
     def order(self, epoch: int) -> list[Keys]:
-        """Batches of an epoch, as a stream of its own reads them: checked against the dataset."""
+        """Batches of an epoch, read by a separate stream and checked against the dataset."""
         if epoch not in self.orders:
             shares = []
             for rank in range(self.asked.get("world_size", 1)):
@@ -94,7 +94,7 @@ class Machine(LoopMachine):
         return keys(batch)
 
     def check(self, batch: actshard.Batch) -> None:
-        """A batch's rows are the dataset's."""
+        """Compares a batch's rows with the dataset."""
         aligned = self.several and not self.asked.get("interleave")
         assert batch.activations.shape == ((len(batch), len(LAYERS), D) if aligned else (len(batch), D))
         for row, (example, token, layer) in zip(batch.activations, keys(batch), strict=True):

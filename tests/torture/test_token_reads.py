@@ -1,4 +1,4 @@
-"""Guarantee: rows, windows and packed examples are what plain numpy makes of the rows written, however they are stored."""
+"""Guarantee: rows, windows and packed examples equal those computed with plain numpy, for every storage."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ways = st.sampled_from([("plain", False), ("plain", True), ("lz4", False), ("lz4
 
 
 def some_rows(sizes: list[int], seed: int, *, long: bool) -> Rows:
-    """Rows of small ids; a long one crosses the border of an inner chunk."""
+    """Rows of small ids. A long one crosses an inner chunk boundary."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 6, n) for n in [*sizes, *([CHUNK + 7] if long else [])]]
 
@@ -38,7 +38,7 @@ def some_rows(sizes: list[int], seed: int, *, long: bool) -> Rows:
 def stored(
     rows: Rows, way: tuple[str, bool], *, extra: str = "loss_weights", io: str = "auto"
 ) -> Iterator[tokens.TokenCache]:
-    """A cache of rows: consolidated, or sharded over two files; a second field is a function of the first."""
+    """A cache of rows: consolidated, or sharded over two files. A second field is a function of the first."""
     root = Path(tempfile.mkdtemp(prefix="actshard-reads-"))
     storage, sharded = way
     try:
@@ -61,7 +61,7 @@ def stored(
 
 
 def second(row: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Weights, or masks, of a row."""
+    """Weights or masks of a row."""
     return (row % 2).astype(np.int64)
 
 
@@ -70,7 +70,7 @@ def flat(rows: Rows) -> NDArray[np.int64]:
 
 
 def packs_of(sizes: list[int], most: int, segments: int, strategy: str) -> list[tuple[int, int]]:
-    """Levanter's greedy packing, as its text says it."""
+    """Levanter's greedy packing, implemented from its description."""
     made, i = [], 0
     while i < len(sizes):
         if strategy == "drop" and sizes[i] > most:
@@ -89,7 +89,7 @@ def packs_of(sizes: list[int], most: int, segments: int, strategy: str) -> list[
 
 
 def packed(rows: Rows, pack: tuple[int, int], most: int, strategy: str) -> tuple[Any, Any, Any]:
-    """Tokens, the second field and segment ids of an example, padded with 0, 0 and -1."""
+    """Tokens, second field and segment ids of an example, padded with 0, 0 and -1."""
     cut = slice(-most, None) if strategy == "right" else slice(most)
     ids = flat([rows[i] for i in range(*pack)])[cut]
     marks = flat([second(rows[i]) for i in range(*pack)])[cut]
@@ -99,7 +99,7 @@ def packed(rows: Rows, pack: tuple[int, int], most: int, strategy: str) -> tuple
 
 
 def drawn(data: st.DataObject, count: int) -> list[int]:
-    """Indices in any order, some twice, some from the end."""
+    """Indices in any order, with repetitions and negative ones."""
     return data.draw(st.lists(st.integers(-count, count - 1), max_size=6)) if count else []
 
 
@@ -211,7 +211,7 @@ def test_packed_examples(
 @machine_settings(25, 10_000)
 @given(st.integers(1, 6), st.integers(1, 7), st.integers(0, 99), ways, st.data())
 def test_prebuilt_rows(count: int, width: int, seed: int, way: Any, data: st.DataObject) -> None:
-    """A row's transform sees the row alone: neither its batch nor its place there changes what it is."""
+    """The transform is applied to each row separately, so results do not depend on the batch."""
     rows = some_rows([width] * count, seed, long=False)
     with stored(rows, way) as cache:
 

@@ -1,6 +1,6 @@
-"""Guarantee: whatever is built, stopped, killed and replaced in a folder, its cache is whole, and nothing else there changes.
+"""Guarantee: after builds, interruptions and replacements in a folder, its cache is complete and other files are unchanged.
 
-Steps are counted, not timed: a build is stopped (an exception in this process, SIGKILL of a forked child) before its n-th rename,
+Interruptions are counted, not timed: a build is stopped (by an exception, or by SIGKILL of a forked child) before its n-th rename,
 removal, sync or ledger.
 """
 
@@ -49,12 +49,12 @@ picks = st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True).map(tup
 
 
 class Stopped(BaseException):
-    """Where a build was stopped."""
+    """A build was stopped."""
 
 
 @contextlib.contextmanager
 def stopping(step: int, stop: Callable[[], None]) -> Iterator[None]:
-    """Calls ``stop`` before the n-th step; step 0 never comes."""
+    """Calls ``stop`` before the n-th step; never for step 0."""
     steps = 0
     places = [(Path, name) for name in ("rename", "replace", "unlink", "rmdir", "mkdir")]
     places += [(Ledger, "write"), (shutil, "rmtree"), (FieldWriters, "finish"), (os, "fsync"), (_native, "sync_files")]  # type: ignore[list-item]
@@ -80,12 +80,12 @@ def stopping(step: int, stop: Callable[[], None]) -> Iterator[None]:
 
 
 def files(root: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its path."""
+    """Contents of every file below a folder, by path."""
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 class Caches(CountedMachine):
-    """A folder with a cache, another cache and a user's files in it; three files of records beside."""
+    """A folder with a cache, another cache and files of a user; three source files are next to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,11 +95,11 @@ class Caches(CountedMachine):
         self.bad: set[int] = set()
         self.versions = [0, 0, 0]
         self.cache: Key | None = None
-        """What the finished cache is; None: there is none."""
+        """Key of the finished cache; None: there is none."""
         self.underway: Key | None = None
-        """What a swap that was interrupted makes of it."""
+        """Key of the cache that an interrupted swap will install."""
         self.stopped: set[Key] = set()
-        """Builds that were stopped in the middle, or ended at a bad record: their finished shards wait to be resumed."""
+        """Builds that were interrupted, or failed at a bad record; their finished shards can be resumed."""
         self.foreign: dict[str, bytes] = {}
         self.sibling = False
         self.written: dict[Key, list[list[int]]] = {}
@@ -126,7 +126,7 @@ class Caches(CountedMachine):
         return (tuple((i, self.versions[i]) for i in pick), tuple(sorted(told.items(), key=str)))
 
     def undisturbed(self, pick: tuple[int, ...], options: dict[str, Any]) -> Key:
-        """What a build is to make: rows as the sources were written, files as a build in a new folder makes them."""
+        """The expected result of a build: rows from the sources, files from a build in a new folder."""
         key = self.key(pick, options)
         if key not in self.written:
             self.written[key] = [row for i in pick for row in self.rows[i]]
@@ -211,7 +211,7 @@ class Caches(CountedMachine):
             self.stopped.add(key)
 
     def in_a_child(self, pick: tuple[int, ...], call: dict[str, Any], step: int, *, beside: bool) -> None:
-        """A process that is killed at a step; ``beside`` another builds meanwhile."""
+        """Runs a build in a process killed at a step; with ``beside``, another process builds at the same time."""
         here, there = os.pipe()
         child = os.fork()
         if child == 0:
@@ -230,7 +230,7 @@ class Caches(CountedMachine):
                 os._exit(0)
         os.close(there)
         try:
-            if os.read(here, 1):  # it holds still: it has the lock, has not taken it yet, or has let go of it
+            if os.read(here, 1):  # the child is paused: before, while or after it holds the lock
                 before = files(self.out) if self.out.exists() else {}
                 with contextlib.suppress(actshard.FormatError, actshard.ExistsError):
                     try:
@@ -244,7 +244,7 @@ class Caches(CountedMachine):
             os.waitpid(child, 0)
 
     def look(self, key: Key) -> None:
-        """Finds out which cache is there after a build that was stopped: the old one, the new one, or one that moves in."""
+        """Determines which cache is in place after an interrupted build: the old one, the new one, or one being swapped in."""
         old, work = self.underway or self.cache, self.out / ".actshard-build"
         known = [k for k in (old, key) if k is not None and (self.clean[k] or k[0] == "written")]
 
@@ -274,10 +274,10 @@ class Caches(CountedMachine):
         return [row["input_ids"].tolist() for row in tokens.open_cache(self.out)]
 
     def same_as_undisturbed(self, key: Key, pick: tuple[int, ...], options: dict[str, Any]) -> None:
-        """Byte for byte what a build in a new folder makes; shards are kept where a build was asked to."""
+        """Compares byte for byte with a build in a new folder, including shards if the layout keeps them."""
         ours = {n: d for n, d in files(self.out).items() if n not in self.foreign}
         if self.stopped - {key}:
-            # Where another cache was to take this one's place and was stopped, its shards wait to be resumed.
+            # Shards of an interrupted build of another cache may remain.
             ours = {n: d for n, d in ours.items() if not n.startswith(".actshard-build")}
         plain = {n: d for n, d in ours.items() if not n.startswith("0000") or dict(key[1])["layout"] == "sharded"}
         assert plain == self.clean[key]

@@ -1,10 +1,10 @@
-"""A machine that writes datasets as a user might, in any order, and is killed at any moment.
+"""A state machine that writes datasets with calls in any order, and is killed at any time.
 
-The writer lives in a forked child, which a pipe tells what to do: killing it costs nothing, and the test's own process never holds
-one of its threads. What a dataset has to hold is known here, as plain lists.
+The writer runs in a forked child that receives commands through a pipe. Killing it is cheap, and the test process never has a
+writer's threads. The expected contents are kept here as plain lists.
 
-Invariants: what was committed is there, bit for bit; a refused call changes nothing; nothing but ``ActshardError`` comes out; the
-same call resumes; a finished dataset reads back whole, and ``verify(deep=True)`` finds no fault in it.
+Invariants: committed data are stored, bit for bit; a rejected call changes nothing; only ``ActshardError`` is raised; the same
+call resumes; a finished dataset reads back completely, and ``verify(deep=True)`` finds no errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import actshard
 
 LAYERS, WIDTH = [3, 7], 4
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
-# Imported before the children are forked, which would each import them again.
+# Imported before forking, because every child would import them again.
 for _module in ("numpy.ma", "pyarrow.compute", "pyarrow.parquet"):
     importlib.import_module(_module)
 for _format in FORMATS:
@@ -82,13 +82,13 @@ FINE = {
 
 
 def example(number: int, tokens: int, dtype: str) -> np.ndarray:
-    """Rows that no other example has, which float16 holds too."""
+    """Rows unique to an example, also in float16."""
     rng = np.random.default_rng(number)
     return rng.standard_normal((len(LAYERS), tokens, WIDTH)).astype(np.float16).astype(dtype)
 
 
 class Doom:
-    """Kills this process at its n-th call that changes the disk: a test that fails is the same when it is run again."""
+    """Kills this process at its n-th call that changes the disk, so that failures are reproducible."""
 
     CALLS = (
         (os, ("mkdir", "replace", "unlink", "rmdir", "pwrite", "ftruncate", "truncate", "fsync")),
@@ -112,7 +112,7 @@ class Doom:
 
 
 def serve(pipe: multiprocessing.connection.Connection, call: dict[str, Any]) -> None:
-    """The child: makes a writer, does what it is told, and says what became of it."""
+    """The child: creates a writer, executes commands and returns results."""
     warnings.simplefilter("ignore")
     writer: actshard.Writer | None = None
     doom = Doom()
@@ -138,7 +138,7 @@ def serve(pipe: multiprocessing.connection.Connection, call: dict[str, Any]) -> 
 
 
 def contents(path: Path, names: list[str]) -> tuple[list[list[np.ndarray]], dict[str, list[Any]], list[str]]:
-    """What a finished dataset holds, and what verify() says of it."""
+    """Contents of a finished dataset, and findings of verify()."""
     store = actshard.open(path)
     rows = [[np.array(store.sequence(e, layer)) for layer in LAYERS] for e in range(len(store))]
     table = store.table if names else None
@@ -153,14 +153,14 @@ def contents(path: Path, names: list[str]) -> tuple[list[list[np.ndarray]], dict
 
 
 def plain(value: Any) -> Any:
-    """A value as it was given: readers tell lists as JSON where types differ between shards, large integers as decimals."""
+    """A value as given: readers return lists as JSON where types differ between shards, and large integers as decimals."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
         value = json.loads(value)
     return int(value) if isinstance(value, Decimal) else value
 
 
 class Part:
-    """One writer's dataset, as it has to be."""
+    """One writer's expected dataset."""
 
     def __init__(self, call: dict[str, Any], first: int) -> None:
         self.call = call
@@ -175,7 +175,7 @@ class Part:
     def begin(self) -> None:
         assert self.child is None
         ours, theirs = multiprocessing.Pipe()
-        gc.freeze()  # the child's collections leave the parent's objects alone
+        gc.freeze()  # garbage collection in the child skips the parent's objects
         self.child = os.fork()
         if self.child == 0:
             try:
@@ -197,7 +197,7 @@ class Part:
         return error, answer, told
 
     def told(self, verb: str, arguments: Any, doom: int) -> tuple[tuple[str, str] | None, Any, Any] | None:
-        """The answer; None if the process was killed at its call number ``doom``."""
+        """The reply; None if the process was killed at its call number ``doom``."""
         assert self.pipe is not None
         try:
             self.pipe.send((verb, {} if arguments is None else arguments, doom))
@@ -277,7 +277,7 @@ class WriterMachine(CountedMachine):
             Part({**whole, "part": None if parts is None else (i, parts)}, 1000 * i) for i in range(parts or 1)
         ]
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- actions ----------------------------------------------------------------------------------------------
 
     def writer(self, index: int) -> Part:
         part = self.parts[index % len(self.parts)]
@@ -377,7 +377,7 @@ class WriterMachine(CountedMachine):
         if part.tokens:
             bad["names"] = {**good, "columns": {**columns, "another": [1, 2]}}
             if self.names:
-                # Dicts may have new keys; everything else has the type that it began with.
+                # Dict columns accept new keys; all other columns keep their first type.
                 odd: list[Any] = [3, 4] if self.names[0] == "facts" else [{"odd": {"k": [[1.5]]}}] * 2
                 bad["type"] = {**good, "columns": {**columns, self.names[0]: odd}}
             if self.fixed is not None and self.format in ("saev", "lmprobe"):
@@ -473,7 +473,7 @@ class WriterMachine(CountedMachine):
         part.complete = True
         self.check(part, told[3])
 
-    # -- what has to be there --------------------------------------------------------------------------------------
+    # -- expectations --------------------------------------------------------------------------------------
 
     def check(self, part: Part, path: Path) -> None:
         if part.tokens:
@@ -500,7 +500,7 @@ class WriterMachine(CountedMachine):
         assert not findings, findings
 
     def finish_all(self) -> None:
-        """Everything that was begun can be finished, whatever happened."""
+        """Everything that was begun can be finished."""
         if not self.parts or self.done:
             return
         for part in self.parts:

@@ -1,6 +1,6 @@
-"""Damaged coded chunks: right values or one ActshardError, and never other values where zarr-python refuses the file.
+"""Damaged compressed chunks: correct values or one ActshardError, and never values where zarr-python raises an error.
 
-`tests/golden/zarr_codecs/make.py` wrote the stores, and kept what zarr-python 3.1.6 reads of damaged copies.
+`tests/golden/zarr_codecs/make.py` wrote the stores and recorded what zarr-python 3.1.6 reads from damaged copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torture.chunk_damage import DAMAGES, chunk_files, damaged, values
 FOLDER = GOLDEN / "zarr_codecs"
 STORES = sorted(FOLDER.glob("*.zarr"))
 WITH_ZARR = {"v2_lzma", "v2_delta_gzip"}
-"""Stores whose codecs only the zarr package has."""
+"""Stores with codecs that only the zarr package supports."""
 CHECKED = {"v2_bz2", "v2_gzip", "v2_zlib", "v2_zlib_f_order", "v2_zstd_checksum", "v3_crc32c", "v3_gzip"} | {
     "v3_shards_crc32c",
     "v3_shards_gzip_start",
@@ -33,7 +33,7 @@ CHECKED = {"v2_bz2", "v2_gzip", "v2_zlib", "v2_zlib_f_order", "v2_zstd_checksum"
     "v3_transpose_gzip",
     "v3_zstd_crc32c",
 }
-"""Stores with a checksum over every decoded byte: damage can never give other values."""
+"""Stores with a checksum over all decoded bytes: every change is detected."""
 
 
 def read(path: Path) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""actshard's datasets beside Levanter's in Levanter's own process: the same examples, of its own types, through its own wrappers.
+"""Compares actshard's datasets with Levanter's in Levanter's process: same examples, same types, through the same wrappers.
 
-One argument: the folder of golden caches.
+Argument: the folder of golden caches.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ POSITION = hax.Axis("position", 128)
 def read(dataset):
     async def batch():
         n = await dataset.async_len()
-        return await dataset.get_batch([*range(n), 0])  # the first once more, last: that Levanter does right
+        return await dataset.get_batch([*range(n), 0])  # the first again at the end, where Levanter is correct
 
     return asyncio.run(batch())
 

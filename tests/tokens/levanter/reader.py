@@ -1,6 +1,6 @@
-"""Opens caches with Levanter itself and writes down what it yields; run by the Python that Levanter is installed in.
+"""Opens caches with Levanter and stores the examples; run by Levanter's Python.
 
-One argument: a JSON file that lists caches, formats and lengths. Beside each cache's name an ``.npz`` is written.
+Argument: a JSON file that lists caches, formats and lengths. Results are written to an ``.npz`` file next to each cache.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ FORMATS = {
 
 
 class Said(logging.Handler):
-    """What Levanter logs about caches."""
+    """Collects Levanter's log messages about caches."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

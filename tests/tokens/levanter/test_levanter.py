@@ -1,6 +1,6 @@
-"""Levanter itself opens caches that were built here and yields the same examples (``make test-levanter``).
+"""Levanter opens caches built here and yields the same examples (``make test-levanter``).
 
-It needs an environment with marin-levanter, whose Python ``LEVANTER_PYTHON`` names: jax and tensorstore have no place in ours.
+Requires an environment with marin-levanter (jax, tensorstore), separate from ours. ``LEVANTER_PYTHON`` is the path of its Python.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ LENGTH = 128
 
 
 def packs_read(layout: str, form: str, packs: list[int | bool | None]) -> list[int | bool | None]:
-    """Levanter of June 2026 cannot pack text of a sharded cache (levanter.md 5.6); that fault is not ours."""
+    """Levanter of June 2026 cannot pack text of a sharded cache (levanter.md 5.6), so those cases are left out."""
     return [p for p in packs if p is None] if layout == "sharded" and form == "text" else packs
 
 
 @pytest.fixture(scope="module")
 def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, np.ndarray]]]:
-    """Every case, built in every way here and read by Levanter in one go."""
+    """Builds every case in every way here; Levanter reads all of them in one process."""
     python = os.environ.get("LEVANTER_PYTHON")
     if not python:
         pytest.fail("LEVANTER_PYTHON: expected a Python with marin-levanter; make test-levanter sets it")
     root = tmp_path_factory.mktemp("levanter")
     jobs = []
-    os.chdir(GOLDEN)  # ledgers hold the tokenizer's path as it was given
+    os.chdir(GOLDEN)  # ledgers contain the tokenizer's path as given
     for name, (files, tokenizer, form, packs) in CASES.items():
         ways = STORED + (NARROW if form["type"] == "text" else [])
         for layout, storage, dtype in ways:
@@ -122,7 +122,7 @@ def test_levanter_yields_the_same_examples(key, form, packs, tokenizer, read) ->
 
 
 def test_the_compat_datasets_are_levanters_own_kind() -> None:
-    """In Levanter's process ours yield its GrugLmExample, leaf for leaf, and pass through its wrappers."""
+    """In Levanter's process our datasets yield its GrugLmExample, leaf for leaf, and work with its wrappers."""
     package = Path(actshard.__file__).parents[1]
     done = subprocess.run(
         [os.environ["LEVANTER_PYTHON"], "-W", "ignore", str(READER.with_name("beside.py")), str(GOLDEN)],
