@@ -1,4 +1,4 @@
-"""What tests share: the golden datasets and ways to break copies of them."""
+"""Shared fixtures: golden datasets, and functions that damage copies of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 
 def saev_dump(variant: Path) -> Path:
-    """The dump's folder, which lies as deep as its writer put it."""
+    """The dump's folder, at the depth at which its writer created it."""
     return next(variant.rglob("metadata.json")).parent
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """Floats as the integers that store them: equality is then equality of bits."""
+    """Floats as integers of the same bits, for exact comparison."""
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
 
 
@@ -38,7 +38,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 def refuses(
     kind: type[actshard.ActshardError], path: Path | None, match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """The block raises exactly this kind of error: about this path, in one line, and the same after pickling."""
+    """The block raises exactly this error, with this path, in one line, unchanged by pickling."""
     with pytest.raises(kind, match=match) as caught:
         yield caught
     error = caught.value
@@ -63,7 +63,7 @@ def io(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def saev_copy(tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a golden saev dump whose metadata or shards.json are changed by a function."""
+    """Copies a golden saev dump and changes its metadata or shards.json with functions."""
 
     def make(
         variant: str = "v21_cls_labels_multishard",
@@ -84,7 +84,7 @@ def saev_copy(tmp_path: Path) -> Callable[..., Path]:
 
 
 def rewrite_index(dataset: Path, change: Callable[[Any, dict[str, Any]], Any]) -> None:
-    """Rewrites an lmprobe index; `change` gets the table and the lmprobe metadata and returns the new table."""
+    """Rewrites an lmprobe index. `change` receives the table and the lmprobe metadata, and returns the new table."""
     import pyarrow.parquet as pq
 
     (part,) = (dataset / "index").glob("*.parquet")
@@ -97,7 +97,7 @@ def rewrite_index(dataset: Path, change: Callable[[Any, dict[str, Any]], Any]) -
 
 @pytest.fixture
 def lmprobe_copy(tmp_path: Path) -> Callable[..., Path]:
-    """A copy of a golden lmprobe dataset whose index is changed by a function."""
+    """Copies a golden lmprobe dataset and changes its index with a function."""
 
     def make(variant: str = "fullseq_f32", change: Callable[[Any, dict[str, Any]], Any] | None = None) -> Path:
         copy = tmp_path / variant
@@ -111,7 +111,7 @@ def lmprobe_copy(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def open_all() -> Callable[[Path], list[actshard.Store]]:
-    """The same dataset in both io modes."""
+    """Opens a dataset in both io modes."""
     return lambda path: [actshard.open(path, io=io) for io in ("mmap", "pread")]
 
 

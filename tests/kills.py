@@ -1,6 +1,6 @@
-"""A process that starts writers, kills them, and starts them again; run by test_kills.py.
+"""Starts writers, kills them and starts them again; run by test_kills.py.
 
-Its children are forked, so that each costs milliseconds: what is killed is the work, not the start of an interpreter.
+Its children are forked and take milliseconds, so that kills hit the work rather than the start of an interpreter.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _tell(pipe: int, n: int) -> None:
 
 
 def _opens(path: Path) -> bool:
-    """Whether there is a dataset; one that is there is whole."""
+    """Whether a dataset opens. If one does, it is complete."""
     try:
         store = actshard.open(path)
     except actshard.ActshardError:

@@ -1,4 +1,4 @@
-"""What the tests of lmprobe's odd cases share: the golden values, and small ways to change an index."""
+"""Helpers for lmprobe tests: golden values, and functions that change an index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def golden(variant: str) -> Any:
 
 
 def check(store: actshard.Store, variant: str, layers: tuple[int, ...] | None = None) -> None:
-    """Every row of these layers equals the golden one."""
+    """Compares every row of these layers with the golden values."""
     want = golden(variant)
     n = store.num_examples
 
@@ -60,7 +60,7 @@ def changed(table: pa.Table, name: str, row: int, value: Any) -> pa.Table:
 
 
 def hidden(**fields: Any) -> Callable[[pa.Table, Meta], pa.Table]:
-    """A change of the hidden descriptor; None removes a field."""
+    """Returns a change of the hidden descriptor. None removes a field."""
 
     def change(table: pa.Table, meta: Meta) -> pa.Table:
         descriptor = meta["tensors"]["hidden_layers"]

@@ -28,7 +28,7 @@ def item(sample: int, array: np.ndarray, **more: Any) -> dict[str, Any]:
 def write(
     folder: Path, shards: list[dict[str, list[dict[str, Any]]]], *, gz: bool = True, protocol: int = 4, machine: int = 0
 ) -> Path:
-    """A folder of shards as the published text has it."""
+    """A folder of shards, as in the published text."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = []
     for i, layers in enumerate(shards, 1):
@@ -76,7 +76,7 @@ def dataset(folder: Path, shards: int = 4, per: int = 6, **options: Any) -> Path
 
 
 def mixed(folder: Path, kinds: list[str], *, gz: bool, protocol: int, per: int = 3) -> tuple[Path, list[np.ndarray]]:
-    """Samples of several types and byte orders, within shards and between them; some in Fortran order, some empty."""
+    """Samples of several dtypes and byte orders, within and between shards; some in Fortran order, some empty."""
     rows = []
     for i, kind in enumerate(kinds):
         rng = np.random.default_rng(i)

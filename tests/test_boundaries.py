@@ -1,4 +1,4 @@
-"""Whatever the system or a file does, one ActshardError with a path comes out; commands print it in one line."""
+"""Errors of the system or of a file become one ActshardError with a path; commands print it in one line."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_json_of_millions_of_values_is_refused_before_it_is_parsed(tmp_path: Pat
 
 
 def test_the_commands_show_what_no_terminal_can(tmp_path: Path) -> None:
-    """A lone surrogate from a file's metadata is escaped, in text and in JSON."""
+    """Lone surrogates from metadata are escaped, in text and in JSON."""
     with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2, metadata={"model_id": "m"}) as writer:
         writer.append(np.ones((1, 1, 2, 2), np.float32))
     for file in (tmp_path / "d").rglob(".z*"):
@@ -138,7 +138,7 @@ def test_the_commands_show_what_no_terminal_can(tmp_path: Path) -> None:
         assert "\\ud800" in shown.stdout
         told = run("info", tmp_path / "d", "--json", env={**os.environ, **environment})
         assert told.returncode == 0, told.stderr
-        assert json.loads(told.stdout)["model"] == "\\ud800é"  # JSON that any program can decode
+        assert json.loads(told.stdout)["model"] == "\\ud800é"  # valid JSON for any program
 
 
 def test_the_status_of_verify_tells_warnings_from_what_could_not_be_checked(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_the_status_of_verify_tells_warnings_from_what_could_not_be_checked(tmp_
     assert run("verify", DATASETS["lmprobe"]).returncode == 0
     assert run("verify", warned).returncode == 1
     (tmp_path / "empty").mkdir()
-    assert run("verify", tmp_path / "empty").returncode == 2  # it is there, and no dataset
+    assert run("verify", tmp_path / "empty").returncode == 2  # it exists, but is not a dataset
     for words in ([tmp_path / "nowhere"], [warned, "--format", "csv"], [warned, "--depe"], [], ["s3://b/x"]):
         done = run("verify", *words)
         assert done.returncode == 3, (words, done.stderr)
@@ -158,7 +158,7 @@ def test_the_status_of_verify_tells_warnings_from_what_could_not_be_checked(tmp_
 
 
 def nested(root: Path, caches: int) -> Path:
-    """An lmprobe dataset with token caches inside."""
+    """An lmprobe dataset that contains token caches."""
     dataset = root / "d"
     shutil.copytree(DATASETS["lmprobe"], dataset)
     (root / "texts.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 4)
@@ -177,7 +177,7 @@ def test_every_verb_looks_at_what_is_at_the_path(tmp_path: Path, caches: int) ->
     assert (report.format, report.path, report.ok) == ("lmprobe", dataset, True)
     assert json.loads(run("info", dataset, "--json").stdout)["format"] == "lmprobe"
     assert "norms" in json.loads(run("head", dataset, "--json", "-n", "1").stdout)[0]
-    # What is named wins, and what is below stands for a path only where nothing else does.
+    # A dataset at the path takes precedence over datasets below it.
     cache = dataset / "tokens0/train"
     assert actshard.verify(cache).format == "levanter"
     assert actshard.verify(dataset, format="levanter").ok == (caches == 1)

@@ -1,4 +1,4 @@
-"""Codes of findings and warnings: each that is declared is raised, each that is raised is declared, and none is ever removed."""
+"""Codes of findings and warnings: declared codes are raised, raised codes are declared, and no code is ever removed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ RECORD = Path(__file__).with_name("codes.json")
 DIGESTS = json.loads(Path(__file__).with_name("digests.json").read_text(encoding="utf-8"))
 VERIFIED = [finding for each in DIGESTS["complaints"]["verified"].values() for finding in each]
 GOLDEN_CODES = {finding.split()[1] for finding in VERIFIED if not finding.startswith("status")}
-"""test_digests.py holds them."""
+"""Codes tested by test_digests.py."""
 CASE_CODES = {code for _, _, code in CASES}
-"""test_verifying.py holds them."""
+"""Codes tested by test_verifying.py."""
 SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
 
 
@@ -130,7 +130,7 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "mask-value": cache(IDS | {"assistant_masks": np.int32}, {"input_ids": [1, 2], "assistant_masks": [0, 2]}),
     "row-lengths-differ": cache(IDS | {"loss_weights": np.float32}, {"input_ids": [1, 2], "loss_weights": [1.0]}),
 }
-"""Datasets that raise the findings that neither golden datasets nor test_verifying.py's cases raise."""
+"""Datasets that raise the findings tested neither by golden datasets nor by test_verifying.py."""
 
 
 @pytest.mark.parametrize("code", FINDINGS)
@@ -255,14 +255,14 @@ def test_every_code_is_raised_by_a_test() -> None:
 
 
 def _constants(tree: ast.AST | None) -> set[str]:
-    """Texts that an expression may be: both sides of a condition, but not the condition."""
+    """String values of an expression: both branches of a condition, but not the condition itself."""
     if isinstance(tree, ast.IfExp):
         return _constants(tree.body) | _constants(tree.orelse)
     return {tree.value} if isinstance(tree, ast.Constant) and isinstance(tree.value, str) else set()
 
 
 def _raised(below: str = "") -> set[str]:
-    """Codes that the sources name where they raise them."""
+    """Codes that appear in the sources where they are raised."""
     found: set[str] = set()
     for path in (SOURCES / below).rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

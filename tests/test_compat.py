@@ -1,4 +1,4 @@
-"""The other loaders people have: the published texts' functions, and lmprobe's, with their names, types and errors."""
+"""Drop-in loaders: the functions of the published texts and of lmprobe, with their names, types and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def stock(path: Path, compressed: bool) -> Any:
-    """As the text loads a shard; only ever golden ones."""
+    """Loads a shard as in the text, with pickle. Only for golden shards."""
     with gzip.open(path, "rb") if compressed else path.open("rb") as file:
         return pickle.load(file)
 
@@ -225,7 +225,7 @@ def test_lmprobes_store_and_folds() -> None:
 
 
 def test_lmprobe_types_that_a_dataset_lacks_are_left_out_and_poolings_are_checked(tmp_path: Path) -> None:
-    """As lmprobe does: a missing tensor type is skipped; an unknown pooling is a ValueError; no hidden states, no activations."""
+    """As in lmprobe: a missing tensor type is skipped, an unknown pooling raises ValueError; no hidden states, no activations."""
     pooled, logits = GOLDEN / "lmprobe/pooled_f32", GOLDEN / "lmprobe/logits_only"
     for dataset in (pooled, GOLDEN / "lmprobe/fullseq_f32"):
         with pytest.raises(ValueError, match="pooling"):

@@ -1,4 +1,4 @@
-"""What a drop-in replacement of saev's loaders must show. Numbers are those of the 66 statements about upstream's behaviour."""
+"""Tests of the drop-in replacement of saev's loaders, numbered like the 66 statements about upstream's behavior."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VARIANTS = ["v21_cls_labels_multishard", "v21_exact_multiple", "v21_negative_lay
 
 
 class Dump:
-    """A golden dump and what is in it."""
+    """A golden dump and its contents."""
 
     def __init__(self, variant: str) -> None:
         self.path = saev_dump(GOLDEN / "saev" / variant)
@@ -455,7 +455,7 @@ def test_51_52_53_54_shuffled(dump: Dump, batch_size: int) -> None:
         assert np.array_equal(b["act"].numpy(), dump.want(dump.layer, b["example_idx"].numpy(), b["token_idx"].numpy()))
         seen |= set(zip(b["example_idx"].tolist(), b["token_idx"].tolist(), strict=True))
     assert len(seen) == total
-    short = shuffled(dump, batch_size=batch_size, drop_last=True)  # upstream takes it and ignores it
+    short = shuffled(dump, batch_size=batch_size, drop_last=True)  # upstream accepts and ignores it
     assert [len(b["act"]) for b in short] == [batch_size] * (total // batch_size) == [batch_size] * len(short)
 
 
@@ -651,7 +651,7 @@ def test_what_a_monitor_asks_a_loader() -> None:
 
 
 def test_ranks_of_a_node_share_one_copy(tmp_path: Path) -> None:
-    """Processes that begin together: each reads a whole copy, none writes into what another has mapped."""
+    """Processes start at once: each reads a complete copy, and none writes to a file that another has mapped."""
     dump = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
     code = (
         "import logging, os, pathlib, shutil, sys, time\n"
@@ -663,7 +663,7 @@ def test_ranks_of_a_node_share_one_copy(tmp_path: Path) -> None:
         "print(len(copied), sum(float(b['act'].sum()) for b in loader))\n"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONWARNINGS": "ignore", "SLURM_JOB_ID": "7"}
-    # What an older release left of a copy that was killed.
+    # Left by an older release whose copy was killed.
     left = tmp_path / "7/saev/shards" / dump.name
     left.mkdir(parents=True)
     (left / "acts000000.bin").write_bytes(b"half")

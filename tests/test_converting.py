@@ -1,4 +1,4 @@
-"""What convert() promises: every golden dataset in every format and back, bit for bit, with every loss told before."""
+"""Guarantees of convert(): every golden dataset converts to every format and back, bit for bit; losses are reported first."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def open_quietly(path: Path) -> actshard.Store:
 
 
 def options(store: actshard.Store, format: str) -> dict[str, Any]:
-    """What a format needs to be told to hold a dataset."""
+    """Options a format needs to store a dataset."""
     made: dict[str, Any] = {}
     if format == "saev":
         made = {"pad": True, "dtype": "float32"}
@@ -50,7 +50,7 @@ def options(store: actshard.Store, format: str) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Values of columns: NaN is NaN, and an integer is a float of the same value."""
+    """Compares column values: NaN equals NaN, and an integer equals a float of the same value."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a == b or (a != a and b != b)
@@ -219,7 +219,7 @@ def test_a_conversion_is_resumed_and_only_of_the_same(tmp_path: Path, ragged: Pa
     own: dict[str, Any] = {"shard_bytes": 3000, "compress": False}
     with pytest.raises(Stop):
         actshard.convert(ragged, tmp_path / "d", "pickle", progress=stop, **own)
-    # Nothing was committed, or some; either way it goes on and comes to the same.
+    # Some batches or none were committed; resuming gives the same result.
     with pytest.raises(actshard.ArgumentError, match="source"):
         actshard.convert(ragged, tmp_path / "d", "pickle", resume=True, examples=slice(0, 20), **own) if (
             tmp_path / "d/.actshard/journal.jsonl"
@@ -234,11 +234,11 @@ def test_a_conversion_is_resumed_and_only_of_the_same(tmp_path: Path, ragged: Pa
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("how", ["resume", "exist_ok"])
 def test_a_finished_dataset_is_taken_only_for_a_copy_of_the_same(tmp_path: Path, format: str, how: str) -> None:
-    """Another source, order of examples, of layers, or other tokens: each makes another dataset of the same size and name."""
+    """Another source, example order, layer order or token selection: each gives another dataset of the same size and name."""
     rng = np.random.default_rng(3)
     paths = []
     for name in ("a", "b"):
-        # saev's name is a hash of the source's metadata too: those of the second were others if it was made a second later.
+        # saev's name also depends on the source's metadata, which contain the time of creation.
         made = {"created_at": "2026-01-01T00:00:00+00:00"}
         with actshard.create(tmp_path / name, "zarr", layers=[4, 8], d_model=4, metadata=made) as writer:
             writer.append(rng.standard_normal((100, 2, 3, 4)).astype(np.float32))
@@ -254,7 +254,7 @@ def test_a_finished_dataset_is_taken_only_for_a_copy_of_the_same(tmp_path: Path,
         (first, {"examples": [*range(99), 0]}),
         (first, {"layers": {8: 4, 4: 8}}),
     ]
-    if format != "saev":  # whose name tells how many tokens there are
+    if format != "saev":  # saev's name depends on the number of tokens
         asked += [(first, {"tokens": "last"}), (first, {"dtype": "float16"})]
     for source, options in asked:
         if format == "lmprobe":
@@ -326,7 +326,7 @@ def test_the_commands(tmp_path: Path, ragged: Path) -> None:
 
 @pytest.fixture
 def spiky(tmp_path: Path) -> Path:
-    """Values of which 3 are too large for float16, in 600 examples."""
+    """600 examples with 3 values too large for float16."""
     rows = np.ones((600, 1, 2, 16), np.float32)
     rows[7, 0, 1, 3] = 1e6
     rows[599, 0, 0, :2] = -70_000, 65_520
@@ -349,7 +349,7 @@ def test_values_that_overflow_are_refused_or_counted(tmp_path: Path, spiky: Path
     assert [x.detail for x in done.losses if x.what == "overflow"] == [
         "3 finite values are too large for float16 and are infinite"
     ]
-    # Examples that are left out do not count, nor do tokens.
+    # Examples and tokens that are left out do not count.
     some = actshard.convert(spiky, tmp_path / "e", format, dtype="float16", examples=slice(8, 599))
     assert "overflow" not in {x.what for x in some.losses}
     last = actshard.convert(spiky, tmp_path / "f", format, dtype="float16", examples=[9, 599], tokens="last")
@@ -388,7 +388,7 @@ def test_a_conversion_is_not_resumed_from_other_examples_or_another_source(tmp_p
         actshard.convert(ragged, tmp_path / "d", "pickle", resume=True, examples=[2, 0, 5])
     assert actshard.convert(ragged, tmp_path / "d", "pickle", resume=True, examples=[0, 2, 5]).examples == 3
     stopped(ragged, tmp_path / "e", "pickle")
-    # The same path, and another extraction: as many examples, other values.
+    # Same path, another extraction: equally many examples, other values.
     chunk = sorted((ragged / "arrays/activations").glob("[0-9]*"))[0]
     chunk.write_bytes(bytes(chunk.stat().st_size))
 
@@ -421,7 +421,7 @@ def test_columns_that_the_target_cannot_hold_are_refused_before_anything_is_writ
 
 
 def test_sample_numbers_that_are_not_the_order_are_kept(tmp_path: Path) -> None:
-    """Block by block the first samples count up; of the whole they do not."""
+    """Sample numbers are consecutive within the first blocks, but not over all."""
     for name, ids in (
         ("gap", [*range(50), *range(70, 120)]),
         ("turned", [*range(98), 99, 98]),
@@ -449,7 +449,7 @@ def test_texts_that_lmprobe_cannot_tell_apart_are_a_loss(tmp_path: Path) -> None
         if name == "same":
             assert told[0].startswith("1 examples have the text of another one")
         assert actshard.verify(done.path).codes() == ({"duplicate-text"} if name == "same" else set())
-        # Texts that were made up are not the user's: they do not come back.
+        # Generated texts are not converted back.
         back = actshard.open(actshard.convert(done.path, tmp_path / f"{name}-back", "zarr").path)
         assert ("prompt" in back.table.column_names or "text" in back.table.column_names) == (texts is not None)
 
@@ -465,7 +465,7 @@ def test_sample_keys_stay(tmp_path: Path) -> None:
 
 
 def test_columns_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A conversion holds the columns of some examples, not the table of all."""
+    """A conversion keeps the columns of some examples in memory, not the whole table."""
     from actshard.formats.lmprobe import index as lmprobe
 
     n = 5000
@@ -490,7 +490,7 @@ def test_columns_are_read_in_windows(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
 def test_a_refused_conversion_removes_only_what_it_wrote(tmp_path: Path, format: str) -> None:
-    """Parts that wait to be merged lie in the same folder; whatever else is there is not the conversion's either."""
+    """Parts to be merged are in the same folder; other files there belong to the user."""
     large = np.full((2, 1, 3, 2), 1e30, np.float32)
     with actshard.create(tmp_path / "src", "zarr", layers=[0], d_model=2) as writer:
         writer.append(large)
@@ -498,7 +498,7 @@ def test_a_refused_conversion_removes_only_what_it_wrote(tmp_path: Path, format:
         with actshard.create(tmp_path / "parts", format, layers=[0], d_model=2, part=(i, 2)) as writer:
             writer.append(large)
     how: dict[str, Any] = {} if format == "saev" else {"dtype": "float16"}
-    if format != "saev":  # whose folder is one of datasets
+    if format != "saev":  # saev's folder contains several datasets
         with pytest.raises(actshard.ActshardError):
             actshard.convert(tmp_path / "src", tmp_path / "parts", format, **how)
     assert len(actshard.open(actshard.merge(tmp_path / "parts"))) == 4
@@ -529,7 +529,7 @@ def with_columns(path: Path, format: str, more: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("source", ["zarr", "pickle"])
 def test_columns_that_a_format_refuses_are_renamed_or_left_out(tmp_path: Path, source: str) -> None:
-    """The error names a remedy, and the remedy works: in Python and in the command."""
+    """The error suggests a remedy, and the remedy works, in Python and in the command."""
     path = with_columns(tmp_path / "s", source, COLUMNS)
     with pytest.raises(actshard.ArgumentError, match=r"shard_index.*columns= \(--columns\) to rename columns"):
         actshard.convert(path, tmp_path / "t", "lmprobe")
@@ -568,7 +568,7 @@ def test_columns_are_chosen_and_renamed(tmp_path: Path, source: str, target: str
     assert not {"verb"} & {*table.column_names}
     none = actshard.convert(path, tmp_path / "n", target, columns=[])
     assert not {"verb", "word", "id"} & {*actshard.open(none.path).table.column_names}
-    # A result with other columns is not taken for this one.
+    # A result with other columns is not reused.
     for asked in ({"verb": "word", "label": "other"}, ["verb"], []):
         for how in ("exist_ok", "resume"):
             with refuses(actshard.ExistsError, done.path, "another dataset"):
@@ -622,9 +622,9 @@ TEXT = "t" * 1200
 @pytest.mark.parametrize(
     ("columns", "wanted", "lost"),
     [
-        # The preview is completed from the whole text, in whatever order they are asked for.
+        # The preview is completed from the whole text, in any column order.
         (["text", "text_preview"], {"prompt": [TEXT, "short"]}, "label, note"),
-        # A column that gets another's name is not taken for that other.
+        # A renamed column is not mistaken for the column whose name it gets.
         ({"text_preview": "text_preview", "note": "text"}, {"prompt": ["n0", "n1"]}, "label, text"),
         ({"label": "sample_idx"}, {"sample_idx": [1, 0]}, "text_preview, note, text"),
         ({"label": "text_preview"}, {"text_preview": [1, 0]}, "text_preview, note, text"),

@@ -1,4 +1,4 @@
-"""What the documents name is there."""
+"""Everything the documentation refers to exists."""
 
 from __future__ import annotations
 

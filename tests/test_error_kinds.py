@@ -1,4 +1,4 @@
-"""An error keeps its kind: what the system refuses is no fault of a file, and what cannot be looked at is not finished."""
+"""Errors keep their kind: a system error is not a damaged file, and an unreadable dataset is not a finished one."""
 
 from __future__ import annotations
 

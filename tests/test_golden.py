@@ -1,4 +1,4 @@
-"""Datasets written by the original systems read bit for bit equal to what went into them, in both io modes."""
+"""Datasets written by the original systems read back bit for bit, in both io modes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_lmprobe_equals_expected(variant: Path, io: str) -> None:
             store.router(0)
     table = store.table
     for name, values in index["columns"].items():
-        if name != "input_index":  # the order the prompts were given in, which the dataset does not keep
+        if name != "input_index":  # the order in which prompts were given is not stored
             assert table[name].to_pylist() == values, name
     assert not {"token_shard_ids", "token_shard_offsets"} & set(table.column_names)
 
@@ -126,7 +126,7 @@ def test_bfloat16_arrives_as_bfloat16_and_float16_as_float16() -> None:
     assert store.logits()[0].dtype == np.float16
 
 
-# sha256 of each layer's (200, 384) float32 last-token rows, of expected.npz beside the real dataset.
+# sha256 of each layer's (200, 384) float32 last-token rows, from expected.npz of the real dataset.
 REAL = {
     0: "e32329f94c5f2522083d574ff67e5f6ebf523af23a55b3527b1b75ca54d00759",
     1: "01826b33fa0f4fcbd8290da6aa88c30bf660c9129c5bec66fe683946782f25df",

@@ -1,4 +1,4 @@
-"""Inference captures of HalluLens: every golden array comes back, and each trap of the format is met."""
+"""HalluLens inference captures: every golden array reads back, and every special case of the format is handled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def capture(tmp_path: Path) -> Path:
 
 
 def parts_of(golden: Path, layer: int) -> list[np.ndarray]:
-    """Rows of each example as bits: prompt, then response."""
+    """Rows of each example as bits: prompt rows, then response rows."""
     z = np.load(golden / "expected.npz")
     response = np.split(z[f"response_layer_{layer}_bits"], np.cumsum(z["response_lengths"])[:-1])
     if f"prompt_layer_{layer}_bits" not in z:
@@ -105,7 +105,7 @@ def change_lines(path: Path, change: Callable[[list[str]], list[str]]) -> None:
 
 
 def test_rows_are_found_by_sample_index(capture: Path) -> None:
-    """Lines in another order, a sample that was never committed."""
+    """Lines in another order, and a sample that was never committed."""
     change_lines(capture / "meta.jsonl", lambda lines: [lines[3], lines[0], lines[4]])
     store = opened(capture)
     want = parts_of(FULL, 1)
@@ -152,13 +152,13 @@ def test_lines_of_generations_are_joined_by_hash_and_the_last_wins(capture: Path
     path.write_text("".join([*lines[::-1], json.dumps(again) + "\n"]))
     table = actshard.open(capture).table
     assert table["generation"].to_pylist() == ["answer 0 é", "answer 1 é", "again", "answer 3 é", "answer 4 é"]
-    # What meta.jsonl says wins: a later evaluation rewrites only that.
+    # meta.jsonl takes precedence, because later evaluations rewrite only that file.
     assert table["hallucinated"].to_pylist() == [False, True, False, True, False]
     assert table["prompt_len"].to_pylist() == [4, 6, 1, 8, 5]
 
 
 def grown(capture: Path, rows: int) -> None:
-    """As numpy grows the files when a capture is resumed with more samples."""
+    """Extends the files like numpy when a capture is resumed with more samples."""
     config = json.loads((capture / "config.json").read_text())
     for path in capture.glob("*.npy"):
         if path.name != "icr_scores.npy":
@@ -179,7 +179,7 @@ def test_a_capture_resumed_with_more_samples_has_more_rows_than_its_configuratio
     store = opened(capture)
     assert store.token_counts.tolist()[5:] == [5]
     assert not store.sequence(5, 0).any()
-    assert actshard.verify(capture).codes() == {"claim", "count-claim"}  # the array says 0 tokens
+    assert actshard.verify(capture).codes() == {"claim", "count-claim"}  # the array contains 0 tokens
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_capture_without_samples_is_an_empty_dataset(capture: Path) -> None:
 
 
 def test_a_damaged_header_of_scores_is_an_error_of_ours(capture: Path) -> None:
-    """numpy reads it with Python's tokenizer, which has an exception of its own."""
+    """numpy parses the header with Python's tokenizer, which raises its own exception."""
     path = capture / "icr_scores.npy"
     data = path.read_bytes()
     for at in range(10, 128):
@@ -262,5 +262,5 @@ def test_a_damaged_header_of_scores_is_an_error_of_ours(capture: Path) -> None:
             damaged[at] ^= 1 << bit
             path.write_bytes(damaged)
             with warnings.catch_warnings(), contextlib.suppress(actshard.ActshardError):
-                warnings.simplefilter("ignore")  # scores that cannot be read are left out, and told
+                warnings.simplefilter("ignore")  # unreadable scores are left out with a warning
                 actshard.open(capture)

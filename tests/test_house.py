@@ -1,4 +1,4 @@
-"""The house: which floor imports which, no circles, and no format's name outside its folder."""
+"""Module structure: floors import only lower floors, there are no circles, and format names stay in their folders."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("",),  # the package itself: its public names
     ("compat", "cli"),
 )
-"""Files and folders of the package, from the ground up. None imports another one of its own floor."""
+"""Files and folders of the package, from the ground up. Modules do not import others of their own floor."""
 
 FORMATS: tuple[tuple[str, ...], ...] = (
     ("contents", "tables", "target", "report"),
     ("carrying", "merging"),
     ("format",),
     ("registry",),
-    ("",),  # the folder itself: what plugins import
+    ("",),  # the folder itself: imported by plugins
     ("*",),  # a format's folder
 )
-"""The same of ``formats/``."""
+"""Floors within ``formats/``."""
 
 
 def name_of(path: Path) -> str:
@@ -62,7 +62,7 @@ MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
 
 
 def imports(module: str) -> Iterator[tuple[str, int]]:
-    """Modules of ours that a module imports, wherever in it and be it for types only, with the line."""
+    """actshard modules that a module imports, with line numbers. Includes local imports and those for types only."""
 
     def visit(node: ast.AST) -> Iterator[tuple[str, int]]:
         for child in ast.iter_child_nodes(node):
@@ -83,7 +83,7 @@ def imports(module: str) -> Iterator[tuple[str, int]]:
 
 
 def floor_of(module: str) -> tuple[int, int, str]:
-    """The floor of a module, that within ``formats/``, and the file or folder that has it."""
+    """The floor of a module, the floor within ``formats/``, and the file or folder that the module belongs to."""
     place, _, inside = module.partition(".")
     number = next((i for i, names in enumerate(FLOORS) if place in names), None)
     if number is None:
@@ -97,7 +97,7 @@ def floor_of(module: str) -> tuple[int, int, str]:
 
 
 def test_no_module_imports_one_of_a_floor_above() -> None:
-    """Nor another file or folder of its own floor."""
+    """Nor another file or folder of the same floor."""
     upward = []
     for module in MODULES:
         *own, place = floor_of(module)
@@ -122,12 +122,12 @@ def test_formats_do_not_know_each_other() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     below = {module: {found for found, _ in imports(module) if found in MODULES} for module in MODULES}
-    while True:  # what imports nothing that is left is in no circle
+    while True:  # a module that imports none of the remaining ones is in no circle
         free = {module for module, found in below.items() if not found & below.keys()}
         if not free:
             break
         below = {module: found for module, found in below.items() if module not in free}
-    # Of the rest, those that nothing of the rest imports only lead to circles.
+    # Remove modules that none of the remaining ones import: they lead to circles but are in none.
     while above := below.keys() - {found for all_found in below.values() for found in all_found}:
         below = {module: found for module, found in below.items() if module not in above}
     assert sorted(below) == []
@@ -138,7 +138,7 @@ ROOMS = ("opening", "finding", "store", "stream", "merging", "writing", "convert
 
 
 def test_no_format_is_named_outside_its_folder() -> None:
-    """Docstrings may: they explain. Everything else asks the registry."""
+    """Docstrings may name formats. All other code asks the registry."""
     found = []
     for module, path in MODULES.items():
         if module.partition(".")[0] not in ROOMS:
@@ -172,7 +172,7 @@ def test_no_format_is_named_outside_its_folder() -> None:
 
 
 def test_detecting_imports_no_writer() -> None:
-    """Nor pyarrow, but for a folder with a parquet index, whose metadata only pyarrow reads."""
+    """Nor pyarrow, except for a folder with a parquet index, whose metadata only pyarrow can read."""
     code = f"""
         import sys
         from pathlib import Path
@@ -219,13 +219,13 @@ ON_PATHS = {
     "tokens.placing": "puts what was built in its place",
     "tokens.shards": "writes",
 }
-"""Rooms that work on local paths, and why; all others read user data through ``Location``."""
+"""Modules that work on local paths, with reasons. All others read user data through ``Location``."""
 PAST_LOCATION = {"glob", "rglob", "iglob", "iterdir", "scandir", "listdir", "walk", "is_file", "is_dir", "isfile", "isdir",
                  "read_bytes", "read_text", "memmap", "fromfile", "st_size", "st_mtime_ns", "fstat", "lexists"}  # fmt: skip
 
 
 def reads_paths(module: str) -> list[str]:
-    """Where a room reads a file or lists a folder past ``Location``."""
+    """Places where a module reads a file or lists a folder without ``Location``."""
     tree = ast.parse(MODULES[module].read_text())
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     own |= {alias.asname or alias.name for x in ast.walk(tree) if isinstance(x, ast.ImportFrom) for alias in x.names}
@@ -243,7 +243,7 @@ def reads_paths(module: str) -> list[str]:
 
 
 def on_paths(module: str) -> str | None:
-    """The entry of ``ON_PATHS`` that allows a room to work on paths."""
+    """The entry of ``ON_PATHS`` that allows a module to work on paths."""
     parts = module.split(".")
     if parts[0] == "formats" and len(parts) > 2 and f"formats.*.{parts[2]}" in ON_PATHS:
         return f"formats.*.{parts[2]}"
@@ -287,7 +287,7 @@ TWICE = {
     "Batch": "actshard.Batch and actshard.tokens.Batch are public",
     "Stream": "the native half of actshard.Stream",
 }
-"""Names of two types, and why; ``compat`` uses the names of the originals."""
+"""Names used by two types, with reasons. ``compat`` uses the names of the originals."""
 
 
 def test_a_type_name_means_one_thing() -> None:
@@ -306,7 +306,7 @@ def test_a_type_name_means_one_thing() -> None:
 
 
 def test_rooms_and_functions_are_short() -> None:
-    """Lines of a file, and of a function without its docstring. Tests may hold long tables."""
+    """Lines of a file, and of a function without its docstring. Tests may contain long tables."""
     tests = [path for path in Path(__file__).parent.rglob("*.py") if not path.is_relative_to(GOLDEN)]
     functions = {}
     rooms = {str(path): path.read_text().count("\n") for path in [*MODULES.values(), *tests]}

@@ -1,5 +1,5 @@
-"""204 kills at random moments of writing, converting and merging: nothing that was reported as safe is lost, and nothing
-half-done is ever taken for a dataset. ``ACTSHARD_KILLS`` asks for more of each of the twelve."""
+"""204 kills at random times while writing, converting and merging: data reported as safe are never lost, and incomplete
+datasets never open. ``ACTSHARD_KILLS`` sets the number of kills for each of the twelve cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns that a parquet index declares as dictionaries, such as pandas' categories."""
+"""Columns declared as dictionaries in a parquet index, such as pandas categories."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import actshard
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_damaged_codes_of_categories_are_refused_or_read_as_valid_ones(tmp_path: Path, nested: bool) -> None:
-    """pyarrow does not hold codes against their dictionary: a cast would read beyond it. In lists it ended the process."""
+    """pyarrow does not check codes against their dictionary: a cast would read out of bounds; in lists it crashed the process."""
     with actshard.create(tmp_path / "d", "lmprobe", layers=[4], d_model=2) as writer:
         writer.append(np.ones((64, 1, 2, 2), np.float32), columns={"text": [f"t{i}" for i in range(64)]})
     part = next((tmp_path / "d").rglob("*.parquet"))

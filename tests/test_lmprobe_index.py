@@ -1,4 +1,4 @@
-"""lmprobe's index, odd as it comes: columns, versions, descriptors and parts read right, or are refused in one clear line."""
+"""Unusual lmprobe indexes: columns, versions, descriptors and parts are read correctly, or rejected with a clear error."""
 
 from __future__ import annotations
 
@@ -608,7 +608,7 @@ def test_damaged_bytes_anywhere_in_the_index_read_or_are_refused(lmprobe_copy: C
             assert store.table.num_rows == store.num_examples
             store.last_tokens(store.layers[0])
         except actshard.ActshardError as error:
-            assert len(str(error).splitlines()) == 1  # noqa: PT017 -- which bytes matter is pyarrow's business
+            assert len(str(error).splitlines()) == 1  # noqa: PT017 -- which bytes matter depends on pyarrow
             refused += 1
     assert refused > 10
 
@@ -632,7 +632,7 @@ def test_index_that_is_a_broken_link_is_missing(lmprobe_copy: Copy) -> None:
 
 
 def test_texts_that_repeat_are_not_expanded(lmprobe_copy: Copy) -> None:
-    """A few kB of parquet can hold the same long text thousands of times: it is read once, and heads and blocks are small."""
+    """A few kB of parquet can contain the same long text thousands of times: it is decoded once, and heads and blocks are small."""
     path = lmprobe_copy("pooled_f32")
     (part,) = (path / "index").glob("*.parquet")
     table = pq.read_table(part)
@@ -697,7 +697,7 @@ def test_token_counts_of_another_type_are_a_finding(lmprobe_copy: Copy) -> None:
 
 
 def test_prompts_that_share_a_text_are_found_by_verify(lmprobe_copy: Copy) -> None:
-    """lmprobe finds rows by text: it reads the last one's for all."""
+    """lmprobe finds rows by text: of equal texts it reads the last one's rows for all."""
 
     def texts(make: Callable[[int], Any]) -> Any:
         return lambda table, meta: table.set_column(

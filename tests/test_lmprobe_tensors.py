@@ -1,4 +1,4 @@
-"""lmprobe's tensor files and patterns, odd as they come: each reads right, or is refused in one clear line."""
+"""Unusual lmprobe tensor files and patterns: each is read correctly, or rejected with a clear error."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ HOSTILE = [
     ["{layer}{shard}"],
     "{layer}{shard}\ud800",
 ]
-SHARD_ONLY = "tensors/{shard}.safetensors"  # good for tensors that keep all their layers in one file
+SHARD_ONLY = "tensors/{shard}.safetensors"  # valid for tensors with all layers in one file
 CLIMBING = [
     "../x{layer}{shard}",
     "tensors/../../x{layer}{shard}",

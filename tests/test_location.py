@@ -1,4 +1,4 @@
-"""A location lists, stats and reads the same wherever its bytes lie, and raises only actshard's errors."""
+"""Local and in-memory locations list, stat and read alike, and raise only actshard's errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_names_lead_down_and_never_elsewhere(root: Location) -> None:
 
 
 def where(location: Location) -> Path:
-    """How an error names a location."""
+    """How error messages show a location."""
     return location.local if location.is_local else location  # type: ignore[return-value]
 
 

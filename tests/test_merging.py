@@ -1,4 +1,4 @@
-"""What merge() promises: parts in their order, every row and column, files renamed where they can be; again and again."""
+"""Guarantees of merge(): parts in order, every row and column, files renamed where possible; calls can be repeated."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_files_are_renamed_and_only_saevs_are_copied(tmp_path: Path) -> None:
         rows = [p for p in made.rglob("*") if p.suffix in ends or (p.parent.name == "activations" and p.name[0] != ".")]
         moved = [p for p in rows if p.stat().st_ino in inodes]
         if format == "saev":
-            assert own["max_tokens_per_shard"] == 24  # four examples: 5 and 3 and 7 have to be cut anew
+            assert own["max_tokens_per_shard"] == 24  # four examples: parts of 5, 3 and 7 are split again
             assert moved
             assert len(moved) < len(rows)
         else:
@@ -184,7 +184,7 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path) -> None:
 
 
 def test_machines_of_others_are_merged(tmp_path: Path) -> None:
-    """Pickle shards of several machines, as the text has them: one folder and one list, numbers unique."""
+    """Pickle shards of several machines, as in the text: merged to one folder and one list, with unique numbers."""
     source = GOLDEN / "pickle/numpy2_proto4"
     ids = json.loads((source / "metadata.json").read_text())["shards"]
     made = actshard.merge(tmp_path / "d", [source])
@@ -195,7 +195,7 @@ def test_machines_of_others_are_merged(tmp_path: Path) -> None:
 
 
 def one(path: Path, format: str, value: float = 1, n: int = 3, **options: Any) -> Path:
-    """A small dataset; its samples are numbered from `value` where numbers have to be unique."""
+    """A small dataset. Samples are numbered from `value` if numbers must be unique."""
     columns = {"columns": {"sample_idx": [int(value) * 100 + i for i in range(n)]}} if format == "pickle" else {}
     with actshard.create(path, format, layers=LAYERS, d_model=WIDTH, **options) as writer:
         writer.append(np.full((n, 2, 3, WIDTH), value, np.float32), **columns)
@@ -351,7 +351,7 @@ def test_dumps_of_the_first_era_are_merged(tmp_path: Path) -> None:
 
 
 def test_parts_that_would_replace_a_finished_dump_are_kept(tmp_path: Path) -> None:
-    """The name is a hash of the configuration: the second extraction of one has the first's."""
+    """The name is a hash of the configuration, so a second extraction has the same name."""
     first = None
     for value in (1, 2):
         for i in range(2):
@@ -403,7 +403,7 @@ def test_a_merge_that_fails_removes_only_what_it_made(
     merge = formats.get(format).merger().run  # type: ignore[union-attr]
 
     def fails(plan: Any) -> Path:
-        if format != "saev":  # whose folder has its last name when it is whole
+        if format != "saev":  # saev's folder has its final name only when complete
             merge(plan)
         (target / "notes.txt").write_text("mine")
         raise actshard.FormatError("a source was changed")
@@ -417,7 +417,7 @@ def test_a_merge_that_fails_removes_only_what_it_made(
 @pytest.mark.parametrize("own_parts", [True, False])
 @pytest.mark.parametrize("format", ["zarr", "pickle", "lmprobe"])
 def test_parts_whose_columns_have_other_types_are_refused(tmp_path: Path, format: str, own_parts: bool) -> None:
-    """Numbers must not become texts because another part has other numbers. A column without values fits any."""
+    """Numbers must not become strings because another part has another type. A column without values fits any type."""
     paths = []
     labels: list[list[Any]] = [[0, 1], ["x", "y"] if format == "lmprobe" else [0.5, 1.5]]
     for i, values in enumerate(labels):
@@ -437,7 +437,7 @@ def test_parts_whose_columns_have_other_types_are_refused(tmp_path: Path, format
 def test_a_part_of_a_dataset_that_is_finished_is_refused_and_leaves_it_as_it_is(
     tmp_path: Path, format: str, options: dict[str, bool]
 ) -> None:
-    """A job that runs again after the merge: its part would lock up what was made of the first run's."""
+    """A job that runs again after the merge: its part would block the merged dataset."""
     wanted = write_parts(tmp_path / "d", format)
     actshard.merge(tmp_path / "d")
     before = tree(tmp_path / "d")
@@ -493,7 +493,7 @@ def test_a_merge_that_was_killed_at_once_is_told_by_open(
 def test_values_of_shards_and_parts_are_no_texts_where_one_type_holds_all(
     tmp_path: Path, format: str, together: str, first: Any, second: Any, wanted: Any
 ) -> None:
-    """Empty lists, nulls and narrower numbers in one shard or part leave the values of the others as they are."""
+    """Empty lists, nulls and narrower numbers in one shard or part do not change the values of the others."""
     if together == "physical" and format != "zarr":
         pytest.skip("physical is for Zarr")
     acts = np.ones((2, 1, 3, 2), np.float32)
@@ -522,7 +522,7 @@ def test_values_of_shards_and_parts_are_no_texts_where_one_type_holds_all(
 def test_a_part_is_refused_while_a_merge_is_unfinished(
     tmp_path: Path, format: str, stop: int, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the merge has moved lies in the dataset's folder, and nowhere else."""
+    """What the merge has moved is in the dataset's folder and nowhere else."""
     from actshard import merging
 
     wanted = write_parts(tmp_path / "d", format)
@@ -581,7 +581,7 @@ def test_files_of_others_beside_and_among_parts_stop_no_merge_and_are_kept(tmp_p
     beside = _user_files(path, "README.md", "slurm-17_0.out", ".DS_Store", "train.log", "logs/0.txt")
     among = _user_files(path / ".parts", "slurm-17_1.out", ".DS_Store")
     among |= _user_files(part, "notes.txt", "logs/1.txt", "model.txt") | _user_files(dataset, "run.log")
-    # Names that a writer makes, in folders that are no part's.
+    # Names that a writer creates, in folders that are not parts.
     among |= _user_files(
         path / ".parts/runs", "config.json", "metadata.json", "20241103", "shard_0001.pkl", "labels.bin"
     )
@@ -643,7 +643,7 @@ def test_what_a_merge_would_write_over_is_refused_before_the_first_part(tmp_path
 
 
 def test_a_part_of_a_saev_dump_that_is_written_again_names_the_finished_one(tmp_path: Path) -> None:
-    """saev's folder holds any number of dumps, so that parts are those of another one; a job that ran again is told of it."""
+    """saev's folder may contain several dumps, so new parts belong to another dump. A repeated job is told about the first."""
     wanted = write_parts(tmp_path / "d", "saev")
     made = actshard.merge(tmp_path / "d")
     before = tree(made)

@@ -1,4 +1,4 @@
-"""Rows at offsets of files: headerless memmaps, arrays after headers, files of their own."""
+"""Rows at file offsets: memmaps without headers, arrays after headers, one file per array."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_rows_of_two_arrays_are_those_of_numpy(tmp_path: Path, mode: str, dtype:
     prompt, response = _array((n, groups, p, width), dtype), _array((n, groups, s, width), dtype)
     for name, array in (("p", prompt), ("s", response)):
         (tmp_path / name).write_bytes(b"x" * start + array.tobytes() + b"tail")
-    # Examples in any order, with gaps, and of any lengths.
+    # Examples in any order, with gaps, and of any length.
     index = np.array([4, 0, 5, 2], np.uint64)
     lengths = [np.array([5, 0, 3, 1], np.uint32), np.array([1, 4, 0, 2], np.uint32)]
     swapped = dtype.startswith(">")
@@ -94,7 +94,7 @@ def test_arrays_of_npy_files_are_rows_after_their_headers(tmp_path: Path) -> Non
         ((1 << 64) - 8, (1 << 40) - 1, actshard.FormatError),
         (0, (1 << 64) - 1, actshard.FormatError),
         (0, 1 << 40, actshard.FormatError),
-        (0, 9, actshard.FormatError),  # the layout names a tenth row
+        (0, 9, actshard.FormatError),  # the layout refers to a tenth row
     ],
 )
 def test_offsets_that_no_file_has_are_refused(tmp_path: Path, start: int, rows: int, error: type[Exception]) -> None:

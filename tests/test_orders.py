@@ -1,7 +1,7 @@
-"""The order of a stream is a promise: it depends on the data's shape, the seed and the settings, and on nothing else, for ever.
+"""The order of a stream never changes: it depends only on the data's shape, the seed and the settings.
 
-Each digest is of (example, token, layer) of every row of two epochs, batch by batch, of every rank in turn. A digest that
-changes means that runs of users cannot be resumed or repeated: mend the code, not the digest.
+Each digest covers (example, token, layer) of every row of two epochs, batch by batch, of every rank in turn. If a digest changes,
+users can no longer resume or repeat runs: fix the code, not the digest.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ SHUFFLES = (None, "window", "exact")
 
 
 def long_examples(folder: Path) -> actshard.Store:
-    """Examples of 200 KiB each: units of a window are pieces of them."""
+    """Examples of 200 KiB each, larger than the units of a window."""
     return created(folder, "saev", np.zeros((9, 1, 100, 512), "f4"))
 
 
 def many_rows(folder: Path) -> actshard.Store:
-    """More rows than are shuffled in a table."""
+    """Too many rows for a shuffled table."""
     return created(folder, "saev", np.zeros((350, 1, 200, 1), "f4"))
 
 
 def ragged(folder: Path) -> actshard.Store:
-    """Examples of 0 to 40 rows of 4 KiB, so that some are cut into pieces and some are not."""
+    """Examples of 0 to 40 rows of 4 KiB, so that some are larger than a unit."""
     lengths = np.random.default_rng(1).integers(0, 41, 25).astype("i4")
     return opened(write_store(folder / "s.zarr", np.zeros((25, 1, 40, 1024), "f4"), lengths, (1, 1, 40, 1024)))
 
@@ -106,7 +106,7 @@ def test_orders_are_what_they_ever_were(name: str, tmp_path: Path) -> None:
         digest = hashlib.sha256()
         for rows in (17, 60, 1 << 20) if shuffle == "window" else (1,):
             if large and rows == 17:
-                rows = 700  # noqa: PLW2901 -- one window of many pieces
+                rows = 700  # noqa: PLW2901 -- one window of many units
             for ranks in (1, 3):
                 for layers, interleave in ((store.layers[0], False), ("all", False), ("all", True)):
                     if interleave and len(store.layers) == 1 and large:

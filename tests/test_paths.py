@@ -1,4 +1,4 @@
-"""Every verb takes a local path, and refuses in one line what cannot be one; nothing is made on the way."""
+"""Every verb takes a local path, rejects others in one line, and creates nothing in that case."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BAD = {
     "s3://bucket/x": "remote paths are not supported",
     "gs://bucket/cache/train": "remote paths are not supported",
     "hf://datasets/a/b": "remote paths are not supported",
-    Path("s3://bucket/x"): "remote paths are not supported",  # pathlib made s3:/bucket/x of it
+    Path("s3://bucket/x"): "remote paths are not supported",  # pathlib changed s3:// to s3:/
     "a\0b": "null",
     "a\ud800b": "lone surrogate",
     "x" * 5000: "too long",

@@ -1,4 +1,4 @@
-"""Beside the original libraries: torch and lmprobe 0.10.3."""
+"""Comparison with the original libraries: torch and lmprobe 0.10.3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def torch() -> Any:
 
 
 class Rows:
-    """The dataset people write: one row per index."""
+    """A dataset as users write it: one row per index."""
 
     def __init__(self, store: actshard.Store) -> None:
         self.store = store
@@ -60,7 +60,7 @@ def test_torch_types_are_types(torch: Any, name: str) -> None:
     assert got.dtype.name == name
     for shape in ((2, store.d_model), (2 * store.d_model,)):
         out = torch.full((4, *shape), 9, dtype=dtype)
-        part = out[1]  # a tensor that begins inside another's memory
+        part = out[1]  # a tensor that starts within another's memory
         assert store.gather(5, [1, 2], 3, out=part, dtype=dtype) is part
         assert torch.equal(part.reshape(want.shape), want)
         assert part.view(-1).view(torch.uint8).numpy().tobytes() == got.tobytes()
@@ -107,7 +107,7 @@ def test_dataloader_workers_read_every_row(torch: Any, method: str, workers: int
 
 @pytest.fixture
 def lmprobe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], Any]:
-    """lmprobe reading a folder as if it had been downloaded."""
+    """Lets lmprobe read a folder as if it were downloaded."""
     monkeypatch.setenv("LMPROBE_CACHE_DIR", str(tmp_path))
     pytest.importorskip("lmprobe")
     import huggingface_hub
@@ -145,7 +145,7 @@ def test_last_tokens_equal_lmprobes_load_activations(lmprobe: Callable[[Path], A
 
 
 def _codecs(zarr: Any, version: int) -> list[dict[str, Any]]:
-    """What people pass to `create_array`, of every kind that actshard reads in another way."""
+    """Arguments of `create_array` for each kind of codec that actshard reads differently."""
     if version == 2:
         import numcodecs
 
@@ -172,7 +172,7 @@ def _codecs(zarr: Any, version: int) -> list[dict[str, Any]]:
 
 
 def test_a_codec_that_runs_code_is_never_handed_over(tmp_path: Path) -> None:
-    """numcodecs knows one called pickle."""
+    """numcodecs has a codec named pickle."""
     store = write_store(tmp_path / "s.zarr", np.ones((2, 1, 4, 3), "f4"), None, (1, 1, 4, 3))
     for field, codecs in (("filters", [{"id": "pickle"}]), ("compressor", {"id": "pickle"})):
         change(store / "arrays/activations/.zarray", lambda meta, f=field, c=codecs: meta | {f: c})
@@ -184,7 +184,7 @@ def test_a_codec_that_runs_code_is_never_handed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", ">f4"])
 def test_stores_written_by_zarr_python_read_equal(tmp_path: Path, version: int, dtype: str) -> None:
-    """The layouts and codecs of zarr-python 3, holes and ragged ends included."""
+    """The layouts and codecs of zarr-python 3, including missing chunks and partial edge chunks."""
     zarr = pytest.importorskip("zarr")
     if version == 3 and dtype == ">f4":
         pytest.skip("zarr-python keeps byte order in the codec of version 3, which is another case here")
@@ -217,7 +217,7 @@ def test_stores_written_by_zarr_python_read_equal(tmp_path: Path, version: int, 
 
 @pytest.mark.parametrize("variant", ["pooled_f32", "pooled_f16", "pooled_logits"])
 def test_compat_lmprobe_is_lmprobe(lmprobe: Callable[[Path], Any], variant: str) -> None:
-    """The same call, on the folder and through lmprobe's own download and cache."""
+    """The same call on a folder, and through lmprobe's own download and cache."""
     from actshard.compat import lmprobe as ours
 
     folder = GOLDEN / "lmprobe" / variant
@@ -264,7 +264,7 @@ def test_compat_zarr_is_zarr_python() -> None:
 
 @pytest.mark.filterwarnings("ignore::actshard.ActshardWarning")
 def test_streams_of_what_python_decodes_end_when_they_are_left(tmp_path: Path) -> None:
-    """The reading thread needs the GIL then, and whoever ends it may hold it."""
+    """The reading thread then needs the GIL, which the thread that stops it may hold."""
     zarr = pytest.importorskip("zarr")
     import numcodecs
 
@@ -286,7 +286,7 @@ def test_streams_of_what_python_decodes_end_when_they_are_left(tmp_path: Path) -
             del native
 
 
-# -- what the original systems read of what we write --------------------------------------------------------------------
+# -- the original systems read our files --------------------------------------------------------------------
 
 
 def made(path: Path, format: str, *, pooled: bool = False, dtype: str = "float32", **own: Any) -> list[np.ndarray]:
@@ -314,7 +314,7 @@ def test_lmprobe_reads_pooled_datasets_of_ours(lmprobe: Callable[[Path], Any], t
 
 
 def test_lmprobe_reads_last_tokens_of_full_sequences_of_ours(lmprobe: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Its reading of all tokens is known to be wrong on its own data (shared notes); last tokens are what it gets right."""
+    """lmprobe reads all tokens of its own data wrongly (shared notes), so only last tokens are compared."""
     wanted = made(tmp_path / "d", "lmprobe", shard_bytes=1500, storage="full_sequence")
     theirs = lmprobe(tmp_path / "d")
     found = theirs.load_activations("golden/ours", show_progress=False)

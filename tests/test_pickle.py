@@ -1,4 +1,4 @@
-"""Shards are parsed and never unpickled: what the standard unpickler reads is read, and nothing else is done."""
+"""Shards are parsed and never unpickled: values equal those of the standard unpickler, and no code runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_golden_shards_equal_expected(variant: Path, io: str) -> None:
         assert layer in table["layers"][i].as_py()
         for name, value in (x["metadata"] or {}).items():
             got = table[name][i].as_py()
-            # A list of numbers and strings has no arrow type and comes as JSON text.
+            # A list of numbers and strings has no arrow type and is returned as JSON text.
             assert (json.loads(got) if isinstance(value, list) and isinstance(got, str) else got) == value, name
 
 
@@ -74,7 +74,7 @@ def test_hostile_shards_do_what_cases_say(case: str, io: str) -> None:
 
 
 def test_hostile_shards_take_no_memory_and_end() -> None:
-    """All of them in one fresh process: 64 MB more than the process takes by itself; one that hangs hits the time limit."""
+    """All of them in one new process: 64 MB more than the process itself; a hang exceeds the time limit."""
     code = (
         "import json, resource, sys, time, warnings; warnings.simplefilter('ignore'); import actshard, pyarrow\n"
         f"root = {str(GOLDEN / 'pickle')!r}; cases = json.load(open(root + '/hostile/cases.json'))\n"
@@ -116,7 +116,7 @@ def test_checksums_can_be_left_out() -> None:
     assert opened(folder, checksums=False).num_examples > 0
 
 
-# --- the machine, beside the real thing -------------------------------------------------------------------------------
+# --- the parser, compared with the standard unpickler -----------------------------------------------------------------
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(), st.binary(),
@@ -156,7 +156,7 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray | np.generic):
-        # numpy turns some big-endian arrays around while it reads them; which byte order they then have is its own affair.
+        # numpy byte-swaps some big-endian arrays on reading, so byte orders may differ.
         native = [x.astype(x.dtype.newbyteorder("=")) for x in (a, b)]
         return native[0].dtype == native[1].dtype and a.shape == b.shape and native[0].tobytes() == native[1].tobytes()
     if isinstance(a, list | tuple):
@@ -173,14 +173,12 @@ def same(a: Any, b: Any) -> bool:
 def test_what_the_stock_pickler_writes_is_read_as_the_stock_unpickler_reads_it(
     value: Any, protocol: int, data: st.DataObject
 ) -> None:
-    shared = [value, value]  # what is one object stays one
+    shared = [value, value]  # shared objects stay shared
     pickler = data.draw(st.sampled_from(["c", "python", "optimized"]))
     file = stdio.BytesIO()
     try:
         (pickle._Pickler if pickler == "python" else pickle.Pickler)(file, protocol).dump(shared)  # type: ignore[attr-defined]
-    except (
-        AssertionError
-    ):  # the Python pickler of CPython 3.11 fails over two empty arrays: both are b"", which it memoizes twice
+    except AssertionError:  # the Python pickler of CPython 3.11 fails for two empty arrays: it memoizes b"" twice
         assume(pickler != "python")
         raise
     raw = pickletools.optimize(file.getvalue()) if pickler == "optimized" else file.getvalue()
@@ -246,7 +244,7 @@ def test_shards_that_contradict_their_metadata_are_refused(tmp_path: Path, funct
     folder = dataset(tmp_path / "d")
     change(folder, function)
     if said is None:
-        return opened(folder).close()  # declared too small, but no bomb: there is room for small things
+        return opened(folder).close()  # the declared size is too small, but small shards may exceed it
     with refuses(actshard.FormatError, folder / "shard_0001.pkl.gz", said):
         opened(folder)
 
@@ -278,7 +276,7 @@ def test_arrays_over_one_buffer_in_two_byte_orders_are_two_arrays(tmp_path: Path
 
 
 def test_special_files_in_place_of_shards_are_errors(tmp_path: Path, io: str) -> None:
-    """In a process of its own: a pipe that is opened waits for ever."""
+    """In a separate process, because opening a pipe may block."""
     for special in ("fifo", "zero", "folder"):
         for i in (1, 2):
             folder = dataset(tmp_path / f"{special}{i}{io}", shards=2, per=2)
@@ -316,7 +314,7 @@ def test_a_compressed_shard_that_was_cut_short_says_so(tmp_path: Path) -> None:
 
 
 def test_limits_follow_from_the_bytes_that_are_there(tmp_path: Path) -> None:
-    """Metadata that declare terabytes do not make 300 kB inflate to more than decoded_memory."""
+    """Metadata that declare terabytes do not raise the inflation limit of a 300 kB file above decoded_memory."""
     rows = np.zeros((40_000, 1000), np.float32)  # 160 MB
     folder = write(tmp_path / "d", [{"layer_0": [item(0, rows)]}])
     change(
@@ -327,7 +325,7 @@ def test_limits_follow_from_the_bytes_that_are_there(tmp_path: Path) -> None:
     )
     with refuses(actshard.FormatError, folder / "shard_0001.pkl.gz", "inflates to more than the 67108864 bytes"):
         opened(folder, decoded_memory=0)
-    assert opened(folder).num_examples == 1  # the user's own 1 GiB
+    assert opened(folder).num_examples == 1  # the user's own limit of 1 GiB
 
 
 def test_dicts_with_other_keys_in_each_shard_take_no_more_memory_than_their_text(tmp_path: Path) -> None:

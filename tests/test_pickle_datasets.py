@@ -1,4 +1,4 @@
-"""Datasets of pickle shards: rows of many shards and machines, within a budget, by threads and processes."""
+"""Datasets of pickle shards: rows of many shards and machines, within a budget, with threads and processes."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_random_rows_over_many_shards_do_not_inflate_per_row(tmp_path: Path) -> 
     kept = opened(folder)
     for _ in range(3):
         assert np.array_equal(kept.gather(9, e, -1), want)
-    assert kept._rows.inflated == 8  # each once, and then they are kept
+    assert kept._rows.inflated == 8  # each was inflated once and cached
     one_at_a_time = opened(folder, decoded_memory="3kB")
     assert np.array_equal(one_at_a_time.gather(9, e, -1), want)
-    # Looked into once, and at most once more for their rows: the budget holds one of them.
+    # Inflated once for metadata, and at most once more for rows: the budget is one shard.
     assert one_at_a_time._rows.inflated <= 17
     assert np.array_equal(opened(folder, decoded_memory=0).gather(9, e, -1), want)
 
@@ -144,7 +144,7 @@ def test_a_sample_in_two_shards_is_an_error_that_names_both(tmp_path: Path, spar
         write(root / f"m{machine}", [{"layer_1": [item(machine * 4 + k * step, values(k, 1, 2)) for k in range(5)]}])
     with refuses(actshard.FormatError, root / "m0/shard_0001.pkl.gz", "sample_idx 4 is in .*m1/shard_0001.pkl.gz too"):
         opened(root)
-    # Ranges that only overlap are no fault.
+    # Overlapping ranges alone are not an error.
     write(root / "m1", [{"layer_1": [item(5 + k * 10, values(k, 1, 2)) for k in range(5)]}])
     if sparse:
         assert opened(root).num_examples == 10
@@ -155,7 +155,7 @@ def test_shards_without_ranges_are_looked_into_once_to_compare_their_numbers(tmp
     change(folder, lambda m: [s.pop("sample_id_range") for s in m["shards"]])
     assert (
         opened(folder, decoded_memory=0)._rows.inflated <= 12 + 2
-    )  # the first is opened for its type and its columns, too
+    )  # the first shard is also opened for dtype and columns
 
 
 @settings(max_examples=200, deadline=None)
@@ -281,7 +281,7 @@ def test_examples_of_several_types_are_read_with_dtype(
             assert seen == sum(map(len, rows))
         wide = np.concatenate(rows, dtype=np.float64)
         assert np.allclose(store.stats(0).mean, wide.mean(0), rtol=1e-9, atol=1e-12)
-    # Without dtype=, rows of the store's own type are as stored, and others an error.
+    # Without dtype=, rows of the store's dtype are unchanged, and others raise an error.
     for i, r in enumerate(native):
         if r.dtype == store.dtype or not len(r):
             assert np.array_equal(store.sequence(i, 0), r)
@@ -356,7 +356,7 @@ def test_info_does_not_inflate_a_large_folder_to_count_tokens(tmp_path: Path, mo
 
 
 def test_a_shard_that_fits_the_budget_is_inflated_once_however_often_it_is_read(tmp_path: Path) -> None:
-    """Also where two would not fit: it must not be thrown out to make room for itself."""
+    """Also if two would exceed the budget: a shard must not evict itself."""
     with actshard.create(tmp_path / "d", "pickle", layers=[0, 1], d_model=64, shard_bytes=300_000) as writer:
         writer.append(np.random.default_rng(0).standard_normal((30, 2, 20, 64)).astype(np.float32))
     store = actshard.open(tmp_path / "d", decoded_memory=450_000)
@@ -382,18 +382,18 @@ def test_a_shard_that_is_replaced_is_not_read_by_the_index_of_the_old_one(
     store = opened(folder, io, decoded_memory=0)
     assert store.token_counts.sum() == 21
     path = folder / f"shard_0001.pkl{'.gz' if gz else ''}"
-    # The same samples, their rows in another order in the file: old offsets are of other samples.
+    # Same samples, other order in the file: old offsets point to other samples.
     made = {f"layer_{k}": [item(s, values(s, k)) for s in reversed(range(6))] for k in (3, 9)}
     data = pickle.dumps(made, 4)
     new = tmp_path / "new"
     new.write_bytes(gzip.compress(data, 1) if gz else data)
-    store.gather(3, 11, 0)  # another shard's
+    store.gather(3, 11, 0)  # of another shard
     new.replace(path)
     said = "checksum|size_bytes" if checked else "replaced or changed after it was indexed"
     with pytest.raises(actshard.ActshardError, match=said) as caught:
         store.gather(3, 4, 3)
     assert caught.value.path == path
-    # What was not replaced is still read.
+    # Shards that were not replaced still read.
     assert np.array_equal(store.gather(3, 11, 0)[0], values(11, 3)[0])
 
 
@@ -402,12 +402,12 @@ def test_a_plain_shard_that_is_replaced_after_its_first_look_is_compared_when_it
 ) -> None:
     folder = dataset(tmp_path / "d", shards=2, per=6, gz=False)
     store = opened(folder, io)
-    assert store.token_counts.sum() == 21  # looked into, not opened for rows
+    assert store.token_counts.sum() == 21  # scanned, but not opened for rows
     path = folder / "shard_0002.pkl"
     raw = path.read_bytes()
     touched = tmp_path / "same"
     touched.write_bytes(raw)
-    touched.replace(path)  # the same bytes in another file
+    touched.replace(path)  # the same bytes in a new file
     assert np.array_equal(store.gather(3, 9, 0)[0], values(9, 3)[0])
     other = opened(folder, io)
     assert other.token_counts.sum() == 21

@@ -1,4 +1,4 @@
-"""Views, truncation, forks, threads, signals, descriptors: a store keeps its promises in the programs people write."""
+"""Views, truncation, forks, threads, signals, descriptors: guarantees of a store in real programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values() -> np.ndarray:
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """Four shards of 184 kB rows: gathers of it use the thread pool."""
+    """Four shards with rows of 184 kB, so that gathers use the thread pool."""
     eps = 10
     metadata = {
         "family": "clip",
@@ -89,7 +89,7 @@ def test_lmprobe_rows_that_lie_together_are_a_view() -> None:
     one = int(np.flatnonzero(store.token_counts == 1)[0])
     many = int(np.argmax(store.token_counts))
     assert np.shares_memory(store.sequence(one, 0), store.sequence(one, 0))
-    assert store.sequence(many, 0).flags.owndata  # its last token lies in another shard
+    assert store.sequence(many, 0).flags.owndata  # its last token is in another shard
 
 
 def test_pread_gives_copies(dataset: Path) -> None:
@@ -112,16 +112,16 @@ def test_closed_store_refuses_to_read(dataset: Path) -> None:
 
 
 def open_files(folder: Path) -> int:
-    """Descriptors of this process that are files under a folder."""
+    """This process's descriptors of files below a folder."""
     found = 0
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists them is gone by now
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself is closed
             found += str(link.readlink()).startswith(str(folder))
     return found
 
 
 def mappings(folder: Path) -> int:
-    """Mappings of this process that are of files under a folder."""
+    """This process's mappings of files below a folder."""
     return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -134,12 +134,12 @@ def test_closed_rows_keep_no_descriptor_and_no_mapping_but_those_of_views(datase
     view = store.sequence(7, 3)
     rows.close()
     assert open_files(dataset) == 0
-    assert mappings(dataset) == 1  # the view's own
+    assert mappings(dataset) == 1  # the mapping of the view
     assert np.array_equal(bits(view), bits(values()[7, 0]))
     del view
     gc.collect()
     assert mappings(dataset) == 0
-    rows.close()  # a second time is nothing
+    rows.close()  # closing twice is allowed
     one = np.zeros(1, np.int64)
     for read in (
         lambda: rows.gather(0, 0, 0, None, None),
@@ -354,7 +354,7 @@ print("all")
 
 
 def run(script: str, *args: object, **environment: str) -> str:
-    """What a script prints, in a process of its own; one that hangs fails."""
+    """Output of a script in a separate process. A hang fails."""
     command = [sys.executable, "-W", "ignore", "-c", script, *map(str, args)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env={**os.environ, **environment}, check=False
@@ -521,15 +521,15 @@ def test_an_idle_store_gives_its_descriptors_to_one_that_is_read(tmp_path: Path)
 def test_a_panic_is_an_internal_error(detached: bool, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(actshard.InternalError, match="on purpose"):
         actshard._native.panic_for_test(detached)
-    capfd.readouterr()  # Rust tells of it too
+    capfd.readouterr()  # Rust prints the panic, too
 
 
 def test_every_native_function_that_can_fail_goes_through_a_gate() -> None:
-    """Only constants and fields are returned without: a panic elsewhere would be an exception that no one catches."""
+    """Only constants and fields are returned without the gate: a panic elsewhere would be an uncatchable exception."""
     plain = {"dtypes", "error_kinds", "finding_codes", "header_reasons", "num_threads", "looks"}
     plain |= {"descr", "width", "io", "batches", "items", "window", "inflated", "table_bytes", "used", "has_shapes"}
     plain |= {"num_rows", "num_elements", "piece", "units", "unit_bytes", "take_overflows"}
-    plain |= {"stored_types"}  # everything but naming the types it found is behind `detached`
+    plain |= {"stored_types"}  # only naming the dtypes found runs outside `detached`
     plain |= {"parameters", "jax_key", "jax_fold_in", "jax_randint30"}
     found = 0
     for source in (Path(__file__).parents[1] / "rust/py/src").rglob("*.rs"):

@@ -1,4 +1,4 @@
-"""One renderer shows the progress of every command, whatever signature its verb reports in."""
+"""All commands show progress alike, whatever the callback signature of their verb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked for, in which words, and what comes back."""
+"""Arguments of reading methods, their spellings, and the results."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
         out[rng.randrange(len(out))] = rng.randrange(256)
         return bytes(out)
     header = data[8 : 8 + n].decode()
-    if how == 3:  # another number in place of one
+    if how == 3:  # replaces one number
         digits = [i for i, c in enumerate(header) if c.isdigit()]
         if digits:
             i = rng.choice(digits)
@@ -314,7 +314,7 @@ def test_headers_agree_with_safetensors_on_thousands_of_files() -> None:
 
 
 def test_overflows_are_counted_as_ml_dtypes_casts() -> None:
-    """Finite values that are infinite (or NaN, where the type has no infinity) after the cast."""
+    """Finite values that become infinite (or NaN in types without infinity) when cast."""
     import ml_dtypes
 
     from actshard import _native

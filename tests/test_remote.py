@@ -1,4 +1,4 @@
-"""Formats read through locations: a dataset in memory is detected, checked and, but for its rows, opened like one on the disk."""
+"""Formats read through locations: a dataset in memory is detected, checked and opened (except rows) like one on disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATASETS = {
 
 
 ROWS_ARE_CHECKED = ("pickle", "lmprobe")
-"""Their check looks into the rows, which only the core can do."""
+"""Formats whose check reads rows, which only the core can do."""
 
 
 def places() -> list[Any]:
@@ -68,7 +68,7 @@ def test_a_dataset_in_memory_is_detected_and_checked(name: str, folder: Path) ->
         assert {code for code, *_ in checked(name, root)[0]} == {"unsupported"}
         return
     assert checked(name, root) == checked(name, folder)
-    # Damage is found as it is on the disk, and named by the location.
+    # Damage is found as on disk, and reported with the location.
     files = {k: v[: len(v) // 2] for k, v in root.storage.files.items()}  # type: ignore[attr-defined] -- the one in memory
     findings, _ = checked(name, Location.in_memory(files, "store") / folder.name)
     assert any(path.startswith("/") for *_, path in findings)

@@ -1,4 +1,4 @@
-"""What create() promises to whoever comes next: after a kill, a failure, a power cut, or beside another writer."""
+"""Guarantees of create() when resumed: after a kill, a failure or a power failure, or while another writer runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def lengths(format: str, *wanted: int) -> list[int]:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_longer_and_shorter_examples_follow_after_a_resume(tmp_path: Path, format: str) -> None:
-    """At default options: nothing that the first examples decide is decided again."""
+    """With default options: settings determined by the first examples are kept."""
     first, second, third = (examples(lengths(format, *n), 10 * i) for i, n in enumerate([(10, 9), (30, 2), (1, 50)]))
     writer = create(tmp_path / "d", format)
     for some in (first, second, third):
@@ -61,7 +61,7 @@ def test_longer_and_shorter_examples_follow_after_a_resume(tmp_path: Path, forma
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_was_written_and_not_counted_leaves_no_trace(tmp_path: Path, format: str) -> None:
-    """The next writer may give other examples than those that were lost."""
+    """The next writer may append other examples than those that were lost."""
     writer = create(tmp_path / "d", format)
     writer.append(examples(lengths(format, 3, 2)))
     writer.flush()
@@ -82,7 +82,7 @@ def test_what_was_written_and_not_counted_leaves_no_trace(tmp_path: Path, format
 
 
 def old_zarr(path: Path) -> None:
-    """What release 0.1 left: its journal does not know the chunk length."""
+    """Files of release 0.1, whose journal lacks the chunk length."""
     writer = create(path, "zarr")
     writer.append(examples([10, 9]))
     writer.flush()
@@ -121,7 +121,7 @@ def test_a_zarr_store_whose_chunks_differ_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_same_call_resumes(tmp_path: Path, format: str) -> None:
-    """With tuples and keys that are numbers: the journal is JSON."""
+    """With tuples and numeric keys: the journal is JSON."""
     own: dict[str, Any] = {
         "saev": {"metadata": {"data": (1, {2: 3})}},
         "zarr": {"metadata": {"a": (1, (2,)), "b": {1: 2.5}, "c": "\ud800"}},
@@ -139,7 +139,7 @@ def test_the_same_call_resumes(tmp_path: Path, format: str) -> None:
 def test_a_writer_that_finds_the_dataset_finished_under_the_lock_takes_it(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes resume at once: the second looks while the first finishes, and gets the lock after it."""
+    """Two processes resume at once: the second checks while the first finishes, and acquires the lock afterwards."""
     own = {"num_examples": 2, "tokens_per_example": 4}
     writer = create(tmp_path / "d", format, **own)
     writer.append(examples([4, 4]))
@@ -161,7 +161,7 @@ def test_a_writer_that_finds_the_dataset_finished_under_the_lock_takes_it(
 
 
 def test_a_lock_whose_file_is_removed_meanwhile_is_not_held(tmp_path: Path) -> None:
-    """Who finishes removes the file: a lock on a file without a name would let a second writer in."""
+    """A finished writer deletes the lock file: a lock on a deleted file would let a second writer in."""
     path = tmp_path / "d"
     code = (
         "import actshard, fcntl, os, sys\n"
@@ -212,7 +212,7 @@ def test_a_writer_that_failed_lets_the_next_in(tmp_path: Path, format: str, monk
 
 
 def test_an_interrupted_append_loses_nothing_that_was_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a block is handed over: whether it is on its way is not known, and the writer does not go on."""
+    """Ctrl-C while a block is passed to the background: whether it will be written is unknown, so the writer stops."""
     writer = create(tmp_path / "d", "zarr")
     writer.append(examples([4, 4]))
 
@@ -301,7 +301,7 @@ def test_a_lock_that_cannot_be_written_is_an_error_of_ours(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_dataset_can_be_made_under_any_name(tmp_path: Path, format: str) -> None:
-    """One that is not UTF-8, too."""
+    """Also a path that is not UTF-8."""
     path = tmp_path / os.fsdecode(b"caf\xe9 \xff")
     writer = create(path, format)
     columns = None if format == "saev" else {"label": [1, 2]}
@@ -327,7 +327,7 @@ def test_what_a_kill_left_in_a_finished_dataset_is_removed_by_the_next_call(
     folder.mkdir()
     for name in left:
         (folder / name).write_text('{"actshard":1,"config":{}}\n{"finished":true}\n' if "journal" in name else "")
-    check(writer.path, examples([4]))  # a reader does not mind, and removes nothing
+    check(writer.path, examples([4]))  # readers ignore it and remove nothing
     assert folder.exists()
     with refuses(actshard.ExistsError, writer.path, "exist_ok"):
         create(tmp_path / "d", format, **own)
@@ -337,14 +337,14 @@ def test_what_a_kill_left_in_a_finished_dataset_is_removed_by_the_next_call(
     assert not folder.exists()
     check(writer.path, examples([4]))
     folder.mkdir()
-    again = create(tmp_path / "d", format, resume=True)  # saev's name is not known to such a call
+    again = create(tmp_path / "d", format, resume=True)  # such a call cannot compute saev's name
     assert again.complete
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_part_may_have_no_examples(tmp_path: Path, format: str) -> None:
-    """A rank whose share is empty finishes its part, and the parts can be merged."""
+    """A rank without examples finishes its part, and the parts can be merged."""
     path = tmp_path / "d"
     for i, n in enumerate((0, 2, 0, 1)):
         with create(path, format, part=(i, 4)) as writer:
@@ -363,7 +363,7 @@ def test_a_part_may_have_no_examples(tmp_path: Path, format: str) -> None:
 
 
 def test_samples_of_unequal_parts_and_machines_have_numbers_of_their_own(tmp_path: Path) -> None:
-    """No part knows how many examples the others have."""
+    """Parts do not know each other's number of examples."""
     for i, n in enumerate((4, 3, 3)):
         with create(tmp_path / "parts", "pickle", part=(i, 3), num_examples=n) as writer:
             writer.append(examples([4] * n))
@@ -375,7 +375,7 @@ def test_samples_of_unequal_parts_and_machines_have_numbers_of_their_own(tmp_pat
     store = actshard.open(sorted((tmp_path / "machines").iterdir()))
     ids = store.table["sample_idx"].to_pylist()
     assert ids == [m * 1_000_000_000 + i for m, n in enumerate((4, 3, 3)) for i in range(n)]
-    # The text's formula, with a number of the user's.
+    # The text's formula, with a number chosen by the user.
     with create(tmp_path / "own", "pickle", machine_id=2, samples_per_machine=5) as writer:
         writer.append(examples([4] * 5))
         with pytest.raises(actshard.ArgumentError, match="samples_per_machine"):
@@ -403,7 +403,7 @@ def test_a_part_begun_by_an_older_release_keeps_its_numbers(tmp_path: Path) -> N
 def test_names_are_on_the_disk_before_the_journal_counts_on_them(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut loses names that their folder was not synced for, and contents that the file was not synced for."""
+    """A power failure loses names if their folder was not synced, and contents if the file was not."""
     synced: set[Path] = set()
     real_sync, real_append = actshard._native.sync_files, work.Journal._append
 
@@ -454,7 +454,7 @@ def test_lengths_take_a_number_per_example_however_many_layers(tmp_path: Path) -
 
 
 def test_texts_are_written_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not as one string, which would be as large as all texts together."""
+    """Not as one string, which would be as large as all texts."""
     monkeypatch.setattr(actshard.formats.zarr.placing, "_AT_ONCE", 3)
     most = 0
     real = actshard.formats.zarr.placing.whole_file
@@ -484,7 +484,7 @@ def test_texts_are_written_some_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("how", ["kill", "exception", "closing"])
 def test_lengths_of_padded_examples_survive_an_interruption(tmp_path: Path, how: str) -> None:
-    """Rows of zeros that fill up examples committed before stay what they are, whatever happened in between."""
+    """Zero rows that pad committed examples stay as they are, whatever happened in between."""
     code = f"""
 import os
 import numpy as np, actshard
@@ -525,7 +525,7 @@ except KeyError:
 
 
 def test_a_dump_that_is_not_finished_is_told_by_the_folder_it_was_asked_for(tmp_path: Path) -> None:
-    """saev's own name is known at the end only: until then the dump is in a folder that nobody named."""
+    """saev's name is known only at the end; until then the dump is in a folder with a temporary name."""
     writer = create(tmp_path / "d", "saev")
     writer.append(examples([4, 4]))
     writer.flush()
@@ -538,11 +538,11 @@ def test_a_dump_that_is_not_finished_is_told_by_the_folder_it_was_asked_for(tmp_
     writer.close()
     assert len(actshard.open(tmp_path / "d")) == 2
     create(tmp_path / "d", "saev", dtype="float32", tokens_per_example=9).abort()
-    assert len(actshard.open(tmp_path / "d")) == 2  # what is finished beside it is opened
+    assert len(actshard.open(tmp_path / "d")) == 2  # a finished dataset next to it opens
 
 
 def test_a_full_disk_at_the_last_name_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It said that another dataset was there, which nobody would have removed."""
+    """The error claimed that another dataset was in the way, with no way to remove it."""
     writer = create(tmp_path / "d", "saev")
     writer.append(examples([4, 4]))
     real = Path.replace

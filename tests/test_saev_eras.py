@@ -1,5 +1,4 @@
-"""Datasets of every version of saev's protocol, made here as that version's writer made them, open without a warning
-and read bit for bit."""
+"""Datasets as each version of saev's protocol wrote them, created here: they open without a warning and read bit for bit."""
 
 from __future__ import annotations
 
@@ -44,12 +43,12 @@ def declared8(m: Meta) -> str:
 
 @dataclass(frozen=True)
 class Era:
-    """`fields` in the order written: our word for the value, or `their name=our word`."""
+    """`fields` in the order written: our name of the value, or `their name=our name`."""
 
     name: str
     fields: str
     hash: Callable[[Meta], str] = sorted_compact
-    counts: str | None = "n_imgs"  # of shards.json, which there is none of before 2025-06-18
+    counts: str | None = "n_imgs"  # of shards.json, which did not exist before 2025-06-18
     protocol: str | None = None
     data: str = "str"
 
@@ -127,7 +126,7 @@ def dump(
     pixel_agg: str | None = "majority",
     change: Callable[[Meta], Any] = lambda _: None,
 ) -> tuple[Path, np.ndarray]:
-    """A dataset as the era's writer left it, and what must be read from it. `tail`: the last shard is cut or padded."""
+    """A dataset as the era's writer left it, and its expected values. `tail`: the last shard is truncated or padded."""
     tokens = CONTENT + cls
     known = {
         "width": 224,
@@ -175,7 +174,7 @@ def dump(
 
 
 def check(store: actshard.Store, acts: np.ndarray, layers: tuple[int, ...] | None = None) -> None:
-    """Every row, by every way to read one."""
+    """Reads every row, in every way."""
     n, _, tokens, d = acts.shape
     assert (store.format, store.num_examples, store.d_model, store.dtype) == ("saev", n, d, np.float32)
     assert store.layers == (layers or tuple(LAYERS))
@@ -365,4 +364,4 @@ def test_data_is_never_unpickled(tmp_path: Path, io: str) -> None:
     pickle.loads(pickle.dumps(store)).close()
     assert not target.exists()
     pickle.loads(base64.b64decode(payload))
-    assert target.exists()  # the bomb was real
+    assert target.exists()  # the pickle really executes code

@@ -1,4 +1,4 @@
-"""What is wrong with a saev dump is said in one line that names the file, by the right exception."""
+"""Errors of saev dumps: one line that names the file, and the right exception."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Copy = Callable[..., Path]
 ERRORS = GOLDEN / "saev/errors"
 CASES = json.loads((ERRORS / "cases.json").read_text())
 
-# case -> (exception, the builtin it also is, file it is about, words of the message); None: it opens.
+# case -> (exception, its builtin base class, file name, part of the message); None: it opens.
 REFUSED: dict[str, tuple[type[actshard.ActshardError], type[Exception], str, str] | None] = {
     "missing_shard": (actshard.MissingFileError, FileNotFoundError, "acts000001.bin", "found nothing"),
     "empty_shard": (actshard.TruncatedFileError, EOFError, "acts000001.bin", "empty file"),
@@ -508,7 +508,7 @@ def test_no_labels_are_none(saev_copy: Copy, io: str) -> None:
     assert actshard.open(path, io=io).labels is None
 
 
-# -- what is asked for -----------------------------------------------------------------------------------------------
+# -- arguments -----------------------------------------------------------------------------------------------
 
 
 def test_layer_not_in_list_is_an_error_that_names_the_list(saev_copy: Copy, io: str) -> None:

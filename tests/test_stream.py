@@ -1,4 +1,4 @@
-"""Streams: every row exactly once, its own values, the same order everywhere, resumable at any batch, and no thread left over."""
+"""Streams: every row exactly once, with its own values, in a reproducible order, resumable at any batch, without leaked threads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def shuffle(request: pytest.FixtureRequest) -> str | None:
 
 
 def small(store: actshard.Store, rows: int, layers: int = 1) -> int:
-    """Memory for a pool of about so many rows."""
+    """Memory for a pool of about this many rows."""
     return rows * (store.d_model * store.dtype.itemsize * layers + 28)
 
 
@@ -137,7 +137,7 @@ def test_the_order_does_not_depend_on_threads(threads: str) -> None:
     found = subprocess.run(
         [sys.executable, "-c", code, str(DATASETS["saev"])], env=environment, capture_output=True, text=True, check=True
     )
-    # Written down: the order for a seed is a promise.
+    # The order for a seed never changes.
     assert found.stdout.strip() == "a29696d7913f47a05ac51fa42fd8eda4682db0c46b090a94dccc8fa5dc5d02aa"
 
 
@@ -201,7 +201,7 @@ def test_ranks_share_all_rows(
     except actshard.ArgumentError as refused:
         assert "drop_last" in str(refused)  # noqa: PT017 -- hypothesis finds the cases, some are refused
         assert not drop_last
-        # Only where it cannot be done: fewer rows than batches there would have to be.
+        # Only if it is impossible: fewer rows than batches.
         assert -(-total // (batch_size * world_size)) * world_size > total
         return
     shares = [list(s) for s in streams]
@@ -225,7 +225,7 @@ def test_ranks_share_all_rows(
     else:
         assert len(seen) == total
     if shuffle != "window" and shares[0]:
-        # Round after round, what all ranks read together is what one rank with as large a batch reads.
+        # Per round, all ranks together read what one rank reads with as large a batch.
         whole = list(store.stream(what, batch_size * world_size, interleave=interleave, **options))
         for j, one in enumerate(whole[:-2]):
             together = [k for share in shares for k in keys(share[j])]
@@ -251,7 +251,7 @@ def test_any_state_gives_what_was_left(name: str, shuffle: str | None, world_siz
         other.load_state_dict(state)
         assert other.state_dict() == (states[k] if k < len(batches) else stream_at(other, 1))
         if k < len(batches):
-            other.set_epoch(0)  # as loops do
+            other.set_epoch(0)  # as training loops do
             assert same(list(other), batches[k:])
         assert same(list(other), again)
         carried = pickle.loads(pickle.dumps(stream_with(store, layer, options, state, world_size)))
@@ -310,7 +310,7 @@ def fail_in_the_loop(stream: Stream) -> None:
 
 
 def no_threads() -> bool:
-    """Whether no thread reads ahead; ours are not Python's to count."""
+    """Whether no thread reads ahead. Native threads are not listed by Python."""
     names = [(t / "comm").read_text().strip() for t in Path("/proc/self/task").iterdir()]
     return "actshard-ahead" not in names
 
@@ -318,14 +318,14 @@ def no_threads() -> bool:
 @pytest.mark.parametrize("shuffle", [None, "exact"])
 @pytest.mark.parametrize("reuse", [False, True])
 def test_a_slow_consumer_stops_the_reader(tmp_path: Path, shuffle: str | None, reuse: bool) -> None:
-    """Of 4 MiB in 256 batches no more than a few are read while nobody asks for them."""
+    """Of 4 MiB in 256 batches, only a few are read while none is requested."""
     values = np.ones((64, 1, 64, 256), "f4")
     path = write_store(tmp_path / "s.zarr", values, np.full(64, 64, "i4"), (1, 1, 64, 256))
     stream = actshard.open(path, io="pread").stream(0, 16, shuffle=shuffle, reuse=reuse)
     before = bytes_read()
     batches = iter(stream)
     next(batches)
-    time.sleep(0.3)  # long enough to read all of it many times
+    time.sleep(0.3)  # long enough to read everything many times
     assert bytes_read() - before < 200_000
     for _ in batches:
         pass
@@ -333,7 +333,7 @@ def test_a_slow_consumer_stops_the_reader(tmp_path: Path, shuffle: str | None, r
 
 
 def bytes_read() -> int:
-    """By system calls of this process."""
+    """Bytes read by system calls of this process."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
@@ -528,7 +528,7 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
     left = iter(stream)
     next(left)
     store.close()
-    assert len(list(left)) == len(stream) - 1  # what was begun holds its files
+    assert len(list(left)) == len(stream) - 1  # an unfinished loop keeps files open
     with pytest.raises(actshard.ClosedError):
         iter(stream)
     with pytest.raises(actshard.ClosedError):
@@ -561,7 +561,7 @@ def test_a_shard_that_disappears_is_one_clear_error(tmp_path: Path, shuffle: str
             shard.unlink()
             kind: type[actshard.ActshardError] = actshard.MissingFileError
         else:
-            store.gather(5, store.num_examples - 1, 0)  # it was open before
+            store.gather(5, store.num_examples - 1, 0)  # it was opened before
             os.truncate(shard, 100)
             kind = actshard.TruncatedFileError
         with pytest.raises(kind) as caught:

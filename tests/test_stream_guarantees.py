@@ -1,4 +1,4 @@
-"""What a loop over a stream can rely on: whose state it loads, which loop it is, and that nothing becomes wrong unsaid."""
+"""Guarantees of a loop over a stream: states are checked, loops do not interfere, and errors are never silent."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def numbers(*shape: int, seed: int = 0, dtype: str = "f4") -> np.ndarray:
 
 @pytest.mark.parametrize("shuffle", SHUFFLES)
 def test_a_state_of_another_dataset_is_refused(tmp_path: Path, shuffle: Any) -> None:
-    """Also of one with as many examples, tokens and rows: other values, width, type, format."""
+    """Also a dataset with equally many examples, tokens and rows, but other values, width, dtype or format."""
     store = made(tmp_path / "a", numbers(50, 1, 6, 8))
     stream = store.stream(0, 16, shuffle=shuffle)
     next(iter(stream))
@@ -65,7 +65,7 @@ def test_a_state_of_another_dataset_is_refused(tmp_path: Path, shuffle: Any) -> 
         with pytest.raises(actshard.ArgumentError, match="the state belongs to another") as caught:
             other.stream(0, 16, shuffle=shuffle).load_state_dict(state)
         assert len(str(caught.value).splitlines()) == 1, what
-    # Moved, copied, opened otherwise: still the same.
+    # Moved, copied, or opened with other options: the same dataset.
     moved = tmp_path / "somewhere/else"
     shutil.copytree(tmp_path / "a", moved)
     same = actshard.open(moved, io="pread").stream(0, 16, shuffle=shuffle)
@@ -124,7 +124,7 @@ def test_a_loop_that_another_one_supersedes_fails(shuffle: Any) -> None:
     for _ in range(2):
         with pytest.raises(actshard.ClosedError, match="a state was loaded"):
             next(loop)
-    # A loop that is over, or was closed, stays over.
+    # A loop that ended or was closed stays ended.
     loop = iter(stream)
     assert len(list(loop)) == len(stream) - 1
     again = iter(stream)
@@ -174,7 +174,7 @@ def test_an_epoch_chosen_within_a_loop_is_that_of_the_next_one(shuffle: Any) -> 
     assert seen == epochs[0]
     assert stream.epoch == 5
     assert [b.examples.tolist() for b in stream] == epochs[1]
-    # And where the loop was left.
+    # And at the position where the loop was left.
     stream.set_epoch(0)
     loop = iter(stream)
     next(loop)
@@ -206,7 +206,7 @@ def test_an_interrupted_loop_leaves_nothing_for_the_end_of_the_interpreter() -> 
 
 
 def held(folder: Path) -> tuple[int, int]:
-    """Descriptors and mappings of this process below a folder."""
+    """This process's descriptors and mappings below a folder."""
     links = list(Path("/proc/self/fd").iterdir())
     fds = sum(str(link.readlink()).startswith(str(folder)) for link in links if os.path.lexists(link))
     return fds, sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
@@ -275,7 +275,7 @@ def test_labels_that_are_cut_short_kill_nobody(tmp_path: Path, io: str) -> None:
         assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
 
 
-# -- nothing becomes wrong unsaid --------------------------------------------------------------------------------------
+# -- no silent errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", ["saev", "lmprobe", "zarr", "pickle"])
@@ -308,7 +308,7 @@ def test_values_that_become_infinite_are_told(tmp_path: Path, io: str, format: s
         assert len(caught) == 1
     with pytest.warns(actshard.OverflowWarning, match="float32"):
         list(store.stream(1, 50, scale=1e38))
-    # Nothing is said where nothing overflows.
+    # No warning where nothing overflows.
     assert np.isinf(store.gather(1, *every, dtype="bfloat16").astype("f4")).sum() == 1
     store.gather(0, *every, dtype="float16")
     list(store.stream(0, 5, dtype="float16"))
@@ -323,7 +323,7 @@ def test_scale_multiplies_and_the_deviation_itself_is_refused() -> None:
     rows = np.concatenate([b.activations for b in store.stream(5, 8, center=stats.mean, scale=stats.inverse_std)])
     assert np.allclose(rows.mean(axis=0), 0, atol=1e-4)
     assert np.allclose(rows.std(axis=0)[stats.std > 0], 1, atol=1e-3)
-    # What is computed from it is a factor like any other.
+    # Values computed from it are accepted as factors.
     for factor in (1 / stats.std, stats.std * 1, stats.std.copy(), stats.std.tolist()):
         next(iter(store.stream(5, 8, scale=factor)))
     for bad in (True, np.bool_(1), [True] * store.d_model):
@@ -369,7 +369,7 @@ def test_masks_and_columns_choose_examples(tmp_path: Path) -> None:
         assert np.array_equal(store.gather(0, examples, 1), values[chosen, 0, 1])
         assert len(store.sequences(examples, 0)) == 3
         assert next(iter(store.stream(0, 100, keep=examples))).examples.tolist() == [0, 0, 0, 2, 2, 2, 3, 3, 3]
-    # As the column compares itself: one bool, which used to be no example at all.
+    # A comparison of the column gives one bool, which selected no example.
     wrong: Any = column == 1
     assert wrong is False
     for read in (
@@ -402,7 +402,7 @@ def test_flags_that_make_no_sense_are_our_errors(tmp_path: Path, keep: Any) -> N
 
 
 def test_rows_that_fill_examples_up_are_no_content(tmp_path: Path) -> None:
-    """saev's examples are all as long; the lengths they had are kept beside."""
+    """saev's examples have equal lengths; the original lengths are stored separately."""
     lengths = np.array([4, 1, 0, 3, 4])
     values = numbers(5, 2, 5, 8) + 3
     for i, n in enumerate(lengths):
@@ -447,7 +447,7 @@ def test_rows_that_fill_examples_up_are_no_content(tmp_path: Path) -> None:
 
 
 def test_lengths_survive_padding_converting_and_merging(tmp_path: Path) -> None:
-    """Examples of different lengths, as saev: its loaders read zeros, ours and what is made of it do not."""
+    """Ragged examples in saev: its loaders read zero padding, ours and conversions do not."""
     counts = [3, 1, 5, 2, 5]
     items = [numbers(1, n, 8, seed=n) + 3 for n in counts]
     with actshard.create(tmp_path / "z", "zarr", layers=[0], d_model=8) as writer:
@@ -498,13 +498,13 @@ def test_lengths_survive_padding_converting_and_merging(tmp_path: Path) -> None:
             assert np.array_equal(made.sequence(e, 0), item[0, skipped:])
     last = actshard.open(actshard.convert(dump, tmp_path / "last", "lmprobe", tokens="last").path)
     assert np.array_equal(last.last_tokens(0), [x[0, -1] for x in items])
-    # Nothing is kept where nothing was filled up.
+    # No lengths are stored if nothing was padded.
     same = actshard.convert(tmp_path / "z", tmp_path / "same", "saev", examples=[2, 4])
     assert not (same.path / "actshard_lengths.bin").exists()
 
 
 def test_a_sparse_file_claims_no_memory(tmp_path: Path) -> None:
-    """10^11 examples of which no byte is on the disk: opened, streamed and told of at once, in no memory to speak of."""
+    """10^11 examples without a byte on disk: opening, streaming and printing are immediate and take little memory."""
     n = 10**11
     fields = {
         "family": "x", "ckpt": "y", "layers": [0], "content_tokens_per_example": 1, "cls_token": False, "d_model": 1,
@@ -543,7 +543,7 @@ def test_a_sparse_file_claims_no_memory(tmp_path: Path) -> None:
     assert told[:5] == [f"{n}", "1", *[f"{n}"] * 3], done.stderr
     assert len(told) == 9
     assert set(told[5:]) <= {"UnsupportedError", "FileAccessError"}
-    # And metadata alone claim no shards.
+    # Metadata alone create no list of shards.
     fields["max_tokens_per_shard"] = 1
     (tmp_path / "metadata.json").write_text(json.dumps(fields))
     (tmp_path / "shards.json").unlink()
@@ -553,7 +553,7 @@ def test_a_sparse_file_claims_no_memory(tmp_path: Path) -> None:
 
 
 def test_the_quality_of_many_batches_is_measured_in_linear_work() -> None:
-    """Each batch is looked at a number of times that does not grow with their number."""
+    """The number of accesses per batch does not grow with the number of batches."""
     looks = 0
 
     class Counted(np.ndarray):
@@ -580,7 +580,7 @@ def test_values_print_short() -> None:
 
 
 def test_a_dataset_that_lies_together_in_odd_lengths(tmp_path: Path) -> None:
-    """keep= takes padded rectangles of ragged examples, whatever they are padded with."""
+    """keep= accepts padded rectangles for ragged examples, whatever the padding."""
     lengths = np.array([0, 3, 1, 4], "i4")
     values = numbers(4, 1, 4, 2)
     store = actshard.open(write_store(tmp_path / "s.zarr", values, lengths, (1, 1, 4, 2)))
@@ -591,7 +591,7 @@ def test_a_dataset_that_lies_together_in_odd_lengths(tmp_path: Path) -> None:
 
 
 def test_a_state_is_of_the_epoch_that_comes_next(tmp_path: Path) -> None:
-    """An epoch that was chosen while a loop was read comes next once that loop has ended, however it did."""
+    """An epoch set during a loop is read next, however the loop ends."""
     with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2) as writer:
         writer.append(np.arange(24, dtype=np.float32).reshape(3, 1, 4, 2))
     store = actshard.open(tmp_path / "d")
@@ -600,7 +600,7 @@ def test_a_state_is_of_the_epoch_that_comes_next(tmp_path: Path) -> None:
         loop = [iter(stream)]
         next(loop[0])
         stream.set_epoch(5)
-        assert stream.state_dict()["epoch"] == 0  # what is being read
+        assert stream.state_dict()["epoch"] == 0  # the epoch being read
         end(stream, loop)
         state = stream.state_dict()
         again = store.stream(0, 2, shuffle="exact")
@@ -639,7 +639,7 @@ def test_no_examples_are_warned_of_only_where_a_column_was_compared(tmp_path: Pa
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_arguments_of_odd_types_raise_errors_of_ours(tmp_path: Path, wrong: dict[str, Any]) -> None:
-    """numpy compares arrays element by element, and list() takes what no memory holds: neither's exceptions come out."""
+    """numpy compares arrays elementwise, and list() exceeds memory: neither's exceptions are raised."""
     with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2) as writer:
         writer.append(np.zeros((3, 1, 4, 2), np.float32))
     with pytest.raises(actshard.ActshardError):
@@ -652,7 +652,7 @@ def test_arguments_of_odd_types_raise_errors_of_ours(tmp_path: Path, wrong: dict
 def test_content_that_is_left_without_its_cls_is_content(
     tmp_path: Path, tokens: str, by_way_of: str | None, counts: list[int]
 ) -> None:
-    """The first content token of a dump that is converted without CLS must not be taken for CLS."""
+    """The first content token of a dump converted without CLS is not mistaken for CLS."""
     rng = np.random.default_rng(0)
     items = [rng.standard_normal((1, n, 8)).astype(np.float32) for n in counts]
     with actshard.create(
@@ -670,7 +670,7 @@ def test_content_that_is_left_without_its_cls_is_content(
     wanted = [item[0, 1:] if tokens == "content" else item[0, -1:] for item in items]
     found = np.concatenate([batch.activations for batch in made.stream(0, 99)])
     assert np.array_equal(found, np.concatenate(wanted))
-    if by_way_of is None:  # what is asked for is taken
+    if by_way_of is None:  # accepted as requested
         kept = actshard.convert(
             writer.path, tmp_path / "e", "saev", tokens=tokens, pad=True, tokens_per_example=5, cls_token=True
         )

@@ -1,4 +1,4 @@
-"""Streams through PyTorch's loaders: the same batches with any number of workers, forked or spawned, and after any stop."""
+"""Streams with PyTorch's loaders: the same batches with any number of workers, forked or spawned, and after any interruption."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stream(shuffle: Any, **options: Any) -> actshard.Stream:
 
 
 def plain(batch: Any) -> tuple[bytes, list[int], list[int]]:
-    """Of a batch of ours or of a loader's."""
+    """Ids of the rows in a batch, ours or a loader's."""
     if isinstance(batch, actshard.Batch):
         batch = actshard.torch.tensors(batch)
     return batch["activations"].numpy().tobytes(), batch["examples"].tolist(), batch["tokens"].tolist()
@@ -151,10 +151,10 @@ def test_labels_and_masks_select_rows_by_number() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_worker_is_one_clear_error_and_no_hang(victim: int) -> None:
-    """The loader says that a worker died; nobody waits for it.
+    """The loader raises an error if a worker died, without waiting.
 
-    Torch itself raises it: by its number, or, where the worker was killed between announcing a batch and handing over the
-    descriptor of its shared memory (`torch.multiprocessing`, `file_descriptor` strategy), as the connection that broke.
+    The error is torch's own: with the worker's number or, if it was killed between announcing a batch and sending the descriptor
+    of its shared memory (`torch.multiprocessing`, `file_descriptor` strategy), a connection error.
     """
     loader = DataLoader(
         actshard.torch.IterableDataset(stream("window")), batch_size=None, num_workers=2, prefetch_factor=1
@@ -213,7 +213,7 @@ def test_the_state_of_a_stream_that_workers_read_is_refused() -> None:
             with pytest.raises(actshard.ArgumentError, match="StatefulDataLoader"):
                 state()
         del batches, loader
-        # Read here again, it is known here again.
+        # Reading in this process makes the position known here again.
         alone = iter(DataLoader(dataset, batch_size=None))
         next(alone)
         assert s.state_dict()["batch"] == 1

@@ -1,4 +1,4 @@
-"""What verify() promises: every broken rule is found, with its code and its place, whatever else is broken."""
+"""Guarantees of verify(): every violation is found, with its code and position, whatever else is wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOUND += [p.parent for kind in ("lmprobe", "pickle", "zarr") for p in sorted((GO
 def test_sound_datasets_have_no_errors(path: Path) -> None:
     report = actshard.verify(path, deep=True)
     assert report.ok, report.findings
-    # What lmprobe's own writer is known to get wrong, and constant golden values.
+    # Known errors of lmprobe's own writer, and constant golden values.
     assert report.codes() <= {"dtype-claim", "row-bytes-claim", "layout", "constant-row"}
     if path.name in ("pooled_f16", "pooled_bf16"):
         assert "dtype-claim" in report.codes()
@@ -357,7 +357,7 @@ def test_every_code_is_documented() -> None:
 
 
 def test_a_deep_look_knows_integers_from_zeros(tmp_path: Path) -> None:
-    """128 is the usual zero point of quantised uint8, and the least value of a signed type is no zero either."""
+    """128 is the usual zero point of quantized uint8, and the minimum of a signed type is not zero either."""
     for dtype, least in (("u1", 128), ("i1", -128), ("i2", -(2**15)), ("i4", -(2**31))):
         values = np.full((3, 1, 4, 8), least, dtype)
         values[1, 0, 2] = 0

@@ -1,4 +1,4 @@
-"""What create() promises: any examples come back, in any batches, after any interruption; what a format cannot hold is refused."""
+"""Guarantees of create(): examples read back after any batching and interruption; unsupported data are rejected."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_saev_comes_back(
     assert (store.labels is None) != labels
     if labels:
         assert np.array_equal(store.labels, classes)
-    # Exactly as many shards as it takes: no stray empty one, and the last as long as the protocol has it.
+    # Exactly as many shards as needed: no empty one, and the last as long as the protocol requires.
     shards = sorted(writer.path.glob("acts*.bin"))
     assert len(shards) == -(-n // eps)
     size = 2 * tokens * WIDTH * 4
@@ -126,7 +126,7 @@ def test_saev_comes_back(
     assert [int(p.stat().st_size) for p in shards[:-1]] == [eps * size] * (len(shards) - 1)
     assert len(writer.path.name) == (8 if protocol == "2.1" else 64)
     assert not list(writer.path.glob(".*"))
-    # As upstream reads it: a map of the shard's shape.
+    # As upstream reads it: a map with the shard's shape.
     whole = np.concatenate([np.fromfile(p, np.float32).reshape(-1, 2, tokens, WIDTH) for p in shards])[:n]
     assert np.array_equal(whole, wanted)
 
@@ -170,7 +170,7 @@ def test_one_row_per_example_and_padded_batches(tmp_path: Path) -> None:
     with actshard.create(tmp_path / "padded", "zarr", layers=LAYERS, d_model=WIDTH) as writer:
         writer.append(padded, lengths=[5, 2, 0, 1])
     check(tmp_path / "padded", [p[:, :n] for p, n in zip(padded, [5, 2, 0, 1], strict=True)])
-    # Not contiguous, and the other byte order: what counts is the values.
+    # Not contiguous, and byte-swapped: only values count.
     with actshard.create(tmp_path / "views", "pickle", layers=LAYERS, d_model=WIDTH) as writer:
         writer.append(padded[::2].astype(">f4"))
         writer.append(np.asfortranarray(padded)[1::2])
@@ -447,7 +447,7 @@ def test_identical_saev_dumps_collide_and_divergent_ones_do_not(tmp_path: Path) 
     assert len({first, make("b", 3), make("a", 4)}) == 3
     with refuses(actshard.ExistsError, first, "exist_ok"):
         make("a", 3)
-    assert [p.name for p in tmp_path.glob(".writing-*")]  # nothing of it is lost
+    assert [p.name for p in tmp_path.glob(".writing-*")]  # nothing is lost
     writer = actshard.create(tmp_path, "saev", layers=LAYERS, d_model=WIDTH, metadata={"ckpt": "a"}, resume=True)
     assert writer.committed == 3
     writer.close()
@@ -460,7 +460,7 @@ def test_identical_saev_dumps_collide_and_divergent_ones_do_not(tmp_path: Path) 
 
 
 def test_a_small_dump_is_a_small_file_and_is_found_by_its_name(tmp_path: Path) -> None:
-    """saev's default shard is gigabytes, full-size whatever it holds."""
+    """saev's default shard has gigabytes and full size, whatever its contents."""
     writer = actshard.create(tmp_path, "saev", layers=LAYERS, d_model=WIDTH)
     writer.append(examples([3] * 5))
     writer.close()
@@ -519,7 +519,7 @@ def test_a_forked_child_cannot_write_for_its_parent(tmp_path: Path) -> None:
 def test_a_dataset_killed_before_its_first_commit_can_be_given_up_and_begun_again(tmp_path: Path, format: str) -> None:
     wanted = examples([3, 3])
     pid = os.fork()
-    if pid == 0:  # dies with files on the disk that no commit counts
+    if pid == 0:  # dies with uncommitted files on disk
         actshard.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
         with actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH) as writer:
             writer.append(wanted)
@@ -558,7 +558,7 @@ def test_no_file_of_examples_that_were_never_committed_stays(
         writer.flush()
         writer.abort()
     pid = os.fork()
-    if pid == 0:  # dies when its files have their names and the journal does not count them
+    if pid == 0:  # dies after the files are renamed, before the journal counts them
         actshard.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
         with actshard.create(tmp_path / "d", format, resume=True, **call) as writer:
             writer.append(wanted[2:])
@@ -604,7 +604,7 @@ def test_a_torn_journal_counts_what_was_whole(tmp_path: Path) -> None:
         assert writer.committed == 3
         writer.append(wanted[3:])
     check(tmp_path / "d", wanted)
-    # A line in the middle is no torn one: something else wrote there.
+    # An invalid line in the middle is not a torn line: another program wrote it.
     writer = actshard.create(tmp_path / "e", "zarr", layers=LAYERS, d_model=WIDTH)
     writer.append(wanted[:3])
     writer.abort()
@@ -639,7 +639,7 @@ except actshard.ClosedError: print("closed")
 def test_killed_while_it_is_finished_it_is_finished_by_the_next(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every step of finishing; nothing can be appended to shards that have their last form."""
+    """At every step of finishing. Finished shards cannot be appended to."""
     wanted = examples([3] * 7)
     own: dict[str, Any] = {"max_tokens_per_shard": 18} if format == "saev" else {}
     steps = 0
@@ -735,7 +735,7 @@ def test_other_threads_run_while_a_writer_waits(tmp_path: Path) -> None:
 
 
 def test_only_what_is_written_has_to_fit_the_type(tmp_path: Path) -> None:
-    """What fills up a batch, or is cut off, is nobody's data: memory that was never written may hold anything."""
+    """Values of padding and of rows that are cut off do not matter: uninitialized memory may contain anything."""
     batch = np.full((2, 1, 3, 2), 1e30, np.float32)
     batch[0, :, :1], batch[1, :, :2] = 1, 2
     asked: dict[str, Any] = {"layers": [0], "d_model": 2, "dtype": "float16"}

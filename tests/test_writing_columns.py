@@ -1,4 +1,4 @@
-"""What create() promises about columns: they are kept, or refused when they are given; nothing is refused when it is too late."""
+"""Guarantees of create() about columns: they are stored, or rejected at the append; never when it is too late."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def create(path: Path, format: str, **own: Any) -> actshard.Writer:
 
 
 def values(path: Path, name: str) -> list[Any]:
-    """A column; where the reader's types differ from shard to shard it tells lists and dicts as JSON."""
+    """A column. Where types differ between shards, the reader returns lists and dicts as JSON."""
     found = actshard.open(path).table[name].to_pylist()
     told = [json.loads(v) if isinstance(v, str) and v[:1] in ("[", "{") else v for v in found]
     return [int(v) if isinstance(v, Decimal) else v for v in told]
@@ -133,7 +133,7 @@ def test_what_a_format_cannot_hold_is_refused_by_append_and_changes_nothing(
     with refuses(kind, None, match):
         writer.append(rows(2), columns=columns)
     assert len(writer) == 0
-    writer.append(rows(3))  # without columns: the refused ones decided nothing
+    writer.append(rows(3))  # without columns: the rejected ones determined nothing
     writer.close()
     assert len(actshard.open(writer.path)) == 3
     assert actshard.verify(writer.path).ok
@@ -159,10 +159,10 @@ def test_a_refused_append_decides_neither_tokens_nor_type_nor_storage(tmp_path: 
 
 
 def test_numbers_of_samples_differ_over_the_whole_dataset(tmp_path: Path) -> None:
-    """Also those of other shards, and of a writer before."""
+    """Also of other shards, and of an earlier writer."""
     path = tmp_path / "d"
     writer = create(path, "pickle")
-    for first in range(0, 60, 3):  # more runs than are searched one by one
+    for first in range(0, 60, 3):  # more runs than are searched linearly
         writer.append(rows(3), columns={"sample_idx": [1000 - first, 1001 - first, 999 - first]})
         writer.flush()
     with refuses(actshard.ArgumentError, None, "973 twice"):
@@ -197,7 +197,7 @@ def test_values_that_would_become_infinite_are_refused_unless_asked_for(
 ) -> None:
     given: Any = rows(3, 2)
     given[1, 0, 1, 3] = 70_000
-    given[2, 0, 0, 0] = np.inf  # was so before
+    given[2, 0, 0, 0] = np.inf  # was infinite before
     if ragged:
         given = list(given)
     writer = create(tmp_path / "d", format, dtype="float16")
@@ -258,7 +258,7 @@ def test_a_column_called_as_rows_are_does_not_take_their_place(tmp_path: Path) -
 
 
 def test_lmprobe_finds_examples_without_a_text(tmp_path: Path) -> None:
-    """lmprobe tells prompts apart by their texts: one text for all would be one prompt."""
+    """lmprobe distinguishes prompts by text: with one text for all there would be one prompt."""
     with create(tmp_path / "d", "lmprobe") as writer:
         writer.append(rows(3), columns={"label": [1, 0, 1]})
     import pyarrow.parquet as pq
@@ -273,7 +273,7 @@ def test_lmprobe_finds_examples_without_a_text(tmp_path: Path) -> None:
 
 
 def test_addresses_of_many_tokens_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offsets into lists are 32-bit integers, and memory is bounded: so many tokens at a time."""
+    """List offsets are 32-bit integers and memory is bounded, so addresses are written in parts."""
     monkeypatch.setattr(actshard.formats.lmprobe.write, "_TOKENS_AT_ONCE", 10)
     counts = [4, 5, 0, 25, 1, 1, 9, 2]
     wanted = [np.full((1, n, WIDTH), i, np.float32) for i, n in enumerate(counts)]
@@ -288,7 +288,7 @@ def test_addresses_of_many_tokens_are_written_in_pieces(tmp_path: Path, monkeypa
     monkeypatch.setattr(actshard.formats.lmprobe.write.LmprobeTarget, "_token_lists", counting)
     with create(tmp_path / "d", "lmprobe") as writer:
         writer.append(wanted)
-    assert most == 25  # the one example that is longer
+    assert most == 25  # one longer example
     store = actshard.open(tmp_path / "d")
     assert all(np.array_equal(store.sequence(i, 0), w[0]) for i, w in enumerate(wanted))
 
@@ -301,7 +301,7 @@ def test_metadata_cannot_say_what_the_files_are(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["saev", *FORMATS])
 def test_metadata_that_a_reader_would_refuse_are_refused(tmp_path: Path, format: str) -> None:
-    """The dataset would be finished, and could not be opened."""
+    """Otherwise the finished dataset could not be opened."""
     deep: Any = []
     for _ in range(95):
         deep = [deep]

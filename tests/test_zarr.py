@@ -1,4 +1,4 @@
-"""Zarr stores: every legal chunking equals the array it was cut from, only what is wanted is read, and what is broken is named."""
+"""Zarr stores: any valid chunking reads like the array, only requested data are read, and errors name the file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store_of(variant: Path) -> Path:
 
 
 def check(store: actshard.Store, want: Any, lengths: np.ndarray) -> None:
-    """Every way to read gives want(example, layer)."""
+    """Compares every way of reading with want(example, layer)."""
     n = len(store)
     assert store.token_counts.tolist() == lengths.tolist()
     assert not store.token_counts.flags.writeable
@@ -84,7 +84,7 @@ def test_golden_stores_equal_expected(variant: Path, io: str) -> None:
     assert table.num_rows == len(store)
     for name in names:
         want = [x.decode() for x in z[name]] if z[name].dtype.kind == "S" else z[name].tolist()
-        assert json.dumps(table[name].to_pylist()) == json.dumps(want), name  # as text: NaN equals NaN
+        assert json.dumps(table[name].to_pylist()) == json.dumps(want), name  # as text, so that NaN equals NaN
 
 
 def test_texts_are_joined_by_sample() -> None:
@@ -199,10 +199,10 @@ def test_opening_a_store_of_a_million_chunks_lists_nothing(tmp_path: Path) -> No
     path = write_store(tmp_path / "a.zarr", acts(2, 1, 2, 4), np.full(2, 2, "<i4"), (1, 1, 1, 4))
     change(path / "arrays/activations/.zarray", lambda m: m | {"shape": [5000, 20, 10, 4]})
     write_array(path / "arrays/seq_len", np.full(5000, 10, "<i4"), (5000,))
-    (path / "arrays/activations").chmod(0o311)  # may be looked things up in, not listed
+    (path / "arrays/activations").chmod(0o311)  # entries can be opened but not listed
     assert len(opened(path)) == 5000
     if shutil.which("strace") is not None:
-        # A store of a million chunk files is opened with a few dozen system calls about them, not with one for each.
+        # Opening a store of a million chunk files takes a few dozen system calls, not one per chunk.
         code = f"import warnings, actshard; warnings.simplefilter('ignore'); actshard.open({str(path)!r})"
         env = {**os.environ, "PYTHONPATH": str(Path(actshard.__file__).parents[1])}
         command = ["strace", "-f", "-y", "-e", "trace=%file,getdents64", sys.executable, "-c", code]
@@ -290,7 +290,7 @@ def test_codecs_that_nobody_knows_and_damaged_chunks_are_errors(tmp_path: Path) 
     copy = tmp_path / "a.zarr"
     shutil.copytree(GOLDEN / "zarr/zstd/activations.zarr", copy)
     chunk = copy / "arrays/activations/0.0.0.0"
-    chunk.write_bytes(chunk.read_bytes()[:-20])  # zstd without a checksum notices a cut and little else
+    chunk.write_bytes(chunk.read_bytes()[:-20])  # zstd without a checksum detects little besides truncation
     with refuses(actshard.FormatError, chunk, "cannot decode"):
         opened(copy).sequences([0], 0)
     change(copy / "arrays/activations/.zarray", lambda m: m | {"compressor": {"id": "nope"}})
@@ -357,7 +357,7 @@ def test_hallulens_rows_that_no_line_names_have_no_tokens(tmp_path: Path) -> Non
     shutil.copytree(GOLDEN / "zarr/hallulens_logger_v2/activations.zarr", copy)
     index = copy / "meta/index.jsonl"
     lines = [json.loads(line) for line in index.read_text().splitlines()]
-    # Sample 1 is logged again as row 2: its old row is nobody's; row 3 was allocated and never written.
+    # Sample 1 is logged again as row 2, so its old row is unused; row 3 was allocated and never written.
     again = {**lines[2], "key": lines[1]["key"], "prompt": "again"}
     index.write_text("".join(json.dumps(x) + "\n" for x in (lines[0], lines[1], again)))
     with pytest.warns(actshard.ActshardWarning, match="1 rows are named by no line"):
@@ -407,7 +407,7 @@ def test_metadata_and_consolidated_metadata_that_differ_are_said(tmp_path: Path)
     assert any("consolidated metadata differ" in w for w in store.warnings)
     assert any("'hidden_size' says 17, the array has 16" in w for w in store.warnings)
     assert len(store) == 5
-    # A store with nothing but its consolidated metadata is read by those.
+    # A store with only consolidated metadata is read by those.
     for path in copy.rglob(".zarray"):
         path.unlink()
     change(copy / ".zmetadata", lambda m: m["metadata"]["arrays/activations/.zarray"].update(shape=[5, 3, 12, 16]))

@@ -1,4 +1,4 @@
-"""Zarr stores that claim more than they hold, expand, wait, or were damaged: one error, in bounded time and memory."""
+"""Zarr stores that claim, expand or block, or are damaged: one error, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def opened(path: Path, **options: Any) -> actshard.Store:
 
 
 def bounded(code: str, *, mib: int = 700, seconds: int = 60) -> str:
-    """What a program prints that may map `mib` MiB more than its imports."""
+    """Output of a program that may map `mib` MiB more than after its imports."""
     before = (
         "import resource, warnings; warnings.simplefilter('ignore'); import actshard, pyarrow, numpy as np\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
@@ -198,7 +198,7 @@ def test_an_inner_chunk_that_is_not_there_is_the_fill_value_whatever_it_claims(t
     for folder in (path, path / "arrays"):
         (folder / "zarr.json").write_text(json.dumps(group))
     (path / "arrays/activations/zarr.json").write_text(json.dumps(meta))
-    # Example 0 has no shard; in example 1's the inner chunk is there: an empty gzip member.
+    # Example 0 has no shard. Example 1's shard contains the inner chunk: an empty gzip member.
     member = gzip.compress(b"")
     (path / "arrays/activations/c/1/0/0/0").write_bytes(member + struct.pack("<QQ", 0, len(member)))
     code = (
@@ -242,7 +242,7 @@ def test_special_files_are_refused_and_never_waited_for(tmp_path: Path, what: st
         f"print(tried(read)); actshard.verify({str(path)!r}, deep=True)"
     )
     said = bounded(code)
-    if what == "attributes of an array":  # of no use to a reader
+    if what == "attributes of an array":  # ignored by readers
         assert said == "read"
     elif what == "texts" and make == "folder":
         assert said in ("read", "NotAFileError")
@@ -289,7 +289,7 @@ def test_folders_that_cannot_be_listed_are_findings(tmp_path: Path, monkeypatch:
 
 
 class TestPackage:
-    """Arrays that the zarr package decodes, with a stand-in for the package."""
+    """Arrays decoded by the zarr package, with a fake package."""
 
     @pytest.fixture
     def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -322,7 +322,7 @@ class TestPackage:
             raise MemoryError("stop")
 
         monkeypatch.setattr(_zarr_package.PackageArray, "_block", chunk)
-        # Each with a cache of its own: threads that share one wait for one another.
+        # Separate caches, because threads that share one wait for each other.
         stores = [opened(store) for _ in range(48)]
         with ThreadPoolExecutor(48) as threads:
             errors = [f.exception() for f in [threads.submit(s.gather, 0, 0, 0) for s in stores]]
@@ -355,7 +355,7 @@ class TestPackage:
         assert called.wait(60)
         batches.close()  # type: ignore[attr-defined]
         del batches
-        _native.looks()  # references that threads without the GIL gave up are counted down by the next call
+        _native.looks()  # references dropped by threads without the GIL are released by the next call
         gc.collect()
         assert [error() for error in kept] == [None] * len(kept)
 
@@ -430,7 +430,7 @@ def test_threads_share_one_decoding_of_a_chunk(tmp_path: Path, monkeypatch: pyte
 
     def chunk(_: Any, indices: list[int], shape: Any) -> bytes:
         calls.append(indices)
-        more.wait(0.5)  # the others arrive meanwhile; nothing depends on how many do
+        more.wait(0.5)  # the other threads arrive meanwhile; the result does not depend on how many
         return np.ones(shape, "f4").tobytes()
 
     monkeypatch.setattr(_zarr_package.PackageArray, "_block", chunk)

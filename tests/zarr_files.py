@@ -1,4 +1,4 @@
-"""Small Zarr version 2 stores, made without zarr: any shape, any chunks, any holes."""
+"""Small Zarr version 2 stores written without zarr, with any shape, chunks and missing chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_array(
     skip: Any = lambda at: False,
     **changed: Any,
 ) -> None:
-    """An uncompressed array; edge chunks are stored whole, and filled with 77 where nobody may look."""
+    """An uncompressed array. Edge chunks are stored in full size; values outside the shape are 77."""
     folder.mkdir(parents=True, exist_ok=True)
     meta = {
         "zarr_format": 2,
@@ -51,7 +51,7 @@ def write_array(
 def write_store(
     path: Path, acts: np.ndarray, lengths: np.ndarray | None, chunks: tuple[int, ...], **options: Any
 ) -> Path:
-    """A store as the published text has it."""
+    """A store as in the published text."""
     (path / "arrays").mkdir(parents=True)
     for group in (path, path / "arrays"):
         (group / ".zgroup").write_text('{"zarr_format": 2}')
