@@ -78,7 +78,7 @@ def test_golden_captures_come_back(golden: Path, io: str) -> None:
 
 def test_scores_of_a_resumed_capture_are_not_assigned() -> None:
     path = GOLDEN / "hallulens_v1/resumed_capture/capture"
-    with pytest.warns(actshard.ActshardWarning, match="2 rows of scores for 5 samples"):
+    with pytest.warns(actshard.ActshardWarning, match="cannot assign 2 rows of scores to 5 samples"):
         store = actshard.open(path)
     with refuses(actshard.FormatError, path / "icr_scores.npy", "cannot assign .* rows of scores"):
         store.read_columns(["icr_scores"])

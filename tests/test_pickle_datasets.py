@@ -142,7 +142,7 @@ def test_a_sample_in_two_shards_is_an_error_that_names_both(tmp_path: Path, spar
     step = 2 if sparse else 1
     for machine in (0, 1):
         write(root / f"m{machine}", [{"layer_1": [item(machine * 4 + k * step, values(k, 1, 2)) for k in range(5)]}])
-    with refuses(actshard.FormatError, root / "m0/shard_0001.pkl.gz", "sample_idx 4 is in .*m1/shard_0001.pkl.gz too"):
+    with refuses(actshard.FormatError, root / "m0/shard_0001.pkl.gz", "sample_idx 4 is also in .*m1/shard_0001.pkl.gz"):
         opened(root)
     # Overlapping ranges alone are not an error.
     write(root / "m1", [{"layer_1": [item(5 + k * 10, values(k, 1, 2)) for k in range(5)]}])
@@ -182,7 +182,7 @@ def test_numbers_in_two_shards_are_found_whatever_their_ranges(sets: list[frozen
     if sum(map(len, sets)) == len(frozenset().union(*sets)):
         module._check_unique(shards, Inside())  # type: ignore[arg-type] -- a stand-in
     else:
-        with pytest.raises(actshard.FormatError, match=r"is in s\d too") as caught:
+        with pytest.raises(actshard.FormatError, match=r"is also in s\d") as caught:
             module._check_unique(shards, Inside())  # type: ignore[arg-type] -- a stand-in
         number = int(str(caught.value).split("sample_idx ")[1].split()[0])
         assert sum(number in ids for ids in sets) > 1

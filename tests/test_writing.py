@@ -363,7 +363,7 @@ def test_what_cannot_be_held_is_refused(
         ({"layers": [1, 1]}, "distinct integers"),
         ({"d_model": 0}, "d_model"),
         ({"part": (3, 2)}, "part"),
-        ({"chunk": 3}, "no option of zarr; its own are chunk_tokens"),
+        ({"chunk": 3}, "not an option of zarr; options are chunk_tokens"),
         ({"format": "saev", "metadata": {"model": "x"}}, "no field 'model'"),
         ({"format": "saev", "protocol": "3.0"}, "protocol"),
         ({"format": "saev", "max_tokens_per_shard": 0}, "positive"),
