@@ -331,12 +331,12 @@ def strip(path: Path) -> None:
 def test_index_of_format_1_is_refused_with_what_converts_it(lmprobe_copy: Copy) -> None:
     path = lmprobe_copy("pooled_f32")
     strip(path)
-    with refuses(actshard.UnsupportedError, path / PART, "format 1.x is not read; lmprobe.upgrade_dataset_format"):
+    with refuses(actshard.UnsupportedError, path / PART, "format 1.x is not supported; convert it with lmprobe.upgrade_dataset_format"):
         actshard.open(path, format="lmprobe")
     with refuses(actshard.UnknownFormatError, path, "without lmprobe keys"):
         actshard.open(path)
     (path / "lmprobe_info.json").write_text("{}")
-    with refuses(actshard.UnsupportedError, path / PART, r"format 1\.x is not read") as caught:
+    with refuses(actshard.UnsupportedError, path / PART, r"format 1\.x is not supported") as caught:
         actshard.open(path)
     assert isinstance(caught.value, NotImplementedError)
 
@@ -370,9 +370,9 @@ def test_newer_minor_version_is_a_warning(lmprobe_copy: Copy, value: Any) -> Non
     [
         ("3.0", r"version 3\.0 is newer .* upgrade actshard"),
         ("17", "version 17 is newer"),
-        ("1.9", r"version 1\.9 is not read, 2\.x is; lmprobe\.upgrade_dataset_format"),
-        (1, "version 1 is not read"),
-        (None, "not read"),
+        ("1.9", r"version 1\.9 is not supported; convert it to 2\.x with lmprobe\.upgrade_dataset_format"),
+        (1, "version 1 is not supported"),
+        (None, "not supported"),
     ],
 )
 def test_other_major_versions_are_refused(lmprobe_copy: Copy, value: Any, words: str) -> None:
@@ -581,7 +581,7 @@ def test_index_that_is_no_parquet_is_refused(lmprobe_copy: Copy, change: Callabl
     path = lmprobe_copy("pooled_f32")
     (path / PART).write_bytes(change((path / PART).read_bytes()))
     for opened in (path, path / PART):
-        with refuses(actshard.FormatError, path / PART, "expected a parquet file|cannot read columns"):
+        with refuses(actshard.FormatError, path / PART, "expected a Parquet file|cannot read columns"):
             actshard.open(opened)
 
 
@@ -675,9 +675,9 @@ def test_a_column_that_is_there_twice_is_found_by_verify(lmprobe_copy: Copy, nam
 
     path = lmprobe_copy("fullseq_logits_router", change=twice)
     found = [f for f in actshard.verify(path).findings if f.severity == "error"]
-    assert any("column" in (f.place or "") + f.found and "duplicate" in f.found and f.code == "format" for f in found), (
-        found
-    )
+    assert any(
+        "column" in (f.place or "") + f.found and "duplicate" in f.found and f.code == "format" for f in found
+    ), found
     if name in ("shard_index", "row_offset", "token_shard_ids"):
         with pytest.raises(actshard.FormatError, match=f"duplicate column '{name}'"):
             actshard.open(path)

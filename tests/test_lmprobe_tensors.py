@@ -136,7 +136,7 @@ def test_router_shards_that_do_not_add_up_are_an_error(lmprobe_copy: Copy) -> No
     path = lmprobe_copy("fullseq_logits_router", change)
     store = actshard.open(path)
     check(store, "fullseq_logits_router")
-    with refuses(actshard.FormatError, path / PART, "expected 22 prompts in all, found 21"):
+    with refuses(actshard.FormatError, path / PART, "expected 22 prompts in total, found 21"):
         store.router(2)
 
 

@@ -168,7 +168,7 @@ def test_format_objects_of_levanter_are_understood(tmp_path: Path) -> None:
 
 
 def test_a_transform_is_given_a_row(tmp_path: Path) -> None:
-    """As in Levanter: the transform of a row's weights does not depend on its batch."""
+    """As in Levanter: the transform loss_weight_transform: expected shape does not depend on its batch."""
     with tokens.CacheWriter(tmp_path / "c", {"input_ids": np.int32, "w": np.float32}) as writer:
         writer.append([{"input_ids": [1, 2, 3], "w": [1, 2, 4]}, {"input_ids": [4, 5, 6], "w": [10, 5, -1]}])
     cache = levanter.TreeCache.load(tmp_path / "c")
@@ -183,7 +183,7 @@ def test_a_transform_is_given_a_row(tmp_path: Path) -> None:
     assert read(lambda w: w / w.max(), [0]) == [[0.25, 0.5, 0]]
     assert read(lambda w: w * (np.arange(len(w)) > 0), [0, 1]) == [[0, 2, 0], [0, 5, 0]]
     assert not np.signbit(read(None, [1])[0][-1])
-    with pytest.raises(actshard.ArgumentError, match="of a row's weights"):
+    with pytest.raises(actshard.ArgumentError, match="loss_weight_transform: expected shape"):
         read(lambda w: w[:2], [0])
 
 

@@ -107,8 +107,8 @@ def test_validation_is_taken_from_training_where_asked(in_golden, tmp_path) -> N
         (("pack: 4", "pak: 4"), "did you mean 'pack'"),
         (("io_block_size", "io_blocksize"), "did you mean 'io_block_size'"),
         (("type: url", "type: uri"), "'url' or 'hf'"),
-        (("web: 0.75", "wbe: 0.75"), "no component is called 'wbe' .did you mean 'web'"),
-        (("tags: [a, b]", "tags: 3"), "expected a list of texts"),
+        (("web: 0.75", "wbe: 0.75"), "unknown component 'wbe' .did you mean 'web'"),
+        (("tags: [a, b]", "tags: 3"), "expected a list of strings"),
         (("components:", "components: 3 #"), "expected"),
         (("data:", "data: ["), "expected YAML"),
     ],
@@ -122,7 +122,7 @@ def test_mistakes_are_named(change: tuple[str, str], said: str, tmp_path: Path) 
 
 
 def test_unused_keys_are_told(tmp_path) -> None:
-    with pytest.warns(actshard.ActshardWarning, match="chat_template is not used"):
+    with pytest.warns(actshard.ActshardWarning, match="chat_template is ignored"):
         tokens.LmDataConfig(chat_template="x")
 
 
@@ -234,7 +234,7 @@ def test_a_source_may_repeat_the_format_of_its_component(tmp_path: Path) -> None
     path.write_text(text.replace("type: url,", "type: url, format: {type: text, text_key: body},"))
     assert tokens.LmDataConfig.from_yaml(path).components["web"].source.format == tokens.TextFormat("body")
     path.write_text(text.replace("type: url,", "type: url, format: {type: chat},"))
-    with pytest.raises(actshard.FormatError, match="move it there"):
+    with pytest.raises(actshard.FormatError, match="move this there"):
         tokens.LmDataConfig.from_yaml(path)
 
 

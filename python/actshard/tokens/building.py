@@ -1,8 +1,8 @@
-"""``build_cache``: from files of records to a token cache.
+"""``build_cache``: builds a token cache from files of records.
 
-Each file becomes a shard, a cache of its own, in the working folder (`placing.py`). An interrupted build continues
-with the shards it has. In the end the shards are put together (*consolidated*: one array per field, by copying bytes) or stay
-what they are (*sharded*), the ledger is written, and all of it is put in its place. Nothing is a cache before that.
+Each file becomes a shard, a complete cache in the working folder (`placing.py`). An interrupted build continues with its finished
+shards. At the end the shards are *consolidated* (copied byte for byte to one array per field) or kept (*sharded*), the ledger is
+written, and everything is moved into place. Until then nothing opens as a cache.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from actshard.work import locked, make_folder, remove, sync_folders, sync_tree, 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
 _WORTH_PROCESSES = 8 << 20
-"""Bytes of sources below which starting interpreters costs more than it gives."""
+"""With fewer bytes of sources, starting worker processes takes longer than it saves."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a build is.
+    """Progress of a build.
 
     Attributes:
-        files, files_done: sources, and those that are finished.
-        rows, tokens: made so far, in this run.
-        bytes, bytes_total: read of the sources, and their size; of those not finished before.
-        skipped: records that could not be used.
+        files, files_done: number of sources, and of finished ones.
+        rows, tokens: number produced in this run.
+        bytes, bytes_total: bytes read and total size of the sources, without those finished in earlier runs.
+        skipped: number of unusable records.
         stage: ``"tokenizing"`` or ``"consolidating"``.
     """
 
@@ -87,39 +87,38 @@ def build_cache(
     overwrite: bool = False,
     progress: Watch | None = None,
 ) -> TokenCache:
-    """Makes a token cache of files of records; Levanter opens it, and takes it for one of its own.
+    """Builds a token cache from files of records. Levanter opens it like its own.
 
-    A build that was interrupted goes on where it was, file by file, and ends in the same bytes. One that is finished is
-    opened. Only one process builds at a time.
+    An interrupted build resumes file by file and produces the same bytes. A finished cache is opened. Only one process builds at a
+    time.
 
     Args:
         sources: paths and globs of ``.jsonl``, ``.json`` and ``.parquet`` files, plain or ``.gz``, ``.bz2``, ``.xz``, ``.zst``; or
-            :class:`RowSource`. Their order is that of the rows.
-        out: the folder to make: ``<cache_dir>/<component>/train``, for Levanter.
-        tokenizer: see :func:`load_tokenizer`; prebuilt needs none.
-        format: :class:`TextFormat` if not given; or its name, or Levanter's ``format:`` block.
+            :class:`RowSource`. Rows are stored in this order.
+        out: the folder to create; for Levanter, ``<cache_dir>/<component>/train``.
+        tokenizer: see :func:`load_tokenizer`; not needed for the prebuilt format.
+        format: a format, its name, or Levanter's ``format:`` block; default: :class:`TextFormat`.
         layout: ``"consolidated"`` (one array per field) or ``"sharded"`` (one per field and file; nothing is copied).
-        storage: ``"plain"``: numbers lie in the files as they are, in frames that c-blosc reads too: this package maps them.
-            ``"lz4"``: as Levanter compresses them.
-        dtype: of token ids: int64 (text, if not given), int32 (the other formats), uint32 or uint16. Levanter opens all.
-        enforce_eos: False leaves eos out of texts.
-        enforce_bos: False leaves bos out of texts.
-        on_error: ``"raise"``, or ``"skip"``: records that cannot be used are left out, counted in the ledger and warned of.
-        jobs: processes; as many as processors and files if not given.
-        keep_shards: leave the shards of a consolidated cache beside it, as Levanter does.
-        overwrite: replace a cache that was built otherwise. It stays readable until the new one is whole. Only what its ledger
-            names is removed: other files and caches in the folder stay.
-        progress: called with :class:`Progress` now and then.
+        storage: ``"plain"``: uncompressed values in blosc frames, which this package memory-maps. ``"lz4"``: compressed, as
+            Levanter writes them.
+        dtype: of token ids: int64 (default for text), int32 (default for other formats), uint32 or uint16. Levanter opens all.
+        enforce_eos: append eos to texts.
+        enforce_bos: prepend bos to texts.
+        on_error: ``"raise"``, or ``"skip"``: unusable records are left out, counted in the ledger and reported by a warning.
+        jobs: number of processes; default: one per processor, at most one per file.
+        keep_shards: keep the shards of a consolidated cache next to it, as Levanter does.
+        overwrite: replace a cache that was built differently. It stays readable until the new one is complete. Only files listed
+            in its ledger are removed; other files and caches in the folder are kept.
+        progress: called occasionally with :class:`Progress`.
 
     Returns:
-        The cache, open.
+        The opened cache.
 
     Raises:
-        FormatError: a record that cannot be used; the message names file and line.
-        ExistsError: a cache that was built otherwise is there; the message says how it differs. Or other files stand where
-            the cache's would be.
-        LockedError: another process is building it.
-        MissingFileError, ArgumentError, MissingExtraError: sources, options or libraries that are not there.
+        FormatError: a record is unusable; the message names file and line.
+        ExistsError: a cache that was built differently exists (the message gives the difference), or other files are in the way.
+        LockedError: another process is building the cache.
+        MissingFileError, ArgumentError, MissingExtraError: missing sources, invalid options, missing libraries.
     """
     options = BuildOptions(
         layout=layout,
@@ -137,7 +136,7 @@ def build_cache(
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """How to build; see :func:`build_cache`."""
+    """Options of a build; see :func:`build_cache`."""
 
     layout: str = CONSOLIDATED
     storage: str = "plain"
@@ -158,14 +157,14 @@ class BuildOptions:
             object.__setattr__(self, "jobs", whole(self.jobs, "jobs", 1, wrong_type=ArgumentTypeError))
         for name in ("enforce_eos", "enforce_bos", "keep_shards", "overwrite"):
             if not isinstance(value := getattr(self, name), bool | np.bool_):
-                raise ArgumentTypeError(f"{name}: expected true or false, found {value!r}")
+                raise ArgumentTypeError(f"{name}: expected True or False, found {value!r}")
             object.__setattr__(self, name, bool(value))
         checked_storage(self.storage)
         _id_dtype(self.dtype)
 
 
 class Build:
-    """One build; :func:`build_cache` runs it. ``built`` tells afterwards whether anything was to do."""
+    """A build; :func:`build_cache` runs it. Afterwards ``built`` is False if the cache was already finished."""
 
     def __init__(
         self,
@@ -203,7 +202,7 @@ class Build:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """All that decides which rows come out of a record; a tokenizer is some megabytes of it."""
+        """Everything that affects rows. The tokenizer is included as a digest, because it is megabytes."""
         return {
             "format": formats.as_dict(self.format),
             "tokenizer": None if self.tokenizer is None else self.tokenizer.digest(),
@@ -217,16 +216,16 @@ class Build:
 
     @property
     def _shard_storage(self) -> str:
-        # Shards that are put together are copied as bytes; what is compressed in the end is compressed once.
+        # Shards to be consolidated are copied as bytes, so compression happens only once, at the end.
         return self.storage if self.layout == SHARDED else "plain"
 
     @property
     def _copies(self) -> bool:
-        """Whether shards are read again when all are there; an only one is linked."""
+        """Whether shards are read again for consolidation. A single plain shard is linked instead."""
         return self.layout == CONSOLIDATED and (len(self.sources) > 1 or self.storage != "plain")
 
     def _whole_identity(self) -> dict[str, Any]:
-        """What a finished cache says it is."""
+        """Identifies a finished cache."""
         return {
             "settings": _digest(self._settings),
             "sources": _digest([source.identity() for source in self.sources]),
@@ -235,7 +234,7 @@ class Build:
         }
 
     def run(self) -> TokenCache:
-        """Builds what is not there."""
+        """Builds the cache unless it is finished, and opens it."""
         if self._is_finished():
             self._clean()
         else:
@@ -248,7 +247,7 @@ class Build:
         lock = locked(work)
         try:
             placing.recover(self.out, work)
-            if not self._is_finished():  # another process may have been faster
+            if not self._is_finished():  # another process may have finished it
                 self._build(work)
             placing.clear(work)
         finally:
@@ -256,13 +255,13 @@ class Build:
             lock.release()
 
     def _clean(self) -> None:
-        """Removes what a build of this same cache left that was killed when the cache was there already."""
+        """Removes the working folder of a build that was killed after its cache was in place."""
         work = self.out / placing.WORK
         if not os.path.lexists(work):
             return
         try:
             lock = locked(work)
-        except errors.ActshardError:  # somebody is at work, or this is not ours to write
+        except errors.ActshardError:  # another process is building, or the folder is read-only
             return
         try:
             mine = placing.read_state(work).get("cache") in (None, _digest(self._whole_identity()))
@@ -272,10 +271,10 @@ class Build:
             lock.release()
 
     def _is_finished(self) -> bool:
-        """Whether the cache is there. Nothing is changed.
+        """Whether the requested cache exists. Changes nothing.
 
         Raises:
-            ExistsError: another one is there, and is not to be replaced.
+            ExistsError: another cache exists, and ``overwrite`` is False.
         """
         if not os.path.lexists(self.out / ledgers.NAME):
             return False
@@ -285,7 +284,7 @@ class Build:
             if self.overwrite:
                 return False
             raise ExistsError(
-                f"a cache is here that cannot be read ({error.detail}); overwrite=True replaces it", path=self.out
+                f"an unreadable cache exists ({error.detail}); pass overwrite=True to replace it", path=self.out
             ) from error
         own = ledger.extra.get(OURS)
         differs = self._difference(ledger, own if isinstance(own, dict) else None)
@@ -294,43 +293,45 @@ class Build:
             self.skipped = {str(k): int(v) for k, v in skipped.items()} if isinstance(skipped, dict) else {}
             return True
         if not self.overwrite:
-            raise ExistsError(f"a finished cache is here that {differs}; overwrite=True replaces it", path=self.out)
+            raise ExistsError(
+                f"a finished cache exists that {differs}; pass overwrite=True to replace it", path=self.out
+            )
         return False
 
     def _difference(self, ledger: Ledger, own: dict[str, Any] | None) -> str | None:
-        """How a finished cache differs from what is to be built."""
+        """How a finished cache differs from the one to build; None if it does not."""
         expected = self.process.metadata()
         found = ledger.preprocessor
         for key in expected:
             if found and found.get(key) != expected[key]:
-                return f"was built with {key} {_short(found.get(key))} in place of {_short(expected[key])}"
-        if own is None:  # Levanter's own: no more than that is known
+                return f"was built with {key} {_short(found.get(key))} instead of {_short(expected[key])}"
+        if own is None:  # written by Levanter: nothing else to compare
             names = [source.shard for source in self.sources]
             if list(ledger.finished_shards) != names:
-                return f"has the shards {_short(list(ledger.finished_shards))} in place of {_short(names)}"
+                return f"has the shards {_short(list(ledger.finished_shards))} instead of {_short(names)}"
             return None
         for key, said in self._whole_identity().items():
             if own.get(key) != said:
                 what = {
                     "settings": "was built with other settings (tokenizer, format, dtype or on_error)",
-                    "sources": "was built from other files, or from these before they changed",
+                    "sources": "was built from other files, or from older versions of these",
                 }
-                return what.get(key, f"has the {key} {own.get(key)} in place of {said}")
+                return what.get(key, f"has the {key} {own.get(key)} instead of {said}")
         return None
 
     def _entries(self, names: list[str]) -> list[str]:
-        """Entries of the finished cache's folder, but the ledger."""
+        """Entries of the finished cache's folder, without the ledger."""
         fields = list(dict.fromkeys(name.split("/")[0] for name in names))
         kept = [source.shard for source in self.sources] if self.keep_shards or self.layout == SHARDED else []
         return kept if self.layout == SHARDED else fields + kept
 
     def _refuse_foreign(self, names: list[str]) -> None:
-        """Refuses what stands in the way before hours are spent on what could not be put in its place."""
+        """Raises ExistsError for files in the way, before hours are spent on building."""
         try:
             mine = placing.owned(self.out)
         except errors.ActshardError as error:
             raise ExistsError(
-                f"a cache is here whose ledger cannot be read ({error.detail}), so that it is not known what belongs to it; "
+                f"cannot replace this cache: its ledger cannot be read ({error.detail}), so its files are unknown; "
                 "remove the folder, or choose another",
                 path=self.out,
             ) from error
@@ -340,12 +341,12 @@ class Build:
         placing.refuse_foreign(self.out, [ledgers.NAME, *(arrays if self.layout == CONSOLIDATED else []), *inner], mine)
 
     def _begin(self, work: Path) -> tuple[Any, ...] | None:
-        """Makes the working folder ready; the time that chat templates see: that of the build's first beginning."""
+        """Prepares the working folder. Returns the time for chat templates: when the build was first begun."""
         settings, cache = _digest(self._settings), _digest(self._whole_identity())
         said = placing.read_state(work)
         now = said.get("now") if said.get("settings") == settings else None
         if not _is_time(now):
-            # The name of the time zone and its offset too, which templates may ask for.
+            # With name and offset of the time zone, which templates may use.
             here = time.localtime()
             now = [*here, here.tm_zone, here.tm_gmtoff]
         state = {"actshard": 1, "settings": settings, "cache": cache, "now": now}
@@ -376,7 +377,7 @@ class Build:
                 self._done[source.shard] = done
                 continue
             remove(folder)
-            # Of this process alone: a worker of a killed build may still be ending.
+            # Unique to this process: a worker of a killed build may still be running.
             staged = work / "staged" / f"{source.shard}.{os.getpid()}"
             task = Task(folder, staged, identity, self._shard_storage, self.skip, self._copies, self._now)
             pending.append((source, task))
@@ -386,13 +387,13 @@ class Build:
         for source, task in pending:
             done = shards.finished(task.folder, task.identity, names, made=True)
             if done is None:
-                raise InternalError(f"shard {source.shard} is not there after it was built", path=task.folder)
+                raise InternalError(f"shard {source.shard} is missing after it was built", path=task.folder)
             self._done[source.shard] = done
         self._finish(work, names)
 
     @property
     def _tells_time(self) -> bool:
-        """Whether rows depend on when they are made."""
+        """Whether rows depend on the time of the build."""
         return isinstance(self.process, ChatProcessor) and "strftime_now" in self.process.template
 
     def _warn_of_no_eos(self) -> None:
@@ -401,9 +402,9 @@ class Build:
             return
         warnings.warn(
             errors.ActshardWarning(
-                f"{self.out}: the tokenizer names no eos token, so documents are stored without one and their borders are lost in "
-                "windows; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); enforce_eos=False "
-                "if that is meant",
+                f"{self.out}: the tokenizer has no eos token, so documents are stored without one, and windows cannot separate "
+                "them; use a folder with a tokenizer_config.json, or load_tokenizer(..., eos_token=); pass enforce_eos=False if "
+                "this is intended",
                 code="no-eos",
             ),
             stacklevel=6,
@@ -488,7 +489,7 @@ class Build:
         placing.swap(self.out, work, placing.NEW, [*self._entries(names), ledgers.NAME])
 
     def _consolidate(self, work: Path, names: list[str]) -> None:
-        """One array per field out of those of all shards: stored numbers are copied, the files of an only shard are linked."""
+        """Creates one array per field from the shards, by copying stored bytes. A single shard's files are linked."""
         merged, new = work / "merged", work / placing.NEW
         filled = [source.shard for source in self.sources if self._done[source.shard].total_num_rows]
         if len(filled) == 1 and self.storage == "plain" and _linked(new / filled[0], merged, names):
@@ -520,7 +521,7 @@ class Build:
 
 
 def _linked(source: Path, target: Path, names: list[str]) -> bool:
-    """Links the files of fields into another folder; False where a file system cannot."""
+    """Hard-links the files of fields into another folder. Returns False if the file system cannot."""
     try:
         for name in names:
             for file in (source / name).rglob("*"):
@@ -544,7 +545,7 @@ def _id_dtype(dtype: DTypeLike | None) -> str | None:
 
 
 def _is_time(value: Any) -> bool:
-    """Whether this is what ``time.struct_time`` is made of."""
+    """Whether a value is a valid argument of ``time.struct_time``."""
     try:
         return isinstance(value, list) and len(value) == 11 and bool(time.strftime("%c", time.struct_time(value)))
     except (TypeError, ValueError, OverflowError):

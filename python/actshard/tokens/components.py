@@ -55,11 +55,11 @@ from actshard.tokens.stream import Examples
 
 
 class DatasetSourceConfigBase(ABC):
-    """Where a component's records come from."""
+    """Source of a component's records."""
 
     @abstractmethod
     def sources(self, split: str) -> list[Any]:
-        """What :func:`build_cache` takes; empty if there is none of the split."""
+        """The sources for :func:`build_cache`; empty if the split does not exist."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class UrlDatasetSourceConfig(DatasetSourceConfigBase):
 
     Attributes:
         train_urls, validation_urls: paths and globs of each split.
-        tags, cache_dir, format: as in Levanter; the component's own are what counts.
+        tags, cache_dir, format: accepted as in Levanter; the component's settings apply.
     """
 
     train_urls: tuple[str, ...] = ()
@@ -81,20 +81,20 @@ class UrlDatasetSourceConfig(DatasetSourceConfigBase):
         check_types(self)
 
     def sources(self, split: str) -> list[Any]:
-        """What :func:`build_cache` takes; empty if there is none of the split."""
+        """The sources for :func:`build_cache`; empty if the split does not exist."""
         return list(self.train_urls if split == "train" else self.validation_urls)
 
 
 @dataclass(frozen=True)
 class HfDatasetSourceConfig(DatasetSourceConfigBase):
-    """A dataset of the Hugging Face hub, through the ``datasets`` library (extra ``datasets``).
+    """A dataset of the Hugging Face hub, read with the ``datasets`` library (extra ``datasets``).
 
     Attributes:
-        id, name, revision: of the dataset. A branch, a tag or no revision is resolved to its commit when a build begins: caches of
-            one commit are not continued with another's records.
+        id, name, revision: of the dataset. A branch, a tag or no revision is resolved to its commit when a build begins: a cache
+            of one commit is never continued with records of another.
         stream: read while downloading.
-        splits: those it has; None: all.
-        tags, cache_dir, format: as in Levanter; the component's own are what counts.
+        splits: the splits to use; None: all.
+        tags, cache_dir, format: accepted as in Levanter; the component's settings apply.
     """
 
     id: str
@@ -110,10 +110,10 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
         check_types(self)
 
     def sources(self, split: str) -> list[Any]:
-        """A source for each of the dataset's shards; empty if it has no such split.
+        """One source per shard of the dataset; empty if the split does not exist.
 
         Raises:
-            FormatError: the library cannot load it; the message says why.
+            FormatError: the library cannot load the dataset; the message gives the reason.
             MissingExtraError: the library is not installed.
         """
         if self.splits is not None and split not in self.splits:
@@ -148,18 +148,18 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
     def _asked(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
-        except Exception as error:  # of the library, of those that it uses, of a dataset's own script
+        except Exception as error:  # raised by the library, its dependencies or a dataset's script
             if isinstance(error, ActshardError):
                 raise
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if full or isinstance(error, MemoryError):  # no fault of the dataset
+            if full or isinstance(error, MemoryError):  # not an error of the dataset
                 raise from_reader(error, None, f"load {self.id}", "") from error
             raise FormatError(
                 f"the datasets library cannot load {self.id}: {type(error).__name__}: {str(error)[:500]}"
             ) from error
 
     def _version(self) -> str | None:
-        """The commit of the hub that is read, or a digest of a local folder's files; None if it cannot be known."""
+        """The hub commit, or a digest of a local folder's file list; None if unknown."""
         folder = Location.at(Path(self.id))
         if folder.kind() == "folder":
             found = [(file.relative_to(folder), file.stat()) for file, _ in folder.files()]
@@ -171,13 +171,13 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
             from huggingface_hub import HfApi
 
             sha = HfApi().dataset_info(self.id, revision=self.revision, timeout=30).sha
-        except Exception:  # no hub, no such dataset: loading it says so
+        except Exception:  # no network, or no such dataset: loading will raise
             sha = None
         if not isinstance(sha, str):
             warnings.warn(
                 ActshardWarning(
-                    f"{self.id}: its commit cannot be asked for, so a change of the dataset between two runs of a build would not "
-                    "be noticed; give revision= a commit",
+                    f"{self.id}: its commit is unknown, so a change of the dataset between two runs of a build would not be "
+                    "detected; pass a commit as revision=",
                     code="unknown-revision",
                 ),
                 stacklevel=4,
@@ -188,16 +188,16 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
 
 @dataclass(frozen=True)
 class DatasetComponent:
-    """One dataset: where it comes from, where its caches are, what becomes of it.
+    """One dataset: its source, caches and format.
 
     Attributes:
-        source: None: its caches have to be there.
-        cache_dir: where its caches are; below the configuration's, by its name, if not given.
-        format: how rows are made.
+        source: None: the caches must exist.
+        cache_dir: folder of its caches; default: its name below the configuration's ``cache_dir``.
+        format: how records become rows.
         pack: documents per example; see :func:`dataset_for_component`.
         tags: as in Levanter.
         split: as in Levanter.
-        flat_cache: ``cache_dir`` is itself the cache, of training data.
+        flat_cache: ``cache_dir`` is itself the cache of the training split.
     """
 
     source: DatasetSourceConfigBase | None = None
@@ -228,9 +228,10 @@ def dataset_for_component(
     block_cross_document_attention: bool = True,
     loss_mask_padding: bool = True,
 ) -> Examples:
-    """The examples that Levanter makes of a component.
+    """Creates a component's examples as Levanter does.
 
-    Text and supervised rows are windows, or packed if ``pack`` says so; conversations are packed; prebuilt rows are examples.
+    Text and supervised rows become windows, or packed examples with ``pack``. Conversations are packed. Prebuilt rows are
+    examples.
     """
     form, apart = component.format, block_cross_document_attention
     if isinstance(form, ChatFormat):
@@ -281,16 +282,14 @@ def known_options(given: Any, cls: type, where: str) -> dict[str, Any]:
 
 
 def components_of(name: str, given: Any) -> dict[str, DatasetComponent]:
-    """A component; the children of one that concatenates others, each by its own name."""
+    """Parses a component."""
     where = f"data.components.{name}"
     if not isinstance(given, Mapping):
         raise ArgumentError(f"{where}: expected an object, found {show(given)}")
     options = dict(given)
     kind = options.pop("type", "cached")
     if kind == "concat":
-        raise ArgumentError(
-            f"{where}: components that concatenate others are not read; list its children as components"
-        )
+        raise ArgumentError(f"{where}: type 'concat' is not supported; list its children as components")
     if kind != "cached":
         raise ArgumentError(f"{where}: type must be 'cached', not {kind!r}")
     options = known_options(options, DatasetComponent, where)
@@ -300,7 +299,7 @@ def components_of(name: str, given: Any) -> dict[str, DatasetComponent]:
         options["source"] = _source(source, f"{where}.source")
         form = options["source"].format
         if form not in (TextFormat(), options["format"]):
-            raise ArgumentError(f"{where}.source.format: Levanter reads the component's format; move it there")
+            raise ArgumentError(f"{where}.source.format: Levanter uses the component's format; move this there")
     options["tags"] = _texts(options.get("tags"), f"{where}.tags")
     return {name: within(where, lambda: DatasetComponent(**options))}
 
@@ -332,5 +331,5 @@ def _texts(value: Any, where: str) -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable) or any(not isinstance(x, str) for x in value):
-        raise ArgumentError(f"{where}: expected a list of texts, found {show(value)}")
+        raise ArgumentError(f"{where}: expected a list of strings, found {show(value)}")
     return tuple(value)

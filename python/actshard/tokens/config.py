@@ -1,6 +1,6 @@
-"""Levanter's data configuration: as frozen dataclasses, and as the YAML that its trainer reads.
+"""Levanter's data configuration, as frozen dataclasses and as the YAML that its trainer reads.
 
-Field names, defaults and places of caches are Levanter's, so that one file serves both. Keys that are not known are errors.
+Field names, defaults and cache paths are Levanter's, so that both can use the same file. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class BlockShuffleConfig:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """A cache that a configuration asks for.
+    """A cache required by a configuration.
 
     Attributes:
-        component, split: whose it is.
-        path: where Levanter looks for it.
-        sources: what it is made of; empty: nothing, it has to be there.
+        component, split: what the cache is for.
+        path: where Levanter expects it.
+        sources: sources to build it from; empty: it must exist.
         state: ``"done"``, ``"to build"`` or ``"missing"``.
         cache: the cache, if it was built or opened.
     """
@@ -96,26 +96,26 @@ Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class LmDataConfig:
-    """Levanter's ``data:`` block. Names and defaults are Levanter's (June 2026); paths are of this machine.
+    """Levanter's ``data:`` block. Names and defaults are Levanter's (June 2026). Paths are local.
 
     Attributes:
         tokenizer: a folder with ``tokenizer.json``, or ``"passthrough"``.
-        vocab_size: of ``"passthrough"``.
-        cache_dir: where components' caches are, each by its name.
-        enforce_eos: whether texts end in eos.
+        vocab_size: vocabulary size of ``"passthrough"``.
+        cache_dir: folder of the components' caches, each in a subfolder with its name.
+        enforce_eos: whether to append eos to texts.
         components: datasets by name.
-        train_weights: of the mixture; or a list of (first step, weights). All 1 if not given.
-        shuffle: True (a permutation of all), False, or a :class:`BlockShuffleConfig`.
+        train_weights: weights of the mixture by name, or a list of (first step, weights); default: 1 for all.
+        shuffle: True (a permutation of all examples), False, or a :class:`BlockShuffleConfig`.
         permutation_type: ``"feistel"`` or ``"linear"``.
         block_cross_document_attention: whether documents are kept apart.
         stop_strategy, mixture_block_size: see :class:`Mixture`.
-        target_budget, experiment_budget: training on the part of each dataset that the second is of the first.
-        max_train_batches: at most so many batches of a dataset.
-        num_validation_sequences: so many examples of a dataset's training split are its validation split.
-        shuffle_before_trainval_split: whether those are taken from all over it.
-        loss_mask_padding: True: padding of packed examples, and the last token before it, count nothing, as in Levanter since July
-            2026. False: they count 1 without stored weights, as in June 2026. Levanter's YAML has no such key: what it does
-            is a matter of its version.
+        target_budget, experiment_budget: train on a fraction experiment_budget / target_budget of each dataset.
+        max_train_batches: limit on batches by dataset.
+        num_validation_sequences: number of training examples held out for validation, by dataset.
+        shuffle_before_trainval_split: whether to shuffle before holding out.
+        loss_mask_padding: True: padding of packed examples, and the last token before it, have weight 0, as in Levanter since July
+            2026. False: without stored weights they have weight 1, as in June 2026. Levanter's YAML has no such key, because it
+            depends on Levanter's version.
     """
 
     tokenizer: str = "gpt2"
@@ -152,13 +152,11 @@ class LmDataConfig:
                 if not 0 <= weight < float("inf"):
                     raise ArgumentError(f"train_weights.{name}: expected a number of at least 0, found {weight}")
                 if name not in self.components:
-                    raise ArgumentError(
-                        f"train_weights: no component is called '{name}'{nearest(name, self.components)}"
-                    )
+                    raise ArgumentError(f"train_weights: unknown component '{name}'{nearest(name, self.components)}")
         if self.chat_template is not None:
             warnings.warn(
                 ActshardWarning(
-                    "data.chat_template is not used, by Levanter neither: put it into a component's format",
+                    "data.chat_template is ignored, as in Levanter; set it in a component's format",
                     code="unused-setting",
                 ),
                 stacklevel=3,
@@ -172,11 +170,11 @@ class LmDataConfig:
 
     @classmethod
     def from_yaml(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a YAML file: this block itself, or a trainer's configuration with a ``data:`` block.
+        """Reads a YAML file: this block, or a trainer's configuration with a ``data:`` block.
 
         Raises:
-            FormatError: it is no YAML, or says something that is not known; the message suggests the nearest key.
-            MissingFileError: there is no such file.
+            FormatError: invalid YAML or unknown keys; the message suggests the closest key.
+            MissingFileError: the file does not exist.
             MissingExtraError: pyyaml is not installed.
         """
         try:
@@ -200,7 +198,7 @@ class LmDataConfig:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Self:
-        """What YAML says, as plain values."""
+        """Converts plain values, as read from YAML."""
         options = known_options(given, cls, "data")
         components = options.get("components") or {}
         if not isinstance(components, Mapping):
@@ -224,30 +222,30 @@ class LmDataConfig:
 
     @cached_property
     def the_tokenizer(self) -> Tokenizer:
-        """The tokenizer, loaded."""
+        """The loaded tokenizer."""
         return load_tokenizer(self.tokenizer, vocab_size=self.vocab_size)
 
     def cache_path(self, name: str, split: str) -> Path:
-        """Where Levanter looks for a cache."""
+        """Path at which Levanter expects a cache."""
         component = self.components[name]
         if component.cache_dir is not None:
             root = local_path(component.cache_dir, f"components.{name}.cache_dir")
         elif self.cache_dir is not None:
             root = local_path(self.cache_dir, "cache_dir") / name
         else:
-            raise ArgumentError(f"component '{name}' has no cache_dir, and the configuration has none")
+            raise ArgumentError(f"component '{name}': expected a cache_dir, here or in the configuration, found none")
         return root if component.flat_cache else root / split
 
     def _has_weight(self, name: str) -> bool:
         return any(weights.get(name, 0) > 0 for weights in self._stages())
 
     def plans(self, components: Iterable[str] | None = None) -> list[CachePlan]:
-        """Every cache of both splits, and whether it is there."""
+        """All caches of both splits, with their states."""
         chosen = list(self.components) if components is None else list(components)
         made = []
         for name in chosen:
             if name not in self.components:
-                raise ArgumentError(f"no component is called '{name}'{nearest(name, self.components)}")
+                raise ArgumentError(f"unknown component '{name}'{nearest(name, self.components)}")
             component = self.components[name]
             for which in SPLITS:
                 if component.flat_cache and which != "train":
@@ -270,16 +268,16 @@ class LmDataConfig:
         progress: Callable[[CachePlan], Watch | None] | None = None,
         **options: Any,
     ) -> list[CachePlan]:
-        """Builds every cache that is not there, where Levanter looks for it.
+        """Builds all missing caches at the paths that Levanter expects.
 
         Args:
-            components: names; all if not given.
+            components: names; default: all.
             splits: train, validation, or both.
-            progress: called with each cache before it is built; returns what :func:`build_cache` takes.
-            **options: of :func:`build_cache`: layout, storage, dtype, on_error, jobs, keep_shards, overwrite.
+            progress: called with each cache before it is built; returns the ``progress`` argument of :func:`build_cache`.
+            **options: options of :func:`build_cache`: layout, storage, dtype, on_error, jobs, keep_shards, overwrite.
 
         Returns:
-            All of them: ``state`` is ``"built"``, ``"done"`` (it was there) or ``"missing"`` (no source, no cache).
+            All caches. ``state`` is ``"built"``, ``"done"`` (it existed) or ``"missing"`` (no source and no cache).
         """
         made = []
         for plan in self.plans(components):
@@ -290,7 +288,7 @@ class LmDataConfig:
         return made
 
     def build_plan(self, plan: CachePlan, progress: Watch | None = None, **options: Any) -> CachePlan:
-        """Builds one of :meth:`plans`; options are those of :meth:`build`."""
+        """Builds one cache of :meth:`plans`. Options are those of :meth:`build`."""
         if not plan.sources:
             return plan
         form = self.components[plan.component].format
@@ -307,7 +305,7 @@ class LmDataConfig:
         return CachePlan(plan.component, plan.split, plan.path, plan.sources, state, cache)
 
     def open(self, name: str, split: str = "train") -> TokenCache:
-        """A component's cache, open."""
+        """Opens a component's cache."""
         return open_cache(self.cache_path(name, split))
 
     def _datasets(self, which: str, seq_len: int) -> dict[str, Examples]:
@@ -330,11 +328,11 @@ class LmDataConfig:
     def train_sets(
         self, seq_len: int, *, key: int | Key | NDArray[Any] = 0, batch_size: int | None = None
     ) -> dict[str, Examples]:
-        """Components' training examples in Levanter's order: split, shuffled, cut to their budgets.
+        """Training examples by component, processed in Levanter's order: split, shuffled, reduced to budgets.
 
         Args:
-            seq_len: tokens of an example.
-            key: the shuffles' seed or key.
+            seq_len: tokens per example.
+            key: seed or key of the shuffles.
             batch_size: for ``max_train_batches``.
         """
         made = self._datasets("train", seq_len)
@@ -356,10 +354,10 @@ class LmDataConfig:
         for name, batches in (self.max_train_batches or {}).items():
             if name in made:
                 if batch_size is None:
-                    raise ArgumentError("max_train_batches needs batch_size=")
+                    raise ArgumentError("max_train_batches: expected batch_size=, found none")
                 if batches * batch_size > len(made[name]):
                     raise ArgumentError(
-                        f"max_train_batches: {batches} batches of '{name}' are more than its {len(made[name])} examples"
+                        f"max_train_batches: {batches} batches of '{name}' exceed its {len(made[name])} examples"
                     )
                 made[name] = Sliced(made[name], 0, batches * batch_size)
         return made
@@ -380,18 +378,18 @@ class LmDataConfig:
 
     def _trainval(self, dataset: Examples, held: int) -> tuple[Examples, Examples]:
         if held > len(dataset):
-            raise ArgumentError(f"num_validation_sequences: {held} are more than the dataset's {len(dataset)} examples")
+            raise ArgumentError(f"num_validation_sequences: {held} exceeds the dataset's {len(dataset)} examples")
         if self.shuffle_before_trainval_split:
             dataset = Permuted(dataset, permutation("feistel", len(dataset), 0))
         cut = len(dataset) - held
         return Sliced(dataset, 0, cut), Sliced(dataset, cut, len(dataset))
 
     def train_set(self, seq_len: int, batch_size: int, *, key: int | Key | NDArray[Any] = 0) -> Mixture:
-        """The mixture that Levanter trains on: ``get_batch(range(step * batch_size, (step + 1) * batch_size))``."""
+        """The mixture for training in Levanter: ``get_batch(range(step * batch_size, (step + 1) * batch_size))``."""
         mix, shuffle = split(prng_key(key))
         weights = self.train_weights
         if weights is None:
-            raise ArgumentError("there are no components to train on")
+            raise ArgumentError("expected components to train on, found none")
         if not isinstance(weights, Mapping):
             weights = [(step * batch_size, stage) for step, stage in weights]
         return Mixture(
@@ -403,7 +401,7 @@ class LmDataConfig:
         )
 
     def validation_sets(self, seq_len: int) -> dict[str, Examples]:
-        """Components' validation examples."""
+        """Validation examples by component."""
         made = self._datasets("validation", seq_len)
         if self.num_validation_sequences:
             train = self._datasets("train", seq_len)

@@ -1,6 +1,6 @@
-"""Training examples of a token cache: windows, packs and rows, as batches of numpy arrays.
+"""Training examples from a token cache: windows, packs and rows, as batches of numpy arrays.
 
-What each class yields is what Levanter's class of that name yields (``docs/formats/levanter.md``), without JAX.
+Each class yields the examples of Levanter's class of the same name (``docs/formats/levanter.md``), without JAX.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from actshard.tokens.cache import TOKENS, TokenCache
 from actshard.tokens.stream import Streamed
 
 PACKED_SEGMENTS = 64
-"""Documents of an example at most, where ``pack`` says no number."""
+"""Default limit of documents per example."""
 STRATEGIES = ("left", "right", "raise", "drop")
 _AT_MOST_ROWS = 1 << 31
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples, one per row.
+    """A batch of b examples of P tokens.
 
     Attributes:
         tokens: (b, P) int32.
-        loss_weight: (b, P) float32: how much the prediction *made at* a position counts, that is, of the next token.
-        segment_ids: (b, P) int32, or None where documents are not kept apart. Attention goes from a position to earlier ones of
-            the same id. Packed examples: the row's number in the cache, -1 for padding.
-        max_segments: how many documents an example may have, for the THD lengths; None for windows.
+        loss_weight: (b, P) float32: weight of the prediction *made at* a position, that is, of the next token.
+        segment_ids: (b, P) int32, or None if documents are not kept apart. A position attends to earlier positions with the same
+            id. In packed examples: row numbers of the cache, -1 for padding.
+        max_segments: limit of documents per example, for THD lengths; None for windows.
     """
 
     tokens: NDArray[np.int32]
@@ -47,24 +47,24 @@ class Batch:
 
     def _runs(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         if self.segment_ids is None or self.max_segments is None:
-            raise NotStoredError("THD lengths are those of packed examples with segment ids")
+            raise NotStoredError("THD lengths exist only for packed examples with segment ids")
         most = self.max_segments + 1
         lengths, counts = _native.run_lengths(np.ascontiguousarray(self.segment_ids), most)
         return lengths.reshape(len(self), most), counts
 
     @property
     def thd_segment_lengths(self) -> NDArray[np.int32]:
-        """Lengths of the runs of equal segment ids, padding included, and zeros: (b, max_segments + 1) int32."""
+        """Lengths of runs of equal segment ids, including padding, followed by zeros: (b, max_segments + 1) int32."""
         return self._runs()[0]
 
     @property
     def thd_num_segments(self) -> NDArray[np.int32]:
-        """How many such runs there are: (b,) int32."""
+        """Number of runs of equal segment ids: (b,) int32."""
         return self._runs()[1]
 
     @staticmethod
     def merged(parts: Sequence[tuple[NDArray[np.int64], Batch]], n: int) -> Batch:
-        """One batch of several: each with the places of its examples among ``n``."""
+        """Merges batches of ``n`` examples in total. Each part is given with the positions of its examples."""
         if not parts:
             return Batch(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
         if len(parts) == 1:
@@ -74,10 +74,10 @@ class Batch:
             return replace(only, tokens=only.tokens[at], loss_weight=only.loss_weight[at], segment_ids=segments)
         widths = {batch.tokens.shape[1] for _, batch in parts}
         if len(widths) > 1:
-            raise ArgumentError(f"examples of different lengths cannot be in one batch: {sorted(widths)}")
+            raise ArgumentError(f"expected examples of equal lengths in a batch, found lengths {sorted(widths)}")
         with_segments = {batch.segment_ids is not None for _, batch in parts}
         if len(with_segments) > 1:
-            raise ArgumentError("some datasets have segment ids and some have none: they cannot be in one batch")
+            raise ArgumentError("expected segment ids in all datasets of a batch or in none")
         width = widths.pop()
         tokens, weights = np.empty((n, width), np.int32), np.empty((n, width), np.float32)
         segments = np.empty((n, width), np.int32) if with_segments.pop() else None
@@ -90,7 +90,7 @@ class Batch:
 
 
 class Windows(Protocol):
-    """Windows of fixed length, which :class:`CausalLmDataset` makes examples of."""
+    """Windows of fixed length, from which :class:`CausalLmDataset` makes examples."""
 
     cache: TokenCache
     seq_len: int
@@ -101,15 +101,15 @@ class Windows(Protocol):
 
 
 class TokenSeqDataset(Streamed):
-    """Windows of ``seq_len`` tokens, one after another, over documents and shards; a shorter rest is left out.
+    """Consecutive windows of ``seq_len`` tokens, across documents and shards. A shorter rest is left out.
 
-    ``get_batch(indices)`` is (b, seq_len) int32, a copy.
+    ``get_batch(indices)`` returns (b, seq_len) int32, a copy.
 
     Args:
         cache: an open cache.
-        seq_len: tokens of a window.
-        loss_weights_key: a field of weights that is cut the same way, for :class:`CausalLmDataset`.
-        input_ids_key: the field of tokens; the cache's own if not given.
+        seq_len: tokens per window.
+        loss_weights_key: a field of weights, split into windows likewise, for :class:`CausalLmDataset`.
+        input_ids_key: the field of tokens; default: the cache's ``token_field``.
     """
 
     def __init__(
@@ -134,27 +134,27 @@ class TokenSeqDataset(Streamed):
 
     @property
     def _tokens(self) -> _native.TokenField | None:
-        # Asked of the cache each time: that is what travels to other processes.
+        # Not stored: a native field cannot be pickled, the cache can.
         return _field_or_empty(self.cache, self.input_ids_key)
 
     def starts(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
-        """Where windows begin, in elements."""
+        """Offsets of windows, in elements: (n,) int64."""
         return self.cache.numbers(indices, self._length, "window") * self.seq_len
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
-        """The tokens of some windows: (b, seq_len) int32.
+        """Reads windows: (b, seq_len) int32, a copy.
 
         Raises:
-            OutOfRangeError: there is no such window.
-            FormatError: a token that does not fit int32.
+            OutOfRangeError: an index is out of range.
+            FormatError: a token does not fit int32.
         """
         made: NDArray[np.int32] = self._read(indices, weights=False)[0]
         return made
 
     def weights(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
-        """The stored loss weights of some windows: (b, seq_len) float32, as they are stored."""
+        """Reads the stored loss weights of windows: (b, seq_len) float32, a copy."""
         if self.loss_weights_key is None:
-            raise NotStoredError("these windows were made without loss_weights_key=", path=self.cache.path)
+            raise NotStoredError("no loss weights: create the windows with loss_weights_key=", path=self.cache.path)
         starts = self.starts(indices)
         field = self.cache.field(self.loss_weights_key)
         made = [np.asarray(field.elements(int(s), self.seq_len), np.float32) for s in starts]
@@ -186,15 +186,15 @@ class TokenSeqDataset(Streamed):
 
 
 def _field_or_empty(cache: TokenCache, name: str) -> _native.TokenField | None:
-    """A field; None if the cache has no rows and hence may have no fields."""
+    """A field; None if the cache has no rows, and thus possibly no fields."""
     return None if not len(cache) and name not in cache.fields else cache.field(name)
 
 
 class CausalLmDataset(Streamed):
-    """Windows as examples: every position but the last predicts the next token.
+    """Windows as examples. Every position but the last predicts the next token.
 
     Args:
-        windows: a :class:`TokenSeqDataset`; its stored weights, if it has any, multiply the loss.
+        windows: a :class:`TokenSeqDataset`. Its weights, if any, multiply the loss.
         eos_id: the token that ends a document; None: documents are not kept apart.
         block_cross_document_attention: False leaves segment ids out.
     """
@@ -212,7 +212,7 @@ class CausalLmDataset(Streamed):
         return len(self.windows)
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """Examples; see :class:`Batch`."""
+        """Returns examples; see :class:`Batch`."""
         apart = self.block_cross_document_attention and self.eos_id is not None
         made = self.windows._read(indices, weights=True, segments=apart, eos=self.eos_id)
         return Batch(*made)
@@ -222,12 +222,12 @@ class CausalLmDataset(Streamed):
 
 
 def _warn_of_no_eos(cache: TokenCache, eos_id: int) -> None:
-    """Windows whose documents cannot be kept apart would pass for ones whose documents are."""
+    """Warns if documents cannot be kept apart because the cache was built without eos tokens."""
     if cache.ledger.preprocessor.get("append_eos") is False:
         warnings.warn(
             ActshardWarning(
                 f"{cache.path}: was built without eos tokens (append_eos: false), so eos_id={eos_id} separates documents only "
-                "where their texts hold it; build it with a tokenizer that names its eos token",
+                "where their texts contain it; build the cache with a tokenizer that has an eos token",
                 code="no-eos",
             ),
             stacklevel=3,
@@ -235,18 +235,18 @@ def _warn_of_no_eos(cache: TokenCache, eos_id: int) -> None:
 
 
 def segments_of(pack: bool | int | str | None) -> int:
-    """How many documents an example may hold: 64 for True and None, one for False, 0 and ``"pad"``, otherwise the number."""
+    """Limit of documents per example: 64 for True and None, one for False, 0 and ``"pad"``, otherwise the number."""
     if pack is None or pack is True:
         return PACKED_SEGMENTS
     if pack is False or pack == "pad":
         return 1
     if isinstance(pack, str) or not isinstance(pack, int | np.integer) or pack < 0:
-        raise ArgumentError(f"pack must be True, False, 'pad' or how many documents an example may hold, not {pack!r}")
+        raise ArgumentError(f"pack must be True, False, 'pad' or a number of documents per example, not {pack!r}")
     return int(pack) or 1
 
 
 class _Packed(Streamed):
-    """Examples of whole rows, packed in their order, each into the first that has room at its end."""
+    """Examples of whole rows, packed greedily in order: a row goes to the current example if it fits, else to a new one."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class _Packed(Streamed):
         self._loss = loss
         self._input_ids_key, self._loss_key = input_ids_key, loss_key
         if len(cache) >= _AT_MOST_ROWS and block_cross_document_attention:
-            raise ArgumentError(f"segment ids are row numbers of 32 bits, and the cache has {len(cache)} rows")
+            raise ArgumentError(f"segment ids are 32-bit row numbers, but the cache has {len(cache)} rows")
         self._plan(cache, input_ids_key, loss_key)
 
     def _plan(self, cache: TokenCache, input_ids_key: str, loss_key: str | None) -> None:
@@ -280,24 +280,24 @@ class _Packed(Streamed):
         empty = _field_or_empty(cache, input_ids_key) is None
         fields = [] if empty else [cache.field(key) for key in dict.fromkeys(keys)]
         if len(fields) > 1 and len({f.num_elements for f in fields}) == 1:
-            # Rows as long in one field as in the other need one plan; that they are is looked at when it matters.
+            # Fields with equal row lengths need only one plan. Lengths are compared only if the totals are equal.
             fields = fields[:1] if _equally_long(fields) else fields
         flat = _native.pack_rows(fields, self.max_length, self.max_segments, self.slice_strategy)
         self.pack_ranges: NDArray[np.int64] = flat.reshape(-1, 2)
-        """First row and one past the last of each example: (n, 2) int64."""
+        """Start and end row of each example, end exclusive: (n, 2) int64."""
 
     def _also(self, cache: TokenCache) -> tuple[str, ...]:
-        """Fields whose lengths count too."""
+        """Further fields whose row lengths limit packing."""
         return ()
 
     def __len__(self) -> int:
         return len(self.pack_ranges)
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """Examples; see :class:`Batch`.
+        """Returns examples; see :class:`Batch`.
 
         Raises:
-            OutOfRangeError: there is no such example.
+            OutOfRangeError: an index is out of range.
         """
         packs = np.ascontiguousarray(self.pack_ranges[self.cache.numbers(indices, len(self), "example")])
         tokens = _field_or_empty(self.cache, self._input_ids_key)
@@ -330,22 +330,22 @@ def _equally_long(fields: list[_native.TokenField]) -> bool:
 
 
 class PackedTokenDataset(_Packed):
-    """Documents packed into examples of ``max_length`` tokens, never split over two.
+    """Documents packed into examples of ``max_length`` tokens. Documents are never split across examples.
 
     Args:
-        cache: an open cache; sharded ones too, which Levanter (June 2026) refuses.
-        max_length: tokens of an example.
-        pack: True: up to 64 documents; an integer: up to so many; False or ``"pad"``: one.
-        slice_strategy: of a document longer than an example: ``"left"`` keeps its beginning, ``"right"`` its end, ``"raise"``
-            refuses, ``"drop"`` leaves the document out.
+        cache: an open cache. May be sharded, which Levanter (June 2026) does not support.
+        max_length: tokens per example.
+        pack: limit of documents per example: True: 64; an integer; False or ``"pad"``: one.
+        slice_strategy: for documents longer than an example: ``"left"`` keeps the beginning, ``"right"`` the end, ``"raise"``
+            raises FormatError, ``"drop"`` leaves the document out.
         loss_weights_key: a field of weights that multiply the loss.
-        input_ids_key: the field of tokens; the cache's own if not given.
+        input_ids_key: the field of tokens; default: the cache's ``token_field``.
         block_cross_document_attention: False leaves segment ids out.
-        loss_mask_padding: True (Levanter since July 2026): padding, and the last token before it, count nothing. False (June 2026):
-            without stored weights they count 1.
+        loss_mask_padding: True (Levanter since July 2026): padding, and the last token before it, have weight 0. False (June
+            2026): without stored weights they have weight 1.
 
     Raises:
-        FormatError: ``"raise"``, and a document that is too long.
+        FormatError: ``slice_strategy="raise"`` and a document is too long.
     """
 
     def __init__(
@@ -378,10 +378,10 @@ class ChatDataset(_Packed):
 
     Args:
         cache: an open cache of conversations.
-        max_length: tokens of an example.
-        pack: True: up to 64 conversations; an integer: up to so many; False or ``"pad"``: one conversation per example, filled up
-            (as Levanter's documentation says; Levanter of June 2026 fails there).
-        mask_user_turns: only what the assistant says counts: the mask, shifted to the positions that predict it.
+        max_length: tokens per example.
+        pack: limit of conversations per example: True: 64; an integer; False or ``"pad"``: one conversation, padded (as Levanter's
+            documentation describes; Levanter of June 2026 fails there).
+        mask_user_turns: only assistant tokens count, by the mask shifted to the positions that predict them.
         slice_strategy: as for :class:`PackedTokenDataset`.
         input_ids_key: the field of tokens.
         assistant_masks_key: the field of masks.
@@ -421,15 +421,15 @@ class ChatDataset(_Packed):
 
 
 class PrebuiltLmDataset(Streamed):
-    """Rows that are examples: not packed, not filled up, not cut.
+    """Rows as examples, without packing, padding or truncation.
 
     Args:
         cache: an open cache.
-        seq_len: what every row's length must be; None: that of the first row of a batch.
-        input_ids_key: the field of tokens; what the cache's ledger says if not given.
-        loss_weights_key: the field of weights; what the ledger says if not given. ``""``: none.
-        loss_weight_transform: applied to the weights of each row, (P,) as they are stored, before they are multiplied by the causal
-            mask, as in Levanter: a row's weights do not depend on its batch.
+        seq_len: required length of every row; None: the length of the first row of a batch.
+        input_ids_key: the field of tokens; default: from the cache's ledger.
+        loss_weights_key: the field of weights; default: from the ledger. ``""``: none.
+        loss_weight_transform: applied to the stored weights of each row, (P,), before the causal mask, as in Levanter. A row's
+            weights do not depend on its batch.
         eos_id: the token that ends a document; None: no segment ids.
         block_cross_document_attention: False leaves segment ids out.
     """
@@ -459,11 +459,11 @@ class PrebuiltLmDataset(Streamed):
         return len(self.cache)
 
     def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Batch:
-        """Examples; see :class:`Batch`.
+        """Returns examples; see :class:`Batch`.
 
         Raises:
-            FormatError: rows of different lengths, or of another than ``seq_len``, or weights of another length than tokens.
-            OutOfRangeError: there is no such row.
+            FormatError: rows of different lengths, or of a length other than ``seq_len``; weights of another length than tokens.
+            OutOfRangeError: an index is out of range.
         """
         rows = self.cache.numbers(indices, len(self), "row")
         field = _field_or_empty(self.cache, self.input_ids_key)
@@ -488,7 +488,7 @@ class PrebuiltLmDataset(Streamed):
             self._extents(held, rows, length, self.loss_weights_key)
             stored = held.rows(rows)[0].reshape(len(rows), length)
             made = stored if self.loss_weight_transform is None else self._transformed(stored)
-            # Chosen, not multiplied: where the mask is 0 a negative weight is 0.0, as XLA makes it, and not -0.0.
+            # Selected, not multiplied: where the mask is 0, a negative weight becomes 0.0, as with XLA, not -0.0.
             weights = np.where(weights != 0, made.astype(np.float32, copy=False), np.float32(0))
         return Batch(tokens, weights, segments)
 
@@ -498,7 +498,7 @@ class PrebuiltLmDataset(Streamed):
         for i, row in enumerate(weights):
             one = np.asarray(self.loss_weight_transform(row))
             if one.shape != row.shape:
-                raise ArgumentError(f"loss_weight_transform made {one.shape} of a row's weights of shape {row.shape}")
+                raise ArgumentError(f"loss_weight_transform: expected shape {row.shape}, found {one.shape}")
             made[i] = one
         return made
 
@@ -513,7 +513,7 @@ class PrebuiltLmDataset(Streamed):
         if len(wrong):
             raise FormatError(
                 f"row {int(rows[wrong[0]])} has {int(lengths[wrong[0]])} elements of '{name}', expected {wanted}: prebuilt rows "
-                "are examples, and those of a batch are equally long",
+                "are examples, which must have equal lengths in a batch",
                 path=self.cache.path,
             )
         return starts, wanted

@@ -1,4 +1,4 @@
-"""Logits and router tensors: written beside hidden states, in files of their own."""
+"""Writes logits and router tensors of lmprobe datasets, in separate files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from actshard.work import rename
 
 
 def is_router(name: str) -> bool:
-    """Whether a column holds the router logits of a layer."""
+    """Whether a column contains the router logits of a layer."""
     return name.startswith(ROUTER) and name.removeprefix(ROUTER).lstrip("-").isdigit()
 
 
 def write_beside(root: Path, limit: int, examples: AllExamples, columns: dict[str, Any]) -> dict[str, Any]:
-    """Writes logits and router tensors and takes them out of the columns; returns their descriptors.
+    """Writes logits and router tensors to files and removes them from the columns. Returns their descriptors.
 
     Args:
-        root: the dataset.
-        limit: bytes of a file, of the tensors of one kind together.
+        root: the dataset's folder.
+        limit: largest size of a file in bytes.
         examples: all examples.
-        columns: the index's columns by name; those that say where rows lie are added.
+        columns: the index's columns by name. Address columns are added.
     """
     import pyarrow as pa
 
@@ -36,7 +36,7 @@ def write_beside(root: Path, limit: int, examples: AllExamples, columns: dict[st
     made: dict[str, Any] = {}
     if any(name in columns for name in LOGITS):
         if not all(name in columns for name in LOGITS):
-            raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found one of them")
+            raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found only one of them")
         assert examples.columns is not None
         values, indices = (arrays_in(examples.columns, name) for name in LOGITS)
         per = max(1, limit // (12 * values.shape[1]))
@@ -65,7 +65,7 @@ def write_beside(root: Path, limit: int, examples: AllExamples, columns: dict[st
         each = {layer: arrays_in(examples.columns, f"{ROUTER}{layer}") for layer in routers}
         first_of = each[routers[0]]
         if any(a.shape != first_of.shape or a.dtype != first_of.dtype for a in each.values()):
-            raise ArgumentError("router: expected as many experts of the same type in every layer")
+            raise ArgumentError("router: expected the same number of experts and dtype in every layer")
         per = max(1, limit // (first_of.shape[1] * first_of.dtype.itemsize * len(routers)))
         shards = []
         for i, first in enumerate(range(0, n, per)):
@@ -88,7 +88,7 @@ def write_beside(root: Path, limit: int, examples: AllExamples, columns: dict[st
 
 
 def _write_tensors(path: Path, tensors: dict[str, NDArray[Any]]) -> None:
-    """A safetensors file: a JSON header padded to eights, then the tensors one after the other."""
+    """Writes a safetensors file: a JSON header padded to a multiple of 8 bytes, then the tensors."""
     at, header = 0, {}
     for name, array in tensors.items():
         end = at + array.nbytes

@@ -33,17 +33,17 @@ TOKEN_LISTS = ("token_shard_ids", "token_shard_offsets")
 _PART = re.compile(r"(?P<split>.+)-(?P<index>\d{5})-of-(?P<total>\d{5})\.parquet")
 _BATCH_ROWS = 16_384
 _EXPANDED, _EXPANSION = 256 << 20, 64
-"""A column's texts are plain up to so many bytes, and so many for each byte of the index; beyond, they stay a dictionary."""
+"""A text column is decoded up to this size, and up to this factor of the index's size; a larger one stays a dictionary."""
 
 
 def find_parts(path: Location) -> tuple[Location, list[Location]]:
-    """The folder that patterns are relative to, and the index files in name order."""
+    """The folder that patterns are relative to, and the index files sorted by name."""
     if path.kind() == "file":
         root = path.parent.parent if path.parent.name == "index" else path.parent
         numbered = _PART.fullmatch(path.name)
         if numbered is None:
             return root, [path]
-        # One part stands for all of them.
+        # One part selects all parts of the index.
         return root, [
             path.parent / entry.name
             for entry in path.parent.entries()
@@ -74,7 +74,7 @@ class Index:
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
             self.warnings.append(
-                Remark("format", f"column '{twice[0]}' is there twice: the table cannot be read, activations can")
+                Remark("format", f"duplicate column '{twice[0]}': the table cannot be read, activations can")
             )
         if claimed is not None and claimed != self.num_rows:
             self.warnings.append(
@@ -92,11 +92,11 @@ class Index:
             file.close()
             if isinstance(error, ActshardError):
                 raise
-            raise from_reader(error, part, "read", f"expected a parquet file: {_one_line(error)}") from error
+            raise from_reader(error, part, "read", f"expected a Parquet file: {_one_line(error)}") from error
 
     @cached_property
     def schema(self) -> pa.Schema:
-        """The index's, with its metadata."""
+        """The index's schema, with metadata."""
         return self._file(self.parts[0]).schema_arrow
 
     def _read_metadata(self) -> dict[str, Any]:
@@ -109,8 +109,8 @@ class Index:
                     found[key[len(PREFIX) :].decode("utf-8", "replace")] = _json_or_text(value, part)
             if not found:
                 raise UnsupportedError(
-                    'expected "lmprobe:" schema metadata, found none: format 1.x is not read; '
-                    "lmprobe.upgrade_dataset_format converts it",
+                    'expected "lmprobe:" schema metadata, found none: format 1.x is not supported; '
+                    "convert it with lmprobe.upgrade_dataset_format",
                     path=part,
                 )
             if first is None:
@@ -133,11 +133,12 @@ class Index:
         version = (int(numbers[1]), int(numbers[2] or 0))
         if version[0] > LAST_KNOWN[0]:
             raise UnsupportedError(
-                f"format version {stated} is newer than actshard reads (2.x); upgrade actshard", path=part
+                f"format version {stated} is newer than the supported 2.x; upgrade actshard", path=part
             )
         if version[0] < LAST_KNOWN[0]:
             raise UnsupportedError(
-                f"format version {stated} is not read, 2.x is; lmprobe.upgrade_dataset_format converts it", path=part
+                f"format version {stated} is not supported; convert it to 2.x with lmprobe.upgrade_dataset_format",
+                path=part,
             )
         if version > LAST_KNOWN:
             self.warnings.append(
@@ -147,25 +148,23 @@ class Index:
             )
 
     def columns(self, names: Sequence[str]) -> pa.Table:
-        """Reads columns by name, all parts one after another."""
+        """Reads columns by name, concatenated over all parts."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         unknown = [name for name in names if name not in self.names]
         if unknown:
-            raise NotStoredError(
-                f"holds no column {unknown[0]!r}; the columns are {', '.join(self.names)}", path=self.path
-            )
+            raise NotStoredError(f"has no column {unknown[0]!r}; columns are {', '.join(self.names)}", path=self.path)
         self._refuse_twice(names)
         tables = []
         for part in self.parts:
             try:
-                # A value that repeats is stored once: 12 kB of parquet can hold 5 GB of texts. It is read once, too.
+                # Parquet stores repeated values once: 12 kB can contain 5 GB of text. Dictionaries keep it small.
                 texts = [n for n in names if _is_text(self.schema.field(n).type)]
                 with part.arrow() as file:
                     table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=texts)
                 for column in table.columns:
-                    if _holds_codes(column.type):  # also one that the file declares to be, such as pandas' categories
+                    if _holds_codes(column.type):  # also if the file declares it, such as pandas categories
                         column.validate(full=True)
                 tables.append(_plain_texts(table, texts, _EXPANDED + _EXPANSION * part.stat().size))
             except (pa.ArrowException, OSError, ValueError) as error:
@@ -177,21 +176,23 @@ class Index:
         mixed = [
             n for n in names if any(k[n] != kinds[0][n] for k in kinds) and any(map(_is_coded, (k[n] for k in kinds)))
         ]
-        if mixed:  # one part's texts were left as a dictionary
+        if mixed:  # one part's column was too large to decode
             tables = [_coded(t, mixed) for t in tables]
         try:
             whole = pa.concat_tables(tables, promote_options="default")
         except pa.ArrowException as error:
-            raise FormatError(f"the index's parts do not fit together: {_one_line(error)}", path=self.path) from error
+            raise FormatError(
+                f"the index's parts have incompatible columns: {_one_line(error)}", path=self.path
+            ) from error
         return whole.select(list(names)).replace_schema_metadata(None)
 
     def _refuse_twice(self, names: Sequence[str]) -> None:
         twice = [name for name in names if self.names.count(name) > 1]
         if twice:
-            raise FormatError(f"column '{twice[0]}' is there twice", path=self.parts[0])
+            raise FormatError(f"duplicate column '{twice[0]}'", path=self.parts[0])
 
     def head(self, names: Sequence[str], n: int) -> pa.Table:
-        """Columns of the first n rows; no more of the index is decoded than the batches that hold them."""
+        """Reads columns of the first n rows. Decodes only the batches needed."""
         import pyarrow as pa
 
         tables, left = [], n
@@ -203,14 +204,12 @@ class Index:
         return pa.concat_tables(tables, promote_options="default")
 
     def column_batches(self, names: Sequence[str], rows: int = _BATCH_ROWS) -> Iterator[pa.Table]:
-        """Columns of all rows in order, some rows at a time. Texts that would expand too far stay dictionaries."""
+        """Reads columns of all rows in order, in batches. Text columns that would become too large stay dictionaries."""
         import pyarrow as pa
 
         unknown = [name for name in names if name not in self.names]
         if unknown:
-            raise NotStoredError(
-                f"holds no column {unknown[0]!r}; the columns are {', '.join(self.names)}", path=self.path
-            )
+            raise NotStoredError(f"has no column {unknown[0]!r}; columns are {', '.join(self.names)}", path=self.path)
         self._refuse_twice(names)
         texts = [n for n in names if _is_text(self.schema.field(n).type)]
         for part, _, batch in self.batches(names, rows, texts):
@@ -221,7 +220,7 @@ class Index:
     def batches(
         self, names: Sequence[str], rows: int = _BATCH_ROWS, coded: Sequence[str] = ()
     ) -> Iterator[tuple[Location, int, pa.RecordBatch]]:
-        """Columns batch by batch, with the part and the first row's number in it; texts named in ``coded`` as dictionaries."""
+        """Reads columns in batches, each with its part and first row. Text columns in ``coded`` stay dictionaries."""
         import pyarrow as pa
 
         for part in self.parts:
@@ -229,9 +228,7 @@ class Index:
             try:
                 for batch in self._file(part, coded).iter_batches(batch_size=rows, columns=list(names)):
                     for column in batch.columns:
-                        if _holds_codes(
-                            column.type
-                        ):  # pyarrow does not hold the codes of a file against its dictionary
+                        if _holds_codes(column.type):  # pyarrow does not check codes against the dictionary
                             column.validate(full=True)
                     yield part, row, batch
                     row += batch.num_rows
@@ -242,7 +239,7 @@ class Index:
                 raise from_reader(error, part, "read", said) from error
 
     def addresses(self, shards: int, shard_column: str, row_column: str, *, lists: bool) -> Addresses:
-        """Folds the addressing columns into the core's table, batch by batch: nothing per token is kept."""
+        """Reads the address columns into the core's table, in batches. No per-token data stay in Python."""
         import pyarrow as pa
 
         names = [shard_column, row_column, *(TOKEN_LISTS if lists else ())]
@@ -269,13 +266,13 @@ class Index:
         if done != self.num_rows:
             raise FormatError(f"expected {self.num_rows} rows, read {done}", path=self.parts[0])
         if lists:
-            # The lists went through arrow's allocator, which would keep what it may need again.
+            # pyarrow's allocator would otherwise keep the memory of the lists.
             pa.default_memory_pool().release_unused()
         return addresses
 
 
 def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
-    """The index files in order; none of a numbered set may be missing."""
+    """The index files in order. All parts of a numbered set must exist."""
     if not found:
         raise MissingFileError("expected an index, found no parquet file", path=root / "index")
     if len(found) == 1 and _PART.fullmatch(found[0].name) is None:
@@ -306,7 +303,7 @@ def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
 
 
 def _json_or_text(value: bytes, part: Location) -> Any:
-    """A metadata value: JSON, or as lmprobe's reader does, the text itself where it is none."""
+    """A metadata value: JSON, or the text itself if it is not JSON, as in lmprobe's reader."""
     text = value.decode("utf-8", "replace")
     try:
         json.loads(text)
@@ -328,14 +325,14 @@ def _is_coded(kind: Any) -> bool:
 
 
 def _holds_codes(kind: Any) -> bool:
-    """Whether a column holds codes of a dictionary, itself or in its lists and structs, whose types' texts name theirs."""
+    """Whether a column contains dictionary codes, directly or nested in lists and structs, by the type's string."""
     return _is_coded(kind) or "dictionary<" in str(kind)
 
 
 def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
-    """The table with dictionaries of texts as plain texts, but for those whose values would take more than ``most`` bytes.
+    """Decodes dictionaries of text columns, except columns whose values would take more than ``most`` bytes.
 
-    Codes have to be in their dictionaries.
+    Codes must be valid.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -367,7 +364,7 @@ def _one_line(error: BaseException) -> str:
 def int64_of(
     column: pa.Array, name: str, part: Location, row: int, ends: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """An integer column without nulls, as int64; ``ends`` are the rows' ends if it is what the rows' lists hold."""
+    """Converts an integer column without nulls to int64. For values of lists, ``ends`` are the ends of the rows' lists."""
     import pyarrow as pa
 
     if not pa.types.is_integer(column.type):
@@ -384,7 +381,7 @@ def int64_of(
 
 
 def lists_of(column: pa.Array, name: str, part: Location, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A column of integer lists: where each list begins and ends, and all values. A null list has no tokens."""
+    """Returns list boundaries (rows + 1,) and all values of a column of integer lists. A null list has no tokens."""
     import pyarrow as pa
 
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
@@ -394,7 +391,7 @@ def lists_of(column: pa.Array, name: str, part: Location, row: int) -> tuple[NDA
     ends -= first
     values = int64_of(column.values.slice(first, last - first), name, part, row, ends)
     if column.null_count:
-        # Arrow does not promise that a null list's offsets are equal.
+        # Arrow does not guarantee that a null list is empty.
         valid = column.is_valid().to_numpy(zero_copy_only=False)
         lengths = np.diff(ends)
         if (lengths[~valid] != 0).any():

@@ -1,16 +1,16 @@
-"""lmprobe datasets, format 2.x: a parquet index of prompts and safetensors shards of activations.
+"""Reads lmprobe datasets, format 2.x: a parquet index of prompts and safetensors shards of activations.
 
 .. code-block:: text
 
-    index/train-00000-of-00001.parquet     one row per prompt: text, label, addresses; the schema metadata describe the rest
+    index/train-00000-of-00001.parquet     one row per prompt: text, label, addresses; the schema metadata describe the tensors
     tensors/hidden_layer007_shard002.safetensors          a 2-D tensor "hidden.layer_7" (rows, dim)
     tensors/logits_topk_000.safetensors                   "logits_topk.values", "logits_topk.indices" (rows, k)
     tensors/router_logits_000.safetensors                 "router.layer_7" (rows, experts) for each router layer
 
-``shard_index``/``row_offset`` are the last token's row; ``token_shard_ids``/``token_shard_offsets`` every token's. File and
-tensor names come from the descriptors' patterns. Sources: the published format text, and what lmprobe 0.10.3 writes, which
-differs: the element type is the safetensors header's whatever the descriptor says, logits keys have a prefix, ``num_tokens`` may be
-null, a shard without rows has no file, and router tensors are not in the text at all.
+``shard_index``/``row_offset`` are the address of the last token; ``token_shard_ids``/``token_shard_offsets`` those of all tokens.
+File and tensor names follow the descriptors' patterns. Sources: the published format text, and files of lmprobe 0.10.3, which
+differ: the safetensors header gives the dtype, whatever the descriptor says; logits keys have a prefix; ``num_tokens`` may be
+null; a shard without rows has no file; router tensors are not in the text.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from actshard.formats.contents import Contents, Evidence, Logits, Options, Route
 from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, Index, find_parts
 from actshard.location import Location
 
-# The code's names first, the text's second.
+# Names in lmprobe's code first, those in the text second.
 LOGITS_KEYS = (("logits_topk.values", "logits_topk.indices"), ("topk_values", "topk_indices"))
 ROUTER_KEY = "router.layer_{layer}"
 _FILES_AT_MOST = 1 << 20
 
 
 def detect(path: Location) -> Evidence:
-    """A folder with index/*.parquet whose schema has lmprobe's keys, or such a file."""
+    """Checks for a folder with index/*.parquet whose schema has lmprobe's keys, or for such a file."""
     looked_for = 'a folder with index/*.parquet that has "lmprobe:" schema metadata'
     if path.kind() == "file" and not path.name.endswith(".parquet"):
         return Evidence(False, looked_for, "a file")
@@ -57,23 +57,23 @@ def detect(path: Location) -> Evidence:
     try:
         with parts[0].arrow() as file:
             keys = pq.read_schema(file).metadata or {}
-    except Exception:  # pyarrow raises many kinds; open() says what is wrong with it
-        return Evidence(True, looked_for, f"{parts[0].name}, which cannot be read as parquet")
+    except Exception:  # pyarrow raises many types; open() reports the error
+        return Evidence(True, looked_for, f"{parts[0].name}, which is not readable as parquet")
     if not any(key.startswith(PREFIX) for key in keys):
         older = (path / "lmprobe_info.json").exists()
         return Evidence(
-            older, looked_for, f"{parts[0].name} without lmprobe keys" + (" beside lmprobe_info.json" if older else "")
+            older, looked_for, f"{parts[0].name} without lmprobe keys" + (" next to lmprobe_info.json" if older else "")
         )
     return Evidence(True, looked_for, f"{parts[0].name} with lmprobe keys")
 
 
 def open(path: Location, options: Options) -> Contents:
-    """Reads the index's schema metadata and addressing columns, and one safetensors header."""
+    """Reads the index's schema metadata and address columns, and one safetensors header."""
     return Extraction(path, options.io).contents()
 
 
 class Extraction(Index):
-    """One dataset while it is opened; afterwards it serves the columns and tensors that are asked for later."""
+    """An lmprobe dataset: opens it, then reads columns and tensors on demand."""
 
     def __init__(self, path: Location, io: str) -> None:
         super().__init__(path)
@@ -92,7 +92,7 @@ class Extraction(Index):
         return Fields(tensors[found[0]], where, f"tensors.{found[0]}") if found else None
 
     def contents(self) -> Contents:
-        """Everything a store needs."""
+        """The dataset's contents, for a store."""
         tensors = Fields(self.metadata.get("tensors"), self.parts[0], "tensors").value
         known = [
             d.where.removeprefix("tensors.")
@@ -105,7 +105,7 @@ class Extraction(Index):
                 self.warnings.append(
                     Remark(
                         "layout",
-                        f"tensor type {show(name)} ({show(kind)}) is not one actshard reads; it is kept in metadata",
+                        f"tensor type {show(name)} ({show(kind)}) is not supported; its descriptor is kept in metadata",
                     )
                 )
         if self.hidden is not None:
@@ -148,7 +148,7 @@ class Extraction(Index):
         )
 
     def _router_layers(self) -> tuple[int, ...]:
-        """As written; what is wrong with them is told when they are asked for."""
+        """Router layers as written. Errors are raised when the router is read."""
         layers = None if self.router_fields is None else self.router_fields.value.get("layers")
         return tuple(x for x in layers if type(x) is int) if isinstance(layers, list) else ()
 
@@ -157,51 +157,51 @@ class Extraction(Index):
         if self.logits_fields is not None:
             found.append(f"top-{self.logits_fields.value.get('k', 'k')} logits")
         if self.router_fields is not None:
-            # As written: what is wrong with them is told when they are asked for, and keeps nothing else from being read.
+            # As written; errors are raised when the router is read, and do not affect other data.
             found.append(f"router logits of layers {show(self.router_fields.value.get('layers'))}")
         return tuple(found)
 
     @cached_property
     def hidden(self) -> Fields | None:
-        """The descriptor of hidden states."""
+        """The descriptor of hidden states; None if there is none."""
         return self._descriptors("hidden", "hidden_layers")
 
     @cached_property
     def logits_fields(self) -> Fields | None:
-        """The descriptor of logits."""
+        """The descriptor of logits; None if there is none."""
         return self._descriptors("logits_topk", "logits_topk")
 
     @cached_property
     def router_fields(self) -> Fields | None:
-        """The descriptor of router tensors."""
+        """The descriptor of router tensors; None if there is none."""
         return self._descriptors("router", "router_logits")
 
     def _open_hidden(self, fields: Fields) -> tuple[Rows, tuple[int, ...], int, np.dtype[Any], NDArray[np.int64]]:
         layers = fields.integers("layers")
         storage = fields.text("storage") if fields.has("storage") else "pooled"
         if storage not in ("pooled", "full_sequence"):
-            raise UnsupportedError(f"field '{fields.where}.storage': {show(storage)} is not read", path=fields.path)
+            raise UnsupportedError(
+                f"field '{fields.where}.storage': {show(storage)} is not supported", path=fields.path
+            )
         full = storage == "full_sequence"
         if full and any(name not in self.names for name in TOKEN_LISTS):
             raise UnsupportedError(
-                "full_sequence without token_shard_ids is format 1.x upgraded in place: its shard_index is not the last token's; "
-                "lmprobe.migrate_dataset converts it",
+                "full_sequence without token_shard_ids is format 1.x upgraded in place, where shard_index is not the last token's; "
+                "convert it with lmprobe.migrate_dataset",
                 path=fields.path,
             )
         pooling = fields.value.get("pooling")
         if not full and pooling not in (None, "last_token"):
-            self.warnings.append(
-                Remark("pooling", f"pooling is {show(pooling)}: the one vector per prompt is not the last token's")
-            )
+            self.warnings.append(Remark("pooling", f"pooling is {show(pooling)}: rows are not those of last tokens"))
         if fields.value.get("layout", "per_layer") != "per_layer":
             self.warnings.append(
-                Remark("layout", f"layout {show(fields.value['layout'])} is unknown; files are found by their patterns")
+                Remark("layout", f"unknown layout {show(fields.value['layout'])}; files are found by their patterns")
             )
 
         shards = self._shard_count(fields)
         if len(layers) * shards > _FILES_AT_MOST:
             raise FormatError(
-                f"field '{fields.where}': {len(layers)} layers x {shards} shards are more than {_FILES_AT_MOST} files",
+                f"field '{fields.where}': {len(layers)} layers x {shards} shards exceed {_FILES_AT_MOST} files",
                 path=fields.path,
                 code="metadata",
             )
@@ -209,7 +209,7 @@ class Extraction(Index):
         name_key = self.pattern(fields, "key_pattern", layers, 1)
         if len({(name_file(la, 0), name_key(la, 0)) for la in layers}) != len(layers):
             raise FormatError(
-                f"field '{fields.where}': no pattern tells layers {list(layers)} apart",
+                f"field '{fields.where}': expected a pattern that distinguishes layers {list(layers)}",
                 path=fields.path,
                 code="metadata",
             )
@@ -223,14 +223,14 @@ class Extraction(Index):
         return rows, layers, d_model, dtype, rows.token_counts()
 
     def logits(self) -> Logits | None:
-        """Top-k values and indices, opened when first asked for."""
+        """Top-k values and indices; None if not stored."""
         fields = self.logits_fields
         if fields is None:
             return None
         shards = self._shard_count(fields)
         paths = self.files_of(fields, shards)
         there, keys = self.logits_keys(paths)
-        # A dataset without hidden states may address its logits by the universal pair.
+        # A dataset without hidden states may use the general address columns for logits.
         columns = ("shard_index_logits", "row_offset_logits")
         if columns[0] not in self.names and self.hidden is None:
             columns = ("shard_index", "row_offset")
@@ -245,11 +245,14 @@ class Extraction(Index):
             if key == keys[0]:
                 self._logits_dtype = dtype
         if widths[0] != widths[1]:
-            raise FormatError(f"has {widths[0]} values but {widths[1]} indices in a row", path=there)
+            raise FormatError(
+                f"expected as many indices as values per row, found {widths[1]} indices and {widths[0]} values",
+                path=there,
+            )
         return Logits(*made)
 
     def logits_keys(self, paths: list[Location]) -> tuple[Location, tuple[str, str]]:
-        """The first file that is there, and what its tensors are called."""
+        """The first existing file, and the names of its tensors."""
         path, present = _first_there(paths)
         for pair in LOGITS_KEYS:
             if present.keys() >= set(pair):
@@ -259,7 +262,7 @@ class Extraction(Index):
         )
 
     def router(self) -> Router | None:
-        """Router logits: rows follow the index's order through shards of their own; no column addresses them."""
+        """Router logits; None if not stored. Rows are in index order over their own shards, without address columns."""
         fields = self.router_fields
         if fields is None:
             return None
@@ -267,7 +270,7 @@ class Extraction(Index):
         counts = [shard.integer("num_prompts", minimum=0) for shard in fields.items("shards")]
         if sum(counts) != self.num_rows:
             raise FormatError(
-                f"field '{fields.where}.shards': expected {self.num_rows} prompts in all, found {sum(counts)}",
+                f"field '{fields.where}.shards': expected {self.num_rows} prompts in total, found {sum(counts)}",
                 path=fields.path,
                 code="metadata",
             )
@@ -287,7 +290,7 @@ class Extraction(Index):
         return Router(layers, rows)
 
     def files(self) -> list[Location]:
-        """Every tensor file that the descriptors name; shards without rows have none."""
+        """All tensor files listed by descriptors. Shards without rows have none."""
         found: dict[Location, None] = {}
         if (hidden := self.hidden) is not None:
             shards = hidden.items("shards")
@@ -309,7 +312,7 @@ class Extraction(Index):
         return len(shards)
 
     def files_of(self, fields: Fields, shards: int) -> list[Location]:
-        """The files of a tensor type that keeps all its layers in one file per shard."""
+        """Files of a tensor type that stores all layers in one file per shard."""
         if fields.has("file_pattern"):
             name = self.pattern(fields, "file_pattern", (0,), shards)
             return [self.inside(fields, name(0, s)) for s in range(shards)]
@@ -318,10 +321,10 @@ class Extraction(Index):
     def pattern(
         self, fields: Fields, name: str, layers: Sequence[int], shards: int, default: str | None = None
     ) -> Callable[[int, int], str]:
-        """A ``file_pattern`` or ``key_pattern`` as a function of layer and shard.
+        """Returns a ``file_pattern`` or ``key_pattern`` as a function of layer and shard.
 
-        Patterns are Python format strings, and these come from a file: only plain ``{layer}`` and ``{shard}``, padded at most,
-        are followed. ``str.format`` itself would also follow attributes and honour a width of a billion.
+        Patterns are Python format strings from an untrusted file. Only ``{layer}`` and ``{shard}`` with padding are accepted,
+        because ``str.format`` would also access attributes and allow a width of a billion.
         """
         pattern = default if default is not None and not fields.has(name) else fields.text(name)
         expected = f"a pattern of {{layer}} and {{shard}} such as {{shard:03d}}, found {show(pattern)}"
@@ -352,7 +355,7 @@ class Extraction(Index):
         return apply
 
     def inside(self, fields: Fields, name: str) -> Location:
-        """A file name from the metadata, which must stay inside the dataset."""
+        """Path of a file named in the metadata. Raises FormatError if it is outside the dataset."""
         if not name or min(name) < " " or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
             raise FormatError(
                 f"field '{fields.where}': expected a file inside the dataset, found {show(name)}",
@@ -362,7 +365,7 @@ class Extraction(Index):
         return self.root / name
 
     def _first_header(self, files: Sequence[tuple[Location, str]], fields: Fields, width_field: str) -> tuple[str, int]:
-        """Element type and row width, from the first file that is there: datasets are downloaded in part."""
+        """Dtype and row width from the first existing file. Files may be missing in partial downloads."""
         path, tensors = _first_there([path for path, _ in files])
         key = next(key for file, key in files if file == path)
         if key not in tensors:
@@ -370,7 +373,7 @@ class Extraction(Index):
         dtype, shape = tensors[key]
         if len(shape) != 2 or shape[1] == 0:
             raise FormatError(f"tensor '{key}' has shape {shape}, expected (rows, {width_field})", path=path)
-        # A logits row of a dataset with positions="all" is longer than k; the header is right.
+        # With positions="all", a logits row is longer than k; the header is correct.
         if width_field == "dim" and fields.has("dim") and shape[1] != fields.integer("dim"):
             raise FormatError(f"tensor '{key}' has shape {shape}, expected (rows, {fields.integer('dim')})", path=path)
         return dtype, shape[1]
@@ -378,12 +381,12 @@ class Extraction(Index):
     def _numpy(self, name: str, fields: Fields) -> np.dtype[Any]:
         dtype = NUMPY_BY_NAME.get(name)
         if dtype is None:
-            raise UnsupportedError(f"field '{fields.where}': elements of {name} have no numpy type", path=fields.path)
+            raise UnsupportedError(f"field '{fields.where}': dtype {name} has no numpy equivalent", path=fields.path)
         return dtype
 
 
 def _first_there(paths: Sequence[Location]) -> tuple[Location, dict[str, tuple[str, list[int]]]]:
-    """The first of these files that is there, and the type and shape of each tensor in it."""
+    """The first existing file, with dtype and shape of each of its tensors."""
     for path in paths:
         try:
             tensors = _native.safetensors_header(path)[0]

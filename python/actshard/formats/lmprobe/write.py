@@ -1,9 +1,9 @@
-"""Writes lmprobe datasets, format 2.0, that lmprobe 0.10.3 loads.
+"""Writes lmprobe datasets, format 2.0, readable by lmprobe 0.10.3.
 
-Where lmprobe's own writer departs from the text (docs/formats/lmprobe.md) its reader decides: tensors are named as its code names
-them; types and row sizes in descriptors are the true ones, which it does not read; a shard without rows, which it cannot open, is
-never made. Full-sequence datasets keep last tokens in shards of their own, which come first; how many those are is known at the
-end, so that all shards have working names until then.
+Where lmprobe's own writer differs from the text (docs/formats/lmprobe.md), its reader decides: tensor names are those of its code.
+Descriptors contain the true dtypes and row sizes, which its reader ignores. Shards without rows, which it cannot open, are never
+written. Full-sequence datasets store last tokens in separate shards, which come first; their number is known only at the end, so
+shards have temporary names until then.
 """
 
 from __future__ import annotations
@@ -46,48 +46,50 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 HEADER = 128
-"""Bytes before the rows of every hidden shard: room for a header whose numbers are known when the shard is complete."""
+"""Bytes before the rows of a hidden shard: room for a header written when the shard is complete."""
 SHARD_BYTES = 1 << 30
-"""lmprobe's default."""
+"""lmprobe's default shard size."""
 OWN_COLUMNS = frozenset(
     ("shard_index", "row_offset", "shard_index_logits", "row_offset_logits", "token_offset", *TOKEN_LISTS)
 )
 MADE_UP = "made_up"
-"""Field of the metadata that lists columns which are not the user's: lmprobe needs a text of each example to tell them apart."""
+"""Metadata field that lists generated columns: lmprobe needs a unique text per example."""
 OWN_METADATA = ("format_version", "model", "num_prompts", "prompt_ordering", "tensors")
-"""Fields of the metadata that say what the files are."""
+"""Metadata fields that describe the files."""
 _INT32 = (1 << 31) - 1
 _ROWS_AT_ONCE = 65_536
 _TOKENS_AT_ONCE = 1 << 23
-"""Tokens whose addresses are in memory at a time."""
+"""Number of tokens whose addresses are in memory at once."""
 _WORKING = re.compile(r"\.(last|rest)-(-?\d+)-(\d+)\.part")
 _INDEX = "index/train-00000-of-00001.parquet"
 
 
 class LmprobeTarget(Target):
-    """``tensors/*.safetensors`` per layer and shard, and a parquet index that is written last."""
+    """Writes ``tensors/*.safetensors`` by layer and shard, then a parquet index."""
 
     format: ClassVar[str] = "lmprobe"
     makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
     own: ClassVar[Mapping[str, str]] = {
-        "storage": '"pooled" (one row per example) or "full_sequence"; decided by what is appended first if not given',
-        "pooling": 'what a pooled row is (default: "last_token")',
-        "model": "the source model's name",
-        "revision": "its exact revision",
+        "storage": '"pooled" (one row per example) or "full_sequence"; default: by the first examples',
+        "pooling": 'how rows were pooled (default: "last_token")',
+        "model": "name of the source model",
+        "revision": "revision of the source model",
     }
 
     decides: ClassVar[tuple[str, ...]] = ("dtype", "storage")
     holds_logits = True
     finds_by_text = True
     text_column: ClassVar[str | None] = "text"
-    empty_examples: ClassVar[str | None] = "lmprobe will see a last token of zeros"
-    keeping_all: ClassVar[str | None] = "storage='full_sequence' keeps all"
+    empty_examples: ClassVar[str | None] = "lmprobe reads zeros as its last token"
+    keeping_all: ClassVar[str | None] = "storage='full_sequence' keeps all tokens"
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
         if taken := sorted(set(OWN_METADATA) & spec.metadata.keys()):
-            raise ArgumentError(f"metadata: lmprobe's {taken[0]!r} is what the files are; give yours another name")
-        # Room for the longest header that a shard of any size can have.
+            raise ArgumentError(
+                f"metadata: {taken[0]!r} is reserved in lmprobe, because it describes the files; rename yours"
+            )
+        # The header must have room for the largest possible shard.
         longest = {"dtype": "BF16", "shape": [10**15, spec.d_model], "data_offsets": [0, 10**18]}
         texts = (json.dumps({f"hidden.layer_{la}": longest}, separators=(",", ":")) for la in spec.layers)
         self.header = max(HEADER, -(-(max(map(len, texts)) + 8) // 64) * 64)
@@ -99,7 +101,7 @@ class LmprobeTarget(Target):
         self.created = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
         self._dirty: set[Path] = set()
         self._rest: list[int] = []
-        """Rows in each sequence shard."""
+        """Number of rows in each sequence shard."""
         self._weight = 0
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
@@ -138,12 +140,12 @@ class LmprobeTarget(Target):
 
     @property
     def rows_per_shard(self) -> int:
-        """Of shards with a row per example."""
+        """Rows per shard of shards with one row per example."""
         return min(max(1, self.limit // self.row_bytes), _INT32)
 
     @property
     def most_tokens(self) -> tuple[int, str] | None:
-        return (_INT32, "and lmprobe counts them in 32 bits")
+        return (_INT32, "lmprobe stores 32-bit token counts")
 
     # -- columns ---------------------------------------------------------------------------------------------------
 
@@ -155,28 +157,26 @@ class LmprobeTarget(Target):
         types = {field.name: field.type for field in schema}
         taken = OWN_COLUMNS | ({"num_tokens"} if self.full else set())
         if found := sorted(taken & types.keys()):
-            raise ArgumentError(f"columns: lmprobe writes {found[0]!r} itself; give yours another name")
+            raise ArgumentError(f"columns: {found[0]!r} is reserved in lmprobe; rename the column")
         if (label := types.get("label")) is not None and not _is_label(label):
             raise ArgumentError(
-                f"label: lmprobe keeps 32-bit integers, or text; found {label}: give one of them, or call the column something else"
+                f"label: expected 32-bit integers, or text, as in lmprobe, found {label}; rename or convert the column"
             )
         counts = types.get("num_tokens")
         if counts is not None and not (is_.is_integer(counts) or is_.is_null(counts)):
             raise ArgumentError(f"num_tokens: expected 32-bit integers, found {counts}")
         text = next((name for name in TEXTS if name in types), None)
         if text is not None and not _is_text(types[text]):
-            raise ArgumentError(f"{text}: expected texts, which lmprobe finds examples by, found {types[text]}")
+            raise ArgumentError(f"{text}: expected strings, by which lmprobe finds examples, found {types[text]}")
         self._check_arrays(schema)
         try:
             with pq.ParquetWriter(io.BytesIO(), schema):
                 pass
         except pa.ArrowException as error:
-            raise ArgumentError(
-                f"columns: lmprobe keeps them in parquet, which cannot hold one of these: {error}"
-            ) from error
+            raise ArgumentError(f"columns: a column cannot be stored in parquet: {error}") from error
 
     def _check_arrays(self, schema: pa.Schema) -> None:
-        """Logits and router logits have files of their own: arrays, the same for every layer."""
+        """Checks logits and router logits, which are stored in separate files: numeric arrays of equal widths."""
         import pyarrow as pa
 
         routers = [name for name in schema.names if is_router(name)]
@@ -188,13 +188,13 @@ class LmprobeTarget(Target):
                 raise ArgumentError(f"{name}: expected (batch, k) numbers, found {kind}")
         if logits:
             if len(logits) < len(LOGITS):
-                raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found one of them")
+                raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found only one of them")
             values, indices = (schema.field(name).type for name in LOGITS)
             if values.list_size != indices.list_size or not pa.types.is_integer(indices.value_type):
-                raise ArgumentError(f"logits: expected as many token indices as values, found {values} and {indices}")
+                raise ArgumentError(f"logits: expected as many integer indices as values, found {values} and {indices}")
         first = [(schema.field(name).type, schema.field(name).metadata) for name in routers[:1]]
         if any((schema.field(name).type, schema.field(name).metadata) != first[0] for name in routers):
-            raise ArgumentError("router: expected as many experts of the same type in every layer")
+            raise ArgumentError("router: expected the same number of experts and dtype in every layer")
 
     def check_values(self, table: pa.Table, first: int) -> None:
         import pyarrow as pa
@@ -217,7 +217,7 @@ class LmprobeTarget(Target):
             if name is not None and name in schema.names:
                 kind = schema.field(name).type
                 if not (_is_label(kind) if name == "label" else _is_text(kind)):
-                    made[name] = f"{name} becomes text: lmprobe has no place for {kind}"
+                    made[name] = f"{name} is converted to text, because lmprobe cannot store {kind}"
         return made
 
     def turn(self, table: pa.Table) -> pa.Table:
@@ -254,9 +254,9 @@ class LmprobeTarget(Target):
                 os.truncate(path, size)
 
     def _assign(self, tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sequence shard of each example and its first row there; greedy, as lmprobe's writer is.
+        """Sequence shard and first row of each example, assigned greedily like lmprobe's writer.
 
-        Examples without rows to put there never begin a shard: lmprobe cannot open one that is empty.
+        A shard is never begun by an example without rows, because lmprobe cannot open an empty shard.
         """
         shards, firsts = np.zeros(len(tokens), np.int64), np.zeros(len(tokens), np.int64)
         for i, rows in enumerate(np.maximum(tokens - 1, 0).tolist()):
@@ -275,8 +275,8 @@ class LmprobeTarget(Target):
         if not self.full and (tokens != 1).any():
             bad = int(np.flatnonzero(tokens != 1)[0])
             raise ArgumentError(
-                f"example {self.n + bad} has {tokens[bad]} tokens: storage='pooled' keeps one row of each; "
-                "storage='full_sequence' keeps all"
+                f"example {self.n + bad} has {tokens[bad]} tokens: storage='pooled' stores one row per example; "
+                "use storage='full_sequence' to store all"
             )
         size, per = self.row_bytes, self.rows_per_shard
         last, row = np.divmod(np.arange(self.n, self.n + len(block)), per)
@@ -289,7 +289,7 @@ class LmprobeTarget(Target):
             table = np.stack([np.zeros_like(start), start * size, rows * size, number, self.header + at * size], axis=1)
             pieces.append(table[rows > 0])
 
-        # An example without tokens still has a row of zeros, for its address to point to.
+        # An example without tokens gets a row of zeros, because its address must be valid.
         none = (tokens == 0).astype(np.int64)
         for group, layer in enumerate(self.spec.layers):
             starts = block.starts[:, group]
@@ -345,7 +345,7 @@ class LmprobeTarget(Target):
         self._write_index(examples, columns, tensors)
 
     def _counts(self, tokens: NDArray[np.int64]) -> list[int]:
-        """Prompts per sequence shard: those without rows count where the writer stands."""
+        """Number of prompts per sequence shard. A prompt without rows counts for the current shard."""
         self._rest, self._weight = [], 0
         shards, _ = self._assign(tokens)
         at = np.maximum.accumulate(np.where(tokens > 1, shards, 0)) if len(tokens) else shards
@@ -363,16 +363,16 @@ class LmprobeTarget(Target):
         return shards, shards + 1, rows * self.row_bytes + shards * self.header
 
     def _complete(self, working: Path, name: str, layer: int, rows: int) -> Path:
-        """Gives a shard its header and its name."""
+        """Writes the header of a complete shard and renames the shard."""
         path = working.with_name(name)
         if not working.exists():
-            return path  # done before a crash; opening says what is wrong if not
+            return path  # completed before a crash; opening reports errors
         shape, end = [rows, self.spec.d_model], rows * self.row_bytes
         assert self.dtype is not None
         tensor = {"dtype": name_of(self.dtype), "shape": shape, "data_offsets": [0, end]}
         text = json.dumps({f"hidden.layer_{layer}": tensor}, separators=(",", ":")).encode()
         if len(text) > self.header - 8:
-            raise FormatError(f"layer {layer}, {shape}: no safetensors header of {self.header - 8} bytes tells this")
+            raise FormatError(f"layer {layer}, {shape}: the safetensors header exceeds {self.header - 8} bytes")
         try:
             with working.open("r+b") as file:
                 file.write((self.header - 8).to_bytes(8, "little") + text.ljust(self.header - 8))
@@ -400,7 +400,7 @@ class LmprobeTarget(Target):
         return {**made, "pooling": self.pooling, "row_bytes": self.row_bytes, "shards": shards}
 
     def _columns(self, examples: AllExamples, tokens: NDArray[np.int64]) -> dict[str, Any]:
-        """The index's columns by name, but for the lists per token."""
+        """The index's columns by name, except the per-token lists."""
         import pyarrow as pa
 
         n = len(examples)
@@ -409,7 +409,7 @@ class LmprobeTarget(Target):
             if examples.columns is None
             else dict(zip(examples.columns.column_names, examples.columns.columns, strict=True))
         )
-        text = next((given.pop(name) for name in TEXTS if name in given), None)  # "text" itself, if it is there
+        text = next((given.pop(name) for name in TEXTS if name in given), None)  # "text" itself if present
         last, row = np.divmod(np.arange(n), self.rows_per_shard)
         made: dict[str, Any] = {
             "label": _label(given.pop("label", None), n),
@@ -421,10 +421,10 @@ class LmprobeTarget(Target):
             made["text"] = text.cast(pa.string()) if _is_text(text.type) else as_text(text)
         if self.full:
             made["token_offset"] = pa.array(row)
-        for name in sorted(OWN_COLUMNS & given.keys()):  # of a release that looked at names only now
+        for name in sorted(OWN_COLUMNS & given.keys()):  # accepted by an older release, which checked names only here
             given[f"given_{name}"] = given.pop(name)
             self._tell(
-                "column-renamed", f"column {name!r} is called 'given_{name}': lmprobe writes one of that name itself"
+                "column-renamed", f"column {name!r} is stored as 'given_{name}', because lmprobe reserves the name"
             )
         made |= {name: given[name] for name in sorted(given)}
         return made
@@ -433,14 +433,12 @@ class LmprobeTarget(Target):
         warnings.warn(ActshardWarning(f"{self.root}: {said}", code=code), stacklevel=2)
 
     def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
-        """Of pooled data the prompts' own, which only the caller knows: null where nobody says, as lmprobe has it."""
+        """Token counts. For pooled data those given by the caller, else null, as lmprobe writes it."""
         import pyarrow as pa
 
         if self.full:
             if column is not None:
-                self._tell(
-                    "column-left-out", "column 'num_tokens' is left out: lmprobe writes that of full sequences itself"
-                )
+                self._tell("column-left-out", "column 'num_tokens' is left out: it is computed for full sequences")
             return pa.array(tokens.astype(np.int32))
         if column is None:
             return pa.nulls(len(tokens), pa.int32())
@@ -487,7 +485,7 @@ class LmprobeTarget(Target):
         fields = [pa.field(name, column.type) for name, column in columns.items()] + [pa.field(*f) for f in lists]
         if no_text:
             fields.append(pa.field("text", pa.string()))
-        # lmprobe's order: its own columns, then all others by name.
+        # lmprobe's order: its own columns, then others by name.
         core = ["text", "label", "num_tokens", "shard_index", "row_offset"]
         core += [c for c in ("shard_index_logits", "row_offset_logits", "token_offset") if c in columns]
         rest = sorted(f.name for f in fields if f.name not in core)
@@ -515,12 +513,12 @@ class LmprobeTarget(Target):
         sync_folders([index.parent])
 
     def _text_of(self, example: int) -> str:
-        """What lmprobe finds an example by that has no text: the same text for all would be the same example."""
+        """Generated text of an example, unique because lmprobe finds examples by text."""
         part = "" if self.spec.part is None else f" of part {self.spec.part[0]}"
         return f"example {example}{part}"
 
     def _token_lists(self, tokens: NDArray[np.int64], first: int, lasts: int) -> tuple[pa.Array, pa.Array]:
-        """Shard and row of every token of some examples: the last in its own shard, all before in a sequence shard."""
+        """Shard and row of every token of some examples: last tokens in last-token shards, others in sequence shards."""
         import pyarrow as pa
 
         shards, firsts = self._assign(tokens)
@@ -536,7 +534,7 @@ class LmprobeTarget(Target):
 
 
 def _slices(tokens: NDArray[np.int64], full: bool) -> list[tuple[int, int]]:
-    """Examples to write at a time: so many, or as many as have so many tokens, but one at least."""
+    """Ranges of examples to write at once, limited by rows and tokens, with at least one example."""
     made, first = [], 0
     while first < len(tokens):
         last = min(first + _ROWS_AT_ONCE, len(tokens))
@@ -561,17 +559,17 @@ def _is_label(kind: pa.DataType) -> bool:
 
 
 def _int32(name: str, column: Any, first: int) -> None:
-    """Raises ArgumentError for integers of more than 32 bits."""
+    """Raises ArgumentError for integers beyond 32 bits."""
     import pyarrow as pa
 
     try:
         column.cast(pa.int32())
     except pa.ArrowException as error:
-        raise ArgumentError(f"{name}, from example {first}: lmprobe keeps 32-bit integers: {error}") from error
+        raise ArgumentError(f"{name}, from example {first}: expected 32-bit integers: {error}") from error
 
 
 def _label(column: pa.ChunkedArray | None, n: int) -> Any:
-    """Labels as lmprobe has them: int32 if all are integers, or none is there; text otherwise."""
+    """Labels as lmprobe stores them: int32 if all are integers or null, else text."""
     import pyarrow as pa
 
     if column is None or pa.types.is_null(column.type):
@@ -580,5 +578,5 @@ def _label(column: pa.ChunkedArray | None, n: int) -> Any:
         try:
             return column.cast(pa.int32())
         except pa.ArrowInvalid:
-            pass  # of a release that looked at values only now: text, as lmprobe makes of labels that are no integers
+            pass  # accepted by an older release; stored as text, like all labels that are not 32-bit integers
     return as_text(column)

@@ -11,7 +11,7 @@ from actshard.formats.zarr import codes
 
 
 class ZarrFormat(Format):
-    """HalluLens Zarr stores of activations."""
+    """HalluLens Zarr stores. Read, written, verified, merged and converted."""
 
     name: ClassVar[str] = "zarr"
     description: ClassVar[str] = "HalluLens Zarr stores of activations"

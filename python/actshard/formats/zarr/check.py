@@ -1,4 +1,4 @@
-"""The rules of Zarr activation stores; see docs/formats/zarr.md."""
+"""Checks of Zarr activation stores; see docs/formats/zarr.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
-    """Every store of a run: metadata, lengths, chunk files, lines of text."""
+    """Checks every store of a run: metadata, lengths, chunk files, lines of text."""
     stores: list[Location] = []
     with report.noting(root):
         stores = _stores(root, report)
@@ -52,7 +52,7 @@ def _check_store(store: Location, root: Location, report: Report) -> None:
 
 
 def _stores(root: Location, report: Report) -> list[Location]:
-    """The stores of a run as its manifest lists them, or a store alone."""
+    """The stores listed in a run's manifest, or the store itself."""
     if is_group(root):
         return [root]
     listing = root / "manifest.json"
@@ -79,7 +79,7 @@ def _stores(root: Location, report: Report) -> list[Location]:
         store = root / name
         if store in named:
             report.add(
-                "duplicate-sample", listing, name, "another store for each shard", f"field '{fields.where}.path'"
+                "duplicate-sample", listing, name, "a different store for each shard", f"field '{fields.where}.path'"
             )
             continue
         named.add(store)
@@ -93,7 +93,7 @@ def _stores(root: Location, report: Report) -> list[Location]:
                 "metadata",
                 listing,
                 fields.value["start"],
-                f"{start}, the samples before",
+                f"{start}, the number of samples before",
                 f"field '{fields.where}.start'",
             )
         start += n or 0
@@ -103,12 +103,12 @@ def _stores(root: Location, report: Report) -> list[Location]:
         )
     for stray in present:
         if stray not in named:
-            report.add("unlisted-file", stray, "a store that manifest.json does not name")
+            report.add("unlisted-file", stray, "a store that manifest.json does not list")
     return made
 
 
 def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
-    """Every chunk file is inside the grid and of its size; every stored token has one."""
+    """Checks that chunk files are inside the grid and have the right size, and that all stored tokens have chunks."""
     files = array.chunk_files()
     report.count("files", len(files))
     report.count("bytes", sum(files.values()))
@@ -141,7 +141,7 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
     }
     if len(held) == wanted:
         return
-    # At most as many places as there are files are looked at before one without a file.
+    # Visits at most one place more than there are files.
     blocks = (int(block) for block in np.flatnonzero(stretches))
     places = (
         (block, layer, t, h)
@@ -161,7 +161,7 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
 
 
 def _check_small(meta: ArrayMeta, member: Member, report: Report) -> None:
-    """A per-sample array can be read, and has an entry for every sample."""
+    """Checks that a per-sample array is readable and has an entry for every sample."""
     if not meta.shape or meta.shape[0] != member.rows:
         report.add("count-claim", meta.metadata, f"shape {list(meta.shape)}", f"{member.rows} entries, one per sample")
         return

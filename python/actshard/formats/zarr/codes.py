@@ -1,4 +1,4 @@
-"""Findings that only Zarr activation stores can have."""
+"""Codes of findings specific to Zarr activation stores."""
 
 from actshard.codes import ERROR, WARNING, Code
 

@@ -1,4 +1,4 @@
-"""What a Zarr store's columns and attributes become in other formats, and what it keeps of theirs."""
+"""Columns and attributes of Zarr stores in other formats, and the reverse."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 _OF_FILES = frozenset(
     (*OWN_ATTRIBUTES, "written_by", "text_only_lines", "n_samples", "shards", "format", "manifest_version")
 )
-"""Attributes that the writer makes itself."""
+"""Attributes that the writer computes."""
 
 
 class ZarrCarrying(Carrying):
-    """A run's manifest lists stores; what they are of is in the attributes of the first."""
+    """A run's manifest only lists stores. The metadata are the attributes of the first store."""
 
     derived: ClassVar[frozenset[str]] = frozenset(("seq_len",))
     model_key: ClassVar[str | None] = "model_id"

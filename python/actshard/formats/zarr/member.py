@@ -22,17 +22,17 @@ from actshard.location import Location
 ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
 MAX_SAMPLES = 1 << 31
-"""More would be a list of lengths that no memory holds."""
+"""Limit on samples: more would need too much memory for the lengths."""
 MAX_LAYERS = 1 << 16
 UNSTORED_SAMPLES = 1 << 24
-"""Samples that a store may have without chunk files for them: 128 MiB of token counts."""
+"""Samples that a store may have without chunk files; their token counts take 128 MiB."""
 SAMPLES_PER_FILE = 1 << 10
-"""Samples beyond those that a chunk file accounts for."""
+"""Samples allowed per chunk file."""
 
 
 @dataclass
 class Member:
-    """A store, alone or of a run."""
+    """A store, alone or in a run."""
 
     path: Location
     warnings: list[Remark] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Member:
                     f"expected (samples, layers, tokens, hidden), found {list(array.shape)}", field="shape"
                 )
             if array.dtype is None or array.dtype.kind in "SU":
-                raise UnsupportedError("activations that are strings", path=array.metadata)
+                raise UnsupportedError("expected numeric activations, found strings", path=array.metadata)
             name_of(array.dtype, path=array.metadata)
             if (
                 not 1 <= array.shape[1] <= MAX_LAYERS
@@ -64,13 +64,16 @@ class Member:
                 or array.shape[0] >= MAX_SAMPLES
                 or array.shape[2] >= 1 << 32
             ):
-                raise array.error(f"{list(array.shape)} is no dataset", field="shape")
+                raise array.error(
+                    f"expected supported sizes (samples, layers, tokens, hidden), found {list(array.shape)}",
+                    field="shape",
+                )
             _check_samples(array)
         shapes = {(a.shape[0], a.shape[1], a.shape[3], a.dtype) for a in self.arrays}
         if len(shapes) > 1:
             raise self.arrays[1].error(
-                f"expected samples, layers, hidden size and type of {self.arrays[0].node}, found "
-                f"{list(self.arrays[1].shape)} {self.arrays[1].dtype} beside {list(self.arrays[0].shape)} {self.arrays[0].dtype}",
+                f"expected samples, layers, hidden size and dtype of {self.arrays[0].node}, {list(self.arrays[0].shape)} "
+                f"{self.arrays[0].dtype}, found {list(self.arrays[1].shape)} {self.arrays[1].dtype}",
                 field="shape",
             )
         self.rows, self.num_layers, _, self.width = self.arrays[0].shape
@@ -93,10 +96,10 @@ class Member:
         for name, found in claims.items():
             said = self.metadata.get(name)
             if said is not None and said != found:
-                self.warnings.append(Remark("claim", f"attribute '{name}' says {show(said)}, the array has {found}"))
+                self.warnings.append(Remark("claim", f"attribute '{name}' is {show(said)}, but the array has {found}"))
 
     def _index(self) -> None:
-        """HalluLens: which rows are samples. Rows may be allocated ahead, and a key that is logged again leaves its old row."""
+        """HalluLens: determines which rows are samples. Rows may be preallocated, and a key logged again abandons its old row."""
         self.lines: list[tuple[int, dict[str, Any]]] | None = None
         path = self.path / "meta" / "index.jsonl"
         if not self.hallulens or path.kind() != "file":
@@ -115,7 +118,7 @@ class Member:
             if row is not None:
                 if row in of_row:
                     raise FormatError(
-                        f"lines {of_row[row]} and {number}: both say that they are sample_index {row}",
+                        f"lines {of_row[row]} and {number}: both have sample_index {row}",
                         path=path,
                         code="duplicate-sample",
                     )
@@ -128,7 +131,7 @@ class Member:
             self.warnings.append(
                 Remark(
                     "layout",
-                    f"{left} rows are named by no line of meta/index.jsonl (logged again, or never): they have 0 tokens",
+                    f"{left} rows have no line in meta/index.jsonl (logged again, or never) and read as 0 tokens",
                 )
             )
         if text_only:
@@ -136,13 +139,15 @@ class Member:
 
     @cached_property
     def spare(self) -> Spare:
-        """Memory for small arrays whose chunks are not there."""
+        """Memory budget for small arrays without chunk files."""
         return Spare()
 
     def keep(self, n: int) -> None:
-        """Only the first n samples count: the manifest says so."""
+        """Keeps only the first n samples, as in the manifest."""
         if n < self.n:
-            self.warnings.append(Remark("layout", f"holds {self.n} samples, of which the manifest counts {n}"))
+            self.warnings.append(
+                Remark("layout", f"contains {self.n} samples, but the manifest counts {n}; the rest are ignored")
+            )
         self.n = n
         self.lengths = [part if isinstance(part, int) else part[:n] for part in self.lengths]
 
@@ -154,7 +159,7 @@ class Member:
             self.warnings.append(
                 Remark(
                     "no-lengths",
-                    f"has no arrays/{name}: every sample is taken to have all {longest} tokens of {array.node}",
+                    f"has no arrays/{name}: every sample is read with all {longest} tokens of {array.node}",
                 )
             )
             return longest
@@ -176,8 +181,8 @@ class Member:
             self.warnings.append(
                 Remark(
                     "length-too-long",
-                    f"{name} says {values[long].max()} tokens where {array.node} has room for {longest}: "
-                    f"{int(long.sum())} samples were cut when they were written",
+                    f"{name} contains {values[long].max()} tokens, but {array.node} has room for {longest}: "
+                    f"{int(long.sum())} samples were truncated when they were written",
                 )
             )
             values = np.minimum(values, longest)
@@ -187,7 +192,7 @@ class Member:
         return values
 
     def check_alike(self, other: Member) -> None:
-        """Stores of a run hold the same layers, of the same width and type, in as many arrays."""
+        """Raises FormatError unless stores of a run have the same layers, width, dtype and arrays."""
         mine, its = self.arrays[0], other.arrays[0]
         for what, a, b in (
             ("layers", self.num_layers, other.num_layers),
@@ -200,7 +205,7 @@ class Member:
 
     @cached_property
     def texts(self) -> list[Location]:
-        """JSONL files beside the arrays, the one that the text gives to sample keys first."""
+        """JSONL files next to the arrays, that of sample keys first."""
         folder = self.path / "text"
         found = [folder / entry.name for entry in folder.entries("*.jsonl")] if folder.kind() == "folder" else []
         index = self.path / "meta" / "sample_index.jsonl"
@@ -219,7 +224,7 @@ class Member:
         return found
 
     def text_names(self) -> dict[str, Location]:
-        """Fields of the first line of each JSONL file, by name; lines to come may have others."""
+        """Fields in the first line of each JSONL file, by name. Later lines may have others."""
         found: dict[str, Location] = {}
         if self.lines is not None:
             for _, line in self.lines:
@@ -246,7 +251,7 @@ class Member:
 
 
 def _check_samples(array: ArrayMeta) -> None:
-    """Many samples must have chunk files: what is kept per sample follows from bytes that are there."""
+    """Raises FormatError for more samples than chunk files account for, so that memory per sample is bounded by stored data."""
     n, per = array.shape[0], array.outer[0]
     if n <= UNSTORED_SAMPLES:
         return
@@ -269,9 +274,7 @@ def by_i(path: Location, n: int) -> list[tuple[int, int, dict[str, Any]]]:
                 f"line {number}: field 'i': expected a sample, 0 to {n - 1}, found {i}", path=path, code="metadata"
             )
         if i in seen:
-            raise FormatError(
-                f"lines {seen[i]} and {number}: both are of sample {i}", path=path, code="duplicate-sample"
-            )
+            raise FormatError(f"lines {seen[i]} and {number}: both have sample {i}", path=path, code="duplicate-sample")
         seen[i] = number
         rows.append((i, number, line))
     return rows
@@ -286,7 +289,7 @@ def _join(
     *,
     complete: bool,
 ) -> None:
-    """Adds the fields of lines as columns; what an array or an earlier file holds already is kept."""
+    """Adds fields of lines as columns. Columns from arrays or earlier files take precedence."""
     arrays = set(made)
     for i, _, line in rows:
         if i >= n:
@@ -301,12 +304,12 @@ def _join(
         there = {i for i, _, _ in rows}
         lacking = [i for i in range(n) if i not in there]
         shown = ", ".join(map(str, lacking[:8])) + (", ..." if len(lacking) > 8 else "")
-        said = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line among its {len(rows)}: {shown}"
+        said = f"{path.parent.name}/{path.name}: {len(lacking)} samples have no line (of {len(rows)}): {shown}"
         warn(ActshardWarning(said, code="missing-lines"), stacklevel=6)
 
 
 def _column(values: NDArray[Any] | list[str], n: int) -> Any:
-    """Numbers or strings per sample; several per sample as lists."""
+    """Converts per-sample values to pyarrow; multidimensional ones become lists."""
     import pyarrow as pa
 
     if isinstance(values, list):

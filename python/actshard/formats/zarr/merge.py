@@ -1,4 +1,4 @@
-"""Merging Zarr stores: a run of several stores with a manifest, or one store of all chunks."""
+"""Merges Zarr stores: to a run of several stores with a manifest, or to one store with all chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from actshard.work import write_json
 
 
 def _check_chunks(sources: Sequence[Path]) -> None:
-    """Stores can become one if a chunk is a file that another number makes one of the whole."""
+    """Raises ArgumentError unless chunk files can be merged by renumbering: one file per sample, equal chunks."""
     first = None
     for path in sources:
         member = Member(Location.at(path))
@@ -40,13 +40,13 @@ def _check_chunks(sources: Sequence[Path]) -> None:
             or array.separator != "."
         ):
             raise ArgumentError(
-                f"physical: {path} is not of plain chunks (1, 1, T, H) of version 2; a manifest holds it as it is"
+                f"physical: expected plain version 2 chunks (1, 1, T, H) in {path}; merge without physical=True"
             )
         first = first or array.chunks
         if array.chunks != first:
             raise ArgumentError(
-                f"physical: {path} has chunks {list(array.chunks)}, {sources[0]} {list(first)}; write with the same chunk_tokens=, "
-                "or merge them by a manifest"
+                f"physical: expected chunks {list(first)} as in {sources[0]}, found {list(array.chunks)} in {path}; "
+                "write with the same chunk_tokens=, or merge without physical=True",
             )
 
 
@@ -84,14 +84,14 @@ def _run(plan: Merge) -> Path:
         **known,
         "shards": shards,
     }
-    _native.sync_files([plan.path / "shards", plan.path])  # no manifest of stores that a power cut may take away
+    _native.sync_files([plan.path / "shards", plan.path])  # stores must be on disk before the manifest that lists them
     write_json(plan.path / "manifest.json", manifest)
     _native.sync_files([plan.path])
     return plan.path
 
 
 def _one_store(plan: Merge) -> Path:
-    """Chunk files move, their first number by the samples before; everything small is written again."""
+    """Moves chunk files, renumbered by the samples before them, and writes all small files again."""
     stores = [_opened(p) for p in plan.parts]
     members = [Member(Location.at(p)) for p in plan.parts]
     lengths, tables = [], []
@@ -142,7 +142,7 @@ def _columns(contents: Contents) -> Any:
 
 
 class ZarrMerger(Merger):
-    """Parts become the stores of a run, or with ``physical`` one store."""
+    """Merges parts to the stores of a run or, with ``physical``, to one store."""
 
     makes: ClassVar[tuple[str, ...]] = (*ZarrTarget.makes, "shards", "manifest.json")
     files: ClassVar[re.Pattern[str] | None] = re.compile(

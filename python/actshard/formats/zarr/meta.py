@@ -1,4 +1,4 @@
-"""What the metadata of a Zarr array say, and where its chunk files are."""
+"""Metadata of a Zarr array, and paths of its chunk files."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from actshard.storage import Entry, Kind
 
 @dataclass(frozen=True)
 class ArrayMeta:
-    """What an array's metadata say."""
+    """Metadata of an array."""
 
     store: Location
     node: str
-    """Its path in the store, such as ``arrays/activations``."""
+    """Path in the store, such as ``arrays/activations``."""
     metadata: Location
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
-    """The shape of what is read at once: a chunk, or a chunk inside a shard."""
+    """Shape of a unit of reading: a chunk, or an inner chunk of a shard."""
     dtype: np.dtype[Any] | None
-    """In native order; None for strings of any length."""
+    """In native byte order; None for strings of variable length."""
     swapped: bool
     fill: Any
     prefix: str
     separator: str
     how: str
-    """"" if a chunk's file is the chunk, in C order; else what has to be undone, in words."""
+    """Empty if files contain plain chunks in C order; otherwise a description of the encoding."""
     inner: bool
-    """Chunks are those inside shards."""
+    """Whether ``chunks`` are inner chunks of shards."""
     codecs: tuple[str, ...]
-    """Names of all codecs, those inside shards included."""
+    """Names of all codecs, including those inside shards."""
     outer: tuple[int, ...]
-    """The shape of a file: a chunk, or a shard."""
+    """Shape of a file: a chunk, or a shard."""
     json: bytes
-    """The metadata as they were read, less attributes."""
+    """The metadata as read, without attributes."""
 
     @property
     def folder(self) -> Location:
-        """Where chunk files are."""
+        """The folder of chunk files."""
         return self.store / self.node
 
     def chunk_files(self) -> dict[tuple[int, ...], int]:
-        """Sizes of the chunk files (shards) that are there, by their places in the grid. Lists folders; opens nothing.
+        """Sizes of existing chunk files (shards) by grid position. Lists folders, opens no files.
 
         Raises:
-            NotAFileError: a folder, a named pipe or another special file stands in place of a chunk.
-            FileAccessError: a folder cannot be listed, or a chunk cannot be looked at.
+            NotAFileError: a folder, a named pipe or another special file has the name of a chunk.
+            FileAccessError: a folder cannot be listed, or a chunk's size cannot be read.
         """
         found: dict[tuple[int, ...], int] = {}
         dims = len(self.shape)
@@ -73,24 +73,24 @@ class ArrayMeta:
                     folders.append((folder / entry.name, at))
                 elif len(at) == dims:
                     if entry.kind == "other" and (folder / entry.name).found() is None:
-                        continue  # a link to nothing: as for a reader
+                        continue  # a dangling link reads as a missing chunk
                     found[at] = entry.size if entry.size is not None else _size(folder / entry.name, entry.kind, 0)
         return found
 
     @property
     def chunks_in(self) -> Location:
-        """The folder that holds chunk files, or folders of them."""
+        """The folder that contains chunk files, or subfolders of them."""
         first = self.prefix.rstrip("/") if self.separator == "/" else ""
         return self.folder / first if first else self.folder
 
     def path_of(self, place: tuple[int, ...]) -> Location:
-        """The file of a chunk (a shard)."""
+        """Path of a chunk (shard) by grid position."""
         return self.folder / (
             self.prefix + self.separator.join(map(str, place)) if place else (self.prefix.rstrip("./") or "0")
         )
 
     def attributes(self) -> dict[str, Any]:
-        """The array's attributes, read when asked for: version 2 keeps them in a file of their own."""
+        """The array's attributes. Read on demand, because version 2 stores them in a separate file."""
         path = self.folder / ("zarr.json" if self.metadata.name == "zarr.json" else ".zattrs")
         if not exists(path):
             return {}
@@ -98,12 +98,12 @@ class ArrayMeta:
         return json_mapping(value, "attributes", path) if path.name == "zarr.json" else value
 
     def fill_bytes(self) -> bytes:
-        """The fill value as one element in native order."""
+        """The fill value as the bytes of one element, in native byte order."""
         assert self.dtype is not None
         return np.array([self.fill], self.dtype).tobytes()
 
     def error(self, what: str, field: str | None = None) -> FormatError:
-        """About this array's metadata, or one field of them."""
+        """An error about the array's metadata or one field of them."""
         if field is None:
             return FormatError(what, path=self.metadata)
         return FormatError(f"field '{field}': {what}", path=self.metadata, code="metadata")
@@ -113,7 +113,7 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def _entries(folder: Location) -> list[Entry]:
-    """With sizes; none where there is no folder."""
+    """Entries with sizes; empty if the folder does not exist."""
     try:
         return folder.entries(sizes=True)
     except (MissingFileError, NotAFileError):
@@ -128,12 +128,12 @@ def _size(path: Location, kind: Kind, size: int) -> int:
 
 
 def json_object(path: Location) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Reads a JSON file that must contain an object."""
     return Fields(read_json(path), path).value
 
 
 def json_mapping(value: dict[str, Any], name: str, path: Location) -> dict[str, Any]:
-    """A field that is an object; absent, an empty one."""
+    """A field that must be an object; empty if absent."""
     found = value.get(name, {})
     if not isinstance(found, dict):
         raise FormatError(f"field '{name}': expected an object, found {show(found)}", path=path, code="metadata")

@@ -1,6 +1,6 @@
-"""Arrays whose codecs the core does not have, decoded by the ``zarr`` package: right, one chunk at a time, with the GIL held.
+"""Arrays with codecs that the core lacks, decoded by the ``zarr`` package: slower, one chunk at a time, with the GIL held.
 
-The package is the extra ``zarr``; numcodecs comes with it and knows what Zarr version 2 could ever be compressed with.
+The package is the extra ``zarr``. It brings numcodecs, which supports all codecs of Zarr version 2.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _NUMBERS = ("astype", "bitround", "delta", "fixedscaleoffset", "packbits", "quan
 _COMPRESSORS = ("blosc", "bz2", "gzip", "lz4", "lzma", "pcodec", "zfpy", "zlib", "zstd")
 _AROUND = ("adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3", "bytes", "sharding_indexed")
 HARMLESS = frozenset((*_NUMBERS, *_COMPRESSORS, *_AROUND))
-"""Codecs that turn bytes into bytes or numbers. numcodecs has a ``pickle`` too, which runs what it reads."""
+"""Codecs that only transform data. numcodecs also has ``pickle``, which would execute code from the file."""
 
 MOST_WIDER = 8
-"""Times that a chunk may be longer before its filters are undone: 64 bits stored for each 8."""
+"""How much larger a chunk may be before its filters are undone: 64 bits per 8 bits."""
 
 
 class PackageArray:
-    """An array that the package reads, opened when it is first needed and again in a forked child.
+    """An array read by the package, opened on first use, and again in a forked child.
 
     Raises:
-        UnsupportedError: a codec is none that actshard hands to the package.
+        UnsupportedError: a codec is not on the list of safe codecs.
         MissingExtraError: the package is not installed.
     """
 
     def __init__(self, meta: ArrayMeta, why: str) -> None:
         unknown = [c for c in meta.codecs if c.removeprefix("numcodecs.") not in HARMLESS]
         if unknown:
-            raise UnsupportedError(f"codec '{unknown[0]}' is not read", path=meta.metadata)
+            raise UnsupportedError(f"codec '{unknown[0]}' is not supported", path=meta.metadata)
         self.meta = meta
         self._live: tuple[int, Any] | None = None
         try:
-            import zarr  # noqa: F401 -- said now, not at the first read
+            import zarr  # noqa: F401 -- raises now, not at the first read
         except ImportError as error:
             raise MissingExtraError.of(f"reading this array ({why})", "zarr", meta.metadata) from error
 
@@ -60,7 +60,7 @@ class PackageArray:
         return self._live[1]
 
     def _check_metadata_files(self) -> None:
-        """The package reads every metadata file on the way; a named pipe in place of one would make it wait."""
+        """Rejects special files. The package opens all metadata files on the path, and a named pipe would block it."""
         folder = self.meta.store
         for part in (".", *self.meta.node.split("/")):
             folder = folder / part
@@ -70,11 +70,11 @@ class PackageArray:
                     raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
 
     def chunk(self, indices: list[int]) -> bytes | None:
-        """A chunk in C order and native byte order; past the array's end, the fill value. None if its file is not there."""
+        """Decodes a chunk in C order and native byte order, padded with the fill value. None if the file is missing."""
         return self._block(indices, self.meta.chunks)
 
     def file(self, indices: list[int]) -> bytes | None:
-        """What a file holds: a chunk, or a whole shard."""
+        """Decodes a whole file: a chunk or a shard."""
         return self._block(indices, self.meta.outer)
 
     def _block(self, indices: list[int], shape: tuple[int, ...]) -> bytes | None:
@@ -93,13 +93,13 @@ class PackageArray:
             whole[tuple(slice(0, s.stop - s.start) for s in where)] = self._array()[where]
         except (ActshardError, MemoryError):
             raise
-        except Exception as error:  # a codec raises anything over damaged bytes
+        except Exception as error:  # codecs raise any exception for damaged data
             code = "gzip" if isinstance(error, gzip.BadGzipFile) else None
-            raise FormatError(f"the zarr package cannot decode this: {error}", path=path, code=code) from error
+            raise FormatError(f"the zarr package cannot decode this chunk: {error}", path=path, code=code) from error
         return whole.tobytes()
 
     def _check_size(self, path: Location, length: int) -> None:
-        """Compressed data must not decode to more than the chunk's shape allows: the package has no such limit."""
+        """Raises FormatError if compressed data would exceed the chunk's size when decoded. The package has no such limit."""
         meta = self.meta
         assert meta.dtype is not None
         if "sharding_indexed" in meta.codecs:
@@ -120,12 +120,12 @@ class PackageArray:
             size = _lzma_size(data, configuration, limit, path)
         if size is not None and size > limit:
             raise FormatError(
-                f"{name}: decodes to more than the {limit} bytes that the chunk's shape allows", path=path
+                f"{name}: expected at most {limit} decoded bytes by the chunk's shape, found more", path=path
             )
 
 
 def _outermost(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The codec whose output a chunk's file is, and its configuration."""
+    """The last codec applied when the chunk was written, and its configuration."""
     if metadata.get("zarr_format") == 3:
         codec = metadata["codecs"][-1]
         if isinstance(codec, str):
@@ -136,7 +136,7 @@ def _outermost(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _lzma_size(data: bytes, configuration: dict[str, Any], limit: int, path: Location) -> int:
-    """Bytes that LZMA data decode to, at most ``limit + 1``."""
+    """Decoded size of LZMA data, at most ``limit + 1``."""
     try:
         kind = int(configuration.get("format", lzma.FORMAT_XZ))
         filters = configuration.get("filters") if kind == lzma.FORMAT_RAW else None
@@ -150,5 +150,5 @@ def _lzma_size(data: bytes, configuration: dict[str, Any], limit: int, path: Loc
                 size, data = size + len(made), b""
             data = decoder.unused_data
     except (lzma.LZMAError, TypeError, ValueError, KeyError, OverflowError) as error:
-        raise FormatError(f"the zarr package cannot decode this: {error}", path=path) from error
+        raise FormatError(f"the zarr package cannot decode this chunk: {error}", path=path) from error
     return size

@@ -1,7 +1,7 @@
-"""Where the columns of a Zarr store go, as the published text has it.
+"""Decides where columns are stored in a Zarr store, by the published text.
 
-Numbers without a gap are arrays with one entry per sample; texts, lists and what has gaps are lines of JSON. ``sample_key`` is an
-array of ``S64``, or ``meta/sample_index.jsonl`` where it does not fit, and stands in every line of prompts and responses.
+Numbers without nulls are arrays with one entry per sample; strings, lists and columns with nulls are lines of JSON. ``sample_key``
+is an array of ``S64``, or ``meta/sample_index.jsonl`` if it does not fit, and is repeated in every line of prompts and responses.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 KEY = "sample_key"
 KEY_BYTES = 64
 _LINES = {"prompt": "text/prompts.jsonl", "response": "text/responses.jsonl", KEY: "meta/sample_index.jsonl"}
-"""Text files that the text names; all other texts are in extra_metadata.jsonl."""
+"""Files that the published text assigns to columns; other columns go to extra_metadata.jsonl."""
 _OTHERS = "text/extra_metadata.jsonl"
 _WITH_KEY = (_LINES["prompt"], _LINES["response"])
 _NARROW: dict[str, Any] = {"prompt_len": np.int32, "response_len": np.int32, "hallu_label": np.int8, "split": np.int8}
-"""Types that the text gives; values that do not fit keep theirs."""
+"""Dtypes from the published text, used where values fit."""
 _TAKEN = frozenset(node.removeprefix("arrays/") for node in (ACTIVATIONS, PROMPT, RESPONSE)) | {"seq_len"}
-"""Arrays that a reader takes for rows or lengths."""
+"""Arrays that readers use as rows or lengths."""
 _LONGEST_NAME = 200
-"""Bytes of a folder's name; file systems have 255."""
+"""Longest folder name in bytes; file systems allow 255."""
 _AT_ONCE = 16_384
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A per-sample array to be written, some samples at a time."""
+    """A per-sample array to write, in batches of samples."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,14 +50,14 @@ class Placed:
 
 @dataclass(frozen=True)
 class Lines:
-    """A file with a line of JSON per sample."""
+    """A file with one line of JSON per sample."""
 
     file: Path
     columns: Mapping[str, Any]
     n: int
 
     def write(self, root: Path) -> None:
-        """Writes it, some samples at a time."""
+        """Writes the file in batches of samples."""
         with whole_file(root / self.file) as out:
             for first in range(0, self.n, _AT_ONCE):
                 count = min(_AT_ONCE, self.n - first)
@@ -72,7 +72,7 @@ class Lines:
 
 
 def place(columns: pa.Table) -> tuple[list[Placed], list[Lines]]:
-    """Arrays and lines of these columns."""
+    """Assigns columns to arrays and files of lines."""
     own_text = next((name for name in ("prompt", *TEXTS) if name in columns.column_names), None)
     arrays: list[Placed] = []
     texts: dict[str, dict[str, Any]] = {}
@@ -91,7 +91,7 @@ def place(columns: pa.Table) -> tuple[list[Placed], list[Lines]]:
 
 
 def _key(column: pa.ChunkedArray) -> Placed | None:
-    """Keys as bytes of a fixed length, if each comes back from them as it is."""
+    """Keys as fixed-length bytes; None if a key would not read back unchanged."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -106,7 +106,7 @@ def _key(column: pa.ChunkedArray) -> Placed | None:
         return None
     for chunk in held.chunks:
         data = chunk.buffers()[2]
-        # numpy's fixed-length bytes have no zero byte at their end.
+        # numpy drops trailing zero bytes of fixed-length bytes.
         if data is not None and b"\0" in data.to_pybytes():
             return None
 
@@ -117,7 +117,7 @@ def _key(column: pa.ChunkedArray) -> Placed | None:
 
 
 def _number(field: pa.Field, column: pa.ChunkedArray) -> Placed | None:
-    """An array of numbers, if that is what a column is."""
+    """A numeric column as an array; None if it has another type, nulls or an unsuitable name."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -128,7 +128,7 @@ def _number(field: pa.Field, column: pa.ChunkedArray) -> Placed | None:
         or pa.types.is_floating(kind.value_type)
         or pa.types.is_boolean(kind.value_type)
     )
-    half = field.metadata is not None  # a type that arrow does not have, nor Zarr
+    half = field.metadata is not None  # a dtype unknown to arrow and Zarr
     if not (number or (array and not half)) or column.null_count or name in _TAKEN or not _names_a_folder(name):
         return None
     if array and any(chunk.flatten().null_count for chunk in column.chunks):
@@ -154,7 +154,7 @@ def _names_a_folder(name: str) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Integers beyond 64 bits come through arrow as decimals, half floats as numpy's; bytes and dates are their text."""
+    """Converts values for JSON: large integers arrive as decimals, half floats as numpy scalars; others become strings."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, bytes):

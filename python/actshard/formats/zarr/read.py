@@ -1,28 +1,28 @@
-"""Zarr datasets: one store or a run of many. A store (``member``) has one 4-D array of padded samples, or two.
+"""Reads Zarr datasets: one store, or a run of several. A store (``member``) has one or two 4-D arrays of padded samples.
 
     activations.zarr/
       .zattrs .zmetadata                 attributes; consolidated metadata, optional; Zarr version 3 has zarr.json.
-                                         actshard adds the attribute "layers", the layers' names: the text only numbers them
+                                         actshard adds the attribute "layers", the layers' names; the text only numbers them
       arrays/activations/                (N, L, T_max, H), chunks (1, 1, T_chunk, H) or any other
-      arrays/seq_len/                    (N,): rows past it do not exist
+      arrays/seq_len/                    (N,): tokens per sample, without padding
       arrays/prompt_len/ ...             any other per-sample arrays
       text/prompts.jsonl ...             texts, one JSON object per line, joined by "i"
-      meta/config.json                   what the attributes say, or more
+      meta/config.json                   the attributes, possibly with more fields
 
-    activations.zarr/                    as HalluLens' logger writes it
+    activations.zarr/                    as written by HalluLens' logger
       arrays/prompt_activations/         (N, L, P_max, H)      arrays/prompt_len/    (N,)
       arrays/response_activations/       (N, L, R_max, H)      arrays/response_len/  (N,)
-      meta/index.jsonl                   the truth about which rows are samples
+      meta/index.jsonl                   determines which rows are samples
 
     run_20260122_101112/
-      manifest.json                      optional: the shards in order, and how many samples each has
-      shards/shard-0000.zarr/ ...        stores like the first or the second
+      manifest.json                      optional: the shards in order, with their numbers of samples
+      shards/shard-0000.zarr/ ...        stores of the first or second kind
 
-Sources: the published text "Zarr Activation Logger Spec (No LMDB)" and HalluLens' zarr_activations_logger.py. The text leaves
-the manifest open; ``{"n_samples", "shards": [{"path", "n_samples", "start"}]}`` is what actshard proposes, reads and writes.
+Sources: the published text "Zarr Activation Logger Spec (No LMDB)" and HalluLens' zarr_activations_logger.py. The text does not
+define the manifest; ``{"n_samples", "shards": [{"path", "n_samples", "start"}]}`` is actshard's proposal.
 
-Plain chunks are read where they lie, only those touched and of them only the rows wanted. Compressed ones, F order and
-sharding go through the zarrs crate, or, where it lacks a codec, the zarr package: right, and slower, of which the user is told.
+Plain chunks are read directly: only the chunks needed, and only the rows needed. Compressed chunks, F order and sharding are
+decoded by the zarrs crate or, for codecs that it lacks, by the zarr package. That is slower, so opening warns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def detect(path: Location) -> Evidence:
-    """A Zarr group with activations, or a folder whose manifest or ``shards/`` name such groups."""
+    """Checks for a Zarr group with activations, or a folder whose manifest or ``shards/`` list such groups."""
     looked_for = (
         "a Zarr group with arrays/activations (or HalluLens' arrays/prompt_activations), "
         "or a run: manifest.json and shards/*.zarr"
@@ -66,7 +66,7 @@ def detect(path: Location) -> Evidence:
             return Evidence(True, looked_for, f"a Zarr group with {found[0] if found else 'consolidated metadata'}")
         return Evidence(False, looked_for, "a Zarr group without these arrays")
     if _is_array(path):
-        return Evidence(False, looked_for, "a single Zarr array; open the store it is in")
+        return Evidence(False, looked_for, "a single Zarr array; open the store that contains it")
     if (path / "manifest.json").kind() == "file":
         value = read_json(path / "manifest.json")
         shards = value.get("shards") if isinstance(value, dict) else None
@@ -80,7 +80,7 @@ def detect(path: Location) -> Evidence:
 
 
 def is_group(path: Location) -> bool:
-    """Whether a folder is a Zarr group, of either version."""
+    """Whether a folder is a Zarr group, version 2 or 3."""
     if (path / "zarr.json").kind() == "file":
         return not _is_array(path)
     return any((path / name).kind() == "file" for name in (".zgroup", ".zmetadata")) or (
@@ -98,14 +98,14 @@ def _is_array(path: Location) -> bool:
 
 
 def stores_in(folder: Location) -> list[Location]:
-    """Zarr stores right below a folder, in the order of their names."""
+    """Zarr stores directly below a folder, sorted by name."""
     if folder.kind() != "folder":
         return []
     return [folder / entry.name for entry in folder.entries("*.zarr") if entry.kind == "folder"]
 
 
 def open(path: Location, options: Options) -> Contents:
-    """Reads metadata and lengths; never looks into a folder of chunks."""
+    """Reads metadata and lengths. Never lists chunk files."""
     if is_group(path):
         members = [Member(path)]
         metadata: dict[str, Any] = members[0].metadata
@@ -192,7 +192,7 @@ def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: b
 
 
 def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark]) -> tuple[int, ...]:
-    """What the attribute ``layers`` calls the layers, which the text only numbers; actshard writes it."""
+    """Layer names from the attribute ``layers``, which actshard writes; otherwise numbers from 0."""
     said = [named for named in (metadata.get("layers"), member.metadata.get("layers")) if named is not None]
     for named in said:
         if isinstance(named, list) and len(named) == member.num_layers == len(
@@ -203,7 +203,7 @@ def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark
         warnings.append(
             Remark(
                 "claim",
-                f"attribute 'layers' says {show(said[0])}, expected {member.num_layers} different integers: layers are "
+                f"attribute 'layers': expected {member.num_layers} different integers, found {show(said[0])}; layers are "
                 "numbered from 0",
             )
         )
@@ -211,12 +211,12 @@ def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark
 
 
 def members_of(path: Location) -> list[Location]:
-    """The stores of a run in order, or a store alone."""
+    """The stores of a run in order, or the store itself."""
     return [path] if is_group(path) else [m.path for m in _run(path)[0]]
 
 
 def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]) -> NDArray[np.uint32]:
-    """One length per sample of all members."""
+    """Concatenates lengths per sample over all members."""
     return np.concatenate(
         [
             np.full(m.n, part, np.uint32) if isinstance(part, int) else part
@@ -226,7 +226,7 @@ def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]
 
 
 def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
-    """The stores of a run in order, and its manifest if it has one."""
+    """The stores of a run in order, its metadata, and whether it has a manifest."""
     listing = path / "manifest.json"
     if not exists(listing):
         stores = stores_in(path / "shards")
@@ -245,10 +245,10 @@ def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
             raise fields.error("path", "a path inside the run's folder")
         store = path / name
         if store in seen:
-            raise fields.error("path", "another store for each shard")
+            raise fields.error("path", "a different store for each shard")
         seen.add(store)
         if store.kind() != "folder":
-            raise MissingFileError(f"expected a Zarr store, which {listing.name} lists, found nothing", path=store)
+            raise MissingFileError(f"expected a Zarr store, which {listing.name} lists, found none", path=store)
         member = Member(store)
         if fields.has("n_samples"):
             n = fields.integer("n_samples", minimum=0)
@@ -275,11 +275,11 @@ def _column_names(members: Sequence[Member]) -> tuple[str, ...]:
 
 def _columns(path: Location, members: Sequence[Member], names: Sequence[str]) -> pa.Table:
     asked = set(names)
-    # A field that only later lines have is not among the names known beforehand; asking for all means all.
+    # Fields found only in later lines are not known beforehand. Asking for all known columns returns those, too.
     every = asked >= set(_column_names(members))
     parts = [m.columns(lambda name: every or name in asked) for m in members]
     unknown = [name for name in names if not any(name in part for part in parts)]
     known = {name for m in members for name in (*m.small, *m.text_names())}
     if unknown and unknown[0] not in known:
-        raise NotStoredError(f"holds no column {unknown[0]!r}; columns are {', '.join(sorted(known))}", path=path)
+        raise NotStoredError(f"has no column {unknown[0]!r}; columns are {', '.join(sorted(known))}", path=path)
     return table_of(names, [(part, m.n) for part, m in zip(parts, members, strict=True)])

@@ -1,8 +1,8 @@
-"""Writes Zarr activation stores as the published text has them: version 2, uncompressed, a chunk per sample, layer and stretch.
+"""Writes Zarr activation stores by the published text: version 2, uncompressed, one chunk per sample, layer and stretch.
 
-``(1, 1, T_chunk, H)`` chunks of 0.5 to 2 MB are files of their own, always full-size, that many writes fill at once. What a store
-is comes last: until ``.zgroup`` and ``.zmetadata`` are there, no reader takes the folder for one. Layers are the array's second
-axis; their names, which the text has no place for, are the attribute ``layers``.
+Chunks ``(1, 1, T_chunk, H)`` of 0.5 to 2 MB are separate full-size files, many of which are written at once. Metadata come last:
+without ``.zgroup`` and ``.zmetadata`` no reader accepts the folder. Layers are the array's second axis. Their names, for which the
+text has no field, are the attribute ``layers``.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 NODE = ACTIVATIONS
 CHUNK_BYTES = 1 << 20
-"""The middle of the text's 0.5 to 2 MB."""
+"""Within the text's 0.5 to 2 MB."""
 _SMALL_CHUNK = 1 << 20
-"""Samples per chunk of a per-sample array: one chunk for most."""
+"""Samples per chunk of a per-sample array, so that most have one chunk."""
 OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_chunks", "layers")
-"""Attributes that say what the arrays are."""
+"""Attributes that describe the arrays."""
 
 
 class ZarrTarget(Target):
-    """``arrays/activations/<sample>.<layer>.<stretch>.0``, then per-sample arrays, texts and metadata."""
+    """Writes ``arrays/activations/<sample>.<layer>.<stretch>.0``, then per-sample arrays, texts and metadata."""
 
     format: ClassVar[str] = "zarr"
     makes: ClassVar[tuple[str, ...]] = (".zattrs", ".zgroup", ".zmetadata", "arrays", "meta", "text")
     own: ClassVar[Mapping[str, str]] = {
-        "chunk_tokens": "tokens per chunk, T_chunk (default: as many as make 1 MiB, at most T_max)",
-        "t_max": "the array's length, T_max (default: the longest sample's)",
+        "chunk_tokens": "tokens per chunk, T_chunk (default: for chunks of up to 1 MiB, at most T_max)",
+        "t_max": "length of the token axis, T_max (default: that of the longest sample)",
     }
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
@@ -52,10 +52,10 @@ class ZarrTarget(Target):
         self.t_max = positive(spec.options, "t_max", None)
         self._chunk = positive(spec.options, "chunk_tokens", None)
         if spec.shard_bytes is not None:
-            raise ArgumentError("shard_bytes: a Zarr store has chunks; chunk_tokens= decides their size")
+            raise ArgumentError("shard_bytes: not supported by Zarr stores; use chunk_tokens=")
         if taken := sorted(set(OWN_ATTRIBUTES) & spec.metadata.keys()):
             raise ArgumentError(
-                f"metadata: a Zarr store's {taken[0]!r} is what its arrays are; give yours another name"
+                f"metadata: {taken[0]!r} is reserved in Zarr stores, because it describes the arrays; rename yours"
             )
         self.longest = 0
         self.created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -76,7 +76,7 @@ class ZarrTarget(Target):
         self._chunk, self.created = chunk, config["created"]
 
     def _choose_chunk(self, longest: int) -> int:
-        """T_chunk: a power of two, which divides the usual T_max, of 0.5 to 1 MiB; what is shorter is one chunk."""
+        """T_chunk: a power of two, for chunks of 0.5 to 1 MiB, which divides the usual T_max. Shorter arrays have one chunk."""
         if self._chunk is None:
             fits = max(1, CHUNK_BYTES // self.row_bytes)
             self._chunk = min(1 << (fits.bit_length() - 1), self.t_max or max(longest, 1))
@@ -84,21 +84,19 @@ class ZarrTarget(Target):
 
     @property
     def chunk(self) -> int:
-        """T_chunk, once something was written."""
+        """T_chunk, once it is determined."""
         assert self._chunk is not None
         return self._chunk
 
     @property
     def most_tokens(self) -> tuple[int, str] | None:
-        return None if self.t_max is None else (self.t_max, f"t_max is {self.t_max}: leave it out, or make it larger")
+        return None if self.t_max is None else (self.t_max, f"t_max is {self.t_max}: omit or increase it")
 
     def check_columns(self, schema: pa.Schema) -> None:
         if "i" in schema.names:
-            raise ArgumentError("columns: 'i' is what Zarr stores call a sample's number; give yours another name")
+            raise ArgumentError("columns: 'i' is reserved for sample numbers in Zarr stores; rename the column")
         if "seq_len" in schema.names:
-            raise ArgumentError(
-                "columns: a Zarr store writes 'seq_len' itself: tokens of a sample; give yours another name"
-            )
+            raise ArgumentError("columns: 'seq_len' is reserved for lengths in Zarr stores; rename the column")
 
     def check_values(self, table: pa.Table, first: int) -> None:
         check_times(table, first)
@@ -116,10 +114,10 @@ class ZarrTarget(Target):
             self._chunk = chunk if type(chunk) is int and chunk > 0 else self._found_chunk(lengths[:, 0])
 
     def _found_chunk(self, tokens: NDArray[np.int64]) -> int | None:
-        """T_chunk as the files have it: release 0.1 did not note the length that it chose.
+        """T_chunk from the size of existing chunks, because release 0.1 did not record it.
 
         Raises:
-            FormatError: files of different lengths. A resumed writer of that release chose again.
+            FormatError: files of different lengths, because a resumed writer of that release chose another T_chunk.
         """
         size, found = self.row_bytes, None
         for i in np.flatnonzero(tokens > 0).tolist():
@@ -128,8 +126,8 @@ class ZarrTarget(Target):
                 held = path.stat().st_size if path.exists() else 0
                 if held == 0 or held % size or (found is not None and held != found):
                     raise FormatError(
-                        f"expected a chunk of {found or size} bytes, found {held}: its writer was resumed by a release that chose "
-                        "another chunk length, and the store cannot be continued; begin again elsewhere",
+                        f"expected a chunk of {found or size} bytes, found {held}: an older release resumed this store with "
+                        "another chunk length; it cannot be continued, start again in another folder",
                         path=path,
                     )
                 found = held
@@ -143,14 +141,14 @@ class ZarrTarget(Target):
         if self.t_max is not None and (tokens > self.t_max).any():
             bad = int(np.flatnonzero(tokens > self.t_max)[0])
             raise ArgumentError(
-                f"example {self.n + bad} has {tokens[bad]} tokens, t_max is {self.t_max}; truncate=True cuts, or leave t_max out"
+                f"example {self.n + bad} has {tokens[bad]} tokens, t_max is {self.t_max}; pass truncate=True, or omit t_max"
             )
         folder = self.root / NODE
         make_folder(folder)
         chunk, size = self._choose_chunk(int(tokens.max(initial=0))), self.row_bytes
         stretches = -(-tokens // chunk)
         layers = len(self.spec.layers)
-        # One entry per (sample, layer, stretch), in the order of the block's memory.
+        # One entry per (sample, layer, stretch), in memory order.
         per = np.repeat(stretches, layers)
         pair = np.repeat(np.arange(len(per)), per)
         k = np.arange(len(pair)) - np.repeat(np.cumsum(per) - per, per)
@@ -178,7 +176,7 @@ class ZarrTarget(Target):
         tokens = examples.lengths[:, 0]
         self._drop_uncounted(len(examples))
         t_max = self.t_max or max(self.longest, 1)
-        self._choose_chunk(t_max)  # decided long ago, unless no example has a token
+        self._choose_chunk(t_max)  # determined before, unless no example has tokens
         assert self.dtype is not None
         shape = (len(examples), len(self.spec.layers), t_max, self.spec.d_model)
         arrays: dict[str, dict[str, Any]] = {
@@ -213,11 +211,11 @@ class ZarrTarget(Target):
         size = self._choose_chunk(int(tokens.max(initial=0)))
         self._chunk = chunk
         chunks = int((-(-tokens // size)).sum()) * len(self.spec.layers)
-        small = 2  # seq_len: its one chunk and its metadata
+        small = 2  # seq_len: one chunk and metadata
         return chunks, chunks + small + 6, chunks * size * self.row_bytes
 
     def _drop_uncounted(self, n: int) -> None:
-        """Chunks of samples that a crash kept from being counted."""
+        """Removes chunks of uncommitted samples."""
         folder = self.root / NODE
         if folder.is_dir():
             with os.scandir(folder) as entries:
@@ -226,7 +224,7 @@ class ZarrTarget(Target):
                 Path(path).unlink()
 
     def _small(self, array: Placed, arrays: dict[str, dict[str, Any]]) -> None:
-        """A per-sample array, as one chunk or a few."""
+        """Writes a per-sample array, in one chunk or a few."""
         node, shape = f"arrays/{array.name}", array.shape
         per = max(1, min(shape[0], _SMALL_CHUNK))
         chunks = (per, *(max(1, n) for n in shape[1:]))
@@ -245,7 +243,7 @@ class ZarrTarget(Target):
 
 
 def array_meta(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """A ``.zarray``: plain chunks of native elements in C order."""
+    """Contents of a ``.zarray`` for plain chunks in C order and native byte order."""
     return {
         "chunks": [int(n) for n in chunks],
         "compressor": None,
@@ -260,7 +258,7 @@ def array_meta(shape: Sequence[int], chunks: Sequence[int], dtype: np.dtype[Any]
 
 
 def write_store(root: Path, arrays: Mapping[str, Mapping[str, Any]], attributes: Mapping[str, Any]) -> None:
-    """Metadata of a store, consolidated ones too; what makes it a store comes last."""
+    """Writes a store's metadata, also consolidated, those that make it a store last."""
     group = {"zarr_format": 2}
     listed: dict[str, Any] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
     for node, meta in arrays.items():
