@@ -381,9 +381,7 @@ def test_broken_lines_of_text_are_named_and_missing_ones_said(tmp_path: Path) ->
     lines = prompts.read_text().splitlines()
     prompts.write_text("\n".join([lines[0], lines[3]]) + "\n")
     store = opened(copy)
-    with pytest.warns(
-        actshard.ActshardWarning, match=r"text/prompts.jsonl: 3 samples have no line \(of 2\): 1, 2, 4"
-    ):
+    with pytest.warns(actshard.ActshardWarning, match=r"text/prompts.jsonl: 3 samples have no line \(of 2\): 1, 2, 4"):
         table = store.table
     assert [x is None for x in table["prompt"].to_pylist()] == [False, True, True, False, True]
     for text, said in (
