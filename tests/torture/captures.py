@@ -1,4 +1,4 @@
-"""HalluLens captures, written as its writer does: rows, then a line of generation.jsonl, then one of meta.jsonl."""
+"""Writes HalluLens captures in its writer's order: rows, then a line of generation.jsonl, then one of meta.jsonl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes in config.json, and whether prompts are stored."""
+    """Sizes from config.json, and whether prompts are stored."""
 
     blocks: int
     width: int
@@ -26,7 +26,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Sample:
-    """A committed sample: `rows` is (layers, tokens, width), of the prompt and then of the response."""
+    """A committed sample. `rows` is (layers, tokens, width): prompt rows, then response rows."""
 
     row: int
     prompt_len: int
@@ -38,7 +38,7 @@ class Sample:
 
 
 class Capture:
-    """A capture on the disk, and its committed samples."""
+    """A capture on disk, and its committed samples."""
 
     def __init__(self, path: Path, sizes: Sizes, allocated: int, seed: int) -> None:
         self.path, self.sizes = path, sizes
@@ -87,18 +87,18 @@ class Capture:
         return made
 
     def append(self, prompt_len: int, response_len: int, *, skip: int = 0, commit: bool = True) -> None:
-        """Writes a sample into the next row, or `skip` rows later; without `commit` its writer dies before the last line."""
+        """Writes a sample to the next row, or `skip` rows later. Without `commit`, the writer dies before the last line."""
         s, row = self.sizes, self._next + skip
         self._next = row + 1
         stored = min(prompt_len, s.prompt), min(response_len, s.response)
         values: dict[str, NDArray[Any]] = {}
         for name, (shape, dtype) in self._arrays().items():
-            # What lies behind a sample's own tokens is no zeros: nothing may be read of it.
+            # Padding is random, so that reading it would be detected.
             made = self._rng.standard_normal(shape).astype(dtype) if "f" in dtype else self._rng.integers(0, 999, shape)
             values[name] = np.asarray(made, dtype)
         values["prompt_len"] = np.array(prompt_len, "<i4")
         values["response_len"] = np.array(response_len, "<i4")
-        if row >= self.allocated:  # a resumed writer makes its arrays larger
+        if row >= self.allocated:  # a resumed writer extends its arrays
             self.allocated = row + 1
         for name, value in values.items():
             with (self.path / f"{name}.npy").open("r+b") as file:
@@ -141,14 +141,14 @@ class Capture:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def tear(self, name: str, at: int) -> None:
-        """A line that its writer did not finish."""
+        """Appends an incomplete line."""
         with (self.path / name).open("a") as file:
             text = json.dumps({"sample_index": self._next, "key": "torn", "prompt_hash": "x", "prompt_len": 1})
             file.write(text[: 1 + at % (len(text) - 1)])
         self.torn = True
 
     def mend(self) -> None:
-        """Removes unfinished lines, as whoever resumes a capture has to."""
+        """Removes incomplete lines, as required before resuming a capture."""
         for name in ("meta.jsonl", "generation.jsonl"):
             path = self.path / name
             text = path.read_bytes()

@@ -1,7 +1,7 @@
-"""The rules of a machine that uses a stream in every way at once; what is streamed, and how it is checked, is a subclass's.
+"""Rules for using a stream in all ways at once. Subclasses define the stream and its expected batches.
 
-Interleaved loops, states, epochs chosen at any time, pickling, forks, loops that are dropped. At any time the next batch is the
-one that the model expects, a state gives what was left, and only an ActshardError comes out.
+Interleaved loops, states, epochs chosen at any time, pickling, forks, abandoned loops. The next batch always equals the model's,
+a state resumes with the remaining batches, and only ActshardError is raised.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from actshard.epochs import Epochs
 
 
 class LoopMachine(CountedMachine):
-    """A subclass calls :meth:`start` when it knows its options, ``asked``."""
+    """Subclasses set the options ``asked`` and call :meth:`start`."""
 
     states = Bundle("states")
     stream: Epochs[Any]
     asked: dict[str, Any]
     damaged = ("dataset", "batch_size", "batch", "epoch", "settings")
-    """Fields of a state without which it is refused."""
+    """Required fields of a state."""
 
     def start(self) -> None:
-        """Makes the stream that the rules use."""
+        """Creates the stream that the rules use."""
         try:
             self.stream = self.another()
-        except actshard.ArgumentError:  # fewer rows or examples than batches there would have to be
+        except actshard.ArgumentError:  # fewer rows or examples than batches
             self.asked |= {"drop_last": True}
             self.stream = self.another()
         self.epoch, self.step, self.resume, self.chosen = self.asked.get("epoch", 0), 0, None, None
-        # The loop that is being read, those before it, and what is expected of them when they are asked again.
+        # The current loop, earlier loops, and the exceptions expected from those.
         self.loop: Any = None
         self.old: list[tuple[Any, type[BaseException]]] = []
 
     def another(self) -> Epochs[Any]:
-        """A stream of the same settings."""
+        """A stream with the same settings."""
         raise NotImplementedError
 
     def order(self, epoch: int) -> list[Any]:
-        """The keys of an epoch's batches."""
+        """Keys of an epoch's batches."""
         raise NotImplementedError
 
     def check(self, batch: Any) -> None:
-        """Fails if a batch holds what is not the dataset's."""
+        """Compares a batch with the dataset."""
         raise NotImplementedError
 
     def keys(self, batch: Any) -> Any:
-        """What a batch is known by."""
+        """A key that identifies a batch."""
         raise NotImplementedError
 
     # -- loops ---------------------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class LoopMachine(CountedMachine):
         self.reading = self.epoch
 
     def retire(self, why: type[BaseException]) -> None:
-        """The loop that is being read is not any more."""
+        """Marks the current loop as an earlier one."""
         if self.loop is not None:
             self.old = [*self.old[-3:], (self.loop, why)]
             self.loop = None
@@ -113,14 +113,14 @@ class LoopMachine(CountedMachine):
         self.stream.close()
         self.retire(StopIteration)
 
-    # -- where it is ---------------------------------------------------------------------------------------------------
+    # -- position and state ---------------------------------------------------------------------------------------------------
 
     @invariant()
     def the_state_is_the_models(self) -> None:
         if hasattr(self, "stream"):
             state = self.stream.state_dict()
             if self.chosen is not None and self.loop is None:
-                assert (state["epoch"], state["batch"]) == (self.chosen, 0)  # of the epoch that comes next
+                assert (state["epoch"], state["batch"]) == (self.chosen, 0)  # of the next epoch
                 return
             assert (state["epoch"], state["batch"]) == (self.epoch, self.step if self.resume is None else self.resume)
             assert self.stream.epoch == self.epoch
@@ -160,15 +160,13 @@ class LoopMachine(CountedMachine):
         if self.loop is not None:
             self.chosen = epoch
             return
-        if (
-            epoch != self.epoch or self.chosen is not None
-        ):  # an epoch that was chosen in a loop is read from its beginning
+        if epoch != self.epoch or self.chosen is not None:  # an epoch chosen during a loop starts at its beginning
             self.epoch, self.step, self.resume, self.chosen = epoch, 0, None, None
 
-    # -- elsewhere -----------------------------------------------------------------------------------------------------
+    # -- other processes -----------------------------------------------------------------------------------------------------
 
     def left(self) -> list[Any]:
-        """What a copy of the stream reads next."""
+        """Batches that a copy of the stream reads next."""
         if self.chosen is not None and self.loop is None:
             return self.order(self.chosen)
         return self.order(self.epoch)[self.step if self.resume is None else self.resume :]
@@ -190,7 +188,7 @@ class LoopMachine(CountedMachine):
         assert in_a_child(read) == (want, len(self.order(self.epoch)) if loop is not None else self.in_a_row())
 
     def in_a_row(self) -> int:
-        """Batches of the next loop."""
+        """Runs the next loop to its end."""
         if self.chosen is not None:
             return len(self.order(self.chosen))
         return len(self.order(self.epoch)) - (self.resume or 0)

@@ -1,7 +1,7 @@
-"""A machine that reads and converts HalluLens captures while their writer goes on, beside a model in plain numpy.
+"""A state machine that reads and converts HalluLens captures while their writer runs, compared with a model in numpy.
 
-A store shows the samples that were committed when it was opened, whatever is written afterwards; what a writer left unfinished is
-no sample. Every conversion holds the same rows and columns, also when it is converted again.
+A store contains the samples committed when it was opened, whatever is written later; incomplete samples are not included.
+Every conversion contains the same rows and columns, also when converted again.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Machine(CountedMachine):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def reads(self) -> bool:
-        """Whether rows can be read; a closed store says that it is closed."""
+        """Whether rows can be read. A closed store raises ClosedError."""
         if self.closed:
             with pytest.raises(actshard.ClosedError):
                 self.store.gather(0, [], [])
@@ -177,7 +177,7 @@ class Machine(CountedMachine):
     @precondition(lambda self: not self.closed)
     @rule()
     def columns(self) -> None:
-        """Read when they are first asked for: they are those of the samples of the store, whatever was written since."""
+        """Columns are read on first use: those of the store's samples, whatever was written since."""
         table = self.store.table
         assert table.num_rows == len(self.samples)
         for name in ("key", "prompt_len", "response_len", "hallucinated"):
@@ -193,7 +193,7 @@ class Machine(CountedMachine):
 
     @rule()
     def elsewhere(self) -> None:
-        """Pickled, and in a forked child: of the samples that are there now."""
+        """Pickled, and in a forked child: contains the samples committed by now."""
         if self.closed:
             return
         now = self.capture.samples
@@ -210,7 +210,7 @@ class Machine(CountedMachine):
         self.store.close()
         self.closed = True
 
-    # -- the whole -----------------------------------------------------------------------------------------------------
+    # -- whole datasets -----------------------------------------------------------------------------------------------------
 
     @rule(deep=st.booleans())
     def verify(self, deep: bool) -> None:
@@ -221,7 +221,7 @@ class Machine(CountedMachine):
     @precondition(lambda self: self.capture.samples)
     @rule(to=st.sampled_from(WRITTEN), then=st.sampled_from(WRITTEN), columns=st.booleans())
     def convert(self, to: str, then: str, columns: bool) -> None:
-        """Into a format, and from that into another; examples without tokens may be refused, and say so."""
+        """Converts to a format, and from that to another. Examples without tokens may be rejected with an error."""
         samples = list(self.capture.samples)
         source, made = self.capture.path, []
         for step, format in enumerate((to, then)):

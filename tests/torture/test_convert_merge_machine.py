@@ -40,7 +40,7 @@ from conftest import install
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
 CONVERTED = (*FORMATS, "flat")
-"""With a format of another package; see ``plugin``."""
+"""Includes a format of another package; see ``plugin``."""
 SMALL: dict[str, dict[str, Any]] = {
     "saev": {"max_tokens_per_shard": 24},
     "lmprobe": {"shard_bytes": 300},
@@ -146,9 +146,9 @@ class ConvertMergeMachine(CountedMachine):
         self, verb: str, source: str, to: str, small: bool, physical: bool, seed: int, data: st.DataObject
     ) -> None:
         warnings.simplefilter("ignore")
-        if source == "flat" and verb != "convert":  # which has no merger
+        if source == "flat" and verb != "convert":  # the format has no merger
             source = "zarr"
-        small |= verb != "convert" and physical  # stores of different chunks are refused as one
+        small |= verb != "convert" and physical  # stores with different chunks cannot be merged into one
         self.root = Path(os.environ["ACTSHARD_MACHINE_FOLDER"]) / f"{random.getrandbits(60):x}"
         self.root.mkdir()
         self.verb, self.physical = verb, physical and source == "zarr"
@@ -175,7 +175,7 @@ class ConvertMergeMachine(CountedMachine):
             self.columns_are_those_asked_for(made)
 
     def choice(self, data: st.DataObject) -> dict[str, str] | None:
-        """Some of the source's columns in some order, some under another name; None: all, which is the default."""
+        """Some of the source's columns, reordered and renamed; None: all, the default."""
         if not data.draw(st.booleans(), "columns"):
             return None
         store = actshard.open(self.sources[0])
@@ -185,7 +185,7 @@ class ConvertMergeMachine(CountedMachine):
         return {name: f"my_{name}" if new else name for name, new in zip(some, renamed, strict=True)}
 
     def columns_are_those_asked_for(self, made: Path) -> None:
-        """Texts aside, which every format calls by a name of its own."""
+        """Compares columns, except texts, which each format names differently."""
         source, found = actshard.open(self.sources[0]), actshard.open(made)
         carrying = formats.get(source.format).carrying()
         carried = carrying.names(source.contents)
@@ -196,7 +196,7 @@ class ConvertMergeMachine(CountedMachine):
             return
         ours = {"sample_idx", "layers", *TEXTS}
         if self.chosen is None and carrying.number_column is not None:
-            ours.add(carrying.number_column)  # left out where it says no more than the order
+            ours.add(carrying.number_column)  # left out if it equals the order
         for name in kept.keys() - ours:
             assert table[name] == kept[name], name
         if self.chosen is not None:

@@ -1,6 +1,6 @@
-"""A machine that uses a stream of tokens in every way at once, beside what the plain dataset gives by index.
+"""A state machine that uses a token stream in all ways at once, compared with reading the dataset by index.
 
-A batch is `dataset.get_batch` of the indices that a few lines of arithmetic expect; the other rules are in ``loops``.
+A batch equals `dataset.get_batch` of indices computed by simple arithmetic; the other rules are in ``loops``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = 17
 
 @functools.cache
 def cache_at(storage: str, *, equal: bool) -> Path:
-    """A cache of short rows of different lengths, or of equal ones; made once for each process."""
+    """A cache of short rows of different or equal lengths, created once per process."""
     path = Path(tempfile.mkdtemp(prefix="actshard-token-streams-")) / "cache"
     rng = np.random.default_rng(5)
     fields = {"input_ids": np.int32, "loss_weights": np.float32, "assistant_masks": np.int32}
@@ -42,7 +42,7 @@ def cache_at(storage: str, *, equal: bool) -> Path:
 
 
 def dataset_of(kind: str, storage: str) -> Any:
-    """A dataset over a cache that is opened for it alone."""
+    """A dataset with its own opened cache."""
     cache = tokens.open_cache(cache_at(storage, equal=kind == "prebuilt"))
     causal = tokens.CausalLmDataset(tokens.TokenSeqDataset(cache, 4, "loss_weights"), eos_id=5)
     if kind == "windows":
@@ -93,14 +93,14 @@ class Machine(LoopMachine):
         self.start()
 
     def another(self) -> tokens.TokenStream:
-        """A stream of the same settings, of the same dataset."""
+        """A stream of the same dataset with the same settings."""
         made: tokens.TokenStream = self.dataset.stream(
             self.batch_size, **{**self.asked, "rank": self.rank} if self.world > 1 else self.asked
         )
         return made
 
     def indices(self, epoch: int) -> list[list[int]]:
-        """The indices of each batch of this rank; those of all ranks together are every index once."""
+        """Indices of each batch of this rank. All ranks together have every index once."""
         n, full = len(self.plain), self.batch_size * self.world
         numbers = np.arange(n)
         if self.asked["shuffle"] is not None:
@@ -111,7 +111,7 @@ class Machine(LoopMachine):
         count = n // full if self.asked.get("drop_last") else -(-n // full)
         made, first = [], 0
         for later in reversed(range(count)):
-            # What is left over is too little for full batches: every rank has one example at least in each that follows.
+            # The remaining examples do not fill all batches: each rank gets at least one per remaining batch.
             size = min(full, n - first - later * self.world)
             share = slice(first + size * self.rank // self.world, first + size * (self.rank + 1) // self.world)
             made.append(numbers[share].tolist())
@@ -127,10 +127,10 @@ class Machine(LoopMachine):
         return tuple((name, a.dtype.str, a.shape, a.tobytes()) for name, a in sorted(arrays(batch).items()))
 
     def check(self, batch: Any) -> None:
-        """Keys are whole batches: comparing them is all there is."""
+        """Keys are whole batches, so comparing keys is sufficient."""
         assert arrays(batch)
 
-    # -- beside the loop -----------------------------------------------------------------------------------------------
+    # -- outside the loop -----------------------------------------------------------------------------------------------
 
     @rule(epoch=st.integers(0, 2))
     def read_another_stream_of_the_dataset(self, epoch: int) -> None:
@@ -172,7 +172,7 @@ class Machine(LoopMachine):
 
     @rule(workers=st.integers(1, 3))
     def share_with_workers(self, workers: int) -> None:
-        """What workers of a loader read: each every so many batches."""
+        """Loader workers read every n-th batch each."""
         first = self.asked.get("epoch", 0)
         shares = [list(self.another().batches(i, workers)) for i in range(workers)]
         want = self.order(first)
