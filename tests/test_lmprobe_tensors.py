@@ -72,7 +72,7 @@ def test_logits_values_and_indices_of_different_widths_are_an_error(lmprobe_copy
     for file in (path / "tensors").glob("logits_topk_*.safetensors"):
         old = load_file(file)
         save_file({**old, "logits_topk.indices": np.ascontiguousarray(old["logits_topk.indices"][:, :-1])}, file)
-    with refuses(actshard.FormatError, path / "tensors/logits_topk_000.safetensors", "7 values .* 6 indices"):
+    with refuses(actshard.FormatError, path / "tensors/logits_topk_000.safetensors", "6 indices and 7 values"):
         actshard.open(path).logits()
 
 

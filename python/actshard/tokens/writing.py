@@ -95,7 +95,7 @@ def _field_dtype(name: str, dtype: Any) -> np.dtype[Any]:
 
 def _native_name(dtype: np.dtype[Any]) -> str:
     if dtype.kind not in "iuf":
-        raise DtypeError(f"a token cache holds integers and floats, not {dtype}")
+        raise DtypeError(f"expected an integer or float dtype, found {dtype}")
     return native_dtype(dtype)[1]
 
 
@@ -145,7 +145,7 @@ class CacheWriter:
         try:
             json.dumps(self._metadata, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"metadata: expected what JSON can hold: {error}") from error
+            raise ArgumentError(f"metadata: expected values that JSON can represent: {error}") from error
         with boundary(self.path, "look at"):
             self._refuse_foreign()
         self._staged: Path | None = None
