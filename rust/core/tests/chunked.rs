@@ -5,8 +5,9 @@
 use std::fs;
 use std::path::Path;
 
+use actshard_core::arrays::naming::Naming;
 use actshard_core::dtype::Cast;
-use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
+use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content};
 use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::source::Io;
@@ -73,14 +74,10 @@ impl Made {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, bytes).unwrap();
         }
-        let naming = Naming {
+        ChunkArray {
             folder: folder.to_path_buf(),
             metadata: folder.join(".zarray"),
-            prefix: String::new(),
-            separator: separator.to_string(),
-        };
-        ChunkArray {
-            naming,
+            naming: Naming::v2(separator == "/"),
             shape: self.shape,
             chunk: self.chunk,
             fill: FILL.to_le_bytes().to_vec(),

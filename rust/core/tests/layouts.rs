@@ -7,9 +7,10 @@ use std::path::Path;
 
 use std::sync::Arc;
 
+use actshard_core::arrays::naming::Naming;
 use actshard_core::dtype::Cast;
 use actshard_core::files::Files;
-use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
+use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::layout::Layout;
@@ -208,8 +209,9 @@ proptest! {
         let metadata = folder.path().join(".zarray");
         fs::write(&metadata, b"{}").unwrap();
         let fill = 100u64;
-        let naming = Naming { folder: folder.path().to_path_buf(), metadata, prefix: String::new(), separator: ".".into() };
-        let array = ChunkArray { naming, shape, chunk, fill: element(dtype, fill), content: Content::Plain { swapped } };
+        let (root, naming) = (folder.path().to_path_buf(), Naming::v2(false));
+        let content = Content::Plain { swapped };
+        let array = ChunkArray { folder: root, metadata, naming, shape, chunk, fill: element(dtype, fill), content };
         let files = ChunkFiles::new(vec![array], h, dtype, 1 << 20, io).unwrap();
         let lengths: Vec<u32> = lengths.iter().take(n as usize).map(|x| (*x).min(t as u32)).chain(std::iter::repeat(t as u32)).take(n as usize).collect();
         let member = Member { examples: n, parts: files.grids() };

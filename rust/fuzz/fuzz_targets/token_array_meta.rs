@@ -2,7 +2,8 @@
 #![no_main]
 
 use actshard_core::Kind;
-use actshard_core::tokens::meta::{Coding, Meta};
+use actshard_core::arrays::meta::Coding;
+use actshard_core::tokens::meta::Meta;
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {

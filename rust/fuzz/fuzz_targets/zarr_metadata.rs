@@ -1,17 +1,42 @@
-//! Any bytes as the metadata of a Zarr array: rejected in one line, or usable codecs. No allocation depends on the sizes in the
-//! metadata.
+//! Any bytes as the metadata of a Zarr array: rejected in one line, or sizes in bounds and usable codecs. No allocation depends
+//! on the sizes in the metadata.
 #![no_main]
 
 use std::path::{Path, PathBuf};
 use std::sync::Once;
 
-use actshard_core::Kind;
+use actshard_core::{DType, Kind};
 use actshard_core::arrays::coded::{CodedArray, Decode, problem};
+use actshard_core::arrays::meta::ArrayMeta;
 use libfuzzer_sys::fuzz_target;
 
 static QUIET: Once = Once::new();
 
+/// Parses them as those of 4-D stores: rejected in one line, or sizes in bounds.
+fn parsed(data: &[u8]) {
+    for version in [2, 3] {
+        match ArrayMeta::of_store(version, data, "") {
+            Ok(meta) => {
+                assert!(meta.shape.len() <= 8 && meta.shape.len() == meta.outer.len());
+                assert!(meta.shape.len() == meta.inner.len());
+                for (outer, inner) in meta.outer.iter().zip(&meta.inner) {
+                    assert!(*inner > 0 && *outer < 1 << 48 && outer.is_multiple_of(*inner));
+                }
+                assert!(!meta.naming.file(&meta.shape).is_empty());
+                for dtype in DType::ALL {
+                    let _ = meta.fill.bytes(*dtype);
+                }
+            }
+            Err(error) => {
+                assert!(matches!(error.kind, Kind::Format | Kind::Unsupported));
+                assert!(!error.to_string().contains(['\n', '\r']), "more than one line: {error:?}");
+            }
+        }
+    }
+}
+
 fuzz_target!(|data: &[u8]| {
+    parsed(data);
     let folder = PathBuf::from("/nowhere");
     // libFuzzer's hook ends the process at a panic; panics of zarrs over metadata are caught and become errors.
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));

@@ -26,11 +26,13 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use actshard_core::arrays::coded;
+use actshard_core::arrays::meta::{ArrayMeta, Fill};
 use actshard_core::dtype::DType;
 use actshard_core::parse::safetensors;
 use actshard_core::source::pread;
 use actshard_core::threads;
 use actshard_core::{Finding, Kind};
+use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
@@ -70,6 +72,54 @@ fn read_zarr<'py>(
             coded::Elements::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
         })
     })
+}
+
+/// The metadata of a Zarr array in a store, of version 2 or 3.
+#[pyclass(frozen, get_all, module = "actshard._native")]
+struct ZarrMeta {
+    shape: Vec<u64>,
+    outer: Vec<u64>,
+    chunks: Vec<u64>,
+    dtype: Option<String>,
+    swapped: bool,
+    fill: Py<PyAny>,
+    prefix: &'static str,
+    separator: &'static str,
+    how: String,
+    inner: bool,
+    codecs: Vec<String>,
+}
+
+#[pymethods]
+impl ZarrMeta {
+    /// `place` precedes the names of fields in errors, which name no file.
+    #[new]
+    fn new(py: Python<'_>, version: u8, text: &[u8], place: &str) -> PyResult<ZarrMeta> {
+        detach::guarded(py, || {
+            let meta = ArrayMeta::of_store(version, text, place).map_err(|e| errors::raise(py, &e))?;
+            let fill = match meta.fill {
+                Fill::Absent => 0.into_py_any(py),
+                Fill::Bool(b) => b.into_py_any(py),
+                Fill::Integer(n) => n.into_py_any(py),
+                Fill::Float(n) => n.into_py_any(py),
+                Fill::Bits(bytes) => PyBytes::new(py, &bytes).into_py_any(py),
+                Fill::Text => "".into_py_any(py),
+            }?;
+            Ok(ZarrMeta {
+                shape: meta.shape,
+                outer: meta.outer,
+                chunks: meta.inner,
+                dtype: meta.element.numpy(),
+                swapped: meta.swapped,
+                fill,
+                prefix: meta.naming.prefix(),
+                separator: meta.naming.separator(),
+                how: meta.how,
+                inner: meta.index.is_some(),
+                codecs: meta.codecs,
+            })
+        })
+    }
 }
 
 /// Why the core's codecs cannot read a Zarr array, or None.
@@ -161,6 +211,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<rows::Addresses>()?;
     m.add_class::<stream::Stream>()?;
     m.add_class::<stream::Batches>()?;
+    m.add_class::<ZarrMeta>()?;
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;

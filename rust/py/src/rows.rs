@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::arrays::coded::{self, CodedArray, Decode};
-use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content, Naming};
+use actshard_core::arrays::naming::Naming;
+use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content};
 use actshard_core::files::shards::{ShardSpec, Shards};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Pick};
@@ -265,20 +266,19 @@ impl Rows {
         detach::guarded(py, || {
             let arrays = arrays
                 .into_iter()
-                .map(|(folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded)| ChunkArray {
-                    naming: Naming { folder, metadata, prefix, separator },
-                    shape,
-                    chunk,
-                    fill,
-                    content: match coded {
+                .map(|(folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded)| {
+                    let unknown = || errors::raise(py, &Error::new(Kind::Internal, "unknown names of chunks"));
+                    let content = match coded {
                         None => Content::Plain { swapped },
                         Some(DecodedBy::Core(folder, metadata, inner)) => {
                             Content::Coded(Box::new(CodedArray::of(&folder, &metadata, inner)))
                         }
                         Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(Callback(decode))),
-                    },
+                    };
+                    let naming = Naming::of(&prefix, &separator).ok_or_else(unknown)?;
+                    Ok(ChunkArray { folder, metadata, naming, shape, chunk, fill, content })
                 })
-                .collect();
+                .collect::<PyResult<_>>()?;
             let lengths = lengths
                 .iter()
                 .map(|each| match each.extract::<u64>() {

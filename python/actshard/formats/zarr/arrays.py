@@ -1,16 +1,12 @@
-"""Zarr arrays: their metadata, of both versions, and reading the small ones whole.
-
-Sources: the Zarr storage specification 2.0 and the Zarr core specification 3.0 with its regular grid, its default and v2 chunk
-keys, and the ``bytes`` and ``sharding_indexed`` codecs. Values are checked as those of any file not to be trusted.
-"""
+"""Zarr arrays: finding their metadata, which the core parses, and reading the small ones whole."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,14 +14,9 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME
-from actshard._json import Fields, exists, show
+from actshard._json import Fields, exists, utf8
 from actshard.codes import Remark
-from actshard.errors import (
-    FormatError,
-    MissingFileError,
-    TruncatedFileError,
-    UnsupportedError,
-)
+from actshard.errors import ActshardError, FormatError, MissingFileError, TruncatedFileError
 from actshard.formats.zarr.meta import ArrayMeta, json_mapping, json_object
 from actshard.formats.zarr.package import PackageArray
 from actshard.location import Location
@@ -35,16 +26,6 @@ MOST_UNSTORED = 256 << 20
 
 MOST_RATIO = 256
 """Bytes of memory that a byte on the disk may become in small arrays."""
-
-_V3_TYPES = {
-    "bool": "BOOL",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
-    **{f"{sign}int{bits}": f"{'U' if sign else 'I'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
-}
 
 
 def native(meta: ArrayMeta) -> tuple[Any, ...]:
@@ -128,7 +109,7 @@ class ZarrStore:
         if self.version == 3 and isinstance(value, dict) and value.get("node_type") == "group":
             return None
         fields = Fields(value, own, "" if own.name != ".zmetadata" else key)
-        return _v2(self.path, node, fields) if self.version == 2 else _v3(self.path, node, fields)
+        return _parsed(self.path, node, self.version, fields)
 
     def names(self, group: str) -> list[str]:
         """Names of the arrays in a group, from its folder: arrays, not chunks, so that the list is short."""
@@ -147,198 +128,68 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _lengths(fields: Fields, name: str, minimum: int, dims: int | None = None) -> tuple[int, ...]:
-    value = fields.value.get(name)
-    limit = 1 << 48
-    if not isinstance(value, list) or any(type(x) is not int or not minimum <= x < limit for x in value):
-        raise fields.error(name, f"a list of integers of at least {minimum}")
-    if dims is not None and len(value) != dims:
-        raise fields.error(name, f"{dims} integers, one per dimension of the shape")
-    if len(value) > 8:
-        raise fields.error(name, "at most 8 dimensions")
-    return tuple(value)
+def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMeta:
+    """The metadata of an array, which the core parses.
 
-
-def _v2(store: Location, node: str, fields: Fields) -> ArrayMeta:
-    if fields.value.get("zarr_format", 2) != 2:
-        raise fields.error("zarr_format", "2")
-    shape = _lengths(fields, "shape", 0)
-    chunks = _lengths(fields, "chunks", 1, len(shape))
-    dtype, swapped = _v2_type(fields)
-    order = fields.value.get("order", "C")
-    if order not in ("C", "F"):
-        raise fields.error("order", '"C" or "F"')
-    separator = fields.value.get("dimension_separator", ".")
-    if separator not in (".", "/"):
-        raise fields.error("dimension_separator", '"." or "/"')
-    ids: list[str] = []
-    compressor, filters = fields.value.get("compressor"), fields.value.get("filters") or []
-    for name, codecs in (("compressor", [compressor] if compressor is not None else []), ("filters", filters)):
-        if not isinstance(codecs, list) or any(
-            not isinstance(c, dict) or not isinstance(c.get("id"), str) for c in codecs
-        ):
-            raise fields.error(name, "codecs with an id")
-        ids += [c["id"] for c in codecs]
-    how = [name[:40] for name in ids] + (["F order"] if order == "F" else [])
-    return ArrayMeta(
-        store,
-        node,
-        Location.at(fields.path),
-        shape,
-        chunks,
-        dtype,
-        swapped,
-        _fill(fields, dtype),
-        "",
-        separator,
-        ", ".join(how),
-        False,
-        tuple(ids),
-        chunks,
-        _dumped(fields),
-    )
-
-
-def _dumped(fields: Fields) -> bytes:
-    """Metadata for the native half; attributes are the user's, and decide nothing."""
+    Raises:
+        FormatError: they are not as the specification has them.
+        UnsupportedError: structured elements, irregular grids, or an element type that is not read.
+    """
     value = {k: v for k, v in fields.value.items() if k not in ("attributes", "consolidated_metadata")}
     try:
-        return json.dumps(value, allow_nan=False).encode()
+        text = json.dumps(_plain(value), ensure_ascii=False).encode("utf-8", "replace")
+        found = _native.ZarrMeta(version, text, utf8(fields.where))
+        dtype = _dtype(found.dtype, fields)
+    except ActshardError as error:
+        error.path = Location.at(fields.path).place  # the core knows only the text
+        raise
+    fill: Any = found.fill
+    if dtype is not None and isinstance(fill, bytes):
+        fill = np.frombuffer(fill, dtype)[0]
+    elif dtype is not None and dtype.kind in "iu":
+        fill = int(fill)
+    try:
+        own = json.dumps(value, allow_nan=False).encode()
     except ValueError as error:
         raise FormatError("expected finite numbers", path=fields.path) from error
-
-
-def _v2_type(fields: Fields) -> tuple[np.dtype[Any] | None, bool]:
-    code = fields.value.get("dtype")
-    if code == "|O":
-        return None, False
-    if code == "bfloat16":
-        return NUMPY_BY_NAME["BF16"], False
-    if isinstance(code, list):
-        raise UnsupportedError(f"field 'dtype': structured elements are not read, found {show(code)}", path=fields.path)
-    if not isinstance(code, str) or not re.fullmatch(r"[<>|=][biufcSU]\d{1,6}", code):
-        raise fields.error("dtype", 'an element type such as "<f2"')
-    try:
-        found = np.dtype(code)
-    except TypeError as error:
-        raise fields.error("dtype", 'an element type such as "<f2"') from error
-    return found.newbyteorder("="), not found.isnative
-
-
-def _v3(store: Location, node: str, fields: Fields) -> ArrayMeta:
-    if fields.value.get("zarr_format") != 3:
-        raise fields.error("zarr_format", "3")
-    shape = _lengths(fields, "shape", 0)
-    grid = Fields(fields.value.get("chunk_grid"), fields.path, "chunk_grid")
-    if grid.value.get("name") != "regular":
-        raise UnsupportedError(
-            f"field 'chunk_grid.name': only regular grids are read, found {show(grid.value.get('name'))}",
-            path=fields.path,
-        )
-    regular = Fields(grid.value.get("configuration"), fields.path, "chunk_grid.configuration")
-    chunks = _lengths(regular, "chunk_shape", 1, len(shape))
-
-    keys = Fields(fields.value.get("chunk_key_encoding", {"name": "default"}), fields.path, "chunk_key_encoding")
-    encoding = keys.value.get("name", "default")
-    configuration = keys.value.get("configuration") or {}
-    separator = (
-        configuration.get("separator", "/" if encoding == "default" else ".")
-        if isinstance(configuration, dict)
-        else None
-    )
-    if encoding not in ("default", "v2") or separator not in (".", "/"):
-        raise fields.error("chunk_key_encoding", 'the encoding "default" or "v2"')
-
-    data_type = fields.value.get("data_type")
-    if data_type in ("string", "bytes", "variable_length_bytes", "variable_length_utf8"):
-        dtype: np.dtype[Any] | None = None
-    elif isinstance(data_type, str) and data_type in _V3_TYPES:
-        dtype = NUMPY_BY_NAME[_V3_TYPES[data_type]]
-    else:
-        raise UnsupportedError(f"field 'data_type': not read: {show(data_type)}", path=fields.path)
-
-    codecs = [Fields(c, fields.path, f"codecs[{i}]") for i, c in enumerate(_list(fields, "codecs"))]
-    names = [str(c.value.get("name"))[:40] for c in codecs]
-    swapped = inner = False
-    outer = chunks
-    if names == ["bytes"]:
-        configuration = codecs[0].value.get("configuration") or {}
-        endian = configuration.get("endian", "little") if isinstance(configuration, dict) else None
-        if endian not in ("little", "big"):
-            raise codecs[0].error("configuration", 'the endian "little" or "big"')
-        how, swapped = "", endian == "big"
-    elif names == ["sharding_indexed"]:
-        shard = Fields(codecs[0].value.get("configuration"), fields.path, "codecs[0].configuration")
-        chunks = _lengths(shard, "chunk_shape", 1, len(shape))
-        if any(a % b for a, b in zip(outer, chunks, strict=True)):
-            raise shard.error("chunk_shape", f"a divisor of the shard's shape {list(outer)}")
-        how, inner = "sharding", True
-    else:
-        how = ", ".join(name for name in names if name != "bytes")
-    prefix = f"c{separator}" if encoding == "default" else ""
     return ArrayMeta(
         store,
         node,
         Location.at(fields.path),
-        shape,
-        chunks,
+        tuple(found.shape),
+        tuple(found.chunks),
         dtype,
-        swapped,
-        _fill(fields, dtype),
-        prefix,
-        separator,
-        how,
-        inner,
-        tuple(_names(fields.value["codecs"])),
-        outer,
-        _dumped(fields),
+        found.swapped,
+        fill,
+        found.prefix,
+        found.separator,
+        found.how,
+        found.inner,
+        tuple(found.codecs),
+        tuple(found.outer),
+        own,
     )
 
 
-def _names(codecs: Any, depth: int = 0) -> Iterator[str]:
-    """Names of codecs, and of those inside sharding."""
-    for codec in codecs if isinstance(codecs, list) and depth < 8 else ():
-        if isinstance(codec, str):
-            yield codec
-        elif isinstance(codec, dict):
-            yield str(codec.get("name"))
-            configuration = codec.get("configuration")
-            if isinstance(configuration, dict):
-                yield from _names(configuration.get("codecs"), depth + 1)
-                yield from _names(configuration.get("index_codecs"), depth + 1)
-
-
-def _list(fields: Fields, name: str) -> list[Any]:
-    value = fields.value.get(name)
-    if not isinstance(value, list) or not value:
-        raise fields.error(name, "a non-empty list")
+def _plain(value: Any) -> Any:
+    """JSON that any parser reads: numbers that no float64 holds are texts, which are no numbers either."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, int | float) and not -sys.float_info.max <= value <= sys.float_info.max:
+        return str(value)
     return value
 
 
-def _fill(fields: Fields, dtype: np.dtype[Any] | None) -> Any:
-    """The fill value as numpy takes it. No value at all is read as zero, as zarr-python does."""
-    value = fields.value.get("fill_value")
-    if dtype is None or dtype.kind in "SU":
-        return ""
-    if value is None:
-        return 0
-    if isinstance(value, str):
-        words = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-        if value in words and dtype.kind not in "biu":
-            return words[value]
-        digits = re.fullmatch(r"0x([0-9a-fA-F]{1,16})", value)  # version 3: the bits themselves
-        if digits is not None and len(digits[1]) == 2 * dtype.itemsize:
-            return np.frombuffer(bytes.fromhex(digits[1])[::-1], dtype)[0]
-        raise fields.error("fill_value", f"a value of {dtype}")
-    if dtype.kind == "b" and isinstance(value, bool):
-        return value
-    if dtype.kind in "iu" and (type(value) is int or (type(value) is float and value.is_integer())):
-        info = np.iinfo(dtype)
-        if info.min <= value <= info.max:
-            return int(value)
-    if dtype.kind not in "biu" and type(value) in (int, float) and abs(value) < 1e300:
-        return float(value)
-    raise fields.error("fill_value", f"a value of {dtype}")
+def _dtype(name: str | None, fields: Fields) -> np.dtype[Any] | None:
+    """The numpy type of a name, in native order."""
+    if name == "bfloat16":
+        return NUMPY_BY_NAME["BF16"]
+    try:
+        return None if name is None else np.dtype(name)
+    except TypeError as error:  # not all platforms have a float128
+        raise fields.error("dtype", "an element type that numpy has here") from error
 
 
 class Spare:

@@ -24,7 +24,8 @@ use zarrs::metadata_ext::codec::sharding::{
 };
 
 use super::failing::{Said, Undecodable, no_memory, reserve};
-use super::index::{DecodeIndex, IndexForm, Numbers, place};
+use super::index::{DecodeIndex, IndexForm, place};
+use super::meta::index_numbers;
 use crate::error::{Finding, Kind};
 
 /// The largest decoded chunk, as in numcodecs ("Codec does not support buffers of > 2147483647 bytes").
@@ -420,7 +421,7 @@ impl ShardCodec {
         let chunks = counts.iter().product();
         let at_end = !matches!(v1.index_location, ShardingIndexLocation::Start);
         let codecs = serde_json::to_value(&v1.index_codecs).map_err(text)?;
-        let numbers = codecs.as_array().and_then(|codecs| Numbers::of(codecs));
+        let numbers = codecs.as_array().and_then(|codecs| index_numbers(codecs));
         Ok(match numbers.map(|numbers| IndexForm::numbers(chunks, at_end, numbers)) {
             Some(form) if form.bytes() == bytes => form,
             _ => IndexForm::coded(chunks, at_end, Arc::new(chain), bytes),

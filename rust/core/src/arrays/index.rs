@@ -3,8 +3,6 @@
 
 use std::sync::Arc;
 
-use serde_json::Value;
-
 use super::failing::{Said, Undecodable, reserve};
 use crate::codec::cache::Cached;
 use crate::error::{Error, Kind, Result};
@@ -41,18 +39,6 @@ pub struct Numbers {
     pub big_endian: bool,
     /// Whether a crc32c follows.
     pub checked: bool,
-}
-
-impl Numbers {
-    /// From the `index_codecs` of a sharding codec; `None` if they are others than `bytes`, or `bytes` and `crc32c`.
-    pub fn of(codecs: &[Value]) -> Option<Numbers> {
-        let (bytes, checked) = match codecs {
-            [bytes] => (bytes, false),
-            [bytes, crc] if is_named(crc, "crc32c") => (bytes, true),
-            _ => return None,
-        };
-        Some(Numbers { big_endian: endian(bytes)? == Endian::Big, checked })
-    }
 }
 
 impl IndexForm {
@@ -178,31 +164,6 @@ pub struct Entries(pub Box<[(u64, u64)]>);
 impl Cached for Entries {
     fn size(&self) -> usize {
         self.0.len() * 16 + 64
-    }
-}
-
-/// Codecs without a configuration may be given by their names alone.
-pub(crate) fn is_named(codec: &Value, name: &str) -> bool {
-    codec == name || codec["name"] == name
-}
-
-/// A byte order.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Endian {
-    Little,
-    Big,
-}
-
-/// The byte order of a codec that is `bytes`.
-pub(crate) fn endian(codec: &Value) -> Option<Endian> {
-    if !is_named(codec, "bytes") {
-        return None;
-    }
-    match codec.get("configuration").and_then(|c| c.get("endian")) {
-        None => Some(Endian::Little),
-        Some(endian) if endian == "little" => Some(Endian::Little),
-        Some(endian) if endian == "big" => Some(Endian::Big),
-        Some(_) => None,
     }
 }
 

@@ -16,6 +16,7 @@ use std::sync::Arc;
 
 use crate::arrays::coded::Decode;
 use crate::arrays::key::{UnitKey, WHOLE, new_array};
+use crate::arrays::naming::Naming;
 use crate::codec::cache::Cache;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
@@ -28,19 +29,6 @@ use crate::source::Io;
 use crate::source::descriptors::open_regular;
 use crate::source::local::Positioned;
 use crate::source::slots::Slots;
-
-/// How a chunk's number becomes its file's name.
-#[derive(Clone, Debug)]
-pub struct Naming {
-    /// The array's folder.
-    pub folder: PathBuf,
-    /// The array's own metadata file. As long as it is there, a chunk that is not there is the fill value.
-    pub metadata: PathBuf,
-    /// What stands before the first index: `""`, `"c/"` or `"c."`.
-    pub prefix: String,
-    /// What stands between indices: `"."` or `"/"`.
-    pub separator: String,
-}
 
 /// How a chunk's bytes are had.
 #[derive(Debug)]
@@ -57,7 +45,11 @@ pub enum Content {
 /// One array, not opened yet.
 #[derive(Debug)]
 pub struct ChunkArray {
-    /// Where its chunks are.
+    /// Its folder.
+    pub folder: PathBuf,
+    /// Its own metadata file. As long as it is there, a chunk that is not there is the fill value.
+    pub metadata: PathBuf,
+    /// Names of its files.
     pub naming: Naming,
     /// Examples, groups, tokens, elements.
     pub shape: [u64; 4],
@@ -90,7 +82,7 @@ impl ChunkFiles {
         let mut most_rows = 1u64;
         let mut placed = Vec::with_capacity(arrays.len());
         for array in arrays {
-            let refuse = |what: String| Error::new(Kind::Format, what).at(&array.naming.metadata);
+            let refuse = |what: String| Error::new(Kind::Format, what).at(&array.metadata);
             let grid = Grid::new(first, array.shape, array.chunk)
                 .ok_or_else(|| refuse(format!("chunks of shape {:?} hold nothing", array.chunk)))?;
             let elements = array.chunk.iter().try_fold(row.bytes as u64 / width, |n, c| n.checked_mul(*c));
@@ -147,7 +139,7 @@ impl ChunkFiles {
     fn open(&self, number: u64) -> Result<OpenFile> {
         let (grid, array) = self.array(number);
         let indices = grid.indices(number);
-        let path = array.naming.path(indices);
+        let path = array.folder.join(array.naming.file(&indices));
         let size = self.row.bytes / self.row.width;
         let [cn, cl, ct, ch] = grid.chunk();
         let column = indices[3] * ch;
@@ -169,7 +161,7 @@ impl ChunkFiles {
         match body {
             Some(body) => Ok(OpenFile::new(body, place)),
             None => {
-                array.naming.check_array_is_there()?;
+                array.check_is_there()?;
                 Ok(OpenFile::new(Body::Fill(path.into(), array.fill.clone()), place))
             }
         }
@@ -191,15 +183,9 @@ fn plain(path: &Path, grid: &Grid, bytes: u64) -> Result<Option<Body>> {
     }
 }
 
-impl Naming {
-    fn path(&self, indices: [u64; 4]) -> PathBuf {
-        let [a, b, c, d] = indices;
-        let (prefix, s) = (&self.prefix, &self.separator);
-        self.folder.join(format!("{prefix}{a}{s}{b}{s}{c}{s}{d}"))
-    }
-
+impl ChunkArray {
     /// A chunk that is not there is the fill value; an array that is not there (a disk unmounted, a folder moved) is not.
-    fn check_array_is_there(&self) -> Result<()> {
+    fn check_is_there(&self) -> Result<()> {
         let path: &Path = &self.metadata;
         std::fs::metadata(path).map(|_| ()).map_err(|e| Error::from_io(&e, path, "look at"))
     }

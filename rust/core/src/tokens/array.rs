@@ -12,11 +12,12 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use zarrs::array::BytesToBytesCodecTraits;
 
 use super::frame::{Blocks, Frame, HEADER, Planes, blosc, most_stored};
-use super::meta::{Coding, Meta};
+use super::meta::Meta;
 use crate::arrays::coded::{self, CodedArray};
 use crate::arrays::file::{Access, ChunkFile, StoredUnit};
 use crate::arrays::index::Entries;
 use crate::arrays::key::{UnitKey, WHOLE, new_array};
+use crate::arrays::meta::Coding;
 use crate::codec::cache::Cache;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};

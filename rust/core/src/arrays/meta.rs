@@ -1,0 +1,612 @@
+//! The metadata of Zarr arrays: `zarr.json` (version 3) and `.zarray` (version 2).
+//!
+//! One parser for 4-D stores, the small arrays in them and token arrays. It reads whatever one of them reads, and each user
+//! refuses the rest. The codecs themselves are parsed by the `zarrs` crate, when a chunk has to be decoded.
+//!
+//! Sources: the Zarr storage specification 2.0; the Zarr core specification 3.0 with its regular grid, its default and v2 chunk
+//! keys, and the `bytes` and `sharding_indexed` codecs.
+
+use serde_json::{Map, Value};
+
+use super::index::{IndexForm, Numbers};
+use super::naming::Naming;
+use crate::dtype::DType;
+use crate::error::{Error, Finding, Kind, Result};
+
+/// Floats of a larger magnitude are no fill values.
+const MOST_FILL: f64 = 1e300;
+/// Codecs within codecs whose names are listed.
+const MOST_NESTED: usize = 8;
+/// Characters of a codec's name in [`ArrayMeta::how`].
+const MOST_NAME: usize = 40;
+
+/// Which metadata are read.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Sizes are below this one.
+    pub size: u64,
+    /// Most dimensions.
+    pub dimensions: usize,
+    /// Whether to read past values that the specification does not allow: separators and configurations of a wrong type
+    /// are the default, codecs that are none leave [`Coding::Foreign`], `false` is a zero, and fill values may have any
+    /// magnitude.
+    pub lenient: bool,
+}
+
+impl Limits {
+    /// Those of 4-D stores and of the small arrays in them.
+    pub const STORE: Limits = Limits { size: 1 << 48, dimensions: 8, lenient: false };
+}
+
+/// The metadata of an array.
+#[derive(Clone, Debug)]
+pub struct ArrayMeta {
+    /// Elements per dimension.
+    pub shape: Vec<u64>,
+    /// The shape of a file: a chunk, or a shard.
+    pub outer: Vec<u64>,
+    /// The shape of a unit that is decoded at once: a chunk, or a chunk inside a shard.
+    pub inner: Vec<u64>,
+    /// The element type.
+    pub element: Element,
+    /// Whether elements of plain chunks are big-endian.
+    pub swapped: bool,
+    /// The element of chunks that are not stored.
+    pub fill: Fill,
+    /// Names of files.
+    pub naming: Naming,
+    /// How a unit is coded.
+    pub coding: Coding,
+    /// The codecs of a file in words; empty if a file is the plain numbers of a chunk, in C order.
+    pub how: String,
+    /// Names of all codecs, those inside shards included.
+    pub codecs: Vec<String>,
+    /// The index of files that are shards, or why it cannot be read in place; `None` where files are chunks.
+    pub index: Option<Result<IndexForm>>,
+}
+
+/// The type of an array's elements.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Element {
+    /// A number that the core knows.
+    Number(DType),
+    /// A number that only numpy knows: its name there.
+    Wide(&'static str),
+    /// Bytes (`S`) or characters (`U`) of a fixed number.
+    Text(char, u32),
+    /// Strings or bytes of any length.
+    Strings,
+}
+
+/// How a unit is coded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Coding {
+    /// Little-endian numbers.
+    Plain,
+    /// Little-endian numbers in a blosc frame.
+    Blosc,
+    /// Something else: zarrs decodes it.
+    Foreign,
+}
+
+/// The element of chunks that are not stored, as it is given; of the element's type.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Fill {
+    /// No value: zero, as zarr-python reads it.
+    Absent,
+    /// Of booleans.
+    Bool(bool),
+    /// A number without a fraction.
+    Integer(i128),
+    /// A number with a decimal point or an exponent, or one that is none; of integer types without a fraction.
+    Float(f64),
+    /// The bytes of the element, little-endian.
+    Bits(Vec<u8>),
+    /// Of strings, which are empty.
+    Text,
+}
+
+impl ArrayMeta {
+    /// Parses the metadata of an array in a store of version 2 or 3. `place` precedes the names of fields in errors.
+    pub fn of_store(version: u8, text: &[u8], place: &str) -> Result<ArrayMeta> {
+        let json = parse(text)?;
+        let root = Fields::of(Some(&json), place.to_string())?;
+        if version == 2 { ArrayMeta::v2(&root, &Limits::STORE) } else { ArrayMeta::v3(&root, &Limits::STORE) }
+    }
+
+    /// From a `.zarray`.
+    pub fn v2(root: &Fields<'_>, limits: &Limits) -> Result<ArrayMeta> {
+        root.is_version("zarr_format", 2.0, true)?;
+        let shape = root.sizes("shape", 0, None, limits)?;
+        let outer = root.sizes("chunks", 1, Some(shape.len()), limits)?;
+        let (element, swapped) = v2_element(root)?;
+        let fortran = match root.get("order") {
+            None => false,
+            Some(order) if order == "C" => false,
+            Some(order) if order == "F" => true,
+            Some(_) => return Err(root.wrong("order", "\"C\" or \"F\"")),
+        };
+        let slashes = match root.get("dimension_separator") {
+            None => false,
+            Some(separator) if separator == "." => false,
+            Some(separator) if separator == "/" => true,
+            Some(_) => return Err(root.wrong("dimension_separator", "\".\" or \"/\"")),
+        };
+        let mut codecs = vec![];
+        for (name, list) in [("compressor", root.get("compressor")), ("filters", root.get("filters"))] {
+            let list = match list {
+                None | Some(Value::Null) => &[][..],
+                Some(one) if name == "compressor" => std::slice::from_ref(one),
+                Some(Value::Array(filters)) => filters,
+                Some(other) if is_nothing(other) => &[],
+                Some(_) => return Err(root.wrong(name, "codecs with an id")),
+            };
+            for codec in list {
+                let id = codec.get("id").and_then(Value::as_str);
+                codecs.push(id.ok_or_else(|| root.wrong(name, "codecs with an id"))?.to_string());
+            }
+        }
+        let words = codecs.iter().map(|name| shortened(name)).chain(fortran.then(|| "F order".to_string()));
+        let how = words.collect::<Vec<_>>().join(", ");
+        let coding = if how.is_empty() && !swapped { Coding::Plain } else { Coding::Foreign };
+        let fill = root.fill(&element, limits)?;
+        let (inner, naming) = (outer.clone(), Naming::v2(slashes));
+        Ok(ArrayMeta { shape, outer, inner, element, swapped, fill, naming, coding, how, codecs, index: None })
+    }
+
+    /// From a `zarr.json`.
+    pub fn v3(root: &Fields<'_>, limits: &Limits) -> Result<ArrayMeta> {
+        root.is_version("zarr_format", 3.0, false)?;
+        let shape = root.sizes("shape", 0, None, limits)?;
+        let grid = root.object("chunk_grid")?;
+        if grid.get("name").is_none_or(|name| name != "regular") {
+            return Err(grid.unsupported("name", "only regular grids are read, found"));
+        }
+        let outer = grid.object("configuration")?.sizes("chunk_shape", 1, Some(shape.len()), limits)?;
+        let naming = v3_naming(root, limits)?;
+        let element = match root.get("data_type").and_then(Value::as_str) {
+            Some("string" | "bytes" | "variable_length_bytes" | "variable_length_utf8") => Element::Strings,
+            name => match name.and_then(dtype_named) {
+                Some(dtype) => Element::Number(dtype),
+                None => return Err(root.unsupported("data_type", "not read:")),
+            },
+        };
+        let list = root.get("codecs").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
+        if !limits.lenient {
+            check_codecs(root, list)?;
+        }
+        let mut made = ArrayMeta {
+            shape,
+            inner: outer.clone(),
+            outer,
+            element,
+            swapped: false,
+            fill: Fill::Absent,
+            naming,
+            coding: coding(list),
+            how: String::new(),
+            codecs: vec![],
+            index: None,
+        };
+        match list {
+            [only] if is_named(only, "sharding_indexed") => {
+                let within = format!("{}[0]", root.place("codecs"));
+                made.take_sharding(&Fields::of(Some(only), within)?.object("configuration")?, limits)?;
+                made.how = "sharding".to_string();
+            }
+            _ => {
+                made.swapped = matches!(list, [bytes] if endian(bytes) == Some(Endian::Big));
+                let words: Vec<_> =
+                    list.iter().map(|c| shortened(&name_of(c))).filter(|name| name != "bytes").collect();
+                made.how = words.join(", ");
+            }
+        }
+        names(list, 0, &mut made.codecs);
+        made.fill = root.fill(&made.element, limits)?;
+        Ok(made)
+    }
+
+    fn take_sharding(&mut self, sharding: &Fields<'_>, limits: &Limits) -> Result<()> {
+        self.inner = sharding.sizes("chunk_shape", 1, Some(self.outer.len()), limits)?;
+        if self.outer.iter().zip(&self.inner).any(|(shard, chunk)| !shard.is_multiple_of(*chunk)) {
+            let expected = format!("a divisor of the shard's shape {:?}", self.outer);
+            return Err(sharding.wrong("chunk_shape", &expected));
+        }
+        self.coding = coding(sharding.get("codecs").and_then(Value::as_array).map_or(&[][..], Vec::as_slice));
+        let counts = self.outer.iter().zip(&self.inner).map(|(shard, chunk)| shard / chunk);
+        let chunks = product(counts).ok_or_else(|| sharding.wrong("chunk_shape", "fewer chunks in a shard"));
+        self.index = Some(chunks.and_then(|chunks| index_form(sharding, chunks)));
+        Ok(())
+    }
+}
+
+impl Element {
+    /// Its name in numpy or ml_dtypes; `None` for strings of any length.
+    pub fn numpy(&self) -> Option<String> {
+        match self {
+            Element::Number(dtype) => dtype.numpy_name().map(str::to_string),
+            Element::Wide(name) => Some((*name).to_string()),
+            Element::Text(unit, n) => Some(format!("{unit}{n}")),
+            Element::Strings => None,
+        }
+    }
+
+    /// Bytes, of numbers.
+    fn size(&self) -> Option<usize> {
+        match self {
+            Element::Number(dtype) => dtype.size(),
+            _ => None,
+        }
+    }
+
+    /// The least and the largest number, of integers.
+    fn range(&self) -> Option<(i128, i128)> {
+        let Element::Number(dtype) = self else { return None };
+        Some(match dtype {
+            DType::I8 => (i8::MIN.into(), i8::MAX.into()),
+            DType::I16 => (i16::MIN.into(), i16::MAX.into()),
+            DType::I32 => (i32::MIN.into(), i32::MAX.into()),
+            DType::I64 => (i64::MIN.into(), i64::MAX.into()),
+            DType::U8 => (0, u8::MAX.into()),
+            DType::U16 => (0, u16::MAX.into()),
+            DType::U32 => (0, u32::MAX.into()),
+            DType::U64 => (0, u64::MAX.into()),
+            _ => return None,
+        })
+    }
+}
+
+impl Fill {
+    /// The fill value of elements of a type; `None` if the value is none.
+    pub fn of(element: &Element, value: Option<&Value>, lenient: bool) -> Option<Fill> {
+        let value = match (element, value) {
+            (Element::Text(..) | Element::Strings, _) => return Some(Fill::Text),
+            (_, None | Some(Value::Null)) => return Some(Fill::Absent),
+            (_, Some(value)) => value,
+        };
+        if let Value::String(text) = value
+            && text.starts_with("0x")
+        {
+            return bits(text, element.size()?, lenient).map(Fill::Bits);
+        }
+        if let Some((least, most)) = element.range() {
+            let whole = |n: &i128| (least..=most).contains(n);
+            return match value {
+                Value::Bool(false) if lenient => Some(Fill::Integer(0)),
+                Value::Number(n) if n.is_f64() => {
+                    // -2^63 as a float may be any of many smaller integers, rounded.
+                    let n = n.as_f64().filter(|n| n.fract() == 0.0 && *n > i64::MIN as f64)?;
+                    whole(&(n as i128)).then_some(Fill::Float(n))
+                }
+                Value::Number(n) => integer(n).filter(whole).map(Fill::Integer),
+                _ => None,
+            };
+        }
+        if *element == Element::Number(DType::Bool) {
+            return value.as_bool().map(Fill::Bool);
+        }
+        match value {
+            Value::Bool(false) if lenient => Some(Fill::Integer(0)),
+            Value::Number(n) => n.as_f64().filter(|n| lenient || n.abs() < MOST_FILL).map(Fill::Float),
+            Value::String(text) => match text.as_str() {
+                "NaN" => Some(Fill::Float(f64::NAN)),
+                "Infinity" => Some(Fill::Float(f64::INFINITY)),
+                "-Infinity" => Some(Fill::Float(f64::NEG_INFINITY)),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// The element's bytes, little-endian; `None` if it is no number of this type. The first [`DType::size`] bytes count.
+    pub fn bytes(&self, dtype: DType) -> Option<[u8; 8]> {
+        let size = dtype.size()?;
+        let mut made = [0; 8];
+        let mut put = |bytes: &[u8]| made.get_mut(..bytes.len()).map(|to| to.copy_from_slice(bytes));
+        match (self, Element::Number(dtype).range()) {
+            (Fill::Absent, _) => Some(()),
+            (Fill::Bits(bytes), _) => put(bytes),
+            (Fill::Integer(n), Some(_)) => put(n.to_le_bytes().get(..size)?),
+            (Fill::Float(n), Some(_)) => put((*n as i128).to_le_bytes().get(..size)?),
+            (Fill::Integer(n), None) => float_bytes(*n as f64, dtype, put),
+            (Fill::Float(n), None) => float_bytes(*n, dtype, put),
+            (Fill::Bool(_) | Fill::Text, _) => None,
+        }?;
+        Some(made)
+    }
+}
+
+fn float_bytes(n: f64, dtype: DType, mut put: impl FnMut(&[u8]) -> Option<()>) -> Option<()> {
+    match dtype {
+        DType::F64 => put(&n.to_le_bytes()),
+        DType::F32 => put(&(n as f32).to_le_bytes()),
+        DType::F16 => put(&half::f16::from_f64(n).to_le_bytes()),
+        DType::BF16 => put(&half::bf16::from_f64(n).to_le_bytes()),
+        _ => None,
+    }
+}
+
+fn integer(n: &serde_json::Number) -> Option<i128> {
+    n.as_u64().map(i128::from).or_else(|| n.as_i64().map(i128::from))
+}
+
+/// The bytes of an element given as "0x" and hexadecimal digits, two for each byte (Zarr 3, "Fill value").
+fn bits(text: &str, size: usize, lenient: bool) -> Option<Vec<u8>> {
+    let digits = text.strip_prefix("0x")?;
+    let whole = digits.len() == 2 * size && digits.bytes().all(|c| c.is_ascii_hexdigit());
+    let bytes = u64::from_str_radix(digits, 16).ok().filter(|_| whole || lenient)?.to_le_bytes();
+    let (bytes, beyond) = bytes.split_at_checked(size)?;
+    beyond.iter().all(|b| *b == 0).then(|| bytes.to_vec())
+}
+
+/// The element type of an array of version 2, and whether it is in the other byte order.
+fn v2_element(root: &Fields<'_>) -> Result<(Element, bool)> {
+    let wrong = || root.wrong("dtype", "an element type such as \"<f2\"");
+    let code = match root.get("dtype") {
+        Some(Value::Array(_)) => return Err(root.unsupported("dtype", "structured elements are not read, found")),
+        code => code.and_then(Value::as_str).ok_or_else(wrong)?,
+    };
+    match code {
+        "|O" => return Ok((Element::Strings, false)),
+        "bfloat16" => return Ok((Element::Number(DType::BF16), false)),
+        _ => {}
+    }
+    let mut letters = code.chars();
+    let (order, kind, digits) = (letters.next(), letters.next(), letters.as_str());
+    let n = Some(digits).filter(|d| (1..=6).contains(&d.len()) && d.bytes().all(|c| c.is_ascii_digit()));
+    let n: u32 = n.and_then(|digits| digits.parse().ok()).ok_or_else(wrong)?;
+    if !matches!(order, Some('<' | '>' | '|' | '=')) {
+        return Err(wrong());
+    }
+    let element = match (kind, n) {
+        (Some('b'), 1) => Some(Element::Number(DType::Bool)),
+        (Some('S'), _) => Some(Element::Text('S', n)),
+        (Some('U'), _) => Some(Element::Text('U', n)),
+        (Some('f'), 16) => Some(Element::Wide("f16")),
+        (Some('c'), 16) => Some(Element::Wide("c16")),
+        (Some('c'), 32) => Some(Element::Wide("c32")),
+        (Some('i'), _) => dtype_named(&format!("int{}", 8 * n)).map(Element::Number),
+        (Some('u'), _) => dtype_named(&format!("uint{}", 8 * n)).map(Element::Number),
+        (Some('f'), _) => dtype_named(&format!("float{}", 8 * n)).map(Element::Number),
+        (Some('c'), _) => dtype_named(&format!("complex{}", 8 * n)).map(Element::Number),
+        _ => None,
+    };
+    let element = element.ok_or_else(wrong)?;
+    let of_bytes = matches!(element, Element::Text('S', _)) || element.size() == Some(1);
+    Ok((element, order == Some('>') && !of_bytes))
+}
+
+/// The element type of a Zarr name.
+fn dtype_named(name: &str) -> Option<DType> {
+    let mut known = DType::ALL.iter().copied().filter(|d| d.size().is_some() && !name.starts_with("float8"));
+    known.find(|d| d.numpy_name() == Some(name))
+}
+
+fn v3_naming(root: &Fields<'_>, limits: &Limits) -> Result<Naming> {
+    let wrong = || root.wrong("chunk_key_encoding", "the encoding \"default\" or \"v2\"");
+    if root.get("chunk_key_encoding").is_none() {
+        return Ok(Naming::default_of(true));
+    }
+    let keys = root.object("chunk_key_encoding")?;
+    let separator = match keys.get("configuration") {
+        Some(Value::Object(configuration)) => configuration.get("separator"),
+        Some(other) if !is_nothing(other) && !limits.lenient => return Err(wrong()),
+        _ => None,
+    };
+    let slashes = match separator {
+        Some(given) if given == "/" => Some(true),
+        Some(given) if given == "." => Some(false),
+        Some(Value::String(_)) => return Err(wrong()),
+        Some(_) if !limits.lenient => return Err(wrong()),
+        _ => None,
+    };
+    match keys.get("name") {
+        None => Ok(Naming::default_of(slashes.unwrap_or(true))),
+        Some(name) if name == "default" => Ok(Naming::default_of(slashes.unwrap_or(true))),
+        Some(name) if name == "v2" => Ok(Naming::v2(slashes.unwrap_or(false))),
+        Some(_) => Err(wrong()),
+    }
+}
+
+/// Refuses codecs of version 3 that are no list of objects, and byte orders that are none.
+fn check_codecs(root: &Fields<'_>, list: &[Value]) -> Result<()> {
+    if list.is_empty() {
+        return Err(root.wrong("codecs", "a non-empty list"));
+    }
+    let place = root.place("codecs");
+    let mut objects = list.iter().enumerate().map(|(i, codec)| Fields::of(Some(codec), format!("{place}[{i}]")));
+    let first = objects.next().transpose()?;
+    objects.try_for_each(|object| object.map(|_| ()))?;
+    let (Some(first), [only]) = (first, list) else { return Ok(()) };
+    let configured = only.get("configuration").is_none_or(|c| c.is_object() || is_nothing(c));
+    if is_named(only, "bytes") && !(configured && endian(only).is_some()) {
+        return Err(first.wrong("configuration", "the endian \"little\" or \"big\""));
+    }
+    Ok(())
+}
+
+/// The index of shards, which may lie at either end, as `bytes`, or `bytes` and `crc32c`: other libraries write these two. The
+/// sharding codec allows more of a fixed size, which zarrs reads.
+fn index_form(sharding: &Fields<'_>, chunks: u64) -> Result<IndexForm> {
+    let at_end = match sharding.get("index_location") {
+        None => true,
+        Some(place) if place == "end" => true,
+        Some(place) if place == "start" => false,
+        Some(_) => return Err(sharding.wrong("index_location", "\"start\" or \"end\"")),
+    };
+    let numbers = sharding.get("index_codecs").and_then(Value::as_array).and_then(|codecs| index_numbers(codecs));
+    let numbers = numbers.ok_or_else(|| sharding.wrong("index_codecs", "bytes, or bytes and crc32c"))?;
+    Ok(IndexForm::numbers(chunks, at_end, numbers))
+}
+
+/// The form of an index of these codecs; `None` if they are others than `bytes`, or `bytes` and `crc32c`.
+pub fn index_numbers(codecs: &[Value]) -> Option<Numbers> {
+    let (bytes, checked) = match codecs {
+        [bytes] => (bytes, false),
+        [bytes, crc] if is_named(crc, "crc32c") => (bytes, true),
+        _ => return None,
+    };
+    Some(Numbers { big_endian: endian(bytes)? == Endian::Big, checked })
+}
+
+fn coding(codecs: &[Value]) -> Coding {
+    match codecs {
+        [bytes] if endian(bytes) == Some(Endian::Little) => Coding::Plain,
+        [bytes, blosc] if endian(bytes) == Some(Endian::Little) && is_named(blosc, "blosc") => Coding::Blosc,
+        _ => Coding::Foreign,
+    }
+}
+
+/// The byte order of numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Endian {
+    Little,
+    Big,
+}
+
+/// The byte order of a codec that is `bytes`.
+fn endian(codec: &Value) -> Option<Endian> {
+    if !is_named(codec, "bytes") {
+        return None;
+    }
+    match codec.get("configuration").and_then(|c| c.get("endian")) {
+        None => Some(Endian::Little),
+        Some(endian) if endian == "little" => Some(Endian::Little),
+        Some(endian) if endian == "big" => Some(Endian::Big),
+        Some(_) => None,
+    }
+}
+
+/// Codecs without a configuration may be given by their names alone.
+fn is_named(codec: &Value, name: &str) -> bool {
+    codec == name || codec["name"] == name
+}
+
+fn name_of(codec: &Value) -> String {
+    match (codec, codec.get("name")) {
+        (Value::String(name), _) | (_, Some(Value::String(name))) => name.clone(),
+        (_, name) => name.unwrap_or(&Value::Null).to_string(),
+    }
+}
+
+/// Names of codecs, and of those inside sharding.
+fn names(codecs: &[Value], depth: usize, found: &mut Vec<String>) {
+    for codec in codecs.iter().filter(|codec| codec.is_string() || codec.is_object()) {
+        found.push(name_of(codec));
+        for within in ["codecs", "index_codecs"] {
+            let inner = codec.get("configuration").and_then(|c| c.get(within)).and_then(Value::as_array);
+            if let Some(inner) = inner.filter(|_| depth + 1 < MOST_NESTED) {
+                names(inner, depth + 1, found);
+            }
+        }
+    }
+}
+
+fn shortened(name: &str) -> String {
+    name.chars().take(MOST_NAME).collect()
+}
+
+fn is_nothing(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Number(n) => n.as_f64() == Some(0.0),
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::Object(fields) => fields.is_empty(),
+        Value::Bool(true) => false,
+    }
+}
+
+/// The product of sizes; `None` if it is too large.
+pub fn product(sizes: impl IntoIterator<Item = u64>) -> Option<u64> {
+    sizes.into_iter().try_fold(1u64, u64::checked_mul)
+}
+
+/// Parses JSON.
+pub fn parse(text: &[u8]) -> Result<Value> {
+    serde_json::from_slice(text).map_err(|e| Error::new(Kind::Format, format!("expected JSON: {e}")))
+}
+
+/// A JSON object and its place in the metadata, for errors.
+#[derive(Clone, Debug)]
+pub struct Fields<'a> {
+    fields: &'a Map<String, Value>,
+    place: String,
+}
+
+impl<'a> Fields<'a> {
+    /// A value that has to be an object. An empty `place` is the whole text.
+    pub fn of(value: Option<&'a Value>, place: String) -> Result<Fields<'a>> {
+        if let Some(Value::Object(fields)) = value {
+            return Ok(Fields { fields, place });
+        }
+        let field = if place.is_empty() { String::new() } else { format!("field '{place}': ") };
+        let detail = format!("{field}expected an object, found {}", shown(value.unwrap_or(&Value::Null)));
+        Err(Error::new(Kind::Format, detail).finds(Finding::Metadata))
+    }
+
+    /// A field.
+    pub fn get(&self, name: &str) -> Option<&'a Value> {
+        self.fields.get(name)
+    }
+
+    /// The name of a field, with those of the objects that it is in.
+    fn place(&self, name: &str) -> String {
+        if self.place.is_empty() { name.to_string() } else { format!("{}.{name}", self.place) }
+    }
+
+    fn object(&self, name: &str) -> Result<Fields<'a>> {
+        Fields::of(self.get(name), self.place(name))
+    }
+
+    /// The error for a field that is not as it should be.
+    pub fn wrong(&self, name: &str, expected: &str) -> Error {
+        let found = self.get(name).map_or_else(|| "nothing".to_string(), shown);
+        Error::new(Kind::Format, format!("field '{}': expected {expected}, found {found}", self.place(name)))
+            .finds(Finding::Metadata)
+    }
+
+    fn unsupported(&self, name: &str, why: &str) -> Error {
+        let found = shown(self.get(name).unwrap_or(&Value::Null));
+        Error::new(Kind::Unsupported, format!("field '{}': {why} {found}", self.place(name)))
+    }
+
+    fn is_version(&self, name: &str, version: f64, optional: bool) -> Result<()> {
+        match self.get(name) {
+            None if optional => Ok(()),
+            Some(found) if found.as_f64() == Some(version) => Ok(()),
+            _ => Err(self.wrong(name, &version.to_string())),
+        }
+    }
+
+    /// A list of sizes, `dimensions` of them where that is known.
+    fn sizes(&self, name: &str, least: u64, dimensions: Option<usize>, limits: &Limits) -> Result<Vec<u64>> {
+        let size = |value: &Value| value.as_u64().filter(|n| (least..limits.size).contains(n));
+        let found = self.get(name).and_then(Value::as_array).and_then(|list| list.iter().map(size).collect());
+        let found: Vec<u64> =
+            found.ok_or_else(|| self.wrong(name, &format!("a list of integers of at least {least}")))?;
+        if let Some(n) = dimensions.filter(|n| *n != found.len()) {
+            return Err(self.wrong(name, &format!("{n} integers, one per dimension of the shape")));
+        }
+        if found.len() > limits.dimensions {
+            return Err(self.wrong(name, &format!("at most {} dimensions", limits.dimensions)));
+        }
+        Ok(found)
+    }
+
+    fn fill(&self, element: &Element, limits: &Limits) -> Result<Fill> {
+        Fill::of(element, self.get("fill_value"), limits.lenient)
+            .ok_or_else(|| self.wrong("fill_value", &format!("a value of {}", element.numpy().unwrap_or_default())))
+    }
+}
+
+/// A value as JSON, short enough for a message.
+fn shown(value: &Value) -> String {
+    let mut text = value.to_string();
+    if text.len() > 60 {
+        let end = (0..=57).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(end);
+        text.push_str("...");
+    }
+    text
+}
