@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 use actshard_core::DType;
-use actshard_core::arrays::meta::{ArrayMeta, Coding, Element, Fill};
+use actshard_core::arrays::meta::{ArrayMeta, Coding, ElementType, Fill};
 use actshard_core::error::Kind;
 use actshard_core::tokens::meta::Meta;
 use serde_json::{Value, json};
@@ -32,13 +32,16 @@ fn tokens(meta: &Value) -> Result<Meta, Kind> {
     Meta::parse(meta.to_string().as_bytes()).map_err(|e| e.kind)
 }
 
+/// The place of a field, its value, and the kinds of error of a 4-D store and of a token array.
+type FieldCase = (&'static str, Option<Value>, Option<Kind>, Option<Kind>);
+
 /// Each field that the two readers see differently, or that both refuse: `None` where metadata are read.
 #[test]
 fn each_reader_refuses_what_it_always_refused() {
     const FORMAT: Option<Kind> = Some(Kind::Format);
     const UNSUPPORTED: Option<Kind> = Some(Kind::Unsupported);
     let little = json!({"name": "bytes", "configuration": {"endian": "little"}});
-    let cases: [(&str, Option<Value>, Option<Kind>, Option<Kind>); 55] = [
+    let cases: [FieldCase; 55] = [
         ("/zarr_format", Some(json!(3.0)), None, FORMAT),
         ("/zarr_format", Some(json!(2)), FORMAT, FORMAT),
         ("/zarr_format", None, FORMAT, FORMAT),
@@ -113,12 +116,14 @@ fn sharding(changes: Value) -> Value {
     json!([{"name": "sharding_indexed", "configuration": configuration}])
 }
 
+type FillCase = (&'static str, &'static str, Option<Fill>, Option<Vec<u8>>);
+
 /// Fill values: type, value, what a 4-D store takes it for, and the bytes of a token array.
 #[test]
 fn fill_values() {
     let float = |x: f64| Some(Fill::Float(x));
     let bits = |x: &[u8]| Some(Fill::Bits(x.to_vec()));
-    let cases: Vec<(&str, &str, Option<Fill>, Option<Vec<u8>>)> = vec![
+    let cases: Vec<FillCase> = vec![
         ("int64", "9007199254740993", Some(Fill::Integer(9_007_199_254_740_993)), Some(le(9_007_199_254_740_993i64))),
         ("int64", "-9223372036854775808", Some(Fill::Integer(i64::MIN.into())), Some(le(i64::MIN))),
         // Rounded to a float by the JSON parser: not told apart from -2^63.
@@ -131,7 +136,7 @@ fn fill_values() {
         ("uint8", "256", None, None),
         ("int8", "-0.0", float(-0.0), Some(vec![0])),
         ("float32", "-0.0", float(-0.0), Some(vec![0, 0, 0, 0x80])),
-        ("float32", "-0", Some(Fill::Integer(0)), Some(vec![0; 4])),
+        ("float32", "-0", float(-0.0), Some(vec![0, 0, 0, 0x80])),
         ("float32", "\"0x7fc00123\"", bits(&[0x23, 1, 0xc0, 0x7f]), Some(vec![0x23, 1, 0xc0, 0x7f])),
         ("float32", "\"0x7F800001\"", bits(&[1, 0, 0x80, 0x7f]), Some(vec![1, 0, 0x80, 0x7f])),
         ("float32", "\"0x1\"", None, Some(vec![1, 0, 0, 0])),
@@ -153,7 +158,7 @@ fn fill_values() {
         ),
         ("float16", "\"0x7e01\"", bits(&[1, 0x7e]), Some(vec![1, 0x7e])),
         ("float16", "1.5", float(1.5), Some(vec![0, 0x3e])),
-        ("bfloat16", "1", Some(Fill::Integer(1)), Some(vec![0x80, 0x3f])),
+        ("bfloat16", "1", float(1.0), Some(vec![0x80, 0x3f])),
         ("bool", "true", Some(Fill::Bool(true)), None),
         ("bool", "0", None, None),
         ("bool", "null", Some(Fill::Absent), None),
@@ -183,7 +188,7 @@ fn metadata_of_version_2() {
         "filters": null, "order": "C", "fill_value": null, "dimension_separator": "/"});
     let plain = store(2, &meta).unwrap();
     assert_eq!((&plain.shape[..], &plain.outer[..], &plain.inner[..]), (&[4, 6][..], &[2, 3][..], &[2, 3][..]));
-    assert_eq!((plain.element, plain.swapped, plain.fill), (Element::Number(DType::F32), true, Fill::Absent));
+    assert_eq!((plain.element, plain.swapped, plain.fill), (ElementType::Number(DType::F32), true, Fill::Absent));
     assert_eq!(
         (plain.coding, plain.how.as_str(), plain.naming.file(&[1, 1])),
         (Coding::Foreign, "", "1/1".to_string())
@@ -216,7 +221,7 @@ fn metadata_of_version_2() {
         let found = found.ok().map(|meta| (meta.element.numpy().unwrap(), meta.swapped));
         assert_eq!(found, expected.map(|(name, swapped)| (name.to_string(), swapped)), "{code}");
     }
-    assert_eq!(store(2, &with(meta.clone(), "/dtype", Some(json!("|O")))).unwrap().element, Element::Strings);
+    assert_eq!(store(2, &with(meta.clone(), "/dtype", Some(json!("|O")))).unwrap().element, ElementType::Strings);
     for (at, value, kind) in [
         ("/dtype", json!([["a", "<f2"]]), Kind::Unsupported),
         ("/dtype", json!(null), Kind::Format),

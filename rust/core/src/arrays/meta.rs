@@ -48,7 +48,7 @@ pub struct ArrayMeta {
     /// The shape of a unit that is decoded at once: a chunk, or a chunk inside a shard.
     pub inner: Vec<u64>,
     /// The element type.
-    pub element: Element,
+    pub element: ElementType,
     /// Whether elements of plain chunks are big-endian.
     pub swapped: bool,
     /// The element of chunks that are not stored.
@@ -67,7 +67,7 @@ pub struct ArrayMeta {
 
 /// The type of an array's elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Element {
+pub enum ElementType {
     /// A number that the core knows.
     Number(DType),
     /// A number that only numpy knows: its name there.
@@ -165,9 +165,9 @@ impl ArrayMeta {
         let outer = grid.object("configuration")?.sizes("chunk_shape", 1, Some(shape.len()), limits)?;
         let naming = v3_naming(root, limits)?;
         let element = match root.get("data_type").and_then(Value::as_str) {
-            Some("string" | "bytes" | "variable_length_bytes" | "variable_length_utf8") => Element::Strings,
+            Some("string" | "bytes" | "variable_length_bytes" | "variable_length_utf8") => ElementType::Strings,
             name => match name.and_then(dtype_named) {
-                Some(dtype) => Element::Number(dtype),
+                Some(dtype) => ElementType::Number(dtype),
                 None => return Err(root.unsupported("data_type", "not read:")),
             },
         };
@@ -220,28 +220,28 @@ impl ArrayMeta {
     }
 }
 
-impl Element {
+impl ElementType {
     /// Its name in numpy or ml_dtypes; `None` for strings of any length.
     pub fn numpy(&self) -> Option<String> {
         match self {
-            Element::Number(dtype) => dtype.numpy_name().map(str::to_string),
-            Element::Wide(name) => Some((*name).to_string()),
-            Element::Text(unit, n) => Some(format!("{unit}{n}")),
-            Element::Strings => None,
+            ElementType::Number(dtype) => dtype.numpy_name().map(str::to_string),
+            ElementType::Wide(name) => Some((*name).to_string()),
+            ElementType::Text(unit, n) => Some(format!("{unit}{n}")),
+            ElementType::Strings => None,
         }
     }
 
     /// Bytes, of numbers.
     fn size(&self) -> Option<usize> {
         match self {
-            Element::Number(dtype) => dtype.size(),
+            ElementType::Number(dtype) => dtype.size(),
             _ => None,
         }
     }
 
     /// The least and the largest number, of integers.
     fn range(&self) -> Option<(i128, i128)> {
-        let Element::Number(dtype) = self else { return None };
+        let ElementType::Number(dtype) = self else { return None };
         Some(match dtype {
             DType::I8 => (i8::MIN.into(), i8::MAX.into()),
             DType::I16 => (i16::MIN.into(), i16::MAX.into()),
@@ -258,9 +258,9 @@ impl Element {
 
 impl Fill {
     /// The fill value of elements of a type; `None` if the value is none.
-    pub fn of(element: &Element, value: Option<&Value>, lenient: bool) -> Option<Fill> {
+    pub fn of(element: &ElementType, value: Option<&Value>, lenient: bool) -> Option<Fill> {
         let value = match (element, value) {
-            (Element::Text(..) | Element::Strings, _) => return Some(Fill::Text),
+            (ElementType::Text(..) | ElementType::Strings, _) => return Some(Fill::Text),
             (_, None | Some(Value::Null)) => return Some(Fill::Absent),
             (_, Some(value)) => value,
         };
@@ -282,7 +282,7 @@ impl Fill {
                 _ => None,
             };
         }
-        if *element == Element::Number(DType::Bool) {
+        if *element == ElementType::Number(DType::Bool) {
             return value.as_bool().map(Fill::Bool);
         }
         match value {
@@ -303,7 +303,7 @@ impl Fill {
         let size = dtype.size()?;
         let mut made = [0; 8];
         let mut put = |bytes: &[u8]| made.get_mut(..bytes.len()).map(|to| to.copy_from_slice(bytes));
-        match (self, Element::Number(dtype).range()) {
+        match (self, ElementType::Number(dtype).range()) {
             (Fill::Absent, _) => Some(()),
             (Fill::Bits(bytes), _) => put(bytes),
             (Fill::Integer(n), Some(_)) => put(n.to_le_bytes().get(..size)?),
@@ -340,15 +340,15 @@ fn bits(text: &str, size: usize, lenient: bool) -> Option<Vec<u8>> {
 }
 
 /// The element type of an array of version 2, and whether it is in the other byte order.
-fn v2_element(root: &Fields<'_>) -> Result<(Element, bool)> {
+fn v2_element(root: &Fields<'_>) -> Result<(ElementType, bool)> {
     let wrong = || root.wrong("dtype", "an element type such as \"<f2\"");
     let code = match root.get("dtype") {
         Some(Value::Array(_)) => return Err(root.unsupported("dtype", "structured elements are not read, found")),
         code => code.and_then(Value::as_str).ok_or_else(wrong)?,
     };
     match code {
-        "|O" => return Ok((Element::Strings, false)),
-        "bfloat16" => return Ok((Element::Number(DType::BF16), false)),
+        "|O" => return Ok((ElementType::Strings, false)),
+        "bfloat16" => return Ok((ElementType::Number(DType::BF16), false)),
         _ => {}
     }
     let mut letters = code.chars();
@@ -359,20 +359,20 @@ fn v2_element(root: &Fields<'_>) -> Result<(Element, bool)> {
         return Err(wrong());
     }
     let element = match (kind, n) {
-        (Some('b'), 1) => Some(Element::Number(DType::Bool)),
-        (Some('S'), _) => Some(Element::Text('S', n)),
-        (Some('U'), _) => Some(Element::Text('U', n)),
-        (Some('f'), 16) => Some(Element::Wide("f16")),
-        (Some('c'), 16) => Some(Element::Wide("c16")),
-        (Some('c'), 32) => Some(Element::Wide("c32")),
-        (Some('i'), _) => dtype_named(&format!("int{}", 8 * n)).map(Element::Number),
-        (Some('u'), _) => dtype_named(&format!("uint{}", 8 * n)).map(Element::Number),
-        (Some('f'), _) => dtype_named(&format!("float{}", 8 * n)).map(Element::Number),
-        (Some('c'), _) => dtype_named(&format!("complex{}", 8 * n)).map(Element::Number),
+        (Some('b'), 1) => Some(ElementType::Number(DType::Bool)),
+        (Some('S'), _) => Some(ElementType::Text('S', n)),
+        (Some('U'), _) => Some(ElementType::Text('U', n)),
+        (Some('f'), 16) => Some(ElementType::Wide("f16")),
+        (Some('c'), 16) => Some(ElementType::Wide("c16")),
+        (Some('c'), 32) => Some(ElementType::Wide("c32")),
+        (Some('i'), _) => dtype_named(&format!("int{}", 8 * n)).map(ElementType::Number),
+        (Some('u'), _) => dtype_named(&format!("uint{}", 8 * n)).map(ElementType::Number),
+        (Some('f'), _) => dtype_named(&format!("float{}", 8 * n)).map(ElementType::Number),
+        (Some('c'), _) => dtype_named(&format!("complex{}", 8 * n)).map(ElementType::Number),
         _ => None,
     };
     let element = element.ok_or_else(wrong)?;
-    let of_bytes = matches!(element, Element::Text('S', _)) || element.size() == Some(1);
+    let of_bytes = matches!(element, ElementType::Text('S', _)) || element.size() == Some(1);
     Ok((element, order == Some('>') && !of_bytes))
 }
 
@@ -594,7 +594,7 @@ impl<'a> Fields<'a> {
         Ok(found)
     }
 
-    fn fill(&self, element: &Element, limits: &Limits) -> Result<Fill> {
+    fn fill(&self, element: &ElementType, limits: &Limits) -> Result<Fill> {
         Fill::of(element, self.get("fill_value"), limits.lenient)
             .ok_or_else(|| self.wrong("fill_value", &format!("a value of {}", element.numpy().unwrap_or_default())))
     }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::arrays::index::IndexForm;
-use crate::arrays::meta::{ArrayMeta, Coding, Element, Fields, Fill, Limits, parse, product};
+use crate::arrays::meta::{ArrayMeta, Coding, ElementType, Fields, Fill, Limits, parse, product};
 use crate::arrays::naming::Naming;
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
@@ -89,7 +89,7 @@ impl Meta {
 
     /// The array, if it is one that token caches have.
     fn of(root: &Fields<'_>, found: ArrayMeta) -> Result<Meta> {
-        let Element::Number(dtype) = found.element else {
+        let ElementType::Number(dtype) = found.element else {
             return Err(root.wrong("data_type", "an integer or floating type"));
         };
         if matches!(dtype, DType::C64 | DType::Bool) {
