@@ -1,4 +1,4 @@
-//! One parser of Zarr metadata under two readers: what 4-D stores and token arrays take of the same text, field by field.
+//! Compares how 4-D stores and token arrays read the same Zarr metadata, field by field.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 use actshard_core::DType;
@@ -13,7 +13,7 @@ fn v3() -> Value {
         "chunk_key_encoding": {"name": "default"}, "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}]})
 }
 
-/// The metadata with the value at a JSON pointer replaced, or removed.
+/// The metadata with the value at a JSON pointer replaced or removed.
 fn with(mut meta: Value, at: &str, value: Option<Value>) -> Value {
     let (parent, name) = at.rsplit_once('/').unwrap();
     let parent = meta.pointer_mut(parent).unwrap().as_object_mut().unwrap();
@@ -32,10 +32,10 @@ fn tokens(meta: &Value) -> Result<Meta, Kind> {
     Meta::parse(meta.to_string().as_bytes()).map_err(|e| e.kind)
 }
 
-/// The place of a field, its value, and the kinds of error of a 4-D store and of a token array.
+/// A field's JSON pointer, its value, and the error kinds of a 4-D store and of a token array.
 type FieldCase = (&'static str, Option<Value>, Option<Kind>, Option<Kind>);
 
-/// Each field that the two readers see differently, or that both refuse: `None` where metadata are read.
+/// Each field that the two readers treat differently, or both reject; `None` if the metadata are accepted.
 #[test]
 fn each_reader_refuses_what_it_always_refused() {
     const FORMAT: Option<Kind> = Some(Kind::Format);
@@ -105,7 +105,7 @@ fn each_reader_refuses_what_it_always_refused() {
     }
 }
 
-/// The sharding codec, with some of its fields replaced.
+/// The sharding codec, with some fields replaced.
 fn sharding(changes: Value) -> Value {
     let little = json!({"name": "bytes", "configuration": {"endian": "little"}});
     let mut configuration =
@@ -118,7 +118,7 @@ fn sharding(changes: Value) -> Value {
 
 type FillCase = (&'static str, &'static str, Option<Fill>, Option<Vec<u8>>);
 
-/// Fill values: type, value, what a 4-D store takes it for, and the bytes of a token array.
+/// Fill values: type, value, the 4-D store's result, and the token array's bytes.
 #[test]
 fn fill_values() {
     let float = |x: f64| Some(Fill::Float(x));
@@ -126,7 +126,7 @@ fn fill_values() {
     let cases: Vec<FillCase> = vec![
         ("int64", "9007199254740993", Some(Fill::Integer(9_007_199_254_740_993)), Some(le(9_007_199_254_740_993i64))),
         ("int64", "-9223372036854775808", Some(Fill::Integer(i64::MIN.into())), Some(le(i64::MIN))),
-        // Rounded to a float by the JSON parser: not told apart from -2^63.
+        // The JSON parser rounds it to a float, equal to -2^63.
         ("int64", "-9223372036854775809", None, None),
         ("int64", "9223372036854775808", None, None),
         ("uint64", "18446744073709551615", Some(Fill::Integer(u64::MAX.into())), Some(vec![0xff; 8])),
@@ -171,7 +171,7 @@ fn fill_values() {
         let text = with(with(v3(), "/data_type", Some(json!(name))), "/fill_value", Some(json!("HERE"))).to_string();
         let text = text.replace("\"HERE\"", value);
         let found = ArrayMeta::of_store(3, text.as_bytes(), "").ok().map(|meta| meta.fill);
-        // Alike in all bits, NaN values too.
+        // Equal in all bits, including NaN values.
         assert_eq!(format!("{found:?}"), format!("{four:?}"), "4-D stores: {name} {value}");
         let found = Meta::parse(text.as_bytes()).ok().map(|meta| meta.fill[..meta.item()].to_vec());
         assert_eq!(found, one, "token arrays: {name} {value}");

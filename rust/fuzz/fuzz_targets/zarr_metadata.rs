@@ -12,7 +12,7 @@ use libfuzzer_sys::fuzz_target;
 
 static QUIET: Once = Once::new();
 
-/// Parses them as those of 4-D stores: rejected in one line, or sizes in bounds.
+/// Parses the bytes as metadata of a 4-D store: rejected in one line, or bounded sizes.
 fn parsed(data: &[u8]) {
     for version in [2, 3] {
         match ArrayMeta::of_store(version, data, "") {

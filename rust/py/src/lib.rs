@@ -74,7 +74,7 @@ fn read_zarr<'py>(
     })
 }
 
-/// The metadata of a Zarr array in a store, of version 2 or 3.
+/// The parsed metadata of a Zarr array, in a store of version 2 or 3.
 #[pyclass(frozen, get_all, module = "actshard._native")]
 struct ZarrMeta {
     shape: Vec<u64>,
@@ -92,7 +92,7 @@ struct ZarrMeta {
 
 #[pymethods]
 impl ZarrMeta {
-    /// `place` precedes the names of fields in errors, which name no file.
+    /// `place` precedes field names in errors; errors name no file.
     #[new]
     fn new(py: Python<'_>, version: u8, text: &[u8], place: &str) -> PyResult<ZarrMeta> {
         detach::guarded(py, || {

@@ -1,7 +1,7 @@
 //! The metadata of Zarr arrays: `zarr.json` (version 3) and `.zarray` (version 2).
 //!
-//! One parser for 4-D stores, the small arrays in them and token arrays. It reads whatever one of them reads, and each user
-//! refuses the rest. The codecs themselves are parsed by the `zarrs` crate, when a chunk has to be decoded.
+//! One parser for 4-D stores, the small arrays in them and token arrays. It accepts what any of them accepts, and each user
+//! rejects the rest. The `zarrs` crate parses the codecs when a chunk must be decoded.
 //!
 //! Sources: the Zarr storage specification 2.0; the Zarr core specification 3.0 with its regular grid, its default and v2 chunk
 //! keys, and the `bytes` and `sharding_indexed` codecs.
@@ -13,28 +13,28 @@ use super::naming::Naming;
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
 
-/// Floats of a larger magnitude are no fill values.
+/// Limit on the magnitude of fill values that are floats.
 const MOST_FILL: f64 = 1e300;
-/// Codecs within codecs whose names are listed.
+/// Depth to which the names of nested codecs are listed.
 const MOST_NESTED: usize = 8;
-/// Characters of a codec's name in [`ArrayMeta::how`].
+/// Maximum length of a codec's name in [`ArrayMeta::how`], in characters.
 const MOST_NAME: usize = 40;
 
-/// Which metadata are read.
+/// Limits on the accepted metadata.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Sizes are below this one.
+    /// Upper limit of sizes, exclusive.
     pub size: u64,
-    /// Most dimensions.
+    /// Maximum number of dimensions.
     pub dimensions: usize,
-    /// Whether to read past values that the specification does not allow: separators and configurations of a wrong type
-    /// are the default, codecs that are none leave [`Coding::Foreign`], `false` is a zero, and fill values may have any
+    /// Whether to tolerate values that the specification does not allow: separators and configurations of a wrong type
+    /// count as the default, invalid codecs give [`Coding::Foreign`], `false` is zero, and fill values may have any
     /// magnitude.
     pub lenient: bool,
 }
 
 impl Limits {
-    /// Those of 4-D stores and of the small arrays in them.
+    /// The limits of 4-D stores and their small arrays.
     pub const STORE: Limits = Limits { size: 1 << 48, dimensions: 8, lenient: false };
 }
 
@@ -43,71 +43,71 @@ impl Limits {
 pub struct ArrayMeta {
     /// Elements per dimension.
     pub shape: Vec<u64>,
-    /// The shape of a file: a chunk, or a shard.
+    /// The shape of a file: a chunk or a shard.
     pub outer: Vec<u64>,
-    /// The shape of a unit that is decoded at once: a chunk, or a chunk inside a shard.
+    /// The shape of a unit decoded at once: a chunk or an inner chunk of a shard.
     pub inner: Vec<u64>,
     /// The element type.
     pub element: ElementType,
     /// Whether elements of plain chunks are big-endian.
     pub swapped: bool,
-    /// The element of chunks that are not stored.
+    /// The element of missing chunks.
     pub fill: Fill,
-    /// Names of files.
+    /// The names of files.
     pub naming: Naming,
-    /// How a unit is coded.
+    /// The encoding of a unit.
     pub coding: Coding,
-    /// The codecs of a file in words; empty if a file is the plain numbers of a chunk, in C order.
+    /// The codecs of a file, for messages; empty if a file contains plain numbers in C order.
     pub how: String,
-    /// Names of all codecs, those inside shards included.
+    /// Names of all codecs, including those inside shards.
     pub codecs: Vec<String>,
-    /// The index of files that are shards, or why it cannot be read in place; `None` where files are chunks.
+    /// The index of shards, or why it cannot be read directly; `None` if files are chunks.
     pub index: Option<Result<IndexForm>>,
 }
 
 /// The type of an array's elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ElementType {
-    /// A number that the core knows.
+    /// A number with a [`DType`].
     Number(DType),
-    /// A number that only numpy knows: its name there.
+    /// A number without a [`DType`], by its numpy name.
     Wide(&'static str),
-    /// Bytes (`S`) or characters (`U`) of a fixed number.
+    /// Bytes (`S`) or characters (`U`) of fixed length.
     Text(char, u32),
-    /// Strings or bytes of any length.
+    /// Strings or bytes of variable length.
     Strings,
 }
 
-/// How a unit is coded.
+/// The encoding of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coding {
     /// Little-endian numbers.
     Plain,
     /// Little-endian numbers in a blosc frame.
     Blosc,
-    /// Something else: zarrs decodes it.
+    /// Another encoding, decoded by zarrs.
     Foreign,
 }
 
-/// The element of chunks that are not stored, as it is given; of the element's type.
+/// The element of missing chunks, as given in the metadata; of the element type.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Fill {
-    /// No value: zero, as zarr-python reads it.
+    /// No value: zero, as in zarr-python.
     Absent,
-    /// Of booleans.
+    /// A boolean.
     Bool(bool),
-    /// A number without a fraction.
+    /// An integer.
     Integer(i128),
-    /// A number with a decimal point or an exponent, or one that is none; of integer types without a fraction.
+    /// A number with a decimal point or exponent, or NaN or infinity; for integer types without a fraction.
     Float(f64),
-    /// The bytes of the element, little-endian.
+    /// The element's bytes, little-endian.
     Bits(Vec<u8>),
-    /// Of strings, which are empty.
+    /// An empty string.
     Text,
 }
 
 impl ArrayMeta {
-    /// Parses the metadata of an array in a store of version 2 or 3. `place` precedes the names of fields in errors.
+    /// Parses the metadata of an array in a store of version 2 or 3. `place` precedes field names in errors.
     pub fn of_store(version: u8, text: &[u8], place: &str) -> Result<ArrayMeta> {
         let json = parse(text)?;
         let root = Fields::of(Some(&json), place.to_string())?;
@@ -221,7 +221,7 @@ impl ArrayMeta {
 }
 
 impl ElementType {
-    /// Its name in numpy or ml_dtypes; `None` for strings of any length.
+    /// The numpy or ml_dtypes name; `None` for strings of variable length.
     pub fn numpy(&self) -> Option<String> {
         match self {
             ElementType::Number(dtype) => dtype.numpy_name().map(str::to_string),
@@ -231,7 +231,7 @@ impl ElementType {
         }
     }
 
-    /// Bytes, of numbers.
+    /// Bytes per number.
     fn size(&self) -> Option<usize> {
         match self {
             ElementType::Number(dtype) => dtype.size(),
@@ -239,7 +239,7 @@ impl ElementType {
         }
     }
 
-    /// The least and the largest number, of integers.
+    /// The smallest and largest number, for integers.
     fn range(&self) -> Option<(i128, i128)> {
         let ElementType::Number(dtype) = self else { return None };
         Some(match dtype {
@@ -257,7 +257,7 @@ impl ElementType {
 }
 
 impl Fill {
-    /// The fill value of elements of a type; `None` if the value is none.
+    /// Parses the fill value of an element type; `None` if the value is invalid.
     pub fn of(element: &ElementType, value: Option<&Value>, lenient: bool) -> Option<Fill> {
         let value = match (element, value) {
             (ElementType::Text(..) | ElementType::Strings, _) => return Some(Fill::Text),
@@ -274,7 +274,7 @@ impl Fill {
             return match value {
                 Value::Bool(false) if lenient => Some(Fill::Integer(0)),
                 Value::Number(n) if n.is_f64() => {
-                    // -2^63 as a float may be any of many smaller integers, rounded.
+                    // -2^63 as a float may be a rounded smaller integer.
                     let n = n.as_f64().filter(|n| n.fract() == 0.0 && *n > i64::MIN as f64)?;
                     whole(&(n as i128)).then_some(Fill::Float(n))
                 }
@@ -298,7 +298,8 @@ impl Fill {
         }
     }
 
-    /// The element's bytes, little-endian; `None` if it is no number of this type. The first [`DType::size`] bytes count.
+    /// The element's bytes, little-endian; `None` if it is not a number of this type. Only the first [`DType::size`] bytes
+    /// are used.
     pub fn bytes(&self, dtype: DType) -> Option<[u8; 8]> {
         let size = dtype.size()?;
         let mut made = [0; 8];
@@ -339,7 +340,7 @@ fn bits(text: &str, size: usize, lenient: bool) -> Option<Vec<u8>> {
     beyond.iter().all(|b| *b == 0).then(|| bytes.to_vec())
 }
 
-/// The element type of an array of version 2, and whether it is in the other byte order.
+/// The element type of a version 2 array, and whether it is byte-swapped.
 fn v2_element(root: &Fields<'_>) -> Result<(ElementType, bool)> {
     let wrong = || root.wrong("dtype", "an element type such as \"<f2\"");
     let code = match root.get("dtype") {
@@ -376,7 +377,7 @@ fn v2_element(root: &Fields<'_>) -> Result<(ElementType, bool)> {
     Ok((element, order == Some('>') && !of_bytes))
 }
 
-/// The element type of a Zarr name.
+/// The element type with this Zarr name.
 fn dtype_named(name: &str) -> Option<DType> {
     let mut known = DType::ALL.iter().copied().filter(|d| d.size().is_some() && !name.starts_with("float8"));
     known.find(|d| d.numpy_name() == Some(name))
@@ -408,7 +409,7 @@ fn v3_naming(root: &Fields<'_>, limits: &Limits) -> Result<Naming> {
     }
 }
 
-/// Refuses codecs of version 3 that are no list of objects, and byte orders that are none.
+/// Rejects version 3 codecs that are not a list of objects, and invalid byte orders.
 fn check_codecs(root: &Fields<'_>, list: &[Value]) -> Result<()> {
     if list.is_empty() {
         return Err(root.wrong("codecs", "a non-empty list"));
@@ -425,8 +426,8 @@ fn check_codecs(root: &Fields<'_>, list: &[Value]) -> Result<()> {
     Ok(())
 }
 
-/// The index of shards, which may lie at either end, as `bytes`, or `bytes` and `crc32c`: other libraries write these two. The
-/// sharding codec allows more of a fixed size, which zarrs reads.
+/// The index of shards, at either end, encoded with `bytes`, or `bytes` and `crc32c`, as other libraries write it. The
+/// sharding codec also allows other codecs of fixed size, which zarrs decodes.
 fn index_form(sharding: &Fields<'_>, chunks: u64) -> Result<IndexForm> {
     let at_end = match sharding.get("index_location") {
         None => true,
@@ -439,7 +440,7 @@ fn index_form(sharding: &Fields<'_>, chunks: u64) -> Result<IndexForm> {
     Ok(IndexForm::numbers(chunks, at_end, numbers))
 }
 
-/// The form of an index of these codecs; `None` if they are others than `bytes`, or `bytes` and `crc32c`.
+/// The form of an index with these codecs; `None` unless they are `bytes`, or `bytes` and `crc32c`.
 pub fn index_numbers(codecs: &[Value]) -> Option<Numbers> {
     let (bytes, checked) = match codecs {
         [bytes] => (bytes, false),
@@ -464,7 +465,7 @@ enum Endian {
     Big,
 }
 
-/// The byte order of a codec that is `bytes`.
+/// The byte order of a `bytes` codec; `None` for other codecs.
 fn endian(codec: &Value) -> Option<Endian> {
     if !is_named(codec, "bytes") {
         return None;
@@ -477,7 +478,7 @@ fn endian(codec: &Value) -> Option<Endian> {
     }
 }
 
-/// Codecs without a configuration may be given by their names alone.
+/// Whether a codec has this name; codecs without a configuration may be given by name alone.
 fn is_named(codec: &Value, name: &str) -> bool {
     codec == name || codec["name"] == name
 }
@@ -489,7 +490,7 @@ fn name_of(codec: &Value) -> String {
     }
 }
 
-/// Names of codecs, and of those inside sharding.
+/// Names of codecs, including those inside sharding.
 fn names(codecs: &[Value], depth: usize, found: &mut Vec<String>) {
     for codec in codecs.iter().filter(|codec| codec.is_string() || codec.is_object()) {
         found.push(name_of(codec));
@@ -517,7 +518,7 @@ fn is_nothing(value: &Value) -> bool {
     }
 }
 
-/// The product of sizes; `None` if it is too large.
+/// The product of sizes; `None` if it overflows.
 pub fn product(sizes: impl IntoIterator<Item = u64>) -> Option<u64> {
     sizes.into_iter().try_fold(1u64, u64::checked_mul)
 }
@@ -527,7 +528,7 @@ pub fn parse(text: &[u8]) -> Result<Value> {
     serde_json::from_slice(text).map_err(|e| Error::new(Kind::Format, format!("expected JSON: {e}")))
 }
 
-/// A JSON object and its place in the metadata, for errors.
+/// A JSON object, and its path in the metadata for errors.
 #[derive(Clone, Debug)]
 pub struct Fields<'a> {
     fields: &'a Map<String, Value>,
@@ -535,7 +536,7 @@ pub struct Fields<'a> {
 }
 
 impl<'a> Fields<'a> {
-    /// A value that has to be an object. An empty `place` is the whole text.
+    /// Checks that a value is an object. An empty `place` is the whole text.
     pub fn of(value: Option<&'a Value>, place: String) -> Result<Fields<'a>> {
         if let Some(Value::Object(fields)) = value {
             return Ok(Fields { fields, place });
@@ -550,7 +551,7 @@ impl<'a> Fields<'a> {
         self.fields.get(name)
     }
 
-    /// The name of a field, with those of the objects that it is in.
+    /// The full path of a field.
     fn place(&self, name: &str) -> String {
         if self.place.is_empty() { name.to_string() } else { format!("{}.{name}", self.place) }
     }
@@ -559,7 +560,7 @@ impl<'a> Fields<'a> {
         Fields::of(self.get(name), self.place(name))
     }
 
-    /// The error for a field that is not as it should be.
+    /// The error for an invalid field.
     pub fn wrong(&self, name: &str, expected: &str) -> Error {
         let found = self.get(name).map_or_else(|| "nothing".to_string(), shown);
         Error::new(Kind::Format, format!("field '{}': expected {expected}, found {found}", self.place(name)))
@@ -579,7 +580,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// A list of sizes, `dimensions` of them where that is known.
+    /// A list of sizes, of length `dimensions` if that is given.
     fn sizes(&self, name: &str, least: u64, dimensions: Option<usize>, limits: &Limits) -> Result<Vec<u64>> {
         let size = |value: &Value| value.as_u64().filter(|n| (least..limits.size).contains(n));
         let found = self.get(name).and_then(Value::as_array).and_then(|list| list.iter().map(size).collect());
@@ -600,7 +601,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A value as JSON, short enough for a message.
+/// A value as JSON, shortened for a message.
 fn shown(value: &Value) -> String {
     let mut text = value.to_string();
     if text.len() > 60 {

@@ -4,7 +4,7 @@
 
 use std::fmt::Write;
 
-/// How the indices of a chunk become the name of its file.
+/// The encoding of chunk indices in file names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Naming {
     prefix: &'static str,
@@ -22,18 +22,18 @@ impl Naming {
         Naming { prefix: "", separator: if slashes { "/" } else { "." } }
     }
 
-    /// The encoding of this prefix and separator; `None` if there is none.
+    /// The encoding with this prefix and separator; `None` if there is none.
     pub fn of(prefix: &str, separator: &str) -> Option<Naming> {
         let each = [Naming::v2(false), Naming::v2(true), Naming::default_of(false), Naming::default_of(true)];
         each.into_iter().find(|naming| naming.prefix == prefix && naming.separator == separator)
     }
 
-    /// What precedes the first index: `""`, `"c/"` or `"c."`.
+    /// The text before the first index: `""`, `"c/"` or `"c."`.
     pub fn prefix(&self) -> &'static str {
         self.prefix
     }
 
-    /// What separates indices: `"."` or `"/"`.
+    /// The separator of indices: `"."` or `"/"`.
     pub fn separator(&self) -> &'static str {
         self.separator
     }
@@ -52,7 +52,7 @@ impl Naming {
         name
     }
 
-    /// The folder below the array's that holds its files (`""` for the array's own), and what names in it begin with.
+    /// The subfolder of the array's folder with its files (`""` for the folder itself), and the prefix of names in it.
     pub fn folder(&self) -> (&'static str, &'static str) {
         match self.prefix.strip_suffix('/') {
             Some(folder) => (folder, ""),
@@ -60,8 +60,8 @@ impl Naming {
         }
     }
 
-    /// The first index of a file, or of a folder of files, by its name in [`Naming::folder`]; `None` if it is no chunk of an array
-    /// of so many dimensions whose other indices are all zero.
+    /// The first index of a file or subfolder, from its name in [`Naming::folder`]; `None` if it is not a chunk of an array
+    /// with `dimensions` dimensions whose other indices are zero.
     pub fn first_index(&self, name: &str, dimensions: usize) -> Option<u64> {
         let mut digits = name.strip_prefix(self.folder().1)?;
         if self.separator == "." {
@@ -92,7 +92,7 @@ mod tests {
             assert_eq!(naming.file(&[7, 0]), file);
             assert_eq!(naming.file(&[]), none);
             assert_eq!(naming.folder(), folder);
-            // A name in the folder, or that of a folder of files.
+            // A file name in the folder, or the name of a subfolder.
             let listed = naming.file(&[7, 0]);
             let listed = listed.strip_prefix("c/").unwrap_or(&listed);
             let listed = if separator == "/" { "7" } else { listed };
