@@ -1,15 +1,15 @@
-//! How decoding fails below the file: a text, and what kind of fault it is.
+//! Decoding errors below the level of files: a text and a kind.
 
 use crate::error::{Finding, Kind};
 
-/// Why a step failed; the caller adds the file.
+/// Why a step of decoding failed; the caller adds the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Undecodable {
-    /// [`Kind::Format`], or [`Kind::NoMemory`], which says nothing about the bytes.
+    /// [`Kind::Format`], or [`Kind::NoMemory`], which is not a fault of the bytes.
     pub kind: Kind,
     /// What is wrong.
     pub text: String,
-    /// The finding, where there is one.
+    /// The finding, if there is one.
     pub finding: Option<Finding>,
 }
 
@@ -21,12 +21,12 @@ impl<T: Into<String>> From<T> for Undecodable {
 
 pub(super) type Said<T> = Result<T, Undecodable>;
 
-/// The error where `n` units of memory cannot be had.
+/// The error if `n` units of memory cannot be allocated.
 pub(super) fn no_memory(n: u64, of: &str) -> Undecodable {
     Undecodable { kind: Kind::NoMemory, text: format!("no memory for {n} {of}"), finding: None }
 }
 
-/// Memory for `n` elements, or an error where it cannot be had: a failed `Vec::with_capacity` ends the process.
+/// Memory for `n` elements, or an error: a failed `Vec::with_capacity` aborts the process.
 pub(super) fn reserve<T>(n: u64) -> Said<Vec<T>> {
     let mut made = Vec::new();
     usize::try_from(n)
@@ -36,7 +36,7 @@ pub(super) fn reserve<T>(n: u64) -> Said<Vec<T>> {
     Ok(made)
 }
 
-/// `n` bytes of zeros, likewise.
+/// `n` zero bytes, or an error if they cannot be allocated.
 pub(crate) fn zeros(n: usize) -> Said<Vec<u8>> {
     bytemuck::allocation::try_zeroed_vec(n).map_err(|()| no_memory(n as u64, "bytes"))
 }

@@ -1,7 +1,7 @@
-//! A file that is open: its bytes, and where the rows lie in it.
+//! An open file: its bytes, and the positions of its rows.
 //!
-//! Every kind of dataset ends here. What differs is how the bytes are had (a source, decoded into memory, or not there at all,
-//! which in a chunked array means "the fill value") and how the rows stand in them; [`Place`] says the second in five numbers.
+//! All kinds of datasets use it. They differ in the bytes (from a source, decoded into memory, or missing, which means "the fill
+//! value" in a chunked array) and in the positions of rows, which [`Place`] describes.
 
 use std::sync::Arc;
 
@@ -13,18 +13,18 @@ use crate::source::mmap::Map;
 use crate::source::slots::Opened;
 use crate::source::{ByteRange, Ready, Source};
 
-/// How the bytes of a file are had.
+/// The bytes of a file.
 #[derive(Debug)]
 pub enum Body {
-    /// As they are stored.
+    /// Stored bytes, from a source.
     Stored(Box<dyn Source>),
     /// Decoded into memory.
     Decoded(Location, Arc<Buffer>),
-    /// There is no such file, and the format says what that means: every element is this one.
+    /// A missing file whose elements all equal this one, as the format defines.
     Fill(Location, Vec<u8>),
 }
 
-/// A file that is open, and where its rows lie.
+/// An open file, and the positions of its rows.
 #[derive(Debug)]
 pub struct OpenFile {
     body: Body,
@@ -32,12 +32,12 @@ pub struct OpenFile {
 }
 
 impl OpenFile {
-    /// A file whose length was looked at just now.
+    /// A file whose length has just been checked.
     pub fn new(body: Body, place: Place) -> OpenFile {
         OpenFile { body, place }
     }
 
-    /// Where it is, or would be.
+    /// Its location, even if it is missing.
     pub fn location(&self) -> &Location {
         match &self.body {
             Body::Stored(source) => source.location(),
@@ -45,19 +45,19 @@ impl OpenFile {
         }
     }
 
-    /// How its bytes are had.
+    /// Its bytes.
     #[inline]
     pub fn body(&self) -> &Body {
         &self.body
     }
 
-    /// Where its rows lie.
+    /// The positions of its rows.
     #[inline]
     pub fn place(&self) -> &Place {
         &self.place
     }
 
-    /// The bytes, where they can be looked at.
+    /// The bytes, if they are in memory or mapped.
     #[inline]
     pub fn bytes(&self) -> Option<&[u8]> {
         match &self.body {
@@ -67,7 +67,7 @@ impl OpenFile {
         }
     }
 
-    /// The source, where there is one.
+    /// The source, if there is one.
     #[inline]
     pub fn source(&self) -> Option<&dyn Source> {
         match &self.body {
@@ -76,7 +76,7 @@ impl OpenFile {
         }
     }
 
-    /// Fails if the file is not what it was when it was opened.
+    /// Fails if the file has changed since it was opened.
     pub fn unchanged(&self) -> Result<()> {
         self.source().map_or(Ok(()), Source::unchanged)
     }
@@ -92,8 +92,8 @@ impl Opened for OpenFile {
     }
 }
 
-/// Rows that lie one after another, as bytes in a shared mapping: they stay readable when the dataset is closed. A view keeps
-/// no descriptor, so that the number of views is not bounded by `ulimit -n`.
+/// Contiguous rows as bytes of a shared mapping, readable after the dataset is closed. A view keeps no descriptor, so
+/// `ulimit -n` does not limit the number of views.
 #[derive(Debug)]
 pub struct View {
     map: Map,
@@ -102,8 +102,8 @@ pub struct View {
 }
 
 impl View {
-    /// Rows of a file that can be mapped; `None` where it cannot, or the rows are not one range of bytes in this machine's order.
-    /// Cold pages are put on their way: who asks for a view is about to read it from front to back.
+    /// A view of rows; `None` if the file cannot be mapped, or the rows are not contiguous and in native byte order. Cold pages
+    /// are hinted, because the view is likely to be read from beginning to end.
     pub fn of(file: &OpenFile, address: u64, rows: u64, row_bytes: usize) -> Result<Option<View>> {
         let place = *file.place();
         if rows == 0 || !place.is_dense() || place.swapped || place.used != row_bytes {
@@ -122,7 +122,7 @@ impl View {
         Ok(map.bytes().get(begin..end).is_some().then_some(View { map, begin, end }))
     }
 
-    /// A range of a mapped file's bytes; `None` where there is no map, or the file has no such range.
+    /// A byte range of a mapped file; `None` if the file is not mapped or has no such range.
     pub fn range(source: &dyn Source, begin: usize, end: usize) -> Result<Option<View>> {
         source.unchanged()?;
         let map = source.map()?.filter(|map| map.bytes().get(begin..end).is_some());
@@ -135,7 +135,7 @@ impl View {
     }
 }
 
-/// The error for rows that an index names and the file does not hold.
+/// The error for rows that an index refers to and the file does not contain.
 pub(crate) fn outside(file: &OpenFile, address: u64, rows: u64, whose: &str) -> Error {
     let place = file.place();
     let detail = if place.unit == place.step {
@@ -180,7 +180,7 @@ mod tests {
         }
     }
 
-    /// Or the clock would close objects where descriptors are lacking, and count them as free.
+    /// Otherwise the clock would close objects to free descriptors that they do not hold.
     #[test]
     fn an_object_holds_no_descriptor_and_a_file_does() {
         let folder = tempfile::tempdir().unwrap();

@@ -95,13 +95,13 @@ pub(crate) fn open_to_read(path: &Path) -> std::io::Result<File> {
 /// Opens a regular file (symlinks are followed); returns it with its length.
 pub(crate) fn open_regular(path: &Path) -> Result<(File, u64)> {
     // Check the type before opening: opening a named pipe would wait for a writer.
-    let meta = std::fs::metadata(path).map_err(|e| Error::from_io(&e, path, "look at"))?;
+    let meta = std::fs::metadata(path).map_err(|e| Error::from_io(&e, path, "stat"))?;
     if !meta.is_file() {
         let what = if meta.is_dir() { "a folder" } else { "a special file" };
         return Err(Error::new(Kind::NotAFile, format!("expected a regular file, found {what}")).at(path));
     }
     let file = open_to_read(path).map_err(|e| Error::from_io(&e, path, "open"))?;
-    let meta = file.metadata().map_err(|e| Error::from_io(&e, path, "look at"))?;
+    let meta = file.metadata().map_err(|e| Error::from_io(&e, path, "stat"))?;
     Ok((file, meta.len()))
 }
 

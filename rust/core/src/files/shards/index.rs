@@ -1,4 +1,4 @@
-//! What is inside a shard: its samples, and where each array's rows lie.
+//! The index of a shard: its samples, and the position of each array's rows.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,22 +10,22 @@ use crate::memory::buffer::Buffer;
 use crate::parse::pickle::Tree;
 use crate::parse::pickle::shard::{LayerSample, layers};
 
-/// Types that an array may have. Rows of one type are read together, each by a cast of its own.
+/// Supported types of arrays. Rows of one type are read together, with one cast per type.
 pub const TYPES: [DType; 3] = [DType::F16, DType::F32, DType::F64];
 
-/// The position of a type among [`TYPES`].
+/// The index of a type in [`TYPES`].
 pub(super) fn class_of(dtype: DType) -> Option<usize> {
     TYPES.iter().position(|t| *t == dtype)
 }
 
-/// Where one sample's rows of one layer lie.
+/// The position of one sample's rows in one layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Spot {
     pub offset: u64,
     pub tokens: u32,
-    /// Position of its type among [`TYPES`].
+    /// Index of the type in [`TYPES`].
     pub class: u8,
-    /// Among the byte-swapped and reordered copies.
+    /// Whether they are in the byte-swapped and reordered copies.
     pub aside: bool,
 }
 
@@ -33,7 +33,7 @@ pub(super) struct Spot {
 #[derive(Debug, PartialEq, Eq)]
 struct List {
     spots: Vec<Spot>,
-    /// The sample of each spot, ascending; `None` where spot `i` is sample `i`.
+    /// The sample of each spot, ascending; `None` if spot `i` is sample `i`.
     samples: Option<Vec<u32>>,
 }
 
@@ -47,23 +47,23 @@ impl List {
     }
 }
 
-/// What is inside a shard.
+/// The content of a shard.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ShardIndex {
     pub(super) width: u64,
-    /// The type of the first array, as a position among [`TYPES`], and a bit for each type that occurs.
+    /// The type of the first array, as an index in [`TYPES`], and a bit for each type that occurs.
     first: u8,
     types: u8,
-    /// Samples in the order in which they first appear.
+    /// Samples in order of first occurrence.
     pub(super) samples: Vec<i64>,
-    /// Several groups may have one.
+    /// Groups may share a list.
     lists: Vec<List>,
-    /// The list of each group that the shard has.
+    /// The list of each group in the shard.
     of_group: HashMap<usize, usize>,
-    /// Bytes that have to be in memory for rows to be read.
+    /// Bytes that must be in memory to read rows.
     pub(super) decoded: u64,
     pub(super) aside: u64,
-    /// Bytes of the file when it was looked into, or of what it inflates to.
+    /// Bytes of the file when it was indexed, or of its inflated content.
     pub(super) len: u64,
 }
 
@@ -83,13 +83,13 @@ impl ShardIndex {
         self.types
     }
 
-    /// Where a sample's rows of a group lie, if it has the group.
+    /// The position of a sample's rows in a group, if the sample has the group.
     pub(super) fn spot(&self, group: usize, sample: usize) -> Option<Spot> {
         self.lists[*self.of_group.get(&group)?].get(sample)
     }
 
-    /// Checks what a shard holds against what the metadata list, and finds every array. `groups` are the dataset's layers by
-    /// name. Given back with the index: copies of arrays whose bytes do not lie in C order and in this machine's byte order.
+    /// Compares a shard's content with the metadata, and finds every array. `groups` maps layer names to groups. Also returns
+    /// copies of arrays that are not in C order and native byte order.
     pub(super) fn build(
         spec: &ShardSpec,
         groups: &HashMap<i64, usize>,
@@ -126,7 +126,7 @@ impl ShardIndex {
         let Building { mut index, aside, here, .. } = made;
         for (layer, list) in &found.named {
             let Some(group) = groups.get(layer) else {
-                return Err(Error::new(Kind::Internal, format!("layer {layer} is none of the dataset's")));
+                return Err(Error::new(Kind::Internal, format!("layer {layer} is not a layer of the dataset")));
             };
             index.of_group.insert(*group, *list);
         }
@@ -144,12 +144,12 @@ struct Building<'a> {
     spec: &'a ShardSpec,
     tree: &'a Tree,
     input: &'a [u8],
-    /// Positions of samples by `sample_idx`.
+    /// Indices of samples by `sample_idx`.
     local: HashMap<i64, usize>,
     aside: Vec<u8>,
-    /// Whether an array with rows lies in the input as it is.
+    /// Whether some array's rows are used directly from the input.
     here: bool,
-    /// Copies made, by everything that decides what a copy holds: an array that several items share is copied once.
+    /// Finished copies, by everything that determines a copy's content: an array that several items share is copied once.
     moved: HashMap<(u64, DType, bool, bool, Vec<u64>), u64>,
     index: ShardIndex,
 }
@@ -185,7 +185,7 @@ impl Building<'_> {
     fn spot(&mut self, item: &LayerSample<'_>) -> Result<Spot> {
         let array = item.array;
         let [tokens, width] = array.shape[..] else {
-            return Err(Error::new(Kind::Internal, "an array that has not two axes"));
+            return Err(Error::new(Kind::Internal, "expected an array of two axes"));
         };
         let dtype = array.element.dtype;
         let Some(class) = class_of(dtype) else {
@@ -197,7 +197,7 @@ impl Building<'_> {
             return Err(Error::new(
                 Kind::Format,
                 format!(
-                    "sample_idx {}: an array {width} wide, those before it are {} wide",
+                    "sample_idx {}: expected an array of width {1}, as in earlier samples, found {width}",
                     item.sample, self.index.width
                 ),
             ));
@@ -215,11 +215,11 @@ impl Building<'_> {
         if let Some(offset) = self.moved.get(&key) {
             return Ok(Spot { offset: *offset, tokens, class, aside: true });
         }
-        // Bytes can be shared by arrays of several orders and types, each a copy of its own.
+        // Arrays of different order and type can share bytes; each needs its own copy.
         if self.aside.len() + bytes.len() > self.input.len().saturating_mul(2) {
             return Err(Error::new(
                 Kind::Format,
-                format!("copies of its arrays take more than twice the {} bytes that they lie in", self.input.len()),
+                format!("copies of its arrays need more than twice the {} bytes of the input", self.input.len()),
             ));
         }
         let offset = self.aside.len() as u64;

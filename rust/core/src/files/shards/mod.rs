@@ -1,15 +1,14 @@
-//! Pickle shards: files that say only inside which rows they hold.
+//! Pickle shards: files whose rows are only known after parsing them.
 //!
-//! A shard is looked into once, when something of it is first wanted: compared with its checksum, inflated if it is
-//! compressed, and indexed by one pass of the pickle machine, which finds where each array's bytes lie. After that its rows
-//! are rows like any other: of a mapped file (plain `.pkl`), or of decoded memory (`.pkl.gz`), which is kept under a budget
-//! and made again after it was evicted. Arrays in Fortran order, in the other byte order, or written as text by old protocols are
-//! copied into memory of their own, put in order ([`index`]).
+//! A shard is indexed on first use: its checksum is verified, it is inflated if compressed, and one pass of the pickle machine
+//! finds each array's bytes. After that its rows are read like others: from a mapped file (plain `.pkl`), or from decoded memory
+//! (`.pkl.gz`), which is cached within a budget and decoded again after eviction. Arrays that are in Fortran order,
+//! byte-swapped, or written as text by old protocols are copied and put in order (`index`).
 //!
-//! A file may be replaced while its dataset is open. Whenever a compressed shard is inflated again, its checksum and index are
-//! compared again; a plain one is, when it is opened and its inode, size or times are not those that were indexed.
+//! A file may be replaced while its dataset is open. Inflating a compressed shard again verifies its checksum and index again; a
+//! plain shard is verified again when it is opened and its inode, size or times have changed since it was indexed.
 //!
-//! Threads that want one shard wait for the first of them to read it ([`crate::codec::flight`]).
+//! Threads that need the same shard wait for the first of them to read it ([`crate::codec::flight`]).
 
 mod index;
 mod load;
