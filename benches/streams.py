@@ -357,7 +357,7 @@ def compat_lmprobe(repeats: int) -> Iterator[Row]:
     from benches.peers import lmprobe_on
 
     try:
-        import lmprobe  # noqa: F401 -- only whether it is there
+        import lmprobe  # noqa: F401 -- tests whether it is installed
     except ImportError:
         return
     from actshard.compat import lmprobe as ours

@@ -50,7 +50,7 @@ try:
             try:
                 writer.append([row])
             except actshard.ActshardError:
-                # Room is made, and the program goes on as if nothing had been written.
+                # Space is freed, and the program continues as if nothing had been written.
                 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
                 try:
                     writer.append([row])

@@ -70,7 +70,7 @@ def _plugin(point: EntryPoint) -> Format | None:
 
 
 def _wrong_in(format: Format) -> str | None:
-    """Returns what is wrong with a plugin's declarations; None if nothing. Wrong ones would break listing all formats."""
+    """Returns an error in a plugin's declarations that would break listing all formats; None if there is none."""
     if not _NAME.fullmatch(format.name):
         return f"name: expected letters, digits, '.', '_', '+' and '-', found {format.name!r:.80}"
     if format.holds != "activations":

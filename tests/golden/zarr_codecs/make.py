@@ -1,4 +1,4 @@
-"""Writes the stores beside this file with zarr-python, and what zarr-python reads of damaged copies of them.
+"""Writes the stores in this folder with zarr-python, and records what zarr-python reads from damaged copies.
 
     python tests/golden/zarr_codecs/make.py        # zarr 3.1.6, numcodecs 0.16.6, numpy 2.4.6
 

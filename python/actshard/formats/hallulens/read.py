@@ -183,7 +183,7 @@ class Capture:
                 made += tokens
         return made
 
-    # -- what is known of examples ---------------------------------------------------------------------------------
+    # -- columns ---------------------------------------------------------------------------------
 
     def _find_scores(self) -> None:
         """Reads the scores if they can be assigned to samples: a resumed writer saves only scores of its own samples."""
