@@ -1,4 +1,4 @@
-"""Zarr arrays: finding their metadata, which the core parses, and reading the small ones whole."""
+"""Zarr arrays: finds their metadata, which the core parses, and reads small arrays whole."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from actshard.formats.zarr.package import PackageArray
 from actshard.location import Location
 
 MOST_UNSTORED = 256 << 20
-"""Bytes of memory that small arrays may take without bytes on the disk: chunks that are not there, fill values."""
+"""Memory in bytes that a store's small arrays may take without stored data, as fill values of missing chunks."""
 
 MOST_RATIO = 256
-"""Bytes of memory that a byte on the disk may become in small arrays."""
+"""Bytes of memory allowed per stored byte of small arrays."""
 
 
 def native(meta: ArrayMeta) -> tuple[Any, ...]:
-    """As the native half's ``Rows.chunked`` takes an array of four dimensions."""
+    """Arguments of the native ``Rows.chunked`` for a 4-D array."""
     return (
         meta.folder,
         meta.metadata,
@@ -44,10 +44,10 @@ def native(meta: ArrayMeta) -> tuple[Any, ...]:
 
 
 def _decoded_by(meta: ArrayMeta) -> tuple[Location, bytes, bool] | Callable[[list[int]], bytes | None] | None:
-    """The decoder of an array's chunks: none, the core, or a function that asks the zarr package.
+    """The decoder of an array's chunks: None for plain chunks, the core, or a function that calls the zarr package.
 
     Raises:
-        MissingExtraError: it has to be the package, which is not installed.
+        MissingExtraError: the package is needed but not installed.
     """
     if not meta.how:
         return None
@@ -56,7 +56,7 @@ def _decoded_by(meta: ArrayMeta) -> tuple[Location, bytes, bool] | Callable[[lis
 
 
 class ZarrStore:
-    """A Zarr store in a folder: its attributes, and the arrays in it."""
+    """A Zarr store in a folder: its attributes and arrays."""
 
     def __init__(self, path: Location) -> None:
         self.path = path
@@ -112,7 +112,7 @@ class ZarrStore:
         return _parsed(self.path, node, self.version, fields)
 
     def names(self, group: str) -> list[str]:
-        """Names of the arrays in a group, from its folder: arrays, not chunks, so that the list is short."""
+        """Names of the arrays in a group. Lists the group's folder, but no chunks."""
         found = {
             key.removeprefix(f"{group}/").split("/")[0] for key in self._consolidated if key.startswith(f"{group}/")
         }
@@ -122,18 +122,18 @@ class ZarrStore:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Alike but for attributes, which zarr keeps inside the metadata of version 3."""
+    """Compares metadata without attributes, which version 3 stores in the same object."""
     if isinstance(a, dict) and isinstance(b, dict):
         a, b = ({k: v for k, v in x.items() if k not in ("attributes", "consolidated_metadata")} for x in (a, b))
     return bool(a == b)
 
 
 def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMeta:
-    """The metadata of an array, which the core parses.
+    """Parses an array's metadata with the core.
 
     Raises:
-        FormatError: they are not as the specification has them.
-        UnsupportedError: structured elements, irregular grids, or an element type that is not read.
+        FormatError: the metadata violate the specification.
+        UnsupportedError: structured dtypes, irregular grids, or another unsupported dtype.
     """
     value = {k: v for k, v in fields.value.items() if k not in ("attributes", "consolidated_metadata")}
     try:
@@ -141,7 +141,7 @@ def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMe
         found = _native.ZarrMeta(version, text, utf8(fields.where))
         dtype = _dtype(found.dtype, fields)
     except ActshardError as error:
-        error.path = Location.at(fields.path).place  # the core knows only the text
+        error.path = Location.at(fields.path).place  # the core receives only the text
         raise
     fill: Any = found.fill
     if dtype is not None and isinstance(fill, bytes):
@@ -172,7 +172,7 @@ def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMe
 
 
 def _plain(value: Any) -> Any:
-    """JSON that any parser reads: numbers that no float64 holds are texts, which are no numbers either."""
+    """Replaces numbers that float64 cannot hold by strings, so that any JSON parser parses the text and the field is rejected."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -183,29 +183,29 @@ def _plain(value: Any) -> Any:
 
 
 def _dtype(name: str | None, fields: Fields) -> np.dtype[Any] | None:
-    """The numpy type of a name, in native order."""
+    """The numpy dtype of a name, in native byte order."""
     if name == "bfloat16":
         return NUMPY_BY_NAME["BF16"]
     try:
         return None if name is None else np.dtype(name)
-    except TypeError as error:  # not all platforms have a float128
-        raise fields.error("dtype", "an element type that numpy has here") from error
+    except TypeError as error:  # some platforms lack float128
+        raise fields.error("dtype", "an element type that numpy supports on this platform") from error
 
 
 class Spare:
-    """Memory that the small arrays of a store may take beyond what their bytes on the disk account for."""
+    """Memory budget of a store's small arrays, beyond what their stored bytes account for."""
 
     def __init__(self) -> None:
         self.left = MOST_UNSTORED
 
     def take(self, meta: ArrayMeta, files: Mapping[tuple[int, ...], int]) -> int:
-        """Bytes that an array takes in memory.
+        """Returns the size of an array in memory, and charges the budget.
 
         Raises:
-            FormatError: it claims more than the chunks that are there, and what is left, account for.
+            FormatError: the array needs more than its stored chunks and the remaining budget allow.
         """
         item = 64 if meta.dtype is None else max(meta.dtype.itemsize, 64 if meta.dtype.kind in "SU" else 1)
-        # A chunk is decoded whole, and an array has at least one.
+        # Chunks are decoded whole, and an array with chunks has at least one.
         size = max(math.prod(meta.shape), math.prod(meta.outer) if files else 0) * item
         stored = sum(files.values())
         beyond = max(0, size - MOST_RATIO * stored)
@@ -220,7 +220,7 @@ class Spare:
 
 
 def read_constant(meta: ArrayMeta) -> int | None:
-    """The fill value of an array of integers of which no chunk is there."""
+    """The fill value of an integer array without any chunks; None for other arrays."""
     if meta.dtype is None or meta.dtype.kind not in "iu" or meta.chunk_files():
         return None
     _check_is_there(meta)
@@ -228,7 +228,7 @@ def read_constant(meta: ArrayMeta) -> int | None:
 
 
 def read_whole(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | list[str]:
-    """A small array as :func:`read_array` reads it, strings of a fixed length as a list too."""
+    """Reads a small array like :func:`read_array`, and fixed-length strings as a list, too."""
     found = read_array(meta, spare)
     if isinstance(found, np.ndarray) and found.dtype.kind in "SU":
         return [_text(item) for item in found.ravel().tolist()]
@@ -236,14 +236,14 @@ def read_whole(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | li
 
 
 def read_array(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | list[str]:
-    """A small array: as numpy, strings of any length as a list. Only chunks that are there are looked for.
+    """Reads a small array: a numpy array, or a list for variable-length strings. Only existing chunks are opened.
 
     Args:
         meta: the array.
-        spare: what it shares with the other arrays of its store.
+        spare: the memory budget shared by the store's arrays.
 
     Raises:
-        FormatError: it claims more than the chunks that are there account for, or one of them is damaged.
+        FormatError: the array needs more memory than its chunks account for, or a chunk is damaged.
     """
     files = meta.chunk_files()
     size = (spare or Spare()).take(meta, files)
@@ -265,9 +265,9 @@ def read_array(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | li
 
 
 def _check_is_there(meta: ArrayMeta) -> None:
-    """Chunks that are not there are the fill value; an array that is not there is an error."""
+    """Raises MissingFileError if the array does not exist. Missing chunks alone are fill values."""
     if not exists(meta.metadata):
-        raise MissingFileError("expected an array, found nothing", path=meta.metadata)
+        raise MissingFileError("expected an array, found none", path=meta.metadata)
 
 
 def _text(item: str | bytes) -> str:
@@ -280,7 +280,7 @@ def _joined(
     files: Mapping[tuple[int, ...], int],
     chunk: Callable[[tuple[int, ...]], bytes | None],
 ) -> NDArray[Any]:
-    """An array of its chunks; the others hold the fill value."""
+    """Assembles an array from its chunks; missing ones are filled."""
     made = np.full(meta.shape, meta.fill, dtype)
     for at in files:
         inside = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, meta.outer, meta.shape, strict=True))
