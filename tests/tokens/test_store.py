@@ -388,8 +388,8 @@ def _with_offsets(path: Path, change: Callable[[np.ndarray], None]) -> None:
         (lambda o: o.__setitem__(2, 10**9), "row ends in ascending order"),
         (lambda o: o.__setitem__(2, 0), "row ends in ascending order"),
         (lambda o: o.__setitem__(2, -5), "row ends in ascending order"),
-        (lambda o: o.__setitem__(0, -5), "no count"),
-        (lambda o: o.__setitem__(0, 1 << 62), "no count"),
+        (lambda o: o.__setitem__(0, -5), "expected a count"),
+        (lambda o: o.__setitem__(0, 1 << 62), "expected a count"),
     ],
 )
 def test_offsets_that_make_no_sense(change, said: str, tmp_path: Path) -> None:
