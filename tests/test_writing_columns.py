@@ -336,3 +336,48 @@ def test_arguments_of_append_that_make_no_sense_are_errors_of_ours(tmp_path: Pat
     writer.append(rows(2))
     writer.close()
     assert actshard.verify(tmp_path / "d").ok
+
+
+@pytest.mark.parametrize("format", ("saev", *FORMATS))
+def test_arrays_may_be_reused_after_append(tmp_path: Path, format: str) -> None:
+    """Blocks wait in memory until they are written: changing an array afterwards must not change what is written."""
+    n, tokens, k = 3, 4, 2
+    given: dict[str, np.ndarray] = {
+        "rows": np.ones((n, 1, tokens, WIDTH), np.float32),
+        "labels": np.arange(n * tokens, dtype=np.uint8).reshape(n, tokens),
+    }
+    own: dict[str, Any] = {"labels": given["labels"]}
+    if format != "saev":  # which stores nothing else, and examples of one length only
+        given |= {
+            "lengths": np.array([4, 2, 3]),
+            "number": np.arange(n),
+            "vector": np.arange(n * k, dtype=np.float32).reshape(n, k),
+            "logits": np.arange(n * k, dtype=np.float32).reshape(n, k),
+            "ids": np.arange(n * k, dtype=np.int32).reshape(n, k),
+            "router": np.arange(n * k, dtype=np.float32).reshape(n, k),
+        }
+        own |= {
+            "lengths": given["lengths"],
+            "columns": {"number": given["number"], "vector": given["vector"]},
+            "logits": (given["logits"], given["ids"]),
+            "router": {0: given["router"]},
+        }
+
+    def append(writer: actshard.Writer) -> None:
+        writer.append(given["rows"], **own)
+
+    with create(tmp_path / "kept", format, metadata={}) as kept:
+        append(kept)
+    with create(tmp_path / "reused", format, metadata={}) as reused:
+        append(reused)
+        for array in given.values():
+            array[:] = 1  # a value that every array can hold, lengths included
+    stores = [actshard.open(writer.path) for writer in (kept, reused)]
+    for example in range(n):
+        assert np.array_equal(stores[0].sequence(example, 0), stores[1].sequence(example, 0))
+    assert stores[0].table.to_pydict() == stores[1].table.to_pydict()
+    if format == "saev":
+        assert np.array_equal(stores[0].labels[:], stores[1].labels[:])
+    if format == "lmprobe":
+        pairs = [*zip(*(store.logits() for store in stores), strict=True), [store.router(0) for store in stores]]
+        assert all(np.array_equal(a, b) for a, b in pairs)

@@ -1,4 +1,8 @@
-"""Normalises the arguments of ``append``: activations as numpy arrays, everything else as one Arrow table."""
+"""Normalises the arguments of ``append``: activations as numpy arrays, everything else as one Arrow table.
+
+Blocks wait in memory until they are written, so everything except the activations, which the writer copies itself, is copied here:
+the caller may reuse its arrays after the call. Arrow data are immutable and not copied.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +66,7 @@ class GivenExamples:
                 raise ArgumentError(
                     f"lengths: expected {len(dense)} integers of 0 to {dense.shape[2]}, found {lengths!r:.80}"
                 )
+            self.tokens = self.tokens.copy()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -161,19 +166,19 @@ def table_of(
         values.append(column)
     arrays: dict[str, Any] = {}
     if labels is not None:
-        arrays[PATCH_LABELS] = as_numpy(labels)
+        arrays[PATCH_LABELS] = as_numpy(labels).copy()
         if arrays[PATCH_LABELS].dtype != np.uint8:
             raise DtypeError(f"labels: expected uint8, found {arrays[PATCH_LABELS].dtype}")
     if logits is not None:
         if not isinstance(logits, tuple | list) or len(logits) != len(LOGITS):
             raise ArgumentError("logits: expected (values, indices)")
-        arrays |= dict(zip(LOGITS, (as_numpy(a) for a in logits), strict=True))
+        arrays |= dict(zip(LOGITS, (as_numpy(a).copy() for a in logits), strict=True))
     if router is not None and not isinstance(router, Mapping):
         raise ArgumentError(f"router: expected a mapping from layers to arrays, found {type(router).__name__}")
     for layer, of_layer in (router or {}).items():
         if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
             raise ArgumentError(f"router: expected a layer, found {layer!r}")
-        arrays[f"{ROUTER}{int(layer)}"] = as_numpy(of_layer)
+        arrays[f"{ROUTER}{int(layer)}"] = as_numpy(of_layer).copy()
     for name, array in arrays.items():
         if array.ndim != 2 or len(array) != n or array.shape[1] == 0:
             raise ArgumentError(f"{name}: expected ({n}, k) numbers, found {array.shape}")
@@ -212,8 +217,8 @@ def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
     if torch is not None and isinstance(column, torch.Tensor):
         column = as_numpy(column)
     try:
-        if hasattr(column, "__array__") and not isinstance(column, np.ndarray):
-            column = np.asarray(column)
+        if hasattr(column, "__array__"):
+            column = np.array(column)
         if isinstance(column, np.ndarray) and column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1]:
             return list_column(name, column)
         if isinstance(column, np.ndarray) and column.ndim != 1:
