@@ -261,6 +261,44 @@ def test_a_fill_value_that_is_no_number_of_its_type_is_refused(tmp_path: Path) -
         assert not actshard.verify(path).ok
 
 
+ODD_JSON: dict[str, tuple[str, type[actshard.ActshardError] | None]] = {
+    "an unknown integer beyond float64": ('"other": 1' + "0" * 400, None),
+    "an unknown lone surrogate": (r'"other": {"\ud800": "\udfff"}', None),
+    "an unknown infinite number": ('"other": [1e999]', actshard.FormatError),
+    "a field twice": ('"order": "C"', actshard.FormatError),
+    "a separator that is half a character": (r'"dimension_separator": "\ud83d"', actshard.FormatError),
+    "a fill value beyond float64": ('"fill_value": 1' + "0" * 400, actshard.FormatError),
+    "an integer just below int64": ('"fill_value": -9223372036854775809', actshard.FormatError),
+}
+
+
+@pytest.mark.parametrize("name", ODD_JSON)
+def test_json_that_parsers_disagree_on(tmp_path: Path, name: str) -> None:
+    """Python's parser reads all of these texts, the core's parser does not."""
+    field, kind = ODD_JSON[name]
+    path = claims(tmp_path)
+    array_of(path / "arrays/label", [4], [4], "<i8")
+    own = path / "arrays/label/.zarray"
+    text = own.read_text()
+    if field.startswith('"fill_value"'):
+        text = text.replace('"fill_value": 0, ', "")
+    own.write_text(text[:-1] + f", {field}}}")
+    if kind is None:
+        assert opened(path).table["label"].to_pylist() == [0, 0, 0, 0]
+        assert actshard.verify(path).ok
+        return
+    with refuses(kind, own):
+        _ = opened(path).table
+    assert not actshard.verify(path).ok
+
+
+def test_a_fill_value_keeps_the_bits_of_a_nan(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "a.zarr", np.ones((4, 1, 2, 3), "f2"), None, (1, 1, 2, 3))
+    change(path / "arrays/activations/.zarray", lambda m: m | {"fill_value": "0x7e01"})
+    (path / "arrays/activations/2.0.0.0").unlink()
+    assert (opened(path).sequence(2, 0).view("<u2") == 0x7E01).all()
+
+
 def test_links_to_themselves_and_odd_names_are_findings(tmp_path: Path) -> None:
     path = claims(tmp_path)
     chunk = path / "arrays/activations/0.0.0.0"

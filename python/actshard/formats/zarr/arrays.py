@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +27,11 @@ MOST_UNSTORED = 256 << 20
 
 MOST_RATIO = 256
 """Bytes of memory allowed per stored byte of small arrays."""
+
+
+_encoded = json.JSONEncoder(allow_nan=False).encode
+_HUGE = re.compile(rb"[0-9]{309}")
+"""Digits of an integer that float64 may not hold."""
 
 
 def native(meta: ArrayMeta) -> tuple[Any, ...]:
@@ -137,7 +143,12 @@ def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMe
     """
     value = {k: v for k, v in fields.value.items() if k not in ("attributes", "consolidated_metadata")}
     try:
-        text = json.dumps(_plain(value), ensure_ascii=False).encode("utf-8", "replace")
+        own = _encoded(value).encode()
+    except ValueError:  # infinite numbers
+        own = b""
+    odd = not own or b"\\ud" in own or _HUGE.search(own)
+    text = json.dumps(_plain(value), ensure_ascii=False).encode("utf-8", "replace") if odd else own
+    try:
         found = _native.ZarrMeta(version, text, utf8(fields.where))
         dtype = _dtype(found.dtype, fields)
     except ActshardError as error:
@@ -148,10 +159,8 @@ def _parsed(store: Location, node: str, version: int, fields: Fields) -> ArrayMe
         fill = np.frombuffer(fill, dtype)[0]
     elif dtype is not None and dtype.kind in "iu":
         fill = int(fill)
-    try:
-        own = json.dumps(value, allow_nan=False).encode()
-    except ValueError as error:
-        raise FormatError("expected finite numbers", path=fields.path) from error
+    if not own:
+        raise FormatError("expected finite numbers", path=fields.path)
     return ArrayMeta(
         store,
         node,
