@@ -2,7 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 use actshard_core::DType;
-use actshard_core::arrays::meta::{ArrayMeta, Coding, ElementType, Fill};
+use actshard_core::arrays::element::{ElementType, Fill};
+use actshard_core::arrays::meta::{ArrayMeta, Coding};
 use actshard_core::error::Kind;
 use actshard_core::tokens::meta::Meta;
 use serde_json::{Value, json};

@@ -26,7 +26,8 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 
 use actshard_core::arrays::coded;
-use actshard_core::arrays::meta::{ArrayMeta, Fill};
+use actshard_core::arrays::element::Fill;
+use actshard_core::arrays::meta::ArrayMeta;
 use actshard_core::dtype::DType;
 use actshard_core::parse::safetensors;
 use actshard_core::source::pread;

@@ -6,37 +6,19 @@
 //! Sources: the Zarr storage specification 2.0; the Zarr core specification 3.0 with its regular grid, its default and v2 chunk
 //! keys, and the `bytes` and `sharding_indexed` codecs.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
+use super::element::{ElementType, Fill, dtype_named};
+use super::fields::{Fields, Limits, parse};
 use super::index::{IndexForm, Numbers};
 use super::naming::Naming;
 use crate::dtype::DType;
-use crate::error::{Error, Finding, Kind, Result};
+use crate::error::Result;
 
-/// Limit on the magnitude of fill values that are floats.
-const MOST_FILL: f64 = 1e300;
 /// Depth to which the names of nested codecs are listed.
 const MOST_NESTED: usize = 8;
 /// Maximum length of a codec's name in [`ArrayMeta::how`], in characters.
 const MOST_NAME: usize = 40;
-
-/// Limits on the accepted metadata.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Upper limit of sizes, exclusive.
-    pub size: u64,
-    /// Maximum number of dimensions.
-    pub dimensions: usize,
-    /// Whether to tolerate values that the specification does not allow: separators and configurations of a wrong type
-    /// count as the default, invalid codecs give [`Coding::Foreign`], `false` is zero, and fill values may have any
-    /// magnitude.
-    pub lenient: bool,
-}
-
-impl Limits {
-    /// The limits of 4-D stores and their small arrays.
-    pub const STORE: Limits = Limits { size: 1 << 48, dimensions: 8, lenient: false };
-}
 
 /// The metadata of an array.
 #[derive(Clone, Debug)]
@@ -65,19 +47,6 @@ pub struct ArrayMeta {
     pub index: Option<Result<IndexForm>>,
 }
 
-/// The type of an array's elements.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ElementType {
-    /// A number with a [`DType`].
-    Number(DType),
-    /// A number without a [`DType`], by its numpy name.
-    Wide(&'static str),
-    /// Bytes (`S`) or characters (`U`) of fixed length.
-    Text(char, u32),
-    /// Strings or bytes of variable length.
-    Strings,
-}
-
 /// The encoding of a unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Coding {
@@ -87,23 +56,6 @@ pub enum Coding {
     Blosc,
     /// Another encoding, decoded by zarrs.
     Foreign,
-}
-
-/// The element of missing chunks, as given in the metadata; of the element type.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Fill {
-    /// No value: zero, as in zarr-python.
-    Absent,
-    /// A boolean.
-    Bool(bool),
-    /// An integer.
-    Integer(i128),
-    /// A number with a decimal point or exponent, or NaN or infinity; for integer types without a fraction.
-    Float(f64),
-    /// The element's bytes, little-endian.
-    Bits(Vec<u8>),
-    /// An empty string.
-    Text,
 }
 
 impl ArrayMeta {
@@ -149,7 +101,7 @@ impl ArrayMeta {
         let words = codecs.iter().map(|name| shortened(name)).chain(fortran.then(|| "F order".to_string()));
         let how = words.collect::<Vec<_>>().join(", ");
         let coding = if how.is_empty() && !swapped { Coding::Plain } else { Coding::Foreign };
-        let fill = root.fill(&element, limits)?;
+        let fill = fill(root, &element, limits)?;
         let (inner, naming) = (outer.clone(), Naming::v2(slashes));
         Ok(ArrayMeta { shape, outer, inner, element, swapped, fill, naming, coding, how, codecs, index: None })
     }
@@ -202,7 +154,7 @@ impl ArrayMeta {
             }
         }
         names(list, 0, &mut made.codecs);
-        made.fill = root.fill(&made.element, limits)?;
+        made.fill = fill(root, &made.element, limits)?;
         Ok(made)
     }
 
@@ -220,124 +172,10 @@ impl ArrayMeta {
     }
 }
 
-impl ElementType {
-    /// The numpy or ml_dtypes name; `None` for strings of variable length.
-    pub fn numpy(&self) -> Option<String> {
-        match self {
-            ElementType::Number(dtype) => dtype.numpy_name().map(str::to_string),
-            ElementType::Wide(name) => Some((*name).to_string()),
-            ElementType::Text(unit, n) => Some(format!("{unit}{n}")),
-            ElementType::Strings => None,
-        }
-    }
-
-    /// Bytes per number.
-    fn size(&self) -> Option<usize> {
-        match self {
-            ElementType::Number(dtype) => dtype.size(),
-            _ => None,
-        }
-    }
-
-    /// The smallest and largest number, for integers.
-    fn range(&self) -> Option<(i128, i128)> {
-        let ElementType::Number(dtype) = self else { return None };
-        Some(match dtype {
-            DType::I8 => (i8::MIN.into(), i8::MAX.into()),
-            DType::I16 => (i16::MIN.into(), i16::MAX.into()),
-            DType::I32 => (i32::MIN.into(), i32::MAX.into()),
-            DType::I64 => (i64::MIN.into(), i64::MAX.into()),
-            DType::U8 => (0, u8::MAX.into()),
-            DType::U16 => (0, u16::MAX.into()),
-            DType::U32 => (0, u32::MAX.into()),
-            DType::U64 => (0, u64::MAX.into()),
-            _ => return None,
-        })
-    }
-}
-
-impl Fill {
-    /// Parses the fill value of an element type; `None` if the value is invalid.
-    pub fn of(element: &ElementType, value: Option<&Value>, lenient: bool) -> Option<Fill> {
-        let value = match (element, value) {
-            (ElementType::Text(..) | ElementType::Strings, _) => return Some(Fill::Text),
-            (_, None | Some(Value::Null)) => return Some(Fill::Absent),
-            (_, Some(value)) => value,
-        };
-        if let Value::String(text) = value
-            && text.starts_with("0x")
-        {
-            return bits(text, element.size()?, lenient).map(Fill::Bits);
-        }
-        if let Some((least, most)) = element.range() {
-            let whole = |n: &i128| (least..=most).contains(n);
-            return match value {
-                Value::Bool(false) if lenient => Some(Fill::Integer(0)),
-                Value::Number(n) if n.is_f64() => {
-                    // -2^63 as a float may be a rounded smaller integer.
-                    let n = n.as_f64().filter(|n| n.fract() == 0.0 && *n > i64::MIN as f64)?;
-                    whole(&(n as i128)).then_some(Fill::Float(n))
-                }
-                Value::Number(n) => integer(n).filter(whole).map(Fill::Integer),
-                _ => None,
-            };
-        }
-        if *element == ElementType::Number(DType::Bool) {
-            return value.as_bool().map(Fill::Bool);
-        }
-        match value {
-            Value::Bool(false) if lenient => Some(Fill::Integer(0)),
-            Value::Number(n) => n.as_f64().filter(|n| lenient || n.abs() < MOST_FILL).map(Fill::Float),
-            Value::String(text) => match text.as_str() {
-                "NaN" => Some(Fill::Float(f64::NAN)),
-                "Infinity" => Some(Fill::Float(f64::INFINITY)),
-                "-Infinity" => Some(Fill::Float(f64::NEG_INFINITY)),
-                _ => None,
-            },
-            _ => None,
-        }
-    }
-
-    /// The element's bytes, little-endian; `None` if it is not a number of this type. Only the first [`DType::size`] bytes
-    /// are used.
-    pub fn bytes(&self, dtype: DType) -> Option<[u8; 8]> {
-        let size = dtype.size()?;
-        let mut made = [0; 8];
-        let mut put = |bytes: &[u8]| made.get_mut(..bytes.len()).map(|to| to.copy_from_slice(bytes));
-        match (self, ElementType::Number(dtype).range()) {
-            (Fill::Absent, _) => Some(()),
-            (Fill::Bits(bytes), _) => put(bytes),
-            (Fill::Integer(n), Some(_)) => put(n.to_le_bytes().get(..size)?),
-            (Fill::Float(n), Some(_)) => put((*n as i128).to_le_bytes().get(..size)?),
-            (Fill::Integer(n), None) => float_bytes(*n as f64, dtype, put),
-            (Fill::Float(n), None) => float_bytes(*n, dtype, put),
-            (Fill::Bool(_) | Fill::Text, _) => None,
-        }?;
-        Some(made)
-    }
-}
-
-fn float_bytes(n: f64, dtype: DType, mut put: impl FnMut(&[u8]) -> Option<()>) -> Option<()> {
-    match dtype {
-        DType::F64 => put(&n.to_le_bytes()),
-        DType::F32 => put(&(n as f32).to_le_bytes()),
-        DType::F16 => put(&half::f16::from_f64(n).to_le_bytes()),
-        DType::BF16 => put(&half::bf16::from_f64(n).to_le_bytes()),
-        _ => None,
-    }
-}
-
-fn integer(n: &serde_json::Number) -> Option<i128> {
-    n.as_u64().map(i128::from).or_else(|| n.as_i64().map(i128::from))
-}
-
-/// The bytes of an element given as "0x" and hexadecimal digits, two for each byte (Zarr 3, "Fill value").
-fn bits(text: &str, size: usize, lenient: bool) -> Option<Vec<u8>> {
-    let digits = text.strip_prefix("0x")?;
-    let whole = digits.len() == 2 * size && digits.bytes().all(|c| c.is_ascii_hexdigit());
-    let bytes = u64::from_str_radix(digits, 16).ok().filter(|_| whole || lenient)?.to_le_bytes();
-    let (bytes, beyond) = bytes.split_at_checked(size)?;
-    beyond.iter().all(|b| *b == 0).then(|| bytes.to_vec())
+fn fill(root: &Fields<'_>, element: &ElementType, limits: &Limits) -> Result<Fill> {
+    let expected = || format!("a value of {}", element.numpy().unwrap_or_default());
+    let found = Fill::of(element, root.get("fill_value"), limits.lenient);
+    found.ok_or_else(|| root.wrong("fill_value", &expected()))
 }
 
 /// The element type of a version 2 array, and whether it is byte-swapped.
@@ -375,12 +213,6 @@ fn v2_element(root: &Fields<'_>) -> Result<(ElementType, bool)> {
     let element = element.ok_or_else(wrong)?;
     let of_bytes = matches!(element, ElementType::Text('S', _)) || element.size() == Some(1);
     Ok((element, order == Some('>') && !of_bytes))
-}
-
-/// The element type with this Zarr name.
-fn dtype_named(name: &str) -> Option<DType> {
-    let mut known = DType::ALL.iter().copied().filter(|d| d.size().is_some() && !name.starts_with("float8"));
-    known.find(|d| d.numpy_name() == Some(name))
 }
 
 fn v3_naming(root: &Fields<'_>, limits: &Limits) -> Result<Naming> {
@@ -521,93 +353,4 @@ fn is_nothing(value: &Value) -> bool {
 /// The product of sizes; `None` if it overflows.
 pub fn product(sizes: impl IntoIterator<Item = u64>) -> Option<u64> {
     sizes.into_iter().try_fold(1u64, u64::checked_mul)
-}
-
-/// Parses JSON.
-pub fn parse(text: &[u8]) -> Result<Value> {
-    serde_json::from_slice(text).map_err(|e| Error::new(Kind::Format, format!("expected JSON: {e}")))
-}
-
-/// A JSON object, and its path in the metadata for errors.
-#[derive(Clone, Debug)]
-pub struct Fields<'a> {
-    fields: &'a Map<String, Value>,
-    place: String,
-}
-
-impl<'a> Fields<'a> {
-    /// Checks that a value is an object. An empty `place` is the whole text.
-    pub fn of(value: Option<&'a Value>, place: String) -> Result<Fields<'a>> {
-        if let Some(Value::Object(fields)) = value {
-            return Ok(Fields { fields, place });
-        }
-        let field = if place.is_empty() { String::new() } else { format!("field '{place}': ") };
-        let detail = format!("{field}expected an object, found {}", shown(value.unwrap_or(&Value::Null)));
-        Err(Error::new(Kind::Format, detail).finds(Finding::Metadata))
-    }
-
-    /// A field.
-    pub fn get(&self, name: &str) -> Option<&'a Value> {
-        self.fields.get(name)
-    }
-
-    /// The full path of a field.
-    fn place(&self, name: &str) -> String {
-        if self.place.is_empty() { name.to_string() } else { format!("{}.{name}", self.place) }
-    }
-
-    fn object(&self, name: &str) -> Result<Fields<'a>> {
-        Fields::of(self.get(name), self.place(name))
-    }
-
-    /// The error for an invalid field.
-    pub fn wrong(&self, name: &str, expected: &str) -> Error {
-        let found = self.get(name).map_or_else(|| "nothing".to_string(), shown);
-        Error::new(Kind::Format, format!("field '{}': expected {expected}, found {found}", self.place(name)))
-            .finds(Finding::Metadata)
-    }
-
-    fn unsupported(&self, name: &str, why: &str) -> Error {
-        let found = shown(self.get(name).unwrap_or(&Value::Null));
-        Error::new(Kind::Unsupported, format!("field '{}': {why} {found}", self.place(name)))
-    }
-
-    fn is_version(&self, name: &str, version: f64, optional: bool) -> Result<()> {
-        match self.get(name) {
-            None if optional => Ok(()),
-            Some(found) if found.as_f64() == Some(version) => Ok(()),
-            _ => Err(self.wrong(name, &version.to_string())),
-        }
-    }
-
-    /// A list of sizes, of length `dimensions` if that is given.
-    fn sizes(&self, name: &str, least: u64, dimensions: Option<usize>, limits: &Limits) -> Result<Vec<u64>> {
-        let size = |value: &Value| value.as_u64().filter(|n| (least..limits.size).contains(n));
-        let found = self.get(name).and_then(Value::as_array).and_then(|list| list.iter().map(size).collect());
-        let found: Vec<u64> =
-            found.ok_or_else(|| self.wrong(name, &format!("a list of integers of at least {least}")))?;
-        if let Some(n) = dimensions.filter(|n| *n != found.len()) {
-            return Err(self.wrong(name, &format!("{n} integers, one per dimension of the shape")));
-        }
-        if found.len() > limits.dimensions {
-            return Err(self.wrong(name, &format!("at most {} dimensions", limits.dimensions)));
-        }
-        Ok(found)
-    }
-
-    fn fill(&self, element: &ElementType, limits: &Limits) -> Result<Fill> {
-        Fill::of(element, self.get("fill_value"), limits.lenient)
-            .ok_or_else(|| self.wrong("fill_value", &format!("a value of {}", element.numpy().unwrap_or_default())))
-    }
-}
-
-/// A value as JSON, shortened for a message.
-fn shown(value: &Value) -> String {
-    let mut text = value.to_string();
-    if text.len() > 60 {
-        let end = (0..=57).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
-        text.truncate(end);
-        text.push_str("...");
-    }
-    text
 }

@@ -4,12 +4,15 @@
 //!   where in it the unit lies; for shards by their index, which [`index`] reads and writes.
 //! - [`chain`] undoes the codecs of a unit within the bounds that its shape sets; [`coded`] does so for arrays whose
 //!   metadata the `zarrs` crate parses.
-//! - [`meta`] parses an array's metadata; [`naming`] gives the names of its files.
+//! - [`meta`] parses the metadata of an array, from [`fields`] of JSON to types and fill values ([`element`]); [`naming`] gives the
+//!   names of its files.
 //! - [`key`] names a decoded unit in a [`Cache`](crate::codec::cache::Cache): array, file, version of the file.
 
 mod chain;
 pub mod coded;
+pub mod element;
 pub(crate) mod failing;
+pub mod fields;
 pub mod file;
 pub mod index;
 pub mod key;

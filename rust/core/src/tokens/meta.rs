@@ -8,8 +8,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
+use crate::arrays::element::{ElementType, Fill};
+use crate::arrays::fields::{Fields, Limits, parse};
 use crate::arrays::index::IndexForm;
-use crate::arrays::meta::{ArrayMeta, Coding, ElementType, Fields, Fill, Limits, parse, product};
+use crate::arrays::meta::{ArrayMeta, Coding, product};
 use crate::arrays::naming::Naming;
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};

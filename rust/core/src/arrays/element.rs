@@ -1,0 +1,166 @@
+//! Element types and fill values of Zarr arrays.
+//!
+//! Source: the Zarr core specification 3.0, "Data types" and "Fill value".
+
+use serde_json::Value;
+
+use crate::dtype::DType;
+
+/// Limit on the magnitude of fill values that are floats.
+const MOST_FILL: f64 = 1e300;
+
+/// The type of an array's elements.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ElementType {
+    /// A number with a [`DType`].
+    Number(DType),
+    /// A number without a [`DType`], by its numpy name.
+    Wide(&'static str),
+    /// Bytes (`S`) or characters (`U`) of fixed length.
+    Text(char, u32),
+    /// Strings or bytes of variable length.
+    Strings,
+}
+
+/// The element of missing chunks, as given in the metadata; of the element type.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Fill {
+    /// No value: zero, as in zarr-python.
+    Absent,
+    /// A boolean.
+    Bool(bool),
+    /// An integer.
+    Integer(i128),
+    /// A number with a decimal point or exponent, or NaN or infinity; for integer types without a fraction.
+    Float(f64),
+    /// The element's bytes, little-endian.
+    Bits(Vec<u8>),
+    /// An empty string.
+    Text,
+}
+
+impl ElementType {
+    /// The numpy or ml_dtypes name; `None` for strings of variable length.
+    pub fn numpy(&self) -> Option<String> {
+        match self {
+            ElementType::Number(dtype) => dtype.numpy_name().map(str::to_string),
+            ElementType::Wide(name) => Some((*name).to_string()),
+            ElementType::Text(unit, n) => Some(format!("{unit}{n}")),
+            ElementType::Strings => None,
+        }
+    }
+
+    /// Bytes per number.
+    pub(super) fn size(&self) -> Option<usize> {
+        match self {
+            ElementType::Number(dtype) => dtype.size(),
+            _ => None,
+        }
+    }
+
+    /// The smallest and largest number, for integers.
+    fn range(&self) -> Option<(i128, i128)> {
+        let ElementType::Number(dtype) = self else { return None };
+        Some(match dtype {
+            DType::I8 => (i8::MIN.into(), i8::MAX.into()),
+            DType::I16 => (i16::MIN.into(), i16::MAX.into()),
+            DType::I32 => (i32::MIN.into(), i32::MAX.into()),
+            DType::I64 => (i64::MIN.into(), i64::MAX.into()),
+            DType::U8 => (0, u8::MAX.into()),
+            DType::U16 => (0, u16::MAX.into()),
+            DType::U32 => (0, u32::MAX.into()),
+            DType::U64 => (0, u64::MAX.into()),
+            _ => return None,
+        })
+    }
+}
+
+impl Fill {
+    /// Parses the fill value of an element type; `None` if the value is invalid.
+    pub fn of(element: &ElementType, value: Option<&Value>, lenient: bool) -> Option<Fill> {
+        let value = match (element, value) {
+            (ElementType::Text(..) | ElementType::Strings, _) => return Some(Fill::Text),
+            (_, None | Some(Value::Null)) => return Some(Fill::Absent),
+            (_, Some(value)) => value,
+        };
+        if let Value::String(text) = value
+            && text.starts_with("0x")
+        {
+            return bits(text, element.size()?, lenient).map(Fill::Bits);
+        }
+        if let Some((least, most)) = element.range() {
+            let whole = |n: &i128| (least..=most).contains(n);
+            return match value {
+                Value::Bool(false) if lenient => Some(Fill::Integer(0)),
+                Value::Number(n) if n.is_f64() => {
+                    // -2^63 as a float may be a rounded smaller integer.
+                    let n = n.as_f64().filter(|n| n.fract() == 0.0 && *n > i64::MIN as f64)?;
+                    whole(&(n as i128)).then_some(Fill::Float(n))
+                }
+                Value::Number(n) => integer(n).filter(whole).map(Fill::Integer),
+                _ => None,
+            };
+        }
+        if *element == ElementType::Number(DType::Bool) {
+            return value.as_bool().map(Fill::Bool);
+        }
+        match value {
+            Value::Bool(false) if lenient => Some(Fill::Integer(0)),
+            Value::Number(n) => n.as_f64().filter(|n| lenient || n.abs() < MOST_FILL).map(Fill::Float),
+            Value::String(text) => match text.as_str() {
+                "NaN" => Some(Fill::Float(f64::NAN)),
+                "Infinity" => Some(Fill::Float(f64::INFINITY)),
+                "-Infinity" => Some(Fill::Float(f64::NEG_INFINITY)),
+                _ => None,
+            },
+            _ => None,
+        }
+    }
+
+    /// The element's bytes, little-endian; `None` if it is not a number of this type. Only the first [`DType::size`] bytes
+    /// are used.
+    pub fn bytes(&self, dtype: DType) -> Option<[u8; 8]> {
+        let size = dtype.size()?;
+        let mut made = [0; 8];
+        let mut put = |bytes: &[u8]| made.get_mut(..bytes.len()).map(|to| to.copy_from_slice(bytes));
+        match (self, ElementType::Number(dtype).range()) {
+            (Fill::Absent, _) => Some(()),
+            (Fill::Bits(bytes), _) => put(bytes),
+            (Fill::Integer(n), Some(_)) => put(n.to_le_bytes().get(..size)?),
+            (Fill::Float(n), Some(_)) => put((*n as i128).to_le_bytes().get(..size)?),
+            (Fill::Integer(n), None) => float_bytes(*n as f64, dtype, put),
+            (Fill::Float(n), None) => float_bytes(*n, dtype, put),
+            (Fill::Bool(_) | Fill::Text, _) => None,
+        }?;
+        Some(made)
+    }
+}
+
+fn float_bytes(n: f64, dtype: DType, mut put: impl FnMut(&[u8]) -> Option<()>) -> Option<()> {
+    match dtype {
+        DType::F64 => put(&n.to_le_bytes()),
+        DType::F32 => put(&(n as f32).to_le_bytes()),
+        DType::F16 => put(&half::f16::from_f64(n).to_le_bytes()),
+        DType::BF16 => put(&half::bf16::from_f64(n).to_le_bytes()),
+        _ => None,
+    }
+}
+
+fn integer(n: &serde_json::Number) -> Option<i128> {
+    n.as_u64().map(i128::from).or_else(|| n.as_i64().map(i128::from))
+}
+
+/// The bytes of an element given as "0x" and hexadecimal digits, two for each byte (Zarr 3, "Fill value").
+fn bits(text: &str, size: usize, lenient: bool) -> Option<Vec<u8>> {
+    let digits = text.strip_prefix("0x")?;
+    let whole = digits.len() == 2 * size && digits.bytes().all(|c| c.is_ascii_hexdigit());
+    let bytes = u64::from_str_radix(digits, 16).ok().filter(|_| whole || lenient)?.to_le_bytes();
+    let (bytes, beyond) = bytes.split_at_checked(size)?;
+    beyond.iter().all(|b| *b == 0).then(|| bytes.to_vec())
+}
+
+/// The element type with this Zarr name.
+pub(super) fn dtype_named(name: &str) -> Option<DType> {
+    let mut known = DType::ALL.iter().copied().filter(|d| d.size().is_some() && !name.starts_with("float8"));
+    known.find(|d| d.numpy_name() == Some(name))
+}
