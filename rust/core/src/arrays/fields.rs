@@ -1,6 +1,6 @@
 //! Fields of JSON metadata, with types and sizes checked.
 
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 use crate::error::{Error, Finding, Kind, Result};
 
@@ -30,7 +30,7 @@ pub fn parse(text: &[u8]) -> Result<Value> {
 /// A JSON object, and its path in the metadata for errors.
 #[derive(Clone, Debug)]
 pub struct Fields<'a> {
-    fields: &'a Map<String, Value>,
+    fields: &'a serde_json::Map<String, Value>,
     place: String,
 }
 
