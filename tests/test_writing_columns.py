@@ -338,7 +338,7 @@ def test_arguments_of_append_that_make_no_sense_are_errors_of_ours(tmp_path: Pat
     assert actshard.verify(tmp_path / "d").ok
 
 
-@pytest.mark.parametrize("format", ("saev", *FORMATS))
+@pytest.mark.parametrize("format", ["saev", *FORMATS])
 def test_arrays_may_be_reused_after_append(tmp_path: Path, format: str) -> None:
     """Blocks wait in memory until they are written: changing an array afterwards must not change what is written."""
     n, tokens, k = 3, 4, 2
