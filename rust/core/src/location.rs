@@ -28,7 +28,19 @@ impl Location {
         Location::Object(Arc::new(Object { store: store.into(), key: key.into() }))
     }
 
-    /// The path of a local file.
+    /// The location of this name below this one; `name` may have slashes.
+    pub fn join(&self, name: &str) -> Location {
+        match self {
+            _ if name.is_empty() => self.clone(),
+            Location::Local(path) => Location::Local(path.join(name)),
+            Location::Object(object) if object.key.is_empty() => Location::object(object.store.clone(), name),
+            Location::Object(object) => {
+                Location::object(object.store.clone(), format!("{}/{name}", object.key.trim_end_matches('/')))
+            }
+        }
+    }
+
+    /// The path, where there is one.
     pub fn path(&self) -> Option<&Path> {
         match self {
             Location::Local(path) => Some(path),

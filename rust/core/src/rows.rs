@@ -20,7 +20,8 @@ use crate::layout::{Address, Layout, check_example};
 use crate::source::Io;
 use crate::threads::Watch;
 
-/// The files and the layout of a dataset. An enum, not a trait object, so that the gather is compiled for each layout.
+/// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
+#[allow(clippy::large_enum_variant, reason = "one per dataset")]
 pub enum Rows {
     /// Files of equal shape, addresses by arithmetic.
     Strided(FileTable, Strided),

@@ -75,8 +75,8 @@ impl Made {
             fs::write(path, bytes).unwrap();
         }
         ChunkArray {
-            folder: folder.to_path_buf(),
-            metadata: folder.join(".zarray"),
+            folder: folder.into(),
+            metadata: folder.join(".zarray").into(),
             naming: Naming::v2(separator == "/"),
             shape: self.shape,
             chunk: self.chunk,

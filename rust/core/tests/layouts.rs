@@ -209,8 +209,8 @@ proptest! {
         let metadata = folder.path().join(".zarray");
         fs::write(&metadata, b"{}").unwrap();
         let fill = 100u64;
-        let (root, naming) = (folder.path().to_path_buf(), Naming::v2(false));
-        let content = Content::Plain { swapped };
+        let (root, naming) = (folder.path().into(), Naming::v2(false));
+        let (content, metadata) = (Content::Plain { swapped }, metadata.into());
         let array = ChunkArray { folder: root, metadata, naming, shape, chunk, fill: element(dtype, fill), content };
         let files = ChunkFiles::new(vec![array], h, dtype, 1 << 20, io).unwrap();
         let lengths: Vec<u32> = lengths.iter().take(n as usize).map(|x| (*x).min(t as u32)).chain(std::iter::repeat(t as u32)).take(n as usize).collect();

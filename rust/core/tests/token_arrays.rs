@@ -6,7 +6,8 @@ use std::io::Write;
 use std::path::Path;
 use std::sync::{Arc, Barrier};
 
-use actshard_core::source::Io;
+use actshard_core::source::local::Local;
+use actshard_core::source::{Io, Store};
 use actshard_core::tokens::array::{BlockCache, HeldFile, TokenArray};
 use actshard_core::tokens::frame::stored_header;
 use actshard_core::tokens::jagged::{Cursor, Field, FieldShard};
@@ -15,6 +16,11 @@ use serde_json::{Value, json};
 use zarrs::array::BytesToBytesCodecTraits;
 use zarrs::array::codec::BloscCodec;
 use zarrs::metadata_ext::codec::blosc::{BloscCompressionLevel, BloscCompressor, BloscShuffleMode};
+
+fn open_array(folder: &Path, io: Io, cache: Arc<BlockCache>, most: Option<u64>) -> actshard_core::Result<TokenArray> {
+    let store: Arc<dyn Store> = Arc::new(Local { io });
+    TokenArray::open(&store, folder.into(), cache, most)
+}
 
 /// How an inner chunk is stored.
 #[derive(Clone, Copy, Debug)]
@@ -326,7 +332,7 @@ proptest! {
         held.resize(layout.room() + layout.inner, layout.fill);
         let io = if mapped { Io::Mmap } else { Io::Pread };
         let cache = Arc::new(BlockCache::new(budget));
-        let array = TokenArray::open(folder.path().to_path_buf(), io, cache, Some(held.len() as u64)).unwrap();
+        let array = open_array(folder.path(), io, cache, Some(held.len() as u64)).unwrap();
         let mut last = HeldFile::default();
         for (from, part, how) in reads {
             let start = (from * held.len() as f64) as usize;
@@ -383,10 +389,10 @@ proptest! {
             offsets.index_big_endian = big;
             offsets.lay(&folder.join("offsets"), |i| ends.get(i).copied().unwrap_or(0));
             let counts = ledger.then_some((lengths.len() as u64, elements));
-            parts.push(FieldShard { folder, counts });
+            parts.push(FieldShard { folder: folder.into(), counts });
         }
         let io = if mapped { Io::Mmap } else { Io::Pread };
-        let field = Field::open(parts, io, Arc::new(BlockCache::new(4000))).unwrap();
+        let field = Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(4000))).unwrap();
         prop_assert_eq!(field.num_rows(), rows.len() as u64);
         let mut cursor = Cursor::default();
         let item = field.dtype().size().unwrap();
@@ -418,7 +424,7 @@ fn frames_of_different_block_sizes_do_not_share_cached_blocks() {
     let held = layout.lay(folder.path(), |i| (i / 4096 * 1000) as i64 + number(i, 0, "int32") % 500);
     for io in [Io::Mmap, Io::Pread] {
         let cache = Arc::new(BlockCache::new(64 << 20));
-        let array = TokenArray::open(folder.path().to_path_buf(), io, cache, Some(held.len() as u64)).unwrap();
+        let array = open_array(folder.path(), io, cache, Some(held.len() as u64)).unwrap();
         for pass in 0..2 {
             for start in (0..held.len()).step_by(512) {
                 let mut out = vec![0; 128];
@@ -437,7 +443,7 @@ fn cached_blocks_of_a_replaced_file_are_not_read_again() {
     layout.lay(folder.path(), |i| number(i, 1, "int32"));
     let cache = Arc::new(BlockCache::new(64 << 20));
     // One file is kept open at a time.
-    let array = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, cache, Some(1)).unwrap();
+    let array = open_array(folder.path(), Io::Mmap, cache, Some(1)).unwrap();
     let mut out = vec![0; layout.room()];
     array.int32(&mut HeldFile::default(), 0, &mut out).unwrap();
     for file in ["c/0", "c/1"] {
@@ -455,7 +461,7 @@ fn threads_that_need_one_block_decode_it_once() {
     let layout = Layout::new("int64", 1 << 16, vec![Some(vec![Chunk::Lz4(1 << 19)])]);
     layout.lay(folder.path(), |i| number(i, 5, "int64"));
     let cache = Arc::new(BlockCache::new(64 << 20));
-    let array = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, Arc::clone(&cache), None).unwrap();
+    let array = open_array(folder.path(), Io::Mmap, Arc::clone(&cache), None).unwrap();
     let barrier = Barrier::new(8);
     std::thread::scope(|scope| {
         for _ in 0..8 {
@@ -493,7 +499,7 @@ fn sizes_that_only_metadata_claim_take_no_memory() {
                 let folder = folder(&meta, &files);
                 let cache = Arc::new(BlockCache::new(1 << 20));
                 // Refused, or read as the fill value where there is no file; never an allocation of what is claimed.
-                let Ok(array) = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, cache, Some(outer)) else {
+                let Ok(array) = open_array(folder.path(), Io::Mmap, cache, Some(outer)) else {
                     continue;
                 };
                 let mut out = [7; 3];
@@ -512,8 +518,7 @@ fn chunk_shapes_beyond_all_memory_are_refused() {
     meta["chunk_grid"]["configuration"]["chunk_shape"] = json!([1u64 << 62, 4]);
     meta["codecs"][0]["configuration"]["chunk_shape"] = json!([1, 4]);
     let folder = folder(&meta, &[]);
-    let error =
-        TokenArray::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None).unwrap_err();
+    let error = open_array(folder.path(), Io::Mmap, Arc::new(BlockCache::new(0)), None).unwrap_err();
     assert!(error.to_string().contains("chunk_shape"), "{error}");
 }
 
@@ -529,7 +534,7 @@ fn a_chunk_longer_than_any_codec_makes_it_is_not_read_into_memory() {
             index.extend(crc32c::crc32c(&index).to_le_bytes());
             let file = std::fs::File::create(folder.path().join("c/0")).unwrap();
             std::os::unix::fs::FileExt::write_all_at(&file, &index, len).unwrap();
-            let array = TokenArray::open(folder.path().to_path_buf(), io, Arc::new(BlockCache::new(0)), None).unwrap();
+            let array = open_array(folder.path(), io, Arc::new(BlockCache::new(0)), None).unwrap();
             let error = array.int32(&mut HeldFile::default(), 0, &mut [0]).unwrap_err();
             assert!(error.to_string().contains("at most"), "{error}");
         }
@@ -555,7 +560,7 @@ fn special_files_are_refused_at_once() {
         } else {
             std::os::unix::fs::symlink(target, &path).unwrap();
         }
-        let opened = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None);
+        let opened = open_array(folder.path(), Io::Mmap, Arc::new(BlockCache::new(0)), None);
         let error = opened.and_then(|array| array.int32(&mut HeldFile::default(), 0, &mut [0])).unwrap_err();
         assert!(error.to_string().contains("special file"), "{name} {target}: {error}");
     }
@@ -568,8 +573,8 @@ fn rows_that_no_file_of_offsets_has_room_for_are_refused() {
         let offsets = Layout::new("int64", 16, vec![Some(vec![Chunk::Stored])]);
         offsets.lay(&root.path().join("offsets"), |i| if i == 0 { rows } else { 0 });
         Layout::new("int64", 16, vec![None]).lay(&root.path().join("data"), |_| 0);
-        let parts = vec![FieldShard { folder: root.path().to_path_buf(), counts: None }];
-        Field::open(parts, Io::Mmap, Arc::new(BlockCache::new(0)))
+        let parts = vec![FieldShard { folder: root.path().into(), counts: None }];
+        Field::open(parts, Arc::new(Local { io: Io::Mmap }), Arc::new(BlockCache::new(0)))
     };
     assert_eq!(one(15).unwrap().num_rows(), 15);
     for rows in [16, 1 << 40, 1 << 59] {
@@ -581,7 +586,7 @@ fn rows_that_no_file_of_offsets_has_room_for_are_refused() {
 fn checking_takes_as_long_as_there_are_files() {
     let folder = tempfile::tempdir().unwrap();
     Layout::new("int64", 16, vec![Some(vec![Chunk::Stored])]).lay(folder.path(), |_| 1);
-    let array = TokenArray::open(folder.path().to_path_buf(), Io::Mmap, Arc::new(BlockCache::new(0)), None).unwrap();
+    let array = open_array(folder.path(), Io::Mmap, Arc::new(BlockCache::new(0)), None).unwrap();
     let (mut told, mut looks) = (vec![], 0);
     let mut watch = || {
         looks += 1;

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use actshard_core::source::Io;
+use actshard_core::source::local::Local;
 use actshard_core::tokens::array::BlockCache;
 use actshard_core::tokens::jagged::{Cursor, Field, FieldShard};
 use actshard_core::{Error, Kind};
@@ -85,8 +86,8 @@ fn one_line(error: &Error) {
 type Rows = Vec<Option<Vec<u8>>>;
 
 fn read(io: Io, budget: u64, counts: Option<(u64, u64)>) -> Option<(u64, Rows)> {
-    let parts = vec![FieldShard { folder: folder().clone(), counts }];
-    let field = Field::open(parts, io, Arc::new(BlockCache::new(budget))).map_err(|e| one_line(&e)).ok()?;
+    let parts = vec![FieldShard { folder: folder().into(), counts }];
+    let field = Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(budget))).map_err(|e| one_line(&e)).ok()?;
     let mut cursor = Cursor::default();
     let item = field.dtype().size().expect("a number");
     let mut rows = vec![];

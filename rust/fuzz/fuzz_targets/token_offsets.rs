@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use actshard_core::source::Io;
+use actshard_core::source::local::Local;
 use actshard_core::tokens::array::BlockCache;
 use actshard_core::tokens::jagged::{Cursor, Field, FieldShard};
 use libfuzzer_sys::fuzz_target;
@@ -48,8 +49,8 @@ fuzz_target!(|data: &[u8]| {
     }
     fs::write(folder().join("offsets/zarr.json"), meta("int64", offsets.len())).expect("a file");
     fs::write(folder().join("offsets/c/0"), &data[..offsets.len() * 8]).expect("a file");
-    let parts = vec![FieldShard { folder: folder().clone(), counts: None }];
-    let opened = Field::open(parts, Io::Mmap, Arc::new(BlockCache::new(0)));
+    let parts = vec![FieldShard { folder: folder().into(), counts: None }];
+    let opened = Field::open(parts, Arc::new(Local { io: Io::Mmap }), Arc::new(BlockCache::new(0)));
     let want = plainly(&offsets);
     let Ok(field) = opened else {
         assert!(want.is_none(), "{opened:?}");

@@ -3,10 +3,12 @@
 #![no_main]
 
 use std::path::Path;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use actshard_core::Kind;
 use actshard_core::arrays::coded::{CodedArray, Elements};
+use actshard_core::source::Io;
+use actshard_core::source::local::Local;
 use libfuzzer_sys::fuzz_target;
 
 const BYTES: &str = r#"{"name":"bytes","configuration":{"endian":"little"}}"#;
@@ -58,7 +60,9 @@ static ARRAYS: LazyLock<Vec<CodedArray>> = LazyLock::new(|| {
         v3("string", &[r#"{"name":"vlen-utf8"}"#]),
         v3("string", &[r#"{"name":"vlen-utf8"}"#, ZSTD]),
     ];
-    metadata.iter().map(|m| CodedArray::of(Path::new("/nowhere"), m.as_bytes(), false)).collect()
+    let store = Arc::new(Local { io: Io::Pread });
+    let folder = Path::new("/nowhere").into();
+    metadata.iter().map(|m| CodedArray::of(store.clone(), &folder, m.as_bytes(), false)).collect()
 });
 
 fuzz_target!(|data: &[u8]| {

@@ -2,12 +2,15 @@
 //! on the sizes in the metadata.
 #![no_main]
 
-use std::path::{Path, PathBuf};
-use std::sync::Once;
+use std::path::Path;
+use std::sync::{Arc, Once};
 
 use actshard_core::{DType, Kind};
 use actshard_core::arrays::coded::{CodedArray, Decode, problem};
 use actshard_core::arrays::meta::ArrayMeta;
+use actshard_core::location::Location;
+use actshard_core::source::Io;
+use actshard_core::source::local::Local;
 use libfuzzer_sys::fuzz_target;
 
 static QUIET: Once = Once::new();
@@ -37,7 +40,7 @@ fn parsed(data: &[u8]) {
 
 fuzz_target!(|data: &[u8]| {
     parsed(data);
-    let folder = PathBuf::from("/nowhere");
+    let folder = Location::from(Path::new("/nowhere"));
     // libFuzzer's hook ends the process at a panic; panics of zarrs over metadata are caught and become errors.
     QUIET.call_once(|| std::panic::set_hook(Box::new(|_| {})));
     if let Some(why) = problem(&folder, data) {
@@ -45,10 +48,10 @@ fuzz_target!(|data: &[u8]| {
         return;
     }
     for inner in [false, true] {
-        let array = CodedArray::of(&folder, data, inner);
+        let array = CodedArray::of(Arc::new(Local { io: Io::Pread }), &folder, data, inner);
         let dims = array.dimensions().unwrap_or(0);
-        // The file does not exist.
-        assert!(matches!(array.chunk(&vec![0; dims], 8, Path::new("0")), Ok(None)));
+        // No file is there.
+        assert!(matches!(array.chunk(&vec![0; dims], 8, &folder), Ok(None)));
         if let Err(error) = array.decode(vec![0; 40]) {
             assert_eq!(error.kind, Kind::Format);
         }

@@ -30,7 +30,8 @@ use actshard_core::arrays::element::Fill;
 use actshard_core::arrays::meta::ArrayMeta;
 use actshard_core::dtype::DType;
 use actshard_core::parse::safetensors;
-use actshard_core::source::pread;
+use actshard_core::source::local::Local;
+use actshard_core::source::{Io, pread};
 use actshard_core::threads;
 use actshard_core::{Finding, Kind};
 use pyo3::IntoPyObjectExt;
@@ -68,10 +69,16 @@ fn read_zarr<'py>(
     most: u64,
 ) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
-        Ok(match detach::detached(py, |_| coded::read_whole(&folder, metadata, there, most))? {
-            coded::Elements::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
-            coded::Elements::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
-        })
+        let local = Local { io: Io::Pread };
+        Ok(
+            match detach::detached(py, |watch| coded::read_whole(&local, &folder.into(), metadata, there, most, watch))?
+            {
+                coded::Elements::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
+                coded::Elements::Variable(each) => {
+                    PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any()
+                }
+            },
+        )
     })
 }
 
@@ -126,13 +133,13 @@ impl ZarrMeta {
 /// Why the core's codecs cannot read a Zarr array, or None.
 #[pyfunction]
 fn zarr_problem(py: Python<'_>, folder: PathBuf, metadata: &[u8]) -> PyResult<Option<String>> {
-    detach::guarded(py, || detach::detached(py, |_| Ok(coded::problem(&folder, metadata))))
+    detach::guarded(py, || detach::detached(py, |_| Ok(coded::problem(&folder.into(), metadata))))
 }
 
 /// Raises unless compressed data decode to at most `limit` bytes.
 #[pyfunction]
 fn check_decoded_size(py: Python<'_>, codec: &str, data: &[u8], limit: u64, path: PathBuf) -> PyResult<()> {
-    detach::guarded(py, || detach::detached(py, |_| coded::check_decoded_size(codec, data, limit, &path)))
+    detach::guarded(py, || detach::detached(py, |_| coded::check_decoded_size(codec, data, limit, &path.into())))
 }
 
 /// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 use actshard_core::files::shards::{self, Values};
 use actshard_core::parse::pickle::shard::layers;
 use actshard_core::parse::pickle::{Id, Node, Tree, machine};
+use actshard_core::source::Io;
+use actshard_core::source::local::Local;
 use actshard_core::threads::Watch;
 use actshard_core::{Error, Kind};
 use pyo3::prelude::*;
@@ -195,7 +197,7 @@ pub fn load_pickle_file<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
         let read = |watch: Watch<'_>| {
-            let data = shards::read_file(&path, compressed, limit, watch)?;
+            let data = shards::read_file(&Local { io: Io::Pread }, &path.as_path().into(), compressed, limit, watch)?;
             let tree = machine::parse(&data).map_err(|e| e.at(&path))?;
             Ok((data, tree))
         };

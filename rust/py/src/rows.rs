@@ -1,7 +1,7 @@
 //! The rows of a dataset, for Python.
 
 use std::collections::HashMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::arrays::coded::{self, CodedArray, Decode};
@@ -14,9 +14,11 @@ use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::spans::{PartSpans, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::TableBuilder;
+use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::Rows as Dataset;
 use actshard_core::source::Io;
+use actshard_core::source::local::Local;
 use actshard_core::{Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyUntypedArray};
 use pyo3::exceptions::{PyException, PyMemoryError};
@@ -126,12 +128,12 @@ enum DecodedBy {
 struct Callback(Py<PyAny>);
 
 impl Decode for Callback {
-    fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> actshard_core::Result<Option<Vec<u8>>> {
+    fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> actshard_core::Result<Option<Vec<u8>>> {
         let made = Python::attach(|py| -> PyResult<Option<PyBackedBytes>> {
             Ok(self.0.bind(py).call1((indices.to_vec(),))?.extract()?)
         });
         match made {
-            Ok(bytes) => bytes.map(|bytes| coded::of_length(bytes.to_vec(), len, path)).transpose(),
+            Ok(bytes) => bytes.map(|bytes| coded::of_length(bytes.to_vec(), len, location)).transpose(),
             Err(raised) => Err(Python::attach(|py| {
                 // An interrupt or a lack of memory is not a fault of the file; an actshard error names the file already.
                 let ours = || py.import("actshard.errors")?.getattr("ActshardError");
@@ -141,7 +143,7 @@ impl Decode for Callback {
                 if through {
                     return errors::carry(raised);
                 }
-                Error::new(Kind::Format, format!("the zarr package cannot decode this chunk: {raised}")).at(path)
+                Error::new(Kind::Format, format!("the zarr package cannot decode this chunk: {raised}")).at(location)
             })),
         }
     }
@@ -271,11 +273,13 @@ impl Rows {
                     let content = match coded {
                         None => Content::Plain { swapped },
                         Some(DecodedBy::Core(folder, metadata, inner)) => {
-                            Content::Coded(Box::new(CodedArray::of(&folder, &metadata, inner)))
+                            let store = Arc::new(Local { io: Io::Pread });
+                            Content::Coded(Box::new(CodedArray::of(store, &folder.into(), &metadata, inner)))
                         }
                         Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(Callback(decode))),
                     };
                     let naming = Naming::of(&prefix, &separator).ok_or_else(unknown)?;
+                    let (folder, metadata) = (folder.into(), metadata.into());
                     Ok(ChunkArray { folder, metadata, naming, shape, chunk, fill, content })
                 })
                 .collect::<PyResult<_>>()?;
@@ -320,7 +324,7 @@ impl Rows {
             let specs = shards
                 .into_iter()
                 .map(|(path, compressed, size, sha256, samples, ids, layers, limit)| ShardSpec {
-                    path,
+                    location: path.into(),
                     compressed,
                     size,
                     sha256,
@@ -378,7 +382,7 @@ impl Rows {
             let values = detach::detached(py, |watch| shards.values(shard, watch))?;
             pickle::records(py, &values).map_err(|e| match e {
                 pickle::Failed::Python(raised) => raised,
-                pickle::Failed::Core(e) => errors::raise(py, &e.at(&shards.specs()[shard].path)),
+                pickle::Failed::Core(e) => errors::raise(py, &e.at(&shards.specs()[shard].location)),
             })
         })
     }

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use actshard_core::source::Io;
+use actshard_core::source::local::Local;
 use actshard_core::tokens::array::BlockCache as Blocks;
 use actshard_core::tokens::batch::{self, Loss, Packing, TokenBatch};
 use actshard_core::tokens::jagged::{Cursor, ElementRange, Field, FieldShard};
@@ -170,10 +171,11 @@ impl TokenField {
     ) -> PyResult<TokenField> {
         detach::guarded(py, || {
             let io = Io::from_name(io).ok_or_else(|| argument(py, format!("io: {io:?}")))?;
-            let parts = parts.into_iter().map(|(folder, counts)| FieldShard { folder, counts }).collect();
+            let parts =
+                parts.into_iter().map(|(folder, counts)| FieldShard { folder: folder.into(), counts }).collect();
             let blocks = Arc::clone(&cache.blocks);
             let (field, has_shapes) = detach::detached(py, |_| {
-                let field = Field::open(parts, io, blocks)?;
+                let field = Field::open(parts, Arc::new(Local { io }), blocks)?;
                 let has_shapes = field.shapes_folder().is_some();
                 Ok((field, has_shapes))
             })?;

@@ -4,8 +4,8 @@
 //! shape sets (see [`chain`](super::chain)). No lock is held and no other thread is needed, so that a child forked beside a
 //! decoding thread decodes as its parent does. A panic of a codec becomes an error.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use zarrs::array::{Array, ArrayMetadata, ArrayMetadataV2, ArrayMetadataV3};
@@ -14,12 +14,15 @@ use zarrs::storage::store::MemoryStore;
 pub use super::chain::Elements;
 use super::chain::{Chain, ShardCodec, assemble, decoded_size};
 use super::failing::Undecodable;
-use super::file::{Access, ChunkFile, StoredUnit};
+use super::file::{ChunkFile, StoredUnit};
 use super::index::Entries;
 use super::key::{UnitKey, WHOLE, new_array};
 use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result, in_one_line};
-use crate::source::{Source, Version};
+use crate::location::Location;
+use crate::source::fetch::{WantedRange, fetch};
+use crate::source::{Access, ByteRange, Source, Store, Version, Wishes};
+use crate::threads::{self, Watch};
 
 /// Bytes of shard indexes that an array keeps.
 const INDEX_MEMORY: u64 = 32 << 20;
@@ -27,8 +30,25 @@ const INDEX_MEMORY: u64 = 32 << 20;
 /// Who decodes an array's chunks.
 pub trait Decode: std::fmt::Debug + Send + Sync {
     /// A chunk's bytes in C order and native byte order, of which there must be `len`; `None` if there is no such chunk.
-    /// `path` is for the error.
-    fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> Result<Option<Vec<u8>>>;
+    /// `location` is for the error.
+    fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> Result<Option<Vec<u8>>>;
+
+    /// Several chunks, in order, from a store that answers slowly: read together where that is known how.
+    fn chunks(
+        &self,
+        which: &[(&[u64], &Location)],
+        len: u64,
+        _wishes: &Wishes,
+        watch: Watch<'_>,
+    ) -> Result<Vec<Option<Vec<u8>>>> {
+        let each =
+            which.iter().map(
+                |(indices, location)| {
+                    if watch() { Err(threads::interrupted()) } else { self.chunk(indices, len, location) }
+                },
+            );
+        each.collect()
+    }
 }
 
 /// An array whose codecs are known here.
@@ -38,20 +58,21 @@ pub struct CodedArray {
     inner: bool,
     /// Or why it cannot be read.
     array: Result<ParsedArray>,
+    store: Arc<dyn Store>,
     number: u64,
     indexes: Cache<Entries, UnitKey>,
 }
 
 #[derive(Debug)]
 struct ParsedArray {
-    folder: PathBuf,
+    folder: Location,
     array: Array<MemoryStore>,
     chain: Chain,
     chunk: Vec<u64>,
 }
 
 impl ParsedArray {
-    fn new(folder: &Path, metadata: &[u8]) -> Result<ParsedArray> {
+    fn new(folder: &Location, metadata: &[u8]) -> Result<ParsedArray> {
         let unsupported = |e: &dyn std::fmt::Display| {
             Error::new(Kind::Unsupported, format!("zarrs cannot open this array: {e}")).at(folder)
         };
@@ -77,51 +98,177 @@ impl ParsedArray {
             let chain = Chain::new(&array.codecs(), &chunk, array.data_type(), array.fill_value())
                 .map_err(|e| unsupported(&e.text))?;
             let chunk = chunk.iter().map(|n| n.get()).collect();
-            Ok(ParsedArray { folder: folder.to_path_buf(), array, chain, chunk })
+            Ok(ParsedArray { folder: folder.clone(), array, chain, chunk })
         })
     }
 
-    fn path(&self, indices: &[u64]) -> PathBuf {
+    fn location(&self, indices: &[u64]) -> Location {
         self.folder.join(self.array.chunk_key(indices).as_str())
     }
 
     /// A whole chunk, or shard.
-    fn chunk(&self, indices: &[u64]) -> Result<Option<Elements>> {
-        let path = self.path(indices);
-        let file = ChunkFile::open(&path, Access::Once, ChunkFile::one_unit)?;
-        file.unit(0)?.map(|unit| decode_unit(unit, &self.chain, &path)).transpose()
+    fn chunk(&self, store: &dyn Store, indices: &[u64]) -> Result<Option<Elements>> {
+        let location = self.location(indices);
+        let file = ChunkFile::open(store.open(&location, Access::Once), ChunkFile::one_unit)?;
+        file.unit(0)?.map(|unit| decode_stored(unit, &self.chain, &location)).transpose()
+    }
+
+    /// Several chunks, in order: all files are opened together, then all indexes read, then all units, which are decoded as they
+    /// arrive.
+    fn chunks(
+        &self,
+        store: &dyn Store,
+        shards: Option<ArrayShards<'_>>,
+        which: &[&[u64]],
+        wishes: &Wishes,
+        watch: Watch<'_>,
+    ) -> Result<Vec<Option<Elements>>> {
+        let mut numbers: BTreeMap<Vec<u64>, usize> = BTreeMap::new();
+        let mut outers = vec![];
+        let file_of: Vec<usize> = which
+            .iter()
+            .map(|indices| {
+                let outer = shards.as_ref().map_or_else(|| indices.to_vec(), |shards| shards.codec.outer(indices));
+                *numbers.entry(outer).or_insert_with_key(|outer| {
+                    outers.push(outer.clone());
+                    outers.len() - 1
+                })
+            })
+            .collect();
+        let locations: Vec<Location> = outers.iter().map(|outer| self.location(outer)).collect();
+        let opened = store.open_together(&locations.iter().collect::<Vec<_>>(), Access::Once, &mut *watch)?.into_iter();
+        let files: Vec<ChunkFile> = match &shards {
+            None => opened.map(|source| ChunkFile::open(source, ChunkFile::one_unit)).collect::<Result<_>>()?,
+            Some(shards) => shards.open(self, opened.zip(outers).collect(), wishes, &mut *watch)?,
+        };
+        let chain = shards.as_ref().map_or(&self.chain, |shards| &shards.codec.inner);
+        let mut made: Vec<Option<Elements>> = which.iter().map(|_| None).collect();
+        let mut wanted = vec![];
+        for ((indices, file), made) in which.iter().zip(&file_of).zip(&mut made) {
+            let unit = shards.as_ref().map_or(0, |shards| shards.codec.number(indices));
+            let Some(StoredUnit { offset, len, .. }) = files[*file].unit(unit)? else { continue };
+            chain.check_encoded(len).map_err(|e| cannot_decode(&locations[*file], e))?;
+            let at = (&locations[*file], shards.is_some().then_some(offset));
+            wanted.push(WantedRange { source: *file, range: ByteRange { at: offset, len }, to: (at, made) });
+        }
+        let sources: Vec<Option<&dyn Source>> = files.iter().map(|file| file.source().map(|s| &**s)).collect();
+        type To<'a> = ((&'a Location, Option<u64>), &'a mut Option<Elements>);
+        let decode = |((location, offset), made): To<'_>, bytes: &[u8]| {
+            let decoded = decode_unit(bytes.to_vec(), chain, location);
+            *made = Some(decoded.map_err(|e| offset.map_or_else(|| e.clone(), |offset| e.clone().byte(offset)))?);
+            Ok(())
+        };
+        fetch(&sources, wanted, wishes, &decode, watch)?;
+        Ok(made)
+    }
+}
+
+/// A shard that was opened, or not, and its indices.
+type OpenedShard = (Result<Box<dyn Source>>, Vec<u64>);
+
+/// The shards of an array whose chunks are those inside them, and the indexes that are kept.
+#[derive(Clone, Copy)]
+struct ArrayShards<'a> {
+    codec: &'a ShardCodec,
+    array: u64,
+    indexes: &'a Cache<Entries, UnitKey>,
+}
+
+impl ArrayShards<'_> {
+    /// The key of a shard's index.
+    fn key(&self, parsed: &ParsedArray, outer: &[u64], version: &Version) -> UnitKey {
+        let grid = parsed.array.chunk_grid_shape();
+        let file = outer.iter().zip(grid).fold(0u64, |n, (i, g)| n.wrapping_mul(*g).wrapping_add(*i));
+        UnitKey { array: self.array, file, version: Some(version.clone()), chunk: 0, block: WHOLE }
+    }
+
+    fn parse(&self, raw: Vec<u8>, location: &Location) -> Result<Entries> {
+        let entries = guarded(location, || self.codec.index.parse(raw).map_err(|e| cannot_decode(location, e)))?;
+        Ok(Entries(entries.into()))
+    }
+
+    /// The index of a shard: kept, or read now.
+    fn index(
+        &self,
+        parsed: &ParsedArray,
+        outer: &[u64],
+        source: &dyn Source,
+        version: Option<&Version>,
+    ) -> Result<Arc<Entries>> {
+        let read = || {
+            let (_, raw) = self.codec.index.read(source, Kind::Format)?;
+            self.parse(raw, source.location())
+        };
+        let Some(version) = version else { return read().map(Arc::new) };
+        let key = self.key(parsed, outer, version);
+        let index = self.indexes.get_or_load(key, |_| true, || read().map(Some))?;
+        index.ok_or_else(|| Error::new(Kind::Internal, "an index that was not read").at(source.location()))
+    }
+
+    /// ArrayShards that were opened together, with their indexes: kept ones, or read together.
+    fn open(
+        &self,
+        parsed: &ParsedArray,
+        opened: Vec<OpenedShard>,
+        wishes: &Wishes,
+        watch: Watch<'_>,
+    ) -> Result<Vec<ChunkFile>> {
+        let mut found: Vec<Option<Arc<Entries>>> = vec![];
+        let mut keys = vec![];
+        for (source, outer) in &opened {
+            let version = source.as_ref().ok().and_then(|source| source.version());
+            let key = version.map(|version| self.key(parsed, outer, &version));
+            found.push(key.clone().and_then(|key| self.indexes.get(key)));
+            keys.push(key);
+        }
+        let sources: Vec<Option<&dyn Source>> = opened.iter().map(|(source, _)| source.as_deref().ok()).collect();
+        let mut wanted = vec![];
+        for (number, (source, found)) in sources.iter().zip(&mut found).enumerate() {
+            if let (Some(source), None) = (source, &found) {
+                let range = self.codec.index.range(*source, Kind::Format)?;
+                wanted.push(WantedRange { source: number, range, to: (source.location(), found) });
+            }
+        }
+        let parse = |(location, found): (&Location, &mut Option<Arc<Entries>>), bytes: &[u8]| {
+            *found = Some(Arc::new(self.parse(bytes.to_vec(), location)?));
+            Ok(())
+        };
+        fetch(&sources, wanted, wishes, &parse, watch)?;
+        let files = opened.into_iter().zip(found).zip(keys).map(|(((source, _), found), key)| {
+            if let (Some(key), Some(entries)) = (key, &found) {
+                self.indexes.put(key, entries);
+            }
+            ChunkFile::open(source, |source, _| {
+                found.ok_or_else(|| Error::new(Kind::Internal, "an index that was not read").at(source.location()))
+            })
+        });
+        files.collect()
     }
 }
 
 impl CodedArray {
-    /// The array whose chunks are in a folder, of metadata that were read already; `inner` if chunks are those inside shards.
-    pub fn of(folder: &Path, metadata: &[u8], inner: bool) -> CodedArray {
+    /// The array whose chunks are in a folder of a store, of metadata that were read already; `inner` if chunks are those inside
+    /// shards.
+    pub fn of(store: Arc<dyn Store>, folder: &Location, metadata: &[u8], inner: bool) -> CodedArray {
         let array = ParsedArray::new(folder, metadata);
-        CodedArray { inner, array, number: new_array(), indexes: Cache::new(INDEX_MEMORY) }
+        CodedArray { inner, array, store, number: new_array(), indexes: Cache::new(INDEX_MEMORY) }
+    }
+
+    /// Its shards, where chunks are those inside them.
+    fn shards<'a>(&'a self, parsed: &'a ParsedArray) -> Option<ArrayShards<'a>> {
+        let codec = parsed.chain.shard().filter(|_| self.inner)?;
+        Some(ArrayShards { codec, array: self.number, indexes: &self.indexes })
     }
 
     /// A chunk inside a shard.
-    fn inner(&self, parsed: &ParsedArray, shard: &ShardCodec, indices: &[u64]) -> Result<Option<Elements>> {
-        let outer = shard.outer(indices);
-        let path = parsed.path(&outer);
-        let grid = parsed.array.chunk_grid_shape();
-        let file = outer.iter().zip(grid).fold(0u64, |n, (i, g)| n.wrapping_mul(*g).wrapping_add(*i));
-        let index = |source: &dyn Source, version: &Version| {
-            let key = UnitKey { array: self.number, file, version: Some(version.clone()), chunk: 0, block: WHOLE };
-            let index = self.indexes.get_or_load(
-                key,
-                |_| true,
-                || {
-                    let (_, raw) = shard.index.read(source, Kind::Format)?;
-                    let entries = guarded(&path, || shard.index.parse(raw).map_err(|e| cannot_decode(&path, e)))?;
-                    Ok::<_, Error>(Some(Entries(entries.into())))
-                },
-            )?;
-            index.ok_or_else(|| Error::new(Kind::Internal, "an index that was not read").at(&path))
-        };
-        let file = ChunkFile::open(&path, Access::Once, index)?;
-        let unit = file.unit(shard.number(indices))?;
-        unit.map(|unit| decode_unit(unit, &shard.inner, &path).map_err(|e| e.byte(unit.offset))).transpose()
+    fn inner(&self, parsed: &ParsedArray, shards: &ArrayShards<'_>, indices: &[u64]) -> Result<Option<Elements>> {
+        let outer = shards.codec.outer(indices);
+        let location = parsed.location(&outer);
+        let index = |source: &dyn Source, version: Option<&Version>| shards.index(parsed, &outer, source, version);
+        let file = ChunkFile::open(self.store.open(&location, Access::Once), index)?;
+        let unit = file.unit(shards.codec.number(indices))?;
+        let chain = &shards.codec.inner;
+        unit.map(|unit| decode_stored(unit, chain, &location).map_err(|e| e.byte(unit.offset))).transpose()
     }
 
     /// Number of dimensions.
@@ -132,20 +279,15 @@ impl CodedArray {
     /// Decodes a whole chunk (a shard) whose bytes were read already.
     pub fn decode(&self, encoded: Vec<u8>) -> Result<Elements> {
         let parsed = self.parsed()?;
-        let path = &parsed.folder;
-        guarded(path, || parsed.chain.decode(encoded).map_err(|e| cannot_decode(path, e)))
+        decode_unit(encoded, &parsed.chain, &parsed.folder)
     }
 
     /// Decodes a unit of `len` bytes, a chunk inside a shard or a whole one, that was read already.
-    pub fn decode_unit(&self, encoded: Vec<u8>, len: u64, path: &Path) -> Result<Vec<u8>> {
+    pub fn decode_unit(&self, encoded: Vec<u8>, len: u64, location: &Location) -> Result<Vec<u8>> {
         let parsed = self.parsed()?;
-        let chain = match parsed.chain.shard() {
-            Some(shard) if self.inner => &shard.inner,
-            _ => &parsed.chain,
-        };
-        chain.check_encoded(encoded.len() as u64).map_err(|e| cannot_decode(path, e))?;
-        let made = guarded(path, || chain.decode(encoded).map_err(|e| cannot_decode(path, e)))?;
-        numbers(made, len, path)
+        let chain = self.shards(parsed).map_or(&parsed.chain, |shards| &shards.codec.inner);
+        chain.check_encoded(encoded.len() as u64).map_err(|e| cannot_decode(location, e))?;
+        numbers(decode_unit(encoded, chain, location)?, len, location)
     }
 
     fn parsed(&self) -> Result<&ParsedArray> {
@@ -154,46 +296,70 @@ impl CodedArray {
 }
 
 impl Decode for CodedArray {
-    fn chunk(&self, indices: &[u64], len: u64, path: &Path) -> Result<Option<Vec<u8>>> {
+    fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> Result<Option<Vec<u8>>> {
         let parsed = self.parsed()?;
-        let found = match parsed.chain.shard() {
-            Some(shard) if self.inner => self.inner(parsed, shard, indices)?,
-            _ => parsed.chunk(indices)?,
+        let found = match self.shards(parsed) {
+            Some(shards) => self.inner(parsed, &shards, indices)?,
+            None => parsed.chunk(&*self.store, indices)?,
         };
-        found.map(|made| numbers(made, len, path)).transpose()
+        found.map(|made| numbers(made, len, location)).transpose()
+    }
+
+    fn chunks(
+        &self,
+        which: &[(&[u64], &Location)],
+        len: u64,
+        wishes: &Wishes,
+        watch: Watch<'_>,
+    ) -> Result<Vec<Option<Vec<u8>>>> {
+        let parsed = self.parsed()?;
+        let indices: Vec<&[u64]> = which.iter().map(|(indices, _)| *indices).collect();
+        let found = parsed.chunks(&*self.store, self.shards(parsed), &indices, wishes, watch)?;
+        let each = found.into_iter().zip(which);
+        each.map(|(made, (_, location))| made.map(|made| numbers(made, len, location)).transpose()).collect()
     }
 }
 
-fn numbers(made: Elements, len: u64, path: &Path) -> Result<Vec<u8>> {
+fn numbers(made: Elements, len: u64, location: &Location) -> Result<Vec<u8>> {
     match made {
-        Elements::Fixed(bytes) => of_length(bytes, len, path),
-        Elements::Variable(_) => Err(cannot_decode(path, "expected numbers, found strings".into())),
+        Elements::Fixed(bytes) => of_length(bytes, len, location),
+        Elements::Variable(_) => Err(cannot_decode(location, "expected numbers, found strings".into())),
     }
 }
 
-/// A unit, decoded.
-fn decode_unit(unit: StoredUnit<'_>, chain: &Chain, path: &Path) -> Result<Elements> {
-    chain.check_encoded(unit.len).map_err(|e| cannot_decode(path, e))?;
-    let encoded = unit.read()?.into_owned();
-    guarded(path, || chain.decode(encoded).map_err(|e| cannot_decode(path, e)))
+/// A stored unit, decoded.
+fn decode_stored(unit: StoredUnit<'_>, chain: &Chain, location: &Location) -> Result<Elements> {
+    chain.check_encoded(unit.len).map_err(|e| cannot_decode(location, e))?;
+    decode_unit(unit.read()?.into_owned(), chain, location)
+}
+
+fn decode_unit(encoded: Vec<u8>, chain: &Chain, location: &Location) -> Result<Elements> {
+    guarded(location, || chain.decode(encoded).map_err(|e| cannot_decode(location, e)))
 }
 
 /// What was decoded, if it is as long as it must be.
-pub fn of_length(bytes: Vec<u8>, len: u64, path: &Path) -> Result<Vec<u8>> {
+pub fn of_length(bytes: Vec<u8>, len: u64, location: &Location) -> Result<Vec<u8>> {
     if bytes.len() as u64 == len {
         return Ok(bytes);
     }
-    Err(Error::new(Kind::Format, format!("expected a chunk of {len} bytes, decoded {}", bytes.len())).at(path))
+    Err(Error::new(Kind::Format, format!("expected a chunk of {len} bytes, decoded {}", bytes.len())).at(location))
 }
 
 /// Why an array's codecs are not known here, if they are not.
-pub fn problem(folder: &Path, metadata: &[u8]) -> Option<String> {
+pub fn problem(folder: &Location, metadata: &[u8]) -> Option<String> {
     ParsedArray::new(folder, metadata).err().map(|e| in_one_line(&e.detail))
 }
 
 /// Reads a whole array of at most `most` bytes, or elements of variable size: the small ones beside the activations. Only the
 /// chunks whose indices are listed are looked for; the others are not there, and hold the fill value.
-pub fn read_whole(folder: &Path, metadata: &[u8], there: Vec<Vec<u64>>, most: u64) -> Result<Elements> {
+pub fn read_whole(
+    store: &dyn Store,
+    folder: &Location,
+    metadata: &[u8],
+    there: Vec<Vec<u64>>,
+    most: u64,
+    watch: Watch<'_>,
+) -> Result<Elements> {
     let parsed = ParsedArray::new(folder, metadata)?;
     let (shape, fill) = (parsed.array.shape(), parsed.array.fill_value().as_ne_bytes());
     let fixed = parsed.array.data_type().fixed_size();
@@ -201,9 +367,22 @@ pub fn read_whole(folder: &Path, metadata: &[u8], there: Vec<Vec<u64>>, most: u6
     if bytes.is_none_or(|n| n > most) {
         return Err(Error::new(Kind::Format, format!("shape {shape:?} is too large to read")).at(folder));
     }
+    // From a store that answers slowly, as many together as it wishes for.
+    let (mut coming, mut fetched) =
+        (store.wishes().map(|_| there.clone()).unwrap_or_default().into_iter(), BTreeMap::new());
+    let mut chunk = |indices: &[u64]| -> Result<Option<Elements>> {
+        let Some(wishes) = store.wishes() else { return parsed.chunk(store, indices) };
+        while !fetched.contains_key(indices) && coming.len() > 0 {
+            let some: Vec<Vec<u64>> = coming.by_ref().take(wishes.parallel.max(1)).collect();
+            let each: Vec<&[u64]> = some.iter().map(Vec::as_slice).collect();
+            let chunks = parsed.chunks(store, None, &each, &wishes, &mut *watch)?;
+            fetched = some.into_iter().zip(chunks).collect();
+        }
+        Ok(fetched.remove(indices).flatten())
+    };
     let mut failed = None;
     let made = assemble(shape, &parsed.chunk, fill, fixed.is_some(), there, |indices| {
-        parsed.chunk(indices).map_err(|error| {
+        chunk(indices).map_err(|error| {
             failed = Some(error);
             String::new().into()
         })
@@ -213,19 +392,19 @@ pub fn read_whole(folder: &Path, metadata: &[u8], there: Vec<Vec<u64>>, most: u6
 
 /// Fails unless data of a codec ("gzip", "zlib", "bz2" or "zstd") decode to at most `limit` bytes: for libraries whose
 /// decoders have no limit.
-pub fn check_decoded_size(codec: &str, data: &[u8], limit: u64, path: &Path) -> Result<()> {
-    guarded(path, || decoded_size(codec, data, limit).map(|_| ()).map_err(|e| cannot_decode(path, e)))
+pub fn check_decoded_size(codec: &str, data: &[u8], limit: u64, location: &Location) -> Result<()> {
+    guarded(location, || decoded_size(codec, data, limit).map(|_| ()).map_err(|e| cannot_decode(location, e)))
 }
 
-fn cannot_decode(path: &Path, why: Undecodable) -> Error {
-    let mut error = Error::new(why.kind, format!("cannot decode this chunk: {}", why.text)).at(path);
+fn cannot_decode(location: &Location, why: Undecodable) -> Error {
+    let mut error = Error::new(why.kind, format!("cannot decode this chunk: {}", why.text)).at(location);
     error.finding = why.finding;
     error
 }
 
 /// Runs codecs, which may panic on bytes from a file.
-pub(crate) fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn guarded<T>(location: &Location, work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-        Err(Error::new(Kind::Format, "cannot decode this: a codec gave up on these bytes (a panic)").at(path))
+        Err(Error::new(Kind::Format, "cannot decode this: a codec gave up on these bytes (a panic)").at(location))
     })
 }

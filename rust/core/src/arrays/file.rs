@@ -1,25 +1,13 @@
 //! The file of a chunk or a shard, open, and where units lie in it.
 
 use std::borrow::Cow;
-use std::path::Path;
 use std::sync::Arc;
 
 use super::failing::{Undecodable, reserve, zeros};
 use super::index::{Entries, place};
 use crate::error::{Error, Kind, Result};
-use crate::source::descriptors::open_regular;
-use crate::source::local::{map_or_read, read_once, version_of};
 use crate::source::slots::Opened;
-use crate::source::{ByteRange, Io, Ready, Source, Version};
-
-/// What a file is opened for.
-#[derive(Clone, Copy, Debug)]
-pub enum Access {
-    /// Many reads: it may be mapped and kept open.
-    Kept(Io),
-    /// One read: it is closed after it.
-    Once,
-}
+use crate::source::{ByteRange, Ready, Source, Version};
 
 /// The file of a chunk or a shard.
 #[derive(Debug)]
@@ -43,30 +31,26 @@ pub struct StoredUnit<'a> {
 }
 
 impl ChunkFile {
-    /// Opens a file. `index` gives its entries; a file that is one unit has the one of [`ChunkFile::one_unit`].
+    /// A file that a store opened just now, or not: one that is not there has no units. `index` gives its entries; a file that is
+    /// one unit has the one of [`ChunkFile::one_unit`].
     pub fn open(
-        path: &Path,
-        access: Access,
-        index: impl FnOnce(&dyn Source, &Version) -> Result<Arc<Entries>>,
+        opened: Result<Box<dyn Source>>,
+        index: impl FnOnce(&dyn Source, Option<&Version>) -> Result<Arc<Entries>>,
     ) -> Result<ChunkFile> {
-        let (file, len) = match open_regular(path) {
-            Ok(found) => found,
+        let source = match opened {
+            Ok(source) => source,
             Err(error) if error.kind == Kind::NotFound => {
                 return Ok(ChunkFile { source: None, index: Arc::new(Entries(Box::default())), version: None });
             }
             Err(error) => return Err(error),
         };
-        let version = version_of(&file).map_err(|e| Error::from_io(&e, path, "look at"))?;
-        let source = match access {
-            Access::Kept(io) => map_or_read(file, path, len, io)?,
-            Access::Once => read_once(file, path, len),
-        };
-        let index = index(&*source, &version)?;
-        Ok(ChunkFile { source: Some(source.into()), index, version: Some(version) })
+        let version = source.version();
+        let index = index(&*source, version.as_ref())?;
+        Ok(ChunkFile { source: Some(source.into()), index, version })
     }
 
     /// The index of a file that is one unit.
-    pub fn one_unit(source: &dyn Source, _: &Version) -> Result<Arc<Entries>> {
+    pub fn one_unit(source: &dyn Source, _: Option<&Version>) -> Result<Arc<Entries>> {
         Ok(Arc::new(Entries(Box::new([(0, source.size())]))))
     }
 
@@ -75,7 +59,7 @@ impl ChunkFile {
         self.source.as_ref()
     }
 
-    /// Its version when it was opened.
+    /// Its version when it was opened; `None` where its store has none, and nothing may be kept of it.
     pub fn version(&self) -> Option<&Version> {
         self.version.as_ref()
     }

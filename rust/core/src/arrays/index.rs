@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::failing::{Said, Undecodable, reserve};
 use crate::codec::cache::Cached;
 use crate::error::{Error, Kind, Result};
-use crate::source::Source;
+use crate::source::{ByteRange, Source};
 
 /// The entry of an inner chunk that is not there.
 pub const ABSENT: (u64, u64) = (u64::MAX, u64::MAX);
@@ -66,16 +66,22 @@ impl IndexForm {
         Some(if self.at_end { at } else { 0 })
     }
 
-    /// Reads it from a shard: where it begins, and its bytes. `short`: the kind of the error if the shard is too short.
+    /// Where it lies in a shard. `short`: the kind of the error if the shard is too short.
+    pub fn range(&self, shard: &dyn Source, short: Kind) -> Result<ByteRange> {
+        let (len, found) = (self.bytes(), shard.size());
+        let at = self.start(found).ok_or_else(|| {
+            let detail = format!("expected at least the {len} bytes of a shard's index, found {found}");
+            Error::new(short, detail).at(shard.location())
+        })?;
+        Ok(ByteRange { at, len })
+    }
+
+    /// Reads it from a shard: where it begins, and its bytes; see [`IndexForm::range`].
     pub fn read(&self, shard: &dyn Source, short: Kind) -> Result<(u64, Vec<u8>)> {
-        let (bytes, len) = (self.bytes(), shard.size());
-        let Some(at) = self.start(len) else {
-            let detail = format!("expected at least the {bytes} bytes of a shard's index, found {len}");
-            return Err(Error::new(short, detail).at(shard.location()));
-        };
+        let ByteRange { at, len } = self.range(shard, short)?;
         // The memory is bounded by the length of the file.
-        let mut raw = reserve(bytes).map_err(|e| Error::new(e.kind, e.text).at(shard.location()))?;
-        raw.resize(bytes as usize, 0);
+        let mut raw = reserve(len).map_err(|e| Error::new(e.kind, e.text).at(shard.location()))?;
+        raw.resize(len as usize, 0);
         shard.read(at, &mut raw)?;
         Ok((at, raw))
     }

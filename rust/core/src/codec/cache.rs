@@ -11,8 +11,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::flight::{Begun, Flight, Flights, Waited};
+use crate::error::Result;
 use crate::memory::buffer::Buffer;
 use crate::threads::fork::ForkMutex;
+use crate::threads::{Watch, interrupted};
 
 /// A unit that a [`Cache`] can keep.
 pub trait Cached {
@@ -53,6 +55,9 @@ struct CacheState<T, K> {
     now: u64,
     used: u64,
 }
+
+/// What makes the units at some positions of a list of keys, in order; `None` for one that is not there.
+pub type LoadMany<'a, T> = &'a mut dyn FnMut(&[usize], Watch<'_>) -> Result<Vec<Option<T>>>;
 
 /// The result of [`Cache::look_up`].
 pub enum Lookup<'a, T: Cached, K: Clone + Eq + Hash> {
@@ -173,8 +178,46 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         Ok(Some(made))
     }
 
-    /// Caches a unit and evicts the least recently used ones. A unit larger than the budget evicts all others and stays until
-    /// the next is cached: its reader is likely to read from it again.
+    /// [`Cache::get_or_load`] for many units at once, in order. `load` makes those at the positions that it is given, in their order.
+    /// No thread waits for another one while it has turns.
+    pub fn get_or_load_many(&self, keys: &[K], load: LoadMany<'_, T>, watch: Watch<'_>) -> Result<Vec<Option<Arc<T>>>> {
+        let mut found: Vec<Option<Arc<T>>> = keys.iter().map(|_| None).collect();
+        let mut lacking: Vec<usize> = (0..keys.len()).collect();
+        while !lacking.is_empty() {
+            let (mut mine, mut turns, mut theirs) = (vec![], vec![], vec![]);
+            for i in lacking.drain(..) {
+                match self.look_up(keys[i].clone(), |_| true) {
+                    Lookup::Kept(unit) => found[i] = Some(unit),
+                    Lookup::Mine(turn) => {
+                        mine.push(i);
+                        turns.push(turn);
+                    }
+                    Lookup::Theirs(flight) => theirs.push((i, flight)),
+                }
+            }
+            if !mine.is_empty() {
+                let made = load(&mine, &mut *watch)?;
+                for ((i, turn), unit) in mine.into_iter().zip(turns).zip(made) {
+                    let Some(unit) = unit.map(Arc::new) else { continue };
+                    self.decoded.fetch_add(1, Ordering::Relaxed);
+                    turn.keep(&unit);
+                    found[i] = Some(unit);
+                }
+            }
+            for (i, flight) in theirs {
+                match flight.wait(Some(self.patience), &mut *watch) {
+                    Waited::Made(unit) => found[i] = Some(unit),
+                    Waited::Failed => lacking.push(i),
+                    Waited::TooLong => found[i] = load(&[i], &mut *watch)?.pop().flatten().map(Arc::new),
+                    Waited::Interrupted => return Err(interrupted()),
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Keeps a unit in place of those that were not used for longest; one larger than the budget in place of all, until
+    /// the next: who reads from it goes on reading from it.
     pub fn put(&self, key: K, unit: &Arc<T>) {
         let bytes = unit.size() as u64;
         let Some(mut guard) = self.state.lock_briefly() else { return };

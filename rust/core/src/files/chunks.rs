@@ -5,13 +5,12 @@
 //! a chunk that is not there holds the fill value. All others are decoded whole, by [`coded`](crate::arrays::coded), and kept
 //! under a memory budget.
 //!
-//! Chunks are read and not mapped: mapping and unmapping a megabyte costs more than copying it. Only
+//! Chunks of this machine are read and not mapped: mapping and unmapping a megabyte costs more than copying it. Only
 //! [`ChunkFiles::view`] maps, because a view is what was asked for.
 //!
 //! Sources of the layout: Zarr v2 ("Storage specification 2.0", Chunks) and v3 (regular grid). A v2 edge chunk is stored
 //! whole, and so is a v3 one.
 
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::arrays::coded::Decode;
@@ -24,11 +23,12 @@ use crate::files::Files;
 use crate::files::open::{Body, OpenFile, View};
 use crate::layout::grid::Grid;
 use crate::layout::row::{Place, Row};
+use crate::location::Location;
 use crate::memory::buffer::Buffer;
-use crate::source::Io;
-use crate::source::descriptors::open_regular;
-use crate::source::local::Positioned;
+use crate::source::local::Local;
 use crate::source::slots::Slots;
+use crate::source::{Access, Io, Source, Store, Wishes};
+use crate::threads::{self, Watch};
 
 /// How a chunk's bytes are had.
 #[derive(Debug)]
@@ -46,9 +46,9 @@ pub enum Content {
 #[derive(Debug)]
 pub struct ChunkArray {
     /// Its folder.
-    pub folder: PathBuf,
+    pub folder: Location,
     /// Its own metadata file. As long as it is there, a chunk that is not there is the fill value.
-    pub metadata: PathBuf,
+    pub metadata: Location,
     /// Names of its files.
     pub naming: Naming,
     /// Examples, groups, tokens, elements.
@@ -67,7 +67,11 @@ pub struct ChunkFiles {
     arrays: Vec<(Grid, ChunkArray)>,
     row: Row,
     address_bits: u32,
-    io: Io,
+    store: Arc<dyn Store>,
+    /// Asked of the store once: every gather asks.
+    wishes: Option<Wishes>,
+    /// Whether rows may be given in place.
+    views: bool,
     slots: Slots<OpenFile>,
     number: u64,
     decoded: Cache<Buffer, UnitKey>,
@@ -75,8 +79,20 @@ pub struct ChunkFiles {
 }
 
 impl ChunkFiles {
-    /// Arrays of rows of `width` elements of one type. Opens nothing.
+    /// Arrays in files of this machine, of rows of `width` elements of one type. Opens nothing.
     pub fn new(arrays: Vec<ChunkArray>, width: u64, dtype: DType, decoded_memory: u64, io: Io) -> Result<ChunkFiles> {
+        let store = Arc::new(Local { io: Io::Pread });
+        Ok(ChunkFiles { views: io == Io::Mmap, ..ChunkFiles::of(store, arrays, width, dtype, decoded_memory)? })
+    }
+
+    /// Arrays in a store.
+    pub fn of(
+        store: Arc<dyn Store>,
+        arrays: Vec<ChunkArray>,
+        width: u64,
+        dtype: DType,
+        decoded_memory: u64,
+    ) -> Result<ChunkFiles> {
         let row = Row::new(width, dtype)?;
         let mut first = 0u64;
         let mut most_rows = 1u64;
@@ -110,7 +126,8 @@ impl ChunkFiles {
         let decodes = placed.iter().any(|(_, a)| matches!(a.content, Content::Coded(_)));
         let slots = Slots::new(first);
         let (number, decoded) = (new_array(), Cache::new(decoded_memory));
-        Ok(ChunkFiles { arrays: placed, row, address_bits, io, slots, number, decoded, decodes })
+        let (arrays, wishes) = (placed, store.wishes());
+        Ok(ChunkFiles { arrays, row, address_bits, store, wishes, views: false, slots, number, decoded, decodes })
     }
 
     /// Where the arrays' chunks stand, in the order of the arrays.
@@ -119,7 +136,11 @@ impl ChunkFiles {
     }
 
     fn array(&self, file: u64) -> &(Grid, ChunkArray) {
-        &self.arrays[self.arrays.partition_point(|(grid, _)| grid.first() <= file).saturating_sub(1)]
+        &self.arrays[self.array_of(file)]
+    }
+
+    fn array_of(&self, file: u64) -> usize {
+        self.arrays.partition_point(|(grid, _)| grid.first() <= file).saturating_sub(1)
     }
 
     /// Closes kept files and drops decoded chunks.
@@ -130,64 +151,125 @@ impl ChunkFiles {
 
     /// Rows of one chunk, in place; `None` where they cannot be had so.
     pub fn view(&self, file: u64, address: u64, rows: u64) -> Result<Option<View>> {
-        if self.io == Io::Pread || self.split(file) > 1 {
+        if !self.views || self.split(file) > 1 {
             return Ok(None);
         }
         View::of(&*self.get(file)?, address, rows, self.row.bytes)
     }
 
-    fn open(&self, number: u64) -> Result<OpenFile> {
-        let (grid, array) = self.array(number);
-        let indices = grid.indices(number);
-        let path = array.folder.join(array.naming.file(&indices));
+    /// Where a chunk's rows lie in it.
+    fn place(&self, grid: &Grid, indices: [u64; 4], swapped: bool) -> Place {
         let size = self.row.bytes / self.row.width;
-        let [cn, cl, ct, ch] = grid.chunk();
+        let [_, _, _, ch] = grid.chunk();
         let column = indices[3] * ch;
         let used = ch.min(self.row.width as u64 - column) as usize * size;
         let step = ch * size as u64;
-        let end = cn * cl * ct * step;
-        let swapped = matches!(array.content, Content::Plain { swapped: true });
-        let place = Place { start: 0, end, unit: step, step, used, column: column as usize, swapped };
-        let body = match &array.content {
-            Content::Plain { .. } => plain(&path, grid, end)?,
+        Place { start: 0, end: self.chunk_bytes(grid), unit: step, step, used, column: column as usize, swapped }
+    }
+
+    fn chunk_bytes(&self, grid: &Grid) -> u64 {
+        grid.chunk().iter().product::<u64>() * (self.row.bytes / self.row.width) as u64
+    }
+
+    /// Without the version of the file: looking it up for each chunk that is kept doubles the cost of a row.
+    fn key(&self, number: u64) -> UnitKey {
+        UnitKey { array: self.number, file: number, version: None, chunk: 0, block: WHOLE }
+    }
+
+    fn open(&self, number: u64) -> Result<OpenFile> {
+        let (grid, array) = self.array(number);
+        let indices = grid.indices(number);
+        let location = array.location(indices);
+        let found = match &array.content {
+            Content::Plain { .. } => plain(self.store.open(&location, Access::Kept), grid, self.chunk_bytes(grid))?,
             Content::Coded(coded) => {
-                // Without the version of the file: looking it up for each chunk that is kept doubles the cost of a row.
-                let key = UnitKey { array: self.number, file: number, version: None, chunk: 0, block: WHOLE };
-                let decode = || Ok::<_, Error>(coded.chunk(&indices, end, &path)?.map(Buffer::from));
-                let found = self.decoded.get_or_load(key, |_| true, decode)?;
-                found.map(|bytes| Body::Decoded(path.as_path().into(), bytes))
+                let decode =
+                    || Ok::<_, Error>(coded.chunk(&indices, self.chunk_bytes(grid), &location)?.map(Buffer::from));
+                let block = self.decoded.get_or_load(self.key(number), |_| true, decode)?;
+                block.map_or(FoundChunk::Absent, FoundChunk::Decoded)
             }
         };
-        match body {
-            Some(body) => Ok(OpenFile::new(body, place)),
-            None => {
-                array.check_is_there()?;
-                Ok(OpenFile::new(Body::Fill(path.into(), array.fill.clone()), place))
-            }
+        if let FoundChunk::Absent = found {
+            // A chunk that is not there is the fill value; an array that is not there (a disk unmounted, a folder moved) is not.
+            self.store.look(&array.metadata)?;
         }
+        Ok(self.opened(array, grid, indices, location, found))
+    }
+
+    fn opened(
+        &self,
+        array: &ChunkArray,
+        grid: &Grid,
+        indices: [u64; 4],
+        location: Location,
+        found: FoundChunk,
+    ) -> OpenFile {
+        let swapped = matches!(array.content, Content::Plain { swapped: true });
+        let body = match found {
+            FoundChunk::Stored(source) => Body::Stored(source),
+            FoundChunk::Decoded(block) => Body::Decoded(location, block),
+            FoundChunk::Absent => Body::Fill(location, array.fill.clone()),
+        };
+        OpenFile::new(body, self.place(grid, indices, swapped))
+    }
+
+    /// Chunks of one array, from a store that answers slowly.
+    fn open_together(&self, array: usize, numbers: &[u64], wishes: &Wishes, watch: Watch<'_>) -> Result<Vec<OpenFile>> {
+        let (grid, array) = &self.arrays[array];
+        let indices: Vec<[u64; 4]> = numbers.iter().map(|number| grid.indices(*number)).collect();
+        let locations: Vec<Location> = indices.iter().map(|indices| array.location(*indices)).collect();
+        let bytes = self.chunk_bytes(grid);
+        let found: Vec<FoundChunk> = match &array.content {
+            Content::Plain { .. } => {
+                let names: Vec<&Location> = locations.iter().collect();
+                let opened = self.store.open_together(&names, Access::Kept, &mut *watch)?;
+                opened.into_iter().map(|source| plain(source, grid, bytes)).collect::<Result<_>>()?
+            }
+            Content::Coded(coded) => {
+                let keys: Vec<UnitKey> = numbers.iter().map(|number| self.key(*number)).collect();
+                let mut decode = |which: &[usize], watch: Watch<'_>| {
+                    let which: Vec<_> = which.iter().map(|i| (&indices[*i][..], &locations[*i])).collect();
+                    let made = coded.chunks(&which, bytes, wishes, watch)?;
+                    Ok(made.into_iter().map(|made| made.map(Buffer::from)).collect())
+                };
+                let blocks = self.decoded.get_or_load_many(&keys, &mut decode, &mut *watch)?;
+                blocks.into_iter().map(|block| block.map_or(FoundChunk::Absent, FoundChunk::Decoded)).collect()
+            }
+        };
+        if found.iter().any(|found| matches!(found, FoundChunk::Absent)) {
+            threads::wait_for(&|_| self.store.look(&array.metadata), watch)?;
+        }
+        let each = indices.into_iter().zip(locations).zip(found);
+        Ok(each.map(|((indices, location), found)| self.opened(array, grid, indices, location, found)).collect())
     }
 }
 
-/// The file of a plain chunk; `None` where there is none.
-fn plain(path: &Path, grid: &Grid, bytes: u64) -> Result<Option<Body>> {
-    match open_regular(path) {
-        Ok((file, len)) if len == bytes => Ok(Some(Body::Stored(Box::new(Positioned::new(file, path, len))))),
-        Ok((_, len)) => {
-            let kind = if len < bytes { Kind::Truncated } else { Kind::Format };
-            let [a, b, c, d] = grid.chunk();
-            let detail = format!("expected {bytes} bytes, a whole chunk of {a} x {b} x {c} x {d}, found {len}");
-            Err(Error::new(kind, detail).at(path).byte(len.min(bytes)))
-        }
-        Err(error) if error.kind == Kind::NotFound => Ok(None),
-        Err(error) => Err(error),
+/// What was found of a chunk.
+enum FoundChunk {
+    Stored(Box<dyn Source>),
+    Decoded(Arc<Buffer>),
+    Absent,
+}
+
+/// The file of a plain chunk.
+fn plain(opened: Result<Box<dyn Source>>, grid: &Grid, bytes: u64) -> Result<FoundChunk> {
+    let source = match opened {
+        Err(error) if error.kind == Kind::NotFound => return Ok(FoundChunk::Absent),
+        opened => opened?,
+    };
+    let len = source.size();
+    if len == bytes {
+        return Ok(FoundChunk::Stored(source));
     }
+    let kind = if len < bytes { Kind::Truncated } else { Kind::Format };
+    let [a, b, c, d] = grid.chunk();
+    let detail = format!("expected {bytes} bytes, a whole chunk of {a} x {b} x {c} x {d}, found {len}");
+    Err(Error::new(kind, detail).at(source.location()).byte(len.min(bytes)))
 }
 
 impl ChunkArray {
-    /// A chunk that is not there is the fill value; an array that is not there (a disk unmounted, a folder moved) is not.
-    fn check_is_there(&self) -> Result<()> {
-        let path: &Path = &self.metadata;
-        std::fs::metadata(path).map(|_| ()).map_err(|e| Error::from_io(&e, path, "look at"))
+    fn location(&self, indices: [u64; 4]) -> Location {
+        self.folder.join(&self.naming.file(&indices))
     }
 }
 
@@ -198,6 +280,30 @@ impl Files for ChunkFiles {
 
     fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
         self.slots.get(file, || self.open(file))
+    }
+
+    fn open_many(&self, files: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
+        let Some(wishes) = self.wishes else { return files.iter().map(|file| self.get(*file)).collect() };
+        let mut open: Vec<Option<Arc<OpenFile>>> = files.iter().map(|file| self.slots.kept(*file)).collect();
+        let mut lacking: Vec<usize> = (0..files.len()).filter(|i| open[*i].is_none()).collect();
+        lacking.sort_by_key(|i| files[*i]);
+        for run in lacking.chunk_by(|a, b| self.array_of(files[*a]) == self.array_of(files[*b])) {
+            let numbers: Vec<u64> = run.iter().map(|i| files[*i]).collect();
+            let opened = self.open_together(self.array_of(numbers[0]), &numbers, &wishes, &mut *watch)?;
+            for (i, file) in run.iter().zip(opened) {
+                open[*i] = Some(self.slots.get(files[*i], || Ok(file))?);
+            }
+        }
+        Ok(open.into_iter().flatten().collect())
+    }
+
+    fn wishes(&self) -> Option<Wishes> {
+        self.wishes
+    }
+
+    fn decoded_bytes(&self, file: u64) -> u64 {
+        let (grid, array) = self.array(file);
+        if matches!(array.content, Content::Coded(_)) { self.chunk_bytes(grid) } else { 0 }
     }
 
     fn address_bits(&self) -> u32 {

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use crate::error::Result;
 use crate::layout::row::Row;
 use crate::source::Wishes;
+use crate::threads::Watch;
 
 use self::open::OpenFile;
 
@@ -22,9 +23,14 @@ pub trait Files: Send + Sync {
     /// The file, open and long enough.
     fn get(&self, file: u64) -> Result<Arc<OpenFile>>;
 
-    /// Several files, in order; opened in parallel where opening waits for a network.
-    fn open_many(&self, files: &[u64]) -> Result<Vec<Arc<OpenFile>>> {
+    /// Several files, in order; opened, and decoded, in parallel where that waits for a network.
+    fn open_many(&self, files: &[u64], _watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
         files.iter().map(|file| self.get(*file)).collect()
+    }
+
+    /// Bytes of memory that a file takes when it is open, because it is decoded.
+    fn decoded_bytes(&self, _file: u64) -> u64 {
+        0
     }
 
     /// How the sources are best read; `None` where they are files of this machine.

@@ -15,7 +15,8 @@ use crate::layout::row::{FindRows, FoundRows, Place, Row};
 use crate::location::Location;
 use crate::source::local::Local;
 use crate::source::slots::Slots;
-use crate::source::{Io, Source, Store, Version, Wishes};
+use crate::source::{Access, Io, Source, Store, Version, Wishes};
+use crate::threads::{self, Stop, Watch};
 
 /// Where rows lie in a file.
 #[derive(Clone, Debug)]
@@ -73,22 +74,27 @@ impl Files for FileTable {
 
     fn get(&self, number: u64) -> Result<Arc<OpenFile>> {
         let file = self.file(number)?;
-        self.slots.get(number, || {
-            let opened = self.store.open_many(&[&file.location]).pop();
-            self.place(number, file, opened.unwrap_or_else(|| Err(not_opened(file))))
-        })
+        self.slots.get(number, || self.place(number, file, self.store.open(&file.location, Access::Kept)))
     }
 
-    fn open_many(&self, numbers: &[u64]) -> Result<Vec<Arc<OpenFile>>> {
+    fn open_many(&self, numbers: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
         let mut open: Vec<Option<Arc<OpenFile>>> = numbers.iter().map(|number| self.slots.kept(*number)).collect();
         let lacking: Vec<usize> = (0..numbers.len()).filter(|i| open[*i].is_none()).collect();
         let files: Vec<&RowFile> = lacking.iter().map(|i| self.file(numbers[*i])).collect::<Result<_>>()?;
         let locations: Vec<&Location> = files.iter().map(|file| &file.location).collect();
-        let opened = if locations.is_empty() { vec![] } else { self.store.open_many(&locations) };
-        let mut opened = opened.into_iter();
-        for (i, file) in lacking.iter().zip(files) {
-            let source = opened.next().unwrap_or_else(|| Err(not_opened(file)));
-            open[*i] = Some(self.slots.get(numbers[*i], || self.place(numbers[*i], file, source))?);
+        let opened = self.store.open_together(&locations, Access::Kept, &mut *watch)?;
+        // A header is a read of its own.
+        let headers = files.iter().any(|file| matches!(file.rows, RowsIn::Found(_)));
+        let opened = lacking.iter().map(|i| numbers[*i]).zip(files).zip(opened);
+        let place = |_: usize, ((number, file), source): ((u64, &RowFile), _), _: &Stop| {
+            self.slots.get(number, || self.place(number, file, source))
+        };
+        let placed = match self.wishes {
+            Some(wishes) if headers => threads::map_each_waiting(opened, wishes.parallel, &place, watch)?,
+            _ => opened.map(|each| place(0, each, &Stop::default())).collect::<Result<_>>()?,
+        };
+        for (i, file) in lacking.into_iter().zip(placed) {
+            open[i] = Some(file);
         }
         Ok(open.into_iter().flatten().collect())
     }
@@ -96,10 +102,6 @@ impl Files for FileTable {
     fn wishes(&self) -> Option<Wishes> {
         self.wishes
     }
-}
-
-fn not_opened(file: &RowFile) -> Error {
-    Error::new(Kind::Internal, "a store that answered for too few files").at(&file.location)
 }
 
 impl FileTable {

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::descriptors::{Share, open_regular};
 use super::mmap::Map;
-use super::{ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread};
+use super::{Access, ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::threads::Stop;
@@ -19,23 +19,47 @@ pub struct Local {
 }
 
 impl Store for Local {
-    fn open_many(&self, locations: &[&Location]) -> Vec<Result<Box<dyn Source>>> {
-        let open = |location: &&Location| match location.path() {
-            Some(path) => open_to_jump(path, self.io),
-            None => Err(Error::new(Kind::Internal, "not a path of this machine").at(*location)),
+    fn open_many(&self, locations: &[&Location], access: Access, _: &Stop) -> Vec<Result<Box<dyn Source>>> {
+        let open = |location: &&Location| {
+            let path = path_of(location)?;
+            match access {
+                Access::Kept => open_to_jump(path, self.io),
+                Access::Once => {
+                    let (file, len) = open_regular(path)?;
+                    Ok(Box::new(Positioned { location: (*location).clone(), file, len, share: None }) as Box<_>)
+                }
+            }
         };
         locations.iter().map(open).collect()
     }
+
+    fn list(&self, folder: &Location) -> Result<Vec<String>> {
+        let failed = |e: std::io::Error| Error::from_io(&e, folder, "list");
+        let entries = match std::fs::read_dir(path_of(folder)?) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(vec![]),
+            Err(e) => return Err(failed(e)),
+        };
+        let mut names = vec![];
+        for entry in entries {
+            names.extend(entry.map_err(failed)?.file_name().into_string());
+        }
+        Ok(names)
+    }
+
+    fn look(&self, location: &Location) -> Result<()> {
+        let found = std::fs::metadata(path_of(location)?);
+        found.map(drop).map_err(|e| Error::from_io(&e, location, "look at"))
+    }
+}
+
+fn path_of(location: &Location) -> Result<&Path> {
+    location.path().ok_or_else(|| Error::new(Kind::Internal, "not a path of this machine").at(location))
 }
 
 /// Opens a regular file that is read in jumps.
 pub fn open_to_jump(path: &Path, io: Io) -> Result<Box<dyn Source>> {
     let (file, len) = open_regular(path)?;
-    map_or_read(file, path, len, io)
-}
-
-/// A file of `len` bytes, open already, that is read in jumps.
-pub(crate) fn map_or_read(file: File, path: &Path, len: u64, io: Io) -> Result<Box<dyn Source>> {
     let read = Positioned::new(file, path, len);
     match io {
         Io::Mmap if len > 0 => Ok(Box::new(Mapped { map: read.mapping()?, read })),
@@ -43,13 +67,8 @@ pub(crate) fn map_or_read(file: File, path: &Path, len: u64, io: Io) -> Result<B
     }
 }
 
-/// A file of `len` bytes, open already, that is read once and closed: it takes no share of the descriptors that may be kept.
-pub(crate) fn read_once(file: File, path: &Path, len: u64) -> Box<dyn Source> {
-    Box::new(Positioned { location: path.into(), file, len, share: None })
-}
-
 /// The version of a file.
-pub(crate) fn version_of(file: &File) -> std::io::Result<Version> {
+fn version_of(file: &File) -> std::io::Result<Version> {
     let meta = file.metadata()?;
     let times = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
     Ok(Version::File(meta.dev(), meta.ino(), meta.len(), times))
@@ -57,7 +76,7 @@ pub(crate) fn version_of(file: &File) -> std::io::Result<Version> {
 
 /// Read call by call.
 #[derive(Debug)]
-pub(crate) struct Positioned {
+struct Positioned {
     location: Location,
     file: File,
     len: u64,
@@ -67,7 +86,7 @@ pub(crate) struct Positioned {
 
 impl Positioned {
     /// A file whose `len` bytes were looked at just now. Takes a share of the descriptors that may be kept, if one is left.
-    pub(crate) fn new(file: File, path: &Path, len: u64) -> Positioned {
+    fn new(file: File, path: &Path, len: u64) -> Positioned {
         // Also for a mapped file: the questions about cached pages go through the descriptor.
         pread::expect_random(&file);
         Positioned { location: path.into(), file, len, share: Some(Share::take()) }

@@ -2,9 +2,11 @@
 //! in place ([`local`]); [`scout`] and [`queue`] keep the disk busy for many reads of several sources at once. What was
 //! opened is kept while descriptors last ([`slots`], [`descriptors`]).
 //!
-//! A remote store is one more implementation of both traits: its [`Wishes`] decide how reads are planned.
+//! A remote store is one more implementation of both traits: its [`Wishes`] decide how reads are planned, and [`fetch`](mod@fetch)
+//! reads many ranges as they say.
 
 pub mod descriptors;
+pub mod fetch;
 pub mod local;
 pub mod mmap;
 pub mod pread;
@@ -16,9 +18,9 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use self::mmap::Map;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::location::Location;
-use crate::threads::Stop;
+use crate::threads::{self, Stop, Watch};
 
 /// How rows are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,13 +151,61 @@ impl dyn Source + '_ {
     }
 }
 
+/// What a source is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Many reads in jumps: it may be kept open, and mapped where it is opened.
+    Kept,
+    /// One pass: it is closed afterwards.
+    Once,
+}
+
 /// What opens sources.
 pub trait Store: Debug + Send + Sync {
-    /// Opens each, or tells why not; in parallel where opening waits for a network.
-    fn open_many(&self, locations: &[&Location]) -> Vec<Result<Box<dyn Source>>>;
+    /// Opens each, or tells why not, in the order of the locations; in parallel where opening waits for a network. What is not
+    /// there is [`Kind::NotFound`]. Waits no longer once `stop` is set: what is not open then is [`Kind::Interrupted`].
+    fn open_many(&self, locations: &[&Location], access: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>>;
+
+    /// Names of the files, objects and folders directly below a folder, in any order; none where there is no such folder. A
+    /// name that is not Unicode may be left out.
+    fn list(&self, folder: &Location) -> Result<Vec<String>>;
+
+    /// Fails unless a file, an object or a folder of this name is there.
+    fn look(&self, location: &Location) -> Result<()> {
+        match opened(self.open_many(&[location], Access::Once, &Stop::default()).pop(), location) {
+            Ok(_) => Ok(()),
+            Err(error) if error.kind == Kind::NotFound && !self.list(location)?.is_empty() => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
 
     /// How its sources are best read; `None` for files of this machine, which answer at once.
     fn wishes(&self) -> Option<Wishes> {
         None
+    }
+}
+
+fn opened(answer: Option<Result<Box<dyn Source>>>, location: &Location) -> Result<Box<dyn Source>> {
+    answer.unwrap_or_else(|| Err(Error::new(Kind::Internal, "a store that answered for too few files").at(location)))
+}
+
+impl dyn Store + '_ {
+    /// Opens one.
+    pub fn open(&self, location: &Location, access: Access) -> Result<Box<dyn Source>> {
+        opened(self.open_many(&[location], access, &Stop::default()).pop(), location)
+    }
+
+    /// Opens each, while the caller looks at its watch; an answer for each of the locations.
+    pub fn open_together(
+        &self,
+        locations: &[&Location],
+        access: Access,
+        watch: Watch<'_>,
+    ) -> Result<Vec<Result<Box<dyn Source>>>> {
+        if locations.is_empty() {
+            return Ok(vec![]);
+        }
+        let mut answers = threads::wait_for(&|stop| Ok(self.open_many(locations, access, stop)), watch)?.into_iter();
+        Ok(locations.iter().map(|location| opened(answers.next(), location)).collect())
     }
 }

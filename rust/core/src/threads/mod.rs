@@ -11,6 +11,6 @@ pub(crate) mod sync;
 mod waiting;
 
 pub use handout::{LOOK, Stop, Watch, interrupted};
-pub use parts::{for_each, for_each_waiting, map, map_each};
+pub use parts::{for_each, for_each_waiting, map, map_each, map_each_waiting, wait_for};
 pub use pool::{are_free, in_part, num_threads, run};
 pub use waiting::run_waiting;

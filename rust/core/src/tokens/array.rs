@@ -5,7 +5,6 @@
 //! are decoded and kept as long as the memory given for them lasts.
 
 use std::borrow::Cow;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -14,7 +13,7 @@ use zarrs::array::BytesToBytesCodecTraits;
 use super::frame::{Blocks, Frame, HEADER, Planes, blosc, most_stored};
 use super::meta::Meta;
 use crate::arrays::coded::{self, CodedArray};
-use crate::arrays::file::{Access, ChunkFile, StoredUnit};
+use crate::arrays::file::{ChunkFile, StoredUnit};
 use crate::arrays::index::Entries;
 use crate::arrays::key::{UnitKey, WHOLE, new_array};
 use crate::arrays::meta::Coding;
@@ -22,9 +21,10 @@ use crate::codec::cache::Cache;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::View;
+use crate::location::Location;
 use crate::source::mmap::prefetch;
 use crate::source::slots::{Opened, Slots};
-use crate::source::{ByteRange, Io, Ready, Source};
+use crate::source::{Access, ByteRange, Ready, Source, Store};
 use crate::threads::Watch;
 
 /// Decoded blocks of many arrays.
@@ -66,9 +66,9 @@ impl Opened for TokenFile {
 /// An array, open.
 #[derive(Debug)]
 pub struct TokenArray {
-    folder: PathBuf,
+    store: Arc<dyn Store>,
+    folder: Location,
     meta: Meta,
-    io: Io,
     files: Slots<TokenFile>,
     cache: Arc<BlockCache>,
     number: u64,
@@ -112,13 +112,20 @@ enum ChunkBytes<'a> {
 }
 
 impl TokenArray {
-    /// Opens the array in a folder. `elements` that will be read at most, where that is known; no file but `zarr.json` is
-    /// touched.
-    pub fn open(folder: PathBuf, io: Io, cache: Arc<BlockCache>, elements: Option<u64>) -> Result<TokenArray> {
-        let (meta, text) = Meta::read_with_text(&folder)?;
+    /// Opens the array in a folder of a store. `elements` that will be read at most, where that is known; no file but `zarr.json`
+    /// is touched.
+    pub fn open(
+        store: &Arc<dyn Store>,
+        folder: Location,
+        cache: Arc<BlockCache>,
+        elements: Option<u64>,
+    ) -> Result<TokenArray> {
+        let store = Arc::clone(store);
+        let (meta, text) = Meta::read_with_text(&*store, &folder)?;
         let files = Slots::new(elements.map_or(64, |n| n.div_ceil(meta.outer)));
-        let foreign = (meta.coding == Coding::Foreign).then(|| CodedArray::of(&folder, &text, meta.index.is_some()));
-        Ok(TokenArray { folder, meta, io, files, cache, number: new_array(), foreign })
+        let foreign = (meta.coding == Coding::Foreign)
+            .then(|| CodedArray::of(Arc::clone(&store), &folder, &text, meta.index.is_some()));
+        Ok(TokenArray { store, folder, meta, files, cache, number: new_array(), foreign })
     }
 
     /// The type of its elements.
@@ -132,7 +139,7 @@ impl TokenArray {
     }
 
     /// Its folder.
-    pub fn folder(&self) -> &Path {
+    pub fn folder(&self) -> &Location {
         &self.folder
     }
 
@@ -141,16 +148,17 @@ impl TokenArray {
     }
 
     fn open_shard(&self, number: u64) -> Result<TokenFile> {
-        let path = self.meta.file(&self.folder, number);
-        let file = ChunkFile::open(&path, Access::Kept(self.io), |source, version| match &self.meta.index {
-            Some(form) => {
-                let (at, raw) = form.read(source, Kind::Truncated)?;
-                let entries = form.parse_within(&raw, source.size());
-                let entries = entries.map_err(|(within, error)| error.at(&path).byte(at + within))?;
-                Ok(Arc::new(Entries(entries.into())))
-            }
-            None => ChunkFile::one_unit(source, version),
-        })?;
+        let location = self.meta.file(&self.folder, number);
+        let file =
+            ChunkFile::open(self.store.open(&location, Access::Kept), |source, version| match &self.meta.index {
+                Some(form) => {
+                    let (at, raw) = form.read(source, Kind::Truncated)?;
+                    let entries = form.parse_within(&raw, source.size());
+                    let entries = entries.map_err(|(within, error)| error.at(&location).byte(at + within))?;
+                    Ok(Arc::new(Entries(entries.into())))
+                }
+                None => ChunkFile::one_unit(source, version),
+            })?;
         let seen = (0..file.units()).map(|_| AtomicU8::new(seen::NOTHING)).collect();
         Ok(TokenFile { file, seen })
     }
@@ -262,12 +270,12 @@ impl TokenArray {
     /// In an inner chunk that zarrs or c-blosc decodes as a whole.
     fn find_whole<'a>(&self, shard: &'a TokenFile, unit: StoredUnit<'a>, piece: ChunkRange) -> Result<ChunkBytes<'a>> {
         let (numbers, bytes) = (self.meta.inner as usize, self.inner_bytes());
-        let path = unit.source.location().path().unwrap_or(&self.folder);
+        let location = unit.source.location();
         let decode = || {
             let encoded = unit.read()?;
             let made = match &self.foreign {
-                Some(coded) => coded.decode_unit(encoded.into_owned(), bytes as u64, path),
-                None => self.decode_frame(&encoded, bytes, path),
+                Some(coded) => coded.decode_unit(encoded.into_owned(), bytes as u64, location),
+                None => self.decode_frame(&encoded, bytes, location),
             };
             Ok(Some(Planes::whole(made.map_err(|e| e.byte(unit.offset))?, self.meta.item(), numbers)))
         };
@@ -294,8 +302,8 @@ impl TokenArray {
     }
 
     /// What c-blosc decodes: other codecs, bits shuffled.
-    fn decode_frame(&self, frame: &[u8], bytes: usize, path: &Path) -> Result<Vec<u8>> {
-        coded::guarded(path, || {
+    fn decode_frame(&self, frame: &[u8], bytes: usize, location: &Location) -> Result<Vec<u8>> {
+        coded::guarded(location, || {
             let codec = blosc(1)?;
             let made = codec
                 .decode(
@@ -303,8 +311,8 @@ impl TokenArray {
                     &zarrs::array::BytesRepresentation::FixedSize(bytes as u64),
                     &zarrs::array::CodecOptions::default(),
                 )
-                .map_err(|e| Error::new(Kind::Format, format!("c-blosc cannot decode this: {e}")).at(path))?;
-            coded::of_length(made.into_owned(), bytes as u64, path)
+                .map_err(|e| Error::new(Kind::Format, format!("c-blosc cannot decode this: {e}")).at(location))?;
+            coded::of_length(made.into_owned(), bytes as u64, location)
         })
     }
 
@@ -422,7 +430,7 @@ impl TokenArray {
 
     /// A range as it lies in a mapped file; `None` where it does not lie in one piece.
     pub fn view(&self, held: &mut HeldFile, start: u64, n: usize) -> Result<Option<View>> {
-        if self.io != Io::Mmap || n == 0 {
+        if n == 0 || self.store.wishes().is_some() {
             return Ok(None);
         }
         let mut at: Option<(Arc<dyn Source>, usize, usize)> = None;
@@ -433,7 +441,8 @@ impl TokenArray {
                 return Ok(());
             }
             let Some(file) = shard.file.source() else { return Ok(()) };
-            if let (ChunkBytes::Stored(bytes), Some(all)) = (self.find(shard, piece)?, file.bytes())
+            if let Some(all) = file.bytes()
+                && let ChunkBytes::Stored(bytes) = self.find(shard, piece)?
                 && bytes.len() == n * self.meta.item()
             {
                 let begin = bytes.as_ptr() as usize - all.as_ptr() as usize;
@@ -449,7 +458,7 @@ impl TokenArray {
 
     /// Numbers of the files that may be there, in ascending order.
     pub fn existing(&self) -> Result<Vec<u64>> {
-        self.meta.existing(&self.folder)
+        self.meta.existing(&*self.store, &self.folder)
     }
 
     /// Checks everything that the first `elements` elements need: files, indices, frames; with `deep` every block is decoded.

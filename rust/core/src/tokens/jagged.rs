@@ -3,7 +3,6 @@
 //! The array `offsets` contains the end of each row in the array `data`; its element 0 is the number of rows
 //! (`formats/levanter.md` 1.3). Rows and elements are numbered across all shards.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::array::{BlockCache, HeldFile, TokenArray};
@@ -11,16 +10,17 @@ use super::meta::Meta;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::View;
-use crate::source::Io;
+use crate::location::Location;
+use crate::source::Store;
 use crate::source::slots::Slots;
 use crate::threads::Watch;
 
 /// A shard of a field.
 #[derive(Clone, Debug)]
 pub struct FieldShard {
-    /// The folder with `offsets` and `data`.
-    pub folder: PathBuf,
-    /// Numbers of rows and elements from a ledger; if `None`, the array's own.
+    /// The folder that holds `offsets` and `data`.
+    pub folder: Location,
+    /// Rows and elements, where a ledger has them; the array's own otherwise.
     pub counts: Option<(u64, u64)>,
 }
 
@@ -51,7 +51,7 @@ pub struct Field {
     /// Elements before each part, and in total.
     elements: Vec<u64>,
     arrays: Slots<TokenArray>,
-    io: Io,
+    store: Arc<dyn Store>,
     cache: Arc<BlockCache>,
     dtype: DType,
 }
@@ -110,10 +110,10 @@ impl ElementRange {
 type ShardVisitor<'a> = &'a mut dyn FnMut(&TokenArray, &mut HeldFile, u64, usize, usize) -> Result<()>;
 
 impl Field {
-    /// Opens a field. Parts with known counts are not opened before they are read; for the others `offsets` is opened.
-    pub fn open(parts: Vec<FieldShard>, io: Io, cache: Arc<BlockCache>) -> Result<Field> {
+    /// Opens a field in a store. Parts whose counts are told are not touched before they are read; of the others `offsets` is.
+    pub fn open(parts: Vec<FieldShard>, store: Arc<dyn Store>, cache: Arc<BlockCache>) -> Result<Field> {
         let arrays = Slots::new(3 * parts.len() as u64);
-        let mut field = Field { parts, rows: vec![0], elements: vec![0], arrays, io, cache, dtype: DType::I64 };
+        let mut field = Field { parts, rows: vec![0], elements: vec![0], arrays, store, cache, dtype: DType::I64 };
         for part in 0..field.parts.len() {
             let (rows, elements) = match field.parts[part].counts {
                 Some(counts) => counts,
@@ -138,7 +138,7 @@ impl Field {
         // The first part with elements determines the dtype; the others are compared with it when they are opened.
         let typed = (0..field.parts.len()).find(|p| field.elements[p + 1] > field.elements[*p]).unwrap_or(0);
         if !field.parts.is_empty() {
-            field.dtype = Meta::read(&field.parts[typed].folder.join(ShardArray::Data.name()))?.dtype;
+            field.dtype = Meta::read(&*field.store, &field.parts[typed].folder.join(ShardArray::Data.name()))?.dtype;
         }
         Ok(field)
     }
@@ -158,11 +158,11 @@ impl Field {
         self.dtype
     }
 
-    /// The `shapes` folder of the first part with rows; `None` if rows have one axis.
-    pub fn shapes_folder(&self) -> Option<PathBuf> {
+    /// The `shapes` folder of the first part that has rows; `None` for rows of one axis.
+    pub fn shapes_folder(&self) -> Option<Location> {
         let typed = (0..self.parts.len()).find(|p| self.rows[p + 1] > self.rows[*p]).unwrap_or(0);
         let folder = self.parts.get(typed)?.folder.join(ShardArray::Shapes.name());
-        folder.is_dir().then_some(folder)
+        self.store.look(&folder).is_ok().then_some(folder)
     }
 
     fn array(&self, part: usize, which: ShardArray) -> Result<Arc<TokenArray>> {
@@ -176,7 +176,7 @@ impl Field {
                     .map(|c| c.1)
                     .or_else(|| Some(self.elements.get(part + 1)?.saturating_sub(self.elements[part]))),
             };
-            let array = TokenArray::open(folder, self.io, Arc::clone(&self.cache), most)?;
+            let array = TokenArray::open(&self.store, folder, Arc::clone(&self.cache), most)?;
             match which {
                 ShardArray::Data => self.check_part(part, &array)?,
                 ShardArray::Offsets => self.check_rows(part, &array)?,

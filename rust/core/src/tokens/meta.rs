@@ -3,9 +3,6 @@
 //! Levanter writes one kind only (`formats/levanter.md` 1.2). The other kinds that its reader accepts (1.6) are read here too.
 //! Inner chunks of all other codecs are decoded by the `zarrs` crate, one at a time; shard indexes are always read here.
 
-use std::io::Read;
-use std::path::{Path, PathBuf};
-
 use serde_json::Value;
 
 use crate::arrays::element::{ElementType, Fill};
@@ -15,7 +12,9 @@ use crate::arrays::meta::{ArrayMeta, Coding, product};
 use crate::arrays::naming::Naming;
 use crate::dtype::DType;
 use crate::error::{Error, Finding, Kind, Result};
-use crate::source::descriptors::open_regular;
+use crate::location::Location;
+use crate::memory::zeroed;
+use crate::source::{Access, Store};
 
 /// Largest `zarr.json` that is read; Levanter's has some hundreds of bytes.
 const MOST: u64 = 1 << 20;
@@ -51,22 +50,21 @@ pub struct Meta {
 
 impl Meta {
     /// Reads `zarr.json` in the array's folder.
-    pub fn read(folder: &Path) -> Result<Meta> {
-        Ok(Meta::read_with_text(folder)?.0)
+    pub fn read(store: &dyn Store, folder: &Location) -> Result<Meta> {
+        Ok(Meta::read_with_text(store, folder)?.0)
     }
 
     /// Reads `zarr.json` in the array's folder; its text too.
-    pub(super) fn read_with_text(folder: &Path) -> Result<(Meta, Vec<u8>)> {
+    pub(super) fn read_with_text(store: &dyn Store, folder: &Location) -> Result<(Meta, Vec<u8>)> {
         let path = folder.join("zarr.json");
-        let (file, _) = open_regular(&path)?;
-        let mut text = vec![];
-        // The length that the file reports is not relied on: special files report 0.
-        file.take(MOST + 1).read_to_end(&mut text).map_err(|e| Error::from_io(&e, &path, "read"))?;
-        if text.len() as u64 > MOST {
+        let source = store.open(&path, Access::Once)?;
+        if source.size() > MOST {
             return Err(
                 Error::new(Kind::Format, format!("expected at most {MOST} bytes of metadata, found more")).at(&path)
             );
         }
+        let mut text = zeroed(source.size() as usize)?;
+        source.read(0, &mut text)?;
         let meta = Meta::parse(&text).map_err(|e| e.at(&path))?;
         Ok((meta, text))
     }
@@ -142,25 +140,18 @@ impl Meta {
     }
 
     /// Numbers of the outer chunks that may have a file, in ascending order: from one look at the folder.
-    pub fn existing(&self, folder: &Path) -> Result<Vec<u64>> {
-        let folder = folder.join(self.naming.folder().0);
-        let entries = match std::fs::read_dir(&folder) {
-            Ok(entries) => entries,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(vec![]),
-            Err(e) => return Err(Error::from_io(&e, &folder, "list")),
-        };
+    pub fn existing(&self, store: &dyn Store, folder: &Location) -> Result<Vec<u64>> {
         let mut found = vec![];
-        for entry in entries {
-            let name = entry.map_err(|e| Error::from_io(&e, &folder, "list"))?.file_name();
-            found.extend(name.to_str().and_then(|name| self.naming.first_index(name, 1 + usize::from(self.columns))));
+        for name in store.list(&folder.join(self.naming.folder().0))? {
+            found.extend(self.naming.first_index(&name, 1 + usize::from(self.columns)));
         }
         found.sort_unstable();
         Ok(found)
     }
 
     /// The file of an outer chunk.
-    pub fn file(&self, folder: &Path, number: u64) -> PathBuf {
-        folder.join(self.naming.file(&self.indices(number)))
+    pub fn file(&self, folder: &Location, number: u64) -> Location {
+        folder.join(&self.naming.file(&self.indices(number)))
     }
 
     /// The position of an inner chunk among all, as zarrs counts them.

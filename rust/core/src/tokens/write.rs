@@ -625,14 +625,15 @@ mod tests {
 
     use super::*;
     use crate::source::Io;
+    use crate::source::local::Local;
     use crate::tokens::array::BlockCache;
     use crate::tokens::frame::Frame;
     use crate::tokens::jagged::FieldShard;
     use proptest::prelude::*;
 
     fn reopened(folder: &Path, io: Io) -> Field {
-        let parts = vec![FieldShard { folder: folder.to_path_buf(), counts: None }];
-        Field::open(parts, io, Arc::new(BlockCache::new(1 << 20))).unwrap()
+        let parts = vec![FieldShard { folder: folder.into(), counts: None }];
+        Field::open(parts, Arc::new(Local { io }), Arc::new(BlockCache::new(1 << 20))).unwrap()
     }
 
     const SMALL: WriteOptions = WriteOptions { storage: Storage::Plain, direct: false, inner: 64, per_file: 1 };

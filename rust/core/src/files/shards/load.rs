@@ -1,13 +1,12 @@
 //! Shards looked into, checked, inflated and kept.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, TryLockError};
 
 use super::index::{ShardIndex, TYPES, class_of};
 use super::spec::ShardSpec;
-use super::stored::{ShardBytes, Stored, hex, read_whole, sha256};
+use super::stored::{ShardBytes, Stored, block_for, hex, sha256};
 
 use crate::codec::cache::{Cache, Cached, Lookup, Turn};
 use crate::codec::flight::Waited;
@@ -15,14 +14,13 @@ use crate::codec::inflate;
 use crate::error::{Error, Finding, Kind, Result};
 use crate::files::open::OpenFile;
 use crate::layout::row::Row;
+use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::parse::pickle::{Tree, machine};
-use crate::source::Version;
-use crate::source::descriptors::open_regular;
-use crate::source::local::version_of;
-use crate::source::mmap::Map;
+use crate::source::fetch::{SCRATCH, WantedRange, fetch, read_all};
+use crate::source::local::Local;
 use crate::source::slots::Slots;
-use crate::source::{Io, pread};
+use crate::source::{Access, ByteRange, Io, Source, Store, Version, Wishes};
 use crate::threads::{self, Stop, Watch};
 
 /// A shard whose bytes are at hand.
@@ -54,15 +52,18 @@ struct Fresh {
     loaded: Arc<Loaded>,
     tree: Tree,
     bytes: ShardBytes,
-    version: Version,
+    version: Option<Version>,
 }
+
+/// A shard's file as bytes, and the version of the file.
+type ShardRead = (Stored, Option<Version>);
 
 /// What is known of a shard from its first look on.
 #[derive(Debug)]
 struct KnownShard {
     index: Arc<ShardIndex>,
-    /// The file that was read last.
-    version: Version,
+    /// The file that was read last; `None` where its store has no versions: it may have changed since.
+    version: Option<Version>,
 }
 
 /// The shards of a dataset.
@@ -77,11 +78,17 @@ pub struct Shards {
     rows: [Row; TYPES.len()],
     /// The type of the first array, as a position among [`TYPES`]; `None` until it was found.
     class: Option<usize>,
-    pub(super) io: Io,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) wishes: Option<Wishes>,
+    /// Whether files are mapped, and views given.
+    pub(super) maps: bool,
     pub(super) slots: Slots<OpenFile>,
     known: Vec<RwLock<Option<KnownShard>>>,
     /// By shard; those without blocks are not kept.
     decoded: Cache<Loaded, usize>,
+    /// Of compressed shards of a store that answers slowly: one more than the bytes that they claim to inflate to; 0 before that
+    /// was asked for.
+    claims: Vec<AtomicU64>,
     /// Shards inflated so far, for tests: rows in a random order must not inflate per row.
     inflated: AtomicU64,
 }
@@ -90,12 +97,24 @@ pub struct Shards {
 const MOST_SHARDS: usize = 1 << 21;
 
 impl Shards {
-    /// Opens nothing but the first shard that holds an array: only there is written what a row is.
+    /// Shards of this machine. Opens nothing but the first that holds an array: only there is written what a row is.
     pub fn open(
         specs: Vec<ShardSpec>,
         layers: Vec<i64>,
         decoded_memory: u64,
         io: Io,
+        watch: Watch<'_>,
+    ) -> Result<Shards> {
+        Shards::of(Arc::new(Local { io: Io::Pread }), io == Io::Mmap, specs, layers, decoded_memory, watch)
+    }
+
+    /// Shards of a store, whose files are mapped if `maps` and they can be; see [`Shards::open`].
+    pub fn of(
+        store: Arc<dyn Store>,
+        maps: bool,
+        specs: Vec<ShardSpec>,
+        layers: Vec<i64>,
+        decoded_memory: u64,
         watch: Watch<'_>,
     ) -> Result<Shards> {
         if specs.len() > MOST_SHARDS {
@@ -117,13 +136,16 @@ impl Shards {
         let mut shards = Shards {
             slots: Slots::new(specs.len() as u64 * 2),
             known: specs.iter().map(|_| RwLock::new(None)).collect(),
+            claims: specs.iter().map(|_| AtomicU64::new(0)).collect(),
+            wishes: store.wishes(),
+            store,
+            maps,
             specs,
             groups: layers.iter().enumerate().map(|(group, layer)| (*layer, group)).collect(),
             layers,
             firsts,
             rows: TYPES.map(|dtype| Row { width: 0, dtype, bytes: 0 }),
             class: None,
-            io,
             decoded: Cache::new(decoded_memory),
             inflated: AtomicU64::new(0),
         };
@@ -131,10 +153,10 @@ impl Shards {
             if watch() {
                 return Err(Error::new(Kind::Interrupted, "interrupted"));
             }
-            let index = Arc::clone(&shards.load(s, &mut *watch)?.index);
+            let index = Arc::clone(&shards.load(s, None, &mut *watch)?.index);
             if let Some((width, dtype)) = index.row() {
                 for row in &mut shards.rows {
-                    *row = Row::new(width, row.dtype).map_err(|e| e.at(&shards.specs[s].path))?;
+                    *row = Row::new(width, row.dtype).map_err(|e| e.at(&shards.specs[s].location))?;
                 }
                 shards.class = class_of(dtype);
                 return Ok(shards);
@@ -164,7 +186,7 @@ impl Shards {
         self.inflated.load(Ordering::Relaxed)
     }
 
-    /// Bytes that may be kept of what was decoded.
+    /// ShardBytes that may be kept of what was decoded.
     pub fn decoded_budget(&self) -> u64 {
         self.decoded.budget()
     }
@@ -221,7 +243,7 @@ impl Shards {
 
     /// The index of a shard, if it has been looked into. Tried and never waited for: a forked child may find a lock taken by a
     /// thread that it does not have, and looks into the shard again.
-    pub(super) fn known(&self, s: usize) -> Option<(Arc<ShardIndex>, Version)> {
+    pub(super) fn known(&self, s: usize) -> Option<(Arc<ShardIndex>, Option<Version>)> {
         // Writing takes nanoseconds.
         for _ in 0..1000 {
             match self.known[s].try_read() {
@@ -234,7 +256,7 @@ impl Shards {
     }
 
     /// Keeps what was found in a shard. A shard that was looked into before has to be as it was.
-    fn remember(&self, s: usize, index: &mut Arc<ShardIndex>, version: Version) -> Result<()> {
+    fn remember(&self, s: usize, index: &mut Arc<ShardIndex>, version: Option<Version>) -> Result<()> {
         for _ in 0..1000 {
             let mut slot = match self.known[s].try_write() {
                 Ok(slot) => slot,
@@ -259,16 +281,20 @@ impl Shards {
         Ok(())
     }
 
+    /// Whether a shard is known to be what it was when this version of its file was read.
+    fn is_same(&self, s: usize, version: Option<&Version>) -> bool {
+        self.known(s).is_some_and(|(_, known)| known.is_some() && known.as_ref() == version)
+    }
+
     /// Whether an open file is the one that was indexed, or holds the same.
-    pub(super) fn check_same(&self, s: usize, file: &File) -> Result<()> {
-        let path = &self.specs[s].path;
-        let version = version_of(file).map_err(|e| Error::from_io(&e, path, "look at"))?;
-        if self.known(s).is_none_or(|(_, known)| known == version) {
+    pub(super) fn check_same(&self, s: usize, source: &dyn Source) -> Result<()> {
+        let version = source.version();
+        if self.known(s).is_none() || self.is_same(s, version.as_ref()) {
             return Ok(());
         }
-        let fresh = self.fresh(s, &mut || false)?;
+        let fresh = self.fresh(s, self.stored(s, &mut || false)?, &mut || false)?;
         if fresh.version != version {
-            return Err(Error::new(Kind::Format, "changes while it is read; reopen the dataset").at(path));
+            return Err(Error::new(Kind::Format, "changes while it is read; reopen the dataset").at(source.location()));
         }
         Ok(())
     }
@@ -285,12 +311,15 @@ impl Shards {
     fn decoded_guess(&self, s: usize) -> u64 {
         match self.known(s) {
             Some((index, _)) => index.decoded + index.aside,
+            None if self.specs[s].compressed && self.wishes.is_some() => {
+                self.claims[s].load(Ordering::Relaxed).saturating_sub(1)
+            }
             None if self.specs[s].compressed => {
                 let claimed = || {
-                    let (file, len) = open_regular(&self.specs[s].path).ok()?;
+                    let source = self.store.open(&self.specs[s].location, Access::Once).ok()?;
                     let mut last = [0; 4];
-                    pread::read_exact_at(&file, &mut last, len.checked_sub(4)?).ok()?;
-                    Some(inflate::claimed(last, len).min(self.limit(s, len)))
+                    source.read(source.size().checked_sub(4)?, &mut last).ok()?;
+                    Some(self.claimed(s, last, source.size()))
                 };
                 claimed().unwrap_or(0)
             }
@@ -298,7 +327,38 @@ impl Shards {
         }
     }
 
-    /// Bytes that a shard may inflate to.
+    /// What a compressed shard of `len` bytes claims to inflate to in its last bytes, as far as it may.
+    fn claimed(&self, s: usize, last: [u8; 4], len: u64) -> u64 {
+        inflate::claimed(last, len).min(self.limit(s, len))
+    }
+
+    /// Asks compressed shards of a store that answers slowly, all at once, what they claim to inflate to. What fails here fails
+    /// again when the shard is read.
+    pub(super) fn ask_claims(&self, which: &[usize], watch: Watch<'_>) -> Result<()> {
+        let Some(wishes) = self.wishes else { return Ok(()) };
+        let unknown = |s: &usize| {
+            self.specs[*s].compressed && self.claims[*s].load(Ordering::Relaxed) == 0 && self.known(*s).is_none()
+        };
+        let which: Vec<usize> = which.iter().copied().filter(unknown).collect();
+        let locations: Vec<&Location> = which.iter().map(|s| &self.specs[*s].location).collect();
+        let opened = self.store.open_together(&locations, Access::Once, &mut *watch)?;
+        let sources: Vec<Option<&dyn Source>> = opened.iter().map(|source| source.as_deref().ok()).collect();
+        let ends = sources.iter().enumerate().filter_map(|(i, source)| {
+            let len = source.as_ref()?.size();
+            Some(WantedRange { source: i, range: ByteRange { at: len.checked_sub(4)?, len: 4 }, to: (which[i], len) })
+        });
+        let take = |(s, len): (usize, u64), last: &[u8]| {
+            let last = last.first_chunk::<4>().copied().unwrap_or_default();
+            self.claims[s].store(self.claimed(s, last, len).saturating_add(1), Ordering::Relaxed);
+            Ok(())
+        };
+        match fetch(&sources, ends.collect(), &wishes, &take, watch) {
+            Err(error) if error.kind == Kind::Interrupted => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// ShardBytes that a shard may inflate to.
     fn limit(&self, s: usize, stored: u64) -> u64 {
         inflate::allowed(stored, self.specs[s].limit, self.decoded.budget())
     }
@@ -349,8 +409,51 @@ impl Shards {
         mine: Vec<(usize, MayWait<'_>)>,
         watch: Watch<'_>,
     ) -> Result<Vec<(usize, Arc<Loaded>)>> {
-        let work = |i: usize, turn: MayWait<'_>, watch: Watch<'_>| -> Result<(usize, Arc<Loaded>)> {
-            let loaded = self.load(which[i], watch)?;
+        // Of a store that answers slowly, all bytes are on their way before the first shard is looked into, as far as they fit.
+        let Some(wishes) = self.wishes else {
+            return self.look_into(which, mine.into_iter().map(|(i, turn)| (i, turn, None)).collect(), watch);
+        };
+        let locations: Vec<&Location> = mine.iter().map(|(i, _)| &self.specs[which[*i]].location).collect();
+        let opened = self.store.open_together(&locations, Access::Once, &mut *watch)?;
+        let mut coming = mine.into_iter().zip(opened).peekable();
+        let mut loaded = vec![];
+        while coming.peek().is_some() {
+            let (mut some, mut sources, mut versions, mut blocks, mut bytes) = (vec![], vec![], vec![], vec![], 0u64);
+            while let Some(((i, turn), source)) = coming.next_if(|(_, source)| {
+                bytes = bytes.saturating_add(source.as_ref().map_or(0, |source| source.size()));
+                bytes <= SCRATCH || some.is_empty()
+            }) {
+                let s = which[i];
+                let source = source.and_then(|source| self.check_size(s, source.size()).map(|()| source));
+                let source =
+                    source.map_err(|e| if e.location.is_none() { e.at(&self.specs[s].location) } else { e })?;
+                blocks.push(block_for(&*source)?);
+                versions.push(source.version());
+                sources.push(source);
+                some.push((i, turn));
+            }
+            let places = sources.iter().zip(&mut blocks).map(|(source, block)| (&**source, 0, block.bytes_mut()));
+            read_all(places.collect(), &wishes, &mut *watch)?;
+            let stored = blocks.into_iter().map(Stored::Buffer).zip(versions);
+            let some = some.into_iter().zip(stored).map(|((i, turn), stored)| (i, turn, Some(stored)));
+            loaded.extend(self.look_into(which, some.collect(), &mut *watch)?);
+        }
+        Ok(loaded)
+    }
+
+    /// Looks into shards whose turns this thread has, and which may have been read already.
+    fn look_into(
+        &self,
+        which: &[usize],
+        mine: Vec<(usize, MayWait<'_>, Option<ShardRead>)>,
+        watch: Watch<'_>,
+    ) -> Result<Vec<(usize, Arc<Loaded>)>> {
+        let work = |i: usize,
+                    turn: MayWait<'_>,
+                    stored: Option<ShardRead>,
+                    watch: Watch<'_>|
+         -> Result<(usize, Arc<Loaded>)> {
+            let loaded = self.load(which[i], stored, watch)?;
             if let Some(turn) = turn {
                 turn.hand_over(&loaded);
             }
@@ -359,14 +462,14 @@ impl Shards {
         // In parallel; one that would be left over for a single thread is read after the others, by all of them.
         let mut together = mine;
         let alone = if together.len() % threads::num_threads() == 1 { together.pop() } else { None };
-        let part = |_: usize, (i, turn), stop: &Stop| match work(i, turn, &mut || stop.is_set()) {
+        let part = |_: usize, (i, turn, stored), stop: &Stop| match work(i, turn, stored, &mut || stop.is_set()) {
             // Another part's error stopped this one, and is the one to be reported.
             Err(error) if error.kind == Kind::Interrupted && stop.is_set() => Ok(None),
             done => done.map(Some),
         };
         let mut loaded: Vec<_> = threads::map_each(together, &part, &mut *watch)?.into_iter().flatten().collect();
-        if let Some((i, turn)) = alone {
-            loaded.push(work(i, turn, watch)?);
+        if let Some((i, turn, stored)) = alone {
+            loaded.push(work(i, turn, stored, watch)?);
         }
         Ok(loaded)
     }
@@ -380,19 +483,22 @@ impl Shards {
         Some(Arc::new(Loaded { index, main: None, aside: None }))
     }
 
-    /// A shard's index and decoded bytes: kept ones, or read now.
-    fn load(&self, s: usize, watch: Watch<'_>) -> Result<Arc<Loaded>> {
+    /// A shard's index and decoded bytes: kept ones, or those of its bytes, which are read now if they were not yet.
+    fn load(&self, s: usize, stored: Option<ShardRead>, watch: Watch<'_>) -> Result<Arc<Loaded>> {
         match self.kept(s) {
             Some(loaded) => Ok(loaded),
-            None => Ok(self.fresh(s, watch)?.loaded),
+            None => {
+                let stored = stored.map_or_else(|| self.stored(s, &mut *watch), Ok)?;
+                Ok(self.fresh(s, stored, watch)?.loaded)
+            }
         }
     }
 
-    /// Reads a shard, whether it is kept or not, and keeps what was read.
-    fn fresh(&self, s: usize, watch: Watch<'_>) -> Result<Fresh> {
+    /// Looks into a shard, whether it is kept or not, and keeps what was found.
+    fn fresh(&self, s: usize, stored: ShardRead, watch: Watch<'_>) -> Result<Fresh> {
         let spec = &self.specs[s];
-        let in_shard = |e: Error| if e.location.is_none() { e.at(&spec.path) } else { e };
-        let mut fresh = self.read(s, watch).map_err(in_shard)?;
+        let in_shard = |e: Error| if e.location.is_none() { e.at(&spec.location) } else { e };
+        let mut fresh = self.read(s, stored, watch).map_err(in_shard)?;
         if self.class.is_some()
             && let Some((width, _)) = fresh.loaded.index.row()
             && width != self.row().width as u64
@@ -404,7 +510,7 @@ impl Shards {
                     self.row().width
                 ),
             )
-            .at(&spec.path));
+            .at(&spec.location));
         }
         let index = &mut Arc::make_mut(&mut fresh.loaded).index;
         self.remember(s, index, fresh.version.clone()).map_err(in_shard)?;
@@ -415,11 +521,28 @@ impl Shards {
     }
 
     /// The shard's file as bytes.
-    fn stored(&self, s: usize, watch: Watch<'_>) -> Result<(Stored, Version)> {
+    fn stored(&self, s: usize, watch: Watch<'_>) -> Result<ShardRead> {
         let spec = &self.specs[s];
-        let (file, len) = open_regular(&spec.path)?;
-        let version = version_of(&file).map_err(|e| Error::from_io(&e, &spec.path, "look at"))?;
-        if let Some(size) = spec.size
+        let mut read = || {
+            let source = self.store.open(&spec.location, Access::Once)?;
+            self.check_size(s, source.size())?;
+            // Before it is read: what changes meanwhile is another version.
+            let version = source.version();
+            let stored = Stored::of(&*source, self.maps, self.wishes.as_ref(), &mut *watch)?;
+            if let Stored::Map(map) = &stored
+                && (spec.compressed || spec.sha256.is_some())
+            {
+                // All of it will be read, from front to back.
+                map.will_need(0, map.bytes().len());
+            }
+            Ok((stored, version))
+        };
+        read().map_err(|e: Error| if e.location.is_none() { e.at(&spec.location) } else { e })
+    }
+
+    /// Refuses a file of another size than the metadata name.
+    fn check_size(&self, s: usize, len: u64) -> Result<()> {
+        if let Some(size) = self.specs[s].size
             && size != len
         {
             let detail = format!("expected {size} bytes ('size_bytes' in metadata.json), found {len}");
@@ -434,21 +557,11 @@ impl Shards {
                 .finds(Finding::EmptyFile)
                 .byte(0));
         }
-        let bytes = usize::try_from(len).map_err(|_| Error::new(Kind::Access, "does not fit this machine's memory"))?;
-        if self.io == Io::Mmap {
-            let map = Map::open(&file, bytes).map_err(|e| Error::from_io(&e, &spec.path, "map"))?;
-            if spec.compressed || spec.sha256.is_some() {
-                // All of it will be read, from front to back.
-                map.will_need(0, bytes);
-            }
-            return Ok((Stored::Map(map), version));
-        }
-        Ok((Stored::Buffer(read_whole(&file, bytes, watch).map_err(|e| e.at(&spec.path))?), version))
+        Ok(())
     }
 
-    fn read(&self, s: usize, watch: Watch<'_>) -> Result<Fresh> {
+    fn read(&self, s: usize, (stored, version): ShardRead, watch: Watch<'_>) -> Result<Fresh> {
         let spec = &self.specs[s];
-        let (stored, version) = self.stored(s, &mut *watch)?;
         let verify = |watch: Watch<'_>| -> Result<()> {
             let Some(expected) = spec.sha256 else { return Ok(()) };
             let found = sha256(stored.bytes(), watch)?;
@@ -480,7 +593,7 @@ impl Shards {
         }
         if !spec.compressed {
             // Rows of a plain shard are read where they lie, so that its checksum is compared once per file, not per read.
-            if self.known(s).is_none_or(|(_, known)| known != version) {
+            if !self.is_same(s, version.as_ref()) {
                 verify(watch)?;
             }
             let tree = machine::parse(stored.bytes())?;
@@ -526,10 +639,10 @@ impl Shards {
             && let Some(loaded) = self.load_all(&[s], &mut *watch)?.pop()
             && let Some(main) = &loaded.main
         {
-            let tree = machine::parse(main).map_err(|e| e.at(&spec.path))?;
+            let tree = machine::parse(main).map_err(|e| e.at(&spec.location))?;
             return Ok(Values { tree, index: Arc::clone(&loaded.index), bytes: ShardBytes::Shared(Arc::clone(main)) });
         }
-        let Fresh { loaded, tree, bytes, .. } = self.fresh(s, watch)?;
+        let Fresh { loaded, tree, bytes, .. } = self.fresh(s, self.stored(s, &mut *watch)?, watch)?;
         Ok(Values { tree, index: Arc::clone(&loaded.index), bytes })
     }
 }

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::load::Shards;
+use super::spec::ShardSpec;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
@@ -16,10 +17,9 @@ use crate::files::open::{Body, OpenFile, View};
 use crate::files::shards::index::{ShardIndex, Spot, TYPES};
 use crate::layout::row::{Place, Row};
 use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
+use crate::location::Location;
 use crate::memory::buffer::Buffer;
-use crate::source::Io;
-use crate::source::descriptors::open_regular;
-use crate::source::local::map_or_read;
+use crate::source::{Access, Source, Wishes};
 use crate::threads::Watch;
 
 /// Shards that have been looked into, and those whose decoded bytes are held for now.
@@ -59,6 +59,7 @@ impl Shards {
                 None => unknown.push(s),
             }
         }
+        self.ask_claims(&unknown, &mut *watch)?;
         for some in unknown.chunks(self.at_once(&unknown)) {
             for (s, loaded) in some.iter().zip(self.load_all(some, watch)?) {
                 indexes.insert(*s, Arc::clone(&loaded.index));
@@ -123,7 +124,7 @@ impl<'a> Prepared<'a> {
                 name(self.shards.class())
             ),
         )
-        .at(&self.shards.specs()[s].path))
+        .at(&self.shards.specs()[s].location))
     }
 
     /// Cuts the prepared shards into ranges of files whose decoded bytes fit the budget together.
@@ -171,7 +172,7 @@ impl<'a> Prepared<'a> {
     pub fn view(&self, at: Address, rows: u64) -> Result<Option<View>> {
         let (s, aside) = self.shard_at(at.file);
         let mapped = !aside && self.indexes.get(&s).is_some_and(|index| index.decoded == 0);
-        if !mapped || self.shards.io == Io::Pread {
+        if !mapped || !self.shards.maps {
             return Ok(None);
         }
         View::of(&*self.get(at.file)?, at.row, rows, self.row().bytes)
@@ -222,7 +223,7 @@ impl<'a> Prepared<'a> {
                     Kind::NotStored,
                     format!("example {example} (sample_idx {sample}) has no layer {}; it has {held:?}", layers[group]),
                 )
-                .at(&self.shards.specs()[s].path))
+                .at(&self.shards.specs()[s].location))
             }
         }
     }
@@ -285,33 +286,74 @@ impl Files for Prepared<'_> {
     }
 
     fn get(&self, file: u64) -> Result<Arc<OpenFile>> {
-        let class = (file / self.shards.files_per_class()) as usize;
+        match self.held(file) {
+            Some(held) => Ok(held),
+            None => {
+                let spec = self.in_place(file)?;
+                let open = || self.open(file, self.shards.store.open(&spec.location, Access::Kept));
+                self.shards.slots.get(file, open)
+            }
+        }
+    }
+
+    fn open_many(&self, files: &[u64], watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
+        let mut found: Vec<Option<Arc<OpenFile>>> =
+            files.iter().map(|file| self.held(*file).or_else(|| self.shards.slots.kept(*file))).collect();
+        let lacking: Vec<usize> = (0..files.len()).filter(|i| found[*i].is_none()).collect();
+        let specs: Vec<&ShardSpec> = lacking.iter().map(|i| self.in_place(files[*i])).collect::<Result<_>>()?;
+        let locations: Vec<&Location> = specs.into_iter().map(|spec| &spec.location).collect();
+        let opened = self.shards.store.open_together(&locations, Access::Kept, watch)?;
+        for (i, source) in lacking.into_iter().zip(opened) {
+            found[i] = Some(self.shards.slots.get(files[i], || self.open(files[i], source))?);
+        }
+        Ok(found.into_iter().flatten().collect())
+    }
+
+    fn wishes(&self) -> Option<Wishes> {
+        self.shards.wishes
+    }
+}
+
+impl Prepared<'_> {
+    /// A file whose decoded bytes are held.
+    fn held(&self, file: u64) -> Option<Arc<OpenFile>> {
+        let (s, aside) = self.shard_at(file);
+        let block = self.pinned.get(&(2 * s as u64 + u64::from(aside)))?;
+        let location = self.shards.specs()[s].location.clone();
+        let place = self.place(self.class_of(file), block.len() as u64);
+        Some(Arc::new(OpenFile::new(Body::Decoded(location, Arc::clone(block)), place)))
+    }
+
+    fn class_of(&self, file: u64) -> usize {
+        (file / self.shards.files_per_class()) as usize
+    }
+
+    /// The shard of a file whose rows are read where they lie.
+    fn in_place(&self, file: u64) -> Result<&ShardSpec> {
         let (s, aside) = self.shard_at(file);
         let spec = &self.shards.specs()[s];
-        if let Some(block) = self.pinned.get(&(2 * s as u64 + u64::from(aside))) {
-            let len = block.len() as u64;
-            let file = OpenFile::new(Body::Decoded((&spec.path).into(), Arc::clone(block)), self.place(class, len));
-            return Ok(Arc::new(file));
+        match self.indexes.get(&s) {
+            Some(index) if !aside && index.decoded == 0 => Ok(spec),
+            _ => Err(Error::new(Kind::Internal, "decoded bytes that are not held").at(&spec.location)),
         }
-        let Some(index) = self.indexes.get(&s).filter(|index| !aside && index.decoded == 0) else {
-            return Err(Error::new(Kind::Internal, "decoded bytes that are not held").at(&spec.path));
-        };
-        self.shards.slots.get(file, || {
-            let (descriptor, len) = open_regular(&spec.path)?;
-            if len < index.len {
-                return Err(Error::new(
-                    Kind::Truncated,
-                    format!(
-                        "was truncated after it was indexed: expected {} bytes, found {len}; reopen the dataset",
-                        index.len
-                    ),
-                )
-                .at(&spec.path)
-                .byte(len));
-            }
-            self.shards.check_same(s, &descriptor)?;
-            let source = map_or_read(descriptor, &spec.path, len, self.shards.io)?;
-            Ok(OpenFile::new(Body::Stored(source), self.place(class, len)))
-        })
+    }
+
+    /// A shard that was opened just now, whose rows are read where they lie.
+    fn open(&self, file: u64, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
+        let (s, _) = self.shard_at(file);
+        let source = opened?;
+        let (len, expected) = (source.size(), self.indexes.get(&s).map_or(0, |index| index.len));
+        if len < expected {
+            return Err(Error::new(
+                Kind::Truncated,
+                format!(
+                    "was truncated after it was indexed: expected {expected} bytes, found {len}; reopen the dataset"
+                ),
+            )
+            .at(source.location())
+            .byte(len));
+        }
+        self.shards.check_same(s, &*source)?;
+        Ok(OpenFile::new(Body::Stored(source), self.place(self.class_of(file), len)))
     }
 }

@@ -1,12 +1,12 @@
 //! A shard as the dataset's metadata describe it.
 
-use std::path::PathBuf;
+use crate::location::Location;
 
 /// One shard, as the dataset's metadata describe it.
 #[derive(Clone, Debug)]
 pub struct ShardSpec {
     /// Where it is.
-    pub path: PathBuf,
+    pub location: Location,
     /// Whether it is gzip.
     pub compressed: bool,
     /// Its size, if it has to be right.

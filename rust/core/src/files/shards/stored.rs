@@ -1,17 +1,17 @@
 //! A shard's file as bytes: mapped, read or inflated.
 
-use std::fs::File;
 use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
 use crate::codec::inflate;
 use crate::error::{Error, Kind, Result};
+use crate::location::Location;
 use crate::memory::buffer::Buffer;
-use crate::source::descriptors::open_regular;
+use crate::source::fetch::read_all;
 use crate::source::mmap::Map;
-use crate::source::pread;
-use crate::threads::Watch;
+use crate::source::{Access, RangeRead, Source, Store, Wishes};
+use crate::threads::{Stop, Watch};
 
 pub(super) enum ShardBytes {
     Shared(Arc<Buffer>),
@@ -41,33 +41,58 @@ impl Stored {
     }
 }
 
-/// A regular file of `len` bytes, read into memory in pieces.
-pub(super) fn read_whole(file: &File, len: usize, watch: Watch<'_>) -> Result<Buffer> {
+/// Memory for all of a source's bytes.
+pub(super) fn block_for(source: &dyn Source) -> Result<Buffer> {
+    let len = source.size();
+    let len = usize::try_from(len).map_err(|_| Error::new(Kind::Access, "does not fit this machine's memory"))?;
+    Buffer::new(len).map_err(|e| Error::from_io(&e, source.location(), "read"))
+}
+
+/// A source read into memory in pieces.
+fn read_whole(source: &dyn Source, wishes: Option<&Wishes>, watch: Watch<'_>) -> Result<Buffer> {
     const PIECE: usize = 16 << 20;
-    let said = |e: std::io::Error| Error::from_io(&e, std::path::Path::new(""), "read");
-    let mut block = Buffer::new(len).map_err(said)?;
-    for (i, piece) in block.bytes_mut().chunks_mut(PIECE).enumerate() {
+    let mut block = block_for(source)?;
+    if let Some(wishes) = wishes {
+        read_all(vec![(source, 0, block.bytes_mut())], wishes, watch)?;
+        return Ok(block);
+    }
+    for (i, into) in block.bytes_mut().chunks_mut(PIECE).enumerate() {
         if i > 0 && watch() {
             return Err(Error::new(Kind::Interrupted, "interrupted"));
         }
-        pread::read_exact_at(file, piece, (i * PIECE) as u64).map_err(said)?;
+        source.read_many(&mut [RangeRead { at: (i * PIECE) as u64, into }], &Stop::default())?;
     }
     Ok(block)
 }
 
+impl Stored {
+    /// All bytes of a source: mapped, if `maps` and it can be, or read.
+    pub(super) fn of(source: &dyn Source, maps: bool, wishes: Option<&Wishes>, watch: Watch<'_>) -> Result<Stored> {
+        if maps && let Some(map) = source.map()? {
+            return Ok(Stored::Map(map));
+        }
+        read_whole(source, wishes, watch).map(Stored::Buffer)
+    }
+}
+
 /// A pickle file by itself, inflated if it is compressed; `limit` bounds what a compressed one may inflate to, as
 /// [`inflate::allowed`] does.
-pub fn read_file(path: &std::path::Path, compressed: bool, limit: u64, watch: Watch<'_>) -> Result<Buffer> {
+pub fn read_file(
+    store: &dyn Store,
+    location: &Location,
+    compressed: bool,
+    limit: u64,
+    watch: Watch<'_>,
+) -> Result<Buffer> {
     let read = |watch: Watch<'_>| {
-        let (file, len) = open_regular(path)?;
-        let bytes = usize::try_from(len).map_err(|_| Error::new(Kind::Access, "does not fit this machine's memory"))?;
-        let stored = read_whole(&file, bytes, &mut *watch)?;
+        let source = store.open(location, Access::Once)?;
+        let stored = read_whole(&*source, store.wishes().as_ref(), &mut *watch)?;
         if !compressed {
             return Ok(stored);
         }
-        inflate::inflate_beside(&stored, inflate::allowed(len, u64::MAX, limit), &|_| Ok(()), watch)
+        inflate::inflate_beside(&stored, inflate::allowed(source.size(), u64::MAX, limit), &|_| Ok(()), watch)
     };
-    read(watch).map_err(|e: Error| e.at(path))
+    read(watch).map_err(|e: Error| e.at(location))
 }
 
 /// Bytes hashed between two looks at a watch.

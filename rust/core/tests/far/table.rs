@@ -1,10 +1,7 @@
-//! A store that is not of files: objects in memory, with a latency and faults. Reads of it are planned from the whole request.
+//! Listed files.
 
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
-
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use actshard_core::dtype::Cast;
@@ -15,7 +12,7 @@ use actshard_core::layout::strided::Strided;
 use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::{Rows, Units};
-use actshard_core::source::{Io, RangeRead, Source, Store, Version, Wishes};
+use actshard_core::source::{Access, Io, RangeRead, Source, Store, Version, Wishes};
 use actshard_core::stream::ahead::{Ahead, Stream, Supply, Wanted};
 use actshard_core::stream::plan::{Plan, Settings, Shuffle};
 use actshard_core::stream::rescale::{Convert, Scale};
@@ -24,114 +21,7 @@ use actshard_core::threads::Stop;
 use actshard_core::{DType, Error, Kind, Result};
 use proptest::prelude::*;
 
-const WISHES: Wishes = Wishes { gap: 64 << 10, largest: 4 << 20, parallel: 8, unit_bytes: 1 << 20 };
-
-/// Objects, and what was asked of them.
-#[derive(Debug)]
-struct Memory {
-    objects: BTreeMap<String, Vec<u8>>,
-    wishes: Wishes,
-    latency: Duration,
-    /// Reads that touch this object fail.
-    broken: Option<&'static str>,
-    /// Objects were replaced after they were opened.
-    replaced: AtomicBool,
-    opens: AtomicUsize,
-    /// Key, first byte and length of every read.
-    reads: Mutex<Vec<(String, u64, u64)>>,
-}
-
-#[derive(Debug)]
-struct Object {
-    store: Arc<Memory>,
-    location: Location,
-    key: String,
-}
-
-#[derive(Debug)]
-struct Handle(Arc<Memory>);
-
-impl Memory {
-    fn new(objects: impl IntoIterator<Item = (String, Vec<u8>)>, wishes: Wishes) -> Memory {
-        Memory {
-            objects: objects.into_iter().collect(),
-            wishes,
-            latency: Duration::ZERO,
-            broken: None,
-            replaced: AtomicBool::new(false),
-            opens: AtomicUsize::new(0),
-            reads: Mutex::default(),
-        }
-    }
-
-    fn reads(&self) -> Vec<(String, u64, u64)> {
-        std::mem::take(&mut *self.reads.lock().unwrap())
-    }
-}
-
-fn at(key: &str) -> Location {
-    Location::object("memory://bucket", key)
-}
-
-impl Store for Handle {
-    fn open_many(&self, locations: &[&Location]) -> Vec<Result<Box<dyn Source>>> {
-        self.0.opens.fetch_add(1, Ordering::Relaxed);
-        let open = |location: &&Location| -> Result<Box<dyn Source>> {
-            let Location::Object(name) = location else { panic!("{location} is not an object") };
-            let key = &name.key;
-            if !self.0.objects.contains_key(key) {
-                return Err(Error::new(Kind::NotFound, "expected an object, found nothing").at(*location));
-            }
-            Ok(Box::new(Object { store: Arc::clone(&self.0), location: (*location).clone(), key: key.clone() }))
-        };
-        locations.iter().map(open).collect()
-    }
-
-    fn wishes(&self) -> Option<Wishes> {
-        Some(self.0.wishes)
-    }
-}
-
-impl Source for Object {
-    fn location(&self) -> &Location {
-        &self.location
-    }
-
-    fn size(&self) -> u64 {
-        self.store.objects[&self.key].len() as u64
-    }
-
-    fn version(&self) -> Option<Version> {
-        Some(Version::Tag("1".into()))
-    }
-
-    fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
-        for read in reads {
-            self.store.reads.lock().unwrap().push((self.key.clone(), read.at, read.into.len() as u64));
-            std::thread::sleep(self.store.latency);
-            if stop.is_set() {
-                return Ok(());
-            }
-            if self.store.broken.is_some_and(|key| key == self.key) {
-                return Err(Error::new(Kind::Access, "cannot read: 503").at(&self.location).byte(read.at));
-            }
-            let from = read.at as usize;
-            read.into.copy_from_slice(&self.store.objects[&self.key][from..from + read.into.len()]);
-        }
-        Ok(())
-    }
-
-    fn unchanged(&self) -> Result<()> {
-        if self.store.replaced.load(Ordering::Relaxed) {
-            return Err(Error::new(Kind::Format, "was replaced after it was opened").at(&self.location));
-        }
-        Ok(())
-    }
-
-    fn may_keep(&self) -> bool {
-        true
-    }
-}
+use super::store::{Handle, Memory, WISHES, at};
 
 /// `files` objects of float32 rows; element `e` of row `r` of file `f` is its own number.
 fn objects(files: u64, rows: u64, width: u64, before: usize) -> Vec<(String, Vec<u8>)> {
@@ -305,8 +195,12 @@ impl Source for Silent {
 struct Mute;
 
 impl Store for Mute {
-    fn open_many(&self, locations: &[&Location]) -> Vec<Result<Box<dyn Source>>> {
+    fn open_many(&self, locations: &[&Location], _: Access, _: &Stop) -> Vec<Result<Box<dyn Source>>> {
         locations.iter().map(|l| Ok(Box::new(Silent((*l).clone())) as Box<dyn Source>)).collect()
+    }
+
+    fn list(&self, _: &Location) -> Result<Vec<String>> {
+        Ok(vec![])
     }
 
     fn wishes(&self) -> Option<Wishes> {

@@ -1,0 +1,8 @@
+//! Each layout over a store that is not of files: objects in memory, with a latency and faults. Reads are planned from the whole
+//! request.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod chunks;
+mod store;
+mod table;
