@@ -54,6 +54,11 @@ impl ChunkFile {
         Ok(Arc::new(Entries(Box::new([(0, source.size())]))))
     }
 
+    /// The same file, read through another source of its bytes.
+    pub fn over(&self, source: Arc<dyn Source>) -> ChunkFile {
+        ChunkFile { source: Some(source), index: Arc::clone(&self.index), version: self.version.clone() }
+    }
+
     /// The file; `None` where there is none.
     pub fn source(&self) -> Option<&Arc<dyn Source>> {
         self.source.as_ref()

@@ -5,8 +5,9 @@
 //! are decoded and kept as long as the memory given for them lasts.
 
 use std::borrow::Cow;
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex};
 
 use zarrs::array::BytesToBytesCodecTraits;
 
@@ -47,13 +48,46 @@ mod seen {
 pub struct TokenFile {
     file: ChunkFile,
     /// By inner chunk.
-    seen: Box<[AtomicU8]>,
+    seen: Arc<[AtomicU8]>,
+    /// Headers of frames that were fetched from a store that answers slowly, by inner chunk; `None` for other stores. Only ever
+    /// tried and not waited for: a child forked while another thread was in here reads the header again.
+    headers: Option<Arc<Mutex<HashMap<usize, FrameHeader>>>>,
 }
+
+type FrameHeader = [u8; HEADER];
 
 impl TokenFile {
     /// Whether an inner chunk is known to be a stored frame.
     fn is_plain(&self, chunk: usize) -> bool {
         self.seen.get(chunk).is_some_and(|seen| seen.load(Ordering::Relaxed) == seen::STORED)
+    }
+
+    fn see_plain(&self, chunk: usize) {
+        if let Some(seen) = self.seen.get(chunk) {
+            seen.store(seen::STORED, Ordering::Relaxed);
+        }
+    }
+
+    fn header(&self, chunk: usize) -> Option<FrameHeader> {
+        self.headers.as_ref()?.try_lock().ok()?.get(&chunk).copied()
+    }
+
+    /// Keeps the header of an inner chunk's frame.
+    pub(super) fn keep_header(&self, chunk: usize, header: FrameHeader) {
+        if let Some(mut headers) = self.headers.as_ref().and_then(|headers| headers.try_lock().ok()) {
+            headers.insert(chunk, header);
+        }
+    }
+
+    /// The file's source.
+    pub(super) fn source(&self) -> Option<&Arc<dyn Source>> {
+        self.file.source()
+    }
+
+    /// The same file, read through another source of its bytes.
+    pub(super) fn over(&self, source: Arc<dyn Source>) -> TokenFile {
+        let (seen, headers) = (Arc::clone(&self.seen), self.headers.clone());
+        TokenFile { file: self.file.over(source), seen, headers }
     }
 }
 
@@ -88,15 +122,38 @@ impl Opened for TokenArray {
 
 /// The file that was read from last: whoever reads many ranges finds it again without a lock, and its length is looked at once.
 #[derive(Debug, Default)]
-pub struct HeldFile(Option<(u64, u64, Arc<TokenFile>)>);
+pub struct HeldFile {
+    last: Option<(u64, u64, Arc<TokenFile>)>,
+    staged: Option<Arc<StagedFiles>>,
+}
+
+impl HeldFile {
+    /// Files whose bytes were fetched are read from memory.
+    pub(super) fn over(staged: &Arc<StagedFiles>) -> HeldFile {
+        HeldFile { last: None, staged: Some(Arc::clone(staged)) }
+    }
+}
+
+/// Files over bytes that were fetched already, by the numbers of array and file.
+pub(super) type StagedFiles = HashMap<(u64, u64), Arc<TokenFile>>;
 
 /// A piece of a range: which file, which inner chunk of it, which numbers of that.
-#[derive(Clone, Copy)]
-struct ChunkRange {
-    file: u64,
-    chunk: usize,
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ChunkRange {
+    /// The file's number.
+    pub file: u64,
+    /// The inner chunk's number in the file.
+    pub chunk: usize,
     first: usize,
     n: usize,
+}
+
+/// What has to be fetched before a piece can be read from memory.
+pub(super) enum Lacking {
+    Nothing,
+    /// The header of a frame, which says what else.
+    Header(ByteRange),
+    Bytes(ByteRange),
 }
 
 /// Where the numbers of a piece are.
@@ -143,7 +200,8 @@ impl TokenArray {
         &self.folder
     }
 
-    fn shard(&self, number: u64) -> Result<Arc<TokenFile>> {
+    /// A file, open.
+    pub(super) fn shard(&self, number: u64) -> Result<Arc<TokenFile>> {
         self.files.get(number, || self.open_shard(number))
     }
 
@@ -160,7 +218,68 @@ impl TokenArray {
                 None => ChunkFile::one_unit(source, version),
             })?;
         let seen = (0..file.units()).map(|_| AtomicU8::new(seen::NOTHING)).collect();
-        Ok(TokenFile { file, seen })
+        Ok(TokenFile { file, seen, headers: self.store.wishes().map(|_| Arc::default()) })
+    }
+
+    /// The pieces of a range, without a look at any file.
+    pub(super) fn chunk_ranges(&self, start: u64, n: usize) -> Vec<ChunkRange> {
+        let (outer, inner) = (self.meta.outer, self.meta.inner);
+        let (mut done, mut found) = (0usize, vec![]);
+        while done < n {
+            let Some(at) = start.checked_add(done as u64) else { break };
+            let (file, within) = (at / outer, at % outer);
+            let (chunk, first) = ((within / inner) as usize, within % inner);
+            let take = (n - done).min((inner - first) as usize);
+            found.push(ChunkRange { file, chunk, first: first as usize, n: take });
+            done += take;
+        }
+        found
+    }
+
+    /// What a piece lacks. Damage is an error of the read, not of this.
+    pub(super) fn lacking(&self, file: &TokenFile, piece: ChunkRange) -> Result<Lacking> {
+        let Some(unit) = file.file.unit(piece.chunk)? else { return Ok(Lacking::Nothing) };
+        let (item, bytes) = (self.meta.item() as u64, self.inner_bytes());
+        let numbers = |at: usize| {
+            let at = unit.offset + at as u64 + piece.first as u64 * item;
+            Lacking::Bytes(ByteRange { at, len: piece.n as u64 * item })
+        };
+        let kept =
+            |block, upto| self.cache.get(self.key(file, piece, block)).is_some_and(|planes| planes.numbers() >= upto);
+        let whole = |kept: bool| match kept {
+            false if unit.len <= most_stored(bytes) => Lacking::Bytes(ByteRange { at: unit.offset, len: unit.len }),
+            _ => Lacking::Nothing,
+        };
+        let header = match self.meta.coding {
+            Coding::Plain if unit.len == bytes as u64 => return Ok(numbers(0)),
+            Coding::Plain => return Ok(Lacking::Nothing),
+            Coding::Foreign => return Ok(whole(kept(WHOLE, 0))),
+            Coding::Blosc if file.is_plain(piece.chunk) => return Ok(numbers(HEADER)),
+            Coding::Blosc if unit.len < HEADER as u64 => return Ok(Lacking::Nothing),
+            Coding::Blosc => file.header(piece.chunk),
+        };
+        let Some(header) = header else {
+            return Ok(Lacking::Header(ByteRange { at: unit.offset, len: HEADER as u64 }));
+        };
+        Ok(match Frame::parse(&header, unit.len, bytes, self.meta.item()) {
+            Ok(Frame::Stored) => {
+                file.see_plain(piece.chunk);
+                numbers(HEADER)
+            }
+            Ok(Frame::Blocks(blocks)) => {
+                let (each, end) = (blocks.numbers(0).max(1), piece.first + piece.n);
+                let upto = |block: usize| (end - block * each).min(blocks.numbers(block));
+                let mut touched = piece.first / each..end.div_ceil(each);
+                whole(touched.all(|block| kept((block, each), upto(block))))
+            }
+            Ok(Frame::Other) => whole(kept(WHOLE, 0)),
+            Err(_) => Lacking::Nothing,
+        })
+    }
+
+    /// Its number over the whole process.
+    pub(super) fn number(&self) -> u64 {
+        self.number
     }
 
     /// Calls `each` with the pieces of a range in order: the piece, the shard it is in, and how many numbers lie before it.
@@ -178,14 +297,15 @@ impl TokenArray {
             let (file, within) = (at / outer, at % outer);
             let (chunk, first) = (within / inner, within % inner);
             let take = (n - done).min((inner - first) as usize);
-            if !matches!(&held.0, Some((array, number, _)) if *array == self.number && *number == file) {
-                let shard = self.shard(file)?;
+            if !matches!(&held.last, Some((array, number, _)) if *array == self.number && *number == file) {
+                let staged = held.staged.as_ref().and_then(|staged| staged.get(&(self.number, file)));
+                let shard = staged.map_or_else(|| self.shard(file), |staged| Ok(Arc::clone(staged)))?;
                 if let Some(file) = shard.file.source() {
                     file.unchanged()?;
                 }
-                held.0 = Some((self.number, file, shard));
+                held.last = Some((self.number, file, shard));
             }
-            if let Some((_, _, shard)) = &held.0 {
+            if let Some((_, _, shard)) = &held.last {
                 each(shard, ChunkRange { file, chunk: chunk as usize, first: first as usize, n: take }, done)?;
             }
             done += take;
@@ -221,13 +341,14 @@ impl TokenArray {
         let mut header = [0u8; HEADER];
         match unit.mapped() {
             Some(frame) => header.copy_from_slice(&frame[..HEADER]),
-            None => unit.source.read(unit.offset, &mut header)?,
+            None => match shard.header(piece.chunk) {
+                Some(known) => header = known,
+                None => unit.source.read(unit.offset, &mut header)?,
+            },
         }
         match Frame::parse(&header, unit.len, self.inner_bytes(), self.meta.item()).map_err(|e| unit.bad(e))? {
             Frame::Stored => {
-                if let Some(seen) = shard.seen.get(piece.chunk) {
-                    seen.store(seen::STORED, Ordering::Relaxed);
-                }
+                shard.see_plain(piece.chunk);
                 self.as_it_is(unit, HEADER, piece.first, piece.n)
             }
             Frame::Blocks(blocks) => self.find_in_blocks(shard, unit, &blocks, piece),
@@ -538,7 +659,7 @@ impl TokenArray {
 
     /// Asks the processor for the beginning of a range, where it is stored in the file that was read from last.
     pub fn prefetch(&self, held: &HeldFile, start: u64, n: usize) {
-        let Some((array, number, shard)) = &held.0 else { return };
+        let Some((array, number, shard)) = &held.last else { return };
         let (file, within) = (start / self.meta.outer, start % self.meta.outer);
         let (chunk, first) = ((within / self.meta.inner) as usize, within % self.meta.inner);
         if *array != self.number || *number != file || !shard.is_plain(chunk) {

@@ -3,6 +3,9 @@
 //! `formats/levanter.md` 3 describes how Levanter makes windows and packs. Examples are filled in cache order, whatever order
 //! was requested: a block that two of them need is decoded once, and a cold disk is read sequentially.
 
+use std::sync::Arc;
+
+use super::array::StagedFiles;
 use super::jagged::{Cursor, ElementRange, Field};
 use crate::error::{Error, Kind, Result};
 use crate::threads::{self, Stop, Watch};
@@ -72,35 +75,55 @@ struct Cursors {
     loss: Cursor,
 }
 
-/// Runs `work` for each item, sorted by place, on as many threads as the size justifies.
+/// Fetches what the first of some items need, from a store that answers slowly; returns how many, at least one.
+type StageItems<'a, T> = &'a dyn Fn(&[T], &mut StagedFiles, Watch<'_>) -> Result<usize>;
+
+/// Runs `work` for each item, sorted by place, on as many threads as the size justifies. `stage` is given for fields in a store
+/// that answers slowly.
 fn in_order<T: Send>(
     mut items: Vec<T>,
     elements: usize,
     place: impl Fn(&T) -> u64 + Sync,
-    ahead: Option<&Field>,
+    (ahead, stage): (Option<&Field>, Option<StageItems<'_, T>>),
     work: &(dyn Fn(&mut T, &mut Cursors) -> Result<()> + Sync),
     watch: Watch<'_>,
 ) -> Result<()> {
     items.sort_by_key(|item| place(item));
-    let parts = if elements >= SHARED_FROM && threads::are_free() { threads::num_threads() * 4 } else { 1 };
-    let parts = parts.min(items.len()).max(1);
     let typical = elements / items.len().max(1);
-    let per_part = items.len().div_ceil(parts).max(1);
-    let one = |_: usize, chunk: &mut [T], stop: &Stop| {
-        let mut scratch = Cursors::default();
-        for at in 0..chunk.len() {
-            if stop.is_set() {
-                break;
+    let mut rest = &mut items[..];
+    while !rest.is_empty() {
+        let mut fetched = StagedFiles::default();
+        let taken = stage.map_or(Ok(rest.len()), |stage| stage(rest, &mut fetched, &mut *watch))?;
+        let taken = taken.clamp(1, rest.len());
+        let (some, others) = std::mem::take(&mut rest).split_at_mut(taken);
+        rest = others;
+        let fetched = stage.map(|_| Arc::new(fetched));
+        let parts =
+            if typical * some.len() >= SHARED_FROM && threads::are_free() { threads::num_threads() * 4 } else { 1 };
+        let per_part = some.len().div_ceil(parts.min(some.len()).max(1)).max(1);
+        let one = |_: usize, chunk: &mut [T], stop: &Stop| {
+            let mut scratch = fetched.as_ref().map_or_else(Cursors::default, Cursors::over);
+            for at in 0..chunk.len() {
+                if stop.is_set() {
+                    break;
+                }
+                // The first misses of the next window overlap with the copy of this one.
+                if let (Some(field), Some(next)) = (ahead, chunk.get(at + 1)) {
+                    field.prefetch(&scratch.tokens, place(next), typical);
+                }
+                work(&mut chunk[at], &mut scratch)?;
             }
-            // The first misses of the next window overlap with the copy of this one.
-            if let (Some(field), Some(next)) = (ahead, chunk.get(at + 1)) {
-                field.prefetch(&scratch.tokens, place(next), typical);
-            }
-            work(&mut chunk[at], &mut scratch)?;
-        }
-        Ok(())
-    };
-    threads::for_each(items.chunks_mut(per_part), &one, watch)
+            Ok(())
+        };
+        threads::for_each(some.chunks_mut(per_part), &one, &mut *watch)?;
+    }
+    Ok(())
+}
+
+impl Cursors {
+    fn over(fetched: &Arc<StagedFiles>) -> Cursors {
+        Cursors { bounds: vec![], tokens: Cursor::over(fetched), loss: Cursor::over(fetched) }
+    }
 }
 
 /// Size of the sample that decides whether to hint.
@@ -109,6 +132,9 @@ const LOOK_AT: usize = 8;
 /// Sends read-ahead hints for all ranges if some are not cached. A hint costs as much as copying a window, so a sample of the
 /// ranges is checked first.
 fn hint<'a>(field: &Field, ranges: impl ExactSizeIterator<Item = (u64, usize)> + Clone + 'a) {
+    if field.wishes().is_some() {
+        return;
+    }
     let mut cursor = Cursor::default();
     let step = (ranges.len() / LOOK_AT).max(1);
     let mut some = ranges.clone().step_by(step);
@@ -136,6 +162,7 @@ pub fn windows(
         return Err(Error::new(Kind::Internal, "as many starts as examples"));
     }
     hint(field, starts.iter().map(|s| (*s, length)));
+    let with_weights = examples.iter().any(|example| example.weights.is_some());
     let fill = |example: &mut Example<'_>, scratch: &mut Cursors| {
         let start = starts[example.number];
         field.int32(&mut scratch.tokens, start, example.tokens)?;
@@ -157,7 +184,18 @@ pub fn windows(
         }
         Ok(())
     };
-    in_order(examples, elements, |e| starts[e.number], Some(field), &fill, watch)
+    let wishes = field.wishes();
+    let stage = |examples: &[Example<'_>], staged: &mut StagedFiles, watch: Watch<'_>| {
+        let Some(wishes) = &wishes else { return Ok(examples.len()) };
+        let needed: Vec<(u64, usize)> = examples.iter().map(|e| (starts[e.number], length)).collect();
+        let taken = field.stage(&needed, wishes, staged, &mut *watch)?;
+        match loss {
+            Loss::Weights(stored) if with_weights => stored.stage(&needed[..taken], wishes, staged, watch),
+            _ => Ok(taken),
+        }
+    };
+    let stage: StageItems<'_, _> = &stage;
+    in_order(examples, elements, |e| starts[e.number], (Some(field), wishes.map(|_| stage)), &fill, watch)
 }
 
 /// How packs become examples.
@@ -182,11 +220,39 @@ pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: TokenBatch<'_>, w
     }
     let fill =
         |example: &mut Example<'_>, scratch: &mut Cursors| fill_pack(packing, packs[example.number], example, scratch);
-    in_order(examples, elements, |e| packs[e.number][0], None, &fill, watch)
+    let with_weights = examples.iter().any(|example| example.weights.is_some());
+    let fields = match packing.loss {
+        Loss::Weights(field) | Loss::Mask(field) if with_weights => vec![packing.tokens, field],
+        _ => vec![packing.tokens],
+    };
+    let wishes = packing.tokens.wishes();
+    let stage = |examples: &[Example<'_>], staged: &mut StagedFiles, watch: Watch<'_>| {
+        let Some(wishes) = &wishes else { return Ok(examples.len()) };
+        let rows = |[first, end]: [u64; 2]| (first, end.saturating_sub(first) as usize);
+        let rows: Vec<(u64, usize)> = examples.iter().map(|e| rows(packs[e.number])).collect();
+        let mut taken = rows.len();
+        for field in &fields {
+            taken = field.stage_bounds(&rows[..taken], wishes, staged, &mut *watch)?;
+        }
+        // Where their elements lie is in memory now.
+        let mut bounds = vec![];
+        for field in &fields {
+            let mut cursor = Cursor::over(&Arc::new(staged.clone()));
+            let each = examples[..taken].iter().map(|e| {
+                let (pack, length) = (packs[e.number], e.tokens.len());
+                taken_of(field, &mut cursor, pack, length, packing.right, &mut bounds)
+            });
+            let needed = each.collect::<Result<Vec<_>>>()?;
+            taken = field.stage(&needed, wishes, staged, &mut *watch)?;
+        }
+        Ok(taken)
+    };
+    let stage: StageItems<'_, _> = &stage;
+    in_order(examples, elements, |e| packs[e.number][0], (None, wishes.map(|_| stage)), &fill, watch)
 }
 
 /// The start and length of an example's range in a field.
-fn taken(
+fn taken_of(
     field: &Field,
     cursor: &mut Cursor,
     pack: [u64; 2],
@@ -206,14 +272,14 @@ fn fill_pack(packing: Packing<'_>, pack: [u64; 2], example: &mut Example<'_>, sc
     let Cursors { bounds, tokens, loss } = scratch;
     let length = example.tokens.len();
     if let (Some(weights), Loss::Weights(field) | Loss::Mask(field)) = (&mut example.weights, packing.loss) {
-        let (start, n) = taken(field, loss, pack, length, packing.right, bounds)?;
+        let (start, n) = taken_of(field, loss, pack, length, packing.right, bounds)?;
         field.float32(loss, start, &mut weights[..n])?;
         weights[n..].fill(0.0);
         if let Loss::Mask(_) = packing.loss {
             weights.rotate_left(1);
         }
     }
-    let (start, n) = taken(packing.tokens, tokens, pack, length, packing.right, bounds)?;
+    let (start, n) = taken_of(packing.tokens, tokens, pack, length, packing.right, bounds)?;
     packing.tokens.int32(tokens, start, &mut example.tokens[..n])?;
     example.tokens[n..].fill(0);
     if let Some(weights) = &mut example.weights {
@@ -262,7 +328,13 @@ pub fn ranges(field: &Field, ranges: &[ElementRange], out: &mut [u8], watch: Wat
     let fill = |item: &mut (ElementRange, &mut [u8]), scratch: &mut Cursors| {
         field.copy(&mut scratch.tokens, item.0.start, item.1)
     };
-    in_order(items, elements, |i| i.0.start, Some(field), &fill, watch)
+    let wishes = field.wishes();
+    let stage = |items: &[(ElementRange, &mut [u8])], staged: &mut StagedFiles, watch: Watch<'_>| {
+        let needed: Vec<(u64, usize)> = items.iter().map(|(range, _)| (range.start, range.len())).collect();
+        wishes.as_ref().map_or(Ok(items.len()), |wishes| field.stage(&needed, wishes, staged, watch))
+    };
+    let stage: StageItems<'_, _> = &stage;
+    in_order(items, elements, |i| i.0.start, (Some(field), wishes.map(|_| stage)), &fill, watch)
 }
 
 /// Writes the lengths of the runs of equal segment ids in each example, padding included, and their number; each example has

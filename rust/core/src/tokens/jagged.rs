@@ -3,17 +3,19 @@
 //! The array `offsets` contains the end of each row in the array `data`; its element 0 is the number of rows
 //! (`formats/levanter.md` 1.3). Rows and elements are numbered across all shards.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::array::{BlockCache, HeldFile, TokenArray};
+use super::array::{BlockCache, HeldFile, StagedFiles, TokenArray};
 use super::meta::Meta;
+use super::staged::{Needed, stage};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::View;
 use crate::location::Location;
-use crate::source::Store;
 use crate::source::slots::Slots;
-use crate::threads::Watch;
+use crate::source::{Store, Wishes};
+use crate::threads::{self, Stop, Watch};
 
 /// A shard of a field.
 #[derive(Clone, Debug)]
@@ -67,6 +69,14 @@ pub struct Cursor {
 struct Last {
     array: Option<(usize, Arc<TokenArray>)>,
     held: HeldFile,
+}
+
+impl Cursor {
+    /// Reads from bytes that were fetched.
+    pub(super) fn over(staged: &Arc<StagedFiles>) -> Cursor {
+        let last = || Last { array: None, held: HeldFile::over(staged) };
+        Cursor { offsets: last(), data: last() }
+    }
 }
 
 impl Last {
@@ -141,6 +151,75 @@ impl Field {
             field.dtype = Meta::read(&*field.store, &field.parts[typed].folder.join(ShardArray::Data.name()))?.dtype;
         }
         Ok(field)
+    }
+
+    /// How its store is best read; `None` for files of this machine.
+    pub(super) fn wishes(&self) -> Option<Wishes> {
+        self.store.wishes()
+    }
+
+    /// Fetches what ranges of elements need (the first element, and how many); returns for how many of the ranges, at least one.
+    pub(super) fn stage(
+        &self,
+        ranges: &[(u64, usize)],
+        wishes: &Wishes,
+        staged: &mut StagedFiles,
+        watch: Watch<'_>,
+    ) -> Result<usize> {
+        self.stage_array(ShardArray::Data, &self.elements, ranges, wishes, staged, watch)
+    }
+
+    /// Fetches what the bounds of rows need (the first row, and how many); returns for how many of the ranges, at least one.
+    pub(super) fn stage_bounds(
+        &self,
+        rows: &[(u64, usize)],
+        wishes: &Wishes,
+        staged: &mut StagedFiles,
+        watch: Watch<'_>,
+    ) -> Result<usize> {
+        self.stage_array(ShardArray::Offsets, &self.rows, rows, wishes, staged, watch)
+    }
+
+    fn stage_array(
+        &self,
+        which: ShardArray,
+        starts: &[u64],
+        ranges: &[(u64, usize)],
+        wishes: &Wishes,
+        staged: &mut StagedFiles,
+        watch: Watch<'_>,
+    ) -> Result<usize> {
+        let all = starts[self.parts.len()];
+        let mut pieces = vec![];
+        for (range, (start, n)) in ranges.iter().enumerate() {
+            // What lies outside is an error of the read.
+            let end = start.saturating_add(*n as u64).min(all);
+            let mut at = *start;
+            while at < end {
+                let part = Self::part_of(starts, at);
+                let take = end.min(starts[part + 1]) - at;
+                pieces.push((part, at - starts[part], take as usize, range));
+                at += take;
+            }
+        }
+        let mut parts: Vec<usize> = pieces.iter().map(|(part, ..)| *part).collect();
+        parts.sort_unstable();
+        parts.dedup();
+        let open = |_: usize, part: usize, _: &Stop| self.array(part, which);
+        let arrays = threads::map_each_waiting(parts.iter().copied(), wishes.parallel, &open, &mut *watch)?;
+        let arrays: HashMap<usize, Arc<TokenArray>> = parts.into_iter().zip(arrays).collect();
+        let mut needed = vec![];
+        for (part, first, n, range) in pieces {
+            let Some(array) = arrays.get(&part).map(Arc::clone) else { continue };
+            let numbers = match which {
+                // As `bounds_into` reads them: ends of rows, and where the first begins, which is where the one before ends.
+                ShardArray::Offsets if first == 0 => (1, n),
+                ShardArray::Offsets => (first, n + 1),
+                ShardArray::Data | ShardArray::Shapes => (first, n),
+            };
+            needed.push(Needed { array, numbers, range });
+        }
+        stage(&needed, ranges.len(), wishes, staged, watch)
     }
 
     /// Number of rows.

@@ -13,4 +13,5 @@ pub mod jagged;
 pub mod meta;
 pub mod order;
 pub mod pack;
+mod staged;
 pub mod write;

@@ -6,3 +6,4 @@
 mod chunks;
 mod store;
 mod table;
+mod tokens;

@@ -1,0 +1,176 @@
+//! Bytes of token arrays in a store that answers slowly, fetched for a whole batch before it is read.
+//!
+//! Files are opened, with their indexes, at the same time; then all headers of frames that are not known yet are read together,
+//! then all bytes that numbers are copied or decoded from. The batch is read from memory after that: what was not fetched, or was
+//! thrown out of the cache meanwhile, is read from the store one by one.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::array::{ChunkRange, Lacking, StagedFiles, TokenArray, TokenFile};
+use super::frame::HEADER;
+use crate::error::Result;
+use crate::location::Location;
+use crate::source::fetch::{SCRATCH, WantedRange, fetch};
+use crate::source::{ByteRange, RangeRead, Source, Version, Wishes};
+use crate::threads::{self, Stop, Watch};
+
+/// Numbers of an array that are needed, by the position of the range that they belong to.
+pub struct Needed {
+    /// The array.
+    pub array: Arc<TokenArray>,
+    /// The first number, and how many.
+    pub numbers: (u64, usize),
+    /// Position of the caller's range.
+    pub range: usize,
+}
+
+/// Bytes of ranges, by the first byte and the length of each.
+type FetchedRanges = HashMap<(u64, u64), Vec<u8>>;
+
+/// A piece of what is needed.
+struct NeededPiece<'a> {
+    array: &'a TokenArray,
+    at: ChunkRange,
+    range: usize,
+    /// Position of its file.
+    file: usize,
+}
+
+/// Fetches what ranges need, in their order, until [`SCRATCH`] is full, but at least the first: returns how many it was.
+pub fn stage(
+    needed: &[Needed],
+    ranges: usize,
+    wishes: &Wishes,
+    staged: &mut StagedFiles,
+    watch: Watch<'_>,
+) -> Result<usize> {
+    let mut numbers: BTreeMap<(u64, u64), usize> = BTreeMap::new();
+    let mut names: Vec<(&TokenArray, u64)> = vec![];
+    let mut pieces: Vec<NeededPiece<'_>> = vec![];
+    for Needed { array, numbers: (start, n), range } in needed {
+        for at in array.chunk_ranges(*start, *n) {
+            let file = *numbers.entry((array.number(), at.file)).or_insert_with(|| {
+                names.push((array, at.file));
+                names.len() - 1
+            });
+            pieces.push(NeededPiece { array, at, range: *range, file });
+        }
+    }
+    let open = |_: usize, (array, file): (&TokenArray, u64), _: &Stop| match staged.get(&(array.number(), file)) {
+        Some(open) => Ok(Arc::clone(open)),
+        None => array.shard(file),
+    };
+    let files = threads::map_each_waiting(names.iter().copied(), wishes.parallel, &open, &mut *watch)?;
+    let sources: Vec<Option<&dyn Source>> = files.iter().map(|file| file.source().map(|source| &**source)).collect();
+    fetch_headers(&pieces, &files, &sources, wishes, &mut *watch)?;
+    let (ranges, bytes) = fetch_bytes(&pieces, &files, &sources, ranges, wishes, watch)?;
+    for (((array, number), file), bytes) in names.iter().zip(&files).zip(bytes) {
+        let file = match file.source() {
+            Some(source) => Arc::new(file.over(Arc::new(Fetched { source: Arc::clone(source), bytes }))),
+            None => Arc::clone(file),
+        };
+        staged.insert((array.number(), *number), file);
+    }
+    Ok(ranges)
+}
+
+fn fetch_headers(
+    pieces: &[NeededPiece<'_>],
+    files: &[Arc<TokenFile>],
+    sources: &[Option<&dyn Source>],
+    wishes: &Wishes,
+    watch: Watch<'_>,
+) -> Result<()> {
+    let mut wanted: BTreeMap<(usize, usize), ByteRange> = BTreeMap::new();
+    for piece in pieces {
+        if let Lacking::Header(range) = piece.array.lacking(&files[piece.file], piece.at)? {
+            wanted.insert((piece.file, piece.at.chunk), range);
+        }
+    }
+    let wanted = wanted.into_iter().map(|(to, range)| WantedRange { source: to.0, range, to });
+    let keep = |(file, chunk): (usize, usize), bytes: &[u8]| {
+        if let Some(header) = bytes.first_chunk::<HEADER>() {
+            files[file].keep_header(chunk, *header);
+        }
+        Ok(())
+    };
+    fetch(sources, wanted.collect(), wishes, &keep, watch)
+}
+
+/// The bytes of each file by where they begin and how many there are, and for how many ranges they are all.
+fn fetch_bytes(
+    pieces: &[NeededPiece<'_>],
+    files: &[Arc<TokenFile>],
+    sources: &[Option<&dyn Source>],
+    ranges: usize,
+    wishes: &Wishes,
+    watch: Watch<'_>,
+) -> Result<(usize, Vec<FetchedRanges>)> {
+    let mut made: BTreeMap<(usize, u64, u64), Vec<u8>> = BTreeMap::new();
+    let (mut covered, mut total) = (ranges, 0u64);
+    for piece in pieces {
+        let Lacking::Bytes(ByteRange { at, len }) = piece.array.lacking(&files[piece.file], piece.at)? else {
+            continue;
+        };
+        if made.contains_key(&(piece.file, at, len)) {
+            continue;
+        }
+        if piece.range > 0 && total + len > SCRATCH {
+            covered = piece.range;
+            break;
+        }
+        total += len;
+        made.insert((piece.file, at, len), vec![]);
+    }
+    let wanted = made.iter_mut().map(|((file, at, len), to)| WantedRange {
+        source: *file,
+        range: ByteRange { at: *at, len: *len },
+        to,
+    });
+    let keep = |to: &mut Vec<u8>, bytes: &[u8]| {
+        *to = bytes.to_vec();
+        Ok(())
+    };
+    fetch(sources, wanted.collect(), wishes, &keep, watch)?;
+    let mut bytes: Vec<FetchedRanges> = files.iter().map(|_| HashMap::new()).collect();
+    for ((file, at, len), fetched) in made {
+        bytes[file].insert((at, len), fetched);
+    }
+    Ok((covered, bytes))
+}
+
+/// A source of which some ranges are in memory.
+#[derive(Debug)]
+struct Fetched {
+    source: Arc<dyn Source>,
+    bytes: FetchedRanges,
+}
+
+impl Source for Fetched {
+    fn location(&self) -> &Location {
+        self.source.location()
+    }
+
+    fn size(&self) -> u64 {
+        self.source.size()
+    }
+
+    fn version(&self) -> Option<Version> {
+        self.source.version()
+    }
+
+    fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
+        for read in reads {
+            match self.bytes.get(&(read.at, read.into.len() as u64)) {
+                Some(bytes) => read.into.copy_from_slice(bytes),
+                None => self.source.read_many(&mut [RangeRead { at: read.at, into: read.into }], stop)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn unchanged(&self) -> Result<()> {
+        self.source.unchanged()
+    }
+}
