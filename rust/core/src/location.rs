@@ -28,7 +28,7 @@ impl Location {
         Location::Object(Arc::new(Object { store: store.into(), key: key.into() }))
     }
 
-    /// The location of this name below this one; `name` may have slashes.
+    /// The location of `name` inside this one; `name` may contain slashes.
     pub fn join(&self, name: &str) -> Location {
         match self {
             _ if name.is_empty() => self.clone(),
@@ -40,7 +40,7 @@ impl Location {
         }
     }
 
-    /// The path, where there is one.
+    /// The path of a local file.
     pub fn path(&self) -> Option<&Path> {
         match self {
             Location::Local(path) => Some(path),

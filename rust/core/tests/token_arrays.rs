@@ -1,5 +1,5 @@
-//! Token arrays and fields against naive oracles: whatever layout an array has, every range is what a plain loop over its chunks
-//! gives, in any order of reads, with any memory for decoded blocks.
+//! Compares token arrays and fields with naive oracles: for every layout, every range equals a simple loop over the chunks,
+//! for any order of reads and any memory for decoded blocks.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 use std::io::Write;
@@ -22,14 +22,14 @@ fn open_array(folder: &Path, io: Io, cache: Arc<BlockCache>, most: Option<u64>) 
     TokenArray::open(&store, folder.into(), cache, most)
 }
 
-/// How an inner chunk is stored.
+/// The encoding of an inner chunk.
 #[derive(Clone, Copy, Debug)]
 enum Chunk {
     Absent,
     Stored,
-    /// By c-blosc, with this block size asked for.
+    /// By c-blosc, with the requested block size.
     Lz4(usize),
-    /// In blocks of so many numbers, made by [`frame_by_hand`]: c-blosc makes none below 64 KiB.
+    /// In blocks of this many numbers, made by [`frame_by_hand`]: c-blosc makes none below 64 KiB.
     Blocks {
         numbers: usize,
         shuffle: bool,
@@ -47,7 +47,7 @@ enum Codec {
     Gzip,
 }
 
-/// A layout of an array: everything but its numbers.
+/// The layout of an array, without its numbers.
 #[derive(Clone, Debug)]
 struct Layout {
     dtype: &'static str,
@@ -59,7 +59,7 @@ struct Layout {
     fill: i64,
     inner: usize,
     per_file: usize,
-    /// Of each file its chunks, or no file.
+    /// The chunks of each file, or `None` if the file is missing.
     files: Vec<Option<Vec<Chunk>>>,
 }
 
@@ -163,7 +163,7 @@ impl Layout {
         }
     }
 
-    /// Writes the array and returns the numbers that it holds: those given, where chunks are stored.
+    /// Writes the array and returns its numbers: the given ones where chunks are stored, else the fill value.
     fn lay(&self, folder: &Path, numbers: impl Fn(usize) -> i64) -> Vec<i64> {
         std::fs::create_dir_all(folder.join("c")).unwrap();
         std::fs::write(folder.join("zarr.json"), self.metadata().to_string()).unwrap();
@@ -198,7 +198,7 @@ impl Layout {
                     bytes[..head].copy_from_slice(&raw);
                 }
             }
-            // An unsharded file that holds no chunk does not exist.
+            // An unsharded file without a chunk does not exist.
             if file.is_some() && (self.sharded || index[0].0 != u64::MAX) {
                 std::fs::write(folder.join(format!("c/{number}")), bytes).unwrap();
             }
@@ -224,7 +224,7 @@ fn frame_by_hand(plain: &[u8], item: usize, numbers: usize, shuffle: bool, split
             true => (0..item).flat_map(|plane| bytes.iter().skip(plane).step_by(item)).copied().collect(),
             false => bytes.to_vec(),
         };
-        // Frames from before the flag are split only where blocks are large enough; the last block only if it is full.
+        // Frames from before the flag are split only if blocks are large enough; the last block only if it is full.
         let parts = if split && item > 1 && block / item >= 128 && bytes.len() == block { item } else { 1 };
         for part in planes.chunks(planes.len() / parts) {
             let coded = lz4_by_hand(part);
@@ -237,8 +237,8 @@ fn frame_by_hand(plain: &[u8], item: usize, numbers: usize, shuffle: bool, split
     out
 }
 
-/// One literal and one match where all bytes are alike; else literals only, or the bytes as they are (which blosc tells by the
-/// length).
+/// One literal and one match if all bytes are equal; else only literals, or uncompressed bytes (which blosc recognises by
+/// the length).
 fn lz4_by_hand(bytes: &[u8]) -> Vec<u8> {
     let long = |out: &mut Vec<u8>, mut more: usize| {
         while more >= 255 {
@@ -310,7 +310,7 @@ fn layout() -> impl Strategy<Value = Layout> {
         })
 }
 
-/// Small numbers in runs, so that blosc has something to do, and no two chunks alike.
+/// Small numbers in runs, which compress well; all chunks differ.
 fn number(i: usize, seed: u64, dtype: &str) -> i64 {
     let mixed = ((i as u64 / 3) ^ seed).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
     (mixed % if dtype == "uint8" { 200 } else { 5000 }) as i64
@@ -328,7 +328,7 @@ proptest! {
     ) {
         let folder = tempfile::tempdir().unwrap();
         let mut held = layout.lay(folder.path(), |i| number(i, seed, layout.dtype));
-        // One more file than there is.
+        // One more file than exists.
         held.resize(layout.room() + layout.inner, layout.fill);
         let io = if mapped { Io::Mmap } else { Io::Pread };
         let cache = Arc::new(BlockCache::new(budget));
@@ -352,7 +352,7 @@ proptest! {
                 prop_assert_eq!(out, want.iter().flat_map(|x| layout.bytes(*x)).collect::<Vec<_>>());
             }
         }
-        // What is not stored is told, and nothing else.
+        // Reports exactly the chunks that are not stored.
         let mut told = vec![];
         array.check(layout.room() as u64, true, &mut |e, absent| told.push((e.detail, absent)), &mut || false).unwrap();
         prop_assert!(told.iter().all(|(_, absent)| *absent), "{:?}", told);
@@ -381,7 +381,7 @@ proptest! {
             }
             let elements = *ends.last().unwrap() as u64;
             ends[0] = lengths.len() as i64;
-            // Offsets of one inner chunk or of many, of blocks or stored.
+            // Offsets in one inner chunk or in many, compressed or stored.
             let inner = 16 + frame;
             let chunks = ends.len().div_ceil(inner);
             let files = (0..chunks.div_ceil(2)).map(|_| Some(vec![if wide { Chunk::Lz4(1024) } else { Chunk::Stored }; 2]));
@@ -411,7 +411,7 @@ proptest! {
     }
 }
 
-/// Files of one array by two writers: 4 blocks in each frame of the first, 2 in those of the second.
+/// Files of one array from two writers: 4 blocks in each frame of the first, 2 in those of the second.
 fn two_writers() -> Layout {
     let file = |numbers| Some(vec![Chunk::Blocks { numbers, shuffle: true, split: true }; 4]);
     Layout::new("int32", 4096, vec![file(1024), file(2048)])
@@ -442,7 +442,7 @@ fn cached_blocks_of_a_replaced_file_are_not_read_again() {
     let layout = two_writers();
     layout.lay(folder.path(), |i| number(i, 1, "int32"));
     let cache = Arc::new(BlockCache::new(64 << 20));
-    // One file is kept open at a time.
+    // Only one file stays open at a time.
     let array = open_array(folder.path(), Io::Mmap, cache, Some(1)).unwrap();
     let mut out = vec![0; layout.room()];
     array.int32(&mut HeldFile::default(), 0, &mut out).unwrap();
@@ -475,7 +475,7 @@ fn threads_that_need_one_block_decode_it_once() {
     assert_eq!(cache.decoded(), 1);
 }
 
-/// A folder with this `zarr.json` and these files.
+/// Creates a folder with this `zarr.json` and these files.
 fn folder(meta: &Value, files: &[(&str, &[u8])]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     std::fs::create_dir(folder.path().join("c")).unwrap();
@@ -498,7 +498,7 @@ fn sizes_that_only_metadata_claim_take_no_memory() {
                 let files: Vec<(&str, &[u8])> = file.iter().map(|bytes| ("c/0", &bytes[..])).collect();
                 let folder = folder(&meta, &files);
                 let cache = Arc::new(BlockCache::new(1 << 20));
-                // Refused, or read as the fill value where there is no file; never an allocation of what is claimed.
+                // An error, or the fill value if there is no file; never an allocation of the claimed size.
                 let Ok(array) = open_array(folder.path(), Io::Mmap, cache, Some(outer)) else {
                     continue;
                 };
@@ -524,7 +524,7 @@ fn chunk_shapes_beyond_all_memory_are_refused() {
 
 #[test]
 fn a_chunk_longer_than_any_codec_makes_it_is_not_read_into_memory() {
-    // A sparse file and an index that claims all of it.
+    // A sparse file, with an index that covers all of it.
     for codec in [Codec::Blosc, Codec::Gzip] {
         for io in [Io::Mmap, Io::Pread] {
             let layout = Layout { codec, ..Layout::new("int64", 64, vec![Some(vec![Chunk::Lz4(0)])]) };

@@ -1,8 +1,8 @@
-//! Chunks that are not plain bytes, decoded one at a time.
+//! Encoded chunks, decoded one at a time.
 //!
-//! Metadata are parsed by the `zarrs` crate; files are opened and bytes decompressed here, within the bounds that a chunk's
-//! shape sets (see [`chain`](super::chain)). No lock is held and no other thread is needed, so that a child forked beside a
-//! decoding thread decodes as its parent does. A panic of a codec becomes an error.
+//! The `zarrs` crate parses the metadata; this module opens files and decompresses bytes, within the limits of a chunk's shape
+//! (see `chain`). It holds no lock and needs no other thread, so a child forked while another thread decodes can decode as
+//! its parent does. A panic of a codec becomes an error.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,16 +24,16 @@ use crate::source::fetch::{WantedRange, fetch};
 use crate::source::{Access, ByteRange, Source, Store, Version, Wishes};
 use crate::threads::{self, Watch};
 
-/// Bytes of shard indexes that an array keeps.
+/// Bytes of shard indexes that an array caches.
 const INDEX_MEMORY: u64 = 32 << 20;
 
-/// Who decodes an array's chunks.
+/// A decoder of an array's chunks.
 pub trait Decode: std::fmt::Debug + Send + Sync {
-    /// A chunk's bytes in C order and native byte order, of which there must be `len`; `None` if there is no such chunk.
-    /// `location` is for the error.
+    /// A chunk's bytes in C order and native byte order, exactly `len`; `None` if the chunk is missing. `location` is for
+    /// errors.
     fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> Result<Option<Vec<u8>>>;
 
-    /// Several chunks, in order, from a store that answers slowly: read together where that is known how.
+    /// Several chunks of a slow store, in order; read together if the decoder supports it.
     fn chunks(
         &self,
         which: &[(&[u64], &Location)],
@@ -51,12 +51,12 @@ pub trait Decode: std::fmt::Debug + Send + Sync {
     }
 }
 
-/// An array whose codecs are known here.
+/// An array whose codecs this crate supports.
 #[derive(Debug)]
 pub struct CodedArray {
-    /// Chunks are those inside shards.
+    /// Whether chunks are the inner chunks of shards.
     inner: bool,
-    /// Or why it cannot be read.
+    /// The array, or why it cannot be read.
     array: Result<ParsedArray>,
     store: Arc<dyn Store>,
     number: u64,
@@ -85,7 +85,7 @@ impl ParsedArray {
                     return Err(unsupported(&format!("field '{name}' is unknown and must be understood")));
                 }
                 if !v3.storage_transformers.is_empty() {
-                    return Err(unsupported(&"storage transformers are not read"));
+                    return Err(unsupported(&"storage transformers are unsupported"));
                 }
                 ArrayMetadata::V3(v3)
             } else {
@@ -106,15 +106,15 @@ impl ParsedArray {
         self.folder.join(self.array.chunk_key(indices).as_str())
     }
 
-    /// A whole chunk, or shard.
+    /// A whole chunk or shard.
     fn chunk(&self, store: &dyn Store, indices: &[u64]) -> Result<Option<Elements>> {
         let location = self.location(indices);
         let file = ChunkFile::open(store.open(&location, Access::Once), ChunkFile::one_unit)?;
         file.unit(0)?.map(|unit| decode_stored(unit, &self.chain, &location)).transpose()
     }
 
-    /// Several chunks, in order: all files are opened together, then all indexes read, then all units, which are decoded as they
-    /// arrive.
+    /// Several chunks, in order: first opens all files together, then reads all indexes, then all units, and decodes each
+    /// as it arrives.
     fn chunks(
         &self,
         store: &dyn Store,
@@ -163,10 +163,10 @@ impl ParsedArray {
     }
 }
 
-/// A shard that was opened, or not, and its indices.
+/// An opened shard, or `None`, and its indices.
 type OpenedShard = (Result<Box<dyn Source>>, Vec<u64>);
 
-/// The shards of an array whose chunks are those inside them, and the indexes that are kept.
+/// The shards of an array whose chunks are the shards' inner chunks, with the cached indexes.
 #[derive(Clone, Copy)]
 struct ArrayShards<'a> {
     codec: &'a ShardCodec,
@@ -187,7 +187,7 @@ impl ArrayShards<'_> {
         Ok(Entries(entries.into()))
     }
 
-    /// The index of a shard: kept, or read now.
+    /// The index of a shard, cached or read now.
     fn index(
         &self,
         parsed: &ParsedArray,
@@ -205,7 +205,7 @@ impl ArrayShards<'_> {
         index.ok_or_else(|| Error::new(Kind::Internal, "an index that was not read").at(source.location()))
     }
 
-    /// ArrayShards that were opened together, with their indexes: kept ones, or read together.
+    /// Shards opened together, with their indexes, cached or read together.
     fn open(
         &self,
         parsed: &ParsedArray,
@@ -247,20 +247,19 @@ impl ArrayShards<'_> {
 }
 
 impl CodedArray {
-    /// The array whose chunks are in a folder of a store, of metadata that were read already; `inner` if chunks are those inside
-    /// shards.
+    /// The array in a folder of a store, from metadata already read; `inner` selects the inner chunks of shards as chunks.
     pub fn of(store: Arc<dyn Store>, folder: &Location, metadata: &[u8], inner: bool) -> CodedArray {
         let array = ParsedArray::new(folder, metadata);
         CodedArray { inner, array, store, number: new_array(), indexes: Cache::new(INDEX_MEMORY) }
     }
 
-    /// Its shards, where chunks are those inside them.
+    /// Its shards, if chunks are the inner chunks of shards.
     fn shards<'a>(&'a self, parsed: &'a ParsedArray) -> Option<ArrayShards<'a>> {
         let codec = parsed.chain.shard().filter(|_| self.inner)?;
         Some(ArrayShards { codec, array: self.number, indexes: &self.indexes })
     }
 
-    /// A chunk inside a shard.
+    /// An inner chunk of a shard.
     fn inner(&self, parsed: &ParsedArray, shards: &ArrayShards<'_>, indices: &[u64]) -> Result<Option<Elements>> {
         let outer = shards.codec.outer(indices);
         let location = parsed.location(&outer);
@@ -276,13 +275,13 @@ impl CodedArray {
         Ok(self.parsed()?.chunk.len())
     }
 
-    /// Decodes a whole chunk (a shard) whose bytes were read already.
+    /// Decodes a whole chunk or shard already read.
     pub fn decode(&self, encoded: Vec<u8>) -> Result<Elements> {
         let parsed = self.parsed()?;
         decode_unit(encoded, &parsed.chain, &parsed.folder)
     }
 
-    /// Decodes a unit of `len` bytes, a chunk inside a shard or a whole one, that was read already.
+    /// Decodes a unit of `len` bytes already read: an inner chunk of a shard, or a whole chunk.
     pub fn decode_unit(&self, encoded: Vec<u8>, len: u64, location: &Location) -> Result<Vec<u8>> {
         let parsed = self.parsed()?;
         let chain = self.shards(parsed).map_or(&parsed.chain, |shards| &shards.codec.inner);
@@ -327,7 +326,7 @@ fn numbers(made: Elements, len: u64, location: &Location) -> Result<Vec<u8>> {
     }
 }
 
-/// A stored unit, decoded.
+/// Reads and decodes a stored unit.
 fn decode_stored(unit: StoredUnit<'_>, chain: &Chain, location: &Location) -> Result<Elements> {
     chain.check_encoded(unit.len).map_err(|e| cannot_decode(location, e))?;
     decode_unit(unit.read()?.into_owned(), chain, location)
@@ -337,7 +336,7 @@ fn decode_unit(encoded: Vec<u8>, chain: &Chain, location: &Location) -> Result<E
     guarded(location, || chain.decode(encoded).map_err(|e| cannot_decode(location, e)))
 }
 
-/// What was decoded, if it is as long as it must be.
+/// Checks the length of decoded bytes.
 pub fn of_length(bytes: Vec<u8>, len: u64, location: &Location) -> Result<Vec<u8>> {
     if bytes.len() as u64 == len {
         return Ok(bytes);
@@ -345,13 +344,13 @@ pub fn of_length(bytes: Vec<u8>, len: u64, location: &Location) -> Result<Vec<u8
     Err(Error::new(Kind::Format, format!("expected a chunk of {len} bytes, decoded {}", bytes.len())).at(location))
 }
 
-/// Why an array's codecs are not known here, if they are not.
+/// Why an array's codecs are unsupported; `None` if they are supported.
 pub fn problem(folder: &Location, metadata: &[u8]) -> Option<String> {
     ParsedArray::new(folder, metadata).err().map(|e| in_one_line(&e.detail))
 }
 
-/// Reads a whole array of at most `most` bytes, or elements of variable size: the small ones beside the activations. Only the
-/// chunks whose indices are listed are looked for; the others are not there, and hold the fill value.
+/// Reads a whole array of at most `most` bytes, or of elements of variable size (small arrays next to the activations). Looks
+/// only for the chunks listed in `there`; the others are missing and have the fill value.
 pub fn read_whole(
     store: &dyn Store,
     folder: &Location,
@@ -367,7 +366,7 @@ pub fn read_whole(
     if bytes.is_none_or(|n| n > most) {
         return Err(Error::new(Kind::Format, format!("shape {shape:?} is too large to read")).at(folder));
     }
-    // From a store that answers slowly, as many together as it wishes for.
+    // From a slow store, in groups of its preferred size.
     let (mut coming, mut fetched) =
         (store.wishes().map(|_| there.clone()).unwrap_or_default().into_iter(), BTreeMap::new());
     let mut chunk = |indices: &[u64]| -> Result<Option<Elements>> {
@@ -390,8 +389,8 @@ pub fn read_whole(
     made.map_err(|what| failed.unwrap_or_else(|| cannot_decode(folder, what)))
 }
 
-/// Fails unless data of a codec ("gzip", "zlib", "bz2" or "zstd") decode to at most `limit` bytes: for libraries whose
-/// decoders have no limit.
+/// Fails unless compressed data ("gzip", "zlib", "bz2" or "zstd") decode to at most `limit` bytes. For libraries whose decoders
+/// have no limit.
 pub fn check_decoded_size(codec: &str, data: &[u8], limit: u64, location: &Location) -> Result<()> {
     guarded(location, || decoded_size(codec, data, limit).map(|_| ()).map_err(|e| cannot_decode(location, e)))
 }
@@ -402,9 +401,9 @@ fn cannot_decode(location: &Location, why: Undecodable) -> Error {
     error
 }
 
-/// Runs codecs, which may panic on bytes from a file.
+/// Runs codecs, which may panic on untrusted bytes.
 pub(crate) fn guarded<T>(location: &Location, work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
-        Err(Error::new(Kind::Format, "cannot decode this: a codec gave up on these bytes (a panic)").at(location))
+        Err(Error::new(Kind::Format, "cannot decode this: the codec failed on these bytes (a panic)").at(location))
     })
 }

@@ -1,4 +1,4 @@
-//! The file of a chunk or a shard, open, and where units lie in it.
+//! The open file of a chunk or a shard, and the positions of units in it.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -12,27 +12,27 @@ use crate::source::{ByteRange, Ready, Source, Version};
 /// The file of a chunk or a shard.
 #[derive(Debug)]
 pub struct ChunkFile {
-    /// `None` where there is no such file: every element is the fill value.
+    /// `None` if the file is missing: every element has the fill value.
     source: Option<Arc<dyn Source>>,
-    /// Offset and length of each unit; empty where there is no file.
+    /// Offset and length of each unit; empty if the file is missing.
     index: Arc<Entries>,
     version: Option<Version>,
 }
 
-/// A unit that is stored, and where.
+/// A stored unit and its position.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredUnit<'a> {
     /// The file.
     pub source: &'a dyn Source,
-    /// Its first byte there.
+    /// Its offset in the file.
     pub offset: u64,
-    /// Its length there.
+    /// Its length in the file.
     pub len: u64,
 }
 
 impl ChunkFile {
-    /// A file that a store opened just now, or not: one that is not there has no units. `index` gives its entries; a file that is
-    /// one unit has the one of [`ChunkFile::one_unit`].
+    /// A file from a store's result; a missing file has no units. `index` returns the entries; for a file that is a single
+    /// unit use [`ChunkFile::one_unit`].
     pub fn open(
         opened: Result<Box<dyn Source>>,
         index: impl FnOnce(&dyn Source, Option<&Version>) -> Result<Arc<Entries>>,
@@ -49,22 +49,22 @@ impl ChunkFile {
         Ok(ChunkFile { source: Some(source.into()), index, version })
     }
 
-    /// The index of a file that is one unit.
+    /// The index of a file that is a single unit.
     pub fn one_unit(source: &dyn Source, _: Option<&Version>) -> Result<Arc<Entries>> {
         Ok(Arc::new(Entries(Box::new([(0, source.size())]))))
     }
 
-    /// The same file, read through another source of its bytes.
+    /// The same file with another source of its bytes.
     pub fn over(&self, source: Arc<dyn Source>) -> ChunkFile {
         ChunkFile { source: Some(source), index: Arc::clone(&self.index), version: self.version.clone() }
     }
 
-    /// The file; `None` where there is none.
+    /// The file; `None` if it is missing.
     pub fn source(&self) -> Option<&Arc<dyn Source>> {
         self.source.as_ref()
     }
 
-    /// Its version when it was opened; `None` where its store has none, and nothing may be kept of it.
+    /// Its version when it was opened; `None` if its store has no versions, and then nothing of it may be cached.
     pub fn version(&self) -> Option<&Version> {
         self.version.as_ref()
     }
@@ -74,7 +74,7 @@ impl ChunkFile {
         self.index.0.len()
     }
 
-    /// Where a unit lies; `None` if it is not stored.
+    /// The position of a unit; `None` if it is not stored.
     #[inline]
     pub fn unit(&self, unit: usize) -> Result<Option<StoredUnit<'_>>> {
         let (Some(source), Some(entry)) = (self.source.as_deref(), self.index.0.get(unit)) else { return Ok(None) };
@@ -91,19 +91,19 @@ impl Opened for ChunkFile {
 }
 
 impl<'a> StoredUnit<'a> {
-    /// An error about it.
+    /// An error about this unit.
     pub fn bad(&self, why: impl Into<Undecodable>) -> Error {
         let why = why.into();
         Error::new(why.kind, why.text).at(self.source.location()).byte(self.offset)
     }
 
-    /// Its bytes, where the file is mapped.
+    /// Its bytes, if the file is mapped.
     #[inline]
     pub fn mapped(&self) -> Option<&'a [u8]> {
         self.source.bytes()?.get(self.offset as usize..(self.offset + self.len) as usize)
     }
 
-    /// Its bytes, all of which will be needed.
+    /// All its bytes. Starts read-ahead if they are cold.
     pub fn read(&self) -> Result<Cow<'a, [u8]>> {
         if let Some(whole) = self.mapped() {
             if self.source.is_ready(self.offset) == Ready::No {
@@ -117,7 +117,7 @@ impl<'a> StoredUnit<'a> {
         Ok(Cow::Owned(whole))
     }
 
-    /// Some of its bytes, from byte `at` of it on.
+    /// `n` of its bytes, from its byte `at`.
     pub fn part(&self, at: usize, n: usize) -> Result<Cow<'a, [u8]>> {
         if let Some(part) = self.mapped().and_then(|whole| whole.get(at..at + n)) {
             return Ok(Cow::Borrowed(part));

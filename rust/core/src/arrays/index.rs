@@ -1,5 +1,5 @@
-//! The index of a shard: (offset, length) per inner chunk, (2^64-1, 2^64-1) for one that is not there (Zarr enhancement
-//! proposal 2, "Binary shard format").
+//! The index of a shard: (offset, length) per inner chunk, (2^64-1, 2^64-1) for a missing one (Zarr enhancement proposal 2,
+//! "Binary shard format").
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use crate::codec::cache::Cached;
 use crate::error::{Error, Kind, Result};
 use crate::source::{ByteRange, Source};
 
-/// The entry of an inner chunk that is not there.
+/// The entry of a missing inner chunk.
 pub const ABSENT: (u64, u64) = (u64::MAX, u64::MAX);
 
-/// How an array's shards hold their indexes.
+/// The encoding of an array's shard indexes.
 #[derive(Clone, Debug)]
 pub struct IndexForm {
     chunks: u64,
@@ -22,32 +22,32 @@ pub struct IndexForm {
 #[derive(Clone, Debug)]
 enum IndexCoding {
     Numbers(Numbers),
-    /// Other codecs, and the length of what they make.
+    /// Other codecs, and the length of their output.
     Coded(Arc<dyn DecodeIndex>, u64),
 }
 
-/// What undoes the codecs of an index.
+/// A decoder of index codecs.
 pub(super) trait DecodeIndex: std::fmt::Debug + Send + Sync {
-    /// Numbers in the byte order of this machine.
+    /// Decodes to numbers in native byte order.
     fn decode(&self, raw: Vec<u8>) -> Said<Vec<u8>>;
 }
 
-/// Plain numbers, and perhaps a checksum after them: what all libraries write.
+/// Plain numbers, optionally followed by a checksum: the form that all libraries write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Numbers {
-    /// In the other byte order.
+    /// Whether the numbers are big-endian.
     pub big_endian: bool,
     /// Whether a crc32c follows.
     pub checked: bool,
 }
 
 impl IndexForm {
-    /// An index of plain numbers, of so many inner chunks.
+    /// An index of plain numbers, for `chunks` inner chunks.
     pub fn numbers(chunks: u64, at_end: bool, numbers: Numbers) -> IndexForm {
         IndexForm { chunks, at_end, coding: IndexCoding::Numbers(numbers) }
     }
 
-    /// An index of other codecs, which make `bytes` bytes of it.
+    /// An index with other codecs, `bytes` bytes long.
     pub(super) fn coded(chunks: u64, at_end: bool, codecs: Arc<dyn DecodeIndex>, bytes: u64) -> IndexForm {
         IndexForm { chunks, at_end, coding: IndexCoding::Coded(codecs, bytes) }
     }
@@ -60,13 +60,13 @@ impl IndexForm {
         }
     }
 
-    /// Where it begins in a shard of `len` bytes; `None` if that is too short.
+    /// Its offset in a shard of `len` bytes; `None` if the shard is too short.
     pub(super) fn start(&self, len: u64) -> Option<u64> {
         let at = len.checked_sub(self.bytes())?;
         Some(if self.at_end { at } else { 0 })
     }
 
-    /// Where it lies in a shard. `short`: the kind of the error if the shard is too short.
+    /// Its range in a shard. `short` is the kind of the error if the shard is too short.
     pub fn range(&self, shard: &dyn Source, short: Kind) -> Result<ByteRange> {
         let (len, found) = (self.bytes(), shard.size());
         let at = self.start(found).ok_or_else(|| {
@@ -76,10 +76,10 @@ impl IndexForm {
         Ok(ByteRange { at, len })
     }
 
-    /// Reads it from a shard: where it begins, and its bytes; see [`IndexForm::range`].
+    /// Reads it from a shard; returns its offset and bytes. See [`IndexForm::range`].
     pub fn read(&self, shard: &dyn Source, short: Kind) -> Result<(u64, Vec<u8>)> {
         let ByteRange { at, len } = self.range(shard, short)?;
-        // The memory is bounded by the length of the file.
+        // The length of the file limits this allocation.
         let mut raw = reserve(len).map_err(|e| Error::new(e.kind, e.text).at(shard.location()))?;
         raw.resize(len as usize, 0);
         shard.read(at, &mut raw)?;
@@ -98,7 +98,7 @@ impl IndexForm {
         }
     }
 
-    /// Its entries, each absent or inside a shard of `len` bytes. An error says where in the index.
+    /// Its entries, each absent or inside a shard of `len` bytes. An error has its position in the index.
     pub fn parse_within(&self, raw: &[u8], len: u64) -> Result<Vec<(u64, u64)>, (u64, Error)> {
         let refused = |why: Undecodable| (0, Error::new(why.kind, why.text));
         let index = match &self.coding {
@@ -124,7 +124,7 @@ impl IndexForm {
             let (told, found) = (u32::from_le_bytes(crc), crc32c::crc32c(pairs));
             if told != found {
                 return Err(format!(
-                    "the checksum of the shard's index is {found:08x}, expected {told:08x}: the file was cut or damaged"
+                    "the checksum of the shard's index is {found:08x}, expected {told:08x}: the file is truncated or damaged"
                 )
                 .into());
             }
@@ -141,18 +141,18 @@ fn entries(pairs: &[u8], number: impl Fn([u8; 8]) -> u64) -> Said<Vec<(u64, u64)
     Ok(made)
 }
 
-/// Where an entry's inner chunk lies in a shard of `len` bytes; `None` if it is not there.
+/// The position of an entry's inner chunk in a shard of `len` bytes; `None` if it is missing.
 pub(super) fn place((offset, n): (u64, u64), len: u64) -> Said<Option<(u64, u64)>> {
     if (offset, n) == ABSENT {
         return Ok(None);
     }
     if offset.checked_add(n).is_none_or(|end| end > len) {
-        return Err(format!("the shard index names {n} bytes at {offset}, but the shard has {len}").into());
+        return Err(format!("the shard index refers to {n} bytes at {offset}, but the shard has {len}").into());
     }
     Ok(Some((offset, n)))
 }
 
-/// An index as it is written here: little-endian, with its checksum.
+/// Encodes an index as Levanter does: little-endian, with a checksum.
 pub fn encode(entries: &[(u64, u64)]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(entries.len() * 16 + 4);
     for (offset, len) in entries {
@@ -163,7 +163,7 @@ pub fn encode(entries: &[(u64, u64)]) -> Vec<u8> {
     bytes
 }
 
-/// The entries of a shard's index, which may be kept.
+/// The entries of a shard's index, which can be cached.
 #[derive(Debug)]
 pub struct Entries(pub Box<[(u64, u64)]>);
 

@@ -56,7 +56,7 @@ struct CacheState<T, K> {
     used: u64,
 }
 
-/// What makes the units at some positions of a list of keys, in order; `None` for one that is not there.
+/// Returns the units at some positions of a list of keys, in order; `None` for a missing one.
 pub type LoadMany<'a, T> = &'a mut dyn FnMut(&[usize], Watch<'_>) -> Result<Vec<Option<T>>>;
 
 /// The result of [`Cache::look_up`].
@@ -178,8 +178,8 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         Ok(Some(made))
     }
 
-    /// [`Cache::get_or_load`] for many units at once, in order. `load` makes those at the positions that it is given, in their order.
-    /// No thread waits for another one while it has turns.
+    /// [`Cache::get_or_load`] for many units, in order. `load` receives positions and returns their units in the same
+    /// order. No thread waits for another one while it has turns.
     pub fn get_or_load_many(&self, keys: &[K], load: LoadMany<'_, T>, watch: Watch<'_>) -> Result<Vec<Option<Arc<T>>>> {
         let mut found: Vec<Option<Arc<T>>> = keys.iter().map(|_| None).collect();
         let mut lacking: Vec<usize> = (0..keys.len()).collect();
@@ -216,8 +216,8 @@ impl<T: Cached, K: Clone + Eq + Hash> Cache<T, K> {
         Ok(found)
     }
 
-    /// Keeps a unit in place of those that were not used for longest; one larger than the budget in place of all, until
-    /// the next: who reads from it goes on reading from it.
+    /// Caches a unit and evicts the least recently used ones. A unit larger than the budget evicts all others and stays
+    /// until the next is cached: its reader is likely to read from it again.
     pub fn put(&self, key: K, unit: &Arc<T>) {
         let bytes = unit.size() as u64;
         let Some(mut guard) = self.state.lock_briefly() else { return };

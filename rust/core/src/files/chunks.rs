@@ -1,15 +1,15 @@
 //! Many small files with computed names: the chunks of 4-D arrays `(examples, groups, tokens, width)`.
 //!
-//! A store of a million chunks costs no more to open than one of ten: nothing is listed, a chunk's number gives its name.
-//! Plain chunks (C order, no compression) are files like any other, read in place and only where rows were asked for;
-//! a chunk that is not there holds the fill value. All others are decoded whole, by [`coded`](crate::arrays::coded), and kept
-//! under a memory budget.
+//! A store of a million chunks opens as fast as one of ten, because nothing is listed: a chunk's name follows from its
+//! number. Plain chunks (C order, no compression) are files like any other; only the requested rows are read. A missing
+//! chunk has the fill value. Other chunks are decoded whole by [`coded`](crate::arrays::coded), and cached within a memory
+//! budget.
 //!
-//! Chunks of this machine are read and not mapped: mapping and unmapping a megabyte costs more than copying it. Only
-//! [`ChunkFiles::view`] maps, because a view is what was asked for.
+//! Local chunks are read, not mapped: mapping and unmapping a megabyte costs more than copying it. Only
+//! [`ChunkFiles::view`] maps, because the caller requests a view.
 //!
-//! Sources of the layout: Zarr v2 ("Storage specification 2.0", Chunks) and v3 (regular grid). A v2 edge chunk is stored
-//! whole, and so is a v3 one.
+//! Sources of the layout: Zarr v2 ("Storage specification 2.0", Chunks) and v3 (regular grid). Edge chunks are stored in
+//! full size in both.
 
 use std::sync::Arc;
 
@@ -30,34 +30,34 @@ use crate::source::slots::Slots;
 use crate::source::{Access, Io, Source, Store, Wishes};
 use crate::threads::{self, Watch};
 
-/// How a chunk's bytes are had.
+/// The encoding of chunks.
 #[derive(Debug)]
 pub enum Content {
-    /// The file is the chunk, in C order.
+    /// The file contains the chunk's elements in C order.
     Plain {
-        /// In the other byte order.
+        /// Whether elements are byte-swapped.
         swapped: bool,
     },
-    /// The file has to be decoded.
+    /// The file must be decoded.
     Coded(Box<dyn Decode>),
 }
 
-/// One array, not opened yet.
+/// An array, not yet opened.
 #[derive(Debug)]
 pub struct ChunkArray {
-    /// Its folder.
+    /// The array's folder.
     pub folder: Location,
-    /// Its own metadata file. As long as it is there, a chunk that is not there is the fill value.
+    /// The array's metadata file. While it exists, a missing chunk has the fill value.
     pub metadata: Location,
-    /// Names of its files.
+    /// The names of its chunk files.
     pub naming: Naming,
     /// Examples, groups, tokens, elements.
     pub shape: [u64; 4],
     /// The shape of every chunk.
     pub chunk: [u64; 4],
-    /// One element: what a chunk holds that is not there.
+    /// The element of missing chunks.
     pub fill: Vec<u8>,
-    /// How a chunk's bytes are had.
+    /// The encoding of chunks.
     pub content: Content,
 }
 
@@ -68,9 +68,9 @@ pub struct ChunkFiles {
     row: Row,
     address_bits: u32,
     store: Arc<dyn Store>,
-    /// Asked of the store once: every gather asks.
+    /// Cached, because every gather needs it.
     wishes: Option<Wishes>,
-    /// Whether rows may be given in place.
+    /// Whether views are allowed.
     views: bool,
     slots: Slots<OpenFile>,
     number: u64,
@@ -79,13 +79,13 @@ pub struct ChunkFiles {
 }
 
 impl ChunkFiles {
-    /// Arrays in files of this machine, of rows of `width` elements of one type. Opens nothing.
+    /// Arrays in local files, of rows with `width` elements of one dtype. Opens nothing.
     pub fn new(arrays: Vec<ChunkArray>, width: u64, dtype: DType, decoded_memory: u64, io: Io) -> Result<ChunkFiles> {
         let store = Arc::new(Local { io: Io::Pread });
         Ok(ChunkFiles { views: io == Io::Mmap, ..ChunkFiles::of(store, arrays, width, dtype, decoded_memory)? })
     }
 
-    /// Arrays in a store.
+    /// Arrays in any store.
     pub fn of(
         store: Arc<dyn Store>,
         arrays: Vec<ChunkArray>,
@@ -110,10 +110,10 @@ impl ChunkFiles {
                 )));
             };
             if dtype.size() != Some(array.fill.len()) {
-                return Err(refuse("a fill value that is no element".to_string()));
+                return Err(refuse("expected a fill value of one element, found another size".to_string()));
             }
             if array.shape[3] != width {
-                return Err(refuse(format!("rows of {} elements among rows of {width}", array.shape[3])));
+                return Err(refuse(format!("expected rows of {width} elements, found {}", array.shape[3])));
             }
             first = end;
             most_rows = most_rows.max(array.chunk[0] * array.chunk[1] * array.chunk[2]);
@@ -130,7 +130,7 @@ impl ChunkFiles {
         Ok(ChunkFiles { arrays, row, address_bits, store, wishes, views: false, slots, number, decoded, decodes })
     }
 
-    /// Where the arrays' chunks stand, in the order of the arrays.
+    /// The grids of the arrays' chunks, in the order of the arrays.
     pub fn grids(&self) -> Vec<Grid> {
         self.arrays.iter().map(|(grid, _)| *grid).collect()
     }
@@ -143,13 +143,13 @@ impl ChunkFiles {
         self.arrays.partition_point(|(grid, _)| grid.first() <= file).saturating_sub(1)
     }
 
-    /// Closes kept files and drops decoded chunks.
+    /// Closes cached files and drops decoded chunks.
     pub fn release(&self) {
         self.slots.clear();
         self.decoded.make_room(self.decoded.budget());
     }
 
-    /// Rows of one chunk, in place; `None` where they cannot be had so.
+    /// A view of rows of one chunk; `None` if they cannot be viewed.
     pub fn view(&self, file: u64, address: u64, rows: u64) -> Result<Option<View>> {
         if !self.views || self.split(file) > 1 {
             return Ok(None);
@@ -157,7 +157,7 @@ impl ChunkFiles {
         View::of(&*self.get(file)?, address, rows, self.row.bytes)
     }
 
-    /// Where a chunk's rows lie in it.
+    /// The positions of a chunk's rows.
     fn place(&self, grid: &Grid, indices: [u64; 4], swapped: bool) -> Place {
         let size = self.row.bytes / self.row.width;
         let [_, _, _, ch] = grid.chunk();
@@ -171,7 +171,7 @@ impl ChunkFiles {
         grid.chunk().iter().product::<u64>() * (self.row.bytes / self.row.width) as u64
     }
 
-    /// Without the version of the file: looking it up for each chunk that is kept doubles the cost of a row.
+    /// Without the file's version: checking it for each cached chunk doubles the cost of a row.
     fn key(&self, number: u64) -> UnitKey {
         UnitKey { array: self.number, file: number, version: None, chunk: 0, block: WHOLE }
     }
@@ -190,7 +190,7 @@ impl ChunkFiles {
             }
         };
         if let FoundChunk::Absent = found {
-            // A chunk that is not there is the fill value; an array that is not there (a disk unmounted, a folder moved) is not.
+            // A missing chunk has the fill value, but a missing array (an unmounted disk, a moved folder) is an error.
             self.store.look(&array.metadata)?;
         }
         Ok(self.opened(array, grid, indices, location, found))
@@ -213,7 +213,7 @@ impl ChunkFiles {
         OpenFile::new(body, self.place(grid, indices, swapped))
     }
 
-    /// Chunks of one array, from a store that answers slowly.
+    /// Chunks of one array of a slow store.
     fn open_together(&self, array: usize, numbers: &[u64], wishes: &Wishes, watch: Watch<'_>) -> Result<Vec<OpenFile>> {
         let (grid, array) = &self.arrays[array];
         let indices: Vec<[u64; 4]> = numbers.iter().map(|number| grid.indices(*number)).collect();
@@ -244,7 +244,7 @@ impl ChunkFiles {
     }
 }
 
-/// What was found of a chunk.
+/// The bytes found for a chunk.
 enum FoundChunk {
     Stored(Box<dyn Source>),
     Decoded(Arc<Buffer>),
@@ -312,7 +312,7 @@ impl Files for ChunkFiles {
 
     #[inline]
     fn split(&self, file: u64) -> u64 {
-        // One array is by far the usual case, and this is asked for every row.
+        // One array is by far the most common case, and this runs for every row.
         match &self.arrays[..] {
             [(grid, _)] => grid.split(),
             _ => self.array(file).0.split(),

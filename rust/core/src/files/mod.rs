@@ -1,5 +1,5 @@
-//! Files that hold a dataset's rows: numbered, opened when first touched, asked for their length again before rows are taken
-//! from them. [`table`] lists them, [`chunks`] computes their names, [`shards`] looks for rows inside pickles.
+//! The files of a dataset's rows: numbered, opened on first use, with their length checked again before each read. [`table`]
+//! lists them, [`chunks`] computes their names, [`shards`] finds rows inside pickles.
 
 pub mod chunks;
 pub mod open;
@@ -15,45 +15,45 @@ use crate::threads::Watch;
 
 use self::open::OpenFile;
 
-/// The numbered files that hold a dataset's rows, all rows of one width and type.
+/// The numbered files of a dataset's rows; all rows have the same width and dtype.
 pub trait Files: Send + Sync {
-    /// What a row is.
+    /// The properties of a row.
     fn row(&self) -> Row;
 
-    /// The file, open and long enough.
+    /// The file, opened and long enough.
     fn get(&self, file: u64) -> Result<Arc<OpenFile>>;
 
-    /// Several files, in order; opened, and decoded, in parallel where that waits for a network.
+    /// Several files, in order; opened and decoded in parallel if that waits for a network.
     fn open_many(&self, files: &[u64], _watch: Watch<'_>) -> Result<Vec<Arc<OpenFile>>> {
         files.iter().map(|file| self.get(*file)).collect()
     }
 
-    /// Bytes of memory that a file takes when it is open, because it is decoded.
+    /// Bytes of memory that an open file needs because it is decoded.
     fn decoded_bytes(&self, _file: u64) -> u64 {
         0
     }
 
-    /// How the sources are best read; `None` where they are files of this machine.
+    /// The best way to read the sources; `None` for local files.
     fn wishes(&self) -> Option<Wishes> {
         None
     }
 
-    /// Bits that hold any address inside a file; the bits above hold any file's number.
+    /// Number of bits of an address in a file; the bits above are for the file's number.
     fn address_bits(&self) -> u32 {
         40
     }
 
-    /// Addresses from one row to the next of its run, in this file: what [`Place`](crate::layout::row::Place) says, before it is open.
+    /// Addresses from one row of a run to the next in this file: [`Place`](crate::layout::row::Place)'s value, before it is open.
     fn stride(&self, _file: u64) -> u64 {
         1
     }
 
-    /// Consecutive files that the rows of this one are split over, this being the first.
+    /// Number of consecutive files over which rows of this file, the first of them, are split.
     fn split(&self, _file: u64) -> u64 {
         1
     }
 
-    /// Whether opening a file decodes it, so that going back and forth between files is to be avoided.
+    /// Whether opening a file decodes it: then switching between files is expensive.
     fn decodes(&self) -> bool {
         false
     }

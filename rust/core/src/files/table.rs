@@ -1,8 +1,7 @@
 //! A list of files, opened on demand and checked before use.
 //!
-//! A dataset can have more files than a process may open, and a process can fork while another thread opens one. So:
-//! opened files are kept while a process-wide budget of descriptors lasts and are opened for the single call after
-//! that; see [`Slots`] for the fork.
+//! A dataset can have more files than a process may open, and a process can fork while another thread opens one. So opened files
+//! are cached within a process-wide budget of descriptors, and beyond it opened for a single call; for forks see `Slots`.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -18,48 +17,48 @@ use crate::source::slots::Slots;
 use crate::source::{Access, Io, Source, Store, Version, Wishes};
 use crate::threads::{self, Stop, Watch};
 
-/// Where rows lie in a file.
+/// The position of rows in a file.
 #[derive(Clone, Debug)]
 pub enum RowsIn {
-    /// The file is rows from its first byte on; it must hold at least this many.
+    /// Rows from the first byte on; the file must contain at least this many.
     Raw(u64),
-    /// Rows from some byte on: an array in a file of several, or after a header that was read already.
+    /// Rows at an offset: one of several arrays in a file, or after a header that was already parsed.
     At {
-        /// The first row's first byte.
+        /// Offset of the first row.
         start: u64,
-        /// The file must hold at least this many.
+        /// The file must contain at least this many rows.
         rows: u64,
-        /// Whether elements are in the other byte order.
+        /// Whether elements are byte-swapped.
         swapped: bool,
     },
-    /// The file itself says where.
+    /// Described by the file's own header.
     Found(Arc<dyn FindRows>),
 }
 
-/// One file of a dataset, not opened yet.
+/// A file of a dataset, not yet opened.
 #[derive(Clone, Debug)]
 pub struct RowFile {
-    /// Where it is.
+    /// Its location.
     pub location: Location,
-    /// Which of its bytes are rows.
+    /// The position of its rows.
     pub rows: RowsIn,
 }
 
-/// The files that hold a dataset's rows, all rows of one width and type.
+/// The files of a dataset's rows; all rows have the same width and dtype.
 #[derive(Debug)]
 pub struct FileTable {
     files: Vec<RowFile>,
     store: Arc<dyn Store>,
-    /// Asked of the store once: every gather asks.
+    /// Cached, because every gather needs it.
     wishes: Option<Wishes>,
     slots: Slots<OpenFile>,
     headers: Headers,
     row: Row,
 }
 
-/// Where rows were found, by the number of their file. Kept apart from descriptors: a file that was closed to make room for others
-/// is opened again in microseconds, but its header may be 100 MB of JSON. Only ever tried and not waited for: a child forked
-/// while another thread was in here looks again.
+/// The rows found in each file, by its number. Stored apart from descriptors: a file that was closed for lack of descriptors is
+/// reopened in microseconds, but its header may be 100 MB of JSON. The lock is only tried, not waited for: a child forked while
+/// another thread held it parses the header again.
 #[derive(Debug, Default)]
 struct Headers {
     found: Mutex<HashMap<u64, (Version, FoundRows)>>,
@@ -83,7 +82,7 @@ impl Files for FileTable {
         let files: Vec<&RowFile> = lacking.iter().map(|i| self.file(numbers[*i])).collect::<Result<_>>()?;
         let locations: Vec<&Location> = files.iter().map(|file| &file.location).collect();
         let opened = self.store.open_together(&locations, Access::Kept, &mut *watch)?;
-        // A header is a read of its own.
+        // Reading a header is a separate request.
         let headers = files.iter().any(|file| matches!(file.rows, RowsIn::Found(_)));
         let opened = lacking.iter().map(|i| numbers[*i]).zip(files).zip(opened);
         let place = |_: usize, ((number, file), source): ((u64, &RowFile), _), _: &Stop| {
@@ -105,7 +104,7 @@ impl Files for FileTable {
 }
 
 impl FileTable {
-    /// A table of files of this machine with rows of `width` elements. Opens nothing.
+    /// A table of local files with rows of `width` elements. Opens nothing.
     pub fn new(files: Vec<RowFile>, width: u64, dtype: DType, io: Io) -> Result<FileTable> {
         FileTable::of(Arc::new(Local { io }), files, width, dtype)
     }
@@ -126,12 +125,12 @@ impl FileTable {
         self.files.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no files.
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
 
-    /// Closes kept files.
+    /// Closes cached files.
     pub fn release(&self) {
         self.slots.clear();
     }
@@ -141,7 +140,7 @@ impl FileTable {
         file.ok_or_else(|| Error::new(Kind::Internal, format!("file {number} of {}", self.files.len())))
     }
 
-    /// An opened file with its rows' place, checked against its length.
+    /// Locates the rows of an opened file, and checks them against its length.
     fn place(&self, number: u64, spec: &RowFile, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
         let source = opened?;
         let FoundRows { start, rows, swapped } = match &spec.rows {
@@ -163,7 +162,7 @@ impl FileTable {
         Ok(OpenFile::new(Body::Stored(source), place.swapped_if(swapped)))
     }
 
-    /// Where rows lie: in this very file as they were found before, or looked for now.
+    /// The rows of a file: cached for this version of the file, or found now.
     fn find(&self, number: u64, source: &dyn Source, finder: &dyn FindRows) -> Result<FoundRows> {
         let version = source.version();
         let known = self.headers.found.try_lock().ok().and_then(|found| found.get(&number).cloned());
@@ -219,7 +218,7 @@ mod tests {
             table.release();
         }
         assert_eq!(table.headers.parsed.load(Ordering::Relaxed), 1);
-        // As long as before, but the tensor begins elsewhere.
+        // The same length, but the tensor begins elsewhere.
         std::fs::remove_file(&path).unwrap();
         write(&path, 6);
         assert_eq!(rows(&table), [0, 1, 2, 3]);

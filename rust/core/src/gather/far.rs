@@ -1,10 +1,10 @@
 //! Reads from slow sources, which are fastest with few large requests.
 //!
-//! A request is planned before any of it is asked for: all files are opened together, rows are sorted by file and address, and
-//! their ranges are read as [`fetch`](mod@fetch) does. What was read is copied or cast to its places as it arrives.
+//! A request is planned before its first read: all files are opened together, rows are sorted by file and address, and
+//! their ranges are read by [`fetch`]. The rows of each read are copied or cast to their places as it arrives.
 //!
-//! Memory beside the caller's output: about 100 bytes per row of [`PLANNED_ROWS`], [`MOST_FILES`] open files, and twice
-//! [`SCRATCH`]: bytes on their way, and decoded files. A request that needs more is several, one after another.
+//! Memory in addition to the output: about 100 bytes per row of [`PLANNED_ROWS`], [`MOST_FILES`] open files, and twice
+//! [`SCRATCH`] for bytes in flight and decoded files. A request that needs more is split into several, one after another.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ use crate::source::fetch::{SCRATCH, WantedRange, fetch};
 use crate::source::{self, Source, Wishes};
 use crate::threads::{self, Stop, Watch};
 
-/// Rows that are planned together.
+/// Maximum number of rows planned together.
 const PLANNED_ROWS: usize = 1 << 19;
-/// Files that are open together.
+/// Maximum number of files open together.
 const MOST_FILES: usize = 1 << 14;
 
-/// Files that were opened together.
+/// Files opened together.
 struct Together<'a> {
     files: &'a dyn Files,
     open: HashMap<u64, Arc<OpenFile>>,
@@ -65,7 +65,7 @@ pub fn gather<L: Layout + ?Sized>(
     Ok(())
 }
 
-/// The first of sorted entries, whose files are held together, and those files.
+/// The longest prefix of the sorted entries whose files can be held together, and those files.
 fn wave<'e, L: Layout + ?Sized>(job: &GatherJob<'_, L>, entries: &'e [Entry]) -> (&'e [Entry], Vec<u64>) {
     let (mut files, mut taken, mut decoded): (Vec<u64>, usize, u64) = (vec![], 0, 0);
     for run in entries.chunk_by(|a, b| job.file_of(a) == job.file_of(b)) {
@@ -94,7 +94,7 @@ fn gather_wave<L: Layout + ?Sized>(
     let job = GatherJob { files: &files, only: job.only.clone(), opened: true, ..*job };
     let mut rest = entries;
     while !rest.is_empty() {
-        // Row by row: an extent then lies in one row of the output.
+        // Row by row, so that each extent is inside one row of the output.
         let Cut { files, seen, read, filled, done } = job.cut(rest, first, false)?;
         rest = &rest[done..];
         for extent in &filled {

@@ -1,8 +1,7 @@
-//! Many ranges of sources that answer slowly, in few large requests.
+//! Reads many ranges of slow sources in few large requests.
 //!
-//! Ranges are sorted by source and place. Those that lie nearer than the gap that the sources wish for are read as one, up to
-//! their largest read; a longer range becomes several reads. As many reads are on their way at once as they wish, as far as
-//! their bytes fit [`SCRATCH`].
+//! Ranges are sorted by source and offset. Ranges closer than the sources' gap are read together, up to their largest read;
+//! longer ranges are split. The number of reads in flight is the sources' `parallel`, limited by [`SCRATCH`].
 
 use std::ops::Range;
 
@@ -11,22 +10,22 @@ use crate::error::{Error, Kind, Result};
 use crate::memory::zeroed;
 use crate::threads::{self, Stop, Watch};
 
-/// Bytes that one call holds at once of what it reads, gaps included; and of what it decodes before rows are copied out. One
-/// range that is longer is held all the same, by itself.
+/// Bytes in flight per call, gaps included, and separately bytes decoded before rows are copied out. A single longer range
+/// is allowed.
 pub const SCRATCH: u64 = 256 << 20;
 
-/// A range that is wanted.
+/// A requested range.
 #[derive(Debug)]
 pub struct WantedRange<T> {
-    /// Position of its source.
+    /// Index of its source.
     pub source: usize,
-    /// Its bytes.
+    /// Its bytes in the source.
     pub range: ByteRange,
-    /// Where they go, in the words of the caller.
+    /// Its destination, as the caller defines it.
     pub to: T,
 }
 
-/// One read of a source, and the ranges that it brings.
+/// One read of a source, and the ranges that it covers.
 struct Request<T> {
     source: usize,
     at: u64,
@@ -34,8 +33,8 @@ struct Request<T> {
     wanted: Vec<WantedRange<T>>,
 }
 
-/// Reads ranges and hands each over with its bytes as they arrive, to threads that wait. Of several errors that of the first range
-/// is returned, in the order of sources and places.
+/// Reads ranges, and passes each with its bytes to `each` as they arrive, on threads that may block. Of several errors,
+/// returns that of the first range, in order of source and offset.
 pub fn fetch<T: Send>(
     sources: &[Option<&dyn Source>],
     wanted: Vec<WantedRange<T>>,
@@ -67,7 +66,7 @@ pub fn fetch<T: Send>(
     Ok(())
 }
 
-/// Fills places, each from a byte of a source on: long ones by several reads, all of them at once as far as is wished for.
+/// Fills buffers, each from an offset of a source. Long ones are split into several concurrent reads.
 pub fn read_all<'a>(places: Vec<(&'a dyn Source, u64, &'a mut [u8])>, wishes: &Wishes, watch: Watch<'_>) -> Result<()> {
     let largest = wishes.largest.clamp(1, SCRATCH);
     let mut reads: Vec<(&dyn Source, RangeRead<'a>)> = vec![];
@@ -95,7 +94,7 @@ impl<T> Request<T> {
     }
 }
 
-/// Ranges as requests, in the order of sources and places.
+/// Merges ranges into requests, in order of source and offset.
 fn requests<T>(mut wanted: Vec<WantedRange<T>>, gap: u64, largest: u64) -> Vec<Request<T>> {
     wanted.sort_by_key(|each| (each.source, each.range.at));
     let mut made: Vec<Request<T>> = vec![];

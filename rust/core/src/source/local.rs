@@ -1,4 +1,4 @@
-//! Files of this machine: mapped, or read in place.
+//! Local files, mapped or read with `pread`.
 
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
@@ -11,10 +11,10 @@ use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::threads::Stop;
 
-/// Opens files of this machine.
+/// Opens local files.
 #[derive(Clone, Copy, Debug)]
 pub struct Local {
-    /// How they are read.
+    /// The way to read them.
     pub io: Io,
 }
 
@@ -54,10 +54,10 @@ impl Store for Local {
 }
 
 fn path_of(location: &Location) -> Result<&Path> {
-    location.path().ok_or_else(|| Error::new(Kind::Internal, "not a path of this machine").at(location))
+    location.path().ok_or_else(|| Error::new(Kind::Internal, "expected a local path").at(location))
 }
 
-/// Opens a regular file that is read in jumps.
+/// Opens a regular file for random reads.
 pub fn open_to_jump(path: &Path, io: Io) -> Result<Box<dyn Source>> {
     let (file, len) = open_regular(path)?;
     let read = Positioned::new(file, path, len);
@@ -74,27 +74,28 @@ fn version_of(file: &File) -> std::io::Result<Version> {
     Ok(Version::File(meta.dev(), meta.ino(), meta.len(), times))
 }
 
-/// Read call by call.
+/// A file read with `pread`.
 #[derive(Debug)]
 struct Positioned {
     location: Location,
     file: File,
     len: u64,
-    /// `None` for one that is not to be kept.
+    /// `None` if the file is not cached.
     share: Option<Share>,
 }
 
 impl Positioned {
-    /// A file whose `len` bytes were looked at just now. Takes a share of the descriptors that may be kept, if one is left.
+    /// A file whose length has just been checked. Takes a share of the budget of cached descriptors, if one is left.
     fn new(file: File, path: &Path, len: u64) -> Positioned {
-        // Also for a mapped file: the questions about cached pages go through the descriptor.
+        // Also for a mapped file: checks of cached pages use the descriptor.
         pread::expect_random(&file);
         Positioned { location: path.into(), file, len, share: Some(Share::take()) }
     }
 
     fn mapping(&self) -> Result<Map> {
-        let bytes = usize::try_from(self.len)
-            .map_err(|_| Error::new(Kind::Access, "does not fit this machine's address space").at(&self.location))?;
+        let bytes = usize::try_from(self.len).map_err(|_| {
+            Error::new(Kind::Access, "the file exceeds this machine's address space").at(&self.location)
+        })?;
         Map::open(&self.file, bytes).map_err(|e| Error::from_io(&e, &self.location, "map"))
     }
 
@@ -149,10 +150,10 @@ impl Source for Positioned {
         }
     }
 
-    /// Fails if the file is shorter than it was when opened: its mapped pages past the new end would fault.
+    /// Fails if the file has shrunk since it was opened: its mapped pages past the new end would fault.
     fn unchanged(&self) -> Result<()> {
-        // fstat and not File::metadata, whose statx costs twice as much; single-row reads feel it.
-        let stat = rustix::fs::fstat(&self.file).map_err(|e| Error::from_io(&e.into(), &self.location, "look at"))?;
+        // fstat, not File::metadata: statx costs twice as much, which is noticeable for single-row reads.
+        let stat = rustix::fs::fstat(&self.file).map_err(|e| Error::from_io(&e.into(), &self.location, "stat"))?;
         let now = u64::try_from(stat.st_size).unwrap_or(0);
         if now < self.len {
             return Err(Error::new(
@@ -177,7 +178,7 @@ impl Source for Positioned {
     }
 }
 
-/// Mapped; the descriptor stays open for questions about cached pages.
+/// A mapped file. The descriptor stays open for checks of cached pages.
 #[derive(Debug)]
 struct Mapped {
     map: Map,

@@ -1,9 +1,9 @@
-//! Where bytes lie. A [`Source`] is one file or object, open; a [`Store`] opens them. Files of this machine are mapped or read
-//! in place ([`local`]); [`scout`] and [`queue`] keep the disk busy for many reads of several sources at once. What was
-//! opened is kept while descriptors last ([`slots`], [`descriptors`]).
+//! Byte sources. A [`Source`] is one open file or object; a [`Store`] opens them. Local files are mapped or read with
+//! `pread` ([`local`]). [`scout`] and [`queue`] keep the disk busy for many reads of several sources. Opened files are
+//! cached within a budget of descriptors ([`slots`], [`descriptors`]).
 //!
-//! A remote store is one more implementation of both traits: its [`Wishes`] decide how reads are planned, and [`fetch`](mod@fetch)
-//! reads many ranges as they say.
+//! A remote store implements both traits; its [`Wishes`] decide how reads are planned, and [`fetch`](mod@fetch) reads many
+//! ranges accordingly.
 
 pub mod descriptors;
 pub mod fetch;
@@ -22,17 +22,17 @@ use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::threads::{self, Stop, Watch};
 
-/// How rows are read.
+/// The way to read local files.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Io {
-    /// Through a mapping: fastest from the page cache, and the only way to give views.
+    /// Through a mapping: fastest from the page cache, and required for views.
     Mmap,
-    /// Positioned reads into the caller's memory: never maps, so nothing a file does later can fault.
+    /// Positioned reads into the caller's memory. Never maps, so later changes of a file cannot fault.
     Pread,
 }
 
 impl Io {
-    /// `"mmap"`, `"pread"`, or `None` for another word.
+    /// `"mmap"` or `"pread"`; `None` for any other name.
     pub fn from_name(name: &str) -> Option<Io> {
         match name {
             "mmap" => Some(Io::Mmap),
@@ -45,22 +45,22 @@ impl Io {
 /// A range of a source's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ByteRange {
-    /// Its first byte.
+    /// Its offset.
     pub at: u64,
     /// Its length.
     pub len: u64,
 }
 
-/// A read of a source: as many bytes from `at` on as `into` has.
+/// A read of a source: fills `into` from offset `at`.
 #[derive(Debug)]
 pub struct RangeRead<'a> {
-    /// The first byte.
+    /// The offset.
     pub at: u64,
-    /// Where the bytes go.
+    /// The destination.
     pub into: &'a mut [u8],
 }
 
-/// Whether bytes can be had without waiting for a disk or a network.
+/// Whether bytes are available without waiting for a disk or a network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ready {
     /// All of them.
@@ -71,53 +71,53 @@ pub enum Ready {
     Unknown,
 }
 
-/// What changes when the content of a source does.
+/// A value that changes with the content of a source.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Version {
-    /// Of a file: device, inode, length, and the times of the last change of content and of metadata, in s and ns.
+    /// For a file: device, inode, length, and the times of the last change of content and of metadata, in s and ns.
     File(u64, u64, u64, [(i64, i64); 2]),
-    /// A store's own name for it.
+    /// A store's own version tag.
     Tag(Arc<str>),
 }
 
-/// How a source that answers slowly is best read.
+/// The best way to read a slow source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wishes {
-    /// Ranges this far apart, or nearer, are read as one.
+    /// Ranges at most this many bytes apart are read together.
     pub gap: u64,
-    /// The largest read, in bytes; a longer range becomes several.
+    /// The largest read, in bytes; longer ranges are split.
     pub largest: u64,
-    /// Reads that may be on their way at the same time.
+    /// Maximum number of concurrent reads.
     pub parallel: usize,
-    /// Bytes that a window stream reads in one go, at least.
+    /// Bytes that a window stream reads in one request, at least.
     pub unit_bytes: u64,
 }
 
-/// One file or object, open to read. A read into a caller's memory never changes the source.
+/// An open file or object. Reads never change the source.
 pub trait Source: Debug + Send + Sync {
     /// Its name.
     fn location(&self) -> &Location;
 
-    /// Bytes it had when it was opened.
+    /// Its size in bytes when it was opened.
     fn size(&self) -> u64;
 
-    /// Its version now; `None` where there is none, and nothing may be kept of it.
+    /// Its version now; `None` if there is none, and then nothing of it may be cached.
     fn version(&self) -> Option<Version>;
 
-    /// Its bytes, where they can be looked at.
+    /// Its bytes, if they are in memory or mapped.
     fn bytes(&self) -> Option<&[u8]> {
         None
     }
 
-    /// A mapping of all of it that outlives the source, where there can be one.
+    /// A mapping of all of it that outlives the source, if possible.
     fn map(&self) -> Result<Option<Map>> {
         Ok(None)
     }
 
-    /// Fills all places, waiting as long as it takes or until `stop` is set.
+    /// Fills all buffers; waits until that is done or `stop` is set.
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()>;
 
-    /// Fills a place if that needs no waiting; what is in it otherwise is undefined.
+    /// Fills a buffer if that needs no waiting; otherwise its content is undefined.
     fn read_if_ready(&self, _read: RangeRead<'_>) -> Result<Ready> {
         Ok(Ready::Unknown)
     }
@@ -130,15 +130,15 @@ pub trait Source: Debug + Send + Sync {
     /// Starts fetching ranges, without waiting for them. A hint: it never fails.
     fn will_need(&self, _ranges: &[ByteRange]) {}
 
-    /// Fails if the source is not what it was when it was opened, as far as reading it would be unsafe or wrong.
+    /// Fails if the source changed since it was opened such that reading it would be unsafe or wrong.
     fn unchanged(&self) -> Result<()>;
 
-    /// Whether it may be kept open.
+    /// Whether it may stay open.
     fn may_keep(&self) -> bool {
         true
     }
 
-    /// Whether a descriptor is free when it is dropped.
+    /// Whether dropping it releases a descriptor.
     fn holds_descriptor(&self) -> bool {
         false
     }
@@ -151,26 +151,26 @@ impl dyn Source + '_ {
     }
 }
 
-/// What a source is opened for.
+/// The purpose of opening a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Many reads in jumps: it may be kept open, and mapped where it is opened.
+    /// Many random reads: it may stay open, and be mapped when it is opened.
     Kept,
-    /// One pass: it is closed afterwards.
+    /// One sequential read: it is closed afterwards.
     Once,
 }
 
-/// What opens sources.
+/// Opens sources.
 pub trait Store: Debug + Send + Sync {
-    /// Opens each, or tells why not, in the order of the locations; in parallel where opening waits for a network. What is not
-    /// there is [`Kind::NotFound`]. Waits no longer once `stop` is set: what is not open then is [`Kind::Interrupted`].
+    /// Opens each source, or returns its error, in order; in parallel if opening waits for a network. A missing one is
+    /// [`Kind::NotFound`]. Stops waiting once `stop` is set; sources not open then are [`Kind::Interrupted`].
     fn open_many(&self, locations: &[&Location], access: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>>;
 
-    /// Names of the files, objects and folders directly below a folder, in any order; none where there is no such folder. A
-    /// name that is not Unicode may be left out.
+    /// Names of the files, objects and folders directly inside a folder, in any order; none if the folder does not exist.
+    /// Names that are not Unicode may be left out.
     fn list(&self, folder: &Location) -> Result<Vec<String>>;
 
-    /// Fails unless a file, an object or a folder of this name is there.
+    /// Fails unless a file, object or folder of this name exists.
     fn look(&self, location: &Location) -> Result<()> {
         match opened(self.open_many(&[location], Access::Once, &Stop::default()).pop(), location) {
             Ok(_) => Ok(()),
@@ -179,7 +179,7 @@ pub trait Store: Debug + Send + Sync {
         }
     }
 
-    /// How its sources are best read; `None` for files of this machine, which answer at once.
+    /// The best way to read its sources; `None` for local files, which respond at once.
     fn wishes(&self) -> Option<Wishes> {
         None
     }
@@ -190,12 +190,12 @@ fn opened(answer: Option<Result<Box<dyn Source>>>, location: &Location) -> Resul
 }
 
 impl dyn Store + '_ {
-    /// Opens one.
+    /// Opens one source.
     pub fn open(&self, location: &Location, access: Access) -> Result<Box<dyn Source>> {
         opened(self.open_many(&[location], access, &Stop::default()).pop(), location)
     }
 
-    /// Opens each, while the caller looks at its watch; an answer for each of the locations.
+    /// Opens each source while the caller's watch is called; returns one result per location.
     pub fn open_together(
         &self,
         locations: &[&Location],

@@ -65,7 +65,7 @@ pub fn for_each<T: Send>(
     map_each(items, work, watch).map(drop)
 }
 
-/// [`map_each`] on at most `at_once` threads that may wait.
+/// [`map_each`] on at most `at_once` threads that may block.
 pub fn map_each_waiting<T: Send, R: Send>(
     items: impl IntoIterator<Item = T>,
     at_once: usize,
@@ -75,7 +75,7 @@ pub fn map_each_waiting<T: Send, R: Send>(
     hand_out(items, work, |parts, one| waiting::run_waiting(parts, at_once, one, watch))
 }
 
-/// [`for_each`] on at most `at_once` threads that may wait.
+/// [`for_each`] on at most `at_once` threads that may block.
 pub fn for_each_waiting<T: Send>(
     items: impl IntoIterator<Item = T>,
     at_once: usize,
@@ -85,7 +85,7 @@ pub fn for_each_waiting<T: Send>(
     map_each_waiting(items, at_once, work, watch).map(drop)
 }
 
-/// What `work` makes on a thread that may wait, while the caller looks at its watch.
+/// The result of `work` on a thread that may block, while the caller's watch is called.
 pub fn wait_for<R: Send>(work: &(dyn Fn(&Stop) -> Result<R> + Sync), watch: Watch<'_>) -> Result<R> {
     let made = map_each_waiting([()], 1, &|_, (), stop| work(stop), watch)?;
     made.into_iter().next().ok_or_else(|| Error::new(Kind::Internal, "work that was not done"))

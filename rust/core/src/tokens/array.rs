@@ -1,8 +1,7 @@
 //! A one-dimensional array of numbers in Zarr shards, read by ranges.
 //!
-//! A file is opened when it is first touched and its index is read then, its checksum compared. A range costs the blocks it
-//! touches: nothing for numbers that are stored (they are copied from the map, or looked at in place), otherwise those blocks
-//! are decoded and kept as long as the memory given for them lasts.
+//! A file is opened on first use; its index is read then, and its checksum verified. Stored numbers are copied from the mapping
+//! or viewed in place. Other blocks in the range are decoded, and cached within the memory budget.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -28,13 +27,13 @@ use crate::source::slots::{Opened, Slots};
 use crate::source::{Access, ByteRange, Ready, Source, Store};
 use crate::threads::Watch;
 
-/// Decoded blocks of many arrays.
+/// A cache of decoded blocks, shared by arrays.
 pub type BlockCache = Cache<Planes, UnitKey>;
 
-/// Bytes of a range that are asked for ahead.
+/// Bytes of a range to prefetch.
 const PREFETCHED: usize = 32 << 10;
 const PAGE: usize = 4096;
-/// Bytes of fill values that are handed over at once.
+/// Bytes of fill values per call.
 const FILLED: usize = 64 << 10;
 
 /// What is known of an inner chunk's frame.
@@ -43,14 +42,14 @@ mod seen {
     pub const STORED: u8 = 1;
 }
 
-/// A file of an array, and what is known of its inner chunks.
+/// A file of an array, and the known kinds of its inner chunks.
 #[derive(Debug)]
 pub struct TokenFile {
     file: ChunkFile,
-    /// By inner chunk.
+    /// Indexed by inner chunk.
     seen: Arc<[AtomicU8]>,
-    /// Headers of frames that were fetched from a store that answers slowly, by inner chunk; `None` for other stores. Only ever
-    /// tried and not waited for: a child forked while another thread was in here reads the header again.
+    /// Frame headers fetched from a slow store, by inner chunk; `None` for other stores. The lock is only tried, not waited
+    /// for: a child forked while another thread held it reads the header again.
     headers: Option<Arc<Mutex<HashMap<usize, FrameHeader>>>>,
 }
 
@@ -72,7 +71,7 @@ impl TokenFile {
         self.headers.as_ref()?.try_lock().ok()?.get(&chunk).copied()
     }
 
-    /// Keeps the header of an inner chunk's frame.
+    /// Caches the header of an inner chunk's frame.
     pub(super) fn keep_header(&self, chunk: usize, header: FrameHeader) {
         if let Some(mut headers) = self.headers.as_ref().and_then(|headers| headers.try_lock().ok()) {
             headers.insert(chunk, header);
@@ -84,7 +83,7 @@ impl TokenFile {
         self.file.source()
     }
 
-    /// The same file, read through another source of its bytes.
+    /// The same file with another source of its bytes.
     pub(super) fn over(&self, source: Arc<dyn Source>) -> TokenFile {
         let (seen, headers) = (Arc::clone(&self.seen), self.headers.clone());
         TokenFile { file: self.file.over(source), seen, headers }
@@ -97,7 +96,7 @@ impl Opened for TokenFile {
     }
 }
 
-/// An array, open.
+/// An open array.
 #[derive(Debug)]
 pub struct TokenArray {
     store: Arc<dyn Store>,
@@ -114,13 +113,13 @@ impl Opened for TokenArray {
         true
     }
 
-    /// Its files do, each in a slot of its own.
+    /// Its files hold descriptors, each in its own slot.
     fn holds_descriptor(&self) -> bool {
         false
     }
 }
 
-/// The file that was read from last: whoever reads many ranges finds it again without a lock, and its length is looked at once.
+/// The file of the last read. A caller that reads many ranges reuses it without a lock, and its length is checked once.
 #[derive(Debug, Default)]
 pub struct HeldFile {
     last: Option<(u64, u64, Arc<TokenFile>)>,
@@ -128,49 +127,49 @@ pub struct HeldFile {
 }
 
 impl HeldFile {
-    /// Files whose bytes were fetched are read from memory.
+    /// Fetched files are read from memory.
     pub(super) fn over(staged: &Arc<StagedFiles>) -> HeldFile {
         HeldFile { last: None, staged: Some(Arc::clone(staged)) }
     }
 }
 
-/// Files over bytes that were fetched already, by the numbers of array and file.
+/// Files over fetched bytes, by the numbers of array and file.
 pub(super) type StagedFiles = HashMap<(u64, u64), Arc<TokenFile>>;
 
-/// A piece of a range: which file, which inner chunk of it, which numbers of that.
+/// A part of a range: the file, the inner chunk in it, and the numbers in that.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ChunkRange {
     /// The file's number.
     pub file: u64,
-    /// The inner chunk's number in the file.
+    /// The inner chunk's index in the file.
     pub chunk: usize,
     first: usize,
     n: usize,
 }
 
-/// What has to be fetched before a piece can be read from memory.
+/// What must be fetched before a part can be read from memory.
 pub(super) enum Lacking {
     Nothing,
-    /// The header of a frame, which says what else.
+    /// A frame's header, which determines what else is needed.
     Header(ByteRange),
     Bytes(ByteRange),
 }
 
-/// Where the numbers of a piece are.
+/// The numbers of a part.
 enum ChunkBytes<'a> {
-    /// In the file as they are.
+    /// Stored in the file.
     Stored(&'a [u8]),
-    /// Decoded; the piece begins at this number.
+    /// Decoded; the part begins at this number.
     Decoded(Arc<Planes>, usize),
     /// Read into memory.
     Read(Vec<u8>),
-    /// Nowhere: they are all the fill value.
+    /// All the fill value.
     Fill,
 }
 
 impl TokenArray {
-    /// Opens the array in a folder of a store. `elements` that will be read at most, where that is known; no file but `zarr.json`
-    /// is touched.
+    /// Opens the array in a folder of a store. `elements` is the maximum number of elements to read, if known. Opens no
+    /// file but `zarr.json`.
     pub fn open(
         store: &Arc<dyn Store>,
         folder: Location,
@@ -185,12 +184,12 @@ impl TokenArray {
         Ok(TokenArray { store, folder, meta, files, cache, number: new_array(), foreign })
     }
 
-    /// The type of its elements.
+    /// The dtype of the elements.
     pub fn dtype(&self) -> DType {
         self.meta.dtype
     }
 
-    /// What its `zarr.json` says.
+    /// The parsed `zarr.json`.
     pub fn meta(&self) -> &Meta {
         &self.meta
     }
@@ -200,7 +199,7 @@ impl TokenArray {
         &self.folder
     }
 
-    /// A file, open.
+    /// An open file.
     pub(super) fn shard(&self, number: u64) -> Result<Arc<TokenFile>> {
         self.files.get(number, || self.open_shard(number))
     }
@@ -221,7 +220,7 @@ impl TokenArray {
         Ok(TokenFile { file, seen, headers: self.store.wishes().map(|_| Arc::default()) })
     }
 
-    /// The pieces of a range, without a look at any file.
+    /// The parts of a range, without opening a file.
     pub(super) fn chunk_ranges(&self, start: u64, n: usize) -> Vec<ChunkRange> {
         let (outer, inner) = (self.meta.outer, self.meta.inner);
         let (mut done, mut found) = (0usize, vec![]);
@@ -236,7 +235,7 @@ impl TokenArray {
         found
     }
 
-    /// What a piece lacks. Damage is an error of the read, not of this.
+    /// What a part lacks. Damage is reported when the part is read.
     pub(super) fn lacking(&self, file: &TokenFile, piece: ChunkRange) -> Result<Lacking> {
         let Some(unit) = file.file.unit(piece.chunk)? else { return Ok(Lacking::Nothing) };
         let (item, bytes) = (self.meta.item() as u64, self.inner_bytes());
@@ -277,12 +276,12 @@ impl TokenArray {
         })
     }
 
-    /// Its number over the whole process.
+    /// Its process-wide number.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
 
-    /// Calls `each` with the pieces of a range in order: the piece, the shard it is in, and how many numbers lie before it.
+    /// Calls `each` with the parts of a range in order: the file, the part, and the number of elements before it.
     fn pieces(
         &self,
         held: &mut HeldFile,
@@ -364,7 +363,7 @@ impl TokenArray {
         piece: ChunkRange,
     ) -> Result<ChunkBytes<'a>> {
         let item = self.meta.item();
-        // All blocks but the last have as many numbers as the first.
+        // All blocks except the last have as many numbers as the first.
         let block = piece.first / blocks.numbers(0);
         let first = piece.first - block * blocks.numbers(0);
         let numbers = blocks.numbers(block);
@@ -380,7 +379,7 @@ impl TokenArray {
             if let Some(at) = blocks.stored(&whole, block) {
                 return Ok(Some(Planes::whole(whole[at..at + numbers * item].to_vec(), item, numbers)));
             }
-            // As far as it is needed; the second time in full.
+            // The first time only as far as needed, the second time in full.
             let upto = if self.cache.get(key()).is_some() { numbers } else { upto };
             blocks.decode(&whole, block, upto).map(Some).map_err(|e| unit.bad(e))
         };
@@ -388,7 +387,7 @@ impl TokenArray {
         Ok(planes.map_or(ChunkBytes::Fill, |planes| ChunkBytes::Decoded(planes, first)))
     }
 
-    /// In an inner chunk that zarrs or c-blosc decodes as a whole.
+    /// Finds numbers of an inner chunk that zarrs or c-blosc decodes as a whole.
     fn find_whole<'a>(&self, shard: &'a TokenFile, unit: StoredUnit<'a>, piece: ChunkRange) -> Result<ChunkBytes<'a>> {
         let (numbers, bytes) = (self.meta.inner as usize, self.inner_bytes());
         let location = unit.source.location();
@@ -413,7 +412,7 @@ impl TokenArray {
         self.meta.inner as usize * self.meta.item()
     }
 
-    /// `n` numbers that lie in an inner chunk as they are, from number `first` after byte `at`.
+    /// `n` uncompressed numbers of an inner chunk, from number `first` after byte `at`.
     fn as_it_is<'a>(&self, unit: StoredUnit<'a>, at: usize, first: usize, n: usize) -> Result<ChunkBytes<'a>> {
         let item = self.meta.item();
         Ok(match unit.part(at + first * item, n * item)? {
@@ -422,7 +421,7 @@ impl TokenArray {
         })
     }
 
-    /// What c-blosc decodes: other codecs, bits shuffled.
+    /// Decodes a frame with c-blosc: other codecs, bit shuffle.
     fn decode_frame(&self, frame: &[u8], bytes: usize, location: &Location) -> Result<Vec<u8>> {
         coded::guarded(location, || {
             let codec = blosc(1)?;
@@ -442,7 +441,7 @@ impl TokenArray {
         &self.meta.fill[..self.meta.item()]
     }
 
-    /// Hands the numbers of a range to `each`, in order: as bytes, with how many numbers came before.
+    /// Calls `each` with the numbers of a range in order: their bytes, and the number of elements before them.
     pub fn each(&self, held: &mut HeldFile, start: u64, n: usize, each: &mut dyn FnMut(&[u8], usize)) -> Result<()> {
         self.visit(held, start, n, &mut |found, piece, before| {
             match found {
@@ -462,7 +461,7 @@ impl TokenArray {
         })
     }
 
-    /// Visits what is found of a range; a piece may be shorter than its inner chunk, for blocks may be.
+    /// Visits the parts of a range; a part may end before its inner chunk does, because blocks are smaller.
     fn visit(
         &self,
         held: &mut HeldFile,
@@ -493,7 +492,7 @@ impl TokenArray {
         })
     }
 
-    /// Copies a range as it is stored.
+    /// Copies a range in the stored dtype.
     pub fn copy(&self, held: &mut HeldFile, start: u64, out: &mut [u8]) -> Result<()> {
         let item = self.meta.item();
         self.each(held, start, out.len() / item, &mut |bytes, before| {
@@ -501,7 +500,7 @@ impl TokenArray {
         })
     }
 
-    /// A range of integers as int32; one that does not fit is an error and not another number.
+    /// A range of integers as int32; an integer that does not fit is an error.
     pub fn int32(&self, held: &mut HeldFile, start: u64, out: &mut [i32]) -> Result<()> {
         let dtype = self.meta.dtype;
         self.visit(held, start, out.len(), &mut |found, n, before| {
@@ -546,10 +545,10 @@ impl TokenArray {
         if known {
             return Ok(());
         }
-        Err(Error::new(Kind::DType, format!("cannot give {} as float32", dtype.name())).at(&self.folder))
+        Err(Error::new(Kind::DType, format!("cannot convert {} to float32", dtype.name())).at(&self.folder))
     }
 
-    /// A range as it lies in a mapped file; `None` where it does not lie in one piece.
+    /// A view of a range in a mapped file; `None` if it is not contiguous there.
     pub fn view(&self, held: &mut HeldFile, start: u64, n: usize) -> Result<Option<View>> {
         if n == 0 || self.store.wishes().is_some() {
             return Ok(None);
@@ -577,15 +576,15 @@ impl TokenArray {
         }
     }
 
-    /// Numbers of the files that may be there, in ascending order.
+    /// Numbers of the files that may exist, in ascending order.
     pub fn existing(&self) -> Result<Vec<u64>> {
         self.meta.existing(&*self.store, &self.folder)
     }
 
-    /// Checks everything that the first `elements` elements need: files, indices, frames; with `deep` every block is decoded.
-    /// What is wrong goes to `tell`, with whether it is only not there (and reads as the fill value).
+    /// Checks everything that the first `elements` elements need: files, indexes, frames; with `deep` decodes every block.
+    /// Reports each problem to `tell`, with whether something is only missing (and reads as the fill value).
     ///
-    /// The work depends on the files that are there, not on how many the number of elements would need.
+    /// The work depends on the existing files, not on the number of elements.
     pub fn check(&self, elements: u64, deep: bool, tell: &mut dyn FnMut(Error, bool), watch: Watch<'_>) -> Result<()> {
         let files = elements.div_ceil(self.meta.outer);
         let mut existing = self.existing()?;
@@ -604,8 +603,8 @@ impl TokenArray {
         let path = self.meta.file(&self.folder, files.start);
         let detail = match files.end.saturating_sub(files.start) {
             0 => return,
-            1 => "is not there: its elements read as the fill value".to_string(),
-            n => format!("this file and the {} after it are not there: their elements read as the fill value", n - 1),
+            1 => "the file is missing: its elements read as the fill value".to_string(),
+            n => format!("this file and the {} after it are missing: their elements read as the fill value", n - 1),
         };
         tell(Error::new(Kind::NotFound, detail).at(&path), true);
     }
@@ -650,14 +649,13 @@ impl TokenArray {
         }
         if absent > 0 {
             let path = self.meta.file(&self.folder, number);
-            let detail =
-                format!("{absent} inner chunks are not there (the last is {last}): they read as the fill value");
+            let detail = format!("{absent} inner chunks are missing (the last is {last}): they read as the fill value");
             tell(Error::new(Kind::NotFound, detail).at(&path), true);
         }
         Ok(())
     }
 
-    /// Asks the processor for the beginning of a range, where it is stored in the file that was read from last.
+    /// Prefetches the beginning of a range into the processor's cache, if it is stored in the file of the last read.
     pub fn prefetch(&self, held: &HeldFile, start: u64, n: usize) {
         let Some((array, number, shard)) = &held.last else { return };
         let (file, within) = (start / self.meta.outer, start % self.meta.outer);
@@ -668,7 +666,7 @@ impl TokenArray {
         if let Ok(Some(unit)) = shard.file.unit(chunk)
             && let Some(bytes) = unit.source.bytes()
         {
-            // Processors fetch ahead by themselves, but never into the next page.
+            // Processors prefetch on their own, but not into the next page.
             let begin = unit.offset as usize + HEADER + first as usize * self.meta.item();
             let end = begin + n.min(PREFETCHED / self.meta.item()) * self.meta.item();
             prefetch(bytes.get(begin..).unwrap_or_default());
@@ -678,8 +676,8 @@ impl TokenArray {
         }
     }
 
-    /// Starts reading what a range will need into the page cache, if it is not there; whether it was. A hint: what fails here fails
-    /// again when it is read, and is told then.
+    /// Starts reading the data of a range into the page cache; returns whether all was cached. A hint: its errors are reported
+    /// when the range is read.
     pub fn will_need(&self, held: &mut HeldFile, start: u64, n: usize) -> bool {
         let item = self.meta.item() as u64;
         let mut all_there = true;
@@ -715,7 +713,7 @@ fn to_int32(dtype: DType, bytes: &[u8], out: &mut [i32]) -> bool {
     }
     match dtype {
         DType::I64 => {
-            // Without a branch in the loop, and without comparing 64 bits, which old processors do slowly: ids have no sign.
+            // No branch in the loop, and no 64-bit comparison, which is slow on old processors: token ids are not negative.
             let mut all = 0u64;
             for (to, from) in out.iter_mut().zip(bytes.as_chunks::<8>().0) {
                 let value = u64::from_le_bytes(*from);

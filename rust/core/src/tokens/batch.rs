@@ -75,11 +75,11 @@ struct Cursors {
     loss: Cursor,
 }
 
-/// Fetches what the first of some items need, from a store that answers slowly; returns how many, at least one.
+/// Fetches what the first items need from a slow store; returns the number of these items, at least one.
 type StageItems<'a, T> = &'a dyn Fn(&[T], &mut StagedFiles, Watch<'_>) -> Result<usize>;
 
-/// Runs `work` for each item, sorted by place, on as many threads as the size justifies. `stage` is given for fields in a store
-/// that answers slowly.
+/// Runs `work` for each item, sorted by place, on as many threads as the size justifies. `stage` is given for fields in a
+/// slow store.
 fn in_order<T: Send>(
     mut items: Vec<T>,
     elements: usize,
@@ -234,7 +234,7 @@ pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: TokenBatch<'_>, w
         for field in &fields {
             taken = field.stage_bounds(&rows[..taken], wishes, staged, &mut *watch)?;
         }
-        // Where their elements lie is in memory now.
+        // The positions of their elements are in memory now.
         let mut bounds = vec![];
         for field in &fields {
             let mut cursor = Cursor::over(&Arc::new(staged.clone()));

@@ -72,7 +72,7 @@ struct Last {
 }
 
 impl Cursor {
-    /// Reads from bytes that were fetched.
+    /// Reads from fetched bytes.
     pub(super) fn over(staged: &Arc<StagedFiles>) -> Cursor {
         let last = || Last { array: None, held: HeldFile::over(staged) };
         Cursor { offsets: last(), data: last() }
@@ -153,12 +153,13 @@ impl Field {
         Ok(field)
     }
 
-    /// How its store is best read; `None` for files of this machine.
+    /// The best way to read its store; `None` for local files.
     pub(super) fn wishes(&self) -> Option<Wishes> {
         self.store.wishes()
     }
 
-    /// Fetches what ranges of elements need (the first element, and how many); returns for how many of the ranges, at least one.
+    /// Fetches the data of ranges of elements (the first element and the number of elements); returns the number of ranges
+    /// covered, at least one.
     pub(super) fn stage(
         &self,
         ranges: &[(u64, usize)],
@@ -169,7 +170,8 @@ impl Field {
         self.stage_array(ShardArray::Data, &self.elements, ranges, wishes, staged, watch)
     }
 
-    /// Fetches what the bounds of rows need (the first row, and how many); returns for how many of the ranges, at least one.
+    /// Fetches the bounds of rows (the first row and the number of rows); returns the number of ranges covered, at least
+    /// one.
     pub(super) fn stage_bounds(
         &self,
         rows: &[(u64, usize)],
@@ -192,7 +194,7 @@ impl Field {
         let all = starts[self.parts.len()];
         let mut pieces = vec![];
         for (range, (start, n)) in ranges.iter().enumerate() {
-            // What lies outside is an error of the read.
+            // Ranges out of bounds are errors of the read.
             let end = start.saturating_add(*n as u64).min(all);
             let mut at = *start;
             while at < end {
@@ -212,7 +214,7 @@ impl Field {
         for (part, first, n, range) in pieces {
             let Some(array) = arrays.get(&part).map(Arc::clone) else { continue };
             let numbers = match which {
-                // As `bounds_into` reads them: ends of rows, and where the first begins, which is where the one before ends.
+                // As in `bounds_into`: the ends of rows, and the end of the previous row as the start of the first.
                 ShardArray::Offsets if first == 0 => (1, n),
                 ShardArray::Offsets => (first, n + 1),
                 ShardArray::Data | ShardArray::Shapes => (first, n),

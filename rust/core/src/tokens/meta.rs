@@ -1,7 +1,7 @@
 //! The `zarr.json` of a token cache: chunk sizes, file names, codecs and the fill value.
 //!
-//! Levanter writes one kind only (`formats/levanter.md` 1.2). The other kinds that its reader accepts (1.6) are read here too.
-//! Inner chunks of all other codecs are decoded by the `zarrs` crate, one at a time; shard indexes are always read here.
+//! Levanter writes only one kind (`formats/levanter.md` 1.2); the others that its reader accepts (1.6) are also supported.
+//! The `zarrs` crate decodes inner chunks with other codecs, one at a time; shard indexes are always parsed here.
 
 use serde_json::Value;
 
@@ -16,45 +16,45 @@ use crate::location::Location;
 use crate::memory::zeroed;
 use crate::source::{Access, Store};
 
-/// Largest `zarr.json` that is read; Levanter's has some hundreds of bytes.
+/// Maximum size of `zarr.json`; Levanter's has a few hundred bytes.
 const MOST: u64 = 1 << 20;
-/// Most elements of an inner chunk: far more than Levanter's 262,144. Bounds the memory of decoding one.
+/// Maximum elements of an inner chunk, far more than Levanter's 262,144. Bounds the memory for decoding one.
 const MOST_INNER: u64 = 1 << 24;
-/// Most inner chunks of a file, whoever decodes them: Levanter's have 512. Bounds the memory of an index.
+/// Maximum inner chunks per file; Levanter's have 512. Bounds the memory of an index.
 const MOST_PER_FILE: u64 = 1 << 20;
-/// Elements an array may claim to have; Levanter's claim 2^54.
+/// Maximum elements in the metadata; Levanter's claim 2^54.
 const MOST_ELEMENTS: u64 = 1 << 60;
-/// Metadata that are read: those that Levanter's reader accepts, however they are written.
+/// The accepted metadata: everything that Levanter's reader accepts.
 const LIMITS: Limits = Limits { size: u64::MAX, dimensions: 2, lenient: true };
 
 /// An array of numbers in chunks of chunks.
 #[derive(Clone, Debug)]
 pub struct Meta {
-    /// The type of its elements.
+    /// The dtype of the elements.
     pub dtype: DType,
-    /// Columns: 1, or those of a table.
+    /// Number of columns; 1 unless the array is a table.
     pub width: u64,
     /// Elements per file.
     pub outer: u64,
-    /// Elements per inner chunk; of as many rows as divide those of a file.
+    /// Elements per inner chunk; its rows divide the rows of a file.
     pub inner: u64,
-    /// How inner chunks are coded.
+    /// The encoding of inner chunks.
     pub coding: Coding,
-    /// The index of files that are shards; `None` where files are chunks.
+    /// The index of shards; `None` if files are chunks.
     pub index: Option<IndexForm>,
-    /// The element of chunks that are not stored, little-endian; the first [`Meta::item`] bytes count.
+    /// The element of missing chunks, little-endian; only the first [`Meta::item`] bytes are used.
     pub fill: [u8; 8],
     naming: Naming,
     columns: bool,
 }
 
 impl Meta {
-    /// Reads `zarr.json` in the array's folder.
+    /// Reads `zarr.json` from the array's folder.
     pub fn read(store: &dyn Store, folder: &Location) -> Result<Meta> {
         Ok(Meta::read_with_text(store, folder)?.0)
     }
 
-    /// Reads `zarr.json` in the array's folder; its text too.
+    /// Reads `zarr.json` from the array's folder; also returns its text.
     pub(super) fn read_with_text(store: &dyn Store, folder: &Location) -> Result<(Meta, Vec<u8>)> {
         let path = folder.join("zarr.json");
         let source = store.open(&path, Access::Once)?;
@@ -82,12 +82,12 @@ impl Meta {
             return Err(root.wrong("chunk_key_encoding", "the encoding \"default\" or \"v2\""));
         }
         let found = ArrayMeta::v3(&root, &LIMITS);
-        // A token cache is never of a kind that another release may read.
+        // A token cache is never of a kind that only another release supports.
         let found = found.map_err(|e| Error { kind: Kind::Format, ..e }.finds(Finding::Metadata))?;
         Meta::of(&root, found)
     }
 
-    /// The array, if it is one that token caches have.
+    /// Checks that the array is supported in token caches.
     fn of(root: &Fields<'_>, found: ArrayMeta) -> Result<Meta> {
         let ElementType::Number(dtype) = found.element else {
             return Err(root.wrong("data_type", "an integer or floating type"));
@@ -139,7 +139,7 @@ impl Meta {
         self.index.as_ref().map_or(0, IndexForm::bytes)
     }
 
-    /// Numbers of the outer chunks that may have a file, in ascending order: from one look at the folder.
+    /// Numbers of the outer chunks that may have a file, in ascending order, from one listing of the folder.
     pub fn existing(&self, store: &dyn Store, folder: &Location) -> Result<Vec<u64>> {
         let mut found = vec![];
         for name in store.list(&folder.join(self.naming.folder().0))? {
@@ -154,13 +154,13 @@ impl Meta {
         folder.join(&self.naming.file(&self.indices(number)))
     }
 
-    /// The position of an inner chunk among all, as zarrs counts them.
+    /// The index of an inner chunk among all, in zarrs' order.
     pub fn indices(&self, chunk: u64) -> Vec<u64> {
         if self.columns { vec![chunk, 0] } else { vec![chunk] }
     }
 }
 
-/// The bytes of a fill value, if it is of a kind that Levanter reads: for integers an integer or 0.0, for floats any.
+/// The bytes of a fill value, if Levanter supports its kind: for integers an integer or 0.0, for floats any number.
 fn plain_fill(fill: &Fill, dtype: DType) -> Option<[u8; 8]> {
     let float = matches!(dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64);
     match fill {

@@ -1,8 +1,8 @@
-//! Bytes of token arrays in a store that answers slowly, fetched for a whole batch before it is read.
+//! Prefetches the bytes of token arrays of a slow store for a whole batch.
 //!
-//! Files are opened, with their indexes, at the same time; then all headers of frames that are not known yet are read together,
-//! then all bytes that numbers are copied or decoded from. The batch is read from memory after that: what was not fetched, or was
-//! thrown out of the cache meanwhile, is read from the store one by one.
+//! Opens files and reads their indexes concurrently, then reads all unknown frame headers together, then all bytes to copy
+//! or decode. The batch is then read from memory. Data that was not fetched, or was evicted meanwhile, is read from the
+//! store one by one.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,29 +15,29 @@ use crate::source::fetch::{SCRATCH, WantedRange, fetch};
 use crate::source::{ByteRange, RangeRead, Source, Version, Wishes};
 use crate::threads::{self, Stop, Watch};
 
-/// Numbers of an array that are needed, by the position of the range that they belong to.
+/// Needed numbers of an array, with the index of their range.
 pub struct Needed {
     /// The array.
     pub array: Arc<TokenArray>,
-    /// The first number, and how many.
+    /// The first number, and their count.
     pub numbers: (u64, usize),
-    /// Position of the caller's range.
+    /// Index of the caller's range.
     pub range: usize,
 }
 
-/// Bytes of ranges, by the first byte and the length of each.
+/// Bytes of ranges, by offset and length.
 type FetchedRanges = HashMap<(u64, u64), Vec<u8>>;
 
-/// A piece of what is needed.
+/// A part of the needed data.
 struct NeededPiece<'a> {
     array: &'a TokenArray,
     at: ChunkRange,
     range: usize,
-    /// Position of its file.
+    /// Index of its file.
     file: usize,
 }
 
-/// Fetches what ranges need, in their order, until [`SCRATCH`] is full, but at least the first: returns how many it was.
+/// Fetches the data of ranges in order until [`SCRATCH`] is full, at least of the first; returns their number.
 pub fn stage(
     needed: &[Needed],
     ranges: usize,
@@ -98,7 +98,7 @@ fn fetch_headers(
     fetch(sources, wanted.collect(), wishes, &keep, watch)
 }
 
-/// The bytes of each file by where they begin and how many there are, and for how many ranges they are all.
+/// The bytes of each file by offset and length, and the number of ranges that they cover.
 fn fetch_bytes(
     pieces: &[NeededPiece<'_>],
     files: &[Arc<TokenFile>],
@@ -140,7 +140,7 @@ fn fetch_bytes(
     Ok((covered, bytes))
 }
 
-/// A source of which some ranges are in memory.
+/// A source with some ranges in memory.
 #[derive(Debug)]
 struct Fetched {
     source: Arc<dyn Source>,

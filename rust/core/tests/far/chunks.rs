@@ -26,17 +26,17 @@ const FILL: u32 = 0xdead_beef;
 enum Coding {
     Plain,
     Zstd,
-    /// Shards of two chunks along each dimension but the last.
+    /// Shards of two chunks along each dimension except the last.
     Shards,
 }
 
-/// An array of uint32 whose elements are their own numbers.
+/// An array of uint32 whose elements equal their own index.
 #[derive(Clone, Copy, Debug)]
 struct Made {
     shape: [u64; 4],
     chunk: [u64; 4],
     coding: Coding,
-    /// Bit `n % 61` set: chunk `n` is not there.
+    /// If bit `n % 61` is set, chunk `n` is missing.
     holes: u64,
 }
 
@@ -175,7 +175,7 @@ fn gather(rows: &Rows, group: i64, at: &[(i64, i64)], watch: &mut dyn FnMut() ->
     Ok(out)
 }
 
-/// A row of each of 128 chunks; of shards, there are 16.
+/// One row from each of 128 chunks, which are in 16 shards.
 const HUNDRED: Made = Made { shape: [128, 1, 1, 8], chunk: [1, 1, 1, 8], coding: Coding::Plain, holes: 0 };
 
 fn all_rows(made: &Made) -> Vec<(i64, i64)> {
@@ -198,13 +198,13 @@ fn a_gather_over_a_hundred_chunks_takes_a_few_round_trips() {
         let rows = made.far(&store, 1 << 20);
         let at = all_rows(&made);
         assert_eq!(gather(&rows, 0, &at, &mut || false).unwrap(), expected(&made, 0, &at));
-        // One round of opens, one of indexes, one of units: what is not open together is on its way together.
+        // One round of opens, one of indexes, one of units: all requests of a round are in flight together.
         let (opens, reads, most) = (store.opens(), store.reads().len(), store.most.load(Ordering::Relaxed));
         let files = made.objects().len() - 1;
         assert_eq!(opens, 1, "{coding:?}");
         assert_eq!(reads, if coding == Coding::Shards { 2 * files } else { files }, "{coding:?}");
         assert!(most > files / 2, "{coding:?}: {most} of {files} reads at once");
-        // Again: plain chunks are kept open, decoded ones in memory.
+        // The second time plain chunks are still open, and decoded ones in memory.
         assert_eq!(gather(&rows, 0, &at, &mut || false).unwrap(), expected(&made, 0, &at));
         assert_eq!(store.opens(), 0, "{coding:?}");
         assert_eq!(store.reads().len(), if coding == Coding::Plain { files } else { 0 }, "{coding:?}");
@@ -223,7 +223,7 @@ fn no_more_reads_are_on_their_way_than_wished() {
     }
 }
 
-/// Four examples of two chunks each, in one shard for two of them.
+/// Four examples of two chunks each; each shard has two examples.
 const SMALL: Made = Made { shape: [4, 1, 4, 8], chunk: [1, 1, 2, 8], coding: Coding::Plain, holes: 0 };
 
 #[test]
@@ -274,7 +274,7 @@ fn a_chunk_that_was_replaced_while_it_is_open_is_noticed() {
     assert_eq!((error.kind, error.location), (Kind::Format, Some(super::store::at("acts/c/1/0/0/0"))));
     rows.release();
     assert_eq!(gather(&rows, 0, &at, &mut || false).unwrap(), expected(&SMALL, 0, &at));
-    // The index of a shard is that of its version.
+    // An index is only used for its version of the shard.
     let made = Made { coding: Coding::Shards, ..SMALL };
     let store = Arc::new(Memory::new(made.objects(), WISHES));
     let rows = made.far(&store, 0);
@@ -304,7 +304,7 @@ fn a_stop_ends_a_wait() {
     }
 }
 
-/// Chunks are decoded once, whichever of several threads asks first.
+/// Chunks are decoded once, whichever thread requests them first.
 #[test]
 fn threads_that_want_the_same_chunks_read_them_once() {
     let made = Made { coding: Coding::Zstd, ..HUNDRED };
@@ -344,7 +344,7 @@ fn small_arrays_are_read_whole() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// The same rows as from files of this machine, and the elements that they are made of.
+    /// The same rows as from local files, equal to the expected elements.
     #[test]
     fn rows_are_those_of_local_files(
         (examples, groups, tokens, width) in (1u64..5, 1u64..4, 1u64..7, 1u64..7),

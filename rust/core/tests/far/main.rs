@@ -1,5 +1,4 @@
-//! Each layout over a store that is not of files: objects in memory, with a latency and faults. Reads are planned from the whole
-//! request.
+//! Each layout over a store of in-memory objects, with latency and faults. Reads are planned from the whole request.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 

@@ -1,4 +1,4 @@
-//! The store of these tests: objects in memory, what was asked of them, a latency, and faults.
+//! The store of these tests: objects in memory, with latency and faults, and a record of the requests.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,26 +13,26 @@ use actshard_core::{Error, Kind, Result};
 
 pub const WISHES: Wishes = Wishes { gap: 64 << 10, largest: 4 << 20, parallel: 8, unit_bytes: 1 << 20 };
 
-/// Bytes, and how often they were replaced.
+/// Bytes, and the number of their replacements.
 type Versioned = (Arc<[u8]>, u64);
 
-/// Objects, and what was asked of them.
+/// Objects, and a record of the requests for them.
 #[derive(Debug)]
 pub struct Memory {
     /// Each with its version.
     objects: Mutex<BTreeMap<String, Versioned>>,
     pub wishes: Wishes,
     pub latency: Duration,
-    /// Reads that touch this object fail.
+    /// Reads of this object fail.
     pub broken: Option<&'static str>,
-    /// Objects were replaced after they were opened.
+    /// Set if objects were replaced after they were opened.
     pub replaced: AtomicBool,
-    /// Calls that open objects, and the objects opened.
+    /// Numbers of calls that opened objects, and of objects opened.
     pub opens: AtomicUsize,
     pub opened: AtomicUsize,
-    /// Key, first byte and length of every read.
+    /// Key, offset and length of every read.
     reads: Mutex<Vec<(String, u64, u64)>>,
-    /// Reads on their way now, and at most.
+    /// Current and maximum number of concurrent reads.
     flying: AtomicUsize,
     pub most: AtomicUsize,
 }
@@ -154,7 +154,7 @@ struct Object {
 }
 
 impl Object {
-    /// As a request "if it is still this version" is answered.
+    /// Responds as a server does to a request for a given version.
     fn bytes_of_this_version(&self) -> Result<Arc<[u8]>> {
         let found = self.store.objects.lock().unwrap().get(&self.key).cloned();
         match found.filter(|(_, version)| *version == self.version) {

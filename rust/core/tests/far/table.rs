@@ -57,7 +57,7 @@ fn some(rows: &Rows, examples: &[i64], width: u64) -> Result<Vec<f32>> {
     gather(rows, pick, examples.len(), width, &mut || false)
 }
 
-/// A deterministic disorder.
+/// A deterministic shuffle.
 fn shuffled(n: u64, of: u64) -> Vec<i64> {
     (0..n).map(|i| (i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 20) % of).map(|i| i as i64).collect()
 }
@@ -91,7 +91,7 @@ fn no_request_is_larger_than_wished_and_far_rows_are_asked_for_apart() {
     let reads = store.reads();
     assert!(reads.iter().all(|(_, _, len)| *len <= 300_000));
     assert!(reads.len() <= (rows * width * 4).div_ceil(300_000 - 262_144) as usize, "{}", reads.len());
-    // 2,000 bytes apart, and 900.
+    // Gaps of 2,000 bytes and of 900.
     some(&dataset, &[0, 31, 62, 10_000, 10_014], width).unwrap();
     let mut lengths: Vec<u64> = store.reads().into_iter().map(|(_, _, len)| len).collect();
     lengths.sort_unstable();
@@ -126,7 +126,7 @@ fn faults_name_the_object() {
         (error.kind, error.to_string().as_str()),
         (Kind::Access, "memory://bucket/part-1: byte 8: cannot read: 503")
     );
-    // An object that is not there, one that is too short, and one that was replaced.
+    // A missing object, a truncated one, and a replaced one.
     let lacking = strided(&store, 5, 8, 2);
     let error = some(&lacking, &[0, 39], 2).unwrap_err();
     assert_eq!((error.kind, error.location), (Kind::NotFound, Some(at("part-4"))));
@@ -134,7 +134,7 @@ fn faults_name_the_object() {
     assert_eq!(some(&longer, &[0], 2).unwrap_err().kind, Kind::Truncated);
     store.replaced.store(true, Ordering::Relaxed);
     assert_eq!(some(&dataset, &[0, 20], 2).unwrap_err().kind, Kind::Format);
-    // Indices are refused before anything is read.
+    // Invalid indices are errors before anything is read.
     store.reads();
     assert_eq!(some(&dataset, &[0, 24], 2).unwrap_err().kind, Kind::OutOfRange);
     assert!(store.reads().is_empty());
@@ -159,7 +159,7 @@ fn a_caller_that_stops_waits_for_no_further_request() {
     assert!(store.reads().len() < files as usize);
 }
 
-/// An object that never answers, unless it is told to stop.
+/// An object that never responds until it is told to stop.
 #[derive(Debug)]
 struct Silent(Location);
 
@@ -222,7 +222,8 @@ fn a_single_request_can_be_stopped_while_it_waits() {
     assert_eq!(error.kind, Kind::Interrupted);
 }
 
-/// More objects than files may be open at once are one request all the same: nothing is read before all is known to be there.
+/// Even with more objects than the limit of open files there is one request: nothing is read before all objects are known
+/// to exist.
 #[test]
 fn many_objects_are_planned_together() {
     let files = 3000;
@@ -301,10 +302,10 @@ fn a_window_stream_of_objects_is_that_of_files_in_few_requests() {
     let ours = batches(&stream_of(far, window, unit, width as usize)).unwrap();
     assert_eq!(ours.len(), 41);
     assert!(ours == theirs);
-    // 4,096 rows; each time a batch leaves, the rows that take its place are one gather.
+    // 4,096 rows; after each batch, one gather reads the rows that replace it.
     let reads = store.reads().len();
     assert!(reads <= 2 * 41 + 8, "{reads} requests");
-    // A fault is the stream's error.
+    // A fault becomes the stream's error.
     let mut broken = Memory::new(objects(1, examples * tokens, width, 0), WISHES);
     broken.broken = Some("part-0");
     let table =
@@ -317,7 +318,8 @@ fn a_window_stream_of_objects_is_that_of_files_in_few_requests() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Against numbers that tell where they lie; in both kinds of output, with and without a cast, of elements in either order.
+    /// Compares with numbers that encode their position: for both kinds of output, with and without a cast, in both byte
+    /// orders.
     #[test]
     fn rows_are_those_of_a_naive_reader(
         files in 1u64..5,

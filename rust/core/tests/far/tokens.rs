@@ -16,12 +16,12 @@ use actshard_core::{Kind, Result};
 use super::store::{Handle, Memory, WISHES, at};
 
 const SHARDS: u64 = 40;
-/// Tokens of a shard, of an inner chunk and of a window.
+/// Numbers of tokens in a shard, an inner chunk and a window.
 const TOKENS: usize = 4096;
 const INNER: usize = 512;
 const LENGTH: usize = 64;
 
-/// A shard of one file: documents of 64 tokens; numbers are stored as they are, without frames.
+/// A shard of one file with documents of 64 tokens; numbers are stored uncompressed, without frames.
 fn write(folder: &Path, shard: u64) {
     let array = |name: &str, dtype: &str, size: usize, numbers: &[i64]| {
         let folder = folder.join(format!("{shard}/{name}"));
@@ -57,7 +57,7 @@ fn batch(field: &Field, starts: &[u64], watch: &mut dyn FnMut() -> bool) -> Resu
     Ok(tokens)
 }
 
-/// A window in each of all shards, most of them over the end of an inner chunk.
+/// One window in each shard, most of them across the end of an inner chunk.
 fn starts() -> Vec<u64> {
     (0..SHARDS).map(|s| (s * 7 % SHARDS) * TOKENS as u64 + s * 37 + 480).collect()
 }
@@ -84,7 +84,7 @@ fn a_batch_of_windows_is_read_together() {
     assert_eq!(batch(&cache, &starts, &mut || false).unwrap(), expected(&starts));
     store.reads();
     store.opens();
-    // Metadata and indexes are known: a batch is one round of reads, of the bytes of its windows and what lies between.
+    // Metadata and indexes are known, so a batch is one round of reads: the bytes of its windows and the gaps between them.
     assert_eq!(batch(&cache, &starts, &mut || false).unwrap(), expected(&starts));
     let reads = store.reads();
     assert_eq!((store.opens(), reads.len()), (0, SHARDS as usize), "{reads:?}");
@@ -107,7 +107,7 @@ fn packs_are_read_together() {
     assert_eq!(read(&cache), read(&near));
     store.reads();
     assert_eq!(read(&cache), read(&near));
-    // Offsets, then tokens, of the shards that the packs lie in.
+    // Offsets, then tokens, of the shards that contain the packs.
     let shards = (200 * 7 + 2usize).div_ceil(TOKENS / LENGTH);
     assert!(store.reads().len() <= 2 * shards);
 }
@@ -125,7 +125,7 @@ fn faults_and_damage_name_the_object() {
     store.put("7/data/c/0", Some(whole[..60].to_vec()));
     let error = batch(&open(), &starts(), &mut || false).unwrap_err();
     assert_eq!((error.kind, error.location), (Kind::Truncated, Some(at("7/data/c/0"))));
-    // A file that is not there is the fill value.
+    // A missing file has the fill value.
     store.put("7/data/c/0", None);
     let first = 7 * TOKENS as u64;
     assert_eq!(batch(&open(), &[first], &mut || false).unwrap(), vec![0; LENGTH]);

@@ -1,4 +1,4 @@
-//! Shards looked into, checked, inflated and kept.
+//! Reads, verifies, inflates, indexes and caches shards.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,11 +23,11 @@ use crate::source::slots::Slots;
 use crate::source::{Access, ByteRange, Io, Source, Store, Version, Wishes};
 use crate::threads::{self, Stop, Watch};
 
-/// A shard whose bytes are at hand.
+/// A shard that is loaded.
 #[derive(Clone, Debug)]
 pub(super) struct Loaded {
     pub index: Arc<ShardIndex>,
-    /// Inflated, if arrays lie in there.
+    /// The inflated shard, if rows are read from it.
     pub main: Option<Arc<Buffer>>,
     pub aside: Option<Arc<Buffer>>,
 }
@@ -44,10 +44,10 @@ impl Cached for Loaded {
     }
 }
 
-/// The turn to read a shard, if other threads wait for it.
+/// The turn to read a shard; `None` if other threads do not wait for it.
 type MayWait<'a> = Option<Turn<'a, Loaded, usize>>;
 
-/// A shard that was read just now.
+/// A shard that was just read.
 struct Fresh {
     loaded: Arc<Loaded>,
     tree: Tree,
@@ -55,49 +55,48 @@ struct Fresh {
     version: Option<Version>,
 }
 
-/// A shard's file as bytes, and the version of the file.
+/// The bytes of a shard's file, and the file's version.
 type ShardRead = (Stored, Option<Version>);
 
-/// What is known of a shard from its first look on.
+/// What is known of a shard after its first read.
 #[derive(Debug)]
 struct KnownShard {
     index: Arc<ShardIndex>,
-    /// The file that was read last; `None` where its store has no versions: it may have changed since.
+    /// The version of the file that was last read; `None` if its store has no versions, and then it may have changed.
     version: Option<Version>,
 }
 
 /// The shards of a dataset.
 pub struct Shards {
     specs: Vec<ShardSpec>,
-    /// Names of the groups, and the groups by name.
+    /// The layer name of each group, and the group of each layer name.
     layers: Vec<i64>,
     groups: HashMap<i64, usize>,
-    /// Number of each shard's first example, and of all examples.
+    /// The first example of each shard, then the number of all examples.
     firsts: Vec<u64>,
-    /// A row of each type that there may be; all are as many elements wide.
+    /// A row of each supported type; all have the same width.
     rows: [Row; TYPES.len()],
-    /// The type of the first array, as a position among [`TYPES`]; `None` until it was found.
+    /// The type of the first array, as an index in [`TYPES`]; `None` until it is known.
     class: Option<usize>,
     pub(super) store: Arc<dyn Store>,
     pub(super) wishes: Option<Wishes>,
-    /// Whether files are mapped, and views given.
+    /// Whether files are mapped, and views allowed.
     pub(super) maps: bool,
     pub(super) slots: Slots<OpenFile>,
     known: Vec<RwLock<Option<KnownShard>>>,
-    /// By shard; those without blocks are not kept.
+    /// By shard; shards without decoded bytes are not cached.
     decoded: Cache<Loaded, usize>,
-    /// Of compressed shards of a store that answers slowly: one more than the bytes that they claim to inflate to; 0 before that
-    /// was asked for.
+    /// For compressed shards of a slow store: the inflated size that they claim plus one, or 0 before it is known.
     claims: Vec<AtomicU64>,
     /// Shards inflated so far, for tests: rows in a random order must not inflate per row.
     inflated: AtomicU64,
 }
 
-/// Shards of a dataset at most: files of all types together are fewer than 2^24.
+/// Maximum number of shards: files of all types together are fewer than 2^24.
 const MOST_SHARDS: usize = 1 << 21;
 
 impl Shards {
-    /// Shards of this machine. Opens nothing but the first that holds an array: only there is written what a row is.
+    /// Local shards. Opens only shards up to the first with an array, which determines the properties of rows.
     pub fn open(
         specs: Vec<ShardSpec>,
         layers: Vec<i64>,
@@ -108,7 +107,7 @@ impl Shards {
         Shards::of(Arc::new(Local { io: Io::Pread }), io == Io::Mmap, specs, layers, decoded_memory, watch)
     }
 
-    /// Shards of a store, whose files are mapped if `maps` and they can be; see [`Shards::open`].
+    /// Shards of any store; files are mapped if `maps` is set and they can be. See [`Shards::open`].
     pub fn of(
         store: Arc<dyn Store>,
         maps: bool,
@@ -131,7 +130,7 @@ impl Shards {
         }
         firsts.push(examples);
         if examples >= 1 << 40 {
-            return Err(Error::new(Kind::Format, format!("{examples} samples are more than any dataset has")));
+            return Err(Error::new(Kind::Format, format!("expected fewer than 2^40 samples, found {examples}")));
         }
         let mut shards = Shards {
             slots: Slots::new(specs.len() as u64 * 2),
@@ -165,17 +164,17 @@ impl Shards {
         Err(Error::new(Kind::Format, "expected a shard with an array in it, found none"))
     }
 
-    /// The shards, as described.
+    /// The shards, as the metadata describe them.
     pub fn specs(&self) -> &[ShardSpec] {
         &self.specs
     }
 
-    /// Names of the groups.
+    /// The layer names of the groups.
     pub fn layers(&self) -> &[i64] {
         &self.layers
     }
 
-    /// Closes kept files and drops decoded shards.
+    /// Closes cached files and drops decoded shards.
     pub fn release(&self) {
         self.slots.clear();
         self.decoded.make_room(self.decoded.budget());
@@ -186,12 +185,12 @@ impl Shards {
         self.inflated.load(Ordering::Relaxed)
     }
 
-    /// ShardBytes that may be kept of what was decoded.
+    /// The budget of decoded bytes.
     pub fn decoded_budget(&self) -> u64 {
         self.decoded.budget()
     }
 
-    /// What a row is: the width of all, the type of the first array.
+    /// The properties of a row: the common width, and the type of the first array.
     pub fn row(&self) -> Row {
         self.rows[self.class()]
     }
@@ -214,12 +213,12 @@ impl Shards {
         self.layers.len()
     }
 
-    /// Bounds of the examples of each shard; a shard without samples has two equal ones.
+    /// Boundaries of the shards' examples; a shard without samples has two equal ones.
     pub fn bounds(&self) -> &[u64] {
         &self.firsts
     }
 
-    /// An example of a shard that has one.
+    /// The first example of a shard that has samples.
     pub fn first_of(&self, s: usize) -> Result<i64> {
         match (self.specs.get(s), self.firsts.get(s)) {
             (Some(spec), Some(first)) if spec.samples > 0 => Ok(*first as i64),
@@ -231,20 +230,20 @@ impl Shards {
         self.firsts.get(s).copied().unwrap_or(0)
     }
 
-    /// Files in the numbering of [`Prepared`] that hold rows of one type.
+    /// The number of files per type in the numbering of `Prepared`.
     pub(super) fn files_per_class(&self) -> u64 {
         self.specs.len().max(1) as u64 * 2
     }
 
     pub(super) fn shard_of(&self, example: u64) -> usize {
-        // Shards without samples share their first number with the next: the last of those holds the example.
+        // An empty shard has the same first example as the next: the last one with this number contains it.
         self.firsts.partition_point(|first| *first <= example).saturating_sub(1)
     }
 
-    /// The index of a shard, if it has been looked into. Tried and never waited for: a forked child may find a lock taken by a
-    /// thread that it does not have, and looks into the shard again.
+    /// The index of a shard, if it is known. The lock is only tried, not waited for: in a forked child, a thread that does not
+    /// exist there may hold it, and the child indexes the shard again.
     pub(super) fn known(&self, s: usize) -> Option<(Arc<ShardIndex>, Option<Version>)> {
-        // Writing takes nanoseconds.
+        // Writers hold the lock for nanoseconds.
         for _ in 0..1000 {
             match self.known[s].try_read() {
                 Ok(slot) => return slot.as_ref().map(|known| (Arc::clone(&known.index), known.version.clone())),
@@ -255,7 +254,7 @@ impl Shards {
         None
     }
 
-    /// Keeps what was found in a shard. A shard that was looked into before has to be as it was.
+    /// Stores the index of a shard. Fails if the shard was indexed before and has changed.
     fn remember(&self, s: usize, index: &mut Arc<ShardIndex>, version: Option<Version>) -> Result<()> {
         for _ in 0..1000 {
             let mut slot = match self.known[s].try_write() {
@@ -270,7 +269,7 @@ impl Shards {
                 if known.index != *index {
                     return Err(Error::new(
                         Kind::Format,
-                        "was replaced or changed after it was indexed, and holds other samples or arrays now; reopen the dataset",
+                        "was replaced or changed after it was indexed, and contains other samples or arrays now; reopen the dataset",
                     ));
                 }
                 *index = Arc::clone(&known.index);
@@ -281,12 +280,12 @@ impl Shards {
         Ok(())
     }
 
-    /// Whether a shard is known to be what it was when this version of its file was read.
+    /// Whether a shard is known to be unchanged since this version of its file was read.
     fn is_same(&self, s: usize, version: Option<&Version>) -> bool {
         self.known(s).is_some_and(|(_, known)| known.is_some() && known.as_ref() == version)
     }
 
-    /// Whether an open file is the one that was indexed, or holds the same.
+    /// Fails unless an open file is the one that was indexed, or has the same content.
     pub(super) fn check_same(&self, s: usize, source: &dyn Source) -> Result<()> {
         let version = source.version();
         if self.known(s).is_none() || self.is_same(s, version.as_ref()) {
@@ -294,20 +293,22 @@ impl Shards {
         }
         let fresh = self.fresh(s, self.stored(s, &mut || false)?, &mut || false)?;
         if fresh.version != version {
-            return Err(Error::new(Kind::Format, "changes while it is read; reopen the dataset").at(source.location()));
+            return Err(
+                Error::new(Kind::Format, "the file changes during the read; reopen the dataset").at(source.location())
+            );
         }
         Ok(())
     }
 
-    /// How many of these shards may be decoded at once.
+    /// The number of these shards that may be decoded concurrently.
     pub(super) fn at_once(&self, which: &[usize]) -> usize {
         let largest = which.iter().map(|s| self.decoded_guess(*s)).max().unwrap_or(0);
         let fit = self.decoded.budget().checked_div(largest).map_or(usize::MAX, |n| n as usize);
-        // More than the threads, so that none waits for the slowest of each go.
+        // More than the number of threads, so that threads do not wait for the slowest shard of each round.
         fit.clamp(1, threads::num_threads() * 4)
     }
 
-    /// What a shard will take in memory: known, or what the file claims, as far as so few bytes can inflate to it.
+    /// The memory that a shard will need: known, or the size that the file claims, limited by its compressed size.
     fn decoded_guess(&self, s: usize) -> u64 {
         match self.known(s) {
             Some((index, _)) => index.decoded + index.aside,
@@ -327,13 +328,13 @@ impl Shards {
         }
     }
 
-    /// What a compressed shard of `len` bytes claims to inflate to in its last bytes, as far as it may.
+    /// The inflated size in the last bytes of a compressed shard of `len` bytes, limited to the allowed size.
     fn claimed(&self, s: usize, last: [u8; 4], len: u64) -> u64 {
         inflate::claimed(last, len).min(self.limit(s, len))
     }
 
-    /// Asks compressed shards of a store that answers slowly, all at once, what they claim to inflate to. What fails here fails
-    /// again when the shard is read.
+    /// Reads the claimed inflated sizes of compressed shards of a slow store, all together. Errors are reported when the
+    /// shard itself is read.
     pub(super) fn ask_claims(&self, which: &[usize], watch: Watch<'_>) -> Result<()> {
         let Some(wishes) = self.wishes else { return Ok(()) };
         let unknown = |s: &usize| {
@@ -358,14 +359,14 @@ impl Shards {
         }
     }
 
-    /// ShardBytes that a shard may inflate to.
+    /// Bytes to which a shard may inflate.
     fn limit(&self, s: usize, stored: u64) -> u64 {
         inflate::allowed(stored, self.specs[s].limit, self.decoded.budget())
     }
 
-    /// Indexes and decoded bytes of these shards: kept ones, ones that other threads are reading, or read now.
+    /// Loads these shards: from the cache, from other threads that are reading them, or from their files.
     pub(super) fn load_all(&self, which: &[usize], watch: Watch<'_>) -> Result<Vec<Arc<Loaded>>> {
-        // A kept shard that is looked up becomes the one used last: loading the others does not evict it.
+        // Looking up a cached shard marks it as recently used, so that loading the others does not evict it.
         let mut found: Vec<Option<Arc<Loaded>>> = which.iter().map(|s| self.kept(*s)).collect();
         let mut lacking: Vec<usize> = (0..which.len()).filter(|i| found[*i].is_none()).collect();
         self.decoded.make_room(lacking.iter().map(|i| self.decoded_guess(which[*i])).sum());
@@ -374,7 +375,7 @@ impl Shards {
             for i in lacking.drain(..) {
                 match self.decoded.look_up(which[i], |_| true) {
                     Lookup::Kept(kept) => found[i] = Some(kept),
-                    // Another thread may have read it since this one looked.
+                    // Another thread may have read it since this one checked.
                     Lookup::Mine(turn) => match self.kept(which[i]) {
                         Some(kept) => {
                             turn.hand_over(&kept);
@@ -382,12 +383,12 @@ impl Shards {
                         }
                         None => mine.push((i, Some(turn))),
                     },
-                    // Inside a part of other work no thread waits: the one that it waited for may need this thread.
+                    // A part of other work must not wait: the other thread may need this one.
                     Lookup::Theirs(_) if threads::in_part() => mine.push((i, None)),
                     Lookup::Theirs(flight) => theirs.push((i, flight)),
                 }
             }
-            // No thread waits while it has a turn.
+            // A thread never waits while it has a turn.
             for (i, loaded) in self.load_mine(which, mine, &mut *watch)? {
                 found[i] = Some(loaded);
             }
@@ -409,7 +410,7 @@ impl Shards {
         mine: Vec<(usize, MayWait<'_>)>,
         watch: Watch<'_>,
     ) -> Result<Vec<(usize, Arc<Loaded>)>> {
-        // Of a store that answers slowly, all bytes are on their way before the first shard is looked into, as far as they fit.
+        // For a slow store, requests all bytes before the first shard is parsed, as far as they fit in memory.
         let Some(wishes) = self.wishes else {
             return self.look_into(which, mine.into_iter().map(|(i, turn)| (i, turn, None)).collect(), watch);
         };
@@ -441,7 +442,7 @@ impl Shards {
         Ok(loaded)
     }
 
-    /// Looks into shards whose turns this thread has, and which may have been read already.
+    /// Indexes shards whose turns this thread has, some with their bytes already read.
     fn look_into(
         &self,
         which: &[usize],
@@ -459,11 +460,11 @@ impl Shards {
             }
             Ok((i, loaded))
         };
-        // In parallel; one that would be left over for a single thread is read after the others, by all of them.
+        // In parallel; a last shard that would occupy a single thread is read afterwards by all threads.
         let mut together = mine;
         let alone = if together.len() % threads::num_threads() == 1 { together.pop() } else { None };
         let part = |_: usize, (i, turn, stored), stop: &Stop| match work(i, turn, stored, &mut || stop.is_set()) {
-            // Another part's error stopped this one, and is the one to be reported.
+            // Another part's error stopped this one, and is reported instead.
             Err(error) if error.kind == Kind::Interrupted && stop.is_set() => Ok(None),
             done => done.map(Some),
         };
@@ -474,7 +475,7 @@ impl Shards {
         Ok(loaded)
     }
 
-    /// A shard's index and decoded bytes, where both are kept.
+    /// A shard's index and decoded bytes, if both are cached.
     fn kept(&self, s: usize) -> Option<Arc<Loaded>> {
         let (index, _) = self.known(s)?;
         if index.decoded + index.aside > 0 {
@@ -483,7 +484,7 @@ impl Shards {
         Some(Arc::new(Loaded { index, main: None, aside: None }))
     }
 
-    /// A shard's index and decoded bytes: kept ones, or those of its bytes, which are read now if they were not yet.
+    /// A shard's index and decoded bytes, cached or made from its bytes, which are read now if needed.
     fn load(&self, s: usize, stored: Option<ShardRead>, watch: Watch<'_>) -> Result<Arc<Loaded>> {
         match self.kept(s) {
             Some(loaded) => Ok(loaded),
@@ -494,7 +495,7 @@ impl Shards {
         }
     }
 
-    /// Looks into a shard, whether it is kept or not, and keeps what was found.
+    /// Indexes a shard, even if it is cached, and caches the result.
     fn fresh(&self, s: usize, stored: ShardRead, watch: Watch<'_>) -> Result<Fresh> {
         let spec = &self.specs[s];
         let in_shard = |e: Error| if e.location.is_none() { e.at(&spec.location) } else { e };
@@ -506,7 +507,7 @@ impl Shards {
             return Err(Error::new(
                 Kind::Format,
                 format!(
-                    "its arrays are {width} wide, those of the first shard {}; one dataset, one row",
+                    "its arrays have width {width}, those of the first shard {}; one dataset, one row",
                     self.row().width
                 ),
             )
@@ -520,19 +521,19 @@ impl Shards {
         Ok(fresh)
     }
 
-    /// The shard's file as bytes.
+    /// The bytes of a shard's file.
     fn stored(&self, s: usize, watch: Watch<'_>) -> Result<ShardRead> {
         let spec = &self.specs[s];
         let mut read = || {
             let source = self.store.open(&spec.location, Access::Once)?;
             self.check_size(s, source.size())?;
-            // Before it is read: what changes meanwhile is another version.
+            // Taken before the read: a later change gives another version.
             let version = source.version();
             let stored = Stored::of(&*source, self.maps, self.wishes.as_ref(), &mut *watch)?;
             if let Stored::Map(map) = &stored
                 && (spec.compressed || spec.sha256.is_some())
             {
-                // All of it will be read, from front to back.
+                // All of it will be read sequentially.
                 map.will_need(0, map.bytes().len());
             }
             Ok((stored, version))
@@ -540,7 +541,7 @@ impl Shards {
         read().map_err(|e: Error| if e.location.is_none() { e.at(&spec.location) } else { e })
     }
 
-    /// Refuses a file of another size than the metadata name.
+    /// Fails if the file's size differs from the metadata.
     fn check_size(&self, s: usize, len: u64) -> Result<()> {
         if let Some(size) = self.specs[s].size
             && size != len
@@ -571,7 +572,7 @@ impl Shards {
             Err(Error::new(
                 Kind::Format,
                 format!(
-                    "the checksum in metadata.json is sha256:{}, the file's is sha256:{}: damaged or exchanged; checksums=False reads it as it is",
+                    "the checksum in metadata.json is sha256:{}, the file's is sha256:{}: damaged or replaced; checksums=False reads it anyway",
                     hex(&expected),
                     hex(&found)
                 ),
@@ -584,15 +585,13 @@ impl Shards {
                 if spec.compressed { ("true", "one without gzip's first bytes") } else { ("false", "a gzip file") };
             return Err(Error::new(
                 Kind::Format,
-                format!(
-                    "metadata.json says \"compressed\": {said}, the file is {found}; one of them has to be put right"
-                ),
+                format!("metadata.json says \"compressed\": {said}, the file is {found}; correct one of them"),
             )
             .finds(Finding::Gzip)
             .byte(0));
         }
         if !spec.compressed {
-            // Rows of a plain shard are read where they lie, so that its checksum is compared once per file, not per read.
+            // Rows of a plain shard are read in place, so its checksum is verified once per file, not per read.
             if !self.is_same(s, version.as_ref()) {
                 verify(watch)?;
             }
@@ -601,22 +600,22 @@ impl Shards {
             let loaded = Arc::new(Loaded { index: Arc::new(index), main: None, aside });
             return Ok(Fresh { loaded, tree, bytes: ShardBytes::Stored(stored), version });
         }
-        // Before all of it is inflated: a stretch that is enough to see that this is no pickle, or one of a value that is too large.
+        // Before inflating everything, check that the beginning is a pickle, and that no value in it is too large.
         let limit = self.limit(s, stored.bytes().len() as u64);
         const FRONT: usize = 64 << 10;
         let front = inflate::front(stored.bytes(), FRONT);
         let refused = match machine::least(&front) {
-            // All of a file that ends before is inflated at no cost, to see that it is too short.
+            // A file shorter than this is cheap to inflate, so its error comes from inflating it.
             Ok(least) if least > limit && front.len() == FRONT => Some(inflate::too_large(limit)),
             Ok(_) => None,
             Err(error) => Some(error),
         };
         if let Some(error) = refused {
-            // A wrong checksum explains any nonsense.
+            // A wrong checksum explains any other error.
             verify(watch)?;
             return Err(error);
         }
-        // A wrong checksum explains damage, not the other way round: of two errors that of the checksum is reported.
+        // A wrong checksum explains damage, so of two errors the checksum's is reported.
         let main = Arc::new(inflate::inflate_beside(stored.bytes(), limit, &verify, &mut *watch)?);
         self.inflated.fetch_add(1, Ordering::Relaxed);
         drop(stored);
@@ -630,7 +629,7 @@ impl Shards {
         Ok(Fresh { loaded, tree, bytes: ShardBytes::Shared(main), version })
     }
 
-    /// A shard's values, for texts and metadata.
+    /// A shard's values, for text and metadata.
     pub fn values(&self, s: usize, watch: Watch<'_>) -> Result<Values> {
         let Some(spec) = self.specs.get(s) else {
             return Err(Error::new(Kind::Internal, format!("shard {s} of {}", self.specs.len())));
@@ -647,17 +646,17 @@ impl Shards {
     }
 }
 
-/// A parsed shard and what it was parsed from.
+/// A parsed shard and its input.
 pub struct Values {
     /// The values.
     pub tree: Tree,
-    /// What is inside.
+    /// Its content.
     pub index: Arc<ShardIndex>,
     bytes: ShardBytes,
 }
 
 impl Values {
-    /// What was parsed.
+    /// The parsed bytes.
     pub fn input(&self) -> &[u8] {
         self.bytes.get()
     }

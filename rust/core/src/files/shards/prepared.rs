@@ -1,8 +1,8 @@
-//! Shards that have been looked into, as a layout and its files.
+//! Indexed shards as a layout with files.
 //!
-//! Rows of different types are read in turns, one type at a time: to a gather, the rows of each type are in files of their own.
-//! File `c * 2 n + 2 s + a`, of `n` shards, holds the rows of type `c` ([`TYPES`]) in shard `s`: those in its own bytes (`a` = 0)
-//! or in the byte-swapped and reordered copies (`a` = 1). Addresses are bytes.
+//! A gather reads rows of one type at a time, so rows of each type belong to separate virtual files. With `n` shards, file
+//! `c * 2 n + 2 s + a` has the rows of type `c` ([`TYPES`]) in shard `s`: those in the shard's own bytes (`a` = 0) or in the
+//! byte-swapped and reordered copies (`a` = 1). Addresses are bytes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -22,17 +22,17 @@ use crate::memory::buffer::Buffer;
 use crate::source::{Access, Source, Wishes};
 use crate::threads::Watch;
 
-/// Shards that have been looked into, and those whose decoded bytes are held for now.
+/// Indexed shards, some with their decoded bytes.
 pub struct Prepared<'a> {
     shards: &'a Shards,
     indexes: BTreeMap<usize, Arc<ShardIndex>>,
     pinned: HashMap<u64, Arc<Buffer>>,
-    /// The type whose rows are read now, as a position among [`TYPES`].
+    /// The type whose rows are being read, as an index in [`TYPES`].
     class: usize,
 }
 
 impl Shards {
-    /// What is inside the shards that hold these examples, or all shards; looked into in parallel where it is not known.
+    /// Indexes the shards of these examples, or all shards; unknown ones in parallel.
     pub fn prepare(&self, examples: Option<&mut dyn Iterator<Item = i64>>, watch: Watch<'_>) -> Result<Prepared<'_>> {
         let mut wanted: Vec<usize> = match examples {
             None => (0..self.specs().len()).collect(),
@@ -74,25 +74,25 @@ impl<'a> Prepared<'a> {
         Prepared { shards, indexes, pinned: HashMap::new(), class: shards.class() }
     }
 
-    /// Types of arrays in the prepared shards, as positions among [`TYPES`].
+    /// Types of arrays in the prepared shards, as indices in [`TYPES`].
     pub fn classes(&self) -> Vec<usize> {
         let types = self.indexes.values().fold(0, |all, index| all | index.types());
         (0..TYPES.len()).filter(|class| types & 1 << class != 0).collect()
     }
 
-    /// Rows of this type are read from now on. Returns the type.
+    /// Selects the type of the rows to read. Returns the type.
     pub fn select(&mut self, class: usize) -> DType {
         self.class = class;
         TYPES[class]
     }
 
-    /// The files of a wave that hold rows of the selected type.
+    /// The files of a wave with rows of the selected type.
     pub fn only(&self, wave: &Range<u64>) -> Range<u64> {
         let first = self.class as u64 * self.shards.files_per_class();
         first + wave.start..first + wave.end
     }
 
-    /// Refuses rows (groups and examples) of other types than the dataset's: they are read as a type that the caller names.
+    /// Fails if rows (groups and examples) have another type than the dataset's: the caller must name a dtype to read them.
     pub fn check_types(&self, rows: impl Iterator<Item = (i64, i64)>) -> Result<()> {
         for (group, example) in rows {
             let group = usize::try_from(group).unwrap_or(usize::MAX);
@@ -127,7 +127,7 @@ impl<'a> Prepared<'a> {
         .at(&self.shards.specs()[s].location))
     }
 
-    /// Cuts the prepared shards into ranges of files whose decoded bytes fit the budget together.
+    /// Divides the prepared shards into ranges of files whose decoded bytes fit the budget.
     pub fn waves(&self) -> Vec<Range<u64>> {
         let mut waves: Vec<Range<u64>> = vec![];
         let mut held = 0u64;
@@ -144,12 +144,12 @@ impl<'a> Prepared<'a> {
                 }
             }
         }
-        // Backwards: what was looked into last is still there.
+        // In reverse, because the shards indexed last are still cached.
         waves.reverse();
         waves
     }
 
-    /// Holds the decoded bytes of the shards in a wave, and no others.
+    /// Holds the decoded bytes of a wave's shards, and drops those of others.
     pub fn hold(&mut self, wave: &Range<u64>, watch: Watch<'_>) -> Result<()> {
         self.pinned.clear();
         let which: Vec<usize> = self
@@ -168,7 +168,7 @@ impl<'a> Prepared<'a> {
         Ok(())
     }
 
-    /// The rows of a run in place, of a mapped file.
+    /// A view of the rows of a run, if the shard is mapped.
     pub fn view(&self, at: Address, rows: u64) -> Result<Option<View>> {
         let (s, aside) = self.shard_at(at.file);
         let mapped = !aside && self.indexes.get(&s).is_some_and(|index| index.decoded == 0);
@@ -178,12 +178,12 @@ impl<'a> Prepared<'a> {
         View::of(&*self.get(at.file)?, at.row, rows, self.row().bytes)
     }
 
-    /// `sample_idx` of every example prepared, in order.
+    /// `sample_idx` of every prepared example, in order.
     pub fn samples(&self) -> impl Iterator<Item = i64> {
         self.indexes.values().flat_map(|index| index.samples.iter().copied())
     }
 
-    /// Tokens of an example in the first group that holds it.
+    /// Tokens of an example in the first group that has it.
     pub fn tokens_anywhere(&self, example: u64) -> u64 {
         (0..self.groups()).find_map(|g| self.find(g, example)).map_or(0, |spot| u64::from(spot.tokens))
     }
@@ -203,11 +203,11 @@ impl<'a> Prepared<'a> {
         let s = self.shards.shard_of(example);
         let local = (example - self.shards.first(s)) as usize;
         let Some(index) = self.indexes.get(&s) else {
-            // Indices are read twice, to prepare their shards and to read their rows.
+            // Indices are read twice: to prepare their shards, and to read their rows.
             return Err(Error::new(
                 Kind::Argument,
                 format!(
-                    "example {example} was another when the read began: the array of indices was written to meanwhile"
+                    "example {example}: the array of indices changed during the read; do not write to it meanwhile"
                 ),
             ));
         };
@@ -234,7 +234,7 @@ impl<'a> Prepared<'a> {
         Address { file, row: spot.offset + token * self.shards.row_of(class).bytes as u64 }
     }
 
-    /// Rows may lie anywhere.
+    /// Rows may begin at any byte.
     fn place(&self, class: usize, len: u64) -> Place {
         let bytes = self.shards.row_of(class).bytes;
         Place { start: 0, end: len, unit: 1, step: bytes as u64, used: bytes, column: 0, swapped: false }
@@ -315,7 +315,7 @@ impl Files for Prepared<'_> {
 }
 
 impl Prepared<'_> {
-    /// A file whose decoded bytes are held.
+    /// A file with its decoded bytes.
     fn held(&self, file: u64) -> Option<Arc<OpenFile>> {
         let (s, aside) = self.shard_at(file);
         let block = self.pinned.get(&(2 * s as u64 + u64::from(aside)))?;
@@ -328,7 +328,7 @@ impl Prepared<'_> {
         (file / self.shards.files_per_class()) as usize
     }
 
-    /// The shard of a file whose rows are read where they lie.
+    /// The shard of a file whose rows are read from the stored file.
     fn in_place(&self, file: u64) -> Result<&ShardSpec> {
         let (s, aside) = self.shard_at(file);
         let spec = &self.shards.specs()[s];
@@ -338,7 +338,7 @@ impl Prepared<'_> {
         }
     }
 
-    /// A shard that was opened just now, whose rows are read where they lie.
+    /// A newly opened shard whose rows are read from the stored file.
     fn open(&self, file: u64, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
         let (s, _) = self.shard_at(file);
         let source = opened?;

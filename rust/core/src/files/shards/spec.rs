@@ -1,24 +1,24 @@
-//! A shard as the dataset's metadata describe it.
+//! The description of a shard in the dataset's metadata.
 
 use crate::location::Location;
 
-/// One shard, as the dataset's metadata describe it.
+/// A shard, as described by the dataset's metadata.
 #[derive(Clone, Debug)]
 pub struct ShardSpec {
-    /// Where it is.
+    /// Its location.
     pub location: Location,
-    /// Whether it is gzip.
+    /// Whether it is gzipped.
     pub compressed: bool,
-    /// Its size, if it has to be right.
+    /// Its expected size, if it is to be checked.
     pub size: Option<u64>,
-    /// Its SHA-256, if it has to be right.
+    /// Its expected SHA-256, if it is to be checked.
     pub sha256: Option<[u8; 32]>,
-    /// Samples it holds.
+    /// Number of samples.
     pub samples: u64,
     /// Their smallest and largest number.
     pub ids: (i64, i64),
-    /// Layers it may hold.
+    /// Layers that it may have.
     pub layers: Vec<i64>,
-    /// Bytes that it may inflate to by what its metadata declare; [`inflate::allowed`] bounds them by those that are there.
+    /// Inflated bytes that its metadata declare; `inflate::allowed` limits them further.
     pub limit: u64,
 }

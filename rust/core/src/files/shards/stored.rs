@@ -1,4 +1,4 @@
-//! A shard's file as bytes: mapped, read or inflated.
+//! The bytes of a shard's file: mapped, read or inflated.
 
 use std::sync::Arc;
 
@@ -41,14 +41,15 @@ impl Stored {
     }
 }
 
-/// Memory for all of a source's bytes.
+/// Allocates memory for all bytes of a source.
 pub(super) fn block_for(source: &dyn Source) -> Result<Buffer> {
     let len = source.size();
-    let len = usize::try_from(len).map_err(|_| Error::new(Kind::Access, "does not fit this machine's memory"))?;
+    let len =
+        usize::try_from(len).map_err(|_| Error::new(Kind::Access, "the file exceeds this machine's address space"))?;
     Buffer::new(len).map_err(|e| Error::from_io(&e, source.location(), "read"))
 }
 
-/// A source read into memory in pieces.
+/// Reads a source into memory, in pieces.
 fn read_whole(source: &dyn Source, wishes: Option<&Wishes>, watch: Watch<'_>) -> Result<Buffer> {
     const PIECE: usize = 16 << 20;
     let mut block = block_for(source)?;
@@ -66,7 +67,7 @@ fn read_whole(source: &dyn Source, wishes: Option<&Wishes>, watch: Watch<'_>) ->
 }
 
 impl Stored {
-    /// All bytes of a source: mapped, if `maps` and it can be, or read.
+    /// All bytes of a source: mapped if `maps` is set and it can be, else read.
     pub(super) fn of(source: &dyn Source, maps: bool, wishes: Option<&Wishes>, watch: Watch<'_>) -> Result<Stored> {
         if maps && let Some(map) = source.map()? {
             return Ok(Stored::Map(map));
@@ -75,8 +76,7 @@ impl Stored {
     }
 }
 
-/// A pickle file by itself, inflated if it is compressed; `limit` bounds what a compressed one may inflate to, as
-/// [`inflate::allowed`] does.
+/// Reads a single pickle file, and inflates it if `compressed`; `limit` bounds the inflated size as in `inflate::allowed`.
 pub fn read_file(
     store: &dyn Store,
     location: &Location,
@@ -95,7 +95,7 @@ pub fn read_file(
     read(watch).map_err(|e: Error| e.at(location))
 }
 
-/// Bytes hashed between two looks at a watch.
+/// Bytes hashed between two calls of the watch.
 const HASHED_AT_ONCE: usize = 4 << 20;
 
 pub(super) fn sha256(bytes: &[u8], watch: Watch<'_>) -> Result<[u8; 32]> {
