@@ -4,7 +4,8 @@
 //!   the unit in it; in shards by their index, which [`index`] reads and writes.
 //! - `chain` decodes the codecs of a unit within the limits of its shape; [`coded`] does this for arrays whose metadata the
 //!   `zarrs` crate parses.
-//! - [`meta`] parses the metadata of an array, from [`fields`] of JSON to types and fill values ([`element`]); [`naming`] gives the
+//! - [`meta`] parses the metadata of an array, with JSON [`fields`], types and fill values ([`element`]); [`naming`] gives the
+//!   names of its files.
 //! - [`key`] identifies a decoded unit in a [`Cache`](crate::codec::cache::Cache): array, file, version of the file.
 
 mod chain;
