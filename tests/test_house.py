@@ -258,7 +258,8 @@ def test_user_data_is_read_through_locations_only() -> None:
 
 PICKLED = {
     "codes": "Remark",
-    "compat.levanter": "CausalLmDataset ChatDataset LmDataConfig PackedTokenDataset PrebuiltLmDataset TokenSeqDataset TreeCache",
+    "compat.levanter": "CausalLmDataset ChatDataset LmDataConfig PackedTokenDataset PrebuiltLmDataset TokenSeqDataset TreeCache "
+    "_Training _Prepared",
     "converting.planning": "Loss",
     "converting.running": "Conversion",
     "formats.report": "Finding Report",

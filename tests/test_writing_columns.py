@@ -381,3 +381,25 @@ def test_arrays_may_be_reused_after_append(tmp_path: Path, format: str) -> None:
     if format == "lmprobe":
         pairs = [*zip(*(store.logits() for store in stores), strict=True), [store.router(0) for store in stores]]
         assert all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_masked_values_are_nulls(tmp_path: Path, format: str) -> None:
+    with create(tmp_path / "d", format) as writer:
+        writer.append(rows(3), columns={"score": np.ma.masked_array([1, 2, 3], mask=[0, 1, 0])})
+    assert values(tmp_path / "d", "score") == [1, None, 3]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_lists_of_nulls_inside_dicts_are_kept_when_another_field_gets_a_type(tmp_path: Path, format: str) -> None:
+    """pyarrow casts such structs to invalid arrays."""
+    first = [{"a": [None, None], "b": None}, {"a": [None], "b": None}]
+    second = [{"a": [None, None], "b": 1}, {"a": [None], "b": 2}]
+    with create(tmp_path / "d", format) as writer:
+        writer.append(rows(2), columns={"facts": first})
+        writer.append(rows(2), columns={"facts": second})
+    assert values(tmp_path / "d", "facts") == first + second
+    for i, part in enumerate((first, second)):
+        with create(tmp_path / "m", format, part=(i, 2)) as writer:
+            writer.append(rows(2), columns={"facts": part})
+    assert values(actshard.merge(tmp_path / "m"), "facts") == first + second

@@ -84,9 +84,7 @@ def as_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """
     import pyarrow as pa
 
-    columns = [table[field.name] for field in schema]
-    kept = [c if c.type.equals(f.type) else c.cast(f.type) for f, c in zip(schema, columns, strict=True)]
-    return pa.Table.from_arrays(kept, schema=schema)
+    return pa.Table.from_arrays([_cast(table[field.name], field.type) for field in schema], schema=schema)
 
 
 def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
@@ -95,7 +93,9 @@ def _cast(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if column.type.equals(kind):
         return column
     try:
-        return column.cast(kind)
+        made = column.cast(kind)
+        made.validate()  # casts of structs that contain lists of nulls can return invalid arrays
+        return made
     except pa.ArrowException:
         if not pa.types.is_nested(column.type):
             raise

@@ -268,7 +268,9 @@ def _as_type(column: Any, kind: pa.DataType) -> Any:
 
     number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
     try:
-        return column.cast(kind, safe=not (number and pa.types.is_floating(column.type)))
+        made = column.cast(kind, safe=not (number and pa.types.is_floating(column.type)))
+        made.validate()  # casts of structs that contain lists of nulls can return invalid arrays
+        return made
     except pa.ArrowException:
         if not pa.types.is_nested(kind):
             raise

@@ -218,7 +218,8 @@ def _column(name: str, given: Any, n: int) -> tuple[pa.Field, Any]:
         column = as_numpy(column)
     try:
         if hasattr(column, "__array__"):
-            column = np.array(column)
+            # copy() of a masked array keeps the mask, which Arrow makes nulls of; np.array() loses it.
+            column = column.copy() if isinstance(column, np.ndarray) else np.asarray(column).copy()
         if isinstance(column, np.ndarray) and column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1]:
             return list_column(name, column)
         if isinstance(column, np.ndarray) and column.ndim != 1:

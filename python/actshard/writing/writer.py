@@ -128,7 +128,7 @@ class Writer:
         logits: tuple[ArrayLike, ArrayLike] | None = None,
         router: Mapping[int, ArrayLike] | None = None,
     ) -> None:
-        """Appends examples. Copies all arrays and tensors, so that they may be reused after the call.
+        """Appends examples. Copies arrays and tensors, so that they may be reused after the call. Arrow data are not copied.
 
         Args:
             activations: ``(batch, n_layers, tokens, d_model)``; ``(batch, n_layers, d_model)`` for one row per example; or a list

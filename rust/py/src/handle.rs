@@ -28,7 +28,6 @@ pub struct Rows {
     descr: Py<PyArrayDescr>,
 }
 
-/// Whether the output overlaps an index array: Rust must not read memory that it is writing.
 /// The arguments that the constructors of all layouts of files share.
 pub struct RowArguments<'a, 'py> {
     pub width: u64,
@@ -57,6 +56,7 @@ pub struct Destination<'a, 'py> {
     pub overflows: Option<&'a Bound<'py, PyList>>,
 }
 
+/// Whether the output overlaps an index array: Rust must not read memory that it is writing.
 fn overlaps(groups: &Ints<'_>, pick: &Pick<'_>, out: &buffer::Claim) -> bool {
     let (examples, tokens) = match pick {
         Pick::Tokens { examples, tokens } => (examples, Some(tokens)),

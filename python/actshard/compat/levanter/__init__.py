@@ -30,6 +30,7 @@ from actshard.compat.levanter.configs import (
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
     UrlDatasetSourceConfig,
+    _Training,  # noqa: F401 -- pickles of earlier versions name it here
     build_lm_dataset_cache,
     cached_token_count,
     dataset_for_component,
@@ -45,6 +46,7 @@ from actshard.compat.levanter.datasets import (
     TokenSeqDataset,
     TreeCache,
 )
+from actshard.compat.levanter.datasets import Prepared as _Prepared  # noqa: F401 -- pickles of earlier versions name it here
 from actshard.errors import MissingExtraError
 
 try:

@@ -30,7 +30,7 @@ MOST_RATIO = 256
 
 
 _encoded = json.JSONEncoder(allow_nan=False).encode
-_HUGE = re.compile(rb"[0-9]{309}")
+_HUGE = re.compile(rb"(?<![0-9])[0-9]{309}")
 """Digits of an integer that float64 may not hold."""
 
 

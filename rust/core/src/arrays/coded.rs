@@ -16,7 +16,6 @@ use super::chain::{Chain, ShardCodec, assemble, decoded_size};
 use super::failing::Undecodable;
 use super::file::{ChunkFile, StoredUnit};
 use super::index::Entries;
-use super::key::{UnitKey, WHOLE, new_array};
 use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result, in_one_line};
 use crate::location::Location;
@@ -51,6 +50,9 @@ pub trait Decode: std::fmt::Debug + Send + Sync {
     }
 }
 
+/// A shard's number in the grid, and its version.
+type IndexKey = (u64, Version);
+
 /// An array whose codecs this crate supports.
 #[derive(Debug)]
 pub struct CodedArray {
@@ -59,8 +61,7 @@ pub struct CodedArray {
     /// The array, or why it cannot be read.
     array: Result<ParsedArray>,
     store: Arc<dyn Store>,
-    number: u64,
-    indexes: Cache<Entries, UnitKey>,
+    indexes: Cache<Entries, IndexKey>,
 }
 
 #[derive(Debug)]
@@ -170,16 +171,15 @@ type OpenedShard = (Result<Box<dyn Source>>, Vec<u64>);
 #[derive(Clone, Copy)]
 struct ArrayShards<'a> {
     codec: &'a ShardCodec,
-    array: u64,
-    indexes: &'a Cache<Entries, UnitKey>,
+    indexes: &'a Cache<Entries, IndexKey>,
 }
 
 impl ArrayShards<'_> {
     /// The key of a shard's index.
-    fn key(&self, parsed: &ParsedArray, outer: &[u64], version: &Version) -> UnitKey {
+    fn key(&self, parsed: &ParsedArray, outer: &[u64], version: &Version) -> IndexKey {
         let grid = parsed.array.chunk_grid_shape();
         let file = outer.iter().zip(grid).fold(0u64, |n, (i, g)| n.wrapping_mul(*g).wrapping_add(*i));
-        UnitKey { array: self.array, file, version: Some(version.clone()), chunk: 0, block: WHOLE }
+        (file, version.clone())
     }
 
     fn parse(&self, raw: Vec<u8>, location: &Location) -> Result<Entries> {
@@ -250,13 +250,13 @@ impl CodedArray {
     /// The array in a folder of a store, from metadata already read; `inner` selects the inner chunks of shards as chunks.
     pub fn of(store: Arc<dyn Store>, folder: &Location, metadata: &[u8], inner: bool) -> CodedArray {
         let array = ParsedArray::new(folder, metadata);
-        CodedArray { inner, array, store, number: new_array(), indexes: Cache::new(INDEX_MEMORY) }
+        CodedArray { inner, array, store, indexes: Cache::new(INDEX_MEMORY) }
     }
 
     /// Its shards, if chunks are the inner chunks of shards.
     fn shards<'a>(&'a self, parsed: &'a ParsedArray) -> Option<ArrayShards<'a>> {
         let codec = parsed.chain.shard().filter(|_| self.inner)?;
-        Some(ArrayShards { codec, array: self.number, indexes: &self.indexes })
+        Some(ArrayShards { codec, indexes: &self.indexes })
     }
 
     /// An inner chunk of a shard.

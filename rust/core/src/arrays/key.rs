@@ -4,19 +4,21 @@
 //! block's number is only meaningful with the block size from the frame's header, so both are in the key: units of a file that
 //! was rewritten in place are not confused with old ones.
 
+use std::collections::HashMap;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::source::Version;
 
 /// A unit of an array.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct UnitKey {
     /// A process-wide number of the array; see [`new_array`].
     pub array: u64,
     /// Number of the file in the array, or of the chunk if files are not numbered.
     pub file: u64,
-    /// The file's version; `None` if it is not checked.
-    pub version: Option<Version>,
+    /// The number of the file's version from [`VersionNumbers`]; [`UNCHECKED`] if versions are not compared.
+    pub version: u64,
     /// The chunk in the file.
     pub chunk: usize,
     /// The block in the chunk's frame, and the numbers per block of that frame; [`WHOLE`] for chunks that are decoded as a
@@ -31,4 +33,53 @@ pub const WHOLE: (usize, usize) = (0, 0);
 pub fn new_array() -> u64 {
     static ARRAYS: AtomicU64 = AtomicU64::new(0);
     ARRAYS.fetch_add(1, Ordering::Relaxed)
+}
+
+/// The version of a file that is not compared.
+pub const UNCHECKED: u64 = 0;
+
+/// Numbers that stand for versions of an array's files. A [`Version`] is 80 bytes; hashing and comparing it on every cache
+/// hit costs a third of the throughput of cached blocks.
+#[derive(Debug, Default)]
+pub struct VersionNumbers {
+    /// The last version of each file, and its number. The lock is only tried: a child forked while another thread held it
+    /// gets new numbers and decodes again.
+    last: Mutex<HashMap<u64, (Version, u64)>>,
+}
+
+impl VersionNumbers {
+    /// The number of a file's version: the same for the same version, a new one for another version or an unknown one.
+    pub fn number(&self, file: u64, version: Option<&Version>) -> u64 {
+        static NEXT: AtomicU64 = AtomicU64::new(UNCHECKED + 1);
+        let new = || NEXT.fetch_add(1, Ordering::Relaxed);
+        let Some(version) = version else { return new() };
+        let Ok(mut last) = self.last.try_lock() else { return new() };
+        match last.get(&file) {
+            Some((known, number)) if known == version => *number,
+            _ => {
+                let number = new();
+                last.insert(file, (version.clone(), number));
+                number
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_keeps_its_number_and_another_gets_another() {
+        let versions = VersionNumbers::default();
+        let tag = |text: &str| Version::Tag(text.into());
+        let a = versions.number(3, Some(&tag("a")));
+        assert_eq!(versions.number(3, Some(&tag("a"))), a);
+        assert_ne!(versions.number(4, Some(&tag("a"))), a);
+        let b = versions.number(3, Some(&tag("b")));
+        assert_ne!(b, a);
+        assert_ne!(versions.number(3, Some(&tag("a"))), a);
+        assert_ne!(versions.number(5, None), versions.number(5, None));
+        assert!([a, b].iter().all(|number| *number != UNCHECKED));
+    }
 }

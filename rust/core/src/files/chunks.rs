@@ -14,7 +14,7 @@
 use std::sync::Arc;
 
 use crate::arrays::coded::Decode;
-use crate::arrays::key::{UnitKey, WHOLE, new_array};
+use crate::arrays::key::{UNCHECKED, UnitKey, WHOLE, new_array};
 use crate::arrays::naming::Naming;
 use crate::codec::cache::Cache;
 use crate::dtype::DType;
@@ -173,7 +173,7 @@ impl ChunkFiles {
 
     /// Without the file's version: checking it for each cached chunk doubles the cost of a row.
     fn key(&self, number: u64) -> UnitKey {
-        UnitKey { array: self.number, file: number, version: None, chunk: 0, block: WHOLE }
+        UnitKey { array: self.number, file: number, version: UNCHECKED, chunk: 0, block: WHOLE }
     }
 
     fn open(&self, number: u64) -> Result<OpenFile> {

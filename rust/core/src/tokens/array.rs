@@ -15,7 +15,7 @@ use super::meta::Meta;
 use crate::arrays::coded::{self, CodedArray};
 use crate::arrays::file::{ChunkFile, StoredUnit};
 use crate::arrays::index::Entries;
-use crate::arrays::key::{UnitKey, WHOLE, new_array};
+use crate::arrays::key::{UnitKey, VersionNumbers, WHOLE, new_array};
 use crate::arrays::meta::Coding;
 use crate::codec::cache::Cache;
 use crate::dtype::DType;
@@ -46,6 +46,8 @@ mod seen {
 #[derive(Debug)]
 pub struct TokenFile {
     file: ChunkFile,
+    /// The number of the file's version, in keys of the cache.
+    version: u64,
     /// Indexed by inner chunk.
     seen: Arc<[AtomicU8]>,
     /// Frame headers fetched from a slow store, by inner chunk; `None` for other stores. The lock is only tried, not waited
@@ -86,7 +88,7 @@ impl TokenFile {
     /// The same file with another source of its bytes.
     pub(super) fn over(&self, source: Arc<dyn Source>) -> TokenFile {
         let (seen, headers) = (Arc::clone(&self.seen), self.headers.clone());
-        TokenFile { file: self.file.over(source), seen, headers }
+        TokenFile { file: self.file.over(source), version: self.version, seen, headers }
     }
 }
 
@@ -105,6 +107,7 @@ pub struct TokenArray {
     files: Slots<TokenFile>,
     cache: Arc<BlockCache>,
     number: u64,
+    versions: VersionNumbers,
     foreign: Option<CodedArray>,
 }
 
@@ -181,7 +184,8 @@ impl TokenArray {
         let files = Slots::new(elements.map_or(64, |n| n.div_ceil(meta.outer)));
         let foreign = (meta.coding == Coding::Foreign)
             .then(|| CodedArray::of(Arc::clone(&store), &folder, &text, meta.index.is_some()));
-        Ok(TokenArray { store, folder, meta, files, cache, number: new_array(), foreign })
+        let (number, versions) = (new_array(), VersionNumbers::default());
+        Ok(TokenArray { store, folder, meta, files, cache, number, versions, foreign })
     }
 
     /// The dtype of the elements.
@@ -217,7 +221,8 @@ impl TokenArray {
                 None => ChunkFile::one_unit(source, version),
             })?;
         let seen = (0..file.units()).map(|_| AtomicU8::new(seen::NOTHING)).collect();
-        Ok(TokenFile { file, seen, headers: self.store.wishes().map(|_| Arc::default()) })
+        let version = self.versions.number(number, file.version());
+        Ok(TokenFile { file, version, seen, headers: self.store.wishes().map(|_| Arc::default()) })
     }
 
     /// The parts of a range, without opening a file.
@@ -404,8 +409,7 @@ impl TokenArray {
     }
 
     fn key(&self, shard: &TokenFile, piece: ChunkRange, block: (usize, usize)) -> UnitKey {
-        let version = shard.file.version().cloned();
-        UnitKey { array: self.number, file: piece.file, version, chunk: piece.chunk, block }
+        UnitKey { array: self.number, file: piece.file, version: shard.version, chunk: piece.chunk, block }
     }
 
     fn inner_bytes(&self) -> usize {
