@@ -38,8 +38,8 @@ pub fn new_array() -> u64 {
 /// The version of a file that is not compared.
 pub const UNCHECKED: u64 = 0;
 
-/// Numbers that stand for versions of an array's files. A [`Version`] is 80 bytes; hashing and comparing it on every cache
-/// hit costs a third of the throughput of cached blocks.
+/// Numbers that stand for versions of an array's files. Cloning and hashing a [`Version`] for every cached block made batches
+/// of windows 6 to 30 % slower.
 #[derive(Debug, Default)]
 pub struct VersionNumbers {
     /// The last version of each file, and its number. The lock is only tried: a child forked while another thread held it
