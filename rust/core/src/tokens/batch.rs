@@ -89,7 +89,8 @@ fn in_order<T: Send>(
     watch: Watch<'_>,
 ) -> Result<()> {
     items.sort_by_key(|item| place(item));
-    let typical = elements / items.len().max(1);
+    let count = items.len().max(1);
+    let typical = elements / count;
     let mut rest = &mut items[..];
     while !rest.is_empty() {
         let mut fetched = StagedFiles::default();
@@ -98,8 +99,9 @@ fn in_order<T: Send>(
         let (some, others) = std::mem::take(&mut rest).split_at_mut(taken);
         rest = others;
         let fetched = stage.map(|_| Arc::new(fetched));
-        let parts =
-            if typical * some.len() >= SHARED_FROM && threads::are_free() { threads::num_threads() * 4 } else { 1 };
+        let mine = elements as u128 * some.len() as u128 / count as u128;
+        let shared = mine >= SHARED_FROM as u128 && threads::are_free();
+        let parts = if shared { threads::num_threads() * 4 } else { 1 };
         let per_part = some.len().div_ceil(parts.min(some.len()).max(1)).max(1);
         let one = |_: usize, chunk: &mut [T], stop: &Stop| {
             let mut scratch = fetched.as_ref().map_or_else(Cursors::default, Cursors::over);

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod chunks;
+mod shards;
 mod store;
 mod table;
 mod tokens;

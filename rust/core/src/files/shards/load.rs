@@ -104,7 +104,7 @@ impl Shards {
         io: Io,
         watch: Watch<'_>,
     ) -> Result<Shards> {
-        Shards::of(Arc::new(Local { io: Io::Pread }), io == Io::Mmap, specs, layers, decoded_memory, watch)
+        Shards::of(Arc::new(Local { io }), io == Io::Mmap, specs, layers, decoded_memory, watch)
     }
 
     /// Shards of any store; files are mapped if `maps` is set and they can be. See [`Shards::open`].
