@@ -283,8 +283,7 @@ class InternalError(ActshardError, RuntimeError):
     kind = "internal"
 
 
-# ImportError declares `path` as str; here it is a Path.
-class MissingExtraError(ActshardError, ImportError):  # type: ignore[misc]
+class MissingExtraError(ActshardError, ImportError):  # type: ignore[misc]  # ImportError declares path as str; here a Path
     """A required library is not installed; the message names the extra to install."""
 
     kind = "missing_extra"

@@ -78,8 +78,7 @@ def _opened(
         root = _common(together)
         name = format if format is not None else detect(together[0])
     else:
-        # Lists and tuples were handled above; existing() raises for other sequences.
-        root = existing(path)  # type: ignore[arg-type]
+        root = existing(path)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
         check_finished(root)
         if format is not None:
             name = format

@@ -31,7 +31,7 @@ from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.components import (
     DatasetComponent,
     HfDatasetSourceConfig,  # noqa: F401 -- pickles may name it here, where it was first
-    UrlDatasetSourceConfig,  # noqa: F401
+    UrlDatasetSourceConfig,  # noqa: F401 -- pickles of earlier versions name it here
     components_of,
     dataset_for_component,
     known_options,

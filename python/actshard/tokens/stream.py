@@ -72,9 +72,8 @@ class Streamed:
         Raises:
             ArgumentError: an invalid argument.
         """
-        # Every subclass implements the rest of Examples.
         return TokenStream(
-            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]  # subclasses implement the rest of Examples
             batch_size,
             shuffle=shuffle,
             seed=seed,

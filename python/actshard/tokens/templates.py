@@ -42,7 +42,7 @@ def _environment() -> Any:
         raise MissingExtraError.of("a chat template", "tokens") from error
 
     # jinja2's types are not installed where mypy runs, so the base class is Any.
-    class Generation(Extension):  # type: ignore[misc]
+    class Generation(Extension):  # type: ignore[misc]  # jinja2 may be missing, so that mypy sees Any
         """``{% generation %}...{% endgeneration %}``: marks the text between them."""
 
         tags = {"generation"}  # noqa: RUF012 -- declared this way by jinja2
