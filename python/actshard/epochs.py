@@ -26,6 +26,12 @@ class Reader(Protocol):
     def next(self) -> Any:
         """Waits for the next batch; returns None at the end of the epoch."""
 
+    def ready(self) -> bool:
+        """Whether ``next`` would return a batch without waiting. False at the end and before an error."""
+
+    def release(self, number: int) -> None:
+        """Returns a buffer of a loop that holds them, by its index, for reuse."""
+
     def stop(self) -> None:
         """Stops the threads. May be called again."""
 
@@ -66,8 +72,8 @@ class Epochs(ABC, Generic[B]):
         """Raises if a loop cannot begin, e.g. on a closed store."""
 
     @abstractmethod
-    def _loop(self, first: int, every: int) -> Loop[B]:
-        """Returns a loop over batches ``first``, ``first + every``, ... of the epoch."""
+    def _loop(self, first: int, every: int, held: list[Any] | None) -> Loop[B]:
+        """Returns a loop over batches ``first``, ``first + every``, ... of the epoch; ``held`` as in :meth:`loop`."""
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
@@ -167,12 +173,25 @@ class Epochs(ABC, Generic[B]):
 
     def batches_from(self, batch: int, every: int = 1) -> Iterator[B]:
         """Iterates over batches ``batch``, ``batch + every``, ... of the epoch."""
+        return self._begun(batch, every, None)
+
+    def loop(self, held: list[Any] | None) -> Loop[B]:
+        """Begins a loop over the rest of the epoch. Internal: for readers that hold several batches at once.
+
+        Args:
+            held: arrays of :meth:`Stream.batch_shape` that batches are written into. Each is filled again only after
+                :meth:`Loop.release`. None: each batch gets new arrays.
+        """
+        self._turn()
+        return self._begun(self._resume or 0, 1, held)
+
+    def _begun(self, batch: int, every: int, held: list[Any] | None) -> Loop[B]:
         self._ready()
         self._supersede("another loop over this stream was begun; create one stream per loop")
         self._turn()
         self._resume = None
         self._step = batch
-        made = self._loop(batch, every)
+        made = self._loop(batch, every, held)
         self._live = weakref.ref(made)
         return made
 
@@ -226,7 +245,8 @@ class Loop(ABC, Generic[B]):
 
     def __init__(self, stream: Epochs[B], first: int, every: int) -> None:
         self._stream = stream
-        self._next = _arguments.whole(first, "batch")
+        # The next batch to read, and the next one to hand out.
+        self._next = self._due = _arguments.whole(first, "batch")
         self._every = _arguments.whole(every, "every", 1)
         self._epoch = stream.epoch
         self._done = False
@@ -255,7 +275,15 @@ class Loop(ABC, Generic[B]):
         return self
 
     def __next__(self) -> B:
-        stream = self._stream
+        found = self._found()
+        if found is None:
+            self.finish()
+            raise StopIteration
+        self.hand_out()
+        return self._made(found)
+
+    def _found(self) -> Any:
+        """Waits for the reader's next result; None at the end. Raises StopIteration if the loop was closed."""
         found = None
         if not self._done:
             if self._pid != os.getpid():
@@ -263,21 +291,53 @@ class Loop(ABC, Generic[B]):
             reader = self._reader
             found = None if reader is None else reader.next()
         # Checked after the wait: another thread may have closed this loop or begun another one.
-        if self._why is not None:
-            raise ClosedError(self._why, path=stream._place())
+        self.check()
         if self._done:
             raise StopIteration
-        if found is None:
-            self.close()
-            if stream.epoch == self._epoch and stream._live() is self:
-                stream.epoch, stream._step = stream.epoch + 1, 0
-                stream._turn()
-            raise StopIteration
-        self._next += self._every
+        if found is not None:
+            self._next += self._every
+        return found
+
+    def check(self) -> None:
+        """Raises ClosedError if another loop or a loaded state ended this loop."""
+        if self._why is not None:
+            raise ClosedError(self._why, path=self._stream._place())
+
+    def take(self) -> B | None:
+        """Waits for the next batch, without moving the stream's position; None at the end.
+
+        Raises:
+            StopIteration: the loop was closed.
+        """
+        found = self._found()
+        return None if found is None else self._made(found)
+
+    def hand_out(self) -> None:
+        """Moves the stream's position behind the next batch in order, which :meth:`take` returned."""
+        stream, taken = self._stream, self._due + 1
+        self._due += self._every
         if stream._live() is self:
-            count, step = stream._count(), self._next - self._every + 1
-            stream._step = step if count is None else min(step, count)
-        return self._made(found)
+            count = stream._count()
+            stream._step = taken if count is None else min(taken, count)
+
+    def finish(self) -> None:
+        """Ends the loop after its last batch was handed out: the next loop reads the next epoch."""
+        stream = self._stream
+        self.close()
+        if stream.epoch == self._epoch and stream._live() is self:
+            stream.epoch, stream._step = stream.epoch + 1, 0
+            stream._turn()
+
+    def ready(self) -> bool:
+        """Whether :meth:`take` would return a batch without waiting."""
+        reader = self._reader
+        return reader is not None and self._pid == os.getpid() and reader.ready()
+
+    def release(self, number: int) -> None:
+        """Returns a held array, by its index, to be filled again."""
+        reader = self._reader
+        if reader is not None and self._pid == os.getpid():
+            reader.release(number)
 
     def close(self, why: str | None = None) -> None:
         """Stops the reader. An active loop raises ClosedError with the text ``why`` when the next batch is requested."""

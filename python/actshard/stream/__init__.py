@@ -193,8 +193,8 @@ class Stream(Epochs[Batch]):
         # Computed while the files are open: state_dict() may be called after the store is closed.
         _ = self.store.identity
 
-    def _loop(self, first: int, every: int) -> _RowLoop:
-        return _RowLoop(self, first, every)
+    def _loop(self, first: int, every: int, held: list[Any] | None) -> _RowLoop:
+        return _RowLoop(self, first, every, held)
 
     def _added(self, theirs: dict[str, Any]) -> set[str]:
         return _SINCE_2 if "dataset" not in theirs else set()
@@ -299,17 +299,19 @@ def _norm_of(store: Readable, scale: Scale) -> float | None:
 class _RowLoop(Loop[Batch]):
     """The iterator of one loop over a stream."""
 
-    def __init__(self, stream: Stream, first: int, every: int) -> None:
+    def __init__(self, stream: Stream, first: int, every: int, held: list[Any] | None) -> None:
         self._source = stream
         self._layers = np.array(stream.layers, np.int64)
         self._overflows = 0
         # Held until the loop ends, as the files are, even if the store is closed.
         self._labels = None if stream._tokens == "special" else stream.store.labels
-        self._ring = stream._ring()
+        self._hold = held is not None
+        self._ring = stream._ring() if held is None else held
         super().__init__(stream, first, every)
 
     def _start(self) -> Reader:
-        reader: Reader = self._source._native.start(self._epoch, self._next, self._every, self._ring)
+        start = self._source._native.start
+        reader: Reader = start(self._epoch, self._next, self._every, self._ring, hold=self._hold)
         return reader
 
     def _made(self, found: Any) -> Batch:
@@ -318,7 +320,7 @@ class _RowLoop(Loop[Batch]):
         if more := stream._native.take_overflows():
             self._warn(more)
         layers = self._layers if groups is None else self._layers[groups]
-        if stream._buffers is not None:
+        if stream._buffers is not None and not self._hold:
             activations = self._yours(activations)
         return Batch(activations, examples, tokens, layers, stream._labels_of(self._labels, examples, tokens))
 

@@ -240,7 +240,8 @@ class TokenStream(Epochs[Any]):
     def _ready(self) -> None:
         _ = self.identity
 
-    def _loop(self, first: int, every: int) -> _TokenLoop:
+    def _loop(self, first: int, every: int, held: list[Any] | None) -> _TokenLoop:
+        assert held is None, "batches of tokens are new arrays"
         return _TokenLoop(self, first, every)
 
     def _settings(self) -> dict[str, Any]:
@@ -318,6 +319,13 @@ class _Ahead:
         if self._error is not None and not self._stopped:
             raise self._error
         return None
+
+    def ready(self) -> bool:
+        """Whether ``next`` would return a batch without waiting."""
+        return bool(self._held) and not self._stopped
+
+    def release(self, number: int) -> None:
+        """Does nothing: batches of tokens are new arrays."""
 
     def stop(self) -> None:
         """Stops the thread after its current batch."""

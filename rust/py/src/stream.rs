@@ -195,7 +195,9 @@ impl Stream {
         })
     }
 
-    /// Starts reading batches `first`, `first + every`, ... of an epoch, into new arrays or into `buffers`.
+    /// Starts reading batches `first`, `first + every`, ... of an epoch, into new arrays or into `buffers`. A buffer is
+    /// filled again after the next call of `next`, or if `hold` is set after `release`.
+    #[pyo3(signature = (epoch, first, every, buffers, hold=false))]
     fn start(
         &self,
         py: Python<'_>,
@@ -203,6 +205,7 @@ impl Stream {
         first: u64,
         every: u64,
         buffers: Option<Vec<Bound<'_, PyUntypedArray>>>,
+        hold: bool,
     ) -> PyResult<Batches> {
         detach::guarded(py, || {
             let mut lent = vec![];
@@ -228,6 +231,7 @@ impl Stream {
             Ok(Batches {
                 ahead: Mutex::new(Some(Arc::new(ahead))),
                 given: Mutex::new(vec![]),
+                hold,
                 arrays,
                 descr: self.descr.clone_ref(py),
                 item: self.item.clone(),
@@ -258,8 +262,10 @@ pub struct Batches {
     /// `None` once stopped. Locked only with the GIL held, and only to copy or take the pointer: never while waiting for a
     /// batch, when a signal handler on the same thread may stop these batches.
     ahead: Mutex<Option<Arc<Ahead<BatchMemory>>>>,
-    /// Buffers that the consumer holds; the next call returns them for reuse.
+    /// Buffers that the consumer holds.
     given: Mutex<Vec<Lent>>,
+    /// Whether buffers are returned for reuse by `release`, and not by the next call of `next`.
+    hold: bool,
     arrays: Vec<Py<PyUntypedArray>>,
     descr: Py<PyArrayDescr>,
     item: Vec<usize>,
@@ -279,7 +285,11 @@ impl Batches {
         detach::guarded(py, || {
             let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
             let Some(ahead) = ahead else { return Ok(None) };
-            let given = std::mem::take(&mut *self.given.lock().unwrap_or_else(PoisonError::into_inner));
+            let given = if self.hold {
+                vec![]
+            } else {
+                std::mem::take(&mut *self.given.lock().unwrap_or_else(PoisonError::into_inner))
+            };
             let next = detach::detached(py, |watch| {
                 for lent in given {
                     ahead.give_back(BatchMemory::Lent(lent));
@@ -303,6 +313,24 @@ impl Batches {
             let groups = self.interleaved.then(|| PyArray1::from_vec(py, groups));
             Ok(Some((array, PyArray1::from_vec(py, examples), PyArray1::from_vec(py, tokens), groups)))
         })
+    }
+
+    /// Whether `next` would return a batch without waiting. False at the end and before an error.
+    fn ready(&self) -> bool {
+        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        ahead.is_some_and(|ahead| ahead.is_ready())
+    }
+
+    /// Returns a held buffer, by its index, for reuse. Does nothing if it is not held.
+    fn release(&self, number: usize) {
+        let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(at) = given.iter().position(|lent| lent.number == number) else { return };
+        let lent = given.swap_remove(at);
+        drop(given);
+        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(ahead) = ahead {
+            ahead.give_back(BatchMemory::Lent(lent));
+        }
     }
 
     /// Stops the thread and drops the batches read ahead. A waiting call of `next` returns None.

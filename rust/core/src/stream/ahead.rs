@@ -97,6 +97,11 @@ impl<M: AsMut<[u8]> + Send + 'static> Ahead<M> {
         self.shared.next(watch)
     }
 
+    /// Whether [`Ahead::next`] would return a batch without waiting. False at the end and before an error.
+    pub fn is_ready(&self) -> bool {
+        !self.is_inherited() && self.shared.is_ready()
+    }
+
     /// Returns memory for reuse.
     pub fn give_back(&self, memory: M) {
         if !self.is_inherited() {

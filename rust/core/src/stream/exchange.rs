@@ -65,6 +65,11 @@ impl<B, M> Exchange<B, M> {
         }
     }
 
+    /// Whether `next` would return a batch without waiting.
+    pub(super) fn is_ready(&self) -> bool {
+        !self.lock().ready.is_empty()
+    }
+
     /// Returns memory for reuse.
     pub(super) fn give_back(&self, memory: M) {
         self.lock().spare.push(memory);

@@ -3,8 +3,10 @@
 Requires torch, which actshard does not install.
 
 >>> stream = store.stream(5, 16384, shuffle="window")
->>> for batch in actshard.torch.batches(stream):                       # no DataLoader: threads already read ahead
-...     loss = model(batch["activations"].to("cuda", non_blocking=True))
+>>> for batch in actshard.torch.to_device(stream, "cuda"):             # copied to the GPU while it computes
+...     loss = model(batch["activations"])
+>>> for batch in actshard.torch.batches(stream):                       # on the host; threads read ahead, without a DataLoader
+...     loss = model(batch["activations"])
 >>> loader = DataLoader(actshard.torch.IterableDataset(stream), batch_size=None, num_workers=2)
 >>> loader = DataLoader(actshard.torch.Dataset(store, 5), batch_size=4096, shuffle=True, collate_fn=actshard.torch.collate)
 """
@@ -16,72 +18,38 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from actshard.epochs import Epochs
-from actshard.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    InternalError,
-    MissingExtraError,
-    OutOfRangeError,
-    UnsupportedError,
-)
-from actshard.stream import Batch, Stream
+from actshard.errors import ArgumentError, ArgumentTypeError, InternalError, OutOfRangeError, UnsupportedError
+from actshard.stream import Stream
 from actshard.stream.selection import Mask, Tokens
-from actshard.tokens.stream import Examples, arrays
+from actshard.tokens.stream import Examples
+from actshard.torch._device import DeviceStream, to_device
+from actshard.torch._tensors import data, dtype_of, stream_of, tensor, tensors, torch
 
 if TYPE_CHECKING:
     from actshard.store import Store
 
-try:
-    import torch
-    from torch.utils import data
-except ImportError as error:
-    raise MissingExtraError.of("actshard.torch", "torch") from error
-
-
-def tensor(array: NDArray[Any]) -> torch.Tensor:
-    """Returns a tensor that shares the array's memory, also for bfloat16 and float8.
-
-    Read-only arrays are copied, because torch has no read-only tensors.
-    """
-    if isinstance(array, torch.Tensor):
-        return array
-    if not array.flags.writeable:
-        array = array.copy()
-    if array.dtype.kind == "V" or (type(array.dtype.type).__module__ != "numpy" and array.dtype.kind not in "biufc"):
-        wanted = getattr(torch, array.dtype.name, None)
-        if wanted is None:
-            raise ArgumentError(f"torch has no dtype for {array.dtype}")
-        size = array.dtype.itemsize
-        return torch.from_numpy(array.view(f"i{size}")).view(wanted)
-    return torch.from_numpy(array)
-
-
-def tensors(batch: Any) -> dict[str, Any]:
-    """Returns a batch as a dict of tensors that share its memory.
-
-    Keys for activations: activations, examples, tokens, layers, and labels if the dataset has labels. Keys for a token
-    dataset: the names of its arrays (``tokens``, ``loss_weight``, ``segment_ids``).
-    """
-    if not isinstance(batch, Batch):
-        return {name: tensor(array) for name, array in arrays(batch).items()}
-    made = {
-        "activations": tensor(batch.activations),
-        "examples": tensor(batch.examples),
-        "tokens": tensor(batch.tokens),
-        "layers": tensor(batch.layers),
-    }
-    if batch.labels is not None:
-        made["labels"] = tensor(batch.labels)
-    return made
+__all__ = [
+    "Dataset",
+    "DeviceStream",
+    "IterableDataset",
+    "TokenDataset",
+    "batches",
+    "collate",
+    "pinned",
+    "tensor",
+    "tensors",
+    "to_device",
+]
 
 
 def pinned(stream: Stream, count: int = 3) -> list[torch.Tensor]:
     """Returns pinned tensors for ``store.stream(..., buffers=)``, so batches go to a GPU without another copy on the host.
 
-    Copy with ``non_blocking=True``, and synchronise before you request ``count - 1`` more batches.
+    A batch is valid until the next one is requested: its buffer is then refilled. If you copy it with ``non_blocking=True``,
+    wait for the copy before you request the next batch, or use :func:`to_device`, which does so without stopping the GPU.
 
     Args:
         stream: the stream whose batch shape and dtype the tensors take.
@@ -92,34 +60,18 @@ def pinned(stream: Stream, count: int = 3) -> list[torch.Tensor]:
     """
     if not isinstance(count, int) or isinstance(count, bool) or count < 2:
         raise ArgumentError(f"count: expected an integer of at least 2, found {count!r}")
-    if not isinstance(_stream(stream), Stream):
+    if not isinstance(stream_of(stream), Stream):
         raise ArgumentTypeError("stream: expected a stream of activations; token streams have no buffers")
-    dtype = _dtype(stream.dtype)
+    dtype = dtype_of(stream.dtype)
     try:
         return [torch.empty(stream.batch_shape, dtype=dtype, pin_memory=True) for _ in range(count)]
     except RuntimeError as error:
         raise UnsupportedError(f"cannot pin memory on this machine: {str(error).splitlines()[0]}") from error
 
 
-def _stream(given: Any) -> Epochs[Any]:
-    if not isinstance(given, Epochs):
-        raise ArgumentTypeError(
-            "stream: expected an actshard.Stream (store.stream(...)) or a token stream (dataset.stream(...)), "
-            f"found {type(given).__name__}"
-        )
-    return given
-
-
-def _dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
-        raise ArgumentError(f"torch has no dtype for {dtype}")
-    return found
-
-
 def batches(stream: Epochs[Any]) -> Iterator[dict[str, Any]]:
     """Yields the rest of a stream's epoch as dicts of tensors."""
-    return (tensors(batch) for batch in _stream(stream))
+    return (tensors(batch) for batch in stream_of(stream))
 
 
 class _LoaderBatch(dict[str, Any]):
@@ -149,7 +101,7 @@ class IterableDataset(data.IterableDataset):
 
     def __init__(self, stream: Epochs[Any]) -> None:
         super().__init__()
-        self.stream = _stream(stream)
+        self.stream = stream_of(stream)
         # Shared with all workers, forked or spawned: the next epoch, the token of the current set of workers, the number of
         # passes workers have begun, and (pass, epoch) of their last passes.
         self._shared = torch.tensor([stream.epoch, -1, 0] + [-1] * (2 * _PASSES), dtype=torch.int64).share_memory_()

@@ -1,0 +1,76 @@
+"""Tensors that share memory with arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.epochs import Epochs
+from actshard.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from actshard.stream import Batch
+from actshard.tokens.stream import arrays
+
+try:
+    import torch
+    from torch.utils import data
+except ImportError as error:
+    raise MissingExtraError.of("actshard.torch", "torch") from error
+
+__all__ = ["data", "dtype_of", "stream_of", "tensor", "tensors", "torch"]
+
+
+def tensor(array: NDArray[Any]) -> torch.Tensor:
+    """Returns a tensor that shares the array's memory, also for bfloat16 and float8.
+
+    Read-only arrays are copied, because torch has no read-only tensors.
+    """
+    if isinstance(array, torch.Tensor):
+        return array
+    if not array.flags.writeable:
+        array = array.copy()
+    if array.dtype.kind == "V" or (type(array.dtype.type).__module__ != "numpy" and array.dtype.kind not in "biufc"):
+        wanted = getattr(torch, array.dtype.name, None)
+        if wanted is None:
+            raise ArgumentError(f"torch has no dtype for {array.dtype}")
+        size = array.dtype.itemsize
+        return torch.from_numpy(array.view(f"i{size}")).view(wanted)
+    return torch.from_numpy(array)
+
+
+def tensors(batch: Any) -> dict[str, Any]:
+    """Returns a batch as a dict of tensors that share its memory.
+
+    Keys for activations: activations, examples, tokens, layers, and labels if the dataset has labels. Keys for a token
+    dataset: the names of its arrays (``tokens``, ``loss_weight``, ``segment_ids``).
+    """
+    if not isinstance(batch, Batch):
+        return {name: tensor(array) for name, array in arrays(batch).items()}
+    made = {
+        "activations": tensor(batch.activations),
+        "examples": tensor(batch.examples),
+        "tokens": tensor(batch.tokens),
+        "layers": tensor(batch.layers),
+    }
+    if batch.labels is not None:
+        made["labels"] = tensor(batch.labels)
+    return made
+
+
+def stream_of(given: Any) -> Epochs[Any]:
+    """The argument, if it is a stream of activations or of tokens."""
+    if not isinstance(given, Epochs):
+        raise ArgumentTypeError(
+            "stream: expected an actshard.Stream (store.stream(...)) or a token stream (dataset.stream(...)), "
+            f"found {type(given).__name__}"
+        )
+    return given
+
+
+def dtype_of(dtype: np.dtype[Any]) -> torch.dtype:
+    """torch's dtype of the same name."""
+    found = getattr(torch, dtype.name, None)
+    if not isinstance(found, torch.dtype):
+        raise ArgumentError(f"torch has no dtype for {dtype}")
+    return found
