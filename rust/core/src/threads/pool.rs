@@ -2,13 +2,14 @@
 //!
 //! rayon's global pool does not survive a fork: the child inherits its bookkeeping but none of its threads, and the first
 //! `install` waits forever. This pool stores the id of the process that created it; a child creates a new one. The count
-//! of callers does the same. The slot with the pool is only tried, never waited for, and locked only while a pointer is
-//! copied: if a fork happened while another thread held it, the child works on the calling thread instead of hanging.
+//! of callers does the same. The slot with the pool is one pointer, replaced atomically: there is no lock that a thread
+//! could hold while another one forks, so a child always gets all its threads.
 
 use std::cell::Cell;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
+use crossbeam_utils::atomic::AtomicCell;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::handout::{Handout, Stop, Watch, interrupted};
@@ -20,12 +21,35 @@ use crate::error::Result;
 /// child inherits the parent's number but not its threads, so a number under another id counts as zero.
 static CALLERS: AtomicU64 = AtomicU64::new(0);
 
-/// The pool and the id of the process that created it.
-type Owned = Option<(u32, Arc<Pool>)>;
+/// A process's pool. Never freed: a child must not drop its parent's pool, whose threads do not exist there.
+#[derive(Debug)]
+struct Owned {
+    pid: u32,
+    /// Built by the first caller, while others wait; `None` if that failed. Only threads of the process `pid` wait for it,
+    /// so the builder exists.
+    pool: OnceLock<Option<Pool>>,
+}
 
-static POOL: Mutex<Owned> = Mutex::new(None);
+/// The pool of this process, or of one that it was forked from. Compared by address.
+#[derive(Clone, Copy, Debug)]
+struct Slot(Option<&'static Owned>);
+
+impl PartialEq for Slot {
+    fn eq(&self, other: &Slot) -> bool {
+        match (self.0, other.0) {
+            (Some(a), Some(b)) => std::ptr::eq(a, b),
+            (a, b) => a.is_none() && b.is_none(),
+        }
+    }
+}
+
+impl Eq for Slot {}
+
+static POOL: AtomicCell<Slot> = AtomicCell::new(Slot(None));
+const _: () = assert!(AtomicCell::<Slot>::is_lock_free(), "a lock could be held while another thread forks");
 
 /// The threads besides the caller.
+#[derive(Debug)]
 struct Pool {
     threads: ThreadPool,
     #[cfg(target_os = "linux")]
@@ -57,39 +81,24 @@ fn count_threads() -> usize {
         .min(256)
 }
 
-/// The pool of this process, or `None` if there is none and none can be built.
-fn current() -> Option<Arc<Pool>> {
-    let pid = std::process::id();
-    let mine = |slot: &MutexGuard<'_, Owned>| {
-        slot.as_ref().filter(|(owner, _)| *owner == pid).map(|(_, pool)| Arc::clone(pool))
-    };
-    if let Some(pool) = mine(&try_slot()?) {
-        return Some(pool);
-    }
-    // Built without the lock, because it takes about a millisecond. If two threads build one, the second is dropped.
-    let made = Arc::new(build()?);
-    let mut slot = try_slot()?;
-    if let Some(first) = mine(&slot) {
-        return Some(first);
-    }
-    // The parent's threads do not exist here. Dropping its pool would signal them through locks that they may have held at
-    // the fork.
-    if let Some(parents) = slot.replace((pid, Arc::clone(&made))) {
-        std::mem::forget(parents);
-    }
-    Some(made)
+/// The pool of this process, or `None` if it cannot be built.
+fn current() -> Option<&'static Pool> {
+    owned(&POOL, std::process::id()).pool.get_or_init(build).as_ref()
 }
 
-/// The slot's guard, if the lock becomes free within the time another thread needs to copy a pointer.
-fn try_slot() -> Option<MutexGuard<'static, Owned>> {
-    for _ in 0..200 {
-        match POOL.try_lock() {
-            Ok(guard) => return Some(guard),
-            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+/// The pool of the process `pid`; another process's is replaced.
+fn owned(slot: &AtomicCell<Slot>, pid: u32) -> &'static Owned {
+    let mut now = slot.load();
+    loop {
+        if let Some(owned) = now.0.filter(|owned| owned.pid == pid) {
+            return owned;
+        }
+        let new: &'static Owned = Box::leak(Box::new(Owned { pid, pool: OnceLock::new() }));
+        match slot.compare_exchange(now, Slot(Some(new))) {
+            Ok(_) => return new,
+            Err(other) => now = other, // another thread was faster; `new`, still without threads, is a few bytes
         }
     }
-    None
 }
 
 fn build() -> Option<Pool> {
@@ -232,6 +241,38 @@ mod tests {
         let here = u64::from(std::process::id());
         assert_eq!(callers_of((here + 1) << 32 | 7, here as u32), 0);
         assert_eq!(callers_of(here << 32 | 7, here as u32), 7);
+    }
+
+    /// Simulates a fork while another thread builds the pool: its `OnceLock` is never finished.
+    #[test]
+    fn a_pool_that_was_being_built_at_a_fork_is_replaced() {
+        let slot = AtomicCell::new(Slot(None));
+        let parents = owned(&slot, 1);
+        let (building, is_building) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            parents.pool.get_or_init(|| {
+                building.send(()).unwrap();
+                loop {
+                    std::thread::park();
+                }
+            })
+        });
+        is_building.recv().unwrap();
+        let child = owned(&slot, 2);
+        assert!(!std::ptr::eq(parents, child));
+        assert!(child.pool.get_or_init(build).is_some());
+        assert!(std::ptr::eq(child, owned(&slot, 2)));
+    }
+
+    #[test]
+    fn threads_of_a_process_share_one_pool() {
+        let slot = AtomicCell::new(Slot(None));
+        let found: Vec<usize> = std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                (0..8).map(|_| scope.spawn(|| std::ptr::from_ref(owned(&slot, 1)) as usize)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(found.iter().all(|at| *at == found[0]));
     }
 
     #[test]

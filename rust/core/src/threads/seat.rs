@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use rustix::thread::{CpuSet, Pid, gettid, sched_getaffinity, sched_getcpu, sched_setaffinity};
 
 /// The thread of a pool of one; 0 before it has started.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub struct Seat {
     thread: Arc<AtomicI32>,
 }
