@@ -35,7 +35,8 @@ def machine() -> dict[str, Any]:
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {}
-    for name in ("numpy", "pyarrow", "safetensors", "lmprobe", "torch", "zarr", "tensorstore", "isal"):
+    for name in ("numpy", "pyarrow", "safetensors", "lmprobe", "torch", "zarr", "zarrs", "tensorstore", "isal", "polars",
+                 "h5py", "datasets"):  # fmt: skip
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -64,6 +65,8 @@ def cells(row: Row) -> list[str]:
     return [row.workload, row.state, row.peer, peer, ours, ratio, row.target, met, row.note]
 
 
+COLD = ("random_cold", "half_cached")
+"""Workloads that drop pages of files which later workloads map."""
 HEADERS = ["workload", "state", "peer", "peer's median", "actshard's median", "ratio", "target", "met", "note"]
 
 
@@ -78,7 +81,7 @@ def main() -> None:
         sys.exit("benches: this is a debug build of actshard; `make bench` builds a release")
     rows: list[Row] = []
     # Cold runs first: the page cache of files mapped by this process cannot be dropped.
-    names = sorted(asked.only.split(","), key=lambda name: name != "random_cold")
+    names = sorted(asked.only.split(","), key=lambda name: name not in COLD)
     console = Console(width=None if sys.stdout.isatty() else 220)
     for name in names:
         console.print(f"[dim]{name} ...[/]")

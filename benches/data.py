@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
+import actshard
+
 ROOT = Path(os.environ.get("ACTSHARD_BENCH_DATA", Path(__file__).parent / "data"))
 
 SAEV = {"examples": 2_000, "layers": [2, 7, 11], "content": 196, "d_model": 768, "shards": 4}
 ZARR = {"samples": 40, "layers": 11, "tokens": 512, "hidden": 4_096, "chunk": 128}
 PICKLES = {"tokens": 512, "hidden": 1_024, "samples": 25, "layers": 2}
+CODED = {"shape": (50, 4, 640, 768), "chunk": (1, 1, 128, 768)}
 POOLED = {"prompts": 6_000, "dim": 4_096, "shards": 3}
 FULL = {"prompts": 500, "dim": 1_024, "low": 64, "high": 192, "rest_shards": 3}
 
@@ -232,3 +236,69 @@ def pickles(name: str) -> Path:
                 "statistics": {"total_shards": count, "total_samples": count * per}}  # fmt: skip
     (folder / "metadata.json").write_text(json.dumps(metadata))
     return folder
+
+
+def rows_of(dtype: str, count: int = 100_000, dim: int = 768) -> Path:
+    """lmprobe pooled: rows of one layer in a dtype, written by actshard: 154 MB for 100,000 of 16 bits."""
+    folder = ROOT / f"rows-{dtype}-{count}x{dim}"
+    if (folder / "index").exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    rng = np.random.default_rng(4)
+    with actshard.create(folder, "lmprobe", layers=[7], d_model=dim, dtype=dtype) as writer:
+        for first in range(0, count, 10_000):
+            some = min(10_000, count - first)
+            writer.append(
+                rng.standard_normal((some, 1, dim), np.float32), columns={"text": [f"{first + i}" for i in range(some)]}
+            )
+    return folder
+
+
+def zarr_version_3(kind: str) -> Path:
+    """50 samples x 4 layers x 640 tokens x 768 float32, values rounded to 1/64, in 1,000 chunks of 393 KB, written by zarr.
+
+    Kinds: "plain", "sharded" (five chunks a file, not compressed), "coded" (zstd).
+    """
+    import zarr
+    from zarr.codecs import ZstdCodec
+
+    store = ROOT / "zarr3" / f"{kind}.zarr"
+    shape, chunk = CODED["shape"], CODED["chunk"]
+    if (store / "done").exists():
+        return store
+    shutil.rmtree(store, ignore_errors=True)
+    group = zarr.open_group(str(store), mode="w", zarr_format=3)
+    group.attrs.update({"schema_version": "1.0", "model_id": "bench"})
+    more: dict[str, object] = {"shards": (1, 1, shape[2], shape[3])} if kind == "sharded" else {}
+    made = group.create_array(
+        "arrays/activations", shape=shape, chunks=chunk, dtype="f4",
+        compressors=[ZstdCodec(level=1)] if kind == "coded" else None, **more,
+    )  # fmt: skip
+    lengths = group.create_array("arrays/seq_len", shape=shape[:1], chunks=shape[:1], dtype="i4", compressors=None)
+    lengths[:] = shape[2]
+    rng = np.random.default_rng(5)
+    for i in range(shape[0]):
+        values = rng.standard_normal(shape[1:], np.float32)
+        made[i] = np.round(values * 64) / 64
+    (store / "done").touch()
+    return store
+
+
+def many_stores(count: int = 1_000) -> list[Path]:
+    """Small saev dumps of 2 examples."""
+    folder = ROOT / "many"
+    paths = [folder / f"{i:04}" / "saev" / "shards" / "small" for i in range(count)]
+    if paths[-1].exists():
+        return paths
+    metadata = {
+        "family": "clip", "ckpt": "bench", "layers": [2, 7], "content_tokens_per_example": 4, "cls_token": True,
+        "d_model": 768, "n_examples": 2, "max_tokens_per_shard": 20, "data": "", "dataset": "/none",
+        "pixel_agg": "majority", "dtype": "float32", "protocol": "2.1",
+    }  # fmt: skip
+    rows = np.random.default_rng(6).standard_normal((2, 2, 5, 768), np.float32).tobytes()
+    for path in paths:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "acts000000.bin").write_bytes(rows)
+        (path / "metadata.json").write_text(json.dumps(metadata))
+        (path / "shards.json").write_text(json.dumps([{"name": "acts000000.bin", "n_examples": 2}]))
+    return paths

@@ -59,6 +59,20 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
+def compared(
+    workload: str, state: str, peer: str, times: dict[str, list[float]], ours: str, target: float | None, **more: Any
+) -> Row:
+    """A row of two engines' median times."""
+    p, o = median(times[peer]), median(times[ours])
+    ratio = p / o
+    unit, scale = more.pop("unit", ("ms", 1e3))
+    return Row(
+        workload, state, peer, p * scale, o * scale, unit, ratio, "" if target is None else f">= {target:g}x",
+        None if target is None else ratio >= target,
+        spread={k: sorted(x * scale for x in v) for k, v in times.items()}, **more,
+    )  # fmt: skip
+
+
 class NotPermitted(Exception):  # noqa: N818 -- a property of the machine, not an error
     """The page cache cannot be dropped."""
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import actshard
-from benches import data, pickles, streams, tokens, writing, zarrs
-from benches.measure import Engine, NotPermitted, Row, fio_iops, in_child, interleave, median
+from benches import data, device, limits, others, pickles, streams, tokens, writing, zarrs, zarrs3
+from benches.measure import Engine, NotPermitted, Row, compared, fio_iops, in_child, interleave, median
 from benches.peers import NumpyMemmap, SafetensorsRows, lmprobe_on, numpy_sequences
 
 ROWS = 16_384
@@ -32,18 +32,6 @@ def _same(ours: Any, theirs: Any, what: str) -> None:
     ours, theirs = np.asarray(ours), np.asarray(theirs)
     if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
         raise AssertionError(f"{what}: outputs differ; nothing is timed before they are equal")
-
-
-def _row(
-    workload: str, state: str, peer: str, times: dict[str, list[float]], ours: str, target: float, **more: Any
-) -> Row:
-    p, o = median(times[peer]), median(times[ours])
-    ratio = p / o
-    unit, scale = more.pop("unit", ("ms", 1e3))
-    return Row(
-        workload, state, peer, p * scale, o * scale, unit, ratio, f">= {target:g}x", ratio >= target,
-        spread={k: sorted(x * scale for x in v) for k, v in times.items()}, **more,
-    )  # fmt: skip
 
 
 def random_hot(repeats: int) -> Iterator[Row]:
@@ -82,13 +70,17 @@ def random_hot(repeats: int) -> Iterator[Row]:
         warmup=3,
     )
     what = f"{ROWS:,} random rows (3 KiB)"
-    yield _row(what, "hot, fresh output", "numpy memmap", times, "actshard", 15)
-    yield _row(what, "hot, reused output", "numpy memmap", times, "actshard out=", 15)
-    yield _row(what, "hot, both reuse output", "numpy memmap, reused output", times, "actshard out=", 15)
-    yield _row("  against a memory copy", "hot, fresh output", "ndarray.copy", times, "actshard", 0.5)
-    yield _row("  against a memory copy", "hot, reused output", "np.copyto", times, "actshard out=", 0.5)
-    yield _row(f"{what}, io=pread", "hot, fresh output", "numpy memmap", times, "actshard pread", 7)
-    yield _row(f"{what}, io=pread", "hot, reused output", "numpy memmap", times, "actshard pread out=", 7)
+    # No targets against numpy, whose rows move at a fifth of a copy: the copy is the limit, and has the targets.
+    yield compared(what, "hot, fresh output", "numpy memmap", times, "actshard", None)
+    yield compared(what, "hot, reused output", "numpy memmap", times, "actshard out=", None)
+    yield compared(what, "hot, both reuse output", "numpy memmap, reused output", times, "actshard out=", None)
+    yield compared("  against a memory copy", "hot, fresh output", "ndarray.copy", times, "actshard", 0.5)
+    yield compared("  against a memory copy", "hot, reused output", "np.copyto", times, "actshard out=", 0.9)
+    yield compared(f"{what}, io=pread", "hot, fresh output", "numpy memmap", times, "actshard pread", None)
+    yield compared(f"{what}, io=pread", "hot, reused output", "numpy memmap", times, "actshard pread out=", None)
+    yield compared(
+        "  against a memory copy, io=pread", "hot, reused output", "np.copyto", times, "actshard pread out=", 0.45
+    )
 
 
 def random_cold(repeats: int) -> Iterator[Row]:
@@ -116,16 +108,19 @@ def random_cold(repeats: int) -> Iterator[Row]:
         except NotPermitted as why:
             yield Row(what, state, "numpy", None, None, "ms", None, ">= 8x", None, f"skipped: {why}")
             return
-        targets = {"cold": (8, 6), "first-touch": (15, 7)}[state]
-        yield _row(what, state, "numpy", times, "mmap", targets[0], note=how)
-        yield _row(f"{what}, io=pread", state, "numpy", times, "pread", targets[1], note=how)
+        # Page faults bound the first touch of a map: its target is that of the same rows read with pread.
+        targets: tuple[float | None, ...] = {"cold": (8, 6), "first-touch": (None, None)}[state]
+        yield compared(what, state, "numpy", times, "mmap", targets[0], note=how)
+        yield compared(f"{what}, io=pread", state, "numpy", times, "pread", targets[1], note=how)
+        if state == "first-touch":
+            yield compared("  io=mmap against io=pread", state, "pread", times, "mmap", 1, note="both ours")
         if state == "cold":
             iops = fio_iops(file)
             for name in ("mmap", "pread"):
                 rate = ROWS / median(times[name])
                 ratio = None if iops is None else rate / iops
-                met = None if ratio is None or name == "pread" else ratio >= 0.8
-                target = ">= 0.8x" if name == "mmap" else ""
+                met = None if ratio is None or name == "pread" else ratio >= 0.95
+                target = ">= 0.95x" if name == "mmap" else ""
                 note = (
                     "fio is not installed" if iops is None else "4 KiB random reads a second at depth 64; ours in rows"
                 )
@@ -166,8 +161,8 @@ def one_row(repeats: int) -> Iterator[Row]:
          Engine("actshard", ours), Engine("actshard out=", ours_out)], repeats, warmup=2,
     )  # fmt: skip
     per_call = ("us", 1e6 / calls)
-    yield _row("one row a call", "hot", "numpy memmap, copied", times, "actshard", 1, unit=per_call)
-    row = _row("  numpy copies nothing", "hot", "numpy memmap, view only", times, "actshard out=", 0, unit=per_call)
+    yield compared("one row a call", "hot", "numpy memmap, copied", times, "actshard", 1, unit=per_call)
+    row = compared("  numpy copies nothing", "hot", "numpy memmap, view only", times, "actshard out=", 0, unit=per_call)
     row.target, row.met, row.note = "<= 3 us", (row.ours_value or 9) <= 3, "our whole call, the copy included"
     yield row
 
@@ -195,7 +190,7 @@ def last_tokens(repeats: int) -> Iterator[Row]:
         ],
         repeats,
     )
-    yield _row("1,000 last-token rows (16 KiB)", "hot", "safetensors get_slice per row", times, "actshard", 5)
+    yield compared("1,000 last-token rows (16 KiB)", "hot", "safetensors get_slice per row", times, "actshard", 5)
     try:
         import lmprobe  # noqa: F401 -- tests whether it is installed
     except ImportError:
@@ -223,9 +218,11 @@ def last_tokens(repeats: int) -> Iterator[Row]:
         slow = interleave([Engine("lmprobe.load_activations", load)], 3, warmup=0)
         times.update(slow)
     what = "a whole pooled layer (98 MB)"
-    yield _row(what, "hot", "lmprobe.load_activations", times, "actshard", 50, note="ours opens the dataset too")
-    yield _row(what, "hot", "lmprobe.load_activation_dataset", times, "actshard", 1, note="ours opens the dataset too")
-    yield _row(what, "hot", "lmprobe.load_activation_dataset", times, "actshard, store open", 1)
+    yield compared(what, "hot", "lmprobe.load_activations", times, "actshard", 50, note="ours opens the dataset too")
+    yield compared(
+        what, "hot", "lmprobe.load_activation_dataset", times, "actshard", 1, note="ours opens the dataset too"
+    )
+    yield compared(what, "hot", "lmprobe.load_activation_dataset", times, "actshard, store open", 1)
 
 
 def all_tokens(repeats: int) -> Iterator[Row]:
@@ -244,7 +241,7 @@ def all_tokens(repeats: int) -> Iterator[Row]:
     _same(np.concatenate(store.sequences(range(n), 7)), theirs(), "all tokens")
     times = interleave([Engine("numpy", theirs), Engine("actshard", lambda: store.sequences(range(n), 7))], repeats)
     what = f"all {len(ids):,} tokens of {n} prompts (4 KiB)"
-    yield _row(what, "hot", "numpy", times, "actshard", 2, note="numpy: each shard read once, then a gather")
+    yield compared(what, "hot", "numpy", times, "actshard", 2, note="numpy: each shard read once, then a gather")
     try:
         import lmprobe  # noqa: F401 -- tests whether it is installed
     except ImportError:
@@ -268,7 +265,7 @@ def all_tokens(repeats: int) -> Iterator[Row]:
             _same(got.reshape(expected.shape), expected, "lmprobe materialised")
         times.update(interleave([Engine("lmprobe, reading what it unpacked", read)], 3, warmup=0))
         times["lmprobe, materialised read"] = [unpacked + t for t in times["lmprobe, reading what it unpacked"]]
-    yield _row(
+    yield compared(
         what,
         "hot",
         "lmprobe, materialised read",
@@ -277,7 +274,7 @@ def all_tokens(repeats: int) -> Iterator[Row]:
         20,
         note="it unpacks a file per prompt, then reads",
     )
-    row = _row(what, "hot", "lmprobe, reading what it unpacked", times, "actshard", 0)
+    row = compared(what, "hot", "lmprobe, reading what it unpacked", times, "actshard", 0)
     row.target, row.met, row.note = "", None, "reading alone, unpacked before"
     yield row
 
@@ -304,8 +301,8 @@ def cast(repeats: int) -> Iterator[Row]:
         warmup=2,
     )
     what = "4,000 float16 rows to float32"
-    yield _row(what, "hot, fresh output", "gather, then astype", times, "actshard dtype=", 1.5)
-    yield _row(what, "hot, reused output", "gather, then astype", times, "actshard dtype=, out=", 1.5)
+    yield compared(what, "hot, fresh output", "gather, then astype", times, "actshard dtype=", 1.5)
+    yield compared(what, "hot, reused output", "gather, then astype", times, "actshard dtype=, out=", 1.5)
 
 
 def memory(repeats: int) -> Iterator[Row]:
@@ -313,7 +310,7 @@ def memory(repeats: int) -> Iterator[Row]:
     import subprocess
     import sys
 
-    for what, target in (("gather", 16.0), ("index", 200.0)):
+    for what, target in (("gather", 16.0), ("index", 25.0)):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", f"from benches.workloads import _memory_child; _memory_child({what!r})"],
             capture_output=True, text=True, check=True,
@@ -391,7 +388,7 @@ def open_index(repeats: int) -> Iterator[Row]:
         ],
         max(3, repeats // 3),
     )
-    row = _row("open 1,000,000 prompts x 100 tokens", "hot", "pyarrow.read_table", times, "actshard.open", 0.5)
+    row = compared("open 1,000,000 prompts x 100 tokens", "hot", "pyarrow.read_table", times, "actshard.open", 0.5)
     row.note = "same columns; ours folds them into runs"
     yield row
 
@@ -399,15 +396,24 @@ def open_index(repeats: int) -> Iterator[Row]:
 ALL = {
     "random_hot": random_hot,
     "random_cold": random_cold,
+    "half_cached": limits.half_cached,
+    "casts": limits.casts,
+    "busy_thread": limits.busy,
+    "many_stores": limits.many_stores,
     "one_row": one_row,
     "last_tokens": last_tokens,
     "all_tokens": all_tokens,
     "cast": cast,
     "open_index": open_index,
     "memory": memory,
+    "row_files": others.row_files,
+    "tables": others.tables,
     "zarr_slices": zarrs.slices,
     "zarr_sixteen": zarrs.sixteen,
     "zarr_training": zarrs.training,
+    "zarr_sharded": zarrs3.sharded,
+    "zarr_coded": zarrs3.coded,
+    "zarr_threads": zarrs3.threads,
     "pickle_inflate": pickles.inflate,
     "pickle_items": pickles.items,
     "pickle_memory": pickles.memory,
@@ -417,10 +423,12 @@ ALL = {
     "stream_memory": streams.memory,
     "stream_others": streams.others,
     "compat_lmprobe": streams.compat_lmprobe,
+    "to_device": device.handing,
     "write_saev": writing.saev,
     "write_zarr": writing.zarr,
     "write_processes": writing.processes,
     "write_lmprobe": writing.pooled,
+    "write_pickle": limits.pickle_writers,
     "convert": writing.convert,
     "verify": writing.verify,
     "tokens_build": tokens.build,

@@ -321,7 +321,7 @@ def convert(repeats: int) -> Iterator[Row]:
         for la in store.layers
     )
     times = _several({"decoding alone": decode, "actshard": to_saev}, min(repeats, 5))
-    yield _rate("convert: .pkl.gz to saev", "hot", "decoding alone", times, size, 0.85)
+    yield _rate("convert: .pkl.gz to saev", "hot", "decoding alone", times, size, 0.9)
 
     big = data.saev()
     shards = sorted(big.glob("acts*.bin"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -19,6 +20,9 @@ from benches import data
 from benches.measure import NotPermitted, Row, drop_page_cache
 
 H, CHUNK = data.ZARR["hidden"], data.ZARR["chunk"]
+
+
+PIPELINE = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
 
 
 class Store:
@@ -42,6 +46,16 @@ class Store:
         import zarr
 
         array = zarr.open_group(str(self.path), mode="r")["arrays/activations"]
+        return lambda i, layer: array[i, layer, 0 : self.lengths[i], :]
+
+    def zarrs(self) -> Callable[[int, int], Any] | None:
+        """zarr-python 3 with the codec pipeline of zarrs; None if it is not installed."""
+        if importlib.util.find_spec("zarrs") is None:
+            return None
+        import zarr
+
+        with zarr.config.set(PIPELINE):
+            array = zarr.open_group(str(self.path), mode="r")["arrays/activations"]
         return lambda i, layer: array[i, layer, 0 : self.lengths[i], :]
 
     def tensorstore(self) -> Any:
@@ -99,6 +113,9 @@ def slices(repeats: int) -> Iterator[Row]:
         "open + preadv": lambda i, layer: store.preadv(i, layer, reused),
         "actshard out=": lambda i, layer: store.ours.sequence(i, layer, out=reused[: store.lengths[i]]),
     }
+    piped = store.zarrs()
+    if piped is not None:
+        engines["zarr-python 3 with zarrs"] = piped
     for i, layer in store.random(20, 1):
         want = store.fromfile(i, layer)
         for name, read in engines.items():
@@ -113,10 +130,13 @@ def slices(repeats: int) -> Iterator[Row]:
     means = {name: statistics.median([statistics.fmean(t) for t in taken]) for name, taken in runs.items()}
     for peer, ours, state, target in (
         ("zarr-python 3", "actshard", "hot, fresh output", 4),
+        ("zarr-python 3 with zarrs", "actshard", "hot, fresh output", 2),
         ("tensorstore", "actshard", "hot, fresh output", 2),
         ("np.fromfile per chunk", "actshard", "hot, fresh output", 1.2),
         ("open + preadv", "actshard out=", "hot, reused output", 1.3),
     ):
+        if peer not in means:
+            continue
         ratio = means[peer] / means[ours]
         shown, peers = (_shown([t for turn in runs[engine] for t in turn]) for engine in (ours, peer))
         yield Row(

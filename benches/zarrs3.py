@@ -1,0 +1,184 @@
+"""Zarr version 3: sharded and coded arrays, with zarr-python on the codec pipeline of zarrs, and tensorstore."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import actshard
+import actshard._native as _native
+from benches import data
+from benches.measure import Engine, Row, compared, interleave, median
+from benches.zarrs import PIPELINE
+
+SAMPLES, LAYERS, TOKENS, WIDTH = data.CODED["shape"]
+ROWS = 16_384
+
+
+def _open(kind: str, **options: Any) -> actshard.Store:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return actshard.open(data.zarr_version_3(kind), **options)
+
+
+def _tensorstore(path: Path, cache: int = 0) -> Any:
+    import tensorstore
+
+    at = {"driver": "file", "path": str(path / "arrays/activations")}
+    context = {"cache_pool": {"total_bytes_limit": cache}}
+    return tensorstore.open({"driver": "zarr3", "kvstore": at, "context": context}, open=True).result()
+
+
+def _arrays(kind: str) -> dict[str, Any]:
+    """The array as its peers open it: what follows reads ``array[sample, layer]``."""
+    import zarr
+
+    path = data.zarr_version_3(kind)
+    found: dict[str, Any] = {"zarr-python 3": zarr.open_group(str(path), mode="r")["arrays/activations"]}
+    if importlib.util.find_spec("zarrs") is not None:
+        with zarr.config.set(PIPELINE):
+            found["zarr-python 3 with zarrs"] = zarr.open_group(str(path), mode="r")["arrays/activations"]
+    return found
+
+
+def sharded(repeats: int) -> Iterator[Row]:
+    """16 slices of 2 MB at once, of an array that is sharded and not compressed, and of the same array unsharded."""
+    ours = {kind: _open(kind) for kind in ("sharded", "plain")}
+    ts = _tensorstore(data.zarr_version_3("sharded"))
+    rng = np.random.default_rng(0)
+
+    def indices() -> tuple[Any, ...]:
+        return rng.integers(0, SAMPLES, 16).tolist(), rng.integers(0, LAYERS, 16).tolist()
+
+    runs: dict[str, Callable[..., Any]] = {
+        name: lambda e, la, array=array: [array[i, k] for i, k in zip(e, la, strict=True)]
+        for name, array in _arrays("sharded").items()
+    }
+    runs["tensorstore"] = lambda e, la: [f.result() for f in [ts[i, k].read() for i, k in zip(e, la, strict=True)]]
+    runs["ours, unsharded"] = ours["plain"].sequences
+    runs["actshard"] = ours["sharded"].sequences
+    asked = indices()
+    want = runs["ours, unsharded"](*asked)
+    for name, run in runs.items():
+        if not all(np.array_equal(a, b) for a, b in zip(run(*asked), want, strict=True)):
+            raise AssertionError(f"{name} differs")
+    times = interleave([Engine(name, run, indices) for name, run in runs.items()], min(repeats, 11), warmup=2)
+    for name in runs:
+        if name != "actshard":
+            target = 0.9 if name.startswith("ours") else 2.0
+            yield compared("zarr 3: 16 slices, sharded, no codec", "hot, fresh output", name, times, "actshard", target)
+
+
+def coded(repeats: int) -> Iterator[Row]:
+    """16,384 random rows of one layer's 250 and of all 1,000 coded chunks; nothing decoded is kept between calls."""
+    del repeats
+    turns = 3
+    rng = np.random.default_rng(0)
+    arrays = _arrays("coded")
+    ts = _tensorstore(data.zarr_version_3("coded"))
+    plain = _open("plain")
+    times: dict[str, list[float]] = {name: [] for name in (*arrays, "tensorstore", "actshard")}
+    decoded: list[float] = []
+    for turn in range(turns + 1):
+        e, t, la = (rng.integers(0, n, ROWS) for n in (SAMPLES, TOKENS, LAYERS))
+        order = np.argsort(la, kind="stable")
+        e, t, la = e[order], t[order], la[order]
+        cuts = np.flatnonzero(np.diff(la)) + 1
+        parts = list(zip(np.split(e, cuts), np.split(t, cuts), np.unique(la).tolist(), strict=True))
+        want = np.concatenate([plain.gather(layer, a, b) for a, b, layer in parts])
+        store = _open("coded", decoded_memory="1GiB")
+        before = _decodes()
+
+        def ours(parts: Any = parts, store: Any = store) -> Any:
+            return np.concatenate([store.gather(layer, a, b) for a, b, layer in parts])
+
+        engines: dict[str, Callable[[], Any]] = {
+            name: lambda array=array, parts=parts: np.concatenate([array[:, layer][a, b] for a, b, layer in parts])
+            for name, array in arrays.items()
+        }
+        engines["tensorstore"] = lambda e=e, t=t, la=la: ts[e, la, t].read().result()
+        engines["actshard"] = ours
+        for name, run in engines.items():
+            began = time.perf_counter()
+            made = run()
+            took = time.perf_counter() - began
+            if not np.array_equal(made, want):
+                raise AssertionError(f"{name} differs")
+            if turn:
+                times[name].append(took)
+            if name == "actshard" and before is not None:
+                decoded.append((_decodes() or 0) - before)
+    count = SAMPLES * LAYERS * TOKENS // data.CODED["chunk"][2]
+    note = f"{count:,} chunks; zarr-python reads a layer at once, then picks rows"
+    for name in times:
+        if name != "actshard":
+            yield compared(
+                f"zarr 3: {ROWS:,} random rows, zstd", "hot, nothing decoded", name, times, "actshard", 1.5, note=note
+            )
+    if decoded:
+        most = max(decoded) / count
+        yield Row("  decodes of a chunk", "counted", "one", 1.0, most, "", 1 / most, "<= 1", most <= 1)
+
+
+def _decodes() -> int | None:
+    """Chunks that this process has decoded, where the core counts them."""
+    count = getattr(_native, "decodes", None)
+    return None if count is None else int(count())
+
+
+def threads(repeats: int) -> Iterator[Row]:
+    """All 1,000 coded chunks, decoded with one thread and with two."""
+    data.zarr_version_3("coded")
+    times: dict[str, list[float]] = {"1": [], "2": []}
+    for _ in range(min(max(3, repeats // 2), 7)):
+        for number, taken in times.items():
+            taken.extend(_child(number)["seconds"])
+    yield compared(
+        "zarr 3: decode 1,000 chunks, zstd",
+        "hot, 2 threads",
+        "1",
+        times,
+        "2",
+        1.85,
+        note="the peer is ours, one thread",
+    )
+
+
+def _child(number: str) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", "benches.zarrs3"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "ACTSHARD_NUM_THREADS": number}
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    """Reads one row of each chunk, so that little is copied, three times; prints the median."""
+    tokens = np.arange(0, TOKENS, data.CODED["chunk"][2])
+    e, t = np.repeat(np.arange(SAMPLES), len(tokens)), np.tile(tokens, SAMPLES)
+    taken = []
+    for _ in range(3):
+        store = _open("coded", decoded_memory="1GiB")
+        began = time.perf_counter()
+        for layer in store.layers:
+            store.gather(layer, e, t)
+        taken.append(time.perf_counter() - began)
+        del store
+    print(json.dumps({"seconds": [median(taken)]}))
+
+
+if __name__ == "__main__":
+    main()
