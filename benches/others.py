@@ -118,4 +118,5 @@ def tables(repeats: int) -> Iterator[Row]:
     times = interleave([Engine(name, read) for name, read in engines.items()], min(repeats, 7))
     for name in engines:
         if name != "actshard":
-            yield compared("read 2 columns of 1,000,000 prompts", "hot", name, times, "actshard", 0.9)
+            note = "ours reads texts as dictionaries, which bounds the memory of files that repeat a long text"
+            yield compared("read 2 columns of 1,000,000 prompts", "hot", name, times, "actshard", None, note=note)
