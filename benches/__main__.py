@@ -23,6 +23,7 @@ from rich.table import Table
 import actshard
 from benches import workloads
 from benches.measure import Row
+from benches.report import HEADERS, cells
 
 RECORD = Path(__file__).parent / "record"
 
@@ -52,22 +53,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def cells(row: Row) -> list[str]:
-    """Formats a result as a table row."""
-
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
-    met = {True: "yes", False: "no", None: "-"}[row.met]
-    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x"
-    peer = f"{number(row.peer_value)} {row.unit}" if row.peer_value is not None else "-"
-    ours = f"{number(row.ours_value)} {row.unit}" if row.ours_value is not None else "-"
-    return [row.workload, row.state, row.peer, peer, ours, ratio, row.target, met, row.note]
-
-
 COLD = ("random_cold", "half_cached")
 """Workloads that drop pages of files which later workloads map."""
-HEADERS = ["workload", "state", "peer", "peer's median", "actshard's median", "ratio", "target", "met", "note"]
 
 
 def main() -> None:
@@ -89,7 +76,7 @@ def main() -> None:
         gc.collect()
     table = Table(*HEADERS)
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(dataclasses.asdict(row)))
     console.print(table)
     if asked.no_record:
         return
@@ -108,7 +95,7 @@ def main() -> None:
     ]
     lines[0] += ", ".join(f"{k} {v}" for k, v in about["versions"].items() if v)
     lines += ["", "| " + " | ".join(HEADERS) + " |", "|" + "---|" * len(HEADERS)]
-    lines += ["| " + " | ".join(x.strip() for x in cells(row)) + " |" for row in rows]
+    lines += ["| " + " | ".join(x.strip() for x in cells(dataclasses.asdict(row))) + " |" for row in rows]
     base.with_suffix(".md").write_text("\n".join(lines) + "\n")
     console.print(f"written to {base.with_suffix('.md').name} and .json in benches/record")
 

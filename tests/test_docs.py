@@ -44,3 +44,18 @@ def test_the_tables_of_codes_are_those_of_the_sources() -> None:
     assert page == script["render"](page), "run python scripts/verify_page.py"
     for code in (*codes.findings(), *codes.calls()):
         assert page.count(f"| `{code}` |") == 1, code
+
+
+def test_the_page_of_benchmarks_equals_the_records_that_it_names() -> None:
+    report = runpy.run_path(str(ROOT / "benches/report.py"))
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    records = report["named"](page)
+    assert records
+    said = "run python -m benches.report " + " ".join(records)
+    assert page == report["page"](records), said
+    assert (ROOT / "docs/pictures/benchmarks.svg").read_text(encoding="utf-8") == report["picture"](records), said
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == report["readme"](readme, records), said
+    rows, _ = report["load"](records)
+    tables = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(tables) == len(rows) + page.count("## ") - page.count("## Machine"), "every row is in one table"
