@@ -157,6 +157,11 @@ impl ChunkFiles {
         View::of(&*self.get(file)?, address, rows, self.row.bytes)
     }
 
+    /// Chunks decoded so far.
+    pub fn decodings(&self) -> u64 {
+        self.decoded.decoded()
+    }
+
     /// The positions of a chunk's rows.
     fn place(&self, grid: &Grid, indices: [u64; 4], swapped: bool) -> Place {
         let size = self.row.bytes / self.row.width;
@@ -299,6 +304,15 @@ impl Files for ChunkFiles {
 
     fn wishes(&self) -> Option<Wishes> {
         self.wishes
+    }
+
+    fn decoded(&self, file: u64) -> Option<Arc<OpenFile>> {
+        let (grid, array) = self.array(file);
+        let Content::Coded(_) = array.content else { return None };
+        let block = self.decoded.get(self.key(file))?;
+        let indices = grid.indices(file);
+        let found = FoundChunk::Decoded(block);
+        Some(Arc::new(self.opened(array, grid, indices, array.location(indices), found)))
     }
 
     fn decoded_bytes(&self, file: u64) -> u64 {

@@ -28,6 +28,11 @@ pub trait Files: Send + Sync {
         files.iter().map(|file| self.get(*file)).collect()
     }
 
+    /// The file, if it is decoded already. The cache evicts it after those that were not used since.
+    fn decoded(&self, _file: u64) -> Option<Arc<OpenFile>> {
+        None
+    }
+
     /// Bytes of memory that an open file needs because it is decoded.
     fn decoded_bytes(&self, _file: u64) -> u64 {
         0

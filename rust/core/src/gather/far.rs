@@ -26,9 +26,9 @@ const PLANNED_ROWS: usize = 1 << 19;
 const MOST_FILES: usize = 1 << 14;
 
 /// Files opened together.
-struct Together<'a> {
-    files: &'a dyn Files,
-    open: HashMap<u64, Arc<OpenFile>>,
+pub struct Together<'a> {
+    pub files: &'a dyn Files,
+    pub open: HashMap<u64, Arc<OpenFile>>,
 }
 
 impl Files for Together<'_> {

@@ -12,8 +12,11 @@
 //!    almost nothing extra. Without a mapping, cached rows are read at once; the others are hinted and read after they
 //!    arrive. A missing file counts as its fill value, if the format allows that.
 //!
+//! Files that must be decoded are different: see [`by_file`].
+//!
 //! Memory: 40 bytes per row of the parts in flight, at most 16,384 rows per thread.
 
+mod by_file;
 pub mod cast;
 mod far;
 mod hint;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::pick::{Out, Pick};
-use super::plan::{Cut, EXTENT, Extent, GatherJob, Span};
+use super::plan::{Cut, EXTENT, Entry, Extent, GatherJob, Span};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::{Body, OpenFile};
@@ -77,13 +77,10 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
     }
 
     pub fn run_part(&self, span: Span, out: &mut Out<'_>, stop: &Stop) -> Result<()> {
-        let first = span.first;
         let mut entries = self.locate(span)?;
         if !entries.is_sorted_by_key(|e| e.key) {
             let mut rest = &mut entries[..];
-            // A file that must be decoded is visited once per part, even at the cost of cache misses.
-            let sort_bytes = if self.decodes { usize::MAX } else { SORT_BYTES };
-            let block_rows = (sort_bytes / self.out_row()).max(1);
+            let block_rows = (SORT_BYTES / self.out_row()).max(1);
             while !rest.is_empty() {
                 // Entries are still in output order; with whole examples, each may cover several rows.
                 let limit = (rest[0].dst as usize).saturating_add(block_rows);
@@ -92,7 +89,12 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
                 rest = others;
             }
         }
-        let mut rest = &entries[..];
+        self.run_entries(&entries, span.first, out, stop)
+    }
+
+    /// Copies the rows of entries in reading order; `first` is the item of row 0.
+    pub fn run_entries(&self, entries: &[Entry], first: usize, out: &mut Out<'_>, stop: &Stop) -> Result<()> {
+        let mut rest = entries;
         while !rest.is_empty() {
             let Cut { files, seen, read, filled, done } = self.cut(rest, first, out.is_dense())?;
             rest = &rest[done..];

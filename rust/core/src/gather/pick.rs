@@ -80,12 +80,24 @@ pub struct Origin<'a, L: ?Sized> {
     pub only: Range<u64>,
 }
 
+/// The owner of a row without one.
+pub(super) const NO_OWNER: u32 = u32::MAX;
+
 /// The destination of rows.
 pub enum Out<'a> {
     /// Contiguous memory.
     Dense(&'a mut [u8]),
     /// A separate slice for each row, each as long as a row of the output.
     Places(Vec<&'a mut [u8]>),
+    /// Some of the rows of an output.
+    Spread {
+        /// Runs of rows, each with the offset of its first byte in the output.
+        pieces: Vec<(usize, &'a mut [u8])>,
+        /// For each row of the output, its index in the `pieces` that contain it.
+        piece_of: &'a [u32],
+        /// Whether neighbouring rows of one piece are contiguous.
+        dense: bool,
+    },
 }
 
 impl<'a> Out<'a> {
@@ -95,6 +107,7 @@ impl<'a> Out<'a> {
         let mut places = match self {
             Out::Dense(bytes) => vec![bytes],
             Out::Places(places) => places,
+            Out::Spread { .. } => return None,
         }
         .into_iter();
         let dense = places.len() == 1;
@@ -125,18 +138,55 @@ impl<'a> Out<'a> {
                 let fit = places.iter().all(|p| p.len() == row);
                 fit.then_some((Out::Places(places), Out::Places(others)))
             }
+            Out::Spread { .. } => None,
         }
+    }
+
+    /// Deals rows out to `parts` owners. `owners` has the owner of each row, or [`NO_OWNER`]; it becomes the table of pieces
+    /// that the results share. `None` unless the output has exactly these rows.
+    pub(super) fn deal(self, owners: &'a mut [u32], parts: usize, row: usize) -> Option<Vec<Out<'a>>> {
+        let dense = self.is_dense();
+        let (mut bytes, mut places) = match self {
+            Out::Dense(bytes) => (bytes, vec![].into_iter()),
+            Out::Places(places) => (&mut [][..], places.into_iter()),
+            Out::Spread { .. } => return None,
+        };
+        let mut dealt: Vec<Vec<(usize, &'a mut [u8])>> = (0..parts).map(|_| vec![]).collect();
+        let mut at = 0;
+        while at < owners.len() {
+            let owner = owners[at];
+            let alike = if dense { owners[at..].iter().take_while(|other| **other == owner).count() } else { 1 };
+            let piece = if dense {
+                let (piece, others) = std::mem::take(&mut bytes).split_at_mut_checked(alike * row)?;
+                bytes = others;
+                piece
+            } else {
+                places.next().filter(|place| place.len() == row)?
+            };
+            if owner != NO_OWNER {
+                let mine = dealt.get_mut(owner as usize)?;
+                owners[at..at + alike].fill(u32::try_from(mine.len()).ok()?);
+                mine.push((at * row, piece));
+            }
+            at += alike;
+        }
+        if !bytes.is_empty() || places.next().is_some() {
+            return None;
+        }
+        let piece_of = &*owners;
+        Some(dealt.into_iter().map(|pieces| Out::Spread { pieces, piece_of, dense }).collect())
     }
 
     pub(super) fn bytes(&self) -> usize {
         match self {
             Out::Dense(bytes) => bytes.len(),
             Out::Places(places) => places.iter().map(|p| p.len()).sum(),
+            Out::Spread { pieces, .. } => pieces.iter().map(|(_, piece)| piece.len()).sum(),
         }
     }
 
     pub(super) fn is_dense(&self) -> bool {
-        matches!(self, Out::Dense(_))
+        matches!(self, Out::Dense(_) | Out::Spread { dense: true, .. })
     }
 
     /// `len` bytes from offset `at`, inside one row or anywhere in a dense output.
@@ -145,6 +195,10 @@ impl<'a> Out<'a> {
         match self {
             Out::Dense(bytes) => &mut bytes[at..at + len],
             Out::Places(places) => &mut places[at / row][at % row..at % row + len],
+            Out::Spread { pieces, piece_of, .. } => {
+                let (start, piece) = &mut pieces[piece_of[at / row] as usize];
+                &mut piece[at - *start..][..len]
+            }
         }
     }
 
@@ -153,6 +207,10 @@ impl<'a> Out<'a> {
         match self {
             Out::Dense(bytes) => Out::Dense(bytes),
             Out::Places(places) => Out::Places(places.iter_mut().map(|p| &mut **p).collect()),
+            Out::Spread { pieces, piece_of, dense } => {
+                let pieces = pieces.iter_mut().map(|(at, piece)| (*at, &mut **piece)).collect();
+                Out::Spread { pieces, piece_of, dense: *dense }
+            }
         }
     }
 }

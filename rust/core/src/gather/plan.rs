@@ -17,11 +17,11 @@ use crate::source::queue::Ranged;
 use crate::threads;
 
 /// The calling thread copies smaller outputs itself: waking other threads costs about 50 us.
-const INLINE_BYTES: usize = 512 << 10;
+pub const INLINE_BYTES: usize = 512 << 10;
 /// Rows per part at most; bounds the temporary memory.
 const PART_ROWS: usize = 16_384;
 /// Output bytes per part at most, unless one example is larger; bounds the delay of Ctrl-C.
-const PART_BYTES: usize = 8 << 20;
+pub const PART_BYTES: usize = 8 << 20;
 /// Longer runs are copied in extents of this size, a multiple of every element size.
 pub const EXTENT: usize = 256 << 10;
 
@@ -132,20 +132,23 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
         self.row_bytes / self.cast.from_size * self.cast.to_size
     }
 
-    /// The parts in output order, each with its share of the output and at most `most` rows.
-    pub fn parts<'o>(&self, items: usize, most: usize, out: Out<'o>) -> Result<Vec<(Span, Out<'o>)>> {
-        let mut parts = Vec::new();
-        let mut rest = out;
-        let mut item = 0;
-        // Rows of `item` that earlier parts cover.
-        let mut skip = 0u64;
-        while item < items {
+    /// All items as one span.
+    pub fn all(&self, items: usize) -> Span {
+        Span { first: 0, end: items, skip: 0, rows: u64::MAX }
+    }
+
+    /// A span, cut into consecutive ones of at most `most` rows each.
+    pub fn spans(&self, within: Span, most: usize) -> Result<Vec<Span>> {
+        let Span { first: mut item, end, mut skip, rows: mut rest } = within;
+        let mut spans = Vec::new();
+        while item < end && rest > 0 {
+            let most = rest.min(most as u64);
             let mut span = Span { first: item, end: item, skip, rows: 0 };
             if let Pick::Whole { .. } = self.pick {
-                while item < items && span.rows < most as u64 {
+                while item < end && span.rows < most {
                     let example = check_example(self.pick.example(item), self.layout.examples())?;
                     let left = self.layout.tokens(self.group(item)?, example).saturating_sub(skip);
-                    let taken = left.min(most as u64 - span.rows);
+                    let taken = left.min(most - span.rows);
                     span.rows += taken;
                     span.end = item + 1;
                     if taken < left {
@@ -156,10 +159,26 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
                     }
                 }
             } else {
-                item += most.min(items - item);
+                item += usize::try_from(most).unwrap_or(usize::MAX).min(end - item);
                 span.rows = (item - span.first) as u64;
                 span.end = item;
             }
+            rest -= span.rows;
+            spans.push(span);
+        }
+        Ok(spans)
+    }
+
+    /// The parts in output order, each with its share of the output and at most `most` rows.
+    pub fn parts<'o>(&self, items: usize, most: usize, out: Out<'o>) -> Result<Vec<(Span, Out<'o>)>> {
+        self.shares(self.spans(self.all(items), most)?, out)
+    }
+
+    /// Consecutive spans, each with its share of the output.
+    pub fn shares<'o>(&self, spans: Vec<Span>, out: Out<'o>) -> Result<Vec<(Span, Out<'o>)>> {
+        let mut parts = Vec::with_capacity(spans.len());
+        let mut rest = out;
+        for span in spans {
             let rows = usize::try_from(span.rows).unwrap_or(usize::MAX);
             let Some((mine, others)) = rest.split_at(rows, self.out_row()) else {
                 return Err(Error::new(Kind::Argument, "the output is smaller than the rows asked for"));

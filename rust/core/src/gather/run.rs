@@ -1,8 +1,8 @@
 //! The entry point of a gather.
 
-use super::far;
 use super::pick::{Origin, Out, Pick};
 use super::plan::{GatherJob, part_rows};
+use super::{by_file, far};
 use crate::dtype::Cast;
 use crate::error::Result;
 use crate::layout::Layout;
@@ -27,6 +27,9 @@ pub fn gather<L: Layout + ?Sized>(
     }
     if items == 1 && !matches!(pick, Pick::Whole { .. }) && job.only.end == u64::MAX {
         return job.one_row(out);
+    }
+    if job.decodes {
+        return by_file::gather(&job, items, out, watch);
     }
     let most = part_rows(out.bytes(), job.out_row());
     let parts = job.parts(items, most, out)?;
