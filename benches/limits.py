@@ -35,6 +35,8 @@ def _open(path: Path, **options: Any) -> actshard.Store:
 def _child(*what: str, **environment: str) -> dict[str, Any]:
     command = [sys.executable, "-W", "ignore", "-m", "benches.limits", *what]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    if done.returncode == 3:
+        raise NotPermitted(done.stderr.strip().splitlines()[-1])
     if done.returncode:
         raise RuntimeError(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -247,5 +249,15 @@ def _gzip() -> dict[str, Any]:
     return {"seconds": seconds, "processor": processor, "bytes": batch.nbytes * 4}
 
 
+def main() -> None:
+    """Runs one part in this process, and prints its result as JSON."""
+    try:
+        found = {"half": _half, "busy": _busy, "gzip": _gzip}[sys.argv[1]](*sys.argv[2:])
+    except NotPermitted as why:
+        print(why, file=sys.stderr)
+        raise SystemExit(3) from None
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    print(json.dumps({"half": _half, "busy": _busy, "gzip": _gzip}[sys.argv[1]](*sys.argv[2:])))
+    main()
