@@ -5,10 +5,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use bytemuck::{AnyBitPattern, NoUninit, Zeroable};
-use half::{bf16, f16, slice::HalfFloatSliceExt};
+use half::{bf16, f16};
 
 use crate::error::{Error, Kind, Result};
+use crate::kernels::{self, Conversion, Float, Stores};
 
 macro_rules! dtypes {
     ($($variant:ident, $name:literal, $bits:literal, $numpy:expr;)*) => {
@@ -64,9 +64,6 @@ impl DType {
     }
 }
 
-/// Converts `src` into `dst`: whole elements, equally many in both.
-pub type CastFn = fn(src: &[u8], dst: &mut [u8]);
-
 /// A conversion of elements from one type to another, applied while they are copied.
 #[derive(Clone, Copy, Debug)]
 pub struct Cast<'a> {
@@ -75,15 +72,15 @@ pub struct Cast<'a> {
     /// Bytes per element written.
     pub to_size: usize,
     /// `None` copies the bytes unchanged.
-    pub convert: Option<CastFn>,
+    pub convert: Option<Conversion>,
     /// Bytes per number to reverse first; 1 if the byte order is native.
     swap: usize,
     /// The value of `swap` for byte-swapped input: bytes per number (a complex element holds two).
     number: usize,
     from: DType,
     to: DType,
-    /// Counts finite values that became infinite.
-    overflows: Option<&'a AtomicU64>,
+    /// Counts finite values that become infinite: those of at least this magnitude, in bits.
+    overflows: Option<(&'a AtomicU64, u64)>,
     /// The requested counter, even if this cast cannot overflow.
     counter: Option<&'a AtomicU64>,
 }
@@ -97,21 +94,9 @@ impl Cast<'static> {
                 format!("elements of {} are smaller than a byte and cannot be read as numpy arrays", from.name()),
             ));
         };
-        use DType::{BF16, F16, F32, F64};
-        let convert: Option<CastFn> = match (from, to) {
+        let convert = match (float(from), float(to)) {
             _ if from == to => None,
-            (F16, F32) => Some(|s, d| in_bulk::<f16, f32>(s, d, |s, d| s.convert_to_f32_slice(d))),
-            (BF16, F32) => Some(|s, d| each::<bf16, f32>(s, d, widen_bf16)),
-            (F64, F32) => Some(|s, d| each::<f64, f32>(s, d, |x| x as f32)),
-            (F32, F16) => Some(|s, d| in_bulk::<f32, f16>(s, d, |s, d| d.convert_from_f32_slice(s))),
-            (BF16, F16) => Some(|s, d| each::<bf16, f16>(s, d, |x| f16::from_f32(widen_bf16(x)))),
-            (F64, F16) => Some(|s, d| each::<f64, f16>(s, d, |x| f16::from_f32(to_f32_round_to_odd(x)))),
-            (F32, BF16) => Some(|s, d| each::<f32, bf16>(s, d, narrow_bf16)),
-            (F16, BF16) => Some(|s, d| each::<f16, bf16>(s, d, |x| narrow_bf16(x.to_f32()))),
-            (F64, BF16) => Some(|s, d| each::<f64, bf16>(s, d, |x| narrow_bf16(to_f32_round_to_odd(x)))),
-            (F32, F64) => Some(|s, d| each::<f32, f64>(s, d, f64::from)),
-            (F16, F64) => Some(|s, d| each::<f16, f64>(s, d, |x| f64::from(x.to_f32()))),
-            (BF16, F64) => Some(|s, d| each::<bf16, f64>(s, d, |x| f64::from(widen_bf16(x)))),
+            (Some(from), Some(to)) => kernels::conversion(from, to),
             _ => {
                 return Err(Error::new(
                     Kind::DType,
@@ -132,9 +117,8 @@ impl<'a> Cast<'a> {
     /// The same cast, which also adds the number of finite values that became infinite to `counter`.
     #[must_use]
     pub fn counting<'b>(self, counter: &'b AtomicU64) -> Cast<'b> {
-        use DType::{BF16, F16, F32, F64};
-        let narrows = matches!((self.from, self.to), (F64, F32 | BF16 | F16) | (F32, BF16 | F16) | (BF16, F16));
-        Cast { overflows: narrows.then_some(counter), counter: Some(counter), ..self }
+        let overflows = overflow_from(self.from, self.to).map(|first| (counter, first));
+        Cast { overflows, counter: Some(counter), ..self }
     }
 
     /// The cast from `from` to the same target type, with the same counter.
@@ -149,18 +133,41 @@ impl<'a> Cast<'a> {
     /// Copies or converts whole elements; `src` and `dst` hold equally many.
     #[inline]
     pub fn apply(&self, src: &[u8], dst: &mut [u8]) {
+        self.apply_with(src, dst, Stores::Cached);
+    }
+
+    /// [`Cast::apply`] with a choice of stores.
+    #[inline]
+    pub fn apply_with(&self, src: &[u8], dst: &mut [u8], stores: Stores<'_>) {
         debug_assert_eq!(src.len() / self.from_size, dst.len() / self.to_size);
         if self.swap > 1 {
-            return self.apply_swapped(src, dst);
+            return self.apply_swapped(src, dst, stores);
         }
-        match self.convert {
-            None => dst.copy_from_slice(src),
-            Some(convert) => convert(src, dst),
+        match (self.convert, self.overflows) {
+            (None, _) => kernels::copy(src, dst, stores),
+            (Some(convert), None) => {
+                convert(src, dst, stores);
+            }
+            (Some(convert), Some((counter, first))) => self.convert_counting(convert, counter, first, src, dst, stores),
         }
-        if let Some(counter) = self.overflows {
-            let found = overflowed(self.from, src, self.to, dst);
-            if found > 0 {
-                counter.fetch_add(found, Ordering::Relaxed);
+    }
+
+    /// Counts in the input, block by block while it is in the cache: the output may have been streamed past it.
+    fn convert_counting(
+        &self,
+        convert: Conversion,
+        counter: &AtomicU64,
+        first: u64,
+        src: &[u8],
+        dst: &mut [u8],
+        stores: Stores<'_>,
+    ) {
+        // A multiple of every element size; half of the smallest first-level caches.
+        const BLOCK: usize = 16 << 10;
+        let end = infinity(self.from).unwrap_or(first);
+        for (src, dst) in src.chunks(BLOCK).zip(dst.chunks_mut(BLOCK / self.from_size * self.to_size)) {
+            if convert(src, dst, stores) && kernels::any_within(self.from_size, src, first, end) {
+                counter.fetch_add(kernels::count_within(self.from_size, src, first, end), Ordering::Relaxed);
             }
         }
     }
@@ -173,7 +180,7 @@ impl<'a> Cast<'a> {
         self
     }
 
-    fn apply_swapped(&self, src: &[u8], dst: &mut [u8]) {
+    fn apply_swapped(&self, src: &[u8], dst: &mut [u8], stores: Stores<'_>) {
         // A multiple of every element size.
         const BLOCK: usize = 4096;
         let mut block = [0u8; BLOCK];
@@ -186,8 +193,35 @@ impl<'a> Cast<'a> {
                 4 => swap_each::<4>(block),
                 _ => swap_each::<8>(block),
             }
-            straight.apply(block, dst);
+            straight.apply_with(block, dst, stores);
         }
+    }
+}
+
+/// The type as kernels know it.
+fn float(dtype: DType) -> Option<Float> {
+    match dtype {
+        DType::F16 => Some(Float::F16),
+        DType::BF16 => Some(Float::BF16),
+        DType::F32 => Some(Float::F32),
+        DType::F64 => Some(Float::F64),
+        _ => None,
+    }
+}
+
+/// The bits of the smallest finite magnitude that a cast makes infinite, if there is one: half a step above the largest number
+/// of `to`, where ties round up.
+fn overflow_from(from: DType, to: DType) -> Option<u64> {
+    use DType::{BF16, F16, F32, F64};
+    match (from, to) {
+        (F32, F16) => Some(0x477f_f000),
+        (F32, BF16) => Some(0x7f7f_8000),
+        // Bfloat16 has no 65,520.
+        (BF16, F16) => Some(0x4780),
+        (F64, F16) => Some(0x40ef_fe00_0000_0000),
+        (F64, BF16) => Some(0x47ef_f000_0000_0000),
+        (F64, F32) => Some(0x47ef_ffff_f000_0000),
+        _ => None,
     }
 }
 
@@ -202,19 +236,20 @@ fn infinity(dtype: DType) -> Option<u64> {
     }
 }
 
-/// Counts elements that are finite in `src` and infinite in `dst`; `dst` holds the same elements cast to `to`.
-pub fn overflowed(from: DType, src: &[u8], to: DType, dst: &[u8]) -> u64 {
-    let (Some(finite_below), Some(infinite), Some(from_size), Some(to_size)) =
-        (infinity(from), infinity(to), from.size(), to.size())
+/// Counts elements that are finite in `src` while the cast of the same element of `values` to `to` is infinite.
+pub fn overflowed((from, src): (DType, &[u8]), (middle, values): (DType, &[u8]), to: DType) -> u64 {
+    let (Some(finite_below), Some(infinite), Some(from_size), Some(size)) =
+        (infinity(from), infinity(middle), from.size(), middle.size())
     else {
         return 0;
     };
-    // Infinite values are rare: one scan of the output, still in the cache, usually suffices.
-    if !has(to_size, infinite, dst) {
+    let (first, end) = (overflow_from(middle, to).unwrap_or(infinite), infinite + 1);
+    // Rare: one scan of values that are in the cache usually suffices.
+    if !kernels::any_within(size, values, first, end) {
         return 0;
     }
-    let pairs = src.chunks_exact(from_size).zip(dst.chunks_exact(to_size));
-    pairs.filter(|(s, d)| magnitude(d) == infinite && magnitude(s) < finite_below).count() as u64
+    let pairs = src.chunks_exact(from_size).zip(values.chunks_exact(size));
+    pairs.filter(|(s, v)| magnitude(s) < finite_below && (first..end).contains(&magnitude(v))).count() as u64
 }
 
 /// An element's bits without the sign.
@@ -222,21 +257,6 @@ fn magnitude(element: &[u8]) -> u64 {
     let mut bits = [0; 8];
     bits[..element.len()].copy_from_slice(element);
     u64::from_le_bytes(bits) & (u64::MAX >> (65 - 8 * element.len()))
-}
-
-/// Whether some element has this magnitude. Branch-free so that it vectorises.
-fn has(size: usize, wanted: u64, bytes: &[u8]) -> bool {
-    macro_rules! look {
-        ($t:ty) => {{
-            let elements = bytes.as_chunks::<{ size_of::<$t>() }>().0.iter();
-            elements.fold(0, |any, b| any | <$t>::from(<$t>::from_le_bytes(*b) & (<$t>::MAX >> 1) == wanted as $t)) != 0
-        }};
-    }
-    match size {
-        2 => look!(u16),
-        4 => look!(u32),
-        _ => look!(u64),
-    }
 }
 
 /// Counts finite elements that would become infinite when cast to `to`, or NaN if `to` has no infinity.
@@ -274,14 +294,7 @@ pub fn overflows(from: DType, to: DType, src: &[u8]) -> Result<u64> {
         low
     };
     macro_rules! floats {
-        ($t:ty, $value:expr) => {{
-            let (first, end) = (first(&$value) as $t, infinity(from).unwrap_or(0) as $t);
-            let elements = src.as_chunks::<{ size_of::<$t>() }>().0.iter();
-            elements.fold(0, |n, b| {
-                let x = <$t>::from_le_bytes(*b) & (<$t>::MAX >> 1);
-                n + u64::from(x >= first && x < end)
-            })
-        }};
+        ($t:ty, $value:expr) => {{ kernels::count_within(size_of::<$t>(), src, first(&$value), infinity(from).unwrap_or(0)) }};
     }
     macro_rules! integers {
         ($t:ty) => {{
@@ -319,70 +332,11 @@ fn swap_each<const N: usize>(bytes: &mut [u8]) {
     }
 }
 
-/// bfloat16 is the upper half of a float32, NaN payloads included.
-#[inline]
-fn widen_bf16(x: bf16) -> f32 {
-    f32::from_bits(u32::from(x.to_bits()) << 16)
-}
-
-/// Round to nearest, ties to even; NaN stays NaN for any low bits. Branch-free so that it vectorises.
-#[inline]
-fn narrow_bf16(x: f32) -> bf16 {
-    let bits = x.to_bits();
-    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
-    let quiet = ((bits >> 16) as u16) | 0x0040;
-    bf16::from_bits(if x.is_nan() { quiet } else { rounded })
-}
-
-/// Rounds inexact values to the neighbouring float32 whose last bit is odd, so that a second rounding to fewer bits is
-/// correct (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd",
-/// 2008).
-#[inline]
-fn to_f32_round_to_odd(x: f64) -> f32 {
-    let near = x as f32;
-    if near.is_nan() || f64::from(near) == x || near.to_bits() & 1 == 1 {
-        return near;
-    }
-    // `near` is even and inexact: the result is its odd neighbour on the other side of x. Infinity steps back to f32::MAX.
-    let bits = near.to_bits();
-    let toward_zero = f64::from(near).abs() > x.abs();
-    f32::from_bits(if toward_zero { bits - 1 } else { bits + 1 })
-}
-
-fn each<S: AnyBitPattern + NoUninit, D: AnyBitPattern + NoUninit>(src: &[u8], dst: &mut [u8], f: impl Fn(S) -> D) {
-    in_bulk::<S, D>(src, dst, |src, dst| {
-        for (s, d) in src.iter().zip(dst) {
-            *d = f(*s);
-        }
-    });
-}
-
-/// Calls `bulk` with typed slices. Rows in files and callers' buffers may be unaligned: those go through an aligned block
-/// on the stack.
-fn in_bulk<S: AnyBitPattern + NoUninit, D: AnyBitPattern + NoUninit>(
-    src: &[u8],
-    dst: &mut [u8],
-    bulk: impl Fn(&[S], &mut [D]),
-) {
-    if let (Ok(s), Ok(d)) = (bytemuck::try_cast_slice::<u8, S>(src), bytemuck::try_cast_slice_mut::<u8, D>(dst)) {
-        return bulk(s, d);
-    }
-    const BLOCK: usize = 256;
-    let mut s = [<S as Zeroable>::zeroed(); BLOCK];
-    let mut d = [<D as Zeroable>::zeroed(); BLOCK];
-    let (from, to) = (size_of::<S>(), size_of::<D>());
-    for (src, dst) in src.chunks(BLOCK * from).zip(dst.chunks_mut(BLOCK * to)) {
-        let n = src.len() / from;
-        bytemuck::cast_slice_mut::<S, u8>(&mut s[..n]).copy_from_slice(src);
-        bulk(&s[..n], &mut d[..n]);
-        dst.copy_from_slice(bytemuck::cast_slice::<D, u8>(&d[..n]));
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
+    use bytemuck::{AnyBitPattern, NoUninit};
     use proptest::prelude::*;
 
     fn cast_one<S: NoUninit, D: AnyBitPattern>(from: DType, to: DType, x: S) -> D {

@@ -3,8 +3,8 @@
 //! The floors. Each uses only those above it in this list, and no two files use each other in a circle (`tests/floors.rs`
 //! checks both).
 //!
-//! 1. [`location`]: the name of a file or object. [`error`]: the error type. [`dtype`]: element types and casts.
-//!    [`memory`]: reused blocks. [`threads`]: one thread pool, one way of handing out parts.
+//! 1. [`location`]: the name of a file or object. [`error`]: the error type. [`kernels`]: vector code.
+//!    [`dtype`]: element types and casts. [`memory`]: reused blocks. [`threads`]: one thread pool, one way of handing out parts.
 //! 2. [`source`]: byte sources behind one trait: local files (mapped or read with `pread`), or any other store. [`codec`]:
 //!    decoding, with one cache of decoded units. [`arrays`]: arrays in chunk files and shards, under 4-D stores and token
 //!    arrays.
@@ -32,6 +32,7 @@ pub mod dtype;
 pub mod error;
 pub mod files;
 pub mod gather;
+pub mod kernels;
 pub mod layout;
 pub mod location;
 pub mod memory;

@@ -10,8 +10,8 @@ use common::sources;
 
 /// Lowest first. A module uses those before it; on one floor, modules are listed in the order in which they may use each other.
 const CORE: &[&str] = &[
-    "location", "error", "dtype", "memory", "threads", "source", "codec", "arrays", "layout", "parse", "files",
-    "gather", "rows", "scan", "stream", "write", "tokens", "lib",
+    "location", "error", "kernels", "dtype", "memory", "threads", "source", "codec", "arrays", "layout", "parse",
+    "files", "gather", "rows", "scan", "stream", "write", "tokens", "lib",
 ];
 const BINDING: &[&str] =
     &["errors", "detach", "buffer", "arguments", "handle", "pickle", "stream", "write", "tokens", "rows", "lib"];

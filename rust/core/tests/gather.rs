@@ -7,6 +7,7 @@ use std::path::Path;
 use actshard_core::dtype::Cast;
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
+use actshard_core::kernels::STREAM_FROM;
 use actshard_core::layout::strided::Strided;
 use actshard_core::source::Io;
 use actshard_core::{DType, Kind, Result};
@@ -87,6 +88,41 @@ proptest! {
         let want: Vec<f32> =
             e.iter().flat_map(|e| (0..TOKENS as i64).flat_map(|t| expected(width, group, *e, t))).collect();
         prop_assert_eq!(floats(&whole), want);
+    }
+}
+
+/// Streamed past the caches, into memory that is not at a line boundary.
+#[test]
+fn streamed_outputs_equal_the_oracle() {
+    const WIDTH: usize = 260;
+    let folder = tempfile::tempdir().unwrap();
+    let (files, layout) = dataset(folder.path(), 7, WIDTH as u64, Io::Mmap);
+    for (to, before) in [(DType::F32, 0), (DType::F32, 16), (DType::F64, 8), (DType::F64, 4), (DType::F32, 1)] {
+        let size = to.size().unwrap();
+        let n = STREAM_FROM / (WIDTH * size) + 1;
+        let e: Vec<i64> = (0..n as i64).map(|i| (i * 5 + i / 7) % 7).collect();
+        let t: Vec<i64> = (0..n as i64).map(|i| (i * 3) % TOKENS as i64).collect();
+        let mut out = vec![0xaa; before + n * WIDTH * size];
+        gather(
+            &Origin { files: &files, layout: &layout, groups: Ints::One(1), only: 0..u64::MAX },
+            Pick::Tokens { examples: Ints::Each(&e), tokens: Ints::Each(&t) },
+            n,
+            Cast::between(DType::F32, to).unwrap(),
+            Out::Dense(&mut out[before..]),
+            &mut || false,
+        )
+        .unwrap();
+        for (i, row) in out[before..].chunks_exact(WIDTH * size).enumerate() {
+            let want = expected(WIDTH as u64, 1, e[i], t[i]);
+            let equal = match to {
+                DType::F32 => floats(row) == want,
+                _ => row
+                    .chunks_exact(8)
+                    .zip(&want)
+                    .all(|(b, w)| f64::from_le_bytes(b.try_into().unwrap()) == f64::from(*w)),
+            };
+            assert!(equal, "row {i} as {to:?}");
+        }
     }
 }
 

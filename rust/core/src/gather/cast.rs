@@ -2,6 +2,7 @@
 
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
+use crate::kernels::{self, should_stream};
 use crate::threads::{self, Watch};
 
 /// Elements per part.
@@ -14,11 +15,12 @@ pub fn cast(how: Cast<'_>, src: &[u8], dst: &mut [u8], watch: Watch<'_>) -> Resu
         let detail = format!("{} bytes of {from} do not fill {} of {to}", src.len(), dst.len());
         return Err(Error::new(Kind::Internal, detail));
     }
+    let stream = should_stream(dst.len(), dst.len());
     let parts = src.chunks(PART * from).zip(dst.chunks_mut(PART * to));
     threads::for_each(
         parts,
         &|_, (src, dst), _| {
-            how.apply(src, dst);
+            kernels::storing(stream, |stores| how.apply_with(src, dst, stores));
             Ok(())
         },
         watch,

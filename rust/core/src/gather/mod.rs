@@ -3,8 +3,7 @@
 //! The requested rows are cut into parts, each a contiguous range of the *output*, so that every part owns its memory
 //! and no aliasing proof is needed. A part
 //!
-//! 1. gets the addresses of its rows from the layout and sorts them by file and row, one megabyte of output at a time: disks
-//!    and page tables prefer sorted reads, caches prefer local writes;
+//! 1. gets the addresses of its rows from the layout and sorts them by file and row, for disks and page tables;
 //! 2. joins rows that are adjacent in the file and in the output into one copy;
 //! 3. checks, file by file, that the rows exist and that the file's length has not changed since it was opened;
 //! 4. copies them. From memory or a mapping, a scout runs ahead of the copy, samples whether pages are cached, and sends

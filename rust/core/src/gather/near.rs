@@ -8,16 +8,12 @@ use super::plan::{Cut, EXTENT, Entry, Extent, GatherJob, Span};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::{Body, OpenFile};
+use crate::kernels::{self, Stores, prefetch};
 use crate::layout::Layout;
-use crate::source::mmap::prefetch;
 use crate::source::queue::read_all;
 use crate::source::scout::{BLOCK, Scout};
 use crate::source::{self, RangeRead, Ready, Source};
 use crate::threads::Stop;
-
-/// Rows are sorted within this much output: reads become ordered, writes stay in the second-level cache, and many small
-/// sorts cost less than one large one.
-const SORT_BYTES: usize = 1 << 20;
 
 fn sources_of(files: &[Arc<OpenFile>]) -> Vec<Option<&dyn Source>> {
     files.iter().map(|file| file.source()).collect()
@@ -79,15 +75,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
     pub fn run_part(&self, span: Span, out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let mut entries = self.locate(span)?;
         if !entries.is_sorted_by_key(|e| e.key) {
-            let mut rest = &mut entries[..];
-            let block_rows = (SORT_BYTES / self.out_row()).max(1);
-            while !rest.is_empty() {
-                // Entries are still in output order; with whole examples, each may cover several rows.
-                let limit = (rest[0].dst as usize).saturating_add(block_rows);
-                let (block, others) = rest.split_at_mut(rest.partition_point(|e| (e.dst as usize) < limit).max(1));
-                block.sort_unstable_by_key(|e| e.key);
-                rest = others;
-            }
+            entries.sort_unstable_by_key(|e| e.key);
         }
         self.run_entries(&entries, span.first, out, stop)
     }
@@ -132,6 +120,17 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
 
     /// Copies from mapped files and memory.
     pub fn copy_seen(&self, files: &[Arc<OpenFile>], extents: &[Extent], out: &mut Out<'_>, stop: &Stop) -> Result<()> {
+        kernels::storing(self.streams, |stores| self.copy_seen_with(files, extents, out, stores, stop))
+    }
+
+    fn copy_seen_with(
+        &self,
+        files: &[Arc<OpenFile>],
+        extents: &[Extent],
+        out: &mut Out<'_>,
+        stores: Stores<'_>,
+        stop: &Stop,
+    ) -> Result<()> {
         let bytes: Vec<&[u8]> = files.iter().map(|f| f.bytes().unwrap_or_default()).collect();
         let casts: Vec<Cast<'_>> = files.iter().map(|f| self.cast.swapped_if(f.place().swapped)).collect();
         let sources = sources_of(files);
@@ -150,7 +149,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
                 }
                 let file = extent.file as usize;
                 let src = &bytes[file][extent.src as usize..extent.src as usize + extent.len as usize];
-                casts[file].apply(src, self.target(extent, out));
+                casts[file].apply_with(src, self.target(extent, out), stores);
             }
             scout.block_took(before.elapsed(), block);
         }

@@ -40,6 +40,8 @@ pub struct GatherJob<'a, L: ?Sized> {
     pub decodes: bool,
     /// Whether all files are already open.
     pub opened: bool,
+    /// Whether the output is written past the caches.
+    pub streams: bool,
 }
 
 /// The items of a part, from `first` to `end - 1`. If items are whole examples, a long one may span several parts: this part
@@ -115,7 +117,8 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
         let row_bytes = files.row().bytes;
         let (address_bits, decodes) = (files.address_bits(), files.decodes());
         let only = only.clone();
-        Ok(GatherJob { files, layout, groups, only, pick, cast, row_bytes, address_bits, decodes, opened: false })
+        let (opened, streams) = (false, false);
+        Ok(GatherJob { files, layout, groups, only, pick, cast, row_bytes, address_bits, decodes, opened, streams })
     }
 
     /// The group of an item, checked.

@@ -5,6 +5,7 @@ use super::plan::{GatherJob, part_rows};
 use super::{by_file, far};
 use crate::dtype::Cast;
 use crate::error::Result;
+use crate::kernels::should_stream;
 use crate::layout::Layout;
 use crate::threads::{self, Watch};
 
@@ -21,13 +22,14 @@ pub fn gather<L: Layout + ?Sized>(
     out: Out<'_>,
     watch: Watch<'_>,
 ) -> Result<()> {
-    let job = GatherJob::new(origin, pick, items, cast)?;
+    let mut job = GatherJob::new(origin, pick, items, cast)?;
     if let Some(wishes) = origin.files.wishes() {
         return far::gather(&job, items, out, &wishes, watch);
     }
     if items == 1 && !matches!(pick, Pick::Whole { .. }) && job.only.end == u64::MAX {
         return job.one_row(out);
     }
+    job.streams = should_stream(out.bytes(), job.out_row());
     if job.decodes {
         return by_file::gather(&job, items, out, watch);
     }

@@ -1,4 +1,5 @@
-//! Memory-mapped files; only this module maps. (The other `unsafe` of this crate calls C libraries: `inflate`, `lz4`.)
+//! Memory-mapped files; only this module maps. (The other `unsafe` of this crate: vector
+//! code in `kernels`, and calls of C libraries in `inflate` and `lz4`.)
 //!
 //! The limits of mapping: a Rust slice over mapped bytes assumes that no process changes or truncates the file while the slice
 //! lives, and no program can enforce that on others. Files are opened read-only, and their length is compared with the mapped
@@ -17,6 +18,8 @@ use std::io;
 use std::sync::Arc;
 
 use memmap2::{Advice, Mmap, MmapOptions};
+
+use crate::kernels::prefetch;
 
 /// A whole file, mapped read-only. Clones share the mapping, which keeps no descriptor.
 #[derive(Clone, Debug)]
@@ -55,21 +58,4 @@ impl Map {
     pub fn prefetch(&self, offset: usize) {
         prefetch(self.inner.get(offset..).unwrap_or_default());
     }
-}
-
-/// Prefetches the first cache lines: a random row's page walk and first misses then overlap with the copy of the previous row
-/// (measured: 12.7 compared with 11.0 GB/s for 3 KiB rows on two cores).
-#[inline]
-pub fn prefetch(bytes: &[u8]) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        const LINES: usize = 6;
-        for line in bytes.chunks_exact(64).take(LINES) {
-            // SAFETY: the pointer comes from a live slice; prefetching never faults.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = bytes;
 }

@@ -11,9 +11,9 @@ use super::rescale::{Convert, Scratch};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::gather::{Ints, Out, Pick};
+use crate::kernels::{self, Stores, prefetch, should_stream};
 use crate::memory::buffer::Buffer;
 use crate::rows::Rows;
-use crate::source::mmap::prefetch;
 use crate::threads::{self, Stop, Watch};
 
 /// Bytes per read while a window is filled, at most: bounds the time that a stop waits.
@@ -281,10 +281,8 @@ pub fn convert_rows(
     let per_slot = slot_bytes / convert.from();
     let to = convert.to() * per_slot;
     let at_once = slots.len().div_ceil(threads::num_threads() * 4).max((256 << 10) / to.max(1)).max(1);
-    let work = |p: usize, out: &mut [u8], stop: &Stop| -> Result<()> {
-        if stop.is_set() {
-            return Ok(());
-        }
+    let stream = should_stream(out.len(), convert.to());
+    let fill = |p: usize, out: &mut [u8], stores: Stores<'_>| -> Result<()> {
         let mut scratch = Scratch::default();
         let slot = |i: usize| {
             let first = *slots.get(i)? as usize * slot_bytes;
@@ -299,10 +297,13 @@ pub fn convert_rows(
             for (k, (src, dst)) in from.chunks_exact(convert.from()).zip(out.chunks_exact_mut(convert.to())).enumerate()
             {
                 let group = groups.map_or(k, |g| g[i] as usize);
-                convert.row(group, src, dst, &mut scratch);
+                convert.row(group, src, dst, &mut scratch, stores);
             }
         }
         Ok(())
+    };
+    let work = |p: usize, out: &mut [u8], stop: &Stop| {
+        if stop.is_set() { Ok(()) } else { kernels::storing(stream, |stores| fill(p, out, stores)) }
     };
     threads::for_each(out.chunks_mut(at_once * to), &work, watch)
 }

@@ -1,11 +1,13 @@
 //! Rows centred and scaled during the copy: `(row - center) * scale`, or scaled to a given norm.
 
+use std::ops::{Mul, Sub};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytemuck::{Pod, Zeroable};
 
 use crate::dtype::{Cast, DType, overflowed};
 use crate::error::{Error, Kind, Result};
+use crate::kernels::Stores;
 
 /// The scaling of rows, after the centre is subtracted.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,13 +33,26 @@ pub struct Convert {
     overflows: AtomicU64,
 }
 
+/// Centre and scale, in the type of the arithmetic.
 #[derive(Debug)]
-struct Change {
-    wide: bool,
+enum Change {
+    Single(Terms<f32>),
+    Double(Terms<f64>),
+}
+
+#[derive(Debug)]
+struct Terms<T> {
     read: Cast<'static>,
     write: Cast<'static>,
-    center: Vec<f64>,
-    scale: Scale,
+    center: Vec<T>,
+    scale: ScaleOf<T>,
+}
+
+#[derive(Debug)]
+enum ScaleOf<T> {
+    None,
+    By(Vec<T>),
+    ToNorm(f64),
 }
 
 /// Buffers for one row, reused.
@@ -60,12 +75,12 @@ impl Convert {
                 format!("center and scale: expected {width} elements, or {groups} x {width}, one per layer"),
             ));
         }
-        let wide = from == DType::F64 || to == DType::F64;
-        let middle = if wide { DType::F64 } else { DType::F32 };
         let change = if center.is_empty() && scale == Scale::None {
             None
+        } else if from == DType::F64 || to == DType::F64 {
+            Some(Change::Double(Terms::new(from, to, &center, &scale)?))
         } else {
-            Some(Change { wide, read: Cast::between(from, middle)?, write: Cast::between(middle, to)?, center, scale })
+            Some(Change::Single(Terms::new(from, to, &center, &scale)?))
         };
         let (types, overflows) = ((from, to), AtomicU64::new(0));
         let (from, to) = (width * plain.from_size, width * plain.to_size);
@@ -94,56 +109,77 @@ impl Convert {
 
     /// Converts a row of a group.
     #[inline]
-    pub fn row(&self, group: usize, src: &[u8], dst: &mut [u8], scratch: &mut Scratch) {
-        let Some(change) = &self.change else {
-            return self.plain.counting(&self.overflows).apply(src, dst);
+    pub fn row(&self, group: usize, src: &[u8], dst: &mut [u8], scratch: &mut Scratch, stores: Stores<'_>) {
+        let found = match &self.change {
+            None => return self.plain.counting(&self.overflows).apply_with(src, dst, stores),
+            Some(Change::Single(terms)) => {
+                scratch.0.resize(self.width, 0.0);
+                terms.apply(group, src, &mut scratch.0);
+                terms.put(self.types, src, &scratch.0, dst, stores)
+            }
+            Some(Change::Double(terms)) => {
+                scratch.1.resize(self.width, 0.0);
+                terms.apply(group, src, &mut scratch.1);
+                terms.put(self.types, src, &scratch.1, dst, stores)
+            }
         };
-        if change.wide {
-            scratch.1.resize(self.width, 0.0);
-            change.apply(group, src, dst, &mut scratch.1);
-        } else {
-            scratch.0.resize(self.width, 0.0);
-            change.apply(group, src, dst, &mut scratch.0);
-        }
-        let found = overflowed(self.types.0, src, self.types.1, dst);
         if found > 0 {
             self.overflows.fetch_add(found, Ordering::Relaxed);
         }
     }
 }
 
-impl Change {
-    fn apply<T: Real>(&self, group: usize, src: &[u8], dst: &mut [u8], row: &mut [T]) {
+impl<T: Real> Terms<T> {
+    fn new(from: DType, to: DType, center: &[f64], scale: &Scale) -> Result<Terms<T>> {
+        let of = |all: &[f64]| all.iter().map(|x| T::of(*x)).collect();
+        let scale = match scale {
+            Scale::None => ScaleOf::None,
+            Scale::By(by) => ScaleOf::By(of(by)),
+            Scale::ToNorm(norm) => ScaleOf::ToNorm(*norm),
+        };
+        let (read, write) = (Cast::between(from, T::DTYPE)?, Cast::between(T::DTYPE, to)?);
+        Ok(Terms { read, write, center: of(center), scale })
+    }
+
+    /// Reads, centres and scales a row.
+    fn apply(&self, group: usize, src: &[u8], row: &mut [T]) {
         self.read.apply(src, bytemuck::cast_slice_mut(row));
         let n = row.len();
-        let of_group = |all: &Vec<f64>| {
+        let of_group = |all: &Vec<T>| {
             let first = if all.len() > n { group * n } else { 0 };
             first..first + n
         };
         if !self.center.is_empty() {
             let center = &self.center[of_group(&self.center)];
             for (x, c) in row.iter_mut().zip(center) {
-                *x = T::minus(*x, *c);
+                *x = *x - *c;
             }
         }
         match &self.scale {
-            Scale::None => {}
-            Scale::By(by) => {
+            ScaleOf::None => {}
+            ScaleOf::By(by) => {
                 let by = &by[of_group(by)];
                 for (x, f) in row.iter_mut().zip(by) {
-                    *x = T::times(*x, *f);
+                    *x = *x * *f;
                 }
             }
-            Scale::ToNorm(norm) => {
+            ScaleOf::ToNorm(norm) => {
                 let norm = norm / norm_of(row);
                 if norm.is_finite() {
+                    let norm = T::of(norm);
                     for x in row.iter_mut() {
-                        *x = T::times(*x, norm);
+                        *x = *x * norm;
                     }
                 }
             }
         }
-        self.write.apply(bytemuck::cast_slice(row), dst);
+    }
+
+    /// Writes a changed row; returns the number of finite values that became infinite.
+    fn put(&self, (from, to): (DType, DType), src: &[u8], row: &[T], dst: &mut [u8], stores: Stores<'_>) -> u64 {
+        let row = bytemuck::cast_slice(row);
+        self.write.apply_with(row, dst, stores);
+        overflowed((from, src), (T::DTYPE, row), to)
     }
 }
 
@@ -162,33 +198,29 @@ pub(super) fn norm_of<T: Real>(row: &[T]) -> f64 {
 }
 
 /// float32 and float64.
-pub(super) trait Real: Pod + Zeroable {
+pub(super) trait Real: Pod + Zeroable + Sub<Output = Self> + Mul<Output = Self> {
+    const DTYPE: DType;
+    fn of(x: f64) -> Self;
     fn wide(self) -> f64;
-    fn minus(self, other: f64) -> Self;
-    fn times(self, other: f64) -> Self;
 }
 
 impl Real for f32 {
+    const DTYPE: DType = DType::F32;
+    fn of(x: f64) -> f32 {
+        x as f32
+    }
     fn wide(self) -> f64 {
         f64::from(self)
-    }
-    fn minus(self, other: f64) -> f32 {
-        self - other as f32
-    }
-    fn times(self, other: f64) -> f32 {
-        self * other as f32
     }
 }
 
 impl Real for f64 {
+    const DTYPE: DType = DType::F64;
+    fn of(x: f64) -> f64 {
+        x
+    }
     fn wide(self) -> f64 {
         self
-    }
-    fn minus(self, other: f64) -> f64 {
-        self - other
-    }
-    fn times(self, other: f64) -> f64 {
-        self * other
     }
 }
 
@@ -199,7 +231,13 @@ mod tests {
 
     fn run(convert: &Convert, group: usize, row: &[f32]) -> Vec<f32> {
         let mut out = vec![0f32; row.len()];
-        convert.row(group, bytemuck::cast_slice(row), bytemuck::cast_slice_mut(&mut out), &mut Scratch::default());
+        convert.row(
+            group,
+            bytemuck::cast_slice(row),
+            bytemuck::cast_slice_mut(&mut out),
+            &mut Scratch::default(),
+            Stores::Cached,
+        );
         out
     }
 
@@ -220,7 +258,7 @@ mod tests {
         let convert = Convert::new(DType::F16, DType::F64, 1, 1, vec![0.5], Scale::By(vec![3.0])).unwrap();
         let mut out = [0f64];
         let src = half::f16::from_f32(2.0).to_le_bytes();
-        convert.row(0, &src, bytemuck::cast_slice_mut(&mut out), &mut Scratch::default());
+        convert.row(0, &src, bytemuck::cast_slice_mut(&mut out), &mut Scratch::default(), Stores::Cached);
         assert_eq!(out, [4.5]);
         assert_eq!(convert.take_overflows(), 0);
         assert!(Convert::new(DType::I32, DType::I32, 1, 1, vec![0.5], Scale::None).is_err());
@@ -239,7 +277,7 @@ mod tests {
         ] {
             let convert = Convert::new(DType::F32, to, 4, 1, vec![], scale).unwrap();
             let mut out = vec![0; convert.to()];
-            convert.row(0, bytemuck::cast_slice(&row), &mut out, &mut Scratch::default());
+            convert.row(0, bytemuck::cast_slice(&row), &mut out, &mut Scratch::default(), Stores::Cached);
             assert_eq!(convert.take_overflows(), expected, "{to:?}");
             assert_eq!(convert.take_overflows(), 0);
         }
