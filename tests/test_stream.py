@@ -362,6 +362,47 @@ def test_reused_arrays_come_back(shuffle: str | None) -> None:
             iter(store.stream(5, 9, buffers=buffers))
 
 
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_held_buffers_are_filled_again_only_after_their_release(shuffle: str | None) -> None:
+    """For readers that hold several batches, such as copies to a device; what they take does not move the position."""
+    store = opened("saev")
+    want = [b.activations.copy() for b in store.stream(5, 9, shuffle=shuffle, memory=30_000)]
+    stream = store.stream(5, 9, shuffle=shuffle, memory=30_000)
+    held = [np.full(stream.batch_shape, np.nan, "f4") for _ in range(3)]
+    loop = stream.loop(held)
+    taken = [loop.take() for _ in held]
+    assert stream.state_dict()["batch"] == 0
+    at = [next(i for i, h in enumerate(held) if np.shares_memory(h, b.activations)) for b in taken if b is not None]
+    assert sorted(at) == [0, 1, 2]
+    time.sleep(0.05)
+    assert not loop.ready(), "no buffer is free"
+    for number, rows in zip(at, want, strict=False):
+        assert np.array_equal(held[number], rows)
+    for following, number in itertools.pairwise([*range(2, len(want)), None]):
+        loop.release(at[0])
+        loop.release(at[0])  # no second time
+        loop.hand_out()
+        batch = loop.take()
+        if number is None:
+            assert batch is None
+            break
+        assert following is not None
+        assert batch is not None
+        assert np.shares_memory(batch.activations, held[at[0]])
+        assert np.array_equal(batch.activations, want[number])
+        for other, rows in zip(at[1:], want[number - 2 : number], strict=True):
+            assert np.array_equal(held[other][: len(rows)], rows)
+        at = [*at[1:], at[0]]
+    assert stream.state_dict()["batch"] == len(want) - 2
+    loop.hand_out()
+    loop.hand_out()
+    loop.finish()
+    assert (stream.state_dict()["batch"], stream.epoch) == (0, 1)
+    loop.release(0)
+    with pytest.raises(StopIteration):
+        loop.take()
+
+
 def test_tokens_that_are_read() -> None:
     store = opened("saev")
     t = int(store.token_counts[0])
