@@ -140,9 +140,11 @@ class ZarrMeta:
 @final
 class Addresses:
     def __new__(cls, shards: int) -> Addresses: ...
-    def push_last(self, shards: NDArray[np.int64], rows: NDArray[np.int64]) -> None: ...
-    def push_tokens(
-        self, id_ends: NDArray[np.int64], ids: NDArray[np.int64], row_ends: NDArray[np.int64], rows: NDArray[np.int64]
+    def push(
+        self,
+        shards: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        lists: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> None: ...
 
 @final

@@ -15,7 +15,7 @@ use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::layout::Layout;
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
-use actshard_core::layout::table::{Table, TableBuilder};
+use actshard_core::layout::table::{Lists, Table, TableBuilder};
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::source::Io;
 use actshard_core::{DType, Kind, Result};
@@ -101,19 +101,17 @@ fn table(lists: &[Vec<(i64, i64)>], shards: u32, groups: usize, tokens: bool) ->
     let mut builder = TableBuilder::new(shards);
     let last: Vec<(i64, i64)> = lists.iter().map(|l| *l.last().unwrap()).collect();
     let (s, r): (Vec<i64>, Vec<i64>) = last.into_iter().unzip();
-    builder.push_last(&s, &r).unwrap();
-    if tokens {
-        let mut ends = vec![0];
-        let (mut ids, mut rows) = (vec![], vec![]);
-        for (s, r) in lists.iter().flatten() {
-            ids.push(*s);
-            rows.push(*r);
-        }
-        for list in lists {
-            ends.push(ends.last().unwrap() + list.len() as i64);
-        }
-        builder.push_tokens(&ends, &ids, &ends, &rows).unwrap();
+    let mut ends = vec![0];
+    let (mut ids, mut rows) = (vec![], vec![]);
+    for (s, r) in lists.iter().flatten() {
+        ids.push(*s);
+        rows.push(*r);
     }
+    for list in lists {
+        ends.push(ends.last().unwrap() + list.len() as i64);
+    }
+    let all = Lists { id_ends: &ends, ids: &ids, row_ends: &ends, rows: &rows };
+    builder.push(&s, &r, tokens.then_some(all)).unwrap();
     builder.finish(groups).unwrap()
 }
 

@@ -13,7 +13,7 @@ use actshard_core::gather::{Ints, Pick};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::layout::spans::{PartSpans, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
-use actshard_core::layout::table::TableBuilder;
+use actshard_core::layout::table::{Lists, TableBuilder};
 use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::Rows as Dataset;
@@ -66,30 +66,27 @@ impl Addresses {
         Addresses { builder: Mutex::new(Some(TableBuilder::new(shards))) }
     }
 
-    fn push_last(
+    /// Appends examples: addresses of last tokens and, if all tokens are stored, limits and values of the two lists.
+    #[pyo3(signature = (shards, rows, lists=None))]
+    fn push(
         &self,
         py: Python<'_>,
         shards: PyReadonlyArray1<'_, i64>,
         rows: PyReadonlyArray1<'_, i64>,
+        lists: Option<[PyReadonlyArray1<'_, i64>; 4]>,
     ) -> PyResult<()> {
         detach::guarded(py, || {
             let (shards, rows) = (shards.as_slice()?, rows.as_slice()?);
-            self.with(py, |b| b.push_last(shards, rows))
-        })
-    }
-
-    fn push_tokens(
-        &self,
-        py: Python<'_>,
-        id_ends: PyReadonlyArray1<'_, i64>,
-        ids: PyReadonlyArray1<'_, i64>,
-        row_ends: PyReadonlyArray1<'_, i64>,
-        rows: PyReadonlyArray1<'_, i64>,
-    ) -> PyResult<()> {
-        detach::guarded(py, || {
-            let (id_ends, ids, row_ends, rows) =
-                (id_ends.as_slice()?, ids.as_slice()?, row_ends.as_slice()?, rows.as_slice()?);
-            self.with(py, |b| b.push_tokens(id_ends, ids, row_ends, rows))
+            let lists = match &lists {
+                Some([id_ends, ids, row_ends, rows]) => Some(Lists {
+                    id_ends: id_ends.as_slice()?,
+                    ids: ids.as_slice()?,
+                    row_ends: row_ends.as_slice()?,
+                    rows: rows.as_slice()?,
+                }),
+                None => None,
+            };
+            self.with(py, |b| b.push(shards, rows, lists))
         })
     }
 }

@@ -32,6 +32,9 @@ LAST_KNOWN = (2, 0)
 TOKEN_LISTS = ("token_shard_ids", "token_shard_offsets")
 _PART = re.compile(r"(?P<split>.+)-(?P<index>\d{5})-of-(?P<total>\d{5})\.parquet")
 _BATCH_ROWS = 16_384
+_BUFFER = 1 << 20
+"""Bytes of a local file's column that are read at once. pyarrow's default is all of a row group, before the first batch. A store
+that answers slowly is asked for all of it."""
 _EXPANDED, _EXPANSION = 256 << 20, 64
 """A text column is decoded up to this size, and up to this factor of the index's size; a larger one stays a dictionary."""
 
@@ -87,7 +90,7 @@ class Index:
 
         file = part.arrow()
         try:
-            return pq.ParquetFile(file, read_dictionary=list(coded))
+            return pq.ParquetFile(file, read_dictionary=list(coded), buffer_size=_BUFFER if part.storage.local else 0)
         except (pa.ArrowException, OSError, ValueError) as error:
             file.close()
             if isinstance(error, ActshardError):
@@ -250,13 +253,15 @@ class Index:
         addresses = Addresses(shards)
         done = 0
         for part, row, batch in self.batches(names):
-            flat = [int64_of(batch.column(name), name, part, row) for name in names[:2]]
+            shard, offset = (int64_of(batch.column(name), name, part, row) for name in names[:2])
             try:
-                addresses.push_last(*flat)
                 if lists:
-                    addresses.push_tokens(
-                        *(a for name in TOKEN_LISTS for a in lists_of(batch.column(name), name, part, row))
+                    (id_ends, ids), (row_ends, rows) = (
+                        lists_of(batch.column(name), name, part, row) for name in TOKEN_LISTS
                     )
+                    addresses.push(shard, offset, (id_ends, ids, row_ends, rows))
+                else:
+                    addresses.push(shard, offset)
             except FormatError as error:
                 if error.path is None:
                     columns = f"{shard_column}/{row_column}" + ("/" + "/".join(TOKEN_LISTS) if lists else "")

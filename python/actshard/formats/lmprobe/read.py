@@ -109,13 +109,13 @@ class Extraction(Index):
                     )
                 )
         if self.hidden is not None:
-            rows, layers, d_model, dtype, counts = self._open_hidden(self.hidden)
+            rows, layers, d_model, dtype = self._open_hidden(self.hidden)
+            token_counts = rows.token_counts
         else:
             rows, layers, d_model = None, (), 0
-            counts = np.zeros(self.num_rows, np.int64)
+            token_counts = self._no_tokens
             logits = self.logits()
             dtype = self._logits_dtype if logits is not None else np.dtype(np.float32)
-        counts.flags.writeable = False
         model = self.metadata.get("model")
         provenance = dict(self.metadata["provenance"]) if isinstance(self.metadata.get("provenance"), dict) else {}
         if isinstance(model, dict):
@@ -128,8 +128,8 @@ class Extraction(Index):
             layers=layers,
             d_model=d_model,
             dtype=dtype,
-            num_examples=len(counts),
-            token_counts=lambda: counts,
+            num_examples=self.num_rows,
+            token_counts=token_counts,
             rows=rows,
             column_names=tuple(name for name in self.names if name not in TOKEN_LISTS),
             columns=self.columns,
@@ -146,6 +146,9 @@ class Extraction(Index):
             router=self.router,
             one_row_each=None if self.hidden is None else self.hidden.value.get("storage", "pooled") == "pooled",
         )
+
+    def _no_tokens(self) -> NDArray[np.int64]:
+        return np.zeros(self.num_rows, np.int64)
 
     def _router_layers(self) -> tuple[int, ...]:
         """Router layers as written. Errors are raised when the router is read."""
@@ -176,7 +179,7 @@ class Extraction(Index):
         """The descriptor of router tensors; None if there is none."""
         return self._descriptors("router", "router_logits")
 
-    def _open_hidden(self, fields: Fields) -> tuple[Rows, tuple[int, ...], int, np.dtype[Any], NDArray[np.int64]]:
+    def _open_hidden(self, fields: Fields) -> tuple[Rows, tuple[int, ...], int, np.dtype[Any]]:
         layers = fields.integers("layers")
         storage = fields.text("storage") if fields.has("storage") else "pooled"
         if storage not in ("pooled", "full_sequence"):
@@ -220,7 +223,7 @@ class Extraction(Index):
         rows = Rows.table(
             list(files), addresses, num_groups=len(layers), width=d_model, dtype=name, descr=dtype, io=self.io
         )
-        return rows, layers, d_model, dtype, rows.token_counts()
+        return rows, layers, d_model, dtype
 
     def logits(self) -> Logits | None:
         """Top-k values and indices; None if not stored."""
@@ -280,7 +283,7 @@ class Extraction(Index):
         name, experts = self._first_header(files, fields, "num_experts")
         addresses = Addresses(len(counts))
         shard = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
-        addresses.push_last(
+        addresses.push(
             shard, np.arange(self.num_rows, dtype=np.int64) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
         )
         dtype = self._numpy(name, fields)

@@ -5,6 +5,7 @@
 
 pub mod chunked;
 pub mod grid;
+mod packed;
 pub mod row;
 pub mod spans;
 pub mod strided;
