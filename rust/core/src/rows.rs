@@ -136,7 +136,8 @@ impl Rows {
                 bounds.dedup();
                 Units::Between(bounds)
             }
-            Rows::Chunked(_, layout) if self.decodes() => {
+            // Also if the chunks are read in place: the order of a stream must not depend on how they are read.
+            Rows::Chunked(files, layout) if files.are_coded() => {
                 let bounds = layout.bounds();
                 if bounds.len() as u64 > layout.examples() { Units::Examples } else { Units::Between(bounds) }
             }

@@ -209,6 +209,11 @@ impl Chain {
         }
     }
 
+    /// Bytes of a decoded element; `None` if elements vary in size or are rearranged by codecs.
+    pub fn element_size(&self) -> Option<usize> {
+        self.whole.dtype.fixed_size().filter(|_| self.arrays.is_empty())
+    }
+
     /// Decodes a chunk.
     pub fn decode(&self, encoded: Vec<u8>) -> Said<Elements> {
         let whole = self.whole.elements()?;

@@ -15,7 +15,8 @@ pub use super::chain::Elements;
 use super::chain::{Chain, ShardCodec, assemble, decoded_size};
 use super::failing::Undecodable;
 use super::file::{ChunkFile, StoredUnit};
-use super::index::Entries;
+use super::index::{Entries, Numbers};
+use super::meta::index_numbers;
 use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result, in_one_line};
 use crate::location::Location;
@@ -25,6 +26,11 @@ use crate::threads::{self, Watch};
 
 /// Bytes of shard indexes that an array caches.
 const INDEX_MEMORY: u64 = 32 << 20;
+
+/// Bytes of a crc32c.
+const CRC: u64 = 4;
+/// Bytes read at once to compute a checksum.
+const CHECKED_AT_ONCE: u64 = 256 << 10;
 
 /// A decoder of an array's chunks.
 pub trait Decode: std::fmt::Debug + Send + Sync {
@@ -48,6 +54,11 @@ pub trait Decode: std::fmt::Debug + Send + Sync {
             );
         each.collect()
     }
+
+    /// The array, if its chunks are inner chunks of shards that can be read in place.
+    fn in_place(&self) -> Option<&CodedArray> {
+        None
+    }
 }
 
 /// A shard's number in the grid, and its version.
@@ -62,6 +73,8 @@ pub struct CodedArray {
     array: Result<ParsedArray>,
     store: Arc<dyn Store>,
     indexes: Cache<Entries, IndexKey>,
+    /// The form of inner chunks, if they are plain numbers.
+    plain: Option<Numbers>,
 }
 
 #[derive(Debug)]
@@ -250,7 +263,33 @@ impl CodedArray {
     /// The array in a folder of a store, from metadata already read; `inner` selects the inner chunks of shards as chunks.
     pub fn of(store: Arc<dyn Store>, folder: &Location, metadata: &[u8], inner: bool) -> CodedArray {
         let array = ParsedArray::new(folder, metadata);
-        CodedArray { inner, array, store, indexes: Cache::new(INDEX_MEMORY) }
+        let shard = array.as_ref().ok().and_then(|parsed| parsed.chain.shard()).filter(|_| inner);
+        let plain = shard.and_then(|shard| plain_inner_chunks(metadata, shard));
+        CodedArray { inner, array, store, indexes: Cache::new(INDEX_MEMORY), plain }
+    }
+
+    /// The form of inner chunks that can be read in place: numbers in C order, with or without a checksum behind them.
+    pub fn plain(&self) -> Option<Numbers> {
+        self.plain
+    }
+
+    /// The number of the shard of an inner chunk in the grid of shards, and the inner chunk's number in it.
+    pub fn place_of(&self, indices: &[u64]) -> Result<(u64, usize)> {
+        let parsed = self.parsed()?;
+        let shards = self.shards(parsed).ok_or_else(|| Error::new(Kind::Internal, "an array without shards"))?;
+        let grid = parsed.array.chunk_grid_shape();
+        let outer = indices.iter().zip(&shards.codec.counts).map(|(i, n)| i / n);
+        let shard = outer.zip(grid).fold(0u64, |n, (i, g)| n.wrapping_mul(*g).wrapping_add(i));
+        Ok((shard, shards.codec.number(indices)))
+    }
+
+    /// The shard of an inner chunk, from a store that keeps it open.
+    pub fn open_shard(&self, store: &dyn Store, indices: &[u64]) -> Result<ChunkFile> {
+        let parsed = self.parsed()?;
+        let shards = self.shards(parsed).ok_or_else(|| Error::new(Kind::Internal, "an array without shards"))?;
+        let outer = shards.codec.outer(indices);
+        let index = |source: &dyn Source, version: Option<&Version>| shards.index(parsed, &outer, source, version);
+        ChunkFile::open(store.open(&parsed.location(&outer), Access::Kept), index)
     }
 
     /// Its shards, if chunks are the inner chunks of shards.
@@ -295,6 +334,10 @@ impl CodedArray {
 }
 
 impl Decode for CodedArray {
+    fn in_place(&self) -> Option<&CodedArray> {
+        self.plain.map(|_| self)
+    }
+
     fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> Result<Option<Vec<u8>>> {
         let parsed = self.parsed()?;
         let found = match self.shards(parsed) {
@@ -317,6 +360,40 @@ impl Decode for CodedArray {
         let each = found.into_iter().zip(which);
         each.map(|(made, (_, location))| made.map(|made| numbers(made, len, location)).transpose()).collect()
     }
+}
+
+/// The form of inner chunks, if they are numbers without other codecs than a checksum.
+fn plain_inner_chunks(metadata: &[u8], shard: &ShardCodec) -> Option<Numbers> {
+    let value: serde_json::Value = serde_json::from_slice(metadata).ok()?;
+    let codecs = value.get("codecs")?.as_array()?.first()?.get("configuration")?.get("codecs")?.as_array()?;
+    // Without a byte order, zarrs decides whether numbers of several bytes are an error.
+    let ordered = codecs.first()?.pointer("/configuration/endian").is_some() || shard.inner.element_size() == Some(1);
+    index_numbers(codecs).filter(|_| ordered && shard.inner.element_size().is_some())
+}
+
+/// Fails unless an inner chunk that is read in place has its length and, if it has one, the right checksum. Reads it once,
+/// block by block.
+pub fn check_plain(unit: StoredUnit<'_>, len: u64, checked: bool) -> Result<()> {
+    let bad = |why: String| cannot_decode(unit.source.location(), why.into()).byte(unit.offset);
+    let expected = len + if checked { CRC } else { 0 };
+    if unit.len != expected {
+        return Err(bad(format!("expected {expected} bytes, found {}", unit.len)));
+    }
+    if !checked {
+        return Ok(());
+    }
+    let (mut crc, mut at) = (0, 0);
+    while at < len {
+        let n = CHECKED_AT_ONCE.min(len - at);
+        crc = crc32c::crc32c_append(crc, &unit.part(at as usize, n as usize)?);
+        at += n;
+    }
+    let stored = unit.part(len as usize, CRC as usize)?;
+    let stored = stored.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes));
+    if stored != crc {
+        return Err(bad(format!("expected the checksum (crc32c) {stored:08x}, found {crc:08x}")));
+    }
+    Ok(())
 }
 
 fn numbers(made: Elements, len: u64, location: &Location) -> Result<Vec<u8>> {

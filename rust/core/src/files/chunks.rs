@@ -5,6 +5,10 @@
 //! chunk has the fill value. Other chunks are decoded whole by [`coded`](crate::arrays::coded), and cached within a memory
 //! budget.
 //!
+//! Inner chunks of local shards that contain plain numbers are read in place as well. If a checksum follows them, it is
+//! compared before the first row is read, once for each version of the shard's file and each time it is opened; later reads
+//! of the same open file trust it, as they would trust a decoded chunk in the cache.
+//!
 //! Local chunks are read, not mapped: mapping and unmapping a megabyte costs more than copying it. Only
 //! [`ChunkFiles::view`] maps, because the caller requests a view.
 //!
@@ -12,8 +16,11 @@
 //! full size in both.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::arrays::coded::Decode;
+use crate::arrays::coded::{CodedArray, Decode, check_plain};
+use crate::arrays::file::ChunkFile;
+use crate::arrays::index::Numbers;
 use crate::arrays::key::{UNCHECKED, UnitKey, WHOLE, new_array};
 use crate::arrays::naming::Naming;
 use crate::codec::cache::Cache;
@@ -26,7 +33,7 @@ use crate::layout::row::{Place, Row};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::source::local::Local;
-use crate::source::slots::Slots;
+use crate::source::slots::{Opened, Slots};
 use crate::source::{Access, Io, Source, Store, Wishes};
 use crate::threads::{self, Watch};
 
@@ -76,6 +83,30 @@ pub struct ChunkFiles {
     number: u64,
     decoded: Cache<Buffer, UnitKey>,
     decodes: bool,
+    /// Shards whose inner chunks are read in place; each by the number of its array's first chunk plus its own number.
+    shards: Slots<ShardFile>,
+}
+
+/// A shard whose inner chunks are read in place.
+#[derive(Debug)]
+struct ShardFile {
+    file: ChunkFile,
+    /// For each inner chunk, whether its checksum was found right.
+    right: Box<[AtomicBool]>,
+}
+
+impl ShardFile {
+    /// Whether its file was not written since it was opened: then its index is that of the file.
+    fn is_same(&self) -> bool {
+        let now = self.file.source().and_then(|source| source.version());
+        now.is_some() && now.as_ref() == self.file.version()
+    }
+}
+
+impl Opened for ShardFile {
+    fn may_keep(&self) -> bool {
+        self.file.may_keep()
+    }
 }
 
 impl ChunkFiles {
@@ -123,11 +154,35 @@ impl ChunkFiles {
         if 64 - first.leading_zeros() + address_bits > 64 {
             return Err(Error::new(Kind::Format, format!("{first} chunks of up to {most_rows} rows are too many")));
         }
-        let decodes = placed.iter().any(|(_, a)| matches!(a.content, Content::Coded(_)));
         let slots = Slots::new(first);
         let (number, decoded) = (new_array(), Cache::new(decoded_memory));
         let (arrays, wishes) = (placed, store.wishes());
-        Ok(ChunkFiles { arrays, row, address_bits, store, wishes, views: false, slots, number, decoded, decodes })
+        let (views, decodes, shards) = (false, false, Slots::new(0));
+        let mut made =
+            ChunkFiles { arrays, row, address_bits, store, wishes, views, slots, number, decoded, decodes, shards };
+        made.decodes = made.arrays.iter().any(|(_, array)| match (&array.content, made.in_place(array)) {
+            (Content::Plain { .. }, _) => false,
+            // A chunk with a checksum is read whole the first time.
+            (Content::Coded(_), Some((_, form))) => form.checked,
+            (Content::Coded(_), None) => true,
+        });
+        if made.arrays.iter().any(|(_, array)| made.in_place(array).is_some()) {
+            made.shards = Slots::new(first);
+        }
+        Ok(made)
+    }
+
+    /// The decoder and the form of chunks that are encoded but can be read in place.
+    fn in_place<'a>(&self, array: &'a ChunkArray) -> Option<(&'a CodedArray, Numbers)> {
+        let Content::Coded(coded) = &array.content else { return None };
+        // From a slow store, whole chunks are decoded and cached.
+        let coded = coded.in_place().filter(|_| self.wishes.is_none())?;
+        Some((coded, coded.plain()?))
+    }
+
+    /// Whether chunks are encoded in their files, even if they can be read in place. Orders of streams depend on it.
+    pub fn are_coded(&self) -> bool {
+        self.arrays.iter().any(|(_, array)| matches!(array.content, Content::Coded(_)))
     }
 
     /// The grids of the arrays' chunks, in the order of the arrays.
@@ -146,6 +201,7 @@ impl ChunkFiles {
     /// Closes cached files and drops decoded chunks.
     pub fn release(&self) {
         self.slots.clear();
+        self.shards.clear();
         self.decoded.make_room(self.decoded.budget());
     }
 
@@ -154,7 +210,40 @@ impl ChunkFiles {
         if !self.views || self.split(file) > 1 {
             return Ok(None);
         }
-        View::of(&*self.get(file)?, address, rows, self.row.bytes)
+        let open = self.get(file)?;
+        // A shard may put its inner chunks at any offset.
+        let aligned = open.place().start.is_multiple_of((self.row.bytes / self.row.width) as u64);
+        if aligned { View::of(&open, address, rows, self.row.bytes) } else { Ok(None) }
+    }
+
+    /// An inner chunk that is read in place: its shard, and its offset in it. `None` if it is missing.
+    fn inner(&self, grid: &Grid, array: &CodedArray, form: Numbers, indices: &[u64]) -> Result<FoundChunk> {
+        let (number, unit) = array.place_of(indices)?;
+        let open = || {
+            let file = array.open_shard(&*self.store, indices)?;
+            let right = (0..file.units()).filter(|_| form.checked).map(|_| AtomicBool::new(false)).collect();
+            Ok(ShardFile { file, right })
+        };
+        let shard = self.shards.get_if(grid.first() + number, ShardFile::is_same, open)?;
+        let (Some(source), Some(stored)) = (shard.file.source(), shard.file.unit(unit)?) else {
+            return Ok(FoundChunk::Absent);
+        };
+        let right = shard.right.get(unit);
+        if !right.is_some_and(|right| right.load(Ordering::Relaxed)) {
+            check_plain(stored, self.chunk_bytes(grid), form.checked)?;
+            if let Some(right) = right {
+                right.store(true, Ordering::Relaxed);
+            }
+        }
+        Ok(FoundChunk::Inner(Arc::clone(source), stored.offset))
+    }
+
+    /// Whether the checksum of an inner chunk that is read in place was compared already.
+    fn is_checked(&self, grid: &Grid, array: &CodedArray, form: Numbers, indices: &[u64]) -> bool {
+        let Ok((number, unit)) = array.place_of(indices) else { return false };
+        let shard = self.shards.kept(grid.first() + number).filter(|shard| shard.is_same());
+        let right = |shard: Arc<ShardFile>| shard.right.get(unit).is_some_and(|right| right.load(Ordering::Relaxed));
+        !form.checked || shard.is_some_and(right)
     }
 
     /// Chunks decoded so far.
@@ -187,6 +276,9 @@ impl ChunkFiles {
         let location = array.location(indices);
         let found = match &array.content {
             Content::Plain { .. } => plain(self.store.open(&location, Access::Kept), grid, self.chunk_bytes(grid))?,
+            Content::Coded(_) if let Some((coded, form)) = self.in_place(array) => {
+                self.inner(grid, coded, form, &indices)?
+            }
             Content::Coded(coded) => {
                 let decode =
                     || Ok::<_, Error>(coded.chunk(&indices, self.chunk_bytes(grid), &location)?.map(Buffer::from));
@@ -209,13 +301,20 @@ impl ChunkFiles {
         location: Location,
         found: FoundChunk,
     ) -> OpenFile {
-        let swapped = matches!(array.content, Content::Plain { swapped: true });
+        let mut swapped = matches!(array.content, Content::Plain { swapped: true });
+        let mut start = 0;
         let body = match found {
             FoundChunk::Stored(source) => Body::Stored(source),
+            FoundChunk::Inner(source, offset) => {
+                start = offset;
+                swapped = self.in_place(array).is_some_and(|(_, form)| form.big_endian);
+                Body::Shared(source)
+            }
             FoundChunk::Decoded(block) => Body::Decoded(location, block),
             FoundChunk::Absent => Body::Fill(location, array.fill.clone()),
         };
-        OpenFile::new(body, self.place(grid, indices, swapped))
+        let place = self.place(grid, indices, swapped);
+        OpenFile::new(body, Place { start, end: start + place.end, ..place })
     }
 
     /// Chunks of one array of a slow store.
@@ -252,6 +351,8 @@ impl ChunkFiles {
 /// The bytes found for a chunk.
 enum FoundChunk {
     Stored(Box<dyn Source>),
+    /// A shard, and the offset of an inner chunk in it.
+    Inner(Arc<dyn Source>, u64),
     Decoded(Arc<Buffer>),
     Absent,
 }
@@ -309,15 +410,19 @@ impl Files for ChunkFiles {
     fn decoded(&self, file: u64) -> Option<Arc<OpenFile>> {
         let (grid, array) = self.array(file);
         let Content::Coded(_) = array.content else { return None };
-        let block = self.decoded.get(self.key(file))?;
         let indices = grid.indices(file);
+        if let Some((coded, form)) = self.in_place(array) {
+            return self.is_checked(grid, coded, form, &indices).then(|| self.get(file).ok()).flatten();
+        }
+        let block = self.decoded.get(self.key(file))?;
         let found = FoundChunk::Decoded(block);
         Some(Arc::new(self.opened(array, grid, indices, array.location(indices), found)))
     }
 
     fn decoded_bytes(&self, file: u64) -> u64 {
         let (grid, array) = self.array(file);
-        if matches!(array.content, Content::Coded(_)) { self.chunk_bytes(grid) } else { 0 }
+        let decodes = matches!(array.content, Content::Coded(_)) && self.in_place(array).is_none();
+        if decodes { self.chunk_bytes(grid) } else { 0 }
     }
 
     fn address_bits(&self) -> u32 {

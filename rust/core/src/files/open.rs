@@ -18,6 +18,8 @@ use crate::source::{ByteRange, Ready, Source};
 pub enum Body {
     /// Stored bytes, from a source.
     Stored(Box<dyn Source>),
+    /// Stored bytes of a source that several files share: inner chunks of one shard.
+    Shared(Arc<dyn Source>),
     /// Decoded into memory.
     Decoded(Location, Arc<Buffer>),
     /// A missing file whose elements all equal this one, as the format defines.
@@ -41,6 +43,7 @@ impl OpenFile {
     pub fn location(&self) -> &Location {
         match &self.body {
             Body::Stored(source) => source.location(),
+            Body::Shared(source) => source.location(),
             Body::Decoded(location, _) | Body::Fill(location, _) => location,
         }
     }
@@ -62,6 +65,7 @@ impl OpenFile {
     pub fn bytes(&self) -> Option<&[u8]> {
         match &self.body {
             Body::Stored(source) => source.bytes(),
+            Body::Shared(source) => source.bytes(),
             Body::Decoded(_, bytes) => Some(bytes),
             Body::Fill(..) => None,
         }
@@ -72,6 +76,7 @@ impl OpenFile {
     pub fn source(&self) -> Option<&dyn Source> {
         match &self.body {
             Body::Stored(source) => Some(&**source),
+            Body::Shared(source) => Some(&**source),
             Body::Decoded(..) | Body::Fill(..) => None,
         }
     }
@@ -83,12 +88,13 @@ impl OpenFile {
 }
 
 impl Opened for OpenFile {
+    /// A shared source is kept by its owner, who compares its version on each use.
     fn may_keep(&self) -> bool {
-        self.source().is_some_and(Source::may_keep)
+        matches!(&self.body, Body::Stored(source) if source.may_keep())
     }
 
     fn holds_descriptor(&self) -> bool {
-        self.source().is_some_and(Source::holds_descriptor)
+        matches!(&self.body, Body::Stored(source) if source.holds_descriptor())
     }
 }
 

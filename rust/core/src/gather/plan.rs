@@ -295,8 +295,8 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
             let place = open.place();
             let extents = match open.body() {
                 Body::Fill(..) => &mut cut.filled,
-                Body::Stored(_) | Body::Decoded(..) if open.bytes().is_some() => &mut cut.seen,
-                Body::Stored(_) | Body::Decoded(..) => &mut cut.read,
+                _ if open.bytes().is_some() => &mut cut.seen,
+                _ => &mut cut.read,
             };
             let whole_rows = place.is_dense() && place.used == self.row_bytes;
             let stride = place.step / place.unit;

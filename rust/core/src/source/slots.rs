@@ -63,7 +63,18 @@ impl<T: Opened + 'static> Slots<T> {
     /// A cached file, or else opens it.
     #[inline]
     pub(crate) fn get(&self, number: u64, open: impl FnOnce() -> Result<T>) -> Result<Arc<T>> {
-        if let Some(kept) = self.kept(number) {
+        self.get_if(number, |_| true, open)
+    }
+
+    /// A cached file for which `valid` is true, or else opens it.
+    #[inline]
+    pub(crate) fn get_if(
+        &self,
+        number: u64,
+        valid: impl FnOnce(&T) -> bool,
+        open: impl FnOnce() -> Result<T>,
+    ) -> Result<Arc<T>> {
+        if let Some(kept) = self.kept(number).filter(|kept| valid(kept)) {
             return Ok(kept);
         }
         let slot = &self.slots[(number % self.slots.len() as u64) as usize];
