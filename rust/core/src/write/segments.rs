@@ -3,10 +3,12 @@
 //! A compressed file is one gzip member: stretches of 1 MiB are deflated separately and end in an empty stored block, so that
 //! each begins at a byte (as in `pigz`); checksums are combined. Any gzip reader can read it.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use flate2::{Compress, Compression, FlushCompress, Status};
@@ -14,12 +16,12 @@ use sha2::{Digest, Sha256};
 
 use super::pieces::{Piece, Target, write};
 use crate::error::{Error, Kind, Result};
-use crate::threads::{self, Watch};
+use crate::threads::{self, Stop, Watch};
 
 /// Bytes deflated separately.
 const STRETCH: usize = 1 << 20;
-/// Stretches between two writes; bounds the memory.
-const WAVE: usize = 16;
+/// Stretches deflated ahead of the one to write next, at most, or twice the number of threads; bounds the memory.
+const AHEAD: usize = 16;
 /// Interval of calls to the watch while a checksum is being computed.
 const LOOK: Duration = Duration::from_millis(20);
 /// RFC 1952: magic, deflate, no flags, no time, no extra flags, an unknown system.
@@ -134,34 +136,86 @@ fn deflate(stretch: &[&[u8]], level: u32, last: bool) -> Result<(Vec<u8>, crc32f
     }
 }
 
-fn gzip(path: &Path, mut file: File, segments: &[&[u8]], level: u32, watch: Watch<'_>) -> Result<Digested> {
-    let mut sha = Sha256::new();
-    let mut size = 0;
-    let mut put = |bytes: &[u8]| -> Result<()> {
-        sha.update(bytes);
-        size += bytes.len() as u64;
-        file.write_all(bytes).map_err(|e| Error::from_io(&e, path, "write"))
-    };
-    put(&HEADER)?;
+/// Deflated stretches, written in order.
+struct GzipFile {
+    file: File,
+    sha: Sha256,
+    size: u64,
+    crc: crc32fast::Hasher,
+}
+
+/// Stretches that are deflated and not written.
+#[derive(Default)]
+struct Deflated {
+    /// The next one to write.
+    next: usize,
+    waiting: BTreeMap<usize, (Vec<u8>, crc32fast::Hasher)>,
+}
+
+impl GzipFile {
+    fn put(&mut self, path: &Path, bytes: &[u8]) -> Result<()> {
+        self.sha.update(bytes);
+        self.size += bytes.len() as u64;
+        self.file.write_all(bytes).map_err(|e| Error::from_io(&e, path, "write"))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// One thread at a time hashes and writes the stretches whose turn it is, while the others deflate.
+fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_>) -> Result<Digested> {
+    let mut target = GzipFile { file, sha: Sha256::new(), size: 0, crc: crc32fast::Hasher::new() };
+    target.put(path, &HEADER)?;
     let mut all = stretches(segments);
     if all.is_empty() {
         all.push(vec![]);
     }
-    let mut crc = crc32fast::Hasher::new();
-    let deflate_wave = |from: usize, watch: Watch<'_>| -> Result<Vec<(Vec<u8>, crc32fast::Hasher)>> {
-        let wave = &all[from..(from + WAVE).min(all.len())];
-        threads::map(wave.len(), &|i, _| deflate(&wave[i], level, from + i + 1 == all.len()), watch)
-    };
-    for from in (0..all.len()).step_by(WAVE) {
-        for (bytes, part) in deflate_wave(from, &mut *watch)? {
-            crc.combine(&part);
-            put(&bytes)?;
+    let target = Mutex::new(target);
+    let (deflated, turn): (Mutex<Deflated>, Condvar) = Default::default();
+    let work = |i: usize, stop: &Stop| -> Result<()> {
+        // The stretch whose turn it is never waits here: parts are handed out in order.
+        let mut waits = lock(&deflated);
+        while i >= waits.next + AHEAD.max(threads::num_threads() * 2) && !stop.is_set() {
+            waits = turn.wait_timeout(waits, LOOK).unwrap_or_else(PoisonError::into_inner).0;
         }
-    }
+        drop(waits);
+        if stop.is_set() {
+            return Ok(());
+        }
+        let made = deflate(&all[i], level, i + 1 == all.len())?;
+        lock(&deflated).waiting.insert(i, made);
+        // If another thread is writing, it looks again after it has released the file.
+        while let Ok(mut target) = target.try_lock() {
+            loop {
+                let mut waits = lock(&deflated);
+                let next = waits.next;
+                let Some((bytes, part)) = waits.waiting.remove(&next) else { break };
+                waits.next += 1;
+                drop(waits);
+                turn.notify_all();
+                target.crc.combine(&part);
+                target.put(path, &bytes)?;
+            }
+            drop(target);
+            let waits = lock(&deflated);
+            if !waits.waiting.contains_key(&waits.next) {
+                break;
+            }
+        }
+        Ok(())
+    };
+    threads::run(all.len(), &work, watch)?;
+    let mut target = target.into_inner().unwrap_or_else(PoisonError::into_inner);
     let length: u64 = segments.iter().map(|s| s.len() as u64).sum();
-    put(&crc.finalize().to_le_bytes())?;
-    put(&(length as u32).to_le_bytes())?; // modulo 2^32 (RFC 1952)
-    Ok(Digested { size, sha256: sha.finalize().into() })
+    let crc = target.crc.clone().finalize();
+    target.put(path, &crc.to_le_bytes())?;
+    target.put(path, &(length as u32).to_le_bytes())?; // modulo 2^32 (RFC 1952)
+    if deflated.into_inner().unwrap_or_else(PoisonError::into_inner).next != all.len() {
+        return Err(Error::new(Kind::Internal, "a stretch that was not written"));
+    }
+    Ok(Digested { size: target.size, sha256: target.sha.finalize().into() })
 }
 
 /// Size and SHA-256 of a file.
