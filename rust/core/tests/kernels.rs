@@ -169,6 +169,35 @@ fn streamed_stores_are_seen_by_other_threads() {
     }
 }
 
+/// A kernel that returns false made no finite value infinite.
+#[test]
+fn overflows_are_not_overlooked() {
+    let infinite = |float: Float, element: &[u8]| {
+        let bits = oracle::convert(float, if float == Float::F64 { Float::F32 } else { Float::F64 }, element);
+        match float {
+            Float::F64 => f64::from_le_bytes(element.try_into().unwrap()).is_infinite(),
+            _ => f64::from_le_bytes(bits.try_into().unwrap()).is_infinite(),
+        }
+    };
+    for (from, to) in pairs() {
+        let (kernel, src) = (kernels::conversion(from, to).unwrap(), patterns(from));
+        for (i, element) in src.chunks_exact(size(from)).enumerate().step_by(7) {
+            let want = oracle::convert(from, to, element);
+            if !infinite(from, element) && infinite(to, &want) {
+                let n = [1, 31, 32, 33, 70][i % 5];
+                let mut src = vec![0; n * size(from)];
+                src[i % n * size(from)..][..size(from)].copy_from_slice(element);
+                let mut got = vec![0; n * size(to)];
+                let stream = i % 2 == 0;
+                assert!(
+                    kernels::storing(stream, |stores| kernel(&src, &mut got, stores)),
+                    "{from:?} {to:?} {element:?}"
+                );
+            }
+        }
+    }
+}
+
 proptest! {
     #[test]
     fn random_values_convert_like_the_oracle(bits in prop::collection::vec(any::<u64>(), 0..300), stream: bool) {

@@ -2,7 +2,8 @@
 //!
 //! A conversion reads 32 elements as two registers of 16 float32, and writes them as whole cache lines: one of a 16-bit type,
 //! two of float32, four of float64. Float64 becomes float32 by rounding to nearest, or to odd if a second rounding follows.
-//! Elements before the first line boundary (when streaming) and after the last group of 32 go through a block on the stack.
+//! Elements before the first line boundary and after the last group of 32 are part of a group that overlaps others; when
+//! streaming, and in short rows, they go through a block on the stack.
 #![allow(unsafe_code)]
 
 use core::arch::x86_64::*;
@@ -147,20 +148,38 @@ macro_rules! kernel {
             /// `n` elements are valid at both.
             #[target_feature(enable = "avx512f,avx512bw")]
             unsafe fn run<const STREAM: bool>(src: *const u8, dst: *mut u8, n: usize) -> bool {
-                let head = if STREAM { (to_line(dst) / $to).min(n) } else { 0 };
+                let head = (to_line(dst) / $to).min(n);
                 let mut at = head;
-                // SAFETY: `head <= n`, at + 32 <= n in the loop, and then fewer than 32 elements are left.
+                // SAFETY: every step ends at `n` or before; `head` and the rest are fewer than 32 elements each.
                 unsafe {
-                    let mut over = some(src, dst, head);
+                    // Cached stores may overlap; a line that was streamed is not written again.
+                    let overlap = !STREAM && n >= STEP;
+                    let mut over = if overlap { step::<false>(src, dst) } else { some(src, dst, head) };
                     while at + STEP <= n {
-                        let from = src.add(at * $from);
-                        let (a, b) = ($read(from), $read(from.add(STEP / 2 * $from)));
-                        over |= within(a, $over) | within(b, $over);
-                        $write::<STREAM>(dst.add(at * $to), a, b);
+                        over |= step::<STREAM>(src.add(at * $from), dst.add(at * $to));
                         at += STEP;
                     }
-                    over |= some(src.add(at * $from), dst.add(at * $to), n - at);
+                    if overlap {
+                        at = n - STEP;
+                        over |= step::<false>(src.add(at * $from), dst.add(at * $to));
+                    } else {
+                        over |= some(src.add(at * $from), dst.add(at * $to), n - at);
+                    }
                     over != 0
+                }
+            }
+            /// Converts 32 elements.
+            ///
+            /// # Safety
+            /// They are valid at both, and `dst` is at a line boundary if `STREAM`.
+            #[inline]
+            #[target_feature(enable = "avx512f,avx512bw")]
+            unsafe fn step<const STREAM: bool>(src: *const u8, dst: *mut u8) -> __mmask16 {
+                // SAFETY: as above.
+                unsafe {
+                    let (a, b) = ($read(src), $read(src.add(STEP / 2 * $from)));
+                    $write::<STREAM>(dst, a, b);
+                    within(a, $over) | within(b, $over)
                 }
             }
             /// Converts at most 32 elements.
@@ -177,10 +196,9 @@ macro_rules! kernel {
                 unsafe {
                     src.copy_to_nonoverlapping(from.as_mut_ptr(), n * $from);
                     let (from, to) = (from.as_ptr(), to.as_mut_ptr());
-                    let (a, b) = ($read(from), $read(from.add(STEP / 2 * $from)));
-                    $write::<false>(to, a, b);
+                    let over = step::<false>(from, to);
                     to.copy_to_nonoverlapping(dst, n * $to);
-                    within(a, $over) | within(b, $over)
+                    over
                 }
             }
             let n = (src.len() / $from).min(dst.len() / $to);
@@ -251,7 +269,7 @@ reads! {
     }
     /// Reads float64, rounded to odd.
     read_f64_to_odd(src) {
-        join(to_odd(_mm512_loadu_pd(src.cast())), to_odd(_mm512_loadu_pd(src.add(LINE).cast())))
+        to_odd(_mm512_loadu_pd(src.cast()), _mm512_loadu_pd(src.add(LINE).cast()))
     }
 }
 
@@ -277,11 +295,15 @@ fn within(x: __m512, range: Range<u32>) -> __mmask16 {
 /// Rounds to odd: toward zero, then sets the last bit of inexact results.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn to_odd(x: __m512d) -> __m256 {
-    let cut = _mm512_cvt_roundpd_ps::<{ _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC }>(x);
-    let inexact = _mm512_cmp_pd_mask::<_CMP_NEQ_OQ>(_mm512_cvtps_pd(cut), x);
-    let odd = _mm512_maskz_set1_epi64(inexact, 1);
-    _mm256_or_ps(cut, _mm256_castsi256_ps(_mm512_cvtepi64_epi32(odd)))
+fn to_odd(low: __m512d, high: __m512d) -> __m512 {
+    const TOWARD_ZERO: i32 = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+    let cut_low = _mm512_cvt_roundpd_ps::<TOWARD_ZERO>(low);
+    let cut_high = _mm512_cvt_roundpd_ps::<TOWARD_ZERO>(high);
+    let inexact_low = _mm512_cmp_pd_mask::<_CMP_NEQ_OQ>(_mm512_cvtps_pd(cut_low), low);
+    let inexact_high = _mm512_cmp_pd_mask::<_CMP_NEQ_OQ>(_mm512_cvtps_pd(cut_high), high);
+    let inexact = u16::from(inexact_high) << 8 | u16::from(inexact_low);
+    let cut = _mm512_castps_si512(join(cut_low, cut_high));
+    _mm512_castsi512_ps(_mm512_mask_or_epi32(cut, inexact, cut, _mm512_set1_epi32(1)))
 }
 
 macro_rules! writes {
