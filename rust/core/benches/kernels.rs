@@ -164,7 +164,7 @@ fn locate(c: &mut Criterion) {
     let mut builder = TableBuilder::new(100);
     let shards: Vec<i64> = (0..examples as i64).map(|e| e / 10_000).collect();
     let rows: Vec<i64> = (0..examples as i64).map(|e| e % 10_000).collect();
-    builder.push_last(&shards, &rows).unwrap();
+    builder.push(&shards, &rows, None).unwrap();
     let table: Table = builder.finish(4).unwrap();
     let picks: Vec<(i64, i64)> =
         random(N).into_iter().map(|x| ((x % examples) as i64, (x >> 24) as i64 % tokens as i64)).collect();
