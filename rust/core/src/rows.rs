@@ -10,7 +10,8 @@ use crate::files::chunks::ChunkFiles;
 use crate::files::open::View;
 use crate::files::shards::{Shards, TYPES as TYPES_OF_SHARDS};
 use crate::files::table::FileTable;
-use crate::gather::{Ints, Origin, Out, Pick, gather, hint};
+use crate::gather::blocks::{BlockReader, gather_in_blocks};
+use crate::gather::{Ints, Origin, Out, Pick, are_mapped_and_cached, gather};
 use crate::layout::chunked::Chunked;
 use crate::layout::row::Row;
 use crate::layout::spans::Spans;
@@ -18,7 +19,7 @@ use crate::layout::strided::Strided;
 use crate::layout::table::Table;
 use crate::layout::{Address, Layout, check_example};
 use crate::source::Io;
-use crate::threads::Watch;
+use crate::threads::{Stop, Watch};
 
 /// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
 #[allow(clippy::large_enum_variant, reason = "one per dataset")]
@@ -196,15 +197,52 @@ impl Rows {
         }
     }
 
-    /// [`hint`]s for these rows.
-    pub fn hint(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize) {
+    /// Whether neighbouring rows are best read in large blocks, from local files: neither decoded nor sent by a slow source.
+    pub fn reads_blocks(&self) -> bool {
+        match self {
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.wishes().is_none(),
+            Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_none(),
+            Rows::Shards(..) => false,
+        }
+    }
+
+    /// Whether all of these rows are in the page cache and mapped; false if that cannot be known.
+    pub fn are_mapped_and_cached(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize) -> bool {
         let only = 0..u64::MAX;
         match self {
-            Rows::Strided(files, layout) => hint(&Origin { files, layout, groups, only }, pick, items),
-            Rows::Spans(files, layout) => hint(&Origin { files, layout, groups, only }, pick, items),
-            Rows::Table(files, layout) => hint(&Origin { files, layout, groups, only }, pick, items),
-            Rows::Chunked(files, layout) => hint(&Origin { files, layout, groups, only }, pick, items),
-            Rows::Shards(..) => {}
+            Rows::Strided(files, layout) => are_mapped_and_cached(&Origin { files, layout, groups, only }, pick, items),
+            Rows::Spans(files, layout) => are_mapped_and_cached(&Origin { files, layout, groups, only }, pick, items),
+            Rows::Table(files, layout) => are_mapped_and_cached(&Origin { files, layout, groups, only }, pick, items),
+            Rows::Chunked(files, layout) => are_mapped_and_cached(&Origin { files, layout, groups, only }, pick, items),
+            Rows::Shards(..) => false,
+        }
+    }
+
+    /// [`gather_in_blocks`] from these rows; only if they are read in blocks.
+    pub fn gather_in_blocks(
+        &self,
+        groups: Ints<'_>,
+        pick: Pick<'_>,
+        items: usize,
+        cast: Cast<'_>,
+        out: &mut [u8],
+        how: (&mut BlockReader, &Stop),
+    ) -> Result<()> {
+        let only = 0..u64::MAX;
+        match self {
+            Rows::Strided(files, layout) => {
+                gather_in_blocks(&Origin { files, layout, groups, only }, pick, items, cast, out, how)
+            }
+            Rows::Table(files, layout) => {
+                gather_in_blocks(&Origin { files, layout, groups, only }, pick, items, cast, out, how)
+            }
+            Rows::Spans(files, layout) => {
+                gather_in_blocks(&Origin { files, layout, groups, only }, pick, items, cast, out, how)
+            }
+            Rows::Chunked(files, layout) => {
+                gather_in_blocks(&Origin { files, layout, groups, only }, pick, items, cast, out, how)
+            }
+            Rows::Shards(..) => Err(Error::new(Kind::Internal, "pickle shards are not read in blocks")),
         }
     }
 

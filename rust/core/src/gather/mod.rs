@@ -15,15 +15,16 @@
 //!
 //! Memory: 40 bytes per row of the parts in flight, at most 16,384 rows per thread.
 
+pub mod blocks;
 mod by_file;
+mod cached;
 pub mod cast;
 mod far;
-mod hint;
 mod near;
 mod pick;
 mod plan;
 mod run;
 
-pub use hint::hint;
+pub use cached::are_mapped_and_cached;
 pub use pick::{Ints, Origin, Out, Pick};
 pub use run::gather;

@@ -2,6 +2,7 @@
 
 pub mod buffer;
 pub mod claims;
+pub mod limit;
 pub mod output;
 
 use bytemuck::Zeroable;

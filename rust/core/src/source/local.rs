@@ -5,11 +5,14 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::descriptors::{Share, open_regular};
+use super::direct::DirectFile;
 use super::mmap::Map;
 use super::{Access, ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::threads::Stop;
+
+pub use super::direct::DIRECT;
 
 /// Opens local files.
 #[derive(Clone, Copy, Debug)]
@@ -26,7 +29,8 @@ impl Store for Local {
                 Access::Kept => open_to_jump(path, self.io),
                 Access::Once => {
                     let (file, len) = open_regular(path)?;
-                    Ok(Box::new(Positioned { location: (*location).clone(), file, len, share: None }) as Box<_>)
+                    let direct = DirectFile::default();
+                    Ok(Box::new(Positioned { location: (*location).clone(), file, len, share: None, direct }) as Box<_>)
                 }
             }
         };
@@ -82,6 +86,8 @@ struct Positioned {
     len: u64,
     /// `None` if the file is not cached.
     share: Option<Share>,
+    /// The same file, for reads past the page cache.
+    direct: DirectFile,
 }
 
 impl Positioned {
@@ -89,7 +95,7 @@ impl Positioned {
     fn new(file: File, path: &Path, len: u64) -> Positioned {
         // Also for a mapped file: checks of cached pages use the descriptor.
         pread::expect_random(&file);
-        Positioned { location: path.into(), file, len, share: Some(Share::take()) }
+        Positioned { location: path.into(), file, len, share: Some(Share::take()), direct: DirectFile::default() }
     }
 
     fn mapping(&self) -> Result<Map> {
@@ -134,6 +140,19 @@ impl Source for Positioned {
             pread::read_exact_at(&self.file, read.into, read.at).map_err(|e| self.failed(&e, read))?;
         }
         Ok(())
+    }
+
+    fn read_past_cache(&self, read: RangeRead<'_>) -> Result<()> {
+        let wanted = usize::try_from(self.len.saturating_sub(read.at)).unwrap_or(usize::MAX).min(read.into.len());
+        let done = self.direct.read(&self.file, read.into, read.at);
+        if done >= wanted {
+            return Ok(());
+        }
+        // The rest through the page cache: also finds out whether the file was truncated.
+        self.read_many(
+            &mut [RangeRead { at: read.at + done as u64, into: &mut read.into[done..wanted] }],
+            &Stop::default(),
+        )
     }
 
     fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {
@@ -208,6 +227,10 @@ impl Source for Mapped {
 
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
         self.read.read_many(reads, stop)
+    }
+
+    fn read_past_cache(&self, read: RangeRead<'_>) -> Result<()> {
+        self.read.read_past_cache(read)
     }
 
     fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {

@@ -6,6 +6,7 @@
 //! ranges accordingly.
 
 pub mod descriptors;
+mod direct;
 pub mod fetch;
 pub mod local;
 pub mod mmap;
@@ -116,6 +117,14 @@ pub trait Source: Debug + Send + Sync {
 
     /// Fills all buffers; waits until that is done or `stop` is set.
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()>;
+
+    /// Fills a buffer with bytes that are read once, without taking room in the page cache for them, if that is possible: the
+    /// offset, the length and the buffer's address should be multiples of [`local::DIRECT`]. The buffer may extend past the
+    /// source's end; its content there is undefined.
+    fn read_past_cache(&self, read: RangeRead<'_>) -> Result<()> {
+        let len = usize::try_from(self.size().saturating_sub(read.at)).unwrap_or(usize::MAX).min(read.into.len());
+        self.read_many(&mut [RangeRead { at: read.at, into: &mut read.into[..len] }], &Stop::default())
+    }
 
     /// Fills a buffer if that needs no waiting; otherwise its content is undefined.
     fn read_if_ready(&self, _read: RangeRead<'_>) -> Result<Ready> {

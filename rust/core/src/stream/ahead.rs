@@ -8,18 +8,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use super::chunks::{self, ChunkMaker, Chunks};
 use super::exchange::Exchange;
-use super::plan::{Plan, Shuffle};
-use super::pool::{BatchItems, WindowPool, convert_rows};
+use super::items::{BatchItems, convert_rows};
+use super::plan::{Epoch, Plan, Shuffle};
+use super::pool::WindowPool;
 use super::rescale::Convert;
-use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
-use crate::gather::{Ints, Out, Pick};
-use crate::memory::zeroed;
 use crate::rows::Rows;
-use crate::threads::Watch;
+use crate::threads::{Watch, make_ahead};
 
-pub use super::pool::Wanted;
+pub use super::chunks::Wanted;
 
 /// The source, order and conversion of a stream, shared by all epochs.
 pub struct Stream {
@@ -172,12 +171,38 @@ struct BatchMaker<'a, M> {
 type Make<M> = Option<Box<dyn FnMut(usize) -> Result<M> + Send>>;
 
 impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
-    fn run(&self, epoch: u64, mut make: Make<M>) -> Result<()> {
-        let Stream { rows, plan, convert } = self.stream;
+    fn run(&self, epoch: u64, make: Make<M>) -> Result<()> {
+        let Stream { rows, plan, .. } = self.stream;
         let epoch = plan.epoch(epoch);
-        let settings = &plan.settings;
-        let windows = settings.shuffle == Shuffle::Window;
-        let mut pool = None;
+        let shuffle = plan.settings.shuffle;
+        if self.wanted.first >= plan.batches() {
+            return Ok(());
+        }
+        if shuffle == Shuffle::Exact || !rows.reads_blocks() {
+            return self.batches(&epoch, make, None);
+        }
+        let maker = ChunkMaker::new(rows, plan, &epoch, self.wanted);
+        let make_chunk = |job, stop: &_| maker.make(job, stop);
+        let threads = (chunks::READERS, chunks::AHEAD);
+        if shuffle == Shuffle::Window {
+            let first = epoch.window_of(epoch.own(self.wanted.first).start);
+            make_ahead(threads, maker.of_windows(first), &make_chunk, |next| {
+                self.batches(&epoch, make, Some(Chunks::new(&maker, next)))
+            })
+        } else {
+            make_ahead(threads, maker.of_batches(), &make_chunk, |next| {
+                self.batches(&epoch, make, Some(Chunks::new(&maker, next)))
+            })
+        }
+    }
+
+    fn batches(&self, epoch: &Epoch<'_>, mut make: Make<M>, chunks: Option<Chunks<'_, '_>>) -> Result<()> {
+        let Stream { rows, plan, convert } = self.stream;
+        let windows = plan.settings.shuffle == Shuffle::Window;
+        let (mut pool, mut chunks) = match chunks {
+            chunks if windows => (Some(WindowPool::new((rows, plan, epoch), self.wanted, chunks)?), None),
+            chunks => (None, chunks),
+        };
         let mut scratch: Vec<u8> = vec![];
         // The window in which the last batch ended, and the error that prevents reading the next one.
         let (mut window, mut broken) = (0, None);
@@ -199,15 +224,13 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
             let out = memory.as_mut().get_mut(..bytes);
             let out = out.ok_or_else(|| Error::new(Kind::Argument, "a buffer is smaller than a batch"))?;
             let mut known = BatchItems::default();
-            if windows {
-                if pool.is_none() {
-                    pool = Some(WindowPool::new(rows, plan, &epoch, self.wanted)?);
-                }
-                if let Some(pool) = &mut pool {
-                    pool.give(batch, convert, out, &mut known, watch)?;
-                }
-            } else {
-                self.pick(epoch.items(batch), convert, out, &mut scratch, &mut known, watch)?;
+            if let Some(pool) = &mut pool {
+                pool.give(batch, convert, out, &mut known, watch)?;
+            } else if !self.take(&mut chunks, batch, out, &mut known, watch)? {
+                let (first, interleaved) = (epoch.turn(batch).start, plan.settings.interleaved);
+                let ids_of = |i: usize| epoch.item_at(first + i as u64).ids();
+                known.extend(len, interleaved, &ids_of, watch)?;
+                known.gather(0, (rows, plan, convert), out, &mut scratch, watch)?;
             }
             let BatchItems { examples, tokens, groups } = known;
             if !self.shared.hand_over(Batch { memory, len, examples, tokens, groups }) {
@@ -222,46 +245,35 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         Ok(())
     }
 
-    /// Reads items directly from the rows.
-    fn pick(
+    /// Fills a batch in stored order from its chunks; false if there are none because its rows are in the page cache.
+    fn take(
         &self,
-        items: impl Iterator<Item = super::plan::Item>,
-        convert: &Convert,
+        chunks: &mut Option<Chunks<'_, '_>>,
+        batch: u64,
         out: &mut [u8],
-        scratch: &mut Vec<u8>,
         known: &mut BatchItems,
         watch: Watch<'_>,
-    ) -> Result<()> {
-        let interleaved = self.stream.plan.settings.interleaved;
-        let (mut examples, mut tokens, mut groups) = (vec![], vec![], vec![]);
-        for item in items {
-            known.examples.push(item.example as i64);
-            known.tokens.push(item.token as i64);
-            if interleaved {
-                known.groups.push(item.group as i64);
-            }
-            for group in self.stream.plan.groups_of(item) {
-                examples.push(item.example as i64);
-                tokens.push(item.token as i64);
-                groups.push(*group as i64);
-            }
+    ) -> Result<bool> {
+        let Some(chunks) = chunks else { return Ok(false) };
+        let Stream { plan, convert, .. } = self.stream;
+        let (per_item, interleaved) = (plan.rows_per_item(), plan.settings.interleaved);
+        let mut rest = out;
+        while !rest.is_empty() {
+            let chunk = chunks.next(batch, |_| true, &mut *watch)?;
+            let chunk = chunk.ok_or_else(|| Error::new(Kind::Internal, "a batch without its chunks"))?;
+            let Some(rows) = &chunk.rows else { return Ok(false) };
+            let from = known.examples.len();
+            chunk.items.iter().for_each(|(_, item)| known.push(item.ids(), interleaved));
+            let (mine, others) = rest
+                .split_at_mut_checked(chunk.items.len() * per_item * convert.to())
+                .ok_or_else(|| Error::new(Kind::Internal, "a chunk larger than its batch"))?;
+            let slots: Vec<u32> = (0..chunk.items.len() as u32).collect();
+            let groups = interleaved.then(|| &known.groups[from..]);
+            convert_rows(convert, rows.bytes(), convert.from() * per_item, &slots, groups, mine, &mut *watch)?;
+            rest = others;
+            chunks.done(chunk);
         }
-        let rows = &self.stream.rows;
-        let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
-        let n = examples.len();
-        if let Some(cast) = convert.cast() {
-            return rows.gather(Ints::Each(&groups), pick, n, cast, Out::Dense(out), watch);
-        }
-        let dtype = rows.row().dtype;
-        let need = n * convert.from();
-        if scratch.len() != need {
-            *scratch = zeroed(need)?;
-        }
-        rows.gather(Ints::Each(&groups), pick, n, Cast::between(dtype, dtype)?, Out::Dense(scratch), &mut *watch)?;
-        let slots: Vec<u32> = (0..known.examples.len() as u32).collect();
-        let slot_bytes = convert.from() * self.stream.plan.rows_per_item();
-        let groups = interleaved.then_some(&known.groups[..]);
-        convert_rows(convert, scratch, slot_bytes, &slots, groups, out, watch)
+        Ok(true)
     }
 
     /// Memory for a batch; `None` if stopped.

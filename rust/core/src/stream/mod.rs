@@ -3,13 +3,16 @@
 //! - [`order`]: permutations computed on the fly
 //! - [`select`]: the tokens and examples to read
 //! - [`plan`]: the items of each batch and rank; pure arithmetic on the settings
-//! - `pool`: the rows of a window, returned in another order
+//! - `chunks`: neighbouring rows, read ahead in large pieces
+//! - `pool`: the rows of a window, returned in another order; `items`: the items of a batch
 //! - [`rescale`]: centred and scaled rows
 //! - [`ahead`]: the reading thread; `exchange`: its hand-over to the consumer
 //! - [`stats`]: statistics of all rows
 
 pub mod ahead;
+mod chunks;
 mod exchange;
+mod items;
 pub mod order;
 pub mod plan;
 mod pool;

@@ -165,6 +165,14 @@ pub struct Item {
     pub group: usize,
 }
 
+impl Item {
+    /// Its example, token and position among the groups read.
+    #[inline]
+    pub fn ids(self) -> (i64, i64, i64) {
+        (self.example as i64, self.token as i64, self.group as i64)
+    }
+}
+
 /// A plan for one epoch, with its random orders.
 #[derive(Debug)]
 pub struct Epoch<'a> {
@@ -324,7 +332,18 @@ impl Plan {
 impl Epoch<'_> {
     /// The items of a batch, for stored and exact order.
     pub fn items(&self, batch: u64) -> impl Iterator<Item = Item> + '_ {
-        self.plan.turn(batch).map(|position| self.plan.item(self.order.get(position)))
+        self.turn(batch).map(|position| self.item_at(position))
+    }
+
+    /// Positions of a batch among the items of all ranks, for stored and exact order.
+    pub fn turn(&self, batch: u64) -> Range<u64> {
+        self.plan.turn(batch)
+    }
+
+    /// The item at a position among those of all ranks, for stored and exact order.
+    #[inline]
+    pub fn item_at(&self, position: u64) -> Item {
+        self.plan.item(self.order.get(position))
     }
 
     /// The number of items in a batch.

@@ -4,6 +4,7 @@
 pub mod fork;
 mod handout;
 mod parts;
+mod pipeline;
 mod pool;
 #[cfg(target_os = "linux")]
 mod seat;
@@ -12,5 +13,6 @@ mod waiting;
 
 pub use handout::{LOOK, Stop, Watch, interrupted};
 pub use parts::{for_each, for_each_waiting, map, map_each, map_each_waiting, wait_for};
+pub use pipeline::{NextResult, make_ahead};
 pub use pool::{are_free, in_part, num_threads, run};
 pub use waiting::run_waiting;

@@ -1,0 +1,119 @@
+//! Reads many neighbouring rows with few large reads, on a thread that may wait for the disk.
+//!
+//! For data that are read once, in large pieces: a mapping would cost a page fault for every few rows and would keep every
+//! page that was touched in this process, and reads through the page cache would evict what others need. The rows are sorted by
+//! file and address, ranges at most [`GAP`] apart are read together into a block of memory, and rows are copied from there.
+
+use super::pick::{Origin, Out, Pick};
+use super::plan::{Cut, Extent, GatherJob, Span};
+use crate::dtype::Cast;
+use crate::error::{Error, Kind, Result};
+use crate::layout::Layout;
+use crate::memory::output::Output;
+use crate::source::local::DIRECT;
+use crate::source::{RangeRead, Source};
+use crate::threads::Stop;
+
+/// Bytes per read, at most.
+const BLOCK: usize = 1 << 20;
+/// Ranges at most this far apart are read together: a further read of a local disk costs about as much.
+const GAP: u64 = 32 << 10;
+
+/// A thread's memory for blocks.
+#[derive(Debug)]
+pub struct BlockReader {
+    memory: Output,
+    past_cache: bool,
+}
+
+impl BlockReader {
+    /// Memory for one block. With `past_cache`, blocks are read past the page cache if the source can.
+    pub fn new(past_cache: bool) -> Result<BlockReader> {
+        let memory = Output::new(BLOCK + 2 * DIRECT as usize)
+            .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate a block: {e}")))?;
+        Ok(BlockReader { memory, past_cache })
+    }
+
+    /// The bytes from `at` to `end`.
+    fn read(&mut self, source: &dyn Source, at: u64, end: u64) -> Result<&[u8]> {
+        // Direct reads begin and end at multiples of DIRECT.
+        let from = if self.past_cache { at / DIRECT * DIRECT } else { at };
+        let skipped = (at - from) as usize;
+        let used = skipped..skipped + (end - at) as usize;
+        if self.past_cache {
+            let whole = used.end.next_multiple_of(DIRECT as usize);
+            source.read_past_cache(RangeRead { at: from, into: &mut self.memory.as_mut()[..whole] })?;
+        } else {
+            source.read(at, &mut self.memory.as_mut()[used.clone()])?;
+        }
+        Ok(&self.memory.bytes()[used])
+    }
+}
+
+/// Fills `out` like [`gather`](super::gather), on this thread alone. Reads end early once `stop` is set.
+pub fn gather_in_blocks<L: Layout + ?Sized>(
+    origin: &Origin<'_, L>,
+    pick: Pick<'_>,
+    items: usize,
+    cast: Cast<'_>,
+    out: &mut [u8],
+    (reader, stop): (&mut BlockReader, &Stop),
+) -> Result<()> {
+    let job = GatherJob::new(origin, pick, items, cast)?;
+    for (span, mut out) in job.parts(items, usize::MAX, Out::Dense(out))? {
+        job.copy_blocks(span, &mut out, reader, stop)?;
+    }
+    Ok(())
+}
+
+impl<L: Layout + ?Sized> GatherJob<'_, L> {
+    fn copy_blocks(&self, span: Span, out: &mut Out<'_>, reader: &mut BlockReader, stop: &Stop) -> Result<()> {
+        let mut entries = self.locate(span)?;
+        entries.sort_unstable_by_key(|e| e.key);
+        let mut rest = &entries[..];
+        while !rest.is_empty() {
+            let Cut { files, mut seen, read, filled, done } = self.cut(rest, span.first, true)?;
+            rest = &rest[done..];
+            for extent in &filled {
+                self.fill(&files[extent.file as usize], self.target(extent, out));
+            }
+            seen.extend(read);
+            seen.sort_unstable_by_key(|e| (e.file, e.src));
+            let mut blocks = &seen[..];
+            while let Some((first, _)) = blocks.split_first() {
+                if stop.is_set() {
+                    return Ok(());
+                }
+                let (block, others) = blocks.split_at(block_len(blocks));
+                blocks = others;
+                let open = &files[first.file as usize];
+                let end = block.iter().map(|e| e.src + u64::from(e.len)).max().unwrap_or(first.src);
+                let bytes = match (open.source(), open.bytes()) {
+                    (Some(source), _) => reader.read(source, first.src, end)?,
+                    (None, Some(bytes)) => &bytes[first.src as usize..end as usize],
+                    (None, None) => return Err(Error::new(Kind::Internal, "a file without bytes").at(open.location())),
+                };
+                let cast = self.cast.swapped_if(open.place().swapped);
+                for extent in block {
+                    let at = (extent.src - first.src) as usize;
+                    cast.apply(&bytes[at..at + extent.len as usize], self.target(extent, out));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The number of extents at the beginning of this sorted list that are read together.
+fn block_len(extents: &[Extent]) -> usize {
+    let Some(first) = extents.first() else { return 0 };
+    let mut end = first.src + u64::from(first.len);
+    for (i, next) in extents.iter().enumerate().skip(1) {
+        let till = end.max(next.src + u64::from(next.len));
+        if next.file != first.file || next.src > end + GAP || till - first.src > BLOCK as u64 {
+            return i;
+        }
+        end = till;
+    }
+    extents.len()
+}

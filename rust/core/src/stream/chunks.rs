@@ -1,0 +1,267 @@
+//! Chunks: neighbouring rows of a stream, read ahead in large pieces by threads that wait for the disk.
+//!
+//! A stream whose rows lie in the page cache does not need them: its batches are gathered from the mapping. So each window, or
+//! batch in stored order, is sampled first. Data that cannot stay in memory until the next epoch are read past the page cache.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::plan::{Epoch, Item, Plan, Window};
+use crate::dtype::Cast;
+use crate::error::{Error, Kind, Result};
+use crate::gather::blocks::BlockReader;
+use crate::gather::{Ints, Pick};
+use crate::memory::limit::memory_limit;
+use crate::memory::output::Output;
+use crate::rows::Rows;
+use crate::threads::{NextResult, Stop, Watch};
+
+/// Bytes of a chunk, at most, and of one in a small window.
+const CHUNK: u64 = 4 << 20;
+const SMALL_CHUNK: u64 = 256 << 10;
+/// Threads that read chunks. They wait for the disk most of the time: enough for the full rate of one with random reads of 64 KiB.
+pub const READERS: usize = 16;
+/// Chunks that are read or being read, and not used yet.
+pub const AHEAD: usize = 20;
+/// Items looked at to find out whether a window or batch is in the page cache.
+const SAMPLES: u64 = 64;
+
+/// The wanted batches: `first`, `first + every`, ...
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// The first.
+    pub first: u64,
+    /// The distance between two wanted batches.
+    pub every: u64,
+}
+
+impl Wanted {
+    fn has(self, batch: u64) -> bool {
+        batch >= self.first && (batch - self.first).is_multiple_of(self.every)
+    }
+}
+
+/// Rows to read: each item has a row of one group or of several.
+#[derive(Debug, Default)]
+pub struct Picks {
+    examples: Vec<i64>,
+    tokens: Vec<i64>,
+    groups: Vec<i64>,
+}
+
+impl Picks {
+    /// Adds an item's rows.
+    pub fn add(&mut self, plan: &Plan, item: Item) {
+        for group in plan.groups_of(item) {
+            self.examples.push(item.example as i64);
+            self.tokens.push(item.token as i64);
+            self.groups.push(*group as i64);
+        }
+    }
+
+    /// Number of rows.
+    pub fn len(&self) -> usize {
+        self.groups.len()
+    }
+
+    /// The groups and the rows.
+    pub fn as_pick(&self) -> (Ints<'_>, Pick<'_>) {
+        let pick = Pick::Tokens { examples: Ints::Each(&self.examples), tokens: Ints::Each(&self.tokens) };
+        (Ints::Each(&self.groups), pick)
+    }
+}
+
+/// A chunk.
+#[derive(Debug)]
+pub struct Chunk {
+    /// The window, or the batch in stored order.
+    pub number: u64,
+    /// Items of the window or batch that it covers, wanted or not.
+    pub covered: u64,
+    /// The wanted items, each with its place relative to the first.
+    pub items: Vec<(u32, Item)>,
+    /// Their rows, in the same order; `None` if they are in the page cache, and then the chunk covers the whole window or batch.
+    pub rows: Option<Output>,
+}
+
+/// A chunk to be made.
+pub struct ChunkJob {
+    number: u64,
+    window: Option<Arc<Window>>,
+    places: Range<u64>,
+    cached: bool,
+}
+
+/// Makes chunks.
+pub struct ChunkMaker<'a> {
+    rows: &'a Rows,
+    plan: &'a Plan,
+    epoch: &'a Epoch<'a>,
+    wanted: Wanted,
+    chunk_items: u64,
+    past_cache: bool,
+    readers: Mutex<Vec<BlockReader>>,
+    /// Memory of used chunks.
+    spare: Mutex<Vec<Output>>,
+}
+
+/// Chunks in order, and the way to get the next one.
+pub struct Chunks<'a, 'n> {
+    maker: &'a ChunkMaker<'a>,
+    next: &'n mut NextResult<'n, Chunk>,
+    /// A chunk for which there was no room yet.
+    pending: Option<Chunk>,
+}
+
+impl<'a> ChunkMaker<'a> {
+    /// Makes chunks of an epoch's wanted batches.
+    pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> ChunkMaker<'a> {
+        let item_bytes = (rows.row().bytes * plan.rows_per_item()) as u64;
+        let window = plan.settings.window.min(plan.items()) * item_bytes;
+        let chunk_items = ((window / AHEAD as u64).clamp(SMALL_CHUNK, CHUNK) / item_bytes).max(1);
+        // Rows that take half of the memory do not stay in the page cache until the next epoch.
+        let past_cache = plan.items().saturating_mul(item_bytes) > memory_limit() / 2;
+        let (readers, spare) = (Mutex::new(vec![]), Mutex::new(vec![]));
+        ChunkMaker { rows, plan, epoch, wanted, chunk_items, past_cache, readers, spare }
+    }
+
+    /// The chunks of all windows from `first` on.
+    pub fn of_windows(&'a self, first: u64) -> impl Iterator<Item = ChunkJob> + Send + 'a {
+        (first..self.epoch.windows()).flat_map(move |number| {
+            let window = Arc::new(self.epoch.window(number));
+            let cached =
+                self.is_cached(window.places.clone(), |place, each| self.epoch.sequence(place..place + 1, each));
+            let n = window.order.len();
+            self.cut(n, cached).map(move |places| ChunkJob {
+                number,
+                window: Some(Arc::clone(&window)),
+                places,
+                cached,
+            })
+        })
+    }
+
+    /// The chunks of all wanted batches in stored order.
+    pub fn of_batches(&'a self) -> impl Iterator<Item = ChunkJob> + Send + 'a {
+        let batches = (self.wanted.first..self.plan.batches()).step_by(self.wanted.every.max(1) as usize);
+        batches.flat_map(move |number| {
+            let own = self.epoch.turn(number);
+            let cached = self.is_cached(own.clone(), |at, each| each(at, self.epoch.item_at(at)));
+            self.cut(own.end - own.start, cached).map(move |places| ChunkJob { number, window: None, places, cached })
+        })
+    }
+
+    fn cut(&self, n: u64, cached: bool) -> impl Iterator<Item = Range<u64>> + Send + use<> {
+        let size = if cached { n.max(1) } else { self.chunk_items };
+        (0..n).step_by(size as usize).map(move |from| from..(from + size).min(n))
+    }
+
+    /// Whether sampled items are in the page cache and mapped.
+    fn is_cached(&self, places: Range<u64>, item: impl Fn(u64, &mut dyn FnMut(u64, Item))) -> bool {
+        let mut picks = Picks::default();
+        let step = (places.end - places.start).div_ceil(SAMPLES).max(1);
+        for place in places.step_by(step as usize) {
+            item(place, &mut |_, item| picks.add(self.plan, item));
+        }
+        let (groups, pick) = picks.as_pick();
+        self.rows.are_mapped_and_cached(groups, pick, picks.len())
+    }
+
+    /// Reads a chunk.
+    pub fn make(&self, job: ChunkJob, stop: &Stop) -> Result<Chunk> {
+        let ChunkJob { number, window, places, cached } = job;
+        let covered = places.end - places.start;
+        let items = match &window {
+            Some(window) => self.wanted_of(window, places),
+            None => {
+                let first = self.epoch.turn(number).start;
+                places.map(|at| (at as u32, self.epoch.item_at(first + at))).collect()
+            }
+        };
+        if cached {
+            return Ok(Chunk { number, covered, items, rows: None });
+        }
+        let mut picks = Picks::default();
+        for (_, item) in &items {
+            picks.add(self.plan, *item);
+        }
+        let row = self.rows.row();
+        let bytes = picks.len() * row.bytes;
+        let mut memory = self.memory(bytes)?;
+        let spare = lock(&self.readers).pop();
+        let mut reader = spare.map_or_else(|| BlockReader::new(self.past_cache), Ok)?;
+        let (groups, pick) = picks.as_pick();
+        let cast = Cast::between(row.dtype, row.dtype)?;
+        let out = &mut memory.as_mut()[..bytes];
+        let done = self.rows.gather_in_blocks(groups, pick, picks.len(), cast, out, (&mut reader, stop));
+        lock(&self.readers).push(reader);
+        done.map(|()| Chunk { number, covered, items, rows: Some(memory) })
+    }
+
+    /// The wanted items of a window, with their places in it.
+    fn wanted_of(&self, window: &Window, places: Range<u64>) -> Vec<(u32, Item)> {
+        wanted_of(self.epoch, self.wanted, window, places)
+    }
+
+    fn memory(&self, bytes: usize) -> Result<Output> {
+        let mut spare = lock(&self.spare);
+        while let Some(memory) = spare.pop() {
+            if memory.bytes().len() >= bytes {
+                return Ok(memory);
+            }
+        }
+        drop(spare);
+        let usual = self.chunk_items as usize * self.rows.row().bytes * self.plan.rows_per_item();
+        Output::new(bytes.max(usual))
+            .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate {bytes} bytes: {e}")))
+    }
+}
+
+/// The wanted items of a window, with their places in it.
+pub fn wanted_of(epoch: &Epoch<'_>, wanted: Wanted, window: &Window, places: Range<u64>) -> Vec<(u32, Item)> {
+    let every = wanted.every == 1 && window.first >= epoch.own(wanted.first).start;
+    let first = window.places.start;
+    let mut found: Vec<(u32, Item)> = Vec::with_capacity((places.end - places.start) as usize);
+    epoch.sequence(first + places.start..first + places.end, |place, item| {
+        let local = place - first;
+        let batch = || epoch.batch_of(window.first + window.order.position(local));
+        if every || batch().is_some_and(|batch| wanted.has(batch)) {
+            found.push((local as u32, item));
+        }
+    });
+    found
+}
+
+impl<'a, 'n> Chunks<'a, 'n> {
+    /// Chunks from a pipeline.
+    pub fn new(maker: &'a ChunkMaker<'a>, next: &'n mut NextResult<'n, Chunk>) -> Chunks<'a, 'n> {
+        Chunks { maker, next, pending: None }
+    }
+
+    /// The next chunk of a window or batch, if it is the next at all and `fits`.
+    pub fn next(&mut self, number: u64, fits: impl Fn(&Chunk) -> bool, watch: Watch<'_>) -> Result<Option<Chunk>> {
+        loop {
+            let Some(chunk) = self.pending.take().map_or_else(|| (self.next)(&mut *watch), |c| Ok(Some(c)))? else {
+                return Ok(None);
+            };
+            if chunk.number < number {
+                // No batch of its window is wanted.
+                self.done(chunk);
+            } else if chunk.number > number || !fits(&chunk) {
+                self.pending = Some(chunk);
+                return Ok(None);
+            } else {
+                return Ok(Some(chunk));
+            }
+        }
+    }
+
+    /// Returns a chunk's memory.
+    pub fn done(&self, chunk: Chunk) {
+        lock(&self.maker.spare).extend(chunk.rows);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

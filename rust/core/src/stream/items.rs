@@ -1,0 +1,161 @@
+//! The items of a batch: their ids, and their rows, gathered or converted into the batch's memory.
+
+use super::plan::Plan;
+use super::rescale::{Convert, Scratch};
+use crate::dtype::Cast;
+use crate::error::{Error, Kind, Result};
+use crate::gather::{Ints, Out, Pick};
+use crate::kernels::{self, Stores, prefetch, should_stream};
+use crate::memory::zeroed;
+use crate::rows::Rows;
+use crate::threads::{self, Stop, Watch};
+
+/// Items whose ids one thread computes: about 50 us of work.
+const IDS: usize = 2048;
+
+/// The ids of the rows in a batch, item by item.
+#[derive(Default, Debug)]
+pub struct BatchItems {
+    /// Examples.
+    pub examples: Vec<i64>,
+    /// Tokens.
+    pub tokens: Vec<i64>,
+    /// Positions among the groups read, if an item has a row of one group.
+    pub groups: Vec<i64>,
+}
+
+/// The example, the token and the position among the groups read of an item.
+pub type ItemIds = (i64, i64, i64);
+
+impl BatchItems {
+    /// Adds one item.
+    #[inline]
+    pub fn push(&mut self, (example, token, group): ItemIds, interleaved: bool) {
+        self.examples.push(example);
+        self.tokens.push(token);
+        if interleaved {
+            self.groups.push(group);
+        }
+    }
+
+    /// Adds `n` items, computed by all threads.
+    pub fn extend(
+        &mut self,
+        n: usize,
+        interleaved: bool,
+        ids_of: &(dyn Fn(usize) -> ItemIds + Sync),
+        watch: Watch<'_>,
+    ) -> Result<()> {
+        if n <= 2 * IDS {
+            (0..n).for_each(|i| self.push(ids_of(i), interleaved));
+            return Ok(());
+        }
+        let grown = |ids: &mut Vec<i64>| {
+            let from = ids.len();
+            ids.resize(from + n, 0);
+            from
+        };
+        let from = grown(&mut self.examples);
+        grown(&mut self.tokens);
+        if interleaved {
+            grown(&mut self.groups);
+        }
+        let (examples, tokens) = (self.examples[from..].chunks_mut(IDS), self.tokens[from..].chunks_mut(IDS));
+        let mut groups = self.groups.get_mut(from..).unwrap_or_default().chunks_mut(IDS);
+        let parts: Vec<_> = examples.zip(tokens).map(|(e, t)| (e, t, groups.next().unwrap_or_default())).collect();
+        let fill = |p: usize, (examples, tokens, groups): (&mut [i64], &mut [i64], &mut [i64]), _: &Stop| {
+            for i in 0..examples.len() {
+                let (example, token, group) = ids_of(p * IDS + i);
+                (examples[i], tokens[i]) = (example, token);
+                if let Some(to) = groups.get_mut(i) {
+                    *to = group;
+                }
+            }
+            Ok(())
+        };
+        threads::for_each(parts, &fill, watch)
+    }
+
+    /// Reads and converts the rows of the items from `from` on.
+    pub fn gather(
+        &self,
+        from: usize,
+        (rows, plan, convert): (&Rows, &Plan, &Convert),
+        out: &mut [u8],
+        scratch: &mut Vec<u8>,
+        watch: Watch<'_>,
+    ) -> Result<()> {
+        let of = &plan.settings.groups;
+        let (mut examples, mut tokens, mut groups) = (vec![], vec![], vec![]);
+        let per_item = plan.rows_per_item();
+        let known = (&self.examples[from..], &self.tokens[from..]);
+        let positions = self.groups.get(from..).unwrap_or_default();
+        let (groups, (examples, tokens)) = if plan.settings.interleaved {
+            groups.extend(positions.iter().map(|g| of[*g as usize] as i64));
+            (Ints::Each(&groups), known)
+        } else if per_item == 1 {
+            (Ints::One(of[0] as i64), known)
+        } else {
+            for (example, token) in known.0.iter().zip(known.1) {
+                examples.extend(std::iter::repeat_n(*example, per_item));
+                tokens.extend(std::iter::repeat_n(*token, per_item));
+                groups.extend(of.iter().map(|g| *g as i64));
+            }
+            (Ints::Each(&groups), (&examples[..], &tokens[..]))
+        };
+        let pick = Pick::Tokens { examples: Ints::Each(examples), tokens: Ints::Each(tokens) };
+        let n = examples.len();
+        if let Some(cast) = convert.cast() {
+            return rows.gather(groups, pick, n, cast, Out::Dense(out), watch);
+        }
+        let dtype = rows.row().dtype;
+        let need = n * convert.from();
+        if scratch.len() != need {
+            *scratch = zeroed(need)?;
+        }
+        rows.gather(groups, pick, n, Cast::between(dtype, dtype)?, Out::Dense(scratch), &mut *watch)?;
+        let slots: Vec<u32> = (0..known.0.len() as u32).collect();
+        let positions = plan.settings.interleaved.then_some(positions);
+        convert_rows(convert, scratch, convert.from() * per_item, &slots, positions, out, watch)
+    }
+}
+
+/// Converts the rows of slots into `out`, one after the other; `groups` holds each slot's group if slots hold one group.
+pub fn convert_rows(
+    convert: &Convert,
+    memory: &[u8],
+    slot_bytes: usize,
+    slots: &[u32],
+    groups: Option<&[i64]>,
+    out: &mut [u8],
+    watch: Watch<'_>,
+) -> Result<()> {
+    let per_slot = slot_bytes / convert.from();
+    let to = convert.to() * per_slot;
+    let at_once = slots.len().div_ceil(threads::num_threads() * 4).max((256 << 10) / to.max(1)).max(1);
+    let stream = should_stream(out.len(), convert.to());
+    let fill = |p: usize, out: &mut [u8], stores: Stores<'_>| -> Result<()> {
+        let mut scratch = Scratch::default();
+        let slot = |i: usize| {
+            let first = *slots.get(i)? as usize * slot_bytes;
+            memory.get(first..first + slot_bytes)
+        };
+        for (i, out) in out.chunks_exact_mut(to).enumerate() {
+            let i = p * at_once + i;
+            if let Some(soon) = slot(i + 2) {
+                prefetch(soon);
+            }
+            let Some(from) = slot(i) else { return Err(Error::new(Kind::Internal, "a slot outside its memory")) };
+            for (k, (src, dst)) in from.chunks_exact(convert.from()).zip(out.chunks_exact_mut(convert.to())).enumerate()
+            {
+                let group = groups.map_or(k, |g| g[i] as usize);
+                convert.row(group, src, dst, &mut scratch, stores);
+            }
+        }
+        Ok(())
+    };
+    let work = |p: usize, out: &mut [u8], stop: &Stop| {
+        if stop.is_set() { Ok(()) } else { kernels::storing(stream, |stores| fill(p, out, stores)) }
+    };
+    threads::for_each(out.chunks_mut(at_once * to), &work, watch)
+}

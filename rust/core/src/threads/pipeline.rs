@@ -1,0 +1,219 @@
+//! Results made ahead and in order, by threads that wait for a disk while the caller uses earlier results.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use super::handout::{LOOK, Stop, Watch, interrupted};
+use crate::error::{Error, Kind, Result};
+
+/// Returns the next result; `None` after the last.
+pub type NextResult<'a, T> = dyn FnMut(Watch<'_>) -> Result<Option<T>> + 'a;
+
+struct Pipeline<'a, I: Iterator, T> {
+    line: Mutex<Line<I, T>>,
+    changed: Condvar,
+    stop: Stop,
+    depth: u64,
+    make: &'a (dyn Fn(I::Item, &Stop) -> Result<T> + Sync),
+}
+
+struct Line<I, T> {
+    jobs: I,
+    /// Number of jobs taken by threads, and of results taken by the caller.
+    taken: u64,
+    used: u64,
+    /// No job is left.
+    ended: bool,
+    made: BTreeMap<u64, Result<T>>,
+    threads: usize,
+}
+
+/// Makes a result of each job with `threads` threads, and calls `using` with the function that returns them in the order of
+/// the jobs. At most `depth` results exist that were not taken yet. Returns after all threads have ended; a thread that is
+/// blocked in a read ends after that read. The jobs are computed by one thread at a time.
+///
+/// The first error in the order of jobs is returned in its turn, and nothing after it.
+pub fn make_ahead<I, T, R>(
+    (threads, depth): (usize, usize),
+    jobs: I,
+    make: &(dyn Fn(I::Item, &Stop) -> Result<T> + Sync),
+    using: impl FnOnce(&mut NextResult<'_, T>) -> R,
+) -> R
+where
+    I: Iterator + Send,
+    T: Send,
+{
+    let line = Line { jobs, taken: 0, used: 0, ended: false, made: BTreeMap::new(), threads: 0 };
+    let depth = depth.max(threads).max(1) as u64;
+    let pipeline = Pipeline { line: Mutex::new(line), changed: Condvar::new(), stop: Stop::default(), depth, make };
+    std::thread::scope(|scope| {
+        let _end = End(&pipeline);
+        for i in 0..threads {
+            pipeline.lock().threads += 1;
+            let work = || pipeline.work();
+            if std::thread::Builder::new().name(format!("actshard-read-{i}")).spawn_scoped(scope, work).is_err() {
+                pipeline.lock().threads -= 1;
+                break;
+            }
+        }
+        using(&mut |watch| pipeline.next(watch))
+    })
+}
+
+/// Ends the threads when the caller is done, also during unwinding.
+struct End<'p, 'a, I: Iterator, T>(&'p Pipeline<'a, I, T>);
+
+impl<I: Iterator, T> Drop for End<'_, '_, I, T> {
+    fn drop(&mut self) {
+        self.0.stop.set();
+        let _line = self.0.lock();
+        self.0.changed.notify_all();
+    }
+}
+
+impl<I: Iterator, T> Pipeline<'_, I, T> {
+    fn lock(&self) -> MutexGuard<'_, Line<I, T>> {
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a job with its number; `None` if there is none now.
+    fn take(&self, line: &mut Line<I, T>) -> Option<(u64, I::Item)> {
+        if line.ended || self.stop.is_set() || line.taken - line.used >= self.depth {
+            return None;
+        }
+        let job = line.jobs.next();
+        line.ended = job.is_none();
+        line.taken += u64::from(job.is_some());
+        job.map(|job| (line.taken - 1, job))
+    }
+
+    fn made(&self, job: I::Item) -> Result<T> {
+        let fault = |_| Err(Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it"));
+        catch_unwind(AssertUnwindSafe(|| (self.make)(job, &self.stop))).unwrap_or_else(fault)
+    }
+
+    fn work(&self) {
+        let mut line = self.lock();
+        while !self.stop.is_set() && !line.ended {
+            let Some((number, job)) = self.take(&mut line) else {
+                if line.ended {
+                    break;
+                }
+                line = self.changed.wait(line).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(line);
+            let made = self.made(job);
+            line = self.lock();
+            line.made.insert(number, made);
+            self.changed.notify_all();
+        }
+        line.threads -= 1;
+        self.changed.notify_all();
+    }
+
+    fn next(&self, watch: Watch<'_>) -> Result<Option<T>> {
+        loop {
+            let mut line = self.lock();
+            let number = line.used;
+            if let Some(made) = line.made.remove(&number) {
+                line.used += 1;
+                if made.is_err() {
+                    line.ended = true;
+                }
+                self.changed.notify_all();
+                return made.map(Some);
+            }
+            if line.ended && number >= line.taken {
+                return Ok(None);
+            }
+            if line.threads == 0 {
+                // No thread could be created, or all have ended: this one does the work.
+                let Some((_, job)) = self.take(&mut line) else { continue };
+                line.used += 1;
+                drop(line);
+                return self.made(job).map(Some);
+            }
+            let (guard, timeout) = self.changed.wait_timeout(line, LOOK).unwrap_or_else(PoisonError::into_inner);
+            drop(guard);
+            if timeout.timed_out() && watch() {
+                return Err(interrupted());
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    fn all<T>(next: &mut NextResult<'_, T>) -> Result<Vec<T>> {
+        let mut all = vec![];
+        while let Some(one) = next(&mut || false)? {
+            all.push(one);
+        }
+        Ok(all)
+    }
+
+    #[test]
+    fn results_come_in_order_and_no_more_exist_than_allowed() {
+        for threads in [0, 1, 3, 16] {
+            let (made, used) = (AtomicU64::new(0), AtomicU64::new(0));
+            let make = |job: u64, _: &Stop| {
+                std::thread::sleep(std::time::Duration::from_micros(job * 7 % 50));
+                let ahead = made.fetch_add(1, Ordering::SeqCst) + 1 - used.load(Ordering::SeqCst);
+                assert!(ahead <= 18, "{ahead}");
+                Ok(job)
+            };
+            let found = make_ahead((threads, 16), 0..500u64, &make, |next| {
+                let mut all = vec![];
+                while let Some(one) = next(&mut || false)? {
+                    used.fetch_add(1, Ordering::SeqCst);
+                    all.push(one);
+                }
+                Ok::<_, Error>(all)
+            });
+            assert_eq!(found.unwrap(), (0..500).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn the_first_error_comes_in_its_turn_and_ends_it() {
+        for threads in [0, 4] {
+            let make = |job: u64, _: &Stop| match job {
+                7 => Err(Error::new(Kind::Format, "7")),
+                8 => panic!("a later job"),
+                job => Ok(job),
+            };
+            make_ahead((threads, 8), 0..100u64, &make, |next| {
+                for expected in 0..7 {
+                    assert_eq!(next(&mut || false).unwrap(), Some(expected));
+                }
+                assert_eq!(next(&mut || false).unwrap_err().detail, "7");
+            });
+            let panics = |_: u64, _: &Stop| -> Result<u64> { panic!("in a job") };
+            assert_eq!(
+                make_ahead((threads, 8), 0..100u64, &panics, |next| all(next)).unwrap_err().kind,
+                Kind::Internal
+            );
+        }
+    }
+
+    #[test]
+    fn a_caller_that_leaves_or_is_interrupted_ends_the_threads() {
+        let make = |_: u64, stop: &Stop| {
+            while !stop.is_set() {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            Ok(())
+        };
+        let ended = make_ahead((4, 4), 0..u64::MAX, &make, |next| next(&mut || true));
+        assert_eq!(ended.unwrap_err().kind, Kind::Interrupted);
+        let endless = |job: u64, _: &Stop| Ok(job);
+        assert_eq!(make_ahead((4, 4), 0..u64::MAX, &endless, |next| next(&mut || false)).unwrap(), Some(0));
+    }
+}
