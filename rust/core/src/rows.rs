@@ -11,7 +11,7 @@ use crate::files::open::View;
 use crate::files::shards::{Shards, TYPES as TYPES_OF_SHARDS};
 use crate::files::table::FileTable;
 use crate::gather::blocks::{BlockReader, gather_in_blocks};
-use crate::gather::{Ints, Origin, Out, Pick, are_mapped_and_cached, gather};
+use crate::gather::{Ints, Origin, Out, Pick, are_cached, gather};
 use crate::layout::chunked::Chunked;
 use crate::layout::row::Row;
 use crate::layout::spans::Spans;
@@ -206,14 +206,14 @@ impl Rows {
         }
     }
 
-    /// Whether all of these rows are in the page cache and mapped; false if that cannot be known.
-    pub fn are_mapped_and_cached(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize) -> bool {
+    /// Whether all of these rows are in the page cache and, if `mapped`, in mapped files; false if that cannot be known.
+    pub fn are_cached(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize, mapped: bool) -> bool {
         let only = 0..u64::MAX;
         match self {
-            Rows::Strided(files, layout) => are_mapped_and_cached(&Origin { files, layout, groups, only }, pick, items),
-            Rows::Spans(files, layout) => are_mapped_and_cached(&Origin { files, layout, groups, only }, pick, items),
-            Rows::Table(files, layout) => are_mapped_and_cached(&Origin { files, layout, groups, only }, pick, items),
-            Rows::Chunked(files, layout) => are_mapped_and_cached(&Origin { files, layout, groups, only }, pick, items),
+            Rows::Strided(files, layout) => are_cached(&Origin { files, layout, groups, only }, pick, items, mapped),
+            Rows::Spans(files, layout) => are_cached(&Origin { files, layout, groups, only }, pick, items, mapped),
+            Rows::Table(files, layout) => are_cached(&Origin { files, layout, groups, only }, pick, items, mapped),
+            Rows::Chunked(files, layout) => are_cached(&Origin { files, layout, groups, only }, pick, items, mapped),
             Rows::Shards(..) => false,
         }
     }

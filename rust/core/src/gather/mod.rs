@@ -25,6 +25,6 @@ mod pick;
 mod plan;
 mod run;
 
-pub use cached::are_mapped_and_cached;
+pub use cached::are_cached;
 pub use pick::{Ints, Origin, Out, Pick};
 pub use run::gather;

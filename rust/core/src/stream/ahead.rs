@@ -242,6 +242,8 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
                 broken = pool.refill(watch).err();
             }
         }
+        // Before the threads that read chunks have ended: the epoch is complete.
+        self.shared.finish(None);
         Ok(())
     }
 

@@ -130,7 +130,7 @@ impl<'a> ChunkMaker<'a> {
         (first..self.epoch.windows()).flat_map(move |number| {
             let window = Arc::new(self.epoch.window(number));
             let cached =
-                self.is_cached(window.places.clone(), |place, each| self.epoch.sequence(place..place + 1, each));
+                self.is_cached(window.places.clone(), true, |place, each| self.epoch.sequence(place..place + 1, each));
             let n = window.order.len();
             self.cut(n, cached).map(move |places| ChunkJob {
                 number,
@@ -146,7 +146,7 @@ impl<'a> ChunkMaker<'a> {
         let batches = (self.wanted.first..self.plan.batches()).step_by(self.wanted.every.max(1) as usize);
         batches.flat_map(move |number| {
             let own = self.epoch.turn(number);
-            let cached = self.is_cached(own.clone(), |at, each| each(at, self.epoch.item_at(at)));
+            let cached = self.is_cached(own.clone(), false, |at, each| each(at, self.epoch.item_at(at)));
             self.cut(own.end - own.start, cached).map(move |places| ChunkJob { number, window: None, places, cached })
         })
     }
@@ -156,15 +156,15 @@ impl<'a> ChunkMaker<'a> {
         (0..n).step_by(size as usize).map(move |from| from..(from + size).min(n))
     }
 
-    /// Whether sampled items are in the page cache and mapped.
-    fn is_cached(&self, places: Range<u64>, item: impl Fn(u64, &mut dyn FnMut(u64, Item))) -> bool {
+    /// Whether sampled items are in the page cache and, if `mapped`, in mapped files.
+    fn is_cached(&self, places: Range<u64>, mapped: bool, item: impl Fn(u64, &mut dyn FnMut(u64, Item))) -> bool {
         let mut picks = Picks::default();
         let step = (places.end - places.start).div_ceil(SAMPLES).max(1);
         for place in places.step_by(step as usize) {
             item(place, &mut |_, item| picks.add(self.plan, item));
         }
         let (groups, pick) = picks.as_pick();
-        self.rows.are_mapped_and_cached(groups, pick, picks.len())
+        self.rows.are_cached(groups, pick, picks.len(), mapped)
     }
 
     /// Reads a chunk.
