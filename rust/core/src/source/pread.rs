@@ -36,7 +36,30 @@ pub fn read_if_cached(file: &File, buf: &mut [u8], offset: u64) -> io::Result<Re
 /// Whether the byte at `offset` is in the page cache. Uses a non-blocking read: `mincore` answers "yes" for any file that
 /// this user may not write, whereas a read is correct for all that the user may read.
 pub fn is_cached(file: &File, offset: u64) -> Ready {
-    read_if_cached(file, &mut [0], offset).unwrap_or(Ready::Unknown)
+    match read_if_cached(file, &mut [0], offset) {
+        // File systems in memory cannot be asked, and need not be.
+        Ok(Ready::Unknown) if is_in_memory(file) => Ready::Yes,
+        Ok(ready) => ready,
+        Err(_) => Ready::Unknown,
+    }
+}
+
+/// Whether a file is on a file system that keeps its files in memory only. Magic numbers: `statfs(2)`.
+fn is_in_memory(file: &File) -> bool {
+    #[cfg(target_os = "linux")]
+    {
+        const IN_MEMORY: [u32; 3] = [
+            0x0102_1994, // tmpfs
+            0x8584_58f6, // ramfs
+            0x9584_58f6, // hugetlbfs
+        ];
+        rustix::fs::fstatfs(file).is_ok_and(|fs| IN_MEMORY.contains(&(fs.f_type as u32)))
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = file;
+        false
+    }
 }
 
 /// Starts reading a range into the page cache without waiting for it. A hint.
