@@ -5,19 +5,24 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::dtype::{self, Cast, DType};
 use crate::error::{Error, Kind, Result};
+use crate::gather::blocks::{BlockReader, READERS};
 use crate::gather::{Ints, Out, Pick};
+use crate::kernels::wide;
 use crate::layout::row::Row;
+use crate::memory::limit::memory_limit;
 use crate::memory::output::Output;
 use crate::memory::zeroed;
 use crate::rows::Rows;
-use crate::source::Io;
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, Stop, Turns, Watch, make_ahead};
 
 /// Bytes per part.
 const PART: u64 = 2 << 20;
+/// Bytes that a reading thread scans at once.
+const PIECE: usize = 2 << 20;
 /// Bytes between two calls of `progress`; also the amount decoded at once.
 const WAVE: u64 = 64 << 20;
 /// Positions stored per oddity.
@@ -83,35 +88,11 @@ impl Scan {
 }
 
 /// Scans all rows of a group.
-pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
+pub fn scan(rows: &Rows, group: usize, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
     let row = rows.row();
-    let group =
-        Group { rows, row, io, number: group, cast: Cast::between(row.dtype, row.dtype)?, staged: rows.decodes() };
-    let mut all = Scan::default();
-    let mut first: Option<Vec<u8>> = None;
-    let mut from = 0;
-    while from < rows.examples() {
-        let wave = group.wave(from, &mut *watch)?;
-        if first.is_none() {
-            first = group.first_row(&wave, &mut *watch)?;
-        }
-        let stage = group.stage(&wave, &mut *watch)?;
-        let stage = stage.as_ref().map(|s| s.bytes());
-        let parts = cut(&wave.counts, row.bytes as u64);
-        let look = |p: usize, stop: &Stop| -> Result<Scan> {
-            let mut look = Look::new(row.dtype, row.width, first.as_deref().unwrap_or_default())?;
-            match stage {
-                Some(stage) => wave.look_at(parts[p].clone(), stage, row.bytes, &mut look),
-                None => group.look_at(&wave, parts[p].clone(), &mut look, stop)?,
-            }
-            look.done()
-        };
-        for part in threads::map(parts.len(), &look, &mut *watch)? {
-            all.join(part);
-        }
-        from += wave.ids.len() as u64;
-        progress(all.rows);
-    }
+    let group = Group { rows, row, number: group, cast: Cast::between(row.dtype, row.dtype)?, staged: rows.decodes() };
+    let mut all =
+        if rows.reads_blocks() { group.in_blocks(progress, watch)? } else { group.in_waves(progress, watch)? };
     if all.magnitudes.len() != row.width {
         (all.magnitudes, all.differences) = (zeroed(row.width)?, zeroed(row.width)?);
     }
@@ -122,7 +103,6 @@ pub fn scan(rows: &Rows, io: Io, group: usize, progress: &mut dyn FnMut(u64), wa
 struct Group<'a> {
     rows: &'a Rows,
     row: Row,
-    io: Io,
     number: usize,
     cast: Cast<'a>,
     /// Whether rows must be decoded; then each wave is decoded as a whole.
@@ -150,6 +130,147 @@ impl Wave {
 }
 
 impl Group<'_> {
+    /// Rows that are read in blocks: each reading thread scans what it reads.
+    fn in_blocks(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
+        let mut first = None;
+        let (mut from, mut seen) = (0, 0);
+        while first.is_none() && from < self.rows.examples() {
+            let wave = self.wave(from, &mut *watch)?;
+            first = self.first_row(&wave, &mut *watch)?;
+            from += wave.ids.len() as u64;
+            seen += wave.bytes;
+        }
+        // About as many bytes for each example as in the waves seen.
+        let bytes = u128::from(seen) * u128::from(self.rows.examples()) / u128::from(from.max(1));
+        let past_cache = bytes > u128::from(memory_limit() / 2);
+        let first = first.unwrap_or_default();
+        let (turns, spare) = (Turns::new(threads::num_threads()), Mutex::new(vec![]));
+        let lock = || spare.lock().unwrap_or_else(PoisonError::into_inner);
+        let scan_part = |part: Result<(Arc<Wave>, Range<usize>)>, stop: &Stop| -> Result<Scan> {
+            let (wave, part) = part?;
+            let taken = lock().pop();
+            let mut mine = taken.map_or_else(|| ScanningThread::new(self.row, past_cache), Ok)?;
+            let mut look = Look::new(self.row.dtype, self.row.width, &first)?;
+            self.scan_part(&wave, part, &mut look, (&mut mine, &turns, stop))?;
+            lock().push(mine);
+            look.done()
+        };
+        make_ahead((READERS, 2 * READERS), self.parts(), &scan_part, |next| {
+            let (mut all, mut told) = (Scan::default(), 0);
+            while let Some(part) = next(&mut *watch)? {
+                all.join(part);
+                if (all.rows - told).saturating_mul(self.row.bytes as u64) >= WAVE {
+                    told = all.rows;
+                    progress(told);
+                    if watch() {
+                        return Err(threads::interrupted());
+                    }
+                }
+            }
+            progress(all.rows);
+            Ok(all)
+        })
+    }
+
+    /// Other rows: those that must be decoded are read by all threads together, in large parts.
+    fn in_waves(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Scan> {
+        let mut all = Scan::default();
+        let mut first: Option<Vec<u8>> = None;
+        let mut from = 0;
+        while from < self.rows.examples() {
+            let wave = self.wave(from, &mut *watch)?;
+            if first.is_none() {
+                first = self.first_row(&wave, &mut *watch)?;
+            }
+            let stage = self.stage(&wave, &mut *watch)?;
+            let stage = stage.as_ref().map(|s| s.bytes());
+            let parts = cut(&wave.counts, self.row.bytes as u64);
+            let look = |p: usize, stop: &Stop| -> Result<Scan> {
+                let mut look = Look::new(self.row.dtype, self.row.width, first.as_deref().unwrap_or_default())?;
+                match stage {
+                    Some(stage) => wave.look_at(parts[p].clone(), stage, self.row.bytes, &mut look),
+                    None => self.look_at(&wave, parts[p].clone(), &mut look, stop)?,
+                }
+                look.done()
+            };
+            for part in threads::map(parts.len(), &look, &mut *watch)? {
+                all.join(part);
+            }
+            from += wave.ids.len() as u64;
+            progress(all.rows);
+        }
+        Ok(all)
+    }
+
+    /// Parts of about [`PART`] bytes, or one longer example; ends after an error.
+    fn parts(&self) -> impl Iterator<Item = Result<(Arc<Wave>, Range<usize>)>> + Send {
+        let (mut from, mut failed) = (0, false);
+        let waves = std::iter::from_fn(move || {
+            if failed || from >= self.rows.examples() {
+                return None;
+            }
+            let wave = self.wave(from, &mut || false);
+            failed = wave.is_err();
+            from += wave.as_ref().map_or(0, |wave| wave.ids.len() as u64);
+            Some(wave.map(Arc::new))
+        });
+        waves.flat_map(|wave| -> Vec<_> {
+            match wave {
+                Ok(wave) => {
+                    let parts = cut(&wave.counts, self.row.bytes as u64);
+                    parts.into_iter().map(|part| Ok((Arc::clone(&wave), part))).collect()
+                }
+                Err(error) => vec![Err(error)],
+            }
+        })
+    }
+
+    /// Reads and scans some examples: short ones together, long ones in pieces.
+    fn scan_part(
+        &self,
+        wave: &Wave,
+        part: Range<usize>,
+        look: &mut Look,
+        (mine, turns, stop): (&mut ScanningThread, &Turns, &Stop),
+    ) -> Result<()> {
+        let at_once = (PIECE / self.row.bytes).max(1) as i64;
+        let mut e = part.start;
+        while e < part.end {
+            let count = wave.counts[e];
+            if count > at_once {
+                let mut hash = RowsHash::new();
+                for from in (0..count).step_by(at_once as usize) {
+                    let tokens: Vec<i64> = (from..count.min(from + at_once)).collect();
+                    let pick = Pick::Tokens { examples: Ints::One(wave.ids[e]), tokens: Ints::Each(&tokens) };
+                    let bytes = mine.read(self, pick, tokens.len(), tokens.len(), stop)?;
+                    turns.take(|| wide(|| look.rows(wave.ids[e] as u64, from as u64, bytes, &mut hash)));
+                }
+                look.found.hashes.push(hash.done());
+                e += 1;
+                continue;
+            }
+            let (mut end, mut rows) = (e + 1, count);
+            while end < part.end && rows + wave.counts[end] <= at_once {
+                rows += wave.counts[end];
+                end += 1;
+            }
+            // Examples without rows in this group may have none stored.
+            let present: Vec<i64> = (e..end).filter(|i| wave.counts[*i] > 0).map(|i| wave.ids[i]).collect();
+            let pick = Pick::Whole { examples: Ints::Each(&present) };
+            let bytes = mine.read(self, pick, present.len(), rows as usize, stop)?;
+            turns.take(|| {
+                let mut rest = bytes;
+                for i in e..end {
+                    let (example, others) = rest.split_at(wave.counts[i] as usize * self.row.bytes);
+                    wide(|| look.example(wave.ids[i] as u64, example));
+                    rest = others;
+                }
+            });
+            e = end;
+        }
+        Ok(())
+    }
+
     fn groups(&self) -> Ints<'static> {
         Ints::One(self.number as i64)
     }
@@ -198,29 +319,42 @@ impl Group<'_> {
         self.rows.gather(self.groups(), pick, ids.len(), self.cast, Out::Dense(out), watch)
     }
 
-    /// Scans some examples, in place if they are in a mapped file.
+    /// Reads and scans some examples, one at a time.
     fn look_at(&self, wave: &Wave, part: Range<usize>, look: &mut Look, stop: &Stop) -> Result<()> {
-        let mut local = None;
+        let mut block = output(0)?;
         for e in part {
-            let (id, rows) = (wave.ids[e], wave.counts[e] as usize);
-            if rows == 0 {
-                look.example(id as u64, &[]);
-            } else if let Some((view, _)) = self.rows.view(self.io, self.number, id, &mut || stop.is_set())? {
-                look.example(id as u64, view.bytes());
-            } else {
-                let need = rows * self.row.bytes;
-                let block = match &mut local {
-                    Some(block) => block,
-                    None => local.insert(output(need)?),
-                };
-                if block.bytes().len() < need {
-                    *block = output(need)?;
-                }
-                self.read(&wave.ids[e..=e], &mut block.as_mut()[..need], &mut || stop.is_set())?;
-                look.example(id as u64, &block.bytes()[..need]);
+            let need = wave.counts[e] as usize * self.row.bytes;
+            if block.bytes().len() < need {
+                block = output(need)?;
             }
+            if need > 0 {
+                self.read(&wave.ids[e..=e], &mut block.as_mut()[..need], &mut || stop.is_set())?;
+            }
+            look.example(wave.ids[e] as u64, &block.bytes()[..need]);
         }
         Ok(())
+    }
+}
+
+/// A reading thread's memory: a block of a file, and rows.
+struct ScanningThread {
+    reader: BlockReader,
+    rows: Vec<u8>,
+}
+
+impl ScanningThread {
+    fn new(row: Row, past_cache: bool) -> Result<ScanningThread> {
+        Ok(ScanningThread {
+            reader: BlockReader::new(past_cache)?,
+            rows: zeroed((PIECE / row.bytes).max(1) * row.bytes)?,
+        })
+    }
+
+    /// Reads `items` examples or rows, `rows` rows in total.
+    fn read(&mut self, group: &Group<'_>, pick: Pick<'_>, items: usize, rows: usize, stop: &Stop) -> Result<&[u8]> {
+        let out = &mut self.rows[..rows * group.row.bytes];
+        group.rows.gather_in_blocks(group.groups(), pick, items, group.cast, out, (&mut self.reader, stop))?;
+        Ok(&self.rows[..rows * group.row.bytes])
     }
 }
 
@@ -287,7 +421,7 @@ macro_rules! bits {
 
         /// Processes one row. Branch-free so that it vectorises; signed, because SSE2 compares signed integers. `mask`
         /// excludes a bit that is only a sign.
-        #[inline]
+        #[inline(always)]
         fn $row(row: &[$t], columns: &mut Columns<$t>, mask: $t, infinity: $t) -> Facts {
             let head = row.first().copied().unwrap_or(0);
             let (mut any, mut varies, mut bad) = (0, 0, 0);
@@ -422,9 +556,17 @@ impl Look {
         Ok(Look { kernel, meaning, row_bytes: width * size, width, aligned: vec![], found: Scan::default() })
     }
 
+    #[inline(always)]
     fn example(&mut self, example: u64, bytes: &[u8]) {
         let mut hash = RowsHash::new();
-        for (token, row) in bytes.chunks_exact(self.row_bytes.max(1)).enumerate() {
+        self.rows(example, 0, bytes, &mut hash);
+        self.found.hashes.push(hash.done());
+    }
+
+    /// Scans the rows of an example from token `first` on.
+    #[inline(always)]
+    fn rows(&mut self, example: u64, first: u64, bytes: &[u8], hash: &mut RowsHash) {
+        for (token, row) in (first..).zip(bytes.chunks_exact(self.row_bytes.max(1))) {
             hash.add(row);
             let facts = self.row(row);
             self.found.rows += 1;
@@ -432,7 +574,7 @@ impl Look {
                 let k = oddity as usize;
                 self.found.odd[k] += 1;
                 if self.found.places[k].len() < PLACES {
-                    self.found.places[k].push((example, token as u64));
+                    self.found.places[k].push((example, token));
                 }
             };
             if facts.zero {
@@ -452,9 +594,9 @@ impl Look {
                 self.found.bad[1] += infinite;
             }
         }
-        self.found.hashes.push(hash.done());
     }
 
+    #[inline(always)]
     fn row(&mut self, row: &[u8]) -> Facts {
         // Rows of a safetensors file may be unaligned.
         let row = if row.as_ptr().addr().is_multiple_of(8) {
@@ -522,6 +664,7 @@ impl RowsHash {
         RowsHash([1, 2, 3, 4].map(|k| RowsHash::ODD.wrapping_mul(k)))
     }
 
+    #[inline(always)]
     fn add(&mut self, bytes: &[u8]) {
         let mix = |lane: &mut u64, word: u64| *lane = (*lane ^ word).wrapping_mul(RowsHash::ODD).rotate_left(29);
         let (whole, rest) = bytes.as_chunks::<32>();

@@ -136,7 +136,6 @@ pub fn scan_of<'py>(
     progress: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let dataset = rows.dataset(py)?;
-    let io = rows.mode();
     let progress = progress.map(Bound::unbind);
     let mut raised: Option<PyErr> = None;
     let mut dtype = dataset.row().dtype;
@@ -151,12 +150,12 @@ pub fn scan_of<'py>(
             }
         };
         let mut watch = || stop.get() || watch();
-        match scan::scan(&dataset, io, group, &mut tell, &mut watch) {
+        match scan::scan(&dataset, group, &mut tell, &mut watch) {
             // Rows of several types are scanned as float64.
             Err(error) if error.kind == Kind::DType => match dataset.read_as(DType::F64) {
                 Some(wide) => {
                     dtype = DType::F64;
-                    scan::scan(&wide, io, group, &mut tell, &mut watch)
+                    scan::scan(&wide, group, &mut tell, &mut watch)
                 }
                 None => Err(error),
             },

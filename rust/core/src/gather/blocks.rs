@@ -19,6 +19,10 @@ const BLOCK: usize = 1 << 20;
 /// Ranges at most this far apart are read together: a further read of a local disk costs about as much.
 const GAP: u64 = 32 << 10;
 
+/// Threads that read blocks at the same time. They wait for the disk most of the time: enough for the full rate of one with
+/// random reads of 64 KiB.
+pub const READERS: usize = 16;
+
 /// A thread's memory for blocks.
 #[derive(Debug)]
 pub struct BlockReader {

@@ -15,6 +15,7 @@ use super::plan::{Epoch, Plan, Shuffle};
 use super::pool::WindowPool;
 use super::rescale::Convert;
 use crate::error::{Error, Kind, Result};
+use crate::gather::blocks::READERS;
 use crate::rows::Rows;
 use crate::threads::{Watch, make_ahead};
 
@@ -183,7 +184,7 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         }
         let maker = ChunkMaker::new(rows, plan, &epoch, self.wanted);
         let make_chunk = |job, stop: &_| maker.make(job, stop);
-        let threads = (chunks::READERS, chunks::AHEAD);
+        let threads = (READERS, chunks::AHEAD);
         if shuffle == Shuffle::Window {
             let first = epoch.window_of(epoch.own(self.wanted.first).start);
             make_ahead(threads, maker.of_windows(first), &make_chunk, |next| {

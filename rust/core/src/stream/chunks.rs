@@ -19,8 +19,6 @@ use crate::threads::{NextResult, Stop, Watch};
 /// Bytes of a chunk, at most, and of one in a small window.
 const CHUNK: u64 = 4 << 20;
 const SMALL_CHUNK: u64 = 256 << 10;
-/// Threads that read chunks. They wait for the disk most of the time: enough for the full rate of one with random reads of 64 KiB.
-pub const READERS: usize = 16;
 /// Chunks that are read or being read, and not used yet.
 pub const AHEAD: usize = 20;
 /// Items looked at to find out whether a window or batch is in the page cache.

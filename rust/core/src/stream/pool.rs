@@ -14,6 +14,7 @@ use super::rescale::Convert;
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::gather::Out;
+use crate::kernels::{self, should_stream};
 use crate::memory::buffer::Buffer;
 use crate::rows::Rows;
 use crate::threads::{self, Watch};
@@ -238,7 +239,7 @@ impl<'a, 'n> WindowPool<'a, 'n> {
 
     /// Copies a chunk's rows into slots.
     fn put(&mut self, held: &mut PartialWindow, items: &[(u32, Item)], rows: &[u8], watch: Watch<'_>) -> Result<()> {
-        let slot_bytes = self.slot_bytes;
+        let (slot_bytes, pool_bytes) = (self.slot_bytes, self.memory.len());
         let places = self.take_slots(held, items)?;
         // Parts of 1 MiB.
         let at_once = ((1 << 20) / slot_bytes).max(1);
@@ -249,9 +250,10 @@ impl<'a, 'n> WindowPool<'a, 'n> {
         });
         let parts: Vec<_> = parts.collect();
         let copy = |_: usize, (from, to): (&[u8], Vec<&mut [u8]>), _: &threads::Stop| {
-            for (from, to) in from.chunks_exact(slot_bytes).zip(to) {
-                to.copy_from_slice(from);
-            }
+            // A pool is larger than any cache.
+            kernels::storing(should_stream(pool_bytes, slot_bytes), |stores| {
+                from.chunks_exact(slot_bytes).zip(to).for_each(|(from, to)| kernels::copy(from, to, stores));
+            });
             Ok(())
         };
         threads::for_each(parts, &copy, watch)

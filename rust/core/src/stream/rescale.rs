@@ -184,6 +184,7 @@ impl<T: Real> Terms<T> {
 }
 
 /// The L2 norm, summed in eight lanes of float64: equal on every machine.
+#[inline]
 pub(super) fn norm_of<T: Real>(row: &[T]) -> f64 {
     let (chunks, rest) = row.as_chunks::<8>();
     let mut lanes = [0f64; 8];

@@ -4,14 +4,21 @@
 //! (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979), so the
 //! result is the same for any number of threads. NaN and infinite values are counted and excluded.
 
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
 use super::rescale::norm_of;
 use super::select::Selection;
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
+use crate::gather::blocks::{BlockReader, READERS};
 use crate::gather::{Ints, Out, Pick};
+use crate::kernels::wide;
+use crate::layout::row::Row;
+use crate::memory::limit::memory_limit;
 use crate::memory::zeroed;
 use crate::rows::Rows;
-use crate::threads::{self, Stop, Watch};
+use crate::threads::{self, Stop, Turns, Watch, make_ahead};
 
 /// Rows per block: a block is summed twice while it is in the cache.
 const BLOCK: usize = 256;
@@ -66,32 +73,48 @@ impl Stats {
     fn of(rows: &[f64], width: usize) -> Result<Stats> {
         let mut made = Stats::new(width)?;
         made.rows = (rows.len() / width) as u64;
+        wide(|| made.sum(rows, width));
+        Ok(made)
+    }
+
+    /// Branch-free so that it vectorises.
+    #[inline(always)]
+    fn sum(&mut self, rows: &[f64], width: usize) {
         for row in rows.chunks_exact(width) {
             let norm = norm_of(row);
             if norm.is_finite() {
-                made.norms = (made.norms.0 + norm, made.norms.1 + 1);
+                self.norms = (self.norms.0 + norm, self.norms.1 + 1);
             }
-            for (k, x) in row.iter().enumerate() {
+            let sums = self.mean.iter_mut().zip(&mut self.min).zip(&mut self.max);
+            let counts = self.finite.iter_mut().zip(&mut self.nan).zip(&mut self.infinite);
+            let mut odd = false;
+            for (x, ((mean, min), max)) in row.iter().zip(sums) {
                 let finite = x.is_finite();
-                let x_or_0 = if finite { *x } else { 0.0 };
-                made.finite[k] += u64::from(finite);
-                made.mean[k] += x_or_0;
-                made.min[k] = if finite { made.min[k].min(*x) } else { made.min[k] };
-                made.max[k] = if finite { made.max[k].max(*x) } else { made.max[k] };
-                made.nan[k] += u64::from(x.is_nan());
-                made.infinite[k] += u64::from(x.is_infinite());
+                odd |= !finite;
+                *mean += if finite { *x } else { 0.0 };
+                let (low, high) = if finite { (*x, *x) } else { (*min, *max) };
+                *min = if low < *min { low } else { *min };
+                *max = if high > *max { high } else { *max };
+            }
+            if odd {
+                for (x, ((finite, nan), infinite)) in row.iter().zip(counts) {
+                    *finite += u64::from(x.is_finite());
+                    *nan += u64::from(x.is_nan());
+                    *infinite += u64::from(x.is_infinite());
+                }
+            } else {
+                self.finite.iter_mut().for_each(|n| *n += 1);
             }
         }
-        for (mean, n) in made.mean.iter_mut().zip(&made.finite) {
+        for (mean, n) in self.mean.iter_mut().zip(&self.finite) {
             *mean /= (*n).max(1) as f64;
         }
         for row in rows.chunks_exact(width) {
-            for ((squares, mean), x) in made.squares.iter_mut().zip(&made.mean).zip(row) {
+            for ((squares, mean), x) in self.squares.iter_mut().zip(&self.mean).zip(row) {
                 let away = x - mean;
                 *squares += if x.is_finite() { away * away } else { 0.0 };
             }
         }
-        Ok(made)
     }
 
     /// Adds the statistics of the rows that follow.
@@ -126,53 +149,135 @@ pub fn stats(
     let cast = Cast::between(row.dtype, DType::F64).map_err(|_| {
         Error::new(Kind::DType, format!("statistics: expected a floating type, found {}", row.dtype.name()))
     })?;
-    let mut all = Stats::new(row.width)?;
-    let total = selection.len();
-    // Rows that need decoding are best read in large parts, by all threads together.
-    let staged = rows.decodes();
-    let mut done = 0;
-    while done < total {
-        let n = AT_ONCE.min(total - done).min(((64 << 20) / row.bytes as u64).max(BLOCK as u64));
-        let (mut examples, mut tokens) = (Vec::with_capacity(n as usize), Vec::with_capacity(n as usize));
-        for pick in done..done + n {
-            let (example, token) = selection.get(pick);
-            examples.push(example as i64);
-            tokens.push(token as i64);
-        }
-        let read = |from: usize, to: usize, out: &mut [f64], watch: Watch<'_>| -> Result<()> {
-            let pick =
-                Pick::Tokens { examples: Ints::Each(&examples[from..to]), tokens: Ints::Each(&tokens[from..to]) };
-            rows.gather(
-                Ints::One(group as i64),
-                pick,
-                to - from,
-                cast,
-                Out::Dense(bytemuck::cast_slice_mut(out)),
-                watch,
-            )
-        };
-        let n = n as usize;
-        let mut stage = zeroed::<f64>(if staged { n * row.width } else { 0 })?;
-        if staged {
-            read(0, n, &mut stage, &mut *watch)?;
-        }
-        let work = |b: usize, stop: &Stop| -> Result<Stats> {
-            let (from, to) = (b * BLOCK, ((b + 1) * BLOCK).min(n));
-            if staged {
-                Stats::of(&stage[from * row.width..to * row.width], row.width)
-            } else {
-                let mut values = zeroed::<f64>((to - from) * row.width)?;
-                read(from, to, &mut values, &mut || stop.is_set())?;
-                Stats::of(&values, row.width)
-            }
-        };
-        for block in threads::map(n.div_ceil(BLOCK), &work, &mut *watch)? {
-            all.join(&block);
-        }
-        done += n as u64;
-        progress(done);
+    let source = Picked { rows, group, selection, cast };
+    if rows.reads_blocks() { source.in_blocks(progress, watch) } else { source.in_waves(progress, watch) }
+}
+
+/// The rows to sum.
+struct Picked<'a> {
+    rows: &'a Rows,
+    group: usize,
+    selection: &'a Selection,
+    /// To float64.
+    cast: Cast<'a>,
+}
+
+impl Picked<'_> {
+    /// Picks between two calls of the watch and of `progress`, by the number of the first. Blocks never cross these bounds, which
+    /// decide the last bits of the result.
+    fn waves(&self) -> impl Iterator<Item = Range<u64>> + Clone + use<> {
+        let row_bytes = self.rows.row().bytes as u64;
+        let (n, total) = (AT_ONCE.min(((64 << 20) / row_bytes).max(BLOCK as u64)), self.selection.len());
+        (0..total).step_by(n as usize).map(move |done| done..total.min(done + n))
     }
-    Ok(all)
+
+    fn ids(&self, picks: Range<u64>) -> (Vec<i64>, Vec<i64>) {
+        let of = |pick| {
+            let (example, token) = self.selection.get(pick);
+            (example as i64, token as i64)
+        };
+        picks.map(of).unzip()
+    }
+
+    /// Rows that are read in blocks: each reading thread sums what it reads.
+    fn in_blocks(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Stats> {
+        let row = self.rows.row();
+        // Whole blocks of about 2 MiB.
+        let at_once = ((2 << 20) / (row.bytes * BLOCK)).max(1) * BLOCK;
+        let parts = self.waves().flat_map(|wave| {
+            (wave.start..wave.end).step_by(at_once).map(move |from| from..wave.end.min(from + at_once as u64))
+        });
+        let past_cache = self.selection.len().saturating_mul(row.bytes as u64) > memory_limit() / 2;
+        let (turns, spare) = (Turns::new(threads::num_threads()), Mutex::new(vec![]));
+        let sum = |picks: Range<u64>, stop: &Stop| -> Result<Vec<Stats>> {
+            let taken = spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            let mut mine = taken.map_or_else(|| SummingThread::new(past_cache, row, at_once), Ok)?;
+            let (examples, tokens) = self.ids(picks);
+            let n = examples.len();
+            let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
+            let SummingThread { reader, raw, values } = &mut mine;
+            let raw = &mut raw[..n * row.bytes];
+            let as_is = Cast::between(row.dtype, row.dtype)?;
+            self.rows.gather_in_blocks(Ints::One(self.group as i64), pick, n, as_is, raw, (reader, stop))?;
+            let blocks = turns.take(|| {
+                let blocks = raw.chunks(BLOCK * row.bytes).map(|block| {
+                    let values = &mut values[..block.len() / row.bytes * row.width];
+                    self.cast.apply(block, bytemuck::cast_slice_mut(values));
+                    Stats::of(values, row.width)
+                });
+                blocks.collect::<Result<Vec<_>>>()
+            });
+            spare.lock().unwrap_or_else(PoisonError::into_inner).push(mine);
+            blocks
+        };
+        let mut all = Stats::new(row.width)?;
+        make_ahead((READERS, 2 * READERS), parts, &sum, |next| {
+            let mut told = 0;
+            while let Some(blocks) = next(&mut *watch)? {
+                blocks.iter().for_each(|block| all.join(block));
+                if all.rows - told >= AT_ONCE || all.rows == self.selection.len() {
+                    told = all.rows;
+                    progress(told);
+                    if watch() {
+                        return Err(threads::interrupted());
+                    }
+                }
+            }
+            Ok(())
+        })?;
+        Ok(all)
+    }
+
+    /// Other rows: those that must be decoded are read by all threads together, in large parts.
+    fn in_waves(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Stats> {
+        let width = self.rows.row().width;
+        let mut all = Stats::new(width)?;
+        let staged = self.rows.decodes();
+        for wave in self.waves() {
+            let (examples, tokens) = self.ids(wave.clone());
+            let read = |from: usize, to: usize, out: &mut [f64], watch: Watch<'_>| -> Result<()> {
+                let pick =
+                    Pick::Tokens { examples: Ints::Each(&examples[from..to]), tokens: Ints::Each(&tokens[from..to]) };
+                let out = Out::Dense(bytemuck::cast_slice_mut(out));
+                self.rows.gather(Ints::One(self.group as i64), pick, to - from, self.cast, out, watch)
+            };
+            let n = examples.len();
+            let mut stage = zeroed::<f64>(if staged { n * width } else { 0 })?;
+            if staged {
+                read(0, n, &mut stage, &mut *watch)?;
+            }
+            let work = |b: usize, stop: &Stop| -> Result<Stats> {
+                let (from, to) = (b * BLOCK, ((b + 1) * BLOCK).min(n));
+                if staged {
+                    Stats::of(&stage[from * width..to * width], width)
+                } else {
+                    let mut values = zeroed::<f64>((to - from) * width)?;
+                    read(from, to, &mut values, &mut || stop.is_set())?;
+                    Stats::of(&values, width)
+                }
+            };
+            for block in threads::map(n.div_ceil(BLOCK), &work, &mut *watch)? {
+                all.join(&block);
+            }
+            progress(wave.end);
+        }
+        Ok(all)
+    }
+}
+
+/// A reading thread's memory.
+struct SummingThread {
+    reader: BlockReader,
+    /// Rows as stored, and a block of them as float64.
+    raw: Vec<u8>,
+    values: Vec<f64>,
+}
+
+impl SummingThread {
+    fn new(past_cache: bool, row: Row, at_once: usize) -> Result<SummingThread> {
+        let (raw, values) = (zeroed(at_once * row.bytes)?, zeroed(BLOCK * row.width)?);
+        Ok(SummingThread { reader: BlockReader::new(past_cache)?, raw, values })
+    }
 }
 
 #[cfg(test)]

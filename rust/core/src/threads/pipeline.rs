@@ -144,6 +144,39 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
     }
 }
 
+/// Turns for threads that compute between their reads: no more compute at once than there are processors.
+pub struct Turns {
+    free: Mutex<usize>,
+    changed: Condvar,
+}
+
+impl Turns {
+    /// Turns for this many threads.
+    pub fn new(threads: usize) -> Turns {
+        Turns { free: Mutex::new(threads.max(1)), changed: Condvar::new() }
+    }
+
+    /// Runs `work` when it is this thread's turn.
+    pub fn take<R>(&self, work: impl FnOnce() -> R) -> R {
+        /// Ends the turn, also during unwinding.
+        struct Turn<'a>(&'a Turns);
+        impl Drop for Turn<'_> {
+            fn drop(&mut self) {
+                *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+                self.0.changed.notify_one();
+            }
+        }
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        while *free == 0 {
+            free = self.changed.wait(free).unwrap_or_else(PoisonError::into_inner);
+        }
+        *free -= 1;
+        drop(free);
+        let _turn = Turn(self);
+        work()
+    }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
@@ -201,6 +234,20 @@ mod tests {
                 Kind::Internal
             );
         }
+    }
+
+    #[test]
+    fn no_more_threads_compute_than_have_a_turn() {
+        let (turns, now) = (Turns::new(3), AtomicU64::new(0));
+        let make = |job: u64, _: &Stop| {
+            turns.take(|| {
+                assert!(now.fetch_add(1, Ordering::SeqCst) < 3);
+                std::thread::sleep(std::time::Duration::from_micros(100));
+                now.fetch_sub(1, Ordering::SeqCst);
+                if job == 50 { Err(Error::new(Kind::Format, "50")) } else { Ok(job) }
+            })
+        };
+        assert_eq!(make_ahead((8, 8), 0..200, &make, |next| all(next)).unwrap_err().detail, "50");
     }
 
     #[test]
