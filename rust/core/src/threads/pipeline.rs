@@ -159,8 +159,8 @@ impl Turns {
     /// Runs `work` when it is this thread's turn.
     pub fn take<R>(&self, work: impl FnOnce() -> R) -> R {
         /// Ends the turn, also during unwinding.
-        struct Turn<'a>(&'a Turns);
-        impl Drop for Turn<'_> {
+        struct Taken<'a>(&'a Turns);
+        impl Drop for Taken<'_> {
             fn drop(&mut self) {
                 *self.0.free.lock().unwrap_or_else(PoisonError::into_inner) += 1;
                 self.0.changed.notify_one();
@@ -172,7 +172,7 @@ impl Turns {
         }
         *free -= 1;
         drop(free);
-        let _turn = Turn(self);
+        let _turn = Taken(self);
         work()
     }
 }
