@@ -9,7 +9,8 @@ use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::kernels::STREAM_FROM;
 use actshard_core::layout::strided::Strided;
-use actshard_core::source::Io;
+use actshard_core::source::local::open_to_jump;
+use actshard_core::source::{Io, Ready};
 use actshard_core::{DType, Kind, Result};
 use proptest::prelude::*;
 
@@ -75,9 +76,13 @@ proptest! {
         let t: Vec<i64> = picks.iter().map(|p| p.1).collect();
         let mut out = vec![0xaa; picks.len() * width as usize * 4];
         let pick = Pick::Tokens { examples: Ints::Each(&e), tokens: Ints::Each(&t) };
-        run(&files, &layout, group as usize, pick, e.len(), &mut out).unwrap();
         let want: Vec<f32> = e.iter().zip(&t).flat_map(|(e, t)| expected(width, group, *e, *t)).collect();
-        prop_assert_eq!(floats(&out), want);
+        // The first accesses of a mapped file are reads.
+        for _ in 0..5 {
+            out.fill(0xaa);
+            run(&files, &layout, group as usize, pick, e.len(), &mut out).unwrap();
+            prop_assert_eq!(&floats(&out), &want);
+        }
 
         run(&files, &layout, group as usize, Pick::Last { examples: Ints::Each(&e) }, e.len(), &mut out).unwrap();
         let want: Vec<f32> = e.iter().flat_map(|e| expected(width, group, *e, -1)).collect();
@@ -138,9 +143,12 @@ fn large_requests_equal_the_oracle() {
         let t: Vec<i64> = (0..n).map(|i| (i * 3) % TOKENS as i64).collect();
         let mut out = vec![0xaa; n as usize * width as usize * 4];
         let pick = Pick::Tokens { examples: Ints::Each(&e), tokens: Ints::Each(&t) };
-        run(&files, &layout, 1, pick, e.len(), &mut out).unwrap();
-        for (i, row) in out.chunks_exact(width as usize * 4).enumerate() {
-            assert!(floats(row) == expected(width, 1, e[i], t[i]), "row {i}");
+        for turn in 0..5 {
+            out.fill(0xaa);
+            run(&files, &layout, 1, pick, e.len(), &mut out).unwrap();
+            for (i, row) in out.chunks_exact(width as usize * 4).enumerate() {
+                assert!(floats(row) == expected(width, 1, e[i], t[i]), "turn {turn}, row {i}");
+            }
         }
     }
 }
@@ -180,4 +188,66 @@ fn folders_and_missing_files_are_named() {
     assert_eq!(run(&files, &layout, 0, pick, 4, &mut [0; 128]).unwrap_err().kind, Kind::NotFound);
     fs::create_dir(folder.path().join("1.bin")).unwrap();
     assert_eq!(run(&files, &layout, 0, pick, 4, &mut [0; 128]).unwrap_err().kind, Kind::NotAFile);
+}
+
+/// Read calls of this thread so far; `None` if the system does not count them.
+fn reads() -> Option<u64> {
+    let counts = fs::read_to_string("/proc/thread-self/io").ok()?;
+    counts.lines().find_map(|line| line.strip_prefix("syscr: "))?.parse().ok()
+}
+
+/// Whether reads of the file system of this folder can be asked not to wait.
+fn can_ask(folder: &Path) -> bool {
+    let path = folder.join("asked");
+    fs::write(&path, [1]).unwrap();
+    let source = open_to_jump(&path, Io::Pread).unwrap();
+    source.is_ready(0) != Ready::Unknown
+}
+
+#[test]
+fn a_mapped_file_is_read_first_and_copied_when_it_is_accessed_often() {
+    let folder = tempfile::tempdir().unwrap();
+    if reads().is_none() || !can_ask(folder.path()) {
+        return;
+    }
+    let (files, layout) = dataset(folder.path(), 3, 16, Io::Mmap);
+    let (e, t) = ([0, 2, 1, 0, 2], [4, 0, 2, 1, 3]);
+    let calls = |n: usize| -> Vec<u64> {
+        let pick = Pick::Tokens { examples: Ints::Each(&e[..n]), tokens: Ints::Each(&t[..n]) };
+        (0..6)
+            .map(|_| {
+                let mut out = vec![0xaa; n * 64];
+                let before = reads().unwrap();
+                run(&files, &layout, 0, pick, n, &mut out).unwrap();
+                let calls = reads().unwrap() - before;
+                for (i, row) in out.chunks_exact(64).enumerate() {
+                    assert_eq!(floats(row), expected(16, 0, e[i], t[i]));
+                }
+                calls
+            })
+            .collect()
+    };
+    // Counting itself reads; the first call also starts threads.
+    let own = calls(0)[5];
+    let single: Vec<u64> = calls(1).iter().map(|n| n - own).collect();
+    assert_eq!(single, [1, 1, 1, 0, 0, 0]);
+}
+
+/// Otherwise rows of the first accesses of a mapped file would not be converted.
+#[test]
+fn first_accesses_are_converted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (files, layout) = dataset(folder.path(), 6, 33, Io::Mmap);
+    let cast = Cast::between(DType::F32, DType::F64).unwrap();
+    let e: Vec<i64> = (0..500).map(|i| i * 7 % 6).collect();
+    for n in [1, 500] {
+        for _ in 0..5 {
+            let mut out = vec![0xaa; n * 33 * 8];
+            let pick = Pick::Tokens { examples: Ints::Each(&e[..n]), tokens: Ints::One(-2) };
+            let origin = Origin { files: &files, layout: &layout, groups: Ints::One(1), only: 0..u64::MAX };
+            gather(&origin, pick, n, cast, Out::Dense(&mut out), &mut || false).unwrap();
+            let got = out.chunks_exact(8).map(|c| f64::from_le_bytes(c.try_into().unwrap()) as f32);
+            assert!(got.eq(e[..n].iter().flat_map(|e| expected(33, 1, *e, -2))));
+        }
+    }
 }

@@ -12,6 +12,7 @@ use crate::kernels::{self, Stores, prefetch};
 use crate::layout::Layout;
 use crate::source::queue::read_all;
 use crate::source::scout::{BLOCK, Scout};
+use crate::source::warmth::Way;
 use crate::source::{self, RangeRead, Ready, Source};
 use crate::threads::Stop;
 
@@ -41,7 +42,17 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             return Err(self.outside(&open, at.row, 1, Some(0)));
         };
         open.unchanged()?;
+        let as_is = self.cast.convert.is_none() && !place.swapped;
         match open.bytes() {
+            Some(_)
+                if as_is
+                    && let Some(source) = open.source()
+                    && let Some(warmth) = source.warmth()
+                    && warmth.faster() == Way::Read
+                    && !warmth.is_warm(src, row as u64) =>
+            {
+                source.read(src, out)
+            }
             Some(bytes) => {
                 // One page faults as fast as a hint; several pages are worth one hint for all.
                 if row > 4096
@@ -58,12 +69,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
                 self.run_part(Span { first: 0, end: 1, skip: 0, rows: 1 }, &mut whole, &Stop::default())
             }
             None => match open.source() {
-                Some(source) if self.cast.convert.is_none() && !place.swapped => {
-                    if source.read_if_ready(RangeRead { at: src, into: &mut *out })? == Ready::Yes {
-                        return Ok(());
-                    }
-                    source.read(src, out)
-                }
+                Some(source) if as_is => source.read(src, out),
                 _ => {
                     let extent = Extent { src, dst: 0, len: row as u32, file: 0 };
                     self.copy_read(&[open], &[extent], &mut whole, &Stop::default())
@@ -84,7 +90,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
     pub fn run_entries(&self, entries: &[Entry], first: usize, out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let mut rest = entries;
         while !rest.is_empty() {
-            let Cut { files, seen, read, filled, done } = self.cut(rest, first, out.is_dense())?;
+            let Cut { files, mut seen, mut read, filled, done } = self.cut(rest, first, out.is_dense())?;
             rest = &rest[done..];
             if stop.is_set() {
                 return Ok(());
@@ -92,11 +98,54 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             for extent in &filled {
                 self.fill(&files[extent.file as usize], self.target(extent, out));
             }
+            self.first_accesses(&files, &mut seen, &mut read, out, stop)?;
             if !seen.is_empty() {
                 self.copy_seen(&files, &seen, out, stop)?;
             }
             if !read.is_empty() {
                 self.copy_read(&files, &read, out, stop)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves extents that are better read than copied from a mapping to `read`. Copies blocks of them whose time is wanted.
+    fn first_accesses(
+        &self,
+        files: &[Arc<OpenFile>],
+        seen: &mut Vec<Extent>,
+        read: &mut Vec<Extent>,
+        out: &mut Out<'_>,
+        stop: &Stop,
+    ) -> Result<()> {
+        let warmth_of = |extent: &Extent| files[extent.file as usize].source().and_then(Source::warmth);
+        let mut fresh = vec![];
+        seen.retain(|extent| {
+            let warm = warmth_of(extent).is_none_or(|warmth| warmth.is_warm(extent.src, u64::from(extent.len)));
+            if !warm {
+                fresh.push(*extent);
+            }
+            warm
+        });
+        for run in fresh.chunk_by(|a, b| a.file == b.file) {
+            let Some(warmth) = warmth_of(&run[0]) else { continue };
+            for block in run.chunks(BLOCK) {
+                if stop.is_set() {
+                    return Ok(());
+                }
+                // Few ranges are not worth the timing.
+                let (way, timed) = if block.len() < BLOCK / 2 { (warmth.faster(), false) } else { warmth.next_way() };
+                let before = Instant::now();
+                match (way, timed) {
+                    (Way::Fault, false) => seen.extend(block),
+                    (Way::Read, false) => read.extend(block),
+                    (Way::Fault, true) => self.copy_seen(files, block, out, stop)?,
+                    (Way::Read, true) => self.copy_read(files, block, out, stop)?,
+                }
+                if timed {
+                    let bytes = block.iter().map(|extent| extent.len as usize).sum();
+                    warmth.took(way, before.elapsed(), block.len(), bytes);
+                }
             }
         }
         Ok(())

@@ -7,6 +7,7 @@ use std::path::Path;
 use super::descriptors::{Share, open_regular};
 use super::direct::DirectFile;
 use super::mmap::Map;
+use super::warmth::Warmth;
 use super::{Access, ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
@@ -66,7 +67,7 @@ pub fn open_to_jump(path: &Path, io: Io) -> Result<Box<dyn Source>> {
     let (file, len) = open_regular(path)?;
     let read = Positioned::new(file, path, len);
     match io {
-        Io::Mmap if len > 0 => Ok(Box::new(Mapped { map: read.mapping()?, read })),
+        Io::Mmap if len > 0 => Ok(Box::new(Mapped { map: read.mapping()?, warmth: Warmth::new(len), read })),
         Io::Mmap | Io::Pread => Ok(Box::new(read)),
     }
 }
@@ -201,6 +202,7 @@ impl Source for Positioned {
 #[derive(Debug)]
 struct Mapped {
     map: Map,
+    warmth: Warmth,
     read: Positioned,
 }
 
@@ -221,6 +223,10 @@ impl Source for Mapped {
         Some(self.map.bytes())
     }
 
+    fn warmth(&self) -> Option<&Warmth> {
+        Some(&self.warmth)
+    }
+
     fn map(&self) -> Result<Option<Map>> {
         Ok(Some(self.map.clone()))
     }
@@ -234,7 +240,11 @@ impl Source for Mapped {
     }
 
     fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {
-        self.read.read_if_ready(read)
+        let ready = self.read.read_if_ready(read);
+        if matches!(ready, Ok(Ready::Unknown)) {
+            self.warmth.never_read();
+        }
+        ready
     }
 
     fn is_ready(&self, at: u64) -> Ready {
@@ -242,9 +252,8 @@ impl Source for Mapped {
     }
 
     fn will_need(&self, ranges: &[ByteRange]) {
-        for range in ranges {
-            self.map.will_need(range.at as usize, range.len as usize);
-        }
+        // Not madvise, which takes the lock of the address space: 0.92 us compared with 0.50 for a cached row, two threads.
+        self.read.will_need(ranges);
     }
 
     fn unchanged(&self) -> Result<()> {

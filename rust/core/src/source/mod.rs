@@ -1,5 +1,5 @@
 //! Byte sources. A [`Source`] is one open file or object; a [`Store`] opens them. Local files are mapped or read with
-//! `pread` ([`local`]). [`scout`] and [`queue`] keep the disk busy for many reads of several sources. Opened files are
+//! `pread` ([`local`]); [`warmth`] decides which. [`scout`] and [`queue`] keep the disk busy for many reads of several sources. Opened files are
 //! cached within a budget of descriptors ([`slots`], [`descriptors`]).
 //!
 //! A remote store implements both traits; its [`Wishes`] decide how reads are planned, and [`fetch`](mod@fetch) reads many
@@ -14,11 +14,13 @@ pub mod pread;
 pub mod queue;
 pub mod scout;
 pub mod slots;
+pub mod warmth;
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use self::mmap::Map;
+use self::warmth::Warmth;
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::threads::{self, Stop, Watch};
@@ -107,6 +109,11 @@ pub trait Source: Debug + Send + Sync {
 
     /// Its bytes, if they are in memory or mapped.
     fn bytes(&self) -> Option<&[u8]> {
+        None
+    }
+
+    /// The memory of its reads, if it is mapped.
+    fn warmth(&self) -> Option<&Warmth> {
         None
     }
 
