@@ -316,9 +316,11 @@ impl Batches {
     }
 
     /// Whether `next` would return a batch without waiting. False at the end and before an error.
-    fn ready(&self) -> bool {
-        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        ahead.is_some_and(|ahead| ahead.is_ready())
+    fn ready(&self, py: Python<'_>) -> PyResult<bool> {
+        detach::guarded(py, || {
+            let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            Ok(ahead.is_some_and(|ahead| ahead.is_ready()))
+        })
     }
 
     /// Returns a held buffer, by its index, for reuse. Does nothing if it is not held.
