@@ -324,15 +324,18 @@ impl Batches {
     }
 
     /// Returns a held buffer, by its index, for reuse. Does nothing if it is not held.
-    fn release(&self, number: usize) {
-        let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(at) = given.iter().position(|lent| lent.number == number) else { return };
-        let lent = given.swap_remove(at);
-        drop(given);
-        let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if let Some(ahead) = ahead {
-            ahead.give_back(BatchMemory::Lent(lent));
-        }
+    fn release(&self, py: Python<'_>, number: usize) -> PyResult<()> {
+        detach::guarded(py, || {
+            let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
+            let Some(at) = given.iter().position(|lent| lent.number == number) else { return Ok(()) };
+            let lent = given.swap_remove(at);
+            drop(given);
+            let ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            if let Some(ahead) = ahead {
+                ahead.give_back(BatchMemory::Lent(lent));
+            }
+            Ok(())
+        })
     }
 
     /// Stops the thread and drops the batches read ahead. A waiting call of `next` returns None.

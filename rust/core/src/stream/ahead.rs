@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use super::chunks::{self, ChunkMaker, Chunks};
+use super::chunks::{self, ChunkMaker, ChunkRows, Chunks};
 use super::exchange::Exchange;
 use super::items::{BatchItems, convert_rows};
 use super::plan::{Epoch, Plan, Shuffle};
@@ -264,7 +264,7 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         while !rest.is_empty() {
             let chunk = chunks.next(batch, |_| true, &mut *watch)?;
             let chunk = chunk.ok_or_else(|| Error::new(Kind::Internal, "a batch without its chunks"))?;
-            let Some(rows) = &chunk.rows else { return Ok(false) };
+            let ChunkRows::Read(rows) = &chunk.rows else { return Ok(false) };
             let from = known.examples.len();
             chunk.items.iter().for_each(|(_, item)| known.push(item.ids(), interleaved));
             let (mine, others) = rest

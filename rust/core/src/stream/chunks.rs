@@ -78,8 +78,41 @@ pub struct Chunk {
     pub covered: u64,
     /// The wanted items, each with its place relative to the first.
     pub items: Vec<(u32, Item)>,
-    /// Their rows, in the same order; `None` if they are in the page cache, and then the chunk covers the whole window or batch.
-    pub rows: Option<Output>,
+    /// Their rows.
+    pub rows: ChunkRows,
+}
+
+/// The rows of a chunk.
+#[derive(Debug)]
+pub enum ChunkRows {
+    /// In the order of the items.
+    Read(Output),
+    /// In the page cache. The chunk covers the whole window or batch; of a window, these are the items of all places, and the list
+    /// of wanted items is empty.
+    Cached(Vec<SlotItem>),
+}
+
+/// An item in a window.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SlotItem {
+    example: u64,
+    token: u32,
+    group: u32,
+}
+
+impl SlotItem {
+    /// An item in little memory.
+    pub fn of(item: Item) -> Result<SlotItem> {
+        let too_large = |_| Error::new(Kind::Internal, "a token beyond 2^32");
+        let token = u32::try_from(item.token).map_err(too_large)?;
+        Ok(SlotItem { example: item.example, token, group: item.group as u32 })
+    }
+
+    /// The example, the token and the position among the groups read.
+    #[inline]
+    pub fn ids(self) -> (i64, i64, i64) {
+        (self.example as i64, i64::from(self.token), i64::from(self.group))
+    }
 }
 
 /// A chunk to be made.
@@ -169,16 +202,17 @@ impl<'a> ChunkMaker<'a> {
     pub fn make(&self, job: ChunkJob, stop: &Stop) -> Result<Chunk> {
         let ChunkJob { number, window, places, cached } = job;
         let covered = places.end - places.start;
-        let items = match &window {
-            Some(window) => self.wanted_of(window, places),
+        if cached {
+            let all = window.map_or(Ok(vec![]), |window| self.items_of(&window))?;
+            return Ok(Chunk { number, covered, items: vec![], rows: ChunkRows::Cached(all) });
+        }
+        let items: Vec<(u32, Item)> = match &window {
+            Some(window) => wanted_of(self.epoch, self.wanted, window, places),
             None => {
                 let first = self.epoch.turn(number).start;
                 places.map(|at| (at as u32, self.epoch.item_at(first + at))).collect()
             }
         };
-        if cached {
-            return Ok(Chunk { number, covered, items, rows: None });
-        }
         let mut picks = Picks::default();
         for (_, item) in &items {
             picks.add(self.plan, *item);
@@ -193,12 +227,18 @@ impl<'a> ChunkMaker<'a> {
         let out = &mut memory.as_mut()[..bytes];
         let done = self.rows.gather_in_blocks(groups, pick, picks.len(), cast, out, (&mut reader, stop));
         lock(&self.readers).push(reader);
-        done.map(|()| Chunk { number, covered, items, rows: Some(memory) })
+        done.map(|()| Chunk { number, covered, items, rows: ChunkRows::Read(memory) })
     }
 
-    /// The wanted items of a window, with their places in it.
-    fn wanted_of(&self, window: &Window, places: Range<u64>) -> Vec<(u32, Item)> {
-        wanted_of(self.epoch, self.wanted, window, places)
+    /// All items of a window, by place.
+    fn items_of(&self, window: &Window) -> Result<Vec<SlotItem>> {
+        let mut all = Vec::with_capacity(window.order.len() as usize);
+        let mut failed = None;
+        self.epoch.sequence(window.places.clone(), |_, item| match SlotItem::of(item) {
+            Ok(item) => all.push(item),
+            Err(error) => failed = Some(error),
+        });
+        failed.map_or(Ok(all), Err)
     }
 
     fn memory(&self, bytes: usize) -> Result<Output> {
@@ -256,7 +296,9 @@ impl<'a, 'n> Chunks<'a, 'n> {
 
     /// Returns a chunk's memory.
     pub fn done(&self, chunk: Chunk) {
-        lock(&self.maker.spare).extend(chunk.rows);
+        if let ChunkRows::Read(memory) = chunk.rows {
+            lock(&self.maker.spare).push(memory);
+        }
     }
 }
 

@@ -7,7 +7,7 @@
 //! Rows come as [`Chunks`], read ahead by other threads; rows that must be decoded, or that a slow source sends, are gathered
 //! into the slots. A window that lies in the page cache takes no slots: its batches are gathered from the mapping.
 
-use super::chunks::{Chunk, Chunks, Picks, Wanted, wanted_of};
+use super::chunks::{Chunk, ChunkRows, Chunks, Picks, SlotItem, Wanted, wanted_of};
 use super::items::{BatchItems, convert_rows};
 use super::plan::{Epoch, Item, Plan, Window};
 use super::rescale::Convert;
@@ -22,25 +22,6 @@ use crate::threads::{self, Watch};
 /// Bytes per gather while a window is filled without chunks, at most: bounds the time that a stop waits.
 const READ: usize = 64 << 20;
 const NO_SLOT: u32 = u32::MAX;
-
-/// The item in a slot.
-#[derive(Clone, Copy, Default)]
-struct SlotItem {
-    example: u64,
-    token: u32,
-    group: u32,
-}
-
-impl SlotItem {
-    fn of(item: Item) -> Result<SlotItem> {
-        let token = u32::try_from(item.token).map_err(|_| wrong("a token beyond 2^32"))?;
-        Ok(SlotItem { example: item.example, token, group: item.group as u32 })
-    }
-
-    fn ids(self) -> (i64, i64, i64) {
-        (self.example as i64, i64::from(self.token), i64::from(self.group))
-    }
-}
 
 /// A window, some of whose items are in slots.
 struct PartialWindow {
@@ -197,21 +178,14 @@ impl<'a, 'n> WindowPool<'a, 'n> {
     }
 
     fn take_chunks(&mut self, held: &mut PartialWindow, chunks: &mut Chunks<'_, '_>, watch: Watch<'_>) -> Result<()> {
-        let n = held.window.order.len();
-        while held.read < n {
+        while held.read < held.window.order.len() {
             let free = self.free.len();
-            let fits = |chunk: &Chunk| chunk.rows.is_none() || chunk.items.len() <= free;
-            let Some(chunk) = chunks.next(held.number, fits, &mut *watch)? else { return Ok(()) };
+            let fits = |chunk: &Chunk| chunk.items.len() <= free;
+            let Some(mut chunk) = chunks.next(held.number, fits, &mut *watch)? else { return Ok(()) };
             held.read += chunk.covered;
-            match &chunk.rows {
-                Some(rows) => self.put(held, &chunk.items, rows.bytes(), &mut *watch)?,
-                None => {
-                    let mut cached = vec![SlotItem::default(); n as usize];
-                    for (place, item) in &chunk.items {
-                        cached[*place as usize] = SlotItem::of(*item)?;
-                    }
-                    held.cached = Some(cached);
-                }
+            match &mut chunk.rows {
+                ChunkRows::Read(rows) => self.put(held, &chunk.items, rows.bytes(), &mut *watch)?,
+                ChunkRows::Cached(items) => held.cached = Some(std::mem::take(items)),
             }
             chunks.done(chunk);
         }
