@@ -243,6 +243,9 @@ impl Group<'_> {
                     let tokens: Vec<i64> = (from..count.min(from + at_once)).collect();
                     let pick = Pick::Tokens { examples: Ints::One(wave.ids[e]), tokens: Ints::Each(&tokens) };
                     let bytes = mine.read(self, pick, tokens.len(), tokens.len(), stop)?;
+                    if stop.is_set() {
+                        return Ok(());
+                    }
                     turns.take(|| wide(|| look.rows(wave.ids[e] as u64, from as u64, bytes, &mut hash)));
                 }
                 look.found.hashes.push(hash.done());
@@ -258,6 +261,9 @@ impl Group<'_> {
             let present: Vec<i64> = (e..end).filter(|i| wave.counts[*i] > 0).map(|i| wave.ids[i]).collect();
             let pick = Pick::Whole { examples: Ints::Each(&present) };
             let bytes = mine.read(self, pick, present.len(), rows as usize, stop)?;
+            if stop.is_set() {
+                return Ok(());
+            }
             turns.take(|| {
                 let mut rest = bytes;
                 for i in e..end {

@@ -8,14 +8,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use super::chunks::{self, ChunkMaker, ChunkRows, Chunks};
+use super::chunks::{ChunkMaker, ChunkRows, Chunks};
 use super::exchange::Exchange;
 use super::items::{BatchItems, convert_rows};
 use super::plan::{Epoch, Plan, Shuffle};
 use super::pool::WindowPool;
 use super::rescale::Convert;
 use crate::error::{Error, Kind, Result};
-use crate::gather::blocks::READERS;
 use crate::rows::Rows;
 use crate::threads::{Watch, make_ahead};
 
@@ -184,7 +183,7 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         }
         let maker = ChunkMaker::new(rows, plan, &epoch, self.wanted);
         let make_chunk = |job, stop: &_| maker.make(job, stop);
-        let threads = (READERS, chunks::AHEAD);
+        let threads = maker.threads();
         if shuffle == Shuffle::Window {
             let first = epoch.window_of(epoch.own(self.wanted.first).start);
             make_ahead(threads, maker.of_windows(first), &make_chunk, |next| {
@@ -262,9 +261,10 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         let (per_item, interleaved) = (plan.rows_per_item(), plan.settings.interleaved);
         let mut rest = out;
         while !rest.is_empty() {
-            let chunk = chunks.next(batch, |_| true, &mut *watch)?;
-            let chunk = chunk.ok_or_else(|| Error::new(Kind::Internal, "a batch without its chunks"))?;
-            let ChunkRows::Read(rows) = &chunk.rows else { return Ok(false) };
+            let Some(chunk) = chunks.next_until(batch, &mut *watch)? else { return Ok(false) };
+            let ChunkRows::Read(rows) = &chunk.rows else {
+                return Err(Error::new(Kind::Internal, "a batch partly in the page cache"));
+            };
             let from = known.examples.len();
             chunk.items.iter().for_each(|(_, item)| known.push(item.ids(), interleaved));
             let (mine, others) = rest

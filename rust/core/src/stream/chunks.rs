@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::plan::{Epoch, Item, Plan, Window};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
-use crate::gather::blocks::BlockReader;
+use crate::gather::blocks::{BlockReader, READERS};
 use crate::gather::{Ints, Pick};
 use crate::memory::limit::memory_limit;
 use crate::memory::output::Output;
@@ -21,6 +21,8 @@ const CHUNK: u64 = 4 << 20;
 const SMALL_CHUNK: u64 = 256 << 10;
 /// Chunks that are read or being read, and not used yet.
 pub const AHEAD: usize = 20;
+/// Bytes of batches in stored order that are looked at together.
+const LOOK: u64 = 16 << 20;
 /// Items looked at to find out whether a window or batch is in the page cache.
 const SAMPLES: u64 = 64;
 
@@ -72,7 +74,7 @@ impl Picks {
 /// A chunk.
 #[derive(Debug)]
 pub struct Chunk {
-    /// The window, or the batch in stored order.
+    /// The window, or the batch in stored order; of batches in the page cache, the last.
     pub number: u64,
     /// Items of the window or batch that it covers, wanted or not.
     pub covered: u64,
@@ -87,7 +89,7 @@ pub struct Chunk {
 pub enum ChunkRows {
     /// In the order of the items.
     Read(Output),
-    /// In the page cache. The chunk covers the whole window or batch; of a window, these are the items of all places, and the list
+    /// In the page cache. The chunk covers the whole window, or all batches up to its number; of a window, these are the items of all places, and the list
     /// of wanted items is empty.
     Cached(Vec<SlotItem>),
 }
@@ -129,6 +131,7 @@ pub struct ChunkMaker<'a> {
     plan: &'a Plan,
     epoch: &'a Epoch<'a>,
     wanted: Wanted,
+    item_bytes: u64,
     chunk_items: u64,
     past_cache: bool,
     readers: Mutex<Vec<BlockReader>>,
@@ -142,6 +145,8 @@ pub struct Chunks<'a, 'n> {
     next: &'n mut NextResult<'n, Chunk>,
     /// A chunk for which there was no room yet.
     pending: Option<Chunk>,
+    /// The last batch in stored order that is known to be in the page cache, of those whose chunk was taken.
+    cached_until: Option<u64>,
 }
 
 impl<'a> ChunkMaker<'a> {
@@ -153,7 +158,13 @@ impl<'a> ChunkMaker<'a> {
         // Rows that take half of the memory do not stay in the page cache until the next epoch.
         let past_cache = plan.items().saturating_mul(item_bytes) > memory_limit() / 2;
         let (readers, spare) = (Mutex::new(vec![]), Mutex::new(vec![]));
-        ChunkMaker { rows, plan, epoch, wanted, chunk_items, past_cache, readers, spare }
+        ChunkMaker { rows, plan, epoch, wanted, item_bytes, chunk_items, past_cache, readers, spare }
+    }
+
+    /// Threads that read chunks, and chunks that exist at the same time: fewer if items are large.
+    pub fn threads(&self) -> (usize, usize) {
+        let ahead = (AHEAD as u64 * CHUNK / (self.chunk_items * self.item_bytes)).clamp(2, AHEAD as u64) as usize;
+        (READERS.min(ahead), ahead)
     }
 
     /// The chunks of all windows from `first` on.
@@ -172,13 +183,22 @@ impl<'a> ChunkMaker<'a> {
         })
     }
 
-    /// The chunks of all wanted batches in stored order.
+    /// The chunks of all wanted batches in stored order. Batches are looked at together, [`LOOK`] bytes of them; if they are in the
+    /// page cache, one chunk stands for all of them.
     pub fn of_batches(&'a self) -> impl Iterator<Item = ChunkJob> + Send + 'a {
-        let batches = (self.wanted.first..self.plan.batches()).step_by(self.wanted.every.max(1) as usize);
-        batches.flat_map(move |number| {
-            let own = self.epoch.turn(number);
-            let cached = self.is_cached(own.clone(), false, |at, each| each(at, self.epoch.item_at(at)));
-            self.cut(own.end - own.start, cached).map(move |places| ChunkJob { number, window: None, places, cached })
+        let every = self.wanted.every.max(1);
+        let together = (LOOK / (self.plan.settings.batch * self.item_bytes).max(1)).max(1).saturating_mul(every);
+        let all = self.wanted.first..self.plan.batches();
+        all.clone().step_by(usize::try_from(together).unwrap_or(usize::MAX)).flat_map(move |first| {
+            let end = first.saturating_add(together).min(all.end);
+            let places = self.epoch.turn(first).start..self.epoch.turn(end - 1).end;
+            let cached = self.is_cached(places, false, |at, each| each(at, self.epoch.item_at(at)));
+            let batches = if cached { end - 1..end } else { first..end };
+            batches.step_by(every as usize).flat_map(move |number| {
+                let own = self.epoch.turn(number);
+                let chunks = self.cut(own.end - own.start, cached);
+                chunks.map(move |places| ChunkJob { number, window: None, places, cached })
+            })
         })
     }
 
@@ -273,7 +293,7 @@ pub fn wanted_of(epoch: &Epoch<'_>, wanted: Wanted, window: &Window, places: Ran
 impl<'a, 'n> Chunks<'a, 'n> {
     /// Chunks from a pipeline.
     pub fn new(maker: &'a ChunkMaker<'a>, next: &'n mut NextResult<'n, Chunk>) -> Chunks<'a, 'n> {
-        Chunks { maker, next, pending: None }
+        Chunks { maker, next, pending: None, cached_until: None }
     }
 
     /// The next chunk of a window or batch, if it is the next at all and `fits`.
@@ -292,6 +312,19 @@ impl<'a, 'n> Chunks<'a, 'n> {
                 return Ok(Some(chunk));
             }
         }
+    }
+
+    /// The next chunk of a batch in stored order; `None` if the batch is in the page cache.
+    pub fn next_until(&mut self, batch: u64, watch: Watch<'_>) -> Result<Option<Chunk>> {
+        while self.cached_until.is_none_or(|last| last < batch) {
+            let chunk = (self.next)(&mut *watch)?;
+            let chunk = chunk.ok_or_else(|| Error::new(Kind::Internal, "a batch without its chunks"))?;
+            match chunk.rows {
+                ChunkRows::Cached(_) => self.cached_until = Some(chunk.number),
+                ChunkRows::Read(_) => return Ok(Some(chunk)),
+            }
+        }
+        Ok(None)
     }
 
     /// Returns a chunk's memory.

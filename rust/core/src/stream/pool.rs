@@ -43,8 +43,10 @@ pub struct WindowPool<'a, 'n> {
     wanted: Wanted,
     /// The rows to come; `None` if they are gathered.
     chunks: Option<Chunks<'a, 'n>>,
-    memory: Buffer,
+    /// Made with the first row: windows in the page cache need none.
+    memory: Option<Buffer>,
     slot_bytes: usize,
+    slots: u32,
     kept: Vec<SlotItem>,
     free: Vec<u32>,
     scratch: Vec<u8>,
@@ -67,12 +69,35 @@ impl<'a, 'n> WindowPool<'a, 'n> {
         let slot_bytes = rows.row().bytes * plan.rows_per_item();
         let too_large = || Error::new(Kind::Argument, "memory: more than 2^32 rows in a window");
         let slots = u32::try_from(slots).map_err(|_| too_large())?;
-        let memory = Buffer::new(slots as usize * slot_bytes)
-            .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate {} rows: {e}", slots)))?;
-        let (kept, free) = (vec![SlotItem::default(); slots as usize], (0..slots).rev().collect());
+        let (memory, kept, free) = (None, vec![], vec![]);
         let scratch = vec![];
         let (current, next) = (None, None);
-        Ok(WindowPool { rows, plan, epoch, wanted, chunks, memory, slot_bytes, kept, free, scratch, current, next })
+        Ok(WindowPool {
+            rows,
+            plan,
+            epoch,
+            wanted,
+            chunks,
+            memory,
+            slot_bytes,
+            slots,
+            kept,
+            free,
+            scratch,
+            current,
+            next,
+        })
+    }
+
+    fn make_slots(&mut self) -> Result<()> {
+        if self.memory.is_none() {
+            let memory = Buffer::new(self.slots as usize * self.slot_bytes)
+                .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate {} rows: {e}", self.slots)))?;
+            self.memory = Some(memory);
+            self.kept = vec![SlotItem::default(); self.slots as usize];
+            self.free = (0..self.slots).rev().collect();
+        }
+        Ok(())
     }
 
     /// Writes a batch to `out`.
@@ -103,13 +128,16 @@ impl<'a, 'n> WindowPool<'a, 'n> {
                 let source = (self.rows, self.plan, convert);
                 known.gather(from, source, mine, &mut self.scratch, &mut *watch)?;
             } else {
-                let given: Vec<u32> = (position..end).map(|t| held.slots[order.get(t - first) as usize]).collect();
+                let given: Vec<u32> = (position..end)
+                    .map(|t| held.slots.get(order.get(t - first) as usize).copied().unwrap_or(NO_SLOT))
+                    .collect();
                 for slot in &given {
                     let kept = self.kept.get(*slot as usize).ok_or_else(|| wrong("an item that was not read"))?;
                     known.push(kept.ids(), interleaved);
                 }
                 let groups = interleaved.then(|| &known.groups[from..]);
-                convert_rows(convert, &self.memory, self.slot_bytes, &given, groups, mine, &mut *watch)?;
+                let memory = self.memory.as_deref().unwrap_or_default();
+                convert_rows(convert, memory, self.slot_bytes, &given, groups, mine, &mut *watch)?;
                 self.free.extend_from_slice(&given);
             }
             out = others;
@@ -155,8 +183,7 @@ impl<'a, 'n> WindowPool<'a, 'n> {
 
     fn held(&self, number: u64) -> PartialWindow {
         let window = self.epoch.window(number);
-        let slots = vec![NO_SLOT; window.order.len() as usize];
-        PartialWindow { number, window, slots, read: 0, cached: None }
+        PartialWindow { number, window, slots: vec![], read: 0, cached: None }
     }
 
     /// Reads items of a window in stored order while slots are free.
@@ -167,6 +194,7 @@ impl<'a, 'n> WindowPool<'a, 'n> {
             self.chunks = Some(chunks);
             return done;
         }
+        self.make_slots()?;
         let at_once = (READ / self.slot_bytes).max(1) as u64;
         while held.read < n && !self.free.is_empty() {
             let places = (n - held.read).min(self.free.len() as u64).min(at_once);
@@ -179,7 +207,7 @@ impl<'a, 'n> WindowPool<'a, 'n> {
 
     fn take_chunks(&mut self, held: &mut PartialWindow, chunks: &mut Chunks<'_, '_>, watch: Watch<'_>) -> Result<()> {
         while held.read < held.window.order.len() {
-            let free = self.free.len();
+            let free = if self.memory.is_some() { self.free.len() } else { self.slots as usize };
             let fits = |chunk: &Chunk| chunk.items.len() <= free;
             let Some(mut chunk) = chunks.next(held.number, fits, &mut *watch)? else { return Ok(()) };
             held.read += chunk.covered;
@@ -195,10 +223,13 @@ impl<'a, 'n> WindowPool<'a, 'n> {
     /// Takes a slot for each item; returns the items' memory in the order of the items.
     fn take_slots(&mut self, held: &mut PartialWindow, items: &[(u32, Item)]) -> Result<Vec<&mut [u8]>> {
         let left = self.free.len().checked_sub(items.len()).ok_or_else(|| wrong("too few slots"))?;
+        if held.slots.is_empty() {
+            held.slots = vec![NO_SLOT; held.window.order.len() as usize];
+        }
         let mut slots = self.free.split_off(left);
         slots.sort_unstable();
         let mut places = Vec::with_capacity(items.len());
-        let mut rest = self.memory.bytes_mut();
+        let mut rest = self.memory.as_mut().map(Buffer::bytes_mut).unwrap_or_default();
         let mut passed = 0;
         for (slot, (local, item)) in slots.iter().zip(items) {
             let (_, from) = rest.split_at_mut((*slot as usize - passed) * self.slot_bytes);
@@ -213,7 +244,8 @@ impl<'a, 'n> WindowPool<'a, 'n> {
 
     /// Copies a chunk's rows into slots.
     fn put(&mut self, held: &mut PartialWindow, items: &[(u32, Item)], rows: &[u8], watch: Watch<'_>) -> Result<()> {
-        let (slot_bytes, pool_bytes) = (self.slot_bytes, self.memory.len());
+        self.make_slots()?;
+        let (slot_bytes, pool_bytes) = (self.slot_bytes, self.slots as usize * self.slot_bytes);
         let places = self.take_slots(held, items)?;
         // Parts of 1 MiB.
         let at_once = ((1 << 20) / slot_bytes).max(1);

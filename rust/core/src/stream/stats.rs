@@ -182,40 +182,50 @@ impl Picked<'_> {
     /// Rows that are read in blocks: each reading thread sums what it reads.
     fn in_blocks(&self, progress: &mut dyn FnMut(u64), watch: Watch<'_>) -> Result<Stats> {
         let row = self.rows.row();
-        // Whole blocks of about 2 MiB.
+        // Whole blocks of about 2 MiB; fewer threads if a block is larger.
         let at_once = ((2 << 20) / (row.bytes * BLOCK)).max(1) * BLOCK;
+        let readers = ((64 << 20) / (row.bytes * at_once)).clamp(2, READERS);
         let parts = self.waves().flat_map(|wave| {
             (wave.start..wave.end).step_by(at_once).map(move |from| from..wave.end.min(from + at_once as u64))
         });
         let past_cache = self.selection.len().saturating_mul(row.bytes as u64) > memory_limit() / 2;
-        let (turns, spare) = (Turns::new(threads::num_threads()), Mutex::new(vec![]));
+        let (turns, spare, values) = (Turns::new(threads::num_threads()), Mutex::new(vec![]), Mutex::new(vec![]));
         let sum = |picks: Range<u64>, stop: &Stop| -> Result<Vec<Stats>> {
             let taken = spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            let mut mine = taken.map_or_else(|| SummingThread::new(past_cache, row, at_once), Ok)?;
+            let mut mine: SummingThread = taken.map_or_else(|| SummingThread::new(past_cache, row, at_once), Ok)?;
             let (examples, tokens) = self.ids(picks);
             let n = examples.len();
             let pick = Pick::Tokens { examples: Ints::Each(&examples), tokens: Ints::Each(&tokens) };
-            let SummingThread { reader, raw, values } = &mut mine;
+            let SummingThread { reader, raw } = &mut mine;
             let raw = &mut raw[..n * row.bytes];
             let as_is = Cast::between(row.dtype, row.dtype)?;
             self.rows.gather_in_blocks(Ints::One(self.group as i64), pick, n, as_is, raw, (reader, stop))?;
             let blocks = turns.take(|| {
-                let blocks = raw.chunks(BLOCK * row.bytes).map(|block| {
-                    let values = &mut values[..block.len() / row.bytes * row.width];
-                    self.cast.apply(block, bytemuck::cast_slice_mut(values));
-                    Stats::of(values, row.width)
-                });
-                blocks.collect::<Result<Vec<_>>>()
+                // As many blocks of float64 as threads with a turn.
+                let taken = values.lock().unwrap_or_else(PoisonError::into_inner).pop();
+                let mut floats: Vec<f64> = taken.map_or_else(|| zeroed(BLOCK * row.width), Ok)?;
+                let mut blocks = vec![];
+                for block in raw.chunks(BLOCK * row.bytes) {
+                    if stop.is_set() {
+                        return Err(threads::interrupted());
+                    }
+                    let floats = &mut floats[..block.len() / row.bytes * row.width];
+                    self.cast.apply(block, bytemuck::cast_slice_mut(floats));
+                    blocks.push(Stats::of(floats, row.width)?);
+                }
+                values.lock().unwrap_or_else(PoisonError::into_inner).push(floats);
+                Ok(blocks)
             });
             spare.lock().unwrap_or_else(PoisonError::into_inner).push(mine);
             blocks
         };
         let mut all = Stats::new(row.width)?;
-        make_ahead((READERS, 2 * READERS), parts, &sum, |next| {
+        let tell_every = AT_ONCE.min(((64 << 20) / row.bytes as u64).max(BLOCK as u64));
+        make_ahead((readers, 2 * readers), parts, &sum, |next| {
             let mut told = 0;
             while let Some(blocks) = next(&mut *watch)? {
                 blocks.iter().for_each(|block| all.join(block));
-                if all.rows - told >= AT_ONCE || all.rows == self.selection.len() {
+                if all.rows - told >= tell_every || all.rows == self.selection.len() {
                     told = all.rows;
                     progress(told);
                     if watch() {
@@ -268,15 +278,13 @@ impl Picked<'_> {
 /// A reading thread's memory.
 struct SummingThread {
     reader: BlockReader,
-    /// Rows as stored, and a block of them as float64.
+    /// Rows as stored.
     raw: Vec<u8>,
-    values: Vec<f64>,
 }
 
 impl SummingThread {
     fn new(past_cache: bool, row: Row, at_once: usize) -> Result<SummingThread> {
-        let (raw, values) = (zeroed(at_once * row.bytes)?, zeroed(BLOCK * row.width)?);
-        Ok(SummingThread { reader: BlockReader::new(past_cache)?, raw, values })
+        Ok(SummingThread { reader: BlockReader::new(past_cache)?, raw: zeroed(at_once * row.bytes)? })
     }
 }
 

@@ -3,9 +3,13 @@
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::handout::{LOOK, Stop, Watch, interrupted};
 use crate::error::{Error, Kind, Result};
+
+/// The time that one thread has for a result before others are started.
+const SOON: Duration = Duration::from_micros(500);
 
 /// Returns the next result; `None` after the last.
 pub type NextResult<'a, T> = dyn FnMut(Watch<'_>) -> Result<Option<T>> + 'a;
@@ -29,9 +33,10 @@ struct Line<I, T> {
     threads: usize,
 }
 
-/// Makes a result of each job with `threads` threads, and calls `using` with the function that returns them in the order of
+/// Makes a result of each job with up to `threads` threads, and calls `using` with the function that returns them in the order of
 /// the jobs. At most `depth` results exist that were not taken yet. Returns after all threads have ended; a thread that is
-/// blocked in a read ends after that read. The jobs are computed by one thread at a time.
+/// blocked in a read ends after that read. The jobs are computed by one thread at a time. One thread is started at once, the
+/// others when a result is not ready within [`SOON`]: small work and data in memory need no more.
 ///
 /// The first error in the order of jobs is returned in its turn, and nothing after it.
 pub fn make_ahead<I, T, R>(
@@ -49,15 +54,21 @@ where
     let pipeline = Pipeline { line: Mutex::new(line), changed: Condvar::new(), stop: Stop::default(), depth, make };
     std::thread::scope(|scope| {
         let _end = End(&pipeline);
-        for i in 0..threads {
-            pipeline.lock().threads += 1;
-            let work = || pipeline.work();
-            if std::thread::Builder::new().name(format!("actshard-read-{i}")).spawn_scoped(scope, work).is_err() {
-                pipeline.lock().threads -= 1;
-                break;
+        let mut started = 0;
+        let mut start = |wanted: usize| {
+            while started < wanted.min(threads) {
+                pipeline.lock().threads += 1;
+                let work = || pipeline.work();
+                let name = format!("actshard-read-{started}");
+                if std::thread::Builder::new().name(name).spawn_scoped(scope, work).is_err() {
+                    pipeline.lock().threads -= 1;
+                    break;
+                }
+                started += 1;
             }
-        }
-        using(&mut |watch| pipeline.next(watch))
+        };
+        start(1);
+        using(&mut |watch| pipeline.next(&mut || start(threads), watch))
     })
 }
 
@@ -72,6 +83,10 @@ impl<I: Iterator, T> Drop for End<'_, '_, I, T> {
     }
 }
 
+fn fault() -> Error {
+    Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it")
+}
+
 impl<I: Iterator, T> Pipeline<'_, I, T> {
     fn lock(&self) -> MutexGuard<'_, Line<I, T>> {
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
@@ -82,15 +97,19 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
         if line.ended || self.stop.is_set() || line.taken - line.used >= self.depth {
             return None;
         }
-        let job = line.jobs.next();
+        let jobs = &mut line.jobs;
+        let job = catch_unwind(AssertUnwindSafe(|| jobs.next())).unwrap_or_else(|_| {
+            line.made.insert(line.taken, Err(fault()));
+            line.taken += 1;
+            None
+        });
         line.ended = job.is_none();
         line.taken += u64::from(job.is_some());
         job.map(|job| (line.taken - 1, job))
     }
 
     fn made(&self, job: I::Item) -> Result<T> {
-        let fault = |_| Err(Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it"));
-        catch_unwind(AssertUnwindSafe(|| (self.make)(job, &self.stop))).unwrap_or_else(fault)
+        catch_unwind(AssertUnwindSafe(|| (self.make)(job, &self.stop))).unwrap_or_else(|_| Err(fault()))
     }
 
     fn work(&self) {
@@ -113,15 +132,17 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
         self.changed.notify_all();
     }
 
-    fn next(&self, watch: Watch<'_>) -> Result<Option<T>> {
+    fn next(&self, start_all: &mut dyn FnMut(), watch: Watch<'_>) -> Result<Option<T>> {
+        let mut wait = SOON;
         loop {
             let mut line = self.lock();
             let number = line.used;
+            if self.stop.is_set() {
+                return Ok(None);
+            }
             if let Some(made) = line.made.remove(&number) {
                 line.used += 1;
-                if made.is_err() {
-                    line.ended = true;
-                }
+                self.stop_after(made.is_err());
                 self.changed.notify_all();
                 return made.map(Some);
             }
@@ -133,13 +154,26 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
                 let Some((_, job)) = self.take(&mut line) else { continue };
                 line.used += 1;
                 drop(line);
-                return self.made(job).map(Some);
+                let made = self.made(job);
+                self.stop_after(made.is_err());
+                return made.map(Some);
             }
-            let (guard, timeout) = self.changed.wait_timeout(line, LOOK).unwrap_or_else(PoisonError::into_inner);
+            let (guard, timeout) = self.changed.wait_timeout(line, wait).unwrap_or_else(PoisonError::into_inner);
             drop(guard);
-            if timeout.timed_out() && watch() {
-                return Err(interrupted());
+            if timeout.timed_out() {
+                start_all();
+                wait = LOOK;
+                if watch() {
+                    return Err(interrupted());
+                }
             }
+        }
+    }
+
+    /// Nothing is returned after an error.
+    fn stop_after(&self, failed: bool) {
+        if failed {
+            self.stop.set();
         }
     }
 }
@@ -227,7 +261,11 @@ mod tests {
                     assert_eq!(next(&mut || false).unwrap(), Some(expected));
                 }
                 assert_eq!(next(&mut || false).unwrap_err().detail, "7");
+                assert_eq!(next(&mut || false).unwrap(), None);
             });
+            let jobs = (0..100u64).inspect(|job| assert!(*job < 3, "in the list of jobs"));
+            let found = make_ahead((threads, 8), jobs, &|job, _| Ok(job), |next| all(next));
+            assert_eq!(found.unwrap_err().kind, Kind::Internal);
             let panics = |_: u64, _: &Stop| -> Result<u64> { panic!("in a job") };
             assert_eq!(
                 make_ahead((threads, 8), 0..100u64, &panics, |next| all(next)).unwrap_err().kind,

@@ -164,7 +164,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// One thread at a time hashes and writes the stretches whose turn it is, while the others deflate.
+/// One thread at a time hashes and writes stretches whose turn it is, while the others deflate. It writes one and goes back to
+/// deflating: on a slow disk the calling thread, which watches for signals, would otherwise write to the end.
 fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_>) -> Result<Digested> {
     let mut target = GzipFile { file, sha: Sha256::new(), size: 0, crc: crc32fast::Hasher::new() };
     target.put(path, &HEADER)?;
@@ -174,39 +175,41 @@ fn gzip(path: &Path, file: File, segments: &[&[u8]], level: u32, watch: Watch<'_
     }
     let target = Mutex::new(target);
     let (deflated, turn): (Mutex<Deflated>, Condvar) = Default::default();
-    let work = |i: usize, stop: &Stop| -> Result<()> {
-        // The stretch whose turn it is never waits here: parts are handed out in order.
+    // Writes the next stretch if it is ready and no other thread is writing; returns whether it did.
+    let write_one = || -> Result<bool> {
+        let Ok(mut target) = target.try_lock() else { return Ok(false) };
         let mut waits = lock(&deflated);
-        while i >= waits.next + AHEAD.max(threads::num_threads() * 2) && !stop.is_set() {
-            waits = turn.wait_timeout(waits, LOOK).unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let next = waits.next;
+        let Some((bytes, part)) = waits.waiting.remove(&next) else { return Ok(false) };
+        waits.next += 1;
         drop(waits);
+        turn.notify_all();
+        target.crc.combine(&part);
+        target.put(path, &bytes).map(|()| true)
+    };
+    let work = |i: usize, stop: &Stop| -> Result<()> {
+        let most = AHEAD.max(threads::num_threads() * 2);
+        while i >= lock(&deflated).next + most && !stop.is_set() {
+            if !write_one()? {
+                let waits = lock(&deflated);
+                if i >= waits.next + most {
+                    drop(turn.wait_timeout(waits, LOOK).unwrap_or_else(PoisonError::into_inner));
+                }
+            }
+        }
         if stop.is_set() {
             return Ok(());
         }
         let made = deflate(&all[i], level, i + 1 == all.len())?;
         lock(&deflated).waiting.insert(i, made);
-        // If another thread is writing, it looks again after it has released the file.
-        while let Ok(mut target) = target.try_lock() {
-            loop {
-                let mut waits = lock(&deflated);
-                let next = waits.next;
-                let Some((bytes, part)) = waits.waiting.remove(&next) else { break };
-                waits.next += 1;
-                drop(waits);
-                turn.notify_all();
-                target.crc.combine(&part);
-                target.put(path, &bytes)?;
-            }
-            drop(target);
-            let waits = lock(&deflated);
-            if !waits.waiting.contains_key(&waits.next) {
-                break;
-            }
-        }
-        Ok(())
+        write_one().map(drop)
     };
-    threads::run(all.len(), &work, watch)?;
+    threads::run(all.len(), &work, &mut *watch)?;
+    while write_one()? {
+        if watch() {
+            return Err(Error::new(Kind::Interrupted, "interrupted"));
+        }
+    }
     let mut target = target.into_inner().unwrap_or_else(PoisonError::into_inner);
     let length: u64 = segments.iter().map(|s| s.len() as u64).sum();
     let crc = target.crc.clone().finalize();
