@@ -52,6 +52,21 @@ def test_indices_broadcast_and_keep_their_shape() -> None:
     assert STORE.sequences([], 5) == []
 
 
+@pytest.mark.parametrize("name", ["lmprobe/fullseq_bf16", "lmprobe/pooled_f32", "zarr/single_minimal/activations.zarr"])
+def test_token_counts_of_a_closed_store_name_it(name: str) -> None:
+    for counted in (True, False):
+        with actshard.open(GOLDEN / name) as store:
+            want = store.token_counts.tolist() if counted else None
+        if counted:
+            assert store.token_counts.tolist() == want
+            continue
+        for read in (lambda s: s.token_counts, lambda s: s.tokens_of([0])):
+            with pytest.raises(actshard.ClosedError) as raised:
+                read(store)
+            assert raised.value.path == GOLDEN / name
+            assert str(raised.value) == f"{GOLDEN / name}: the store was closed"
+
+
 @pytest.mark.parametrize(
     "examples",
     [

@@ -346,6 +346,25 @@ def test_arguments_are_checked_at_once() -> None:
             actshard.torch.to_device(given)
 
 
+def refusal(device: str) -> str | None:
+    """Why torch does not copy to a device, or None if it does."""
+    try:
+        torch.zeros(1).to(device)
+    except Exception as error:  # RuntimeError, AssertionError or ModuleNotFoundError
+        return str(error).splitlines()[0]
+    return None
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "mtia", "hpu", "vulkan"])
+def test_a_device_that_torch_does_not_find_is_an_argument_error(device: str) -> None:
+    reason = refusal(device)
+    if reason is None:
+        pytest.skip("the device is there")
+    with pytest.raises(actshard.ArgumentError, match=f"^device: torch .* cannot copy to {device}: ") as raised:
+        actshard.torch.to_device(stream(), device)
+    assert reason in str(raised.value)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_on_a_real_device(kind: str, tmp_path: Path) -> None:

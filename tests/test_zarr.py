@@ -156,6 +156,28 @@ def test_a_sequence_in_one_chunk_is_a_view_that_outlives_everything(tmp_path: Pa
         view[0, 0] = 1
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_views_share_the_mapping_of_their_file(sharded: bool, tmp_path: Path) -> None:
+    """The kernel limits mappings (65,530 by default), so the number of views must not."""
+    path = tmp_path / "a.zarr"
+    if sharded:
+        shutil.copytree(GOLDEN / "zarr/v3_sharded/activations.zarr", path)
+    else:
+        write_store(path, acts(), np.array([8, 5, 0, 1, 8, 3], "<i4"), (3, 2, 8, 16))
+    store = opened(path)
+    wanted = [(e, layer) for e in range(len(store)) for layer in store.layers]
+    copies = {(e, layer): opened(path, "pread").sequence(e, layer) for e, layer in wanted}
+    held = [(key, store.sequence(*key)) for _ in range(20) for key in wanted]
+    views = sum(not rows.flags.writeable for _, rows in held)
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+    assert views >= 60
+    assert len(maps) == len({line.split()[-1] for line in maps})
+    store.close()
+    assert all(np.array_equal(bits(rows), bits(copies[key])) for key, rows in held)
+    del held
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
 def test_views_are_copies_where_rows_do_not_lie_together(tmp_path: Path) -> None:
     path = write_store(tmp_path / "a.zarr", acts(), np.full(6, 8, "<i4"), (1, 1, 3, 16))
     assert opened(path).sequence(0, 0).flags.writeable

@@ -117,7 +117,11 @@ class Store:
         lengths are only in the data, this reads every shard once.
         """
         if self._token_counts is None:
-            counts = self._contents.token_counts()
+            try:
+                counts = self._contents.token_counts()
+            except ClosedError as error:  # the core does not know the dataset's path
+                error.path = error.path or self.path
+                raise
             counts.flags.writeable = False
             self._token_counts = counts
         return self._token_counts

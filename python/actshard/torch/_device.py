@@ -299,6 +299,15 @@ class DeviceLoop:
             self.close()
 
 
+def _check_copies(device: torch.device) -> None:
+    """Raises ArgumentError unless torch copies to a device."""
+    try:
+        torch.zeros(1).to(device)
+    except Exception as error:  # the type of error differs between kinds of devices
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ArgumentError(f"device: torch {torch.__version__} cannot copy to {device}: {reason}") from error
+
+
 def to_device(
     stream: Epochs[Any], device: Any = "cuda", depth: int = 3, *, _backend: CopyBackend | None = None
 ) -> DeviceStream:
@@ -324,6 +333,7 @@ def to_device(
         depth: number of pinned buffers, at least 2. One is filled while others are copied.
 
     Raises:
+        ArgumentError: torch does not know the device, or cannot copy to it.
         UnsupportedError: torch finds no CUDA device, or cannot pin memory.
     """
     stream_of(stream)
@@ -332,6 +342,9 @@ def to_device(
         where = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ArgumentError(f"device: {str(error).splitlines()[0]}") from error
-    if _backend is None and where.type == "cuda":
-        _backend = CudaCopies(where)
+    if _backend is None:
+        if where.type == "cuda":
+            _backend = CudaCopies(where)
+        else:
+            _check_copies(where)
     return DeviceStream(stream, where, depth, _backend)

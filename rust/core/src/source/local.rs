@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::descriptors::{Share, open_regular};
 use super::direct::DirectFile;
-use super::mmap::Map;
+use super::mmap::{LastMap, Map};
 use super::warmth::Warmth;
 use super::{Access, ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread};
 use crate::error::{Error, Kind, Result};
@@ -30,8 +30,7 @@ impl Store for Local {
                 Access::Kept => open_to_jump(path, self.io),
                 Access::Once => {
                     let (file, len) = open_regular(path)?;
-                    let direct = DirectFile::default();
-                    Ok(Box::new(Positioned { location: (*location).clone(), file, len, share: None, direct }) as Box<_>)
+                    Ok(Box::new(Positioned::of(file, (*location).clone(), len, None)) as Box<_>)
                 }
             }
         };
@@ -89,6 +88,8 @@ struct Positioned {
     share: Option<Share>,
     /// The same file, for reads past the page cache.
     direct: DirectFile,
+    /// For views, which would otherwise map the whole file each.
+    mapped: LastMap,
 }
 
 impl Positioned {
@@ -96,7 +97,11 @@ impl Positioned {
     fn new(file: File, path: &Path, len: u64) -> Positioned {
         // Also for a mapped file: checks of cached pages use the descriptor.
         pread::expect_random(&file);
-        Positioned { location: path.into(), file, len, share: Some(Share::take()), direct: DirectFile::default() }
+        Positioned::of(file, path.into(), len, Some(Share::take()))
+    }
+
+    fn of(file: File, location: Location, len: u64, share: Option<Share>) -> Positioned {
+        Positioned { location, file, len, share, direct: DirectFile::default(), mapped: LastMap::default() }
     }
 
     fn mapping(&self) -> Result<Map> {
@@ -130,7 +135,7 @@ impl Source for Positioned {
 
     fn map(&self) -> Result<Option<Map>> {
         self.unchanged()?;
-        if self.len == 0 { Ok(None) } else { self.mapping().map(Some) }
+        if self.len == 0 { Ok(None) } else { self.mapped.get_or_open(|| self.mapping()).map(Some) }
     }
 
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {

@@ -15,7 +15,7 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, Weak};
 
 use memmap2::{Advice, Mmap, MmapOptions};
 
@@ -57,5 +57,69 @@ impl Map {
     #[inline]
     pub fn prefetch(&self, offset: usize) {
         prefetch(self.inner.get(offset..).unwrap_or_default());
+    }
+}
+
+/// The last mapping of a file, shared while anyone holds it: the kernel limits the number of mappings, not of views.
+#[derive(Debug, Default)]
+pub struct LastMap {
+    // Only tried, never waited for: a forked child may inherit the lock held. Then the file is mapped once more.
+    last: Mutex<Weak<Mmap>>,
+}
+
+impl LastMap {
+    /// The last mapping if it still lives, or the one that `open` makes.
+    pub fn get_or_open<E>(&self, open: impl FnOnce() -> Result<Map, E>) -> Result<Map, E> {
+        let mut last = self.last.try_lock().ok();
+        if let Some(inner) = last.as_ref().and_then(|last| last.upgrade()) {
+            return Ok(Map { inner });
+        }
+        let map = open()?;
+        if let Some(last) = &mut last {
+            **last = Arc::downgrade(&map.inner);
+        }
+        Ok(map)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mapping_is_shared_while_it_is_held_and_no_longer() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        std::fs::write(&path, [7; 9]).unwrap();
+        let file = File::open(&path).unwrap();
+        let (maps, mut opened) = (LastMap::default(), 0);
+        let mut get = || {
+            maps.get_or_open(|| {
+                opened += 1;
+                Map::open(&file, 9)
+            })
+            .unwrap()
+        };
+        let held = [get(), get(), get()];
+        assert!(held.iter().all(|map| std::ptr::eq(map.bytes(), held[0].bytes())));
+        drop(held);
+        assert_eq!(get().bytes(), [7; 9]);
+        assert_eq!(opened, 2);
+    }
+
+    /// As in a child that was forked while another thread mapped.
+    #[test]
+    fn a_held_lock_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        std::fs::write(&path, [7; 9]).unwrap();
+        let file = File::open(&path).unwrap();
+        let maps = LastMap::default();
+        let first = maps.get_or_open(|| Map::open(&file, 9)).unwrap();
+        let _held = maps.last.lock().unwrap();
+        let second = maps.get_or_open(|| Map::open(&file, 9)).unwrap();
+        assert!(!std::ptr::eq(first.bytes(), second.bytes()));
+        assert_eq!(first.bytes(), second.bytes());
     }
 }
