@@ -5,3 +5,4 @@ pub mod cache;
 pub mod flight;
 pub mod inflate;
 pub mod lz4;
+mod shelves;

@@ -1,10 +1,13 @@
 //! Locks that survive a fork.
 
 #[cfg(not(actshard_loom))]
-use std::time::Duration;
+use std::{
+    sync::{TryLockError, TryLockResult},
+    time::Duration,
+};
 
 use super::sync::atomic::{AtomicBool, Ordering};
-use super::sync::{Mutex, MutexGuard};
+use super::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// A lock that survives a fork. If a thread that does not exist in the child holds it, the child notices once, after a
 /// few milliseconds, and continues with the spare value.
@@ -28,8 +31,14 @@ impl<T> ForkMutex<T> {
     /// Simulates a fork: created by another process, and locked by a thread that does not exist.
     #[cfg(test)]
     pub(crate) fn lose(&mut self) {
-        self.pid = 0;
+        self.fork();
         std::mem::forget(self.first.lock());
+    }
+
+    /// Simulates a fork: created by another process.
+    #[cfg(test)]
+    pub(crate) fn fork(&mut self) {
+        self.pid = 0;
     }
 
     /// Locks as [`try_briefly`] does.
@@ -38,12 +47,77 @@ impl<T> ForkMutex<T> {
             if let Some(guard) = try_briefly(&self.first) {
                 return Some(guard);
             }
-            if std::process::id() == self.pid {
+            if !self.lose_in_child() {
                 return None;
             }
-            self.lost.store(true, Ordering::Relaxed);
         }
         try_briefly(&self.spare)
+    }
+
+    /// Whether the spare value is the one in use.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// In a child, changes to the spare value: something that the first one needs can never be locked. Returns whether it did.
+    pub(crate) fn lose_in_child(&self) -> bool {
+        let in_child = std::process::id() != self.pid;
+        if in_child {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        in_child
+    }
+}
+
+/// A value that many threads read and few change; readers do not wait for each other. Its locks are only tried.
+#[derive(Debug)]
+pub(crate) struct SharedLock<T> {
+    value: RwLock<T>,
+    /// A thread is about to change the value: new readers let it pass. Readers in a loop could hold it up for ever.
+    #[cfg_attr(actshard_loom, allow(dead_code, reason = "in a model a thread waits for its turn"))]
+    passing: AtomicBool,
+}
+
+impl<T> SharedLock<T> {
+    pub(crate) fn new(value: T) -> SharedLock<T> {
+        SharedLock { value: RwLock::new(value), passing: AtomicBool::new(false) }
+    }
+
+    /// Locks the value for reading, for as long as [`try_briefly`] tries. Calls `waits` if it is not free at once.
+    #[cfg(not(actshard_loom))]
+    pub(crate) fn read_briefly(&self, waits: impl FnOnce()) -> Option<RwLockReadGuard<'_, T>> {
+        let attempt = || match self.passing.load(Ordering::Relaxed) {
+            true => Err(TryLockError::WouldBlock),
+            false => self.value.try_read(),
+        };
+        if let Ok(guard) = attempt() {
+            return Some(guard);
+        }
+        waits();
+        briefly(attempt)
+    }
+
+    /// Locks the value for changing it, for as long as [`try_briefly`] tries.
+    #[cfg(not(actshard_loom))]
+    pub(crate) fn write_briefly(&self) -> Option<RwLockWriteGuard<'_, T>> {
+        // Readers are held up only for as long as those that run now need to finish.
+        self.passing.store(true, Ordering::Relaxed);
+        let passed = (0..SPINS).find_map(|_| {
+            std::hint::spin_loop();
+            self.value.try_write().ok()
+        });
+        self.passing.store(false, Ordering::Relaxed);
+        passed.or_else(|| briefly(|| self.value.try_write()))
+    }
+
+    #[cfg(actshard_loom)]
+    pub(crate) fn read_briefly(&self, _waits: impl FnOnce()) -> Option<RwLockReadGuard<'_, T>> {
+        self.value.read().ok()
+    }
+
+    #[cfg(actshard_loom)]
+    pub(crate) fn write_briefly(&self) -> Option<RwLockWriteGuard<'_, T>> {
+        self.value.write().ok()
     }
 }
 
@@ -53,16 +127,25 @@ pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     mutex.lock().ok()
 }
 
+/// Attempts before a thread sleeps between them.
+#[cfg(not(actshard_loom))]
+const SPINS: usize = 20;
+
 /// The guard, or `None` if the lock is not free within a few milliseconds. This crate holds no such lock for longer, but a
 /// fork may have removed the holder.
 #[cfg(not(actshard_loom))]
 pub(crate) fn try_briefly<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
-    for attempt in 0..100 {
-        match mutex.try_lock() {
+    briefly(|| mutex.try_lock())
+}
+
+#[cfg(not(actshard_loom))]
+fn briefly<G>(attempt: impl Fn() -> TryLockResult<G>) -> Option<G> {
+    for tried in 0..100 {
+        match attempt() {
             Ok(guard) => return Some(guard),
-            Err(std::sync::TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
-            Err(std::sync::TryLockError::WouldBlock) if attempt < 20 => std::hint::spin_loop(),
-            Err(std::sync::TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(50)),
+            Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) if tried < SPINS => std::hint::spin_loop(),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(50)),
         }
     }
     None

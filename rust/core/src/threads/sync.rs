@@ -3,11 +3,11 @@
 
 #[cfg(actshard_loom)]
 pub(crate) use loom::{
-    sync::{Condvar, Mutex, MutexGuard, atomic},
+    sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic},
     thread,
 };
 #[cfg(not(actshard_loom))]
 pub(crate) use std::{
-    sync::{Condvar, Mutex, MutexGuard, atomic},
+    sync::{Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic},
     thread,
 };
