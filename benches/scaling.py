@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +77,7 @@ def _files(folder: Path, shards: int, rows: int) -> list[tuple[str, int]]:
     return [(str(folder / str(s)), rows) for s in range(shards)]
 
 
-def _strided(folder: str, shards: str, io: str = "mmap"):  # type: ignore[no-untyped-def]
+def _strided(folder: str, shards: str, io: str = "mmap") -> tuple[Any, int]:
     from actshard._native import Rows
 
     per = 4_096 // int(shards) * 10
@@ -164,7 +165,7 @@ def _table(n: int, tokens: int, order: str, files: int = 2) -> float:
         addresses.push(np.zeros(n, np.int64), number)
     else:
         shard, row, *lists = _example_lists(n, tokens, order)
-        addresses.push(shard, row, tuple(lists))  # type: ignore[arg-type]
+        addresses.push(shard, row, tuple(lists))  # type: ignore[arg-type] -- always three lists
     paths = [(f"/none/{i}", "x") for i in range(files)]
     rows = Rows.table(
         paths, addresses, num_groups=1, width=8, dtype="F32", descr=np.dtype(np.float32), io="mmap"
@@ -253,7 +254,7 @@ def opening() -> None:
             for n in (8, 64):
                 path = Path(folder, f"{name}{n}")
                 few = {options: 8} if options else {}
-                with actshard.create(path, name, layers=[0], d_model=8, **few) as writer:  # type: ignore[arg-type]
+                with actshard.create(path, name, layers=[0], d_model=8, **few) as writer:  # type: ignore[arg-type] -- one option
                     writer.append([np.zeros((1, 4, 8), np.float32)] * n)
                 calls = _calls("_open", writer.path)
                 kept = {k: v for k, v in sorted(calls.items(), key=lambda kv: -kv[1])[:5] if v >= 1}

@@ -20,9 +20,9 @@ from conftest import GOLDEN, saev_dump
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402 -- skipped without torch
 
-import actshard.torch  # noqa: E402
+import actshard.torch  # noqa: E402 -- skipped without torch
 
 SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
 WAYS = [(0, None), (2, "fork"), (2, "spawn"), (8, "fork")]

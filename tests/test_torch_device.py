@@ -21,7 +21,7 @@ from conftest import GOLDEN, saev_dump
 pytestmark = pytest.mark.peers
 torch = pytest.importorskip("torch")
 
-import actshard.torch  # noqa: E402
+import actshard.torch  # noqa: E402 -- skipped without torch
 
 SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
 
@@ -334,10 +334,10 @@ def test_other_devices_are_copied_to_plainly() -> None:
 def test_arguments_are_checked_at_once() -> None:
     given, no_stream = stream(), actshard.open(SAEV)
     with pytest.raises(actshard.ArgumentError, match=r"expected an actshard\.Stream"):
-        actshard.torch.to_device(no_stream, "cpu")  # type: ignore[arg-type]
+        actshard.torch.to_device(no_stream, "cpu")  # type: ignore[arg-type] -- wrong on purpose
     for depth in (1, 0, 2.0, True):
         with pytest.raises((actshard.ArgumentError, TypeError), match="depth"):
-            actshard.torch.to_device(given, "cpu", depth)  # type: ignore[arg-type]
+            actshard.torch.to_device(given, "cpu", depth)  # type: ignore[arg-type] -- wrong on purpose
     for device in ("gpu", None, 3.5):
         with pytest.raises(actshard.ArgumentError, match="device"):
             actshard.torch.to_device(given, device)
@@ -359,7 +359,7 @@ def refusal(device: str) -> str | None:
 def test_a_device_that_torch_does_not_find_is_an_argument_error(device: str) -> None:
     reason = refusal(device)
     if reason is None:
-        pytest.skip("the device is there")
+        pytest.skip("the device is there: its absence cannot be tested")
     with pytest.raises(actshard.ArgumentError, match=f"^device: torch .* cannot copy to {device}: ") as raised:
         actshard.torch.to_device(stream(), device)
     assert reason in str(raised.value)

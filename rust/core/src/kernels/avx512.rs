@@ -4,7 +4,7 @@
 //! two of float32, four of float64. Float64 becomes float32 by rounding to nearest, or to odd if a second rounding follows.
 //! Elements before the first line boundary and after the last group of 32 are part of a group that overlaps others; when
 //! streaming, and in short rows, they go through a block on the stack.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "vector instructions, for a processor that has them")]
 
 use core::arch::x86_64::*;
 use std::is_x86_feature_detected;

@@ -1,5 +1,5 @@
 //! Prefetches and fences. The `unsafe` here: single instructions that never fault.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "single instructions that never fault")]
 
 /// Bytes of a cache line.
 const LINE: usize = 64;

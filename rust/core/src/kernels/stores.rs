@@ -46,7 +46,7 @@ pub type Conversion = fn(src: &[u8], dst: &mut [u8], stores: Stores<'_>) -> bool
 
 /// A floating type that kernels convert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)]
+#[allow(missing_docs, reason = "the names of the types")]
 pub enum Float {
     F16,
     BF16,

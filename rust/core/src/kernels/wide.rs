@@ -1,5 +1,5 @@
 //! Plain loops, compiled a second time for wide vectors. The `unsafe` here: calls of functions for instructions that were found.
-#![allow(unsafe_code)]
+#![allow(unsafe_code, reason = "a call of a function for instructions that were found")]
 
 /// Runs `work`, compiled for AVX2 if the processor has it. Its loops give equal results: the compiler neither reorders nor fuses
 /// floating-point operations. For loops of whole rows; what `work` calls must be inlined to profit.
