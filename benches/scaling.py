@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,111 @@ def opening() -> None:
     )
 
 
-TABLES = {f.__name__: f for f in (examples, memory, shards, threads, opening)}
+def _streamed(folder: str, pool: str, batch: str, layers: str) -> None:
+    """Prints the most anonymous memory that a window stream of data outside the page cache took, and its threads."""
+    import actshard
+    from benches.measure import drop_page_cache
+
+    store = actshard.open(folder)
+    store.gather(0, [0], [0])
+    drop_page_cache([Path(file) for file in sorted(Path(store.path).glob("acts*.bin"))])
+    ended, peak, most = threading.Event(), [0], [0]
+    before = anonymous()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            peak[0] = max(peak[0], anonymous())
+            most[0] = max(most[0], len(os.listdir("/proc/self/task")))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    chosen: Any = list(range(int(layers))) if int(layers) > 1 else 0
+    for _ in store.stream(chosen, int(batch), shuffle="window", memory=int(pool), reuse=True):
+        pass
+    ended.set()
+    watcher.join()
+    print(json.dumps([peak[0] - before, most[0] - 1]))
+
+
+def streams() -> None:
+    """Anonymous memory and threads of a window stream that reads from a disk, by pool, batch, layers and threads."""
+    import actshard
+
+    table: list[list[object]] = []
+    # Not on tmpfs, whose files are always cached: cached windows need no pool.
+    with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder:
+        with actshard.create(Path(folder, "run"), "saev", layers=[0, 1, 2], d_model=512, num_examples=2_000,
+                             tokens_per_example=64) as writer:  # fmt: skip
+            for _ in range(20):
+                writer.append(np.zeros((100, 3, 64, 512), np.float32))
+        mib = 1 << 20
+        cases = [(16 * mib, 1024, 1, 2), (64 * mib, 1024, 1, 2), (128 * mib, 1024, 1, 2), (64 * mib, 4096, 1, 2),
+                 (64 * mib, 16384, 1, 2), (64 * mib, 1024, 3, 2), (64 * mib, 1024, 1, 16), (64 * mib, 1024, 1, 64)]  # fmt: skip
+        for pool, batch, layers, count in cases:
+            found = _child("_streamed", writer.path, pool, batch, layers, threads=count)[0]
+            peak, threads_then = json.loads(found.splitlines()[-1])
+            bytes_of = batch * layers * 512 * 4
+            table.append([pool // mib, f"{bytes_of / mib:g}", layers, count, peak / mib, threads_then])
+    names = ["pool MiB", "batch MiB", "layers", "ACTSHARD_NUM_THREADS", "most MiB", "threads then"]
+    show("A window stream from a disk", names, table)
+
+
+def _tokens(folder: str, windows: str, times: str) -> None:
+    """Gets batches of random windows a number of times, after two unmeasured ones."""
+    from actshard import tokens
+
+    dataset = tokens.TokenSeqDataset(tokens.open_cache(folder), 128)
+    rng = np.random.default_rng(0)
+    for _ in range(2 + int(times)):
+        dataset.get_batch(rng.integers(0, len(dataset), int(windows)))
+
+
+def _token_cache(folder: str) -> None:
+    """Prints the growth of anonymous memory by an open cache of which every shard was read."""
+    from actshard import tokens
+
+    def opened(count: int) -> object:
+        dataset = tokens.TokenSeqDataset(tokens.open_cache(folder), 128)
+        dataset.get_batch(np.arange(0, len(dataset), max(1, len(dataset) // count)))
+        return dataset
+
+    kept: list[object] = [opened(1)]
+    gc.collect()
+    before = anonymous()
+    kept.append(opened(4_000))
+    gc.collect()
+    print(json.dumps(anonymous() - before))
+
+
+def tokens() -> None:
+    """System calls and memory of a token cache, by shards and windows."""
+    from benches.tokens import _many_shards
+
+    table: list[list[object]] = []
+    points = []
+    with tempfile.TemporaryDirectory() as folder:
+        for count in (1, 10, 100, 400):
+            path = Path(folder, str(count))
+            _many_shards(path, count, 1_000_000 // count // 400 * 400)
+            opening_calls = _calls("_open_tokens", path)
+            memory_then = float(json.loads(_child("_token_cache", path)[0]))
+            points.append((count, memory_then))
+            batch = [sum(v for v in _calls("_tokens", path, windows).values() if v > 0) for windows in (1, 32, 256)]
+            table.append([count, sum(v for v in opening_calls.values() if v > 0), *batch, memory_then / 1e3])
+    start, slope = line(points)
+    names = ["shards", "calls to open", "1 window", "32 windows", "256 windows", "kB of memory, all shards read"]
+    show("A token cache", names, table)
+    print(f"\nmemory: {start / 1e3:.0f} kB + {slope / 1e3:.1f} kB per shard that was read")
+
+
+def _open_tokens(folder: str, times: str) -> None:
+    from actshard import tokens
+
+    for _ in range(2 + int(times)):
+        tokens.open_cache(folder)
+
+
+TABLES = {f.__name__: f for f in (examples, memory, shards, threads, opening, streams, tokens)}
 
 
 def _names(asked: list[str]) -> Iterator[str]:
