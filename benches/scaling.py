@@ -282,7 +282,7 @@ def _streamed(folder: str, pool: str, batch: str, layers: str) -> None:
     def watch() -> None:
         while not ended.wait(0.002):
             peak[0] = max(peak[0], anonymous())
-            most[0] = max(most[0], len(os.listdir("/proc/self/task")))
+            most[0] = max(most[0], sum(1 for _ in Path("/proc/self/task").iterdir()))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -349,7 +349,7 @@ def tokens() -> None:
     from benches.tokens import _many_shards
 
     table: list[list[object]] = []
-    points = []
+    points: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for count in (1, 10, 100, 400):
             path = Path(folder, str(count))
