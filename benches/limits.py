@@ -18,7 +18,17 @@ import numpy as np
 
 import actshard
 from benches import data
-from benches.measure import Engine, NotPermitted, Row, cached_fraction, compared, fio_iops, interleave, median
+from benches.measure import (
+    ROW_PAGES,
+    Engine,
+    NotPermitted,
+    Row,
+    cached_fraction,
+    compared,
+    fio_iops,
+    interleave,
+    median,
+)
 
 ROWS = 16_384
 MANY = 131_072
@@ -85,7 +95,7 @@ def half_cached(repeats: int) -> Iterator[Row]:
     """16,384 random rows of files of which a tenth is not in the page cache, in fresh processes."""
     files = sorted(data.saev().glob("acts*.bin"))
     what, state = f"{ROWS:,} random rows (3 KiB)", "90 % in the page cache"
-    iops = fio_iops(files[0])
+    iops = fio_iops(files[0], ROW_PAGES)
     for mode in ("mmap", "pread"):
         expected, taken, cold = [], [], []
         for seed in range(min(max(3, repeats // 3), 5)):

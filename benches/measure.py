@@ -128,15 +128,19 @@ def in_child(engine: str, state: str, seed: int, mode: str = "mmap") -> dict[str
     return found
 
 
-def fio_iops(file: Path) -> float | None:
-    """4 KiB direct random reads per second at depth 64; None without fio."""
+ROW_PAGES = "--bssplit=4k/50:8k/50"
+"""Rows of 3 KiB begin at multiples of 3 KiB: half of them lie in one page of 4 KiB, half in two."""
+
+
+def fio_iops(file: Path, blocks: str) -> float | None:
+    """Direct random reads per second at depth 64, of blocks that an option of fio describes; None without fio."""
     import json
     import shutil
 
     if shutil.which("fio") is None:
         return None
     done = subprocess.run(
-        ["fio", "--name=r", f"--filename={file}", "--rw=randread", "--bs=4k", "--iodepth=64", "--ioengine=libaio",
+        ["fio", "--name=r", f"--filename={file}", "--rw=randread", blocks, "--iodepth=64", "--ioengine=libaio",
          "--direct=1", "--runtime=3", "--time_based", "--readonly", "--output-format=json"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip

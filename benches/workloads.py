@@ -15,7 +15,7 @@ import numpy as np
 
 import actshard
 from benches import data, device, larger, limits, others, pickles, streams, tokens, writing, zarrs, zarrs3
-from benches.measure import Engine, NotPermitted, Row, compared, fio_iops, in_child, interleave, median
+from benches.measure import ROW_PAGES, Engine, NotPermitted, Row, compared, fio_iops, in_child, interleave, median
 from benches.peers import NumpyMemmap, SafetensorsRows, lmprobe_on, numpy_sequences
 
 ROWS = 16_384
@@ -45,7 +45,7 @@ def random_hot(repeats: int) -> Iterator[Row]:
     source = rng.standard_normal(out.shape).astype(np.float32)
     for whole in peer.maps:
         whole.max()
-    # A part of a file is mapped after three accesses (docs/performance.md).
+    # A part of a file is mapped after three accesses (rust/core/src/source/warmth.rs).
     for first in [*range(0, n, 50)] * 4:
         mapped.sequences(range(first, first + 50), layer)
 
@@ -116,14 +116,16 @@ def random_cold(repeats: int) -> Iterator[Row]:
         if state == "first-touch":
             yield compared("  io=mmap against io=pread", state, "pread", times, "mmap", 1, note="both ours")
         if state == "cold":
-            iops = fio_iops(file)
+            iops = fio_iops(file, ROW_PAGES)
             for name in ("mmap", "pread"):
                 rate = ROWS / median(times[name])
                 ratio = None if iops is None else rate / iops
                 met = None if ratio is None or name == "pread" else ratio >= 0.95
                 target = ">= 0.95x" if name == "mmap" else ""
                 note = (
-                    "fio is not installed" if iops is None else "4 KiB random reads a second at depth 64; ours in rows"
+                    "fio is not installed"
+                    if iops is None
+                    else "random reads of a row's one or two pages, direct, depth 64"
                 )
                 yield Row(f"  against fio, io={name}", state, "fio", iops, rate, "/s", ratio, target, met, note)
 
