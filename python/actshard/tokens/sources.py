@@ -278,7 +278,8 @@ def _parquet(
     import pyarrow.parquet as pq
 
     try:
-        parquet = pq.ParquetFile(file if hasattr(file, "fileno") else pa.BufferReader(file.read()))
+        # pre_buffer, which is pyarrow's default, reads the columns of all row groups before the first batch.
+        parquet = pq.ParquetFile(file if hasattr(file, "fileno") else pa.BufferReader(file.read()), pre_buffer=False)
         held = [name for name in columns if name in parquet.schema_arrow.names]
         number, rows = 0, int(parquet.metadata.num_rows)
         if share is not None and not rows:

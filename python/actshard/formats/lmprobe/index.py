@@ -32,9 +32,12 @@ LAST_KNOWN = (2, 0)
 TOKEN_LISTS = ("token_shard_ids", "token_shard_offsets")
 _PART = re.compile(r"(?P<split>.+)-(?P<index>\d{5})-of-(?P<total>\d{5})\.parquet")
 _BATCH_ROWS = 16_384
+_BATCH_VALUES = 1 << 20
+"""A batch has this many values of lists at most, on average: lists of 10,000 tokens would make 16,384 rows take gigabytes."""
 _BUFFER = 1 << 20
-"""Bytes of a local file's column that are read at once. pyarrow's default is all of a row group, before the first batch. A store
-that answers slowly is asked for all of it."""
+"""Bytes of a local file's column that are read at once."""
+_AHEAD = 64 << 20
+"""Bytes that are requested at once from a store, in whole row groups, because each request takes long."""
 _EXPANDED, _EXPANSION = 256 << 20, 64
 """A text column is decoded up to this size, and up to this factor of the index's size; a larger one stays a dictionary."""
 
@@ -89,8 +92,12 @@ class Index:
         import pyarrow.parquet as pq
 
         file = part.arrow()
+        local = part.storage.local
         try:
-            return pq.ParquetFile(file, read_dictionary=list(coded), buffer_size=_BUFFER if part.storage.local else 0)
+            # pre_buffer, which is pyarrow's default, reads the columns of all requested row groups before the first batch.
+            return pq.ParquetFile(
+                file, read_dictionary=list(coded), buffer_size=_BUFFER if local else 0, pre_buffer=not local
+            )
         except (pa.ArrowException, OSError, ValueError) as error:
             file.close()
             if isinstance(error, ActshardError):
@@ -229,7 +236,7 @@ class Index:
         for part in self.parts:
             row = 0
             try:
-                for batch in self._file(part, coded).iter_batches(batch_size=rows, columns=list(names)):
+                for batch in _batches(self._file(part, coded), names, rows, part.storage.local):
                     for column in batch.columns:
                         if _holds_codes(column.type):  # pyarrow does not check codes against the dictionary
                             column.validate(full=True)
@@ -305,6 +312,24 @@ def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
         if part not in found:
             raise MissingFileError(f"expected part {i} of {int(total)} of the index, found nothing", path=part)
     return found
+
+
+def _batches(file: Any, names: Sequence[str], rows: int, local: bool) -> Iterator[pa.RecordBatch]:
+    """Reads columns in batches of at most ``rows`` rows, and in memory that does not depend on the file's size."""
+    paths = [file.schema.column(i).path for i in range(len(file.schema))]
+    leaves = [i for i, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    per_row = max((g.column(i).num_values // max(g.num_rows, 1) for g in groups for i in leaves), default=1)
+    at_once = min(rows, max(1, _BATCH_VALUES // max(per_row, 1)))
+    if local:
+        yield from file.iter_batches(batch_size=at_once, columns=list(names))
+        return
+    first = size = 0
+    for end, group in enumerate(groups, 1):
+        size += sum(max(group.column(i).total_compressed_size, 0) for i in leaves)
+        if size >= _AHEAD or end == len(groups):
+            yield from file.iter_batches(batch_size=at_once, row_groups=range(first, end), columns=list(names))
+            first, size = end, 0
 
 
 def _json_or_text(value: bytes, part: Location) -> Any:
