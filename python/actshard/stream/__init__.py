@@ -257,7 +257,7 @@ class Stream(Epochs[Batch]):
                 for b in self._buffers
             ]
         if self._reuse:
-            return [np.empty(self._shape, self.dtype) for _ in range(_RING)]
+            return [self._native.empty() for _ in range(_RING)]
         return None
 
     def _labels_of(

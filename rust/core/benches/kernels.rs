@@ -252,6 +252,10 @@ fn permute(c: &mut Criterion) {
         group.bench_function(name, |b| {
             b.iter(|| (0..4096).fold(0u64, |sum, i| sum.wrapping_add(order.get(black_box(i)))));
         });
+        let mut numbers = vec![0; 4096];
+        group.bench_function(format!("{name}, filled"), |b| {
+            b.iter(|| order.fill(black_box(0), black_box(&mut numbers)));
+        });
     }
     let picks: Vec<usize> = random(1_000_000).into_iter().map(|x| x as usize).collect();
     group.bench_function("Fisher-Yates over a million, its share", |b| {

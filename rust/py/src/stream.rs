@@ -181,6 +181,15 @@ impl Stream {
         self.core.plan.units_digest()
     }
 
+    /// A new uninitialised array for a batch, in recycled memory if it is large.
+    fn empty<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyUntypedArray>> {
+        detach::guarded(py, || {
+            let batch = usize::try_from(self.core.plan.settings.batch).unwrap_or(usize::MAX);
+            let dims: Vec<usize> = std::iter::once(batch).chain(self.item.iter().copied()).collect();
+            buffer::empty(py, self.descr.bind(py), &dims)
+        })
+    }
+
     /// Finite values that became infinite since the last call.
     fn take_overflows(&self) -> u64 {
         self.core.convert.take_overflows()

@@ -228,8 +228,8 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
                 pool.give(batch, convert, out, &mut known, watch)?;
             } else if !self.take(&mut chunks, batch, out, &mut known, watch)? {
                 let (first, interleaved) = (epoch.turn(batch).start, plan.settings.interleaved);
-                let ids_of = |i: usize| epoch.item_at(first + i as u64).ids();
-                known.extend(len, interleaved, &ids_of, watch)?;
+                let numbers = |from: u64, numbers: &mut [u64]| epoch.numbers_from(first + from, numbers);
+                known.extend(len, interleaved, (&numbers, &|number| plan.item(number).ids()), watch)?;
                 known.gather(0, (rows, plan, convert), out, &mut scratch, watch)?;
             }
             let BatchItems { examples, tokens, groups } = known;

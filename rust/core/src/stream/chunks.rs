@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::plan::{Epoch, Item, Plan, Window};
+use super::plan::{Epoch, EqualUnits, Item, Plan, Window};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::gather::blocks::{BlockReader, READERS};
@@ -89,9 +89,17 @@ pub struct Chunk {
 pub enum ChunkRows {
     /// In the order of the items.
     Read(Output),
-    /// In the page cache. The chunk covers the whole window, or all batches up to its number; of a window, these are the items of all places, and the list
-    /// of wanted items is empty.
-    Cached(Vec<SlotItem>),
+    /// In the page cache. The chunk covers the whole window, or all batches up to its number; the list of wanted items is empty.
+    Cached(Option<CachedItems>),
+}
+
+/// The items of a window in the page cache, by place.
+#[derive(Debug)]
+pub enum CachedItems {
+    /// Computed.
+    Equal(EqualUnits),
+    /// Listed.
+    Listed(Vec<SlotItem>),
 }
 
 /// An item in a window.
@@ -223,8 +231,8 @@ impl<'a> ChunkMaker<'a> {
         let ChunkJob { number, window, places, cached } = job;
         let covered = places.end - places.start;
         if cached {
-            let all = window.map_or(Ok(vec![]), |window| self.items_of(&window))?;
-            return Ok(Chunk { number, covered, items: vec![], rows: ChunkRows::Cached(all) });
+            let items = window.map(|window| self.items_of(&window)).transpose()?;
+            return Ok(Chunk { number, covered, items: vec![], rows: ChunkRows::Cached(items) });
         }
         let items: Vec<(u32, Item)> = match &window {
             Some(window) => wanted_of(self.epoch, self.wanted, window, places),
@@ -251,14 +259,17 @@ impl<'a> ChunkMaker<'a> {
     }
 
     /// All items of a window, by place.
-    fn items_of(&self, window: &Window) -> Result<Vec<SlotItem>> {
+    fn items_of(&self, window: &Window) -> Result<CachedItems> {
+        if let Some(units) = self.epoch.equal_units(window) {
+            return Ok(CachedItems::Equal(units));
+        }
         let mut all = Vec::with_capacity(window.order.len() as usize);
         let mut failed = None;
         self.epoch.sequence(window.places.clone(), |_, item| match SlotItem::of(item) {
             Ok(item) => all.push(item),
             Err(error) => failed = Some(error),
         });
-        failed.map_or(Ok(all), Err)
+        failed.map_or(Ok(CachedItems::Listed(all)), Err)
     }
 
     fn memory(&self, bytes: usize) -> Result<Output> {

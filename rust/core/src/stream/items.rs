@@ -12,6 +12,8 @@ use crate::threads::{self, Stop, Watch};
 
 /// Items whose ids one thread computes: about 50 us of work.
 const IDS: usize = 2048;
+/// Items whose numbers are computed together.
+const NUMBERS: usize = 512;
 
 /// The ids of the rows in a batch, item by item.
 #[derive(Default, Debug)]
@@ -38,18 +40,19 @@ impl BatchItems {
         }
     }
 
-    /// Adds `n` items, computed by all threads.
-    pub fn extend(
+    /// Adds `n` items, computed by all threads: `numbers_from` fills the numbers of items from one on, `item_of` maps a number
+    /// to its item.
+    pub fn extend<N, I>(
         &mut self,
         n: usize,
         interleaved: bool,
-        ids_of: &(dyn Fn(usize) -> ItemIds + Sync),
+        (numbers_from, item_of): (&N, &I),
         watch: Watch<'_>,
-    ) -> Result<()> {
-        if n <= 2 * IDS {
-            (0..n).for_each(|i| self.push(ids_of(i), interleaved));
-            return Ok(());
-        }
+    ) -> Result<()>
+    where
+        N: Fn(u64, &mut [u64]) + Sync,
+        I: Fn(u64) -> ItemIds + Sync,
+    {
         let grown = |ids: &mut Vec<i64>| {
             let from = ids.len();
             ids.resize(from + n, 0);
@@ -64,15 +67,23 @@ impl BatchItems {
         let mut groups = self.groups.get_mut(from..).unwrap_or_default().chunks_mut(IDS);
         let parts: Vec<_> = examples.zip(tokens).map(|(e, t)| (e, t, groups.next().unwrap_or_default())).collect();
         let fill = |p: usize, (examples, tokens, groups): (&mut [i64], &mut [i64], &mut [i64]), _: &Stop| {
-            for i in 0..examples.len() {
-                let (example, token, group) = ids_of(p * IDS + i);
-                (examples[i], tokens[i]) = (example, token);
-                if let Some(to) = groups.get_mut(i) {
-                    *to = group;
+            let mut block = [0; NUMBERS];
+            for from in (0..examples.len()).step_by(NUMBERS) {
+                let numbers = &mut block[..NUMBERS.min(examples.len() - from)];
+                numbers_from((p * IDS + from) as u64, numbers);
+                for (i, number) in (from..).zip(numbers) {
+                    let (example, token, group) = item_of(*number);
+                    (examples[i], tokens[i]) = (example, token);
+                    if let Some(to) = groups.get_mut(i) {
+                        *to = group;
+                    }
                 }
             }
             Ok(())
         };
+        if n <= 2 * IDS {
+            return parts.into_iter().enumerate().try_for_each(|(p, part)| fill(p, part, &Stop::default()));
+        }
         threads::for_each(parts, &fill, watch)
     }
 

@@ -185,6 +185,27 @@ pub struct Epoch<'a> {
     share: Range<u64>,
 }
 
+/// The items of a window, by place, without a list of them: units are equal, each a part of one example.
+#[derive(Debug)]
+pub struct EqualUnits {
+    /// Items of a unit, and those of the first one before the window.
+    each: u64,
+    skipped: u64,
+    /// Each unit's example and first pick in it.
+    units: Vec<(u64, u64)>,
+}
+
+impl EqualUnits {
+    /// The item at a place, relative to the window's first. The plan is the window's.
+    #[inline]
+    pub fn get(&self, plan: &Plan, place: u64) -> Item {
+        let at = place + self.skipped;
+        let (example, first) = self.units[(at / self.each) as usize];
+        let (pick, group) = plan.pick_of(at % self.each);
+        Item { example, token: plan.selection.token(example, first + pick), group }
+    }
+}
+
 /// A window: a range of the sequence of shuffled units, and the order in which its items are returned.
 #[derive(Debug)]
 pub struct Window {
@@ -295,10 +316,21 @@ impl Plan {
         cut(rank)..cut(rank + 1)
     }
 
-    fn item(&self, stored: u64) -> Item {
-        let per_pick = self.per_pick();
-        let (example, token) = self.selection.get(stored / per_pick);
-        Item { example, token, group: (stored % per_pick) as usize }
+    /// The item with a number in stored order.
+    #[inline]
+    pub fn item(&self, stored: u64) -> Item {
+        let (pick, group) = self.pick_of(stored);
+        let (example, token) = self.selection.get(pick);
+        Item { example, token, group }
+    }
+
+    /// The pick of an item, and its group; items count from a pick's first.
+    #[inline]
+    fn pick_of(&self, item: u64) -> (u64, usize) {
+        match self.per_pick() {
+            1 => (item, 0),
+            per_pick => (item / per_pick, (item % per_pick) as usize),
+        }
     }
 
     /// The random orders of an epoch.
@@ -346,6 +378,11 @@ impl Epoch<'_> {
         self.plan.item(self.order.get(position))
     }
 
+    /// Numbers in stored order of the items at consecutive positions, for stored and exact order; see [`Plan::item`].
+    pub fn numbers_from(&self, first: u64, numbers: &mut [u64]) {
+        self.order.fill(first, numbers);
+    }
+
     /// The number of items in a batch.
     pub fn batch_len(&self, batch: u64) -> u64 {
         let range = match self.plan.settings.shuffle {
@@ -391,6 +428,21 @@ impl Epoch<'_> {
         let Range { start, end } = self.window_range(number);
         let order = Permutation::shuffled(end - start, key(&[seed, self.number, 2, ranks, rank, number]));
         Window { places: self.share.start + start..self.share.start + end, order, first: start }
+    }
+
+    /// The items of a window, if its units are equal.
+    pub fn equal_units(&self, window: &Window) -> Option<EqualUnits> {
+        let (plan, Range { start, end }) = (self.plan, window.places.clone());
+        let Cuts::Equal { size, .. } = plan.units else { return None };
+        let each = (size * plan.per_pick()).max(1);
+        let mut numbers = vec![0; (end.div_ceil(each) - start / each) as usize];
+        self.order.fill(start / each, &mut numbers);
+        let units = numbers.into_iter().map(|unit| {
+            let pick = plan.units.picks(unit).start;
+            let (example, _) = plan.selection.get(pick);
+            (example, pick - plan.selection.before(example))
+        });
+        Some(EqualUnits { each, skipped: start % each, units: units.collect() })
     }
 
     /// The window that contains a position among the rank's items.
@@ -571,6 +623,9 @@ mod tests {
                     if shuffle != Shuffle::Window {
                         for b in 0..plan.batches() {
                             let items: Vec<Key> = epoch.items(b).map(of).collect();
+                            let mut numbers = vec![0; items.len()];
+                            epoch.numbers_from(epoch.turn(b).start, &mut numbers);
+                            prop_assert!(numbers.iter().zip(&items).all(|(number, item)| of(plan.item(*number)) == *item));
                             prop_assert_eq!(items.len() as u64, epoch.batch_len(b));
                             prop_assert!((1..=batch).contains(&epoch.batch_len(b)));
                             seen.extend(items);
@@ -592,6 +647,11 @@ mod tests {
                         let mut rest = vec![];
                         epoch.sequence(half..it.places.end, |_, item| rest.push(of(item)));
                         prop_assert_eq!(&stored[stored.len() - rest.len()..], &rest[..]);
+                        prop_assert!(epoch.equal_units(&it).is_none() || (bound.is_none() && same));
+                        if let Some(units) = epoch.equal_units(&it) {
+                            let by_place = (0..it.order.len()).map(|place| of(units.get(&plan, place)));
+                            prop_assert_eq!(by_place.collect::<Vec<_>>(), stored.clone());
+                        }
                         for t in 0..it.order.len() {
                             prop_assert_eq!(epoch.window_of(it.first + t), w);
                             mine.push(stored[it.order.get(t) as usize]);

@@ -7,7 +7,7 @@
 //! Rows come as [`Chunks`], read ahead by other threads; rows that must be decoded, or that a slow source sends, are gathered
 //! into the slots. A window that lies in the page cache takes no slots: its batches are gathered from the mapping.
 
-use super::chunks::{Chunk, ChunkRows, Chunks, Picks, SlotItem, Wanted, wanted_of};
+use super::chunks::{CachedItems, Chunk, ChunkRows, Chunks, Picks, SlotItem, Wanted, wanted_of};
 use super::items::{BatchItems, convert_rows};
 use super::plan::{Epoch, Item, Plan, Window};
 use super::rescale::Convert;
@@ -31,8 +31,8 @@ struct PartialWindow {
     slots: Vec<u32>,
     /// Places that were read, or skipped because they are not wanted.
     read: u64,
-    /// The item of each place, if the window lies in the page cache; then it takes no slots.
-    cached: Option<Vec<SlotItem>>,
+    /// The items by place, if the window lies in the page cache; then it takes no slots.
+    cached: Option<CachedItems>,
 }
 
 /// The pool.
@@ -109,7 +109,7 @@ impl<'a, 'n> WindowPool<'a, 'n> {
         known: &mut BatchItems,
         watch: Watch<'_>,
     ) -> Result<()> {
-        let (own, interleaved) = (self.epoch.own(batch), self.plan.settings.interleaved);
+        let (plan, own, interleaved) = (self.plan, self.epoch.own(batch), self.plan.settings.interleaved);
         let to = convert.to() * (self.slot_bytes / convert.from());
         let (mut position, mut out) = (own.start, out);
         while position < own.end {
@@ -123,8 +123,15 @@ impl<'a, 'n> WindowPool<'a, 'n> {
                 out.split_at_mut_checked(n * to).ok_or_else(|| wrong("a batch larger than its memory"))?;
             let from = known.examples.len();
             if let Some(cached) = &held.cached {
-                let ids_of = |i: usize| cached[order.get(position + i as u64 - first) as usize].ids();
-                known.extend(n, interleaved, &ids_of, &mut *watch)?;
+                let numbers = |from: u64, places: &mut [u64]| order.fill(position - first + from, places);
+                match cached {
+                    CachedItems::Equal(units) => {
+                        known.extend(n, interleaved, (&numbers, &|place| units.get(plan, place).ids()), &mut *watch)?;
+                    }
+                    CachedItems::Listed(items) => {
+                        known.extend(n, interleaved, (&numbers, &|place| items[place as usize].ids()), &mut *watch)?;
+                    }
+                }
                 let source = (self.rows, self.plan, convert);
                 known.gather(from, source, mine, &mut self.scratch, &mut *watch)?;
             } else {
@@ -205,7 +212,7 @@ impl<'a, 'n> WindowPool<'a, 'n> {
         Ok(())
     }
 
-    fn take_chunks(&mut self, held: &mut PartialWindow, chunks: &mut Chunks<'_, '_>, watch: Watch<'_>) -> Result<()> {
+    fn take_chunks(&mut self, held: &mut PartialWindow, chunks: &mut Chunks<'a, '_>, watch: Watch<'_>) -> Result<()> {
         while held.read < held.window.order.len() {
             let free = if self.memory.is_some() { self.free.len() } else { self.slots as usize };
             let fits = |chunk: &Chunk| chunk.items.len() <= free;
@@ -213,7 +220,7 @@ impl<'a, 'n> WindowPool<'a, 'n> {
             held.read += chunk.covered;
             match &mut chunk.rows {
                 ChunkRows::Read(rows) => self.put(held, &chunk.items, rows.bytes(), &mut *watch)?,
-                ChunkRows::Cached(items) => held.cached = Some(std::mem::take(items)),
+                ChunkRows::Cached(items) => held.cached = items.take(),
             }
             chunks.done(chunk);
         }
