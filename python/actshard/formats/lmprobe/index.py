@@ -22,6 +22,7 @@ from actshard.errors import (
     UnsupportedError,
     from_reader,
 )
+from actshard.formats.lmprobe.pages import decoded_at_most
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -171,12 +172,15 @@ class Index:
             try:
                 # Parquet stores repeated values once: 12 kB can contain 5 GB of text. Dictionaries keep it small.
                 texts = [n for n in names if _is_text(self.schema.field(n).type)]
+                most = _EXPANDED + _EXPANSION * part.stat().size
                 with part.arrow() as file:
-                    table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=texts)
-                for column in table.columns:
-                    if _holds_codes(column.type):  # also if the file declares it, such as pandas categories
+                    coded = [name for name in texts if not _fits(part, file, name, most)]
+                    table = pq.read_table(file, columns=list(names), partitioning=None, read_dictionary=coded)
+                for name, column in zip(names, table.columns, strict=True):
+                    # Texts are not checked by pyarrow, nor are codes, also if the file declares them, such as pandas categories.
+                    if name in texts or _holds_codes(column.type):
                         column.validate(full=True)
-                tables.append(_plain_texts(table, texts, _EXPANDED + _EXPANSION * part.stat().size))
+                tables.append(_plain_texts(table, coded, most))
             except (pa.ArrowException, OSError, ValueError) as error:
                 if isinstance(error, ActshardError):
                     raise
@@ -312,6 +316,16 @@ def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
         if part not in found:
             raise MissingFileError(f"expected part {i} of {int(total)} of the index, found nothing", path=part)
     return found
+
+
+def _fits(part: Location, source: pa.NativeFile, name: str, most: int) -> bool:
+    """Whether a column of texts takes at most ``most`` bytes for certain. A store would be asked for every page's header."""
+    import pyarrow.parquet as pq
+
+    if not part.storage.local:
+        return False
+    size = decoded_at_most(source, pq.ParquetFile(source, pre_buffer=False), name)
+    return size is not None and size <= most
 
 
 def _batches(file: Any, names: Sequence[str], rows: int, local: bool) -> Iterator[pa.RecordBatch]:
