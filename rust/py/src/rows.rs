@@ -436,6 +436,12 @@ impl Rows {
         })
     }
 
+    /// Whether reads decode files or parts of them.
+    #[getter]
+    fn decodes(&self, py: Python<'_>) -> bool {
+        self.dataset(py).is_ok_and(|dataset| dataset.decodes())
+    }
+
     /// Bytes of memory that the address table uses.
     fn table_bytes(&self, py: Python<'_>) -> usize {
         match self.dataset(py).as_deref() {

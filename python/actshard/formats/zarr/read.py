@@ -115,7 +115,6 @@ def open(path: Location, options: Options) -> Contents:
     first = members[0]
     for member in members[1:]:
         first.check_alike(member)
-    warnings = _warnings(members)
     arrays = [a for m in members for a in m.arrays]
     assert first.arrays[0].dtype is not None
     dtype = first.arrays[0].dtype
@@ -136,6 +135,7 @@ def open(path: Location, options: Options) -> Contents:
         descr=dtype,
         io=options.io,
     )
+    warnings = _warnings(members, rows.decodes)
     n = sum(m.n for m in members)
 
     def counts() -> NDArray[np.int64]:
@@ -166,10 +166,11 @@ def open(path: Location, options: Options) -> Contents:
     )
 
 
-def _warnings(members: Sequence[Member]) -> list[Remark]:
+def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
+    """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
     found = [w.within(m.path.name) if len(members) > 1 else w for m in members for w in m.warnings]
     coded = sorted({a.how for m in members for a in m.arrays if a.how})
-    if coded:
+    if coded and decodes:
         found.append(
             Remark(
                 "layout",
