@@ -1,4 +1,5 @@
-//! The floors of the core and the binding: no file uses a higher floor than its own, and no files use each other in a circle.
+//! The floors of the core, the remote stores and the binding: no file uses a higher floor than its own, and no files use each
+//! other in a circle.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
@@ -12,6 +13,20 @@ use common::sources;
 const CORE: &[&str] = &[
     "location", "error", "kernels", "dtype", "memory", "threads", "source", "codec", "arrays", "layout", "parse",
     "files", "gather", "rows", "scan", "stream", "write", "tokens", "lib",
+];
+const REMOTE: &[&str] = &[
+    "runtime",
+    "address",
+    "options",
+    "failure",
+    "credentials",
+    "client",
+    "known",
+    "state",
+    "reading",
+    "object",
+    "store",
+    "lib",
 ];
 const BINDING: &[&str] =
     &["errors", "detach", "buffer", "arguments", "handle", "pickle", "stream", "write", "tokens", "rows", "lib"];
@@ -188,6 +203,11 @@ fn check(folder: &str, floors: &[&str]) {
 #[test]
 fn the_core_has_no_arrow_upward_and_no_circle() {
     check("core/src", CORE);
+}
+
+#[test]
+fn the_remote_stores_have_no_arrow_upward_and_no_circle() {
+    check("remote/src", REMOTE);
 }
 
 #[test]

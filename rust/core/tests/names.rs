@@ -1,4 +1,5 @@
-//! Names and sizes in the core and the binding: type names are unique, and files and functions are short.
+//! Names and sizes in the core, the remote stores and the binding: type names are unique, and files and functions are
+//! short.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -92,7 +93,7 @@ impl<'ast> Visit<'ast> for Declared {
 
     fn visit_item_use(&mut self, item: &'ast syn::ItemUse) {
         if let (syn::UseTree::Path(path), syn::Visibility::Inherited) = (&item.tree, &item.vis)
-            && !["crate", "self", "super", "actshard_core"].iter().any(|own| path.ident == own)
+            && !["crate", "self", "super", "actshard_core", "actshard_remote"].iter().any(|own| path.ident == own)
         {
             self.import(&path.tree);
         }
@@ -131,7 +132,7 @@ fn long(text: &str, declared: &Declared) -> Vec<String> {
 }
 
 fn code() -> Vec<(String, String)> {
-    all(&["core/src", "py/src"])
+    all(&["core/src", "remote/src", "py/src"])
 }
 
 /// The files below some folders, with their text.
@@ -170,7 +171,7 @@ fn files_and_functions_are_short() {
         let declared = Declared::of(&text);
         found.extend(long(&text, &declared).into_iter().map(|said| format!("{path}:{said}")));
     }
-    for (path, text) in all(&["core", "py", "fuzz/fuzz_targets"]) {
+    for (path, text) in all(&["core", "remote", "py", "fuzz/fuzz_targets"]) {
         let lines = text.lines().count();
         if lines > LONGEST_FILE {
             found.push(format!("{path}: {lines} lines"));

@@ -1,0 +1,244 @@
+//! Buckets of S3, Google Cloud Storage and Azure, through object_store.
+
+use std::ops::Range;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex};
+
+use futures_util::future::BoxFuture;
+use futures_util::{FutureExt, StreamExt, TryStreamExt};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::path::Path;
+use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, RetryConfig};
+
+use super::pace::Pace;
+use super::wire::Wire;
+use super::{Answer, Client, Expected, ListedObject, Listing, Tag};
+use crate::address::{Provider, StoreUrl};
+use crate::credentials::{self, aws, cloud};
+use crate::failure::{Cause, Failure};
+use crate::options::{ProviderSettings, RequestLimits};
+use crate::runtime::{PerProcess, with};
+
+type Bucket = Arc<dyn ObjectStore>;
+
+/// A client of one bucket.
+#[derive(Debug)]
+pub struct BucketClient {
+    provider: Provider,
+    bucket: String,
+    settings: ProviderSettings,
+    limits: Arc<RequestLimits>,
+    pace: Arc<Pace>,
+    store: PerProcess<Bucket>,
+    /// The region that the server named, if it is not the configured one.
+    region: Mutex<Option<String>>,
+}
+
+impl BucketClient {
+    /// A client of the bucket of an address.
+    pub fn new(address: &StoreUrl, settings: ProviderSettings, pace: Arc<Pace>) -> BucketClient {
+        BucketClient {
+            provider: address.provider,
+            bucket: address.bucket.clone(),
+            limits: Arc::new(settings.limits.clone()),
+            settings,
+            pace,
+            store: PerProcess::default(),
+            region: Mutex::default(),
+        }
+    }
+
+    fn store(&self) -> Result<Bucket, Failure> {
+        self.store.get(|| {
+            let wire = Wire::new(Arc::clone(&self.limits), Arc::clone(&self.pace))?;
+            match self.provider {
+                Provider::S3 => self.s3(wire),
+                Provider::Gcs => self.gcs(wire),
+                _ => self.azure(wire),
+            }
+        })
+    }
+
+    fn s3(&self, wire: Wire) -> Result<Bucket, Failure> {
+        let found = aws::find(&self.settings, &credentials::variable)?;
+        let mut builder = AmazonS3Builder::new();
+        let ours = self.settings.has(&["access_key_id", "skip_signature"]) || self.settings.profile.is_some();
+        for (key, value) in environment("AWS_") {
+            let Ok(key) = AmazonS3ConfigKey::from_str(&key) else { continue };
+            let credential = matches!(
+                key,
+                AmazonS3ConfigKey::AccessKeyId | AmazonS3ConfigKey::SecretAccessKey | AmazonS3ConfigKey::Token
+            );
+            // A session token of the environment does not belong to the keys of the options.
+            if !(ours && credential || matches!(key, AmazonS3ConfigKey::Client(_) | AmazonS3ConfigKey::Bucket)) {
+                builder = builder.with_config(key, value);
+            }
+        }
+        builder = found.apply(builder);
+        for (key, value) in &self.settings.keys {
+            builder = builder.with_config(known(key)?, value);
+        }
+        if let Some(region) = with(&self.region, |region| region.clone()).flatten() {
+            builder = builder.with_region(region);
+        }
+        let builder = builder.with_bucket_name(&self.bucket).with_retry(no_retries()).with_allow_http(true);
+        let made = builder.with_http_connector(wire).build().map_err(|error| Failure::of_store(&error))?;
+        Ok(Arc::new(made))
+    }
+
+    fn gcs(&self, wire: Wire) -> Result<Bucket, Failure> {
+        cloud::check_google(&self.settings, &credentials::variable)?;
+        let mut builder = GoogleCloudStorageBuilder::new();
+        if let Ok(path) = std::env::var("SERVICE_ACCOUNT") {
+            builder = builder.with_service_account_path(path);
+        }
+        for (key, value) in environment("GOOGLE_") {
+            if let Ok(key) = GoogleConfigKey::from_str(&key)
+                && !matches!(key, GoogleConfigKey::Client(_) | GoogleConfigKey::Bucket)
+            {
+                builder = builder.with_config(key, value);
+            }
+        }
+        for (key, value) in &self.settings.keys {
+            builder = builder.with_config(known(key)?, value);
+        }
+        let builder = builder.with_bucket_name(&self.bucket).with_retry(no_retries());
+        let made = builder.with_http_connector(wire).build().map_err(|error| Failure::of_store(&error))?;
+        Ok(Arc::new(made))
+    }
+
+    fn azure(&self, wire: Wire) -> Result<Bucket, Failure> {
+        cloud::check_azure(&self.settings, &credentials::variable)?;
+        let (container, host) = self.bucket.split_once('@').unwrap_or((&self.bucket, ""));
+        let mut builder = MicrosoftAzureBuilder::new();
+        for (key, value) in environment("AZURE_") {
+            if let Ok(key) = AzureConfigKey::from_str(&key)
+                && !matches!(key, AzureConfigKey::Client(_) | AzureConfigKey::ContainerName)
+            {
+                builder = builder.with_config(key, value);
+            }
+        }
+        for (key, value) in &self.settings.keys {
+            builder = builder.with_config(known(key)?, value);
+        }
+        if let Some(account) = host.split('.').next().filter(|account| !account.is_empty()) {
+            builder = builder.with_account(account);
+        }
+        let builder = builder.with_container_name(container).with_retry(no_retries()).with_allow_http(true);
+        let made = builder.with_http_connector(wire).build().map_err(|error| Failure::of_store(&error))?;
+        Ok(Arc::new(made))
+    }
+
+    /// Whether another attempt with other settings may succeed: the bucket's region, or fresh credentials.
+    fn adapts(&self, failure: &Failure) -> bool {
+        let redirected = matches!(failure.status(), Some(301 | 307 | 308 | 400));
+        if let Some(region) = failure.region.as_ref().filter(|_| redirected && self.provider == Provider::S3) {
+            with(&self.region, |known| *known = Some(region.clone()));
+            self.store.reset();
+            return true;
+        }
+        let expired = failure.is_expired();
+        if expired {
+            self.store.reset();
+        }
+        expired
+    }
+
+    async fn ask(&self, key: &str, range: Range<u64>, expected: &Expected) -> Result<Answer, Failure> {
+        let path = parsed(key)?;
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(range)),
+            if_match: expected.tag.as_ref().and_then(Tag::if_match),
+            ..GetOptions::default()
+        };
+        let found = self.store()?.get_opts(&path, options).await.map_err(|error| Failure::of_store(&error))?;
+        let (tag, size, range) = (tag_of(&found.meta), found.meta.size, found.range.clone());
+        let body = found.into_stream().map(|chunk| chunk.map_err(|error| Failure::of_store(&error)));
+        Ok(Answer { tag, size, range, body: Box::pin(body) })
+    }
+
+    async fn names(&self, folder: &str, deep: bool) -> Result<Listing, Failure> {
+        let path = parsed(folder)?;
+        let prefix = (!folder.is_empty()).then_some(&path);
+        let store = self.store()?;
+        let (objects, folders): (Vec<ObjectMeta>, Vec<Path>) = if deep {
+            (store.list(prefix).try_collect().await.map_err(|error| Failure::of_store(&error))?, vec![])
+        } else {
+            let found = store.list_with_delimiter(prefix).await.map_err(|error| Failure::of_store(&error))?;
+            (found.objects, found.common_prefixes)
+        };
+        let listed =
+            |meta: &ObjectMeta| ListedObject { key: meta.location.to_string(), size: meta.size, tag: tag_of(meta) };
+        Ok(Listing {
+            objects: objects.iter().map(listed).collect(),
+            folders: folders.into_iter().map(String::from).collect(),
+            deep,
+        })
+    }
+}
+
+/// Variables of the environment that begin with a prefix, in lower case.
+fn environment(prefix: &str) -> Vec<(String, String)> {
+    let vars =
+        std::env::vars_os().filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)));
+    let ours = vars.filter(|(key, value)| key.starts_with(prefix) && !value.is_empty());
+    ours.map(|(key, value)| (key.to_ascii_lowercase(), value)).collect()
+}
+
+/// An option's key; the options were checked before.
+fn known<T: FromStr>(key: &str) -> Result<T, Failure> {
+    T::from_str(key).map_err(|_| Failure::new(Cause::Refused, format!("storage_options: {key:?}: unknown option")))
+}
+
+fn parsed(key: &str) -> Result<Path, Failure> {
+    Path::parse(key).map_err(|error| Failure::new(Cause::Refused, format!("a key that cannot be read: {error}")))
+}
+
+/// Requests are repeated by [`Wire`], and bodies by the reader.
+fn no_retries() -> RetryConfig {
+    RetryConfig { max_retries: 0, ..RetryConfig::default() }
+}
+
+fn tag_of(meta: &ObjectMeta) -> Tag {
+    // Servers without times say 1970.
+    let time = Some(meta.last_modified.timestamp()).filter(|time| *time > 0);
+    Tag::new(meta.e_tag.as_deref(), time.map(|time| time.to_string()))
+}
+
+impl Client for BucketClient {
+    fn get<'a>(
+        &'a self,
+        key: &'a str,
+        range: Range<u64>,
+        expected: &'a Expected,
+    ) -> BoxFuture<'a, Result<Answer, Failure>> {
+        async move {
+            match self.ask(key, range.clone(), expected).await {
+                Err(failure) if self.adapts(&failure) => self.ask(key, range, expected).await,
+                answer => answer,
+            }
+        }
+        .boxed()
+    }
+
+    fn list<'a>(&'a self, folder: &'a str, deep: bool) -> BoxFuture<'a, Result<Listing, Failure>> {
+        async move {
+            match self.names(folder, deep).await {
+                Err(failure) if self.adapts(&failure) => self.names(folder, deep).await,
+                Err(failure) if failure.cause == Cause::Broken => self.names(folder, deep).await,
+                listing => listing,
+            }
+        }
+        .boxed()
+    }
+
+    fn ready(&self) -> Result<(), Failure> {
+        match self.provider {
+            Provider::S3 => aws::find(&self.settings, &credentials::variable).map(drop),
+            Provider::Gcs => cloud::check_google(&self.settings, &credentials::variable),
+            _ => cloud::check_azure(&self.settings, &credentials::variable),
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Where the bytes of a URL are after its redirects, remembered until the signed URL ends. Tokens go to the first host only.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use object_store::client::HttpResponse;
+use reqwest::Url;
+use reqwest::header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderName, IF_MATCH, RANGE};
+
+use futures_util::StreamExt;
+
+use super::wire::Wire;
+use super::{Answer, Expected, Tag};
+use crate::failure::{Cause, Failure};
+use crate::options::Secret;
+
+/// Redirects that are followed.
+const HOPS: usize = 5;
+/// A signed URL is renewed this long before its end.
+const EARLY: Duration = Duration::from_secs(30);
+/// Used for a redirect to another host that does not say how long it is valid.
+const UNKNOWN: Duration = Duration::from_secs(600);
+
+/// The place of an object.
+#[derive(Clone, Debug)]
+struct Resolved {
+    url: Secret,
+    /// Whether it is on the host that the token belongs to.
+    home: bool,
+    until: Option<Instant>,
+    /// The identity that the first host gave, for hosts whose ETags are their own.
+    linked: Option<Tag>,
+    /// The ETag of the first answer from this place.
+    seen: Arc<OnceLock<Tag>>,
+}
+
+impl Resolved {
+    fn is_valid(&self) -> bool {
+        self.until.is_none_or(|until| Instant::now() < until)
+    }
+}
+
+type ResolvedSlot = Arc<tokio::sync::Mutex<Option<Resolved>>>;
+
+/// The places of a process's objects.
+#[derive(Debug)]
+pub struct ResolvedFiles {
+    wire: Wire,
+    /// Not held while anything waits.
+    by_key: Mutex<HashMap<String, ResolvedSlot>>,
+}
+
+/// A request for a range.
+pub struct WantedBytes<'a> {
+    /// The URL before redirects.
+    pub url: &'a str,
+    /// The token for its host.
+    pub token: Option<&'a Secret>,
+    /// The bytes.
+    pub range: Range<u64>,
+    /// What is known of the object.
+    pub expected: &'a Expected,
+    /// Whether the ETag of answers is the object's, so that `If-Match` helps.
+    pub own_etag: bool,
+}
+
+impl ResolvedFiles {
+    /// No places known.
+    pub fn new(wire: Wire) -> ResolvedFiles {
+        ResolvedFiles { wire, by_key: Mutex::default() }
+    }
+
+    /// The connections.
+    pub fn wire(&self) -> &Wire {
+        &self.wire
+    }
+
+    /// Asks for a range, at its place if that is known. One request at a time finds the place of a key.
+    pub async fn get(&self, key: &str, wanted: &WantedBytes<'_>) -> Result<Answer, Failure> {
+        let slot = {
+            let mut by_key = self.by_key.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(by_key.entry(key.to_string()).or_default())
+        };
+        let mut place = slot.lock().await;
+        if let Some(known) = place.clone().filter(Resolved::is_valid) {
+            drop(place);
+            match self.at(&known, wanted).await {
+                Err(failure) if !known.home && matches!(failure.status(), Some(400 | 401 | 403 | 410)) => {
+                    // The signed URL may have ended, or its host failed: a new one, once.
+                    place = slot.lock().await;
+                    if let Some(newer) = place.clone().filter(|newer| newer.url != known.url) {
+                        drop(place);
+                        return self.at(&newer, wanted).await;
+                    }
+                }
+                answer => return answer,
+            }
+        }
+        let (found, answer) = self.follow(wanted).await?;
+        *place = Some(found.clone());
+        drop(place);
+        answer_of(answer, &found, wanted)
+    }
+
+    async fn at(&self, place: &Resolved, wanted: &WantedBytes<'_>) -> Result<Answer, Failure> {
+        let request = Wire::get(&place.url.0, &headers(wanted, place.home))?;
+        let answer = self.wire.send(request).await?;
+        if answer.status().is_redirection() {
+            // It moved again: follow it once, without remembering.
+            let (found, answer) = self.follow(wanted).await?;
+            return answer_of(answer, &found, wanted);
+        }
+        answer_of(answer, place, wanted)
+    }
+
+    /// Follows redirects from the first URL to an answer.
+    async fn follow(&self, wanted: &WantedBytes<'_>) -> Result<(Resolved, HttpResponse), Failure> {
+        let invalid = |_| Failure::new(Cause::Protocol, "a redirect to an invalid URL");
+        let mut url = Url::parse(wanted.url).map_err(invalid)?;
+        let home = url.origin();
+        let (mut linked, mut at_home) = (None, true);
+        for _ in 0..=HOPS {
+            let request = Wire::get(url.as_str(), &headers(wanted, at_home))?;
+            let answer = self.wire.send(request).await?;
+            if at_home {
+                let header = |name| Wire::header(answer.headers(), name);
+                linked = header("x-linked-etag").map(|etag| Tag::new(Some(etag), None)).or(linked);
+            }
+            if !answer.status().is_redirection() {
+                let until = (!at_home).then(|| Instant::now() + lifetime(&url).saturating_sub(EARLY));
+                let place =
+                    Resolved { url: Secret(url.into()), home: at_home, until, linked, seen: Arc::new(OnceLock::new()) };
+                return Ok((place, answer));
+            }
+            let to = Wire::header(answer.headers(), "location");
+            let to = to.ok_or_else(|| Failure::new(Cause::Protocol, "a redirect without a location"))?;
+            let next = url.join(to).map_err(invalid)?;
+            if url.scheme() == "https" && next.scheme() != "https" {
+                return Err(Failure::new(Cause::Protocol, "a redirect from https to http, which is not followed"));
+            }
+            // Once away, a token is not sent again: the other host chose the way back.
+            at_home = at_home && next.origin() == home;
+            url = next;
+        }
+        Err(Failure::new(Cause::Protocol, format!("more than {HOPS} redirects")))
+    }
+}
+
+fn headers(wanted: &WantedBytes<'_>, home: bool) -> Vec<(HeaderName, String)> {
+    let last = wanted.range.end.saturating_sub(1).max(wanted.range.start);
+    let mut made = vec![
+        (RANGE, format!("bytes={}-{last}", wanted.range.start)),
+        // Ranges of a compressed answer would be ranges of other bytes.
+        (ACCEPT_ENCODING, "identity".to_string()),
+    ];
+    if let Some(token) = wanted.token.filter(|_| home) {
+        made.push((AUTHORIZATION, format!("Bearer {}", token.0)));
+    }
+    if let Some(tag) = wanted.expected.tag.as_ref().filter(|_| wanted.own_etag).and_then(Tag::if_match) {
+        made.push((IF_MATCH, tag));
+    }
+    made
+}
+
+/// How long a signed URL is valid.
+fn lifetime(url: &Url) -> Duration {
+    let number = |name: &str| url.query_pairs().find(|(key, _)| key == name)?.1.parse::<u64>().ok();
+    if let Some(seconds) = number("X-Amz-Expires") {
+        return Duration::from_secs(seconds);
+    }
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    number("Expires").map_or(UNKNOWN, |end| Duration::from_secs(end).saturating_sub(now))
+}
+
+/// The range, size and tag of an answer.
+fn answer_of(answer: HttpResponse, place: &Resolved, wanted: &WantedBytes<'_>) -> Result<Answer, Failure> {
+    let protocol = |text: &str| Failure::new(Cause::Protocol, text);
+    let header = |name: &str| Wire::header(answer.headers(), name);
+    if header("content-encoding").is_some_and(|encoding| !encoding.eq_ignore_ascii_case("identity"))
+        && !wanted.url.split('?').next().unwrap_or_default().ends_with("gz")
+    {
+        return Err(protocol("the server compressed the answer, so that ranges are not those of the object"));
+    }
+    let (range, size) = match answer.status().as_u16() {
+        206 => {
+            let text = header("content-range").unwrap_or_default();
+            parse_range(text).ok_or_else(|| protocol("a partial answer without a valid Content-Range"))?
+        }
+        200 => {
+            let size: Option<u64> = header("content-length").and_then(|text| text.parse().ok());
+            let size =
+                size.ok_or_else(|| protocol("an answer without a length: the server must support byte ranges"))?;
+            if wanted.range.start > 0 {
+                return Err(protocol("the server ignores byte ranges: download the dataset first"));
+            }
+            (0..size.min(wanted.range.end), size)
+        }
+        status => return Err(protocol(&format!("an answer with status {status}"))),
+    };
+    let own = Tag::new(header("etag"), header("last-modified").map(str::to_string));
+    if !place.seen.get_or_init(|| own.clone()).agrees(&own) {
+        return Err(Failure::changed("the server's ETag is another one"));
+    }
+    let tag = match (&place.linked, wanted.own_etag) {
+        (Some(linked), false) => linked.clone(),
+        (None, false) => wanted.expected.tag.clone().unwrap_or(own),
+        (_, true) => own,
+    };
+    let body = answer.into_body().bytes_stream();
+    let body = body.map(|chunk| chunk.map_err(|error| Failure::of_transport(&error)));
+    Ok(Answer { tag, size, range, body: Box::pin(body) })
+}
+
+/// Parses `bytes FIRST-LAST/SIZE`.
+fn parse_range(text: &str) -> Option<(Range<u64>, u64)> {
+    let (range, size) = text.trim().strip_prefix("bytes ")?.split_once('/')?;
+    let (first, last) = range.split_once('-')?;
+    let (first, last, size): (u64, u64, u64) = (first.parse().ok()?, last.parse().ok()?, size.parse().ok()?);
+    (first <= last && last < size).then_some((first..last + 1, size))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_of_answers_are_checked() {
+        assert_eq!(parse_range("bytes 0-9/100"), Some((0..10, 100)));
+        for text in ["bytes 0-9/*", "bytes 9-0/100", "bytes 0-100/100", "0-9/100", "bytes 0-9", ""] {
+            assert_eq!(parse_range(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn signed_urls_have_an_end() {
+        let url = |query: &str| Url::parse(&format!("https://h/k?{query}")).unwrap();
+        assert_eq!(lifetime(&url("X-Amz-Expires=3600&a=b")), Duration::from_secs(3600));
+        assert_eq!(lifetime(&url("Expires=1")), Duration::ZERO);
+        assert_eq!(lifetime(&url("a=b")), UNKNOWN);
+    }
+}

@@ -1,0 +1,193 @@
+//! One request and its answer, with retries; the same for all clients. object_store sends its requests through it too.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use object_store::ClientOptions;
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpService,
+};
+use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
+use tokio::time::{sleep, timeout};
+
+use super::pace::Pace;
+use crate::failure::{Cause, Failure};
+use crate::options::RequestLimits;
+
+tokio::task_local! {
+    /// The end of all attempts of the current read.
+    static DEADLINE: Instant;
+}
+
+/// The longest body of an error that is read.
+const ERROR_BODY: usize = 8 << 10;
+
+/// Sends requests on one pool of connections.
+#[derive(Clone, Debug)]
+pub struct Wire {
+    http: reqwest::Client,
+    limits: Arc<RequestLimits>,
+    pace: Arc<Pace>,
+}
+
+/// Runs a future whose requests end before a deadline.
+pub async fn until<F: Future>(deadline: Instant, future: F) -> F::Output {
+    DEADLINE.scope(deadline, future).await
+}
+
+impl Wire {
+    /// A new pool of connections. Must be called inside of the runtime.
+    pub fn new(limits: Arc<RequestLimits>, pace: Arc<Pace>) -> Result<Wire, Failure> {
+        let mut builder = reqwest::Client::builder()
+            .http1_only()
+            .redirect(reqwest::redirect::Policy::none())
+            .user_agent(limits.agent.clone())
+            .connect_timeout(limits.connect)
+            .read_timeout(limits.stall)
+            .pool_idle_timeout(limits.idle)
+            .referer(false);
+        if let Some(proxy) = &limits.proxy {
+            let proxy = reqwest::Proxy::all(&proxy.0);
+            builder = builder.proxy(proxy.map_err(|_| Failure::new(Cause::Refused, "proxy_url: expected a URL"))?);
+        }
+        let http = builder.build().map_err(|error| {
+            let text = format!("cannot start an HTTP client: {}", error.without_url());
+            Failure::new(Cause::Refused, text)
+        })?;
+        Ok(Wire { http, limits, pace })
+    }
+
+    /// A GET.
+    pub fn get(url: &str, headers: &[(HeaderName, String)]) -> Result<HttpRequest, Failure> {
+        let mut request = HttpRequest::new(HttpRequestBody::empty());
+        let invalid = |_| Failure::new(Cause::Refused, "a name that cannot be part of a URL");
+        *request.uri_mut() = url.parse().map_err(invalid)?;
+        for (name, value) in headers {
+            let mut value =
+                HeaderValue::from_str(value).map_err(|_| Failure::new(Cause::Refused, "a token with line breaks"))?;
+            value.set_sensitive(true);
+            request.headers_mut().insert(name, value);
+        }
+        Ok(request)
+    }
+
+    /// Sends a request; again if that may help. Returns answers of success and redirects.
+    pub async fn send(&self, request: HttpRequest) -> Result<HttpResponse, Failure> {
+        let end = DEADLINE.try_with(|end| *end).unwrap_or_else(|_| Instant::now() + self.limits.patience);
+        let repeatable = request.method().is_safe();
+        let mut tried = 0;
+        loop {
+            let held = self.pace.held();
+            if !held.is_zero() {
+                self.rest(held, end, None).await?;
+            }
+            self.pace.count_request();
+            let failure = match self.once(request.clone()).await {
+                Ok(answer) => return Ok(answer),
+                Err(failure) => failure,
+            };
+            tried += 1;
+            if !repeatable || !failure.is_temporary() || tried >= self.limits.tries {
+                return Err(tired(failure, tried));
+            }
+            if let Some(after) = failure.after {
+                self.pace.hold(after);
+            }
+            let wait = failure.after.unwrap_or_else(|| self.pace.backoff(tried - 1));
+            self.rest(wait, end, Some(tired(failure, tried))).await?;
+            self.pace.count_retry();
+        }
+    }
+
+    /// Waits, unless that takes longer than the rest of the time: then the last failure is the answer.
+    async fn rest(&self, wait: Duration, end: Instant, failure: Option<Failure>) -> Result<(), Failure> {
+        let left = end.saturating_duration_since(Instant::now());
+        if wait > left {
+            let asks = format!("the server asks to wait {} s", wait.as_secs());
+            return Err(
+                failure.unwrap_or_else(|| Failure { cause: Cause::Status(429), ..Failure::new(Cause::Broken, asks) })
+            );
+        }
+        sleep(wait).await;
+        Ok(())
+    }
+
+    async fn once(&self, request: HttpRequest) -> Result<HttpResponse, Failure> {
+        let started = Instant::now();
+        // reqwest's own limit covers the wait for the headers as well, but its error does not say which.
+        let sent = timeout(self.limits.connect + self.limits.stall, HttpService::call(&self.http, request));
+        let answer = sent.await.map_err(|_| Failure::new(Cause::Broken, "no answer in time"))?;
+        let answer = answer.map_err(|error| Failure::of_transport(&error))?;
+        self.pace.answered(started.elapsed());
+        let status = answer.status().as_u16();
+        if (200..300).contains(&status) || ((300..400).contains(&status) && answer.headers().contains_key("location")) {
+            return Ok(answer);
+        }
+        let (parts, body) = answer.into_parts();
+        let body = body.bytes_stream();
+        Err(Failure::of_answer(status, &parts.headers, &first(body).await))
+    }
+
+    /// The whole body of an answer, up to a limit.
+    pub async fn body(&self, answer: HttpResponse, most: usize) -> Result<Vec<u8>, Failure> {
+        use futures_util::StreamExt;
+        let (mut stream, mut made) = (answer.into_body().bytes_stream(), vec![]);
+        while let Some(chunk) = stream.next().await {
+            let chunk = chunk.map_err(|error| Failure::of_transport(&error))?;
+            self.pace.received(chunk.len() as u64);
+            if made.len() + chunk.len() > most {
+                return Err(Failure::new(Cause::Protocol, format!("an answer of more than {most} bytes")));
+            }
+            made.extend_from_slice(&chunk);
+        }
+        Ok(made)
+    }
+
+    /// The headers of an answer as text.
+    pub fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+        headers.get(name).and_then(|value| value.to_str().ok())
+    }
+}
+
+/// A failure after several attempts.
+fn tired(mut failure: Failure, tried: u32) -> Failure {
+    if tried > 1 {
+        failure.text = format!("{} (after {tried} attempts)", failure.text).trim_start().to_string();
+    }
+    failure
+}
+
+/// The first bytes of a body; as many as arrive.
+async fn first(mut body: futures_util::stream::BoxStream<'static, Result<bytes::Bytes, HttpError>>) -> Vec<u8> {
+    use futures_util::StreamExt;
+    let mut made = vec![];
+    let all = async {
+        while let Some(Ok(chunk)) = body.next().await {
+            made.extend_from_slice(&chunk);
+            if made.len() >= ERROR_BODY {
+                break;
+            }
+        }
+    };
+    let _ = timeout(Duration::from_secs(5), all).await;
+    made.truncate(ERROR_BODY);
+    made
+}
+
+#[async_trait]
+impl HttpService for Wire {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        if request.uri().query().is_some_and(|query| query.contains("list-type=2") || query.contains("comp=list")) {
+            self.pace.count_listing();
+        }
+        // An error of unknown kind is not tried again by object_store: all that helps was done here.
+        self.send(request).await.map_err(|failure| HttpError::new(HttpErrorKind::Unknown, failure))
+    }
+}
+
+impl HttpConnector for Wire {
+    fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
+        Ok(HttpClient::new(self.clone()))
+    }
+}

@@ -1,0 +1,309 @@
+//! Failures of requests: what failed, whether another attempt may help, and one line for the user.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::time::Duration;
+
+use actshard_core::location::Location;
+use actshard_core::{Error, Kind};
+use object_store::client::{HttpError, HttpErrorKind};
+use reqwest::header::HeaderMap;
+
+/// The kind of a failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The server responded with this status.
+    Status(u16),
+    /// No connection.
+    Connect,
+    /// The connection broke or stalled.
+    Broken,
+    /// The object is not the one that was opened.
+    Changed,
+    /// The answer contradicts the request.
+    Protocol,
+    /// A request that cannot be made: no credentials, or the store cannot list.
+    Refused,
+}
+
+/// A failed request. Contains no URL: those may be signed.
+#[derive(Clone, Debug)]
+pub struct Failure {
+    /// Its kind.
+    pub cause: Cause,
+    /// The server's own word for it: S3's `<Code>`, the hub's `X-Error-Code`.
+    pub code: Option<String>,
+    /// The details, in one line.
+    pub text: String,
+    /// The server's wish: not before this time.
+    pub after: Option<Duration>,
+    /// The region of the bucket, if the server said.
+    pub region: Option<String>,
+    /// The object's size, if the server said.
+    pub size: Option<u64>,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Cause::Status(status) = self.cause {
+            write!(f, "{status}")?;
+            if let Some(code) = &self.code {
+                write!(f, " {code}")?;
+            }
+            if !self.text.is_empty() {
+                f.write_str(": ")?;
+            }
+        }
+        f.write_str(&self.text)
+    }
+}
+
+impl StdError for Failure {}
+
+impl Failure {
+    /// A failure without a status.
+    pub fn new(cause: Cause, text: impl Into<String>) -> Failure {
+        Failure { cause, code: None, text: text.into(), after: None, region: None, size: None }
+    }
+
+    /// An object that is not the one that was opened.
+    pub fn changed(text: impl fmt::Display) -> Failure {
+        Failure::new(Cause::Changed, format!("was replaced after it was opened: {text}"))
+    }
+
+    /// An answer with a status other than success.
+    pub fn of_answer(status: u16, headers: &HeaderMap, body: &[u8]) -> Failure {
+        let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+        let body = String::from_utf8_lossy(body);
+        let code = header("x-error-code").or_else(|| header("x-ms-error-code")).map(str::to_string);
+        let text = header("x-error-message").map(str::to_string).or_else(|| between(&body, "<Message>", "</Message>"));
+        let text = text.unwrap_or_else(|| {
+            if body.trim_start().starts_with('<') {
+                String::new()
+            } else {
+                body.lines().next().unwrap_or_default().to_string()
+            }
+        });
+        Failure {
+            cause: Cause::Status(status),
+            code: code.or_else(|| between(&body, "<Code>", "</Code>")),
+            text: shown(&text),
+            after: wait_of(status, headers),
+            region: header("x-amz-bucket-region")
+                .map(str::to_string)
+                .or_else(|| between(&body, "<Region>", "</Region>")),
+            size: header("content-range")
+                .and_then(|range| range.strip_prefix("bytes */")?.parse().ok())
+                .or_else(|| between(&body, "<ActualObjectSize>", "</ActualObjectSize>")?.parse().ok()),
+        }
+    }
+
+    /// An error of the HTTP client.
+    pub fn of_transport(error: &HttpError) -> Failure {
+        if let Some(own) = own(error) {
+            return own;
+        }
+        let cause = match error.kind() {
+            HttpErrorKind::Connect => Cause::Connect,
+            _ => Cause::Broken,
+        };
+        // The innermost source says most: "Connection refused", "dns error".
+        let mut texts = vec![error.to_string()];
+        let mut source = error.source();
+        while let Some(inner) = source {
+            texts.push(inner.to_string());
+            source = inner.source();
+        }
+        let text = match (error.kind(), cause) {
+            (HttpErrorKind::Timeout, Cause::Connect) => "no connection in time".to_string(),
+            (HttpErrorKind::Timeout, _) => "no answer in time".to_string(),
+            _ => certificates(&texts).unwrap_or_else(|| texts.pop().unwrap_or_default()),
+        };
+        Failure::new(cause, shown(&text))
+    }
+
+    /// An error of object_store.
+    pub fn of_store(error: &object_store::Error) -> Failure {
+        if let Some(own) = own(error) {
+            return own;
+        }
+        let mut source: Option<&(dyn StdError + 'static)> = Some(error);
+        let mut last = error.to_string();
+        while let Some(inner) = source {
+            if let Some(http) = inner.downcast_ref::<HttpError>() {
+                return Failure::of_transport(http);
+            }
+            last = inner.to_string();
+            source = inner.source();
+        }
+        match error {
+            object_store::Error::InvalidPath { .. } => {
+                let text =
+                    format!("a key that cannot be read, for example with an empty name between two slashes: {last}");
+                Failure::new(Cause::Protocol, shown(&text))
+            }
+            _ => Failure::new(Cause::Protocol, shown(&last)),
+        }
+    }
+
+    /// The status, if the server responded with one.
+    pub fn status(&self) -> Option<u16> {
+        match self.cause {
+            Cause::Status(status) => Some(status),
+            _ => None,
+        }
+    }
+
+    /// Whether another attempt may succeed.
+    pub fn is_temporary(&self) -> bool {
+        match self.cause {
+            Cause::Status(status) => matches!(status, 408 | 429 | 500 | 502 | 503 | 504 | 509),
+            Cause::Connect | Cause::Broken => !self.text.contains("certificate"),
+            Cause::Changed | Cause::Protocol | Cause::Refused => false,
+        }
+    }
+
+    /// Whether the credentials or the signed URL are too old: new ones may help, once.
+    pub fn is_expired(&self) -> bool {
+        let code = self.code.as_deref().unwrap_or_default();
+        matches!(code, "ExpiredToken" | "ExpiredTokenException" | "RequestExpired" | "TokenRefreshRequired")
+    }
+
+    /// The error about a location.
+    pub fn at(&self, location: &Location) -> Error {
+        let kind = match self.cause {
+            Cause::Status(404 | 410) => Kind::NotFound,
+            Cause::Changed => Kind::Format,
+            Cause::Status(412) => Kind::Format,
+            _ => Kind::Access,
+        };
+        let detail = match self.cause {
+            Cause::Status(404 | 410) => match self.code.as_deref() {
+                None | Some("NoSuchKey" | "EntryNotFound" | "BlobNotFound") => {
+                    "expected an object, found nothing".to_string()
+                }
+                Some(_) => format!("expected an object, found nothing: {self}"),
+            },
+            Cause::Status(412) => "was replaced after it was opened".to_string(),
+            Cause::Status(status) => format!("cannot read: {self}{}", self.advice(status)),
+            Cause::Connect => format!("cannot connect: {self}"),
+            Cause::Broken => format!("cannot read: {self}"),
+            _ => self.to_string(),
+        };
+        Error::new(kind, detail).at(location)
+    }
+
+    /// What to do about a status.
+    fn advice(&self, status: u16) -> &'static str {
+        match (status, self.code.as_deref()) {
+            (_, Some("GatedRepo")) => {
+                "; request access on the dataset's page, and set HF_TOKEN or storage_options={\"token\": ...}"
+            }
+            (_, Some("RepoNotFound" | "RepositoryNotFound")) => {
+                "; check the name; for a private dataset set HF_TOKEN or storage_options={\"token\": ...}"
+            }
+            (_, Some("ExpiredToken" | "RequestExpired")) => "; renew the credentials",
+            (_, Some("RequestTimeTooSkewed")) => "; set this machine's clock",
+            (301 | 307 | 308 | 400, Some("PermanentRedirect" | "AuthorizationHeaderMalformed")) => {
+                "; set storage_options={\"region\": ...} to the bucket's region"
+            }
+            (301..=308, _) => "; the server redirects elsewhere: check the endpoint and the region",
+            (401, _) => "; check the credentials",
+            (403, _) => {
+                "; the credentials may not read this object, or it does not exist and they may not list the bucket"
+            }
+            (416, _) => "; the object is shorter than when it was listed",
+            (429, _) => "; fewer requests are allowed: wait, or use credentials with a higher limit",
+            (500..=599, _) => "; the server failed repeatedly: try again later",
+            _ => "",
+        }
+    }
+}
+
+/// A failure of ours in the sources of an error.
+fn own(error: &(dyn StdError + 'static)) -> Option<Failure> {
+    let mut source = Some(error);
+    while let Some(inner) = source {
+        if let Some(failure) = inner.downcast_ref::<Failure>() {
+            return Some(failure.clone());
+        }
+        source = inner.source();
+    }
+    None
+}
+
+fn certificates(texts: &[String]) -> Option<String> {
+    let found = texts.iter().rev().find(|text| {
+        let text = text.to_ascii_lowercase();
+        text.contains("certificate") || text.contains("unknownissuer") || text.contains("no native root")
+    })?;
+    Some(format!(
+        "{found}; the server's certificate is not trusted here: install the package ca-certificates, or set SSL_CERT_FILE"
+    ))
+}
+
+fn between(text: &str, start: &str, end: &str) -> Option<String> {
+    let (_, rest) = text.split_once(start)?;
+    let (found, _) = rest.split_once(end)?;
+    (found.len() <= 300).then(|| found.to_string())
+}
+
+/// The first part of a text, without the queries of URLs, which may be signatures.
+fn shown(text: &str) -> String {
+    let mut made = String::new();
+    for word in text.split_whitespace().take(40) {
+        let word = match word.split_once('?') {
+            Some((url, _)) if word.contains("://") || word.contains('/') => url,
+            _ => word,
+        };
+        if !made.is_empty() {
+            made.push(' ');
+        }
+        made.extend(word.chars().take(120));
+    }
+    made
+}
+
+/// How long the server asks to wait: `RateLimit` of the hub when nothing is left, else `Retry-After` in seconds.
+fn wait_of(status: u16, headers: &HeaderMap) -> Option<Duration> {
+    if !matches!(status, 429 | 503) {
+        return None;
+    }
+    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let limit = header("ratelimit").and_then(|text| {
+        let part = |name: &str| text.split(';').find_map(|part| part.trim().strip_prefix(name)?.parse::<u64>().ok());
+        (part("r=") == Some(0)).then(|| part("t=").map(|t| t + 1)).flatten()
+    });
+    let seconds = limit.or_else(|| header("retry-after")?.trim().parse().ok())?;
+    Some(Duration::from_secs(seconds))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        pairs.iter().map(|(k, v)| (k.parse().unwrap(), v.parse().unwrap())).collect()
+    }
+
+    #[test]
+    fn a_server_may_ask_to_wait() {
+        let limit = headers(&[("ratelimit", "\"resolvers\";r=0;t=120"), ("retry-after", "3")]);
+        assert_eq!(wait_of(429, &limit), Some(Duration::from_secs(121)));
+        let left = headers(&[("ratelimit", "\"api\";r=5;t=120"), ("retry-after", "3")]);
+        assert_eq!(wait_of(429, &left), Some(Duration::from_secs(3)));
+        assert_eq!(wait_of(200, &left), None);
+    }
+
+    #[test]
+    fn a_line_has_the_status_the_code_and_what_to_do_and_no_secret() {
+        let body =
+            b"<Error><Code>AccessDenied</Code><Message>Denied\nhttp://h/k?X-Amz-Signature=abc x</Message></Error>";
+        let failure = Failure::of_answer(403, &HeaderMap::new(), body);
+        let error = failure.at(&Location::object("s3://bucket", "key"));
+        assert_eq!(error.kind, Kind::Access);
+        let line = error.to_string();
+        assert!(line.starts_with("s3://bucket/key: cannot read: 403 AccessDenied: Denied http://h/k x; "), "{line}");
+    }
+}

@@ -1,0 +1,239 @@
+//! What a store knows of its objects from listings and answers: sizes and tags, and the content of folders.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::client::{Expected, Listing, Tag};
+
+/// The size and tag of an object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ObjectFacts {
+    /// Its size.
+    pub size: u64,
+    /// Its tag.
+    pub tag: Tag,
+}
+
+impl ObjectFacts {
+    /// What answers must agree with.
+    pub fn expected(&self) -> Expected {
+        Expected { size: Some(self.size), tag: Some(self.tag.clone()).filter(|tag| !tag.is_empty()) }
+    }
+}
+
+/// What is known of a name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KnownName {
+    /// An object.
+    Object(ObjectFacts),
+    /// A folder.
+    Folder,
+    /// Nothing has this name.
+    Absent,
+    /// It was not listed.
+    Unknown,
+}
+
+/// Names, each with its size if it is an object.
+type Names<'a> = Box<dyn Iterator<Item = (&'a str, Option<u64>)> + 'a>;
+
+/// Objects and folders that are known.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Known {
+    objects: BTreeMap<String, ObjectFacts>,
+    /// Folders that were listed, each with the names directly inside that are folders.
+    listed: BTreeMap<String, BTreeSet<String>>,
+    /// Folders below which everything was listed.
+    deep: BTreeSet<String>,
+}
+
+/// A key's folder and name.
+fn split(key: &str) -> (&str, &str) {
+    key.rsplit_once('/').unwrap_or(("", key))
+}
+
+fn is_inside(key: &str, folder: &str) -> bool {
+    folder.is_empty() || key.strip_prefix(folder).is_some_and(|rest| rest.starts_with('/'))
+}
+
+impl Known {
+    /// What is known of a key.
+    pub fn find(&self, key: &str) -> KnownName {
+        if let Some(object) = self.objects.get(key) {
+            return KnownName::Object(object.clone());
+        }
+        if self.listed.contains_key(key) {
+            let found = self.names(key).is_some_and(|mut names| names.next().is_some());
+            return if found || key.is_empty() { KnownName::Folder } else { KnownName::Absent };
+        }
+        let (folder, name) = split(key);
+        match self.listed.get(folder) {
+            Some(folders) if folders.contains(name) => KnownName::Folder,
+            Some(_) => KnownName::Absent,
+            None if self.is_below_deep(key) => KnownName::Absent,
+            None => KnownName::Unknown,
+        }
+    }
+
+    fn is_below_deep(&self, key: &str) -> bool {
+        self.deep.iter().any(|folder| folder == key || is_inside(key, folder))
+    }
+
+    /// The names directly inside a folder, each with its size if it is an object; `None` if it was not listed.
+    pub fn names<'a>(&'a self, folder: &'a str) -> Option<Names<'a>> {
+        let Some(folders) = self.listed.get(folder) else {
+            return self.is_below_deep(folder).then(|| Box::new(std::iter::empty()) as Names<'a>);
+        };
+        let start = if folder.is_empty() { String::new() } else { format!("{folder}/") };
+        let skip = start.len();
+        let below = self.objects.range(start.clone()..).take_while(move |(key, _)| key.starts_with(&start));
+        let direct = below.filter_map(move |(key, object)| {
+            let name = &key[skip..];
+            (!name.is_empty() && !name.contains('/')).then_some((name, Some(object.size)))
+        });
+        Some(Box::new(folders.iter().map(|name| (name.as_str(), None)).chain(direct)))
+    }
+
+    /// Records an object.
+    pub fn insert(&mut self, key: &str, object: ObjectFacts) {
+        self.objects.insert(key.to_string(), object);
+    }
+
+    /// Records what a folder contains. Objects that are known already keep their tags: a newer one must not pass unnoticed.
+    pub fn record(&mut self, folder: &str, listing: Listing) {
+        let mut folders = listing.folders;
+        self.listed.entry(folder.to_string()).or_default();
+        if listing.deep {
+            self.deep.insert(folder.to_string());
+            folders.extend(listing.objects.iter().filter_map(|object| {
+                let (above, _) = split(&object.key);
+                (above != folder && is_inside(above, folder)).then(|| above.to_string())
+            }));
+            folders.dedup();
+        }
+        for below in &folders {
+            // Each folder on the way, for stores that list objects only.
+            let mut at = below.as_str();
+            while is_inside(at, folder) && !at.is_empty() {
+                let (above, name) = split(at);
+                let is_new = self.listed.entry(above.to_string()).or_default().insert(name.to_string());
+                if listing.deep {
+                    self.listed.entry(at.to_string()).or_default();
+                }
+                if !is_new || !listing.deep || above == folder {
+                    break;
+                }
+                at = above;
+            }
+        }
+        for object in listing.objects {
+            // Empty objects that mark folders.
+            let (above, name) = split(&object.key);
+            let marks = object.size == 0
+                && (object.key == folder || self.listed.get(above).is_some_and(|folders| folders.contains(name)));
+            if !marks {
+                self.objects.entry(object.key).or_insert(ObjectFacts { size: object.size, tag: object.tag });
+            }
+        }
+    }
+
+    /// A form for pickles: keys are shortened by what they share with the one before.
+    pub fn pack(&self) -> PackedKnown {
+        let mut before = "";
+        let mut objects = Vec::with_capacity(self.objects.len());
+        for (key, object) in &self.objects {
+            let same = before.char_indices().zip(key.chars()).take_while(|((_, a), b)| a == b);
+            let shared = same.last().map_or(0, |((at, c), _)| at + c.len_utf8());
+            let strong = object.tag.if_match().is_some();
+            let modified = object.tag.modified.clone().filter(|_| !strong);
+            objects.push((shared, key[shared..].to_string(), object.size, object.tag.etag.clone(), modified));
+            before = key;
+        }
+        PackedKnown { objects, listed: self.listed.clone(), deep: self.deep.clone() }
+    }
+
+    /// The content of a packed form; `None` if it is damaged.
+    pub fn unpack(packed: PackedKnown) -> Option<Known> {
+        let (mut before, mut objects) = (String::new(), BTreeMap::new());
+        for (shared, rest, size, etag, modified) in packed.objects {
+            let key = format!("{}{rest}", before.get(..shared)?);
+            objects.insert(key.clone(), ObjectFacts { size, tag: Tag { etag, modified } });
+            before = key;
+        }
+        Some(Known { objects, listed: packed.listed, deep: packed.deep })
+    }
+}
+
+/// Bytes shared with the key before, the rest of the key, size, ETag and time.
+type PackedObject = (usize, String, u64, Option<Box<str>>, Option<Box<str>>);
+
+/// [`Known`] in a pickled store.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct PackedKnown {
+    objects: Vec<PackedObject>,
+    listed: BTreeMap<String, BTreeSet<String>>,
+    deep: BTreeSet<String>,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+    use crate::client::ListedObject;
+
+    fn object(key: &str, size: u64) -> ListedObject {
+        ListedObject { key: key.to_string(), size, tag: Tag::new(Some("e"), None) }
+    }
+
+    fn names(known: &Known, folder: &str) -> Option<Vec<(String, Option<u64>)>> {
+        known.names(folder).map(|names| names.map(|(name, size)| (name.to_string(), size)).collect())
+    }
+
+    #[test]
+    fn one_level_tells_nothing_of_the_next() {
+        let mut known = Known::default();
+        let objects = vec![object("run", 0), object("run/meta.json", 5)];
+        known.record("run", Listing { objects, folders: vec!["run/layer".to_string()], deep: false });
+        assert_eq!(names(&known, "run").unwrap(), [("layer".to_string(), None), ("meta.json".to_string(), Some(5))]);
+        assert_eq!(known.find("run/layer"), KnownName::Folder);
+        assert_eq!(known.find("run/other"), KnownName::Absent);
+        assert_eq!(known.find("run/layer/0"), KnownName::Unknown);
+        assert_eq!(known.find("elsewhere"), KnownName::Unknown);
+        assert!(names(&known, "run/layer").is_none());
+    }
+
+    #[test]
+    fn a_deep_listing_tells_everything_below() {
+        let mut known = Known::default();
+        let objects = vec![object("run/a/b/c", 1), object("run/a/b", 0), object("run/x", 2)];
+        known.record("run", Listing { objects, folders: vec![], deep: true });
+        assert_eq!(names(&known, "run").unwrap(), [("a".to_string(), None), ("x".to_string(), Some(2))]);
+        assert_eq!(names(&known, "run/a").unwrap(), [("b".to_string(), None)]);
+        assert_eq!(names(&known, "run/a/b").unwrap(), [("c".to_string(), Some(1))]);
+        assert_eq!(names(&known, "run/none").unwrap(), []);
+        assert_eq!(known.find("run/a/b"), KnownName::Folder);
+        assert_eq!(known.find("run/none/x"), KnownName::Absent);
+        assert_eq!(known.find("other"), KnownName::Unknown);
+    }
+
+    #[test]
+    fn packed_and_unpacked_it_is_the_same() {
+        let mut known = Known::default();
+        let objects = (0..1000).map(|i| object(&format!("run/é{i:05}.bin"), i)).collect();
+        known.record("run", Listing { objects, folders: vec!["run/f".to_string()], deep: false });
+        let text = serde_json::to_string(&known.pack()).unwrap();
+        assert!(text.len() < 30 * 1000, "{}", text.len());
+        assert_eq!(Known::unpack(serde_json::from_str(&text).unwrap()).unwrap(), known);
+        let damaged = r#"{"objects": [[3, "x", 1, null, null]], "listed": {}, "deep": []}"#;
+        assert!(Known::unpack(serde_json::from_str(damaged).unwrap()).is_none());
+    }
+
+    #[test]
+    fn a_second_listing_does_not_hide_a_change() {
+        let mut known = Known::default();
+        known.record("", Listing { objects: vec![object("a", 1)], ..Listing::default() });
+        known.record("", Listing { objects: vec![object("a", 2)], ..Listing::default() });
+        assert!(matches!(known.find("a"), KnownName::Object(object) if object.size == 1));
+    }
+}

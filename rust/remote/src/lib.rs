@@ -1,0 +1,28 @@
+//! Stores behind a network: S3, Google Cloud Storage, Azure, web servers, and datasets of the Hugging Face hub.
+//!
+//! A [`store::RemoteStore`] implements the core's `Store`, and its objects implement `Source`. Local files never pass through
+//! here. The floors; each uses only those before it:
+//!
+//! 1. [`runtime`]: threads for requests, one set per process. [`address`]: URLs. [`options`]: `storage_options`.
+//! 2. [`failure`]: what went wrong, and what to do. [`credentials`]: those that object_store does not find.
+//! 3. [`client`]: the protocols. One place sends requests, with retries ([`client::wire`]); one place checks answers
+//!    ([`client::checked`]).
+//! 4. [`known`]: sizes and tags. [`state`]: what travels in pickles. [`reading`]: ranges into memory. [`object`]: the `Source`.
+//!    [`store`]: the `Store`.
+//!
+//! Secrets are in types whose `Debug` hides them, and messages contain no URL but the canonical one of [`address`].
+
+pub mod address;
+pub mod client;
+pub mod credentials;
+pub mod failure;
+pub mod known;
+pub mod object;
+pub mod options;
+pub mod reading;
+pub mod runtime;
+pub mod state;
+pub mod store;
+
+pub use options::Options;
+pub use store::RemoteStore;

@@ -1,0 +1,41 @@
+//! What travels in a pickled store.
+
+use actshard_core::{Error, Kind, Result};
+use serde::{Deserialize, Serialize};
+
+use crate::known::PackedKnown;
+
+/// The version of this form. A newer one is refused.
+const VERSION: u32 = 1;
+
+/// URL, options, revision and known objects of a store.
+#[derive(Serialize, Deserialize)]
+pub struct State {
+    /// The URL as the user gave it; signed URLs contain a secret.
+    pub url: String,
+    /// The options, secrets included.
+    pub options: Vec<(String, String)>,
+    /// The pinned revision.
+    pub revision: Option<String>,
+    /// The known objects.
+    pub known: PackedKnown,
+}
+
+impl State {
+    /// The state as bytes.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        let encoded = serde_json::to_vec(&(VERSION, self));
+        encoded.map_err(|error| Error::new(Kind::Internal, format!("the state of a remote store: {error}")))
+    }
+
+    /// The state of bytes.
+    pub fn decode(bytes: &[u8]) -> Result<State> {
+        let damaged = |_| Error::new(Kind::Format, "the state of a remote store is damaged, or from a newer version");
+        let (version, state): (u32, State) = serde_json::from_slice(bytes).map_err(damaged)?;
+        if version != VERSION {
+            let text = format!("the state of a remote store: expected version {VERSION}, found {version}");
+            return Err(Error::new(Kind::Unsupported, text));
+        }
+        Ok(state)
+    }
+}

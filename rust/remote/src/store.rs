@@ -1,0 +1,268 @@
+//! A store of objects behind a URL.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use actshard_core::location::Location;
+use actshard_core::source::{Access, Source, Store, Wishes};
+use actshard_core::threads::{Stop, interrupted};
+use actshard_core::{Error, Kind, Result};
+use bytes::Bytes;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+
+use crate::address::{Provider, StoreUrl};
+use crate::client::hub::HubClient;
+use crate::client::objects::BucketClient;
+use crate::client::pace::{Counts, Pace};
+use crate::client::web::WebClient;
+use crate::client::{Client, Tag};
+use crate::failure::Failure;
+use crate::known::{Known, KnownName, ObjectFacts};
+use crate::object::{LARGEST, PARALLEL, RemoteObject};
+use crate::options::Options;
+use crate::reading::Link;
+use crate::runtime::{wait, with};
+use crate::state::State;
+
+/// Bytes that the first request for an unknown object asks for.
+const HEAD: u64 = 64 << 10;
+/// Bytes of objects' beginnings that a store keeps, all together.
+const HEADS: u64 = 16 << 20;
+const LEAST_GAP: f64 = 16.0 * 1024.0;
+const MOST_GAP: f64 = 1024.0 * 1024.0;
+
+/// A name in a folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The name.
+    pub name: String,
+    /// The object's size; `None` for a folder.
+    pub size: Option<u64>,
+}
+
+/// A bucket, web server or dataset of the hub. Remembers sizes and tags of its objects.
+#[derive(Debug)]
+pub struct RemoteStore {
+    address: StoreUrl,
+    url: crate::options::Secret,
+    options: Options,
+    link: Arc<Link>,
+    known: Mutex<Known>,
+    /// Bytes of beginnings handed to objects. An upper bound: those that objects dropped still count.
+    heads: AtomicU64,
+}
+
+impl RemoteStore {
+    /// The store of a URL. Makes no request.
+    pub fn open(url: &str, options: Options) -> Result<RemoteStore> {
+        RemoteStore::with(url, options, None, Known::default())
+    }
+
+    fn with(url: &str, options: Options, revision: Option<String>, known: Known) -> Result<RemoteStore> {
+        let address = StoreUrl::parse(url)?;
+        let settings = options.settings(address.provider)?;
+        let (pace, limits) = (Arc::new(Pace::default()), settings.limits.clone());
+        let client: Box<dyn Client> = match address.provider {
+            Provider::S3 | Provider::Gcs | Provider::Azure => {
+                Box::new(BucketClient::new(&address, settings, Arc::clone(&pace)))
+            }
+            Provider::Http => Box::new(WebClient::new(&address, &settings, Arc::clone(&pace))),
+            Provider::Hub => Box::new(HubClient::new(&address, &settings, revision, Arc::clone(&pace))),
+        };
+        let link = Arc::new(Link { client, pace, limits });
+        let url = crate::options::Secret(url.to_string());
+        Ok(RemoteStore { address, url, options, link, known: Mutex::new(known), heads: AtomicU64::new(0) })
+    }
+
+    /// The location of the URL.
+    pub fn root(&self) -> Location {
+        self.address.location(&self.address.key)
+    }
+
+    /// The location of a key.
+    pub fn location(&self, key: &str) -> Location {
+        self.address.location(key)
+    }
+
+    /// The commit of a dataset of the hub, once it is known.
+    pub fn revision(&self) -> Option<String> {
+        self.link.client.revision()
+    }
+
+    /// Counts of the requests so far.
+    pub fn counts(&self) -> Counts {
+        self.link.pace.counts()
+    }
+
+    /// What another process needs to open the same store without a request: URL, options, revision and known objects.
+    /// Contains the options' secrets.
+    pub fn state(&self) -> Result<Vec<u8>> {
+        let known = with(&self.known, |known| known.pack()).unwrap_or_default();
+        State { url: self.url.0.clone(), options: self.options.pairs(), revision: self.revision(), known }.encode()
+    }
+
+    /// The store of a state.
+    pub fn from_state(bytes: &[u8]) -> Result<RemoteStore> {
+        let state = State::decode(bytes)?;
+        let damaged = || Error::new(Kind::Format, "the state of a remote store is damaged");
+        let known = Known::unpack(state.known).ok_or_else(damaged)?;
+        RemoteStore::with(&state.url, Options::new(state.options), state.revision, known)
+    }
+
+    fn key<'a>(&self, location: &'a Location) -> Result<&'a str> {
+        match location {
+            Location::Object(object) if object.store == self.address.store => Ok(&object.key),
+            _ => Err(Error::new(Kind::Internal, format!("not in the store {}", self.address.store)).at(location)),
+        }
+    }
+
+    fn look_up(&self, key: &str) -> KnownName {
+        with(&self.known, |known| known.find(key)).unwrap_or(KnownName::Unknown)
+    }
+
+    /// Names directly inside a folder; `deep` lists everything below it at once, for later calls.
+    pub fn scan(&self, folder: &Location, deep: bool, stop: &Stop) -> Result<Vec<Found>> {
+        let key = self.key(folder)?;
+        let names = |known: &mut Known| -> Option<Vec<Found>> {
+            let names = known.names(key)?;
+            Some(names.map(|(name, size)| Found { name: name.to_string(), size }).collect())
+        };
+        if let Some(found) = with(&self.known, names).flatten() {
+            return Ok(found);
+        }
+        // The hub lists all below a folder in as few requests as one level: from the dataset's root, once.
+        let root = &self.address.key;
+        let from_root = self.address.provider == Provider::Hub && key.starts_with(root.as_str());
+        let from = if from_root { root } else { key };
+        let listing = wait(self.link.client.list(from, deep), stop)?.ok_or_else(interrupted)?;
+        let listing = listing.map_err(|failure| failure.at(folder))?;
+        let recorded = with(&self.known, |known| {
+            known.record(from, listing);
+            names(known)
+        });
+        let lost = || Error::new(Kind::Internal, "a listing that was not recorded").at(folder);
+        Ok(recorded.ok_or_else(lost)?.unwrap_or_default())
+    }
+
+    /// The size of an object, `Some(None)` for a folder, `None` for nothing.
+    pub fn stat(&self, location: &Location, stop: &Stop) -> Result<Option<Option<u64>>> {
+        match self.look_up(self.key(location)?) {
+            KnownName::Object(object) => return Ok(Some(Some(object.size))),
+            KnownName::Folder => return Ok(Some(None)),
+            KnownName::Absent => return Ok(None),
+            KnownName::Unknown => {}
+        }
+        match self.open_many(&[location], Access::Once, stop).pop() {
+            Some(Ok(source)) => Ok(Some(Some(source.size()))),
+            Some(Err(error)) if error.kind == Kind::NotFound => {
+                if self.link.client.lists() && !self.scan(location, false, stop)?.is_empty() {
+                    return Ok(Some(None));
+                }
+                Ok(None)
+            }
+            Some(Err(error)) => Err(error),
+            None => Err(interrupted()),
+        }
+    }
+
+    fn object(&self, location: &Location, key: &str, facts: ObjectFacts, head: Option<Bytes>) -> Box<dyn Source> {
+        Box::new(RemoteObject {
+            link: Arc::clone(&self.link),
+            location: location.clone(),
+            key: key.to_string(),
+            size: facts.size,
+            tag: Mutex::new(facts.tag),
+            head: Mutex::new(head),
+        })
+    }
+
+    /// Opens an object that nothing is known of: its first bytes, and with them its size and tag.
+    async fn probe(&self, key: &str) -> Result<(ObjectFacts, Bytes), Failure> {
+        let tag = Mutex::new(Tag::default());
+        let (head, size, tag) = self.link.reading(key, None, &tag).open(HEAD).await?;
+        Ok((ObjectFacts { size, tag }, head.into()))
+    }
+
+    fn keep_head(&self, head: Bytes) -> Option<Bytes> {
+        let len = head.len() as u64;
+        let before = self.heads.fetch_add(len, Ordering::Relaxed);
+        if before + len > HEADS {
+            self.heads.fetch_sub(len, Ordering::Relaxed);
+            return None;
+        }
+        Some(head)
+    }
+
+    fn open_known(&self, location: &Location) -> Result<Option<Box<dyn Source>>> {
+        let key = self.key(location)?;
+        let detail = match self.look_up(key) {
+            KnownName::Object(facts) => return Ok(Some(self.object(location, key, facts, None))),
+            KnownName::Unknown => return Ok(None),
+            KnownName::Absent => Error::new(Kind::NotFound, "expected an object, found nothing"),
+            KnownName::Folder => Error::new(Kind::NotAFile, "expected an object, found a folder"),
+        };
+        Err(detail.at(location))
+    }
+}
+
+impl Store for RemoteStore {
+    fn open_many(&self, locations: &[&Location], _: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>> {
+        let mut answers: Vec<Option<Result<Box<dyn Source>>>> =
+            locations.iter().map(|location| self.open_known(location).transpose()).collect();
+        // The hub's listing at the pinned commit is one request for all names, a probe is two for each.
+        if self.address.provider == Provider::Hub && answers.iter().any(Option::is_none) {
+            if let Err(error) = self.scan(&self.root(), true, stop) {
+                let failed = |location: &&Location| Err(Error { location: Some((*location).clone()), ..error.clone() });
+                return answers.into_iter().zip(locations).map(|(a, l)| a.unwrap_or_else(|| failed(l))).collect();
+            }
+            answers = locations.iter().map(|location| self.open_known(location).transpose()).collect();
+        }
+        let unknown: Vec<usize> = (0..answers.len()).filter(|i| answers[*i].is_none()).collect();
+        if !unknown.is_empty() {
+            let one = |i: usize| async move {
+                let location = locations[i];
+                let key = match self.key(location) {
+                    Ok(key) => key,
+                    Err(error) => return (i, Err(error)),
+                };
+                let opened = self.probe(key).await.map_err(|failure| failure.at(location));
+                (
+                    i,
+                    opened.map(|(facts, head)| {
+                        with(&self.known, |known| known.insert(key, facts.clone()));
+                        self.object(location, key, facts, self.keep_head(head))
+                    }),
+                )
+            };
+            let all = async {
+                let mut left = unknown.into_iter();
+                let mut flying: FuturesUnordered<_> = left.by_ref().take(PARALLEL).map(one).collect();
+                while let Some((i, opened)) = flying.next().await {
+                    answers[i] = Some(opened);
+                    flying.extend(left.next().map(one));
+                }
+            };
+            if let Err(error) = wait(all, stop) {
+                return locations.iter().map(|location| Err(error.clone().at(*location))).collect();
+            }
+        }
+        let fill =
+            |(answer, location): (Option<_>, &&Location)| answer.unwrap_or_else(|| Err(interrupted().at(*location)));
+        answers.into_iter().zip(locations).map(fill).collect()
+    }
+
+    fn list(&self, folder: &Location) -> Result<Vec<String>> {
+        Ok(self.scan(folder, false, &Stop::default())?.into_iter().map(|found| found.name).collect())
+    }
+
+    fn look(&self, location: &Location) -> Result<()> {
+        let missing = || Error::new(Kind::NotFound, "expected a file, found nothing").at(location);
+        self.stat(location, &Stop::default())?.map(drop).ok_or_else(missing)
+    }
+
+    fn wishes(&self) -> Option<Wishes> {
+        let pace = &self.link.pace;
+        let gap = (pace.rate() * pace.latency().as_secs_f64() / PARALLEL as f64).clamp(LEAST_GAP, MOST_GAP);
+        Some(Wishes { gap: gap as u64, largest: LARGEST, parallel: PARALLEL, unit_bytes: LARGEST })
+    }
+}

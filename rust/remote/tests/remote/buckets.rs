@@ -1,0 +1,166 @@
+use actshard_core::Kind;
+use actshard_core::source::{Access, RangeRead, Store, Version};
+use actshard_core::threads::Stop;
+use actshard_remote::RemoteStore;
+
+use super::server::{Fake, noise, open, options_of, read};
+
+#[test]
+fn any_range_has_the_bytes_of_the_object() {
+    let bytes = noise(9 << 20, 1);
+    let fake = Fake::new([("run/a.bin", bytes.clone()), ("run/empty", vec![])]);
+    let store = fake.s3("run", &[]);
+    let source = open(&store, &store.location("run/a.bin")).unwrap();
+    assert_eq!(source.size(), bytes.len() as u64);
+    for (at, len) in [(0, 1), (0, 64 << 10), (65_535, 2), (9 << 20, 0), ((9 << 20) - 1, 1), (5, 9 << 19), (0, 9 << 20)]
+    {
+        assert_eq!(read(&*source, at as u64, len).unwrap(), bytes[at..at + len], "{at} {len}");
+    }
+    let (mut a, mut b) = (vec![0; 100], vec![0; 5 << 20]);
+    let reads = &mut [RangeRead { at: 8 << 20, into: &mut a }, RangeRead { at: 3, into: &mut b }];
+    source.read_many(reads, &Stop::default()).unwrap();
+    assert!(a == bytes[8 << 20..(8 << 20) + 100] && b == bytes[3..3 + (5 << 20)]);
+    let error = read(&*source, (9 << 20) - 1, 2).unwrap_err();
+    assert_eq!(error.kind, Kind::Truncated);
+    let empty = open(&store, &store.location("run/empty")).unwrap();
+    assert_eq!((empty.size(), read(&*empty, 0, 0).unwrap()), (0, vec![]));
+}
+
+#[test]
+fn an_unknown_object_costs_one_request_and_a_listed_one_none() {
+    let fake = Fake::new([("run/a", noise(1000, 1)), ("run/b", noise(1000, 2)), ("run/c", noise(100_000, 3))]);
+    let store = fake.s3("run", &[]);
+    let a = open(&store, &store.location("run/a")).unwrap();
+    assert_eq!(read(&*a, 0, 1000).unwrap(), noise(1000, 1));
+    assert_eq!(fake.seen().len(), 1);
+    assert_eq!(store.scan(&store.root(), false, &Stop::default()).unwrap().len(), 3);
+    let places = [store.location("run/b"), store.location("run/c"), store.location("run/none")];
+    let opened = store.open_many(&places.iter().collect::<Vec<_>>(), Access::Kept, &Stop::default());
+    assert_eq!(fake.seen().len(), 1);
+    assert_eq!(opened[1].as_ref().unwrap().size(), 100_000);
+    assert_eq!(opened[2].as_ref().unwrap_err().kind, Kind::NotFound);
+    assert_eq!(store.list(&store.location("run")).unwrap(), ["a", "b", "c"]);
+    assert_eq!(store.stat(&store.location("run/b"), &Stop::default()).unwrap(), Some(Some(1000)));
+    assert_eq!(fake.seen().len(), 0);
+    assert_eq!(store.counts().listings, 1);
+    let again = open(&store, &store.location("run/a")).unwrap();
+    assert_eq!((again.size(), fake.seen().len()), (1000, 0));
+}
+
+#[test]
+fn folders_are_listed_by_level_and_by_pages() {
+    let keys = ["run/x/1", "run/x/2", "run/y/z/3", "run/é a+b%", "run/meta.json", "runner/no"];
+    let fake = Fake::new(keys.map(|key| (key, vec![1])));
+    fake.set_page(2);
+    let names = |store: &RemoteStore, key: &str, deep| {
+        let found = store.scan(&store.location(key), deep, &Stop::default()).unwrap();
+        found.into_iter().map(|found| (found.name, found.size)).collect::<Vec<_>>()
+    };
+    let all = [("x", None), ("y", None), ("meta.json", Some(1)), ("é a+b%", Some(1))];
+    let all = all.map(|(name, size)| (name.to_string(), size));
+    for deep in [false, true] {
+        let store = fake.s3("run", &[]);
+        assert_eq!(names(&store, "run", deep), all);
+        let before = fake.seen().len();
+        assert!(before == if deep { 3 } else { 2 }, "{before}");
+        assert_eq!(names(&store, "run/x", deep), [("1".to_string(), Some(1)), ("2".to_string(), Some(1))]);
+        assert_eq!(fake.seen().len(), usize::from(!deep));
+        assert!(names(&store, "nothing", false).is_empty());
+        let odd = open(&store, &store.location("run/é a+b%")).unwrap();
+        assert_eq!(read(&*odd, 0, 1).unwrap(), [1]);
+        assert_eq!(store.stat(&store.location("run/y"), &Stop::default()).unwrap(), Some(None));
+        assert!(store.look(&store.location("run/y/z")).is_ok());
+        assert_eq!(store.look(&store.location("run/q")).unwrap_err().kind, Kind::NotFound);
+        fake.seen();
+    }
+}
+
+#[test]
+fn a_replaced_object_is_an_error_and_never_other_bytes() {
+    for ignores in [false, true] {
+        for bare in [false, true] {
+            let fake = Fake::new([("run/a", noise(200_000, 1))]);
+            if ignores {
+                fake.ignore_match();
+            }
+            if bare {
+                fake.set_bare_listings();
+            }
+            let store = fake.s3("run", &[]);
+            store.scan(&store.root(), false, &Stop::default()).unwrap();
+            let source = open(&store, &store.location("run/a")).unwrap();
+            assert_eq!(read(&*source, 0, 10).unwrap(), noise(200_000, 1)[..10]);
+            assert!(matches!(source.version(), Some(Version::Tag(_))));
+            fake.put("run/a", noise(200_000, 2));
+            let error = read(&*source, 100_000, 10).unwrap_err();
+            assert!(error.kind == Kind::Format && error.detail.contains("was replaced"), "{error}");
+            fake.remove("run/a");
+            let error = read(&*source, 100_000, 10).unwrap_err();
+            assert!(error.kind == Kind::Format && error.detail.contains("was replaced"), "{error}");
+            fake.put("run/a", noise(100, 2));
+            assert_eq!(read(&*source, 100_000, 10).unwrap_err().kind, Kind::Format);
+            assert_eq!(read(&*source, 0, 200_000).unwrap_err().kind, Kind::Format);
+        }
+    }
+}
+
+#[test]
+fn an_object_opened_again_is_still_the_first_one() {
+    let fake = Fake::new([("run/a", noise(200_000, 1))]);
+    let store = fake.s3("run", &[]);
+    drop(open(&store, &store.location("run/a")).unwrap());
+    fake.put("run/a", noise(200_000, 2));
+    let again = open(&store, &store.location("run/a")).unwrap();
+    assert_eq!(read(&*again, 0, 10).unwrap_err().kind, Kind::Format);
+}
+
+#[test]
+fn a_state_opens_the_same_store_without_a_request() {
+    let fake = Fake::new([("run/a", noise(200_000, 1)), ("run/x/b", noise(10, 2))]);
+    let store = fake.s3("run", &[]);
+    store.scan(&store.root(), true, &Stop::default()).unwrap();
+    let state = store.state().unwrap();
+    fake.seen();
+    let other = RemoteStore::from_state(&state).unwrap();
+    assert_eq!(other.list(&other.location("run/x")).unwrap(), ["b"]);
+    let source = open(&other, &other.location("run/a")).unwrap();
+    assert_eq!((source.size(), fake.seen().len()), (200_000, 0));
+    assert_eq!(read(&*source, 9, 10).unwrap(), noise(200_000, 1)[9..19]);
+    assert_eq!(RemoteStore::from_state(&state[..state.len() / 2]).unwrap_err().kind, Kind::Format);
+    assert_eq!(RemoteStore::from_state(b"[2, {}]").unwrap_err().kind, Kind::Format);
+}
+
+#[test]
+fn requests_are_signed_unless_access_is_anonymous() {
+    let fake = Fake::new([("run/a", vec![1])]);
+    let store = fake.s3("run", &[]);
+    open(&store, &store.location("run/a")).unwrap();
+    let signed = fake.seen().remove(0);
+    assert!(signed.headers["authorization"].starts_with("AWS4-HMAC-SHA256 Credential=id/"));
+    let endpoint = format!("http://127.0.0.1:{}", fake.port);
+    let anonymous =
+        RemoteStore::open("s3://bucket/run", options_of(&[("endpoint_url", &endpoint), ("anon", "true")])).unwrap();
+    open(&anonymous, &anonymous.location("run/a")).unwrap();
+    assert!(!fake.seen().remove(0).headers.contains_key("authorization"));
+}
+
+#[test]
+fn secrets_are_in_no_debug_text_and_no_message() {
+    let fake = Fake::new([("run/a", vec![1])]);
+    let store = fake.s3("run", &[]);
+    fake.fault("run/a", super::server::status(403), 1);
+    let error = open(&store, &store.location("run/a")).unwrap_err();
+    let texts = [format!("{store:?}"), format!("{error:?}"), error.to_string()];
+    assert!(texts.iter().all(|text| !text.contains("swordfish")), "{texts:?}");
+    let web = fake.web("run/none?X-Amz-Signature=swordfish", &[("token", "sword2")]);
+    let error = open(&web, &web.root()).unwrap_err();
+    let texts = [format!("{web:?}"), format!("{error:?}"), error.to_string()];
+    assert!(texts.iter().all(|text| !text.contains("sword")), "{texts:?}");
+}
+
+#[test]
+fn a_location_of_another_store_is_refused() {
+    let fake = Fake::new([("run/a", vec![1])]);
+    let (store, web) = (fake.s3("run", &[]), fake.web("run", &[]));
+    assert_eq!(open(&store, &web.location("run/a")).unwrap_err().kind, Kind::Internal);
+}

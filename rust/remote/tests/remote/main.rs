@@ -1,0 +1,10 @@
+//! Tests of remote stores against a server of their own.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod buckets;
+mod faults;
+mod hub;
+mod processes;
+mod server;
+mod web;

@@ -1,0 +1,54 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::server::{Fake, noise, open, read};
+
+/// Forks, runs `work` in the child, and returns whether it returned true there within 20 s.
+#[allow(unsafe_code, reason = "the standard library cannot fork")]
+fn in_child(work: impl Fn() -> bool) -> bool {
+    // SAFETY: the child calls only code that must survive a fork of a process with threads, which is what is tested, and
+    // leaves with _exit. The parent waits for the child that it made.
+    unsafe {
+        let pid = libc::fork();
+        assert!(pid >= 0);
+        if pid == 0 {
+            libc::alarm(20);
+            libc::_exit(i32::from(!work()));
+        }
+        let mut status = 0;
+        assert_eq!(libc::waitpid(pid, &raw mut status, 0), pid);
+        libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0
+    }
+}
+
+#[test]
+fn children_of_a_busy_parent_can_read_with_its_store() {
+    let bytes = noise(300_000, 1);
+    let fake = Fake::new([("run/a", bytes.clone())]);
+    let store = fake.s3("run", &[]);
+    store.scan(&store.root(), false, &actshard_core::threads::Stop::default()).unwrap();
+    let source = open(&store, &store.location("run/a")).unwrap();
+    assert_eq!(read(&*source, 0, 300_000).unwrap(), bytes);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    assert_eq!(read(&*source, 100, 200_000).unwrap(), bytes[100..200_100]);
+                }
+            });
+        }
+        for round in 0..20 {
+            let open_again = round % 2 == 0;
+            let read_there = || {
+                let again = open_again.then(|| open(&store, &store.location("run/a")).unwrap());
+                read(again.as_deref().unwrap_or(&*source), 5, 1000).is_ok_and(|found| found == bytes[5..1005])
+            };
+            let fine = in_child(read_there);
+            if !fine {
+                done.store(true, Ordering::Relaxed);
+            }
+            assert!(fine, "round {round}");
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+}
