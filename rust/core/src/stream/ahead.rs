@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use super::chunks::{ChunkMaker, ChunkRows, Chunks};
+use super::chunks::{ChunkJob, ChunkMaker, ChunkRows, Chunks};
 use super::exchange::Exchange;
 use super::items::{BatchItems, convert_rows};
 use super::plan::{Epoch, Plan, Shuffle};
@@ -16,7 +16,7 @@ use super::pool::WindowPool;
 use super::rescale::Convert;
 use crate::error::{Error, Kind, Result};
 use crate::rows::Rows;
-use crate::threads::{Watch, make_ahead};
+use crate::threads::{Watch, make_ahead, make_weighed_ahead};
 
 pub use super::chunks::Wanted;
 
@@ -186,7 +186,9 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         let threads = maker.threads();
         if shuffle == Shuffle::Window {
             let first = epoch.window_of(epoch.own(self.wanted.first).start);
-            make_ahead(threads, maker.of_windows(first), &make_chunk, |next| {
+            // The list of a cached window may be larger than all chunks: one at a time.
+            let weigh = |job: &ChunkJob| if job.is_cached() { threads.1 as u64 } else { 1 };
+            make_weighed_ahead(threads, maker.of_windows(first), &weigh, &make_chunk, |next| {
                 self.batches(&epoch, make, Some(Chunks::new(&maker, next)))
             })
         } else {

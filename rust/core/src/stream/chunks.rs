@@ -133,6 +133,13 @@ pub struct ChunkJob {
     cached: bool,
 }
 
+impl ChunkJob {
+    /// Whether the chunk is a list of items in the page cache.
+    pub fn is_cached(&self) -> bool {
+        self.cached
+    }
+}
+
 /// Makes chunks.
 pub struct ChunkMaker<'a> {
     rows: &'a Rows,

@@ -1,6 +1,7 @@
 //! Results made ahead and in order, by threads that wait for a disk while the caller uses earlier results.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::iter::Peekable;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -19,14 +20,18 @@ struct Pipeline<'a, I: Iterator, T> {
     changed: Condvar,
     stop: Stop,
     depth: u64,
+    weigh: &'a (dyn Fn(&I::Item) -> u64 + Sync),
     make: &'a (dyn Fn(I::Item, &Stop) -> Result<T> + Sync),
 }
 
-struct Line<I, T> {
-    jobs: I,
+struct Line<I: Iterator, T> {
+    jobs: Peekable<I>,
     /// Number of jobs taken by threads, and of results taken by the caller.
     taken: u64,
     used: u64,
+    /// The weights of those taken and not used yet, and their sum.
+    weights: VecDeque<u64>,
+    ahead: u64,
     /// No job is left.
     ended: bool,
     made: BTreeMap<u64, Result<T>>,
@@ -46,12 +51,28 @@ pub fn make_ahead<I, T, R>(
     using: impl FnOnce(&mut NextResult<'_, T>) -> R,
 ) -> R
 where
-    I: Iterator + Send,
+    I: Iterator<Item: Send> + Send,
     T: Send,
 {
-    let line = Line { jobs, taken: 0, used: 0, ended: false, made: BTreeMap::new(), threads: 0 };
-    let depth = depth.max(threads).max(1) as u64;
-    let pipeline = Pipeline { line: Mutex::new(line), changed: Condvar::new(), stop: Stop::default(), depth, make };
+    make_weighed_ahead((threads, depth.max(threads)), jobs, &|_| 1, make, using)
+}
+
+/// [`make_ahead`] for results of different sizes: those not taken yet weigh at most `depth` together. A heavier one is made alone.
+pub fn make_weighed_ahead<I, T, R>(
+    (threads, depth): (usize, usize),
+    jobs: I,
+    weigh: &(dyn Fn(&I::Item) -> u64 + Sync),
+    make: &(dyn Fn(I::Item, &Stop) -> Result<T> + Sync),
+    using: impl FnOnce(&mut NextResult<'_, T>) -> R,
+) -> R
+where
+    I: Iterator<Item: Send> + Send,
+    T: Send,
+{
+    let (jobs, weights, made) = (jobs.peekable(), VecDeque::new(), BTreeMap::new());
+    let line = Line { jobs, taken: 0, used: 0, weights, ahead: 0, ended: false, made, threads: 0 };
+    let (line, changed, stop, depth) = (Mutex::new(line), Condvar::new(), Stop::default(), depth.max(1) as u64);
+    let pipeline = Pipeline { line, changed, stop, depth, weigh, make };
     std::thread::scope(|scope| {
         let _end = End(&pipeline);
         let mut started = 0;
@@ -87,6 +108,21 @@ fn fault() -> Error {
     Error::new(Kind::Internal, "a fault of actshard in a reading thread, please report it")
 }
 
+impl<I: Iterator, T> Line<I, T> {
+    /// A job was taken.
+    fn add(&mut self, weight: u64) {
+        self.taken += 1;
+        self.weights.push_back(weight);
+        self.ahead += weight;
+    }
+
+    /// The next result was taken.
+    fn pass(&mut self) {
+        self.used += 1;
+        self.ahead -= self.weights.pop_front().unwrap_or(0);
+    }
+}
+
 impl<I: Iterator, T> Pipeline<'_, I, T> {
     fn lock(&self) -> MutexGuard<'_, Line<I, T>> {
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
@@ -94,18 +130,32 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
 
     /// Takes a job with its number; `None` if there is none now.
     fn take(&self, line: &mut Line<I, T>) -> Option<(u64, I::Item)> {
-        if line.ended || self.stop.is_set() || line.taken - line.used >= self.depth {
+        if line.ended || self.stop.is_set() || line.ahead >= self.depth {
             return None;
         }
-        let jobs = &mut line.jobs;
-        let job = catch_unwind(AssertUnwindSafe(|| jobs.next())).unwrap_or_else(|_| {
-            line.made.insert(line.taken, Err(fault()));
-            line.taken += 1;
-            None
-        });
-        line.ended = job.is_none();
-        line.taken += u64::from(job.is_some());
-        job.map(|job| (line.taken - 1, job))
+        let (jobs, ahead) = (&mut line.jobs, line.ahead);
+        // A job that is too heavy now stays in the list.
+        let found = catch_unwind(AssertUnwindSafe(|| {
+            let weight = jobs.peek().map(|job| (self.weigh)(job).clamp(1, self.depth));
+            weight.map(|weight| (weight, if ahead + weight <= self.depth { jobs.next() } else { None }))
+        }));
+        match found {
+            Ok(Some((_, None))) => None,
+            Ok(Some((weight, Some(job)))) => {
+                line.add(weight);
+                Some((line.taken - 1, job))
+            }
+            Ok(None) => {
+                line.ended = true;
+                None
+            }
+            Err(_) => {
+                line.made.insert(line.taken, Err(fault()));
+                line.add(0);
+                line.ended = true;
+                None
+            }
+        }
     }
 
     fn made(&self, job: I::Item) -> Result<T> {
@@ -141,7 +191,7 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
                 return Ok(None);
             }
             if let Some(made) = line.made.remove(&number) {
-                line.used += 1;
+                line.pass();
                 self.stop_after(made.is_err());
                 self.changed.notify_all();
                 return made.map(Some);
@@ -152,7 +202,7 @@ impl<I: Iterator, T> Pipeline<'_, I, T> {
             if line.threads == 0 {
                 // No thread could be created, or all have ended: this one does the work.
                 let Some((_, job)) = self.take(&mut line) else { continue };
-                line.used += 1;
+                line.pass();
                 drop(line);
                 let made = self.made(job);
                 self.stop_after(made.is_err());
@@ -245,6 +295,27 @@ mod tests {
                 Ok::<_, Error>(all)
             });
             assert_eq!(found.unwrap(), (0..500).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn results_not_taken_yet_weigh_no_more_than_allowed() {
+        for threads in [0, 1, 4] {
+            let weigh = |job: &u64| if job % 7 == 3 { 100 } else { 1 + job % 4 };
+            let (ahead, order) = (AtomicU64::new(0), AtomicU64::new(0));
+            let make = |job: u64, _: &Stop| {
+                let now = ahead.fetch_add(weigh(&job).min(8), Ordering::SeqCst) + weigh(&job).min(8);
+                // The caller reports a result after it was taken: one more of each weight may have begun meanwhile.
+                assert!(now <= 16, "{now}");
+                Ok(job)
+            };
+            make_weighed_ahead((threads, 8), 0..300u64, &weigh, &make, |next| {
+                while let Some(job) = next(&mut || false).unwrap() {
+                    assert_eq!(job, order.fetch_add(1, Ordering::SeqCst));
+                    ahead.fetch_sub(weigh(&job).min(8), Ordering::SeqCst);
+                }
+            });
+            assert_eq!(order.into_inner(), 300);
         }
     }
 
