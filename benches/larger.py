@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -22,7 +21,7 @@ import numpy as np
 
 import actshard
 from benches import data
-from benches.measure import NotPermitted, Row, drop_page_cache
+from benches.measure import NotPermitted, Row, drop_page_cache, in_child
 
 GB = float(os.environ.get("ACTSHARD_BENCH_LARGER_GB", "12"))
 TOKENS, D_MODEL, LAYERS = 128, 768, (3, 7)
@@ -130,17 +129,6 @@ def _child(name: str) -> None:
     print(json.dumps({"seconds": took, "bytes": count, "resident": most[0]}))
 
 
-def _run(name: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "benches.larger", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 3:
-        raise NotPermitted(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def larger(repeats: int) -> Iterator[Row]:
     """Every pass in turn with plain reads; medians of at most three turns, which take a minute each."""
     dataset()
@@ -150,7 +138,7 @@ def larger(repeats: int) -> Iterator[Row]:
     try:
         for _ in range(max(1, min(3, repeats // 3))):
             for name, measured in rates.items():
-                found = _run(name)
+                found = in_child("larger", name)
                 measured.append(found["bytes"] / found["seconds"] / 1e6)
                 if name in resident:
                     resident[name] = max(resident[name], found["resident"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from benches.measure import (
     cached_fraction,
     compared,
     fio_iops,
+    in_child,
     interleave,
     median,
 )
@@ -41,17 +41,6 @@ def _open(path: Path, **options: Any) -> actshard.Store:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return actshard.open(path, **options)
-
-
-def _child(*what: str, **environment: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "benches.limits", *what]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
-    if done.returncode == 3:
-        raise NotPermitted(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def casts(repeats: int) -> Iterator[Row]:
@@ -102,7 +91,7 @@ def half_cached(repeats: int) -> Iterator[Row]:
             for file in files:
                 _read_through(file)
             try:
-                found = _child("half", str(seed), mode)
+                found = in_child("limits", "half", str(seed), mode)
             except NotPermitted as why:
                 yield Row(what, state, "fio + hot", None, None, "ms", None, ">= 0.77x", None, str(why))
                 return
@@ -163,7 +152,7 @@ def busy(repeats: int) -> Iterator[Row]:
     that one such wait is within the target, and one per part is not.
     """
     for threads, what in (("1", "one thread"), ("", "default threads")):
-        found = _child("busy", str(max(7, repeats)), ACTSHARD_NUM_THREADS=threads or str(os.cpu_count()))
+        found = in_child("limits", "busy", str(max(7, repeats)), ACTSHARD_NUM_THREADS=threads or str(os.cpu_count()))
         alone, beside = median(found["alone"]) * 1e3, median(found["beside"]) * 1e3
         ratio = alone / beside
         # With as many threads as processors, the computing thread takes one of them: no target.
@@ -239,7 +228,7 @@ def pickle_writers(repeats: int) -> Iterator[Row]:
     """Processor time of writing .pkl.gz shards, relative to all processors."""
     busy, rates = [], []
     for _ in range(max(2, min(repeats // 3, 3))):
-        found = _child("gzip")
+        found = in_child("limits", "gzip")
         busy.append(found["processor"] / (found["seconds"] * len(os.sched_getaffinity(0))))
         rates.append(found["bytes"] / 1e6 / found["seconds"])
     share = median(busy)

@@ -110,16 +110,12 @@ def cached_fraction(files: list[Path], samples: int = 64) -> float:
     return hits / (samples * len(files))
 
 
-def in_child(engine: str, state: str, seed: int, mode: str = "mmap") -> dict[str, Any]:
-    """Runs one gather of `benches.child` in a separate process."""
+def in_child(module: str, *arguments: str, **environment: str) -> dict[str, Any]:
+    """Runs a module of benches in a separate process; returns what it prints as JSON. Status 3 means not permitted."""
     import json
 
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benches.child", engine, state, str(seed), mode],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore", "-m", f"benches.{module}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     if done.returncode == 3:
         raise NotPermitted(done.stderr.strip().splitlines()[-1])
     if done.returncode:

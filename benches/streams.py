@@ -22,7 +22,7 @@ import numpy as np
 import actshard
 from actshard.quality import measure
 from benches import data
-from benches.measure import NotPermitted, Row, drop_page_cache
+from benches.measure import NotPermitted, Row, drop_page_cache, in_child
 
 BATCH = 16_384
 LAYER = 7
@@ -231,7 +231,7 @@ def cold(repeats: int) -> Iterator[Row]:
             drop_page_cache(files)
             disk.append(_fio_sequential(files[0]))
             drop_page_cache(files)
-            found = _child("cold", str(folder))
+            found = in_child("streams", "cold", str(folder))
             rates.append(found["rate"])
             firsts.append((found["first"], found["pool"]))
     except NotPermitted as error:
@@ -265,21 +265,11 @@ def memory(repeats: int) -> Iterator[Row]:
     """Peak anonymous memory of a streaming process."""
     del repeats
     for pool in (256, 1024):
-        found = _child("memory", str(data.saev()), str(pool))
+        found = in_child("streams", "memory", str(data.saev()), str(pool))
         batch = BATCH * data.SAEV["d_model"] * 4
         allowed = (pool << 20) + 2 * batch + (64 << 20)
         yield Row("stream: memory", f"{pool} MiB pool", "", None, found["peak"] / 1e6, "MB", None,
                   f"<= {allowed / 1e6:.0f} MB", found["peak"] <= allowed, "anonymous, besides the process before it")  # fmt: skip
-
-
-def _child(*what: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "benches.streams", *what], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def _anonymous() -> int:

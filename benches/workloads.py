@@ -97,9 +97,9 @@ def random_cold(repeats: int) -> Iterator[Row]:
                     shard.read_bytes()
             for seed in range(max(3, repeats // 3)):
                 runs = {
-                    "numpy": in_child("numpy", state, seed),
-                    "mmap": in_child("ours", state, seed),
-                    "pread": in_child("ours", state, seed, "pread"),
+                    "numpy": in_child("child", "numpy", state, str(seed)),
+                    "mmap": in_child("child", "ours", state, str(seed)),
+                    "pread": in_child("child", "ours", state, str(seed), "pread"),
                 }
                 if len({run["digest"] for run in runs.values()}) != 1:
                     raise AssertionError("cold rows differ")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +15,7 @@ import numpy as np
 import actshard
 import actshard._native as _native
 from benches import data
-from benches.measure import Engine, Row, compared, interleave, median
+from benches.measure import Engine, Row, compared, in_child, interleave, median
 from benches.zarrs import PIPELINE
 
 SAMPLES, LAYERS, TOKENS, WIDTH = data.CODED["shape"]
@@ -142,7 +139,7 @@ def threads(repeats: int) -> Iterator[Row]:
     times: dict[str, list[float]] = {"1": [], "2": []}
     for _ in range(min(max(3, repeats // 2), 7)):
         for number, taken in times.items():
-            taken.extend(_child(number)["seconds"])
+            taken.extend(in_child("zarrs3", ACTSHARD_NUM_THREADS=number)["seconds"])
     yield compared(
         "zarr 3: decode 1,000 chunks, zstd",
         "hot, 2 threads",
@@ -152,17 +149,6 @@ def threads(repeats: int) -> Iterator[Row]:
         1.85,
         note="the peer is ours, one thread",
     )
-
-
-def _child(number: str) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "benches.zarrs3"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "ACTSHARD_NUM_THREADS": number}
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def main() -> None:
