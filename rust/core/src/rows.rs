@@ -63,6 +63,32 @@ macro_rules! with_layout {
     };
 }
 
+/// Runs `$body` with the origin of all rows, compiled for each layout; calls `$shards` for pickle shards.
+macro_rules! with_origin {
+    ($self:expr, $groups:expr, $origin:ident => $body:expr, $shards:expr) => {{
+        let (groups, only) = ($groups, 0..u64::MAX);
+        match $self {
+            Rows::Strided(files, layout) => {
+                let $origin = &Origin { files, layout, groups, only };
+                $body
+            }
+            Rows::Table(files, layout) => {
+                let $origin = &Origin { files, layout, groups, only };
+                $body
+            }
+            Rows::Spans(files, layout) => {
+                let $origin = &Origin { files, layout, groups, only };
+                $body
+            }
+            Rows::Chunked(files, layout) => {
+                let $origin = &Origin { files, layout, groups, only };
+                $body
+            }
+            Rows::Shards(..) => $shards(),
+        }
+    }};
+}
+
 impl Rows {
     /// The properties of a row.
     pub fn row(&self) -> Row {
@@ -208,14 +234,7 @@ impl Rows {
 
     /// Whether all of these rows are in the page cache and, if `mapped`, in mapped files; false if that cannot be known.
     pub fn are_cached(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize, mapped: bool) -> bool {
-        let only = 0..u64::MAX;
-        match self {
-            Rows::Strided(files, layout) => are_cached(&Origin { files, layout, groups, only }, pick, items, mapped),
-            Rows::Spans(files, layout) => are_cached(&Origin { files, layout, groups, only }, pick, items, mapped),
-            Rows::Table(files, layout) => are_cached(&Origin { files, layout, groups, only }, pick, items, mapped),
-            Rows::Chunked(files, layout) => are_cached(&Origin { files, layout, groups, only }, pick, items, mapped),
-            Rows::Shards(..) => false,
-        }
+        with_origin!(self, groups, origin => are_cached(origin, pick, items, mapped), || false)
     }
 
     /// [`gather_in_blocks`] from these rows; only if they are read in blocks.
@@ -228,22 +247,8 @@ impl Rows {
         out: &mut [u8],
         how: (&mut BlockReader, &Stop),
     ) -> Result<()> {
-        let only = 0..u64::MAX;
-        match self {
-            Rows::Strided(files, layout) => {
-                gather_in_blocks(&Origin { files, layout, groups, only }, pick, items, cast, out, how)
-            }
-            Rows::Table(files, layout) => {
-                gather_in_blocks(&Origin { files, layout, groups, only }, pick, items, cast, out, how)
-            }
-            Rows::Spans(files, layout) => {
-                gather_in_blocks(&Origin { files, layout, groups, only }, pick, items, cast, out, how)
-            }
-            Rows::Chunked(files, layout) => {
-                gather_in_blocks(&Origin { files, layout, groups, only }, pick, items, cast, out, how)
-            }
-            Rows::Shards(..) => Err(Error::new(Kind::Internal, "pickle shards are not read in blocks")),
-        }
+        let none = || Err(Error::new(Kind::Internal, "pickle shards are not read in blocks"));
+        with_origin!(self, groups, origin => gather_in_blocks(origin, pick, items, cast, out, how), none)
     }
 
     /// [`gather`] from these rows.
