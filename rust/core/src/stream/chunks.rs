@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::plan::{Epoch, EqualUnits, Item, Plan, Window};
+use super::plan::{Epoch, EqualUnits, Item, Plan, Shuffle, Window};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::gather::blocks::{BlockReader, READERS};
@@ -16,8 +16,11 @@ use crate::memory::output::Output;
 use crate::rows::Rows;
 use crate::threads::{NextResult, Stop, Watch};
 
-/// Bytes of a chunk, at most, and of one in a small window.
+/// Bytes of a chunk in stored order, at most.
 const CHUNK: u64 = 4 << 20;
+/// Bytes of a chunk of a window, at most: larger ones are not read faster and add to the memory of the pool. In a small window,
+/// at least the second.
+const WINDOW_CHUNK: u64 = 2 << 20;
 const SMALL_CHUNK: u64 = 256 << 10;
 /// Chunks that are read or being read, and not used yet.
 pub const AHEAD: usize = 20;
@@ -147,6 +150,8 @@ pub struct ChunkMaker<'a> {
     epoch: &'a Epoch<'a>,
     wanted: Wanted,
     item_bytes: u64,
+    /// Bytes of a chunk, at most, unless one item is larger.
+    chunk_bytes: u64,
     chunk_items: u64,
     past_cache: bool,
     readers: Mutex<Vec<BlockReader>>,
@@ -169,16 +174,18 @@ impl<'a> ChunkMaker<'a> {
     pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> ChunkMaker<'a> {
         let item_bytes = (rows.row().bytes * plan.rows_per_item()) as u64;
         let window = plan.settings.window.min(plan.items()) * item_bytes;
-        let chunk_items = ((window / AHEAD as u64).clamp(SMALL_CHUNK, CHUNK) / item_bytes).max(1);
+        let chunk_bytes = if plan.settings.shuffle == Shuffle::Window { WINDOW_CHUNK } else { CHUNK };
+        let chunk_items = ((window / AHEAD as u64).clamp(SMALL_CHUNK, chunk_bytes) / item_bytes).max(1);
         // Rows that take half of the memory do not stay in the page cache until the next epoch.
         let past_cache = plan.items().saturating_mul(item_bytes) > memory_limit() / 2;
         let (readers, spare) = (Mutex::new(vec![]), Mutex::new(vec![]));
-        ChunkMaker { rows, plan, epoch, wanted, item_bytes, chunk_items, past_cache, readers, spare }
+        ChunkMaker { rows, plan, epoch, wanted, item_bytes, chunk_bytes, chunk_items, past_cache, readers, spare }
     }
 
     /// Threads that read chunks, and chunks that exist at the same time: fewer if items are large.
     pub fn threads(&self) -> (usize, usize) {
-        let ahead = (AHEAD as u64 * CHUNK / (self.chunk_items * self.item_bytes)).clamp(2, AHEAD as u64) as usize;
+        let ahead =
+            (AHEAD as u64 * self.chunk_bytes / (self.chunk_items * self.item_bytes)).clamp(2, AHEAD as u64) as usize;
         (READERS.min(ahead), ahead)
     }
 
