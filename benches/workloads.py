@@ -97,8 +97,8 @@ def random_cold(repeats: int) -> Iterator[Row]:
                     shard.read_bytes()
             for seed in range(max(3, repeats // 3)):
                 runs = {
-                    "numpy": in_child("child", "numpy", state, str(seed)),
-                    "mmap": in_child("child", "ours", state, str(seed)),
+                    "numpy": in_child("child", "numpy", state, str(seed), "mmap"),
+                    "mmap": in_child("child", "ours", state, str(seed), "mmap"),
                     "pread": in_child("child", "ours", state, str(seed), "pread"),
                 }
                 if len({run["digest"] for run in runs.values()}) != 1:
