@@ -438,8 +438,8 @@ impl Rows {
 
     /// Whether reads decode files or parts of them.
     #[getter]
-    fn decodes(&self, py: Python<'_>) -> bool {
-        self.dataset(py).is_ok_and(|dataset| dataset.decodes())
+    fn decodes(&self, py: Python<'_>) -> PyResult<bool> {
+        detach::guarded(py, || Ok(self.dataset(py)?.decodes()))
     }
 
     /// Bytes of memory that the address table uses.
