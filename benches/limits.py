@@ -76,8 +76,10 @@ def casts(repeats: int) -> Iterator[Row]:
         yield compared(f"{ROWS:,} random rows, {stored} to {wanted}", "hot, reused output", copy.name, times,
                        f"{stored} to {wanted}", 0.85)  # fmt: skip
     for stored, wanted in others:
+        # float64 moves 10 bytes an element, bfloat16 to float32 6: 0.6 of the rate in bytes.
+        target = 0.36 if "float64" in (stored, wanted) else 0.6
         yield compared(f"{ROWS:,} random rows, {stored} to {wanted}", "hot, reused output", "bfloat16 to float32", times,
-                       f"{stored} to {wanted}", 0.6, note="the peer is ours")  # fmt: skip
+                       f"{stored} to {wanted}", target, note="the peer is ours")  # fmt: skip
 
 
 def half_cached(repeats: int) -> Iterator[Row]:

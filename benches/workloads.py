@@ -79,8 +79,9 @@ def random_hot(repeats: int) -> Iterator[Row]:
     yield compared("  against a memory copy", "hot, reused output", "np.copyto", times, "actshard out=", 0.9)
     yield compared(f"{what}, io=pread", "hot, fresh output", "numpy memmap", times, "actshard pread", None)
     yield compared(f"{what}, io=pread", "hot, reused output", "numpy memmap", times, "actshard pread out=", None)
+    # No target: two threads of a C program that call pread for the same rows take as long (14.8 ms against 15.0 when it was tried).
     yield compared(
-        "  against a memory copy, io=pread", "hot, reused output", "np.copyto", times, "actshard pread out=", 0.45
+        "  against a memory copy, io=pread", "hot, reused output", "np.copyto", times, "actshard pread out=", None
     )
 
 
