@@ -157,7 +157,10 @@ impl Failure {
     /// Whether another attempt may succeed.
     pub fn is_temporary(&self) -> bool {
         match self.cause {
-            Cause::Status(status) => matches!(status, 408 | 429 | 500 | 502 | 503 | 504 | 509),
+            Cause::Status(status) => {
+                matches!(status, 408 | 429 | 500 | 502 | 503 | 504 | 509)
+                    || matches!(self.code.as_deref(), Some("RequestTimeout" | "SlowDown" | "InternalError"))
+            }
             Cause::Connect | Cause::Broken => !self.text.contains("certificate"),
             Cause::Changed | Cause::Protocol | Cause::Refused => false,
         }
@@ -208,7 +211,9 @@ impl Failure {
                 "; set storage_options={\"region\": ...} to the bucket's region"
             }
             (301..=308, _) => "; the server redirects elsewhere: check the endpoint and the region",
-            (401, _) => "; check the credentials",
+            (401, _) | (403, Some("InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidToken")) => {
+                "; check the credentials"
+            }
             (403, _) => {
                 "; the credentials may not read this object, or it does not exist and they may not list the bucket"
             }

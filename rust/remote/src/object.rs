@@ -1,6 +1,7 @@
 //! An open object.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use actshard_core::location::Location;
 use actshard_core::source::{ByteRange, RangeRead, Ready, Source, Version};
@@ -12,12 +13,52 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use crate::client::Tag;
 use crate::failure::{Cause, Failure};
 use crate::reading::Link;
-use crate::runtime::{wait, with};
+use crate::runtime::{ForkLock, wait};
 
 /// The longest piece of a read; longer ranges are several requests.
 pub const LARGEST: u64 = 4 << 20;
 /// Requests of one read in flight.
 pub const PARALLEL: usize = 64;
+
+/// Bytes of objects' beginnings that this process keeps.
+const HEADS: u64 = 256 << 20;
+static HELD: AtomicU64 = AtomicU64::new(0);
+
+/// A share of [`HEADS`].
+#[derive(Debug)]
+pub struct HeadShare(u64);
+
+impl HeadShare {
+    /// A share of so many bytes, if they are left.
+    pub fn take(bytes: u64) -> Option<HeadShare> {
+        let fits = |held: u64| held.checked_add(bytes).filter(|held| *held <= HEADS);
+        HELD.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_ok().then_some(HeadShare(bytes))
+    }
+
+    /// The number of bytes.
+    pub fn bytes(&self) -> u64 {
+        self.0
+    }
+
+    /// Gives back all but so many bytes.
+    pub fn shrink(&mut self, bytes: u64) {
+        HELD.fetch_sub(self.0.saturating_sub(bytes), Ordering::Relaxed);
+        self.0 = self.0.min(bytes);
+    }
+}
+
+impl Drop for HeadShare {
+    fn drop(&mut self) {
+        self.shrink(0);
+    }
+}
+
+/// The first bytes of an object, which came when it was opened.
+#[derive(Clone, Debug)]
+pub struct Head {
+    pub(crate) bytes: Bytes,
+    pub(crate) _share: Arc<HeadShare>,
+}
 
 /// An open object of a store. It holds no connection.
 #[derive(Debug)]
@@ -26,9 +67,9 @@ pub struct RemoteObject {
     pub(crate) location: Location,
     pub(crate) key: String,
     pub(crate) size: u64,
-    pub(crate) tag: Mutex<Tag>,
+    pub(crate) tag: ForkLock<Tag>,
     /// Its first bytes, if they came when it was opened; dropped by the first read past them.
-    pub(crate) head: Mutex<Option<Bytes>>,
+    pub(crate) head: ForkLock<Option<Head>>,
 }
 
 impl RemoteObject {
@@ -40,14 +81,13 @@ impl RemoteObject {
         Ok(())
     }
 
-    /// Copies a range from the first bytes; false if they do not contain it.
-    fn copy_head(&self, at: u64, into: &mut [u8]) -> bool {
-        let Some(head) = with(&self.head, |head| head.clone()).flatten() else { return false };
-        let found = usize::try_from(at).ok().and_then(|at| head.get(at..at.checked_add(into.len())?));
-        if let Some(found) = found {
-            into.copy_from_slice(found);
-        }
-        found.is_some()
+    /// Copies what the first bytes contain of a range; returns the length.
+    fn copy_head(&self, at: u64, into: &mut [u8]) -> usize {
+        let Some(head) = self.head.with(|head| head.clone()).flatten() else { return 0 };
+        let Some(found) = usize::try_from(at).ok().and_then(|at| head.bytes.get(at..)) else { return 0 };
+        let len = found.len().min(into.len());
+        into[..len].copy_from_slice(&found[..len]);
+        len
     }
 
     fn error(&self, failure: &Failure, at: u64) -> Error {
@@ -66,7 +106,7 @@ impl Source for RemoteObject {
     }
 
     fn version(&self) -> Option<Version> {
-        let tag = with(&self.tag, |tag| tag.clone()).filter(|tag| !tag.is_empty())?;
+        let tag = self.tag.with(|tag| tag.clone()).filter(|tag| !tag.is_empty())?;
         Some(Version::Tag(tag.text(self.size).into()))
     }
 
@@ -74,20 +114,15 @@ impl Source for RemoteObject {
         let mut pieces: Vec<(u64, &mut [u8])> = vec![];
         for read in reads {
             self.check(read.at, read.into.len())?;
-            if read.into.is_empty() || self.copy_head(read.at, read.into) {
-                continue;
-            }
-            let chunks = read.into.chunks_mut(LARGEST as usize).enumerate();
-            pieces.extend(chunks.map(|(i, into)| (read.at + i as u64 * LARGEST, into)));
+            let copied = self.copy_head(read.at, read.into);
+            let at = read.at + copied as u64;
+            let chunks = read.into[copied..].chunks_mut(LARGEST as usize).enumerate();
+            pieces.extend(chunks.map(|(i, into)| (at + i as u64 * LARGEST, into)));
         }
         if pieces.is_empty() {
             return Ok(());
         }
-        with(&self.head, |head| {
-            if head.as_ref().is_some_and(|head| (head.len() as u64) < self.size) {
-                *head = None;
-            }
-        });
+        self.head.with(|head| *head = None);
         let reading = self.link.reading(&self.key, Some(self.size), &self.tag);
         let one = |(at, into)| async move { reading.fill(at, into).await.map_err(|failure| (at, failure)) };
         let all = async {
@@ -107,11 +142,11 @@ impl Source for RemoteObject {
 
     fn read_if_ready(&self, read: RangeRead<'_>) -> Result<Ready> {
         self.check(read.at, read.into.len())?;
-        Ok(if self.copy_head(read.at, read.into) { Ready::Yes } else { Ready::No })
+        Ok(if self.copy_head(read.at, read.into) == read.into.len() { Ready::Yes } else { Ready::No })
     }
 
     fn is_ready(&self, at: u64) -> Ready {
-        let len = with(&self.head, |head| head.as_ref().map(Bytes::len)).flatten().unwrap_or(0);
+        let len = self.head.with(|head| head.as_ref().map(|head| head.bytes.len())).flatten().unwrap_or(0);
         if at < len as u64 { Ready::Yes } else { Ready::No }
     }
 

@@ -22,7 +22,7 @@ impl fmt::Debug for Options {
     }
 }
 
-/// RequestLimits of requests, the same for all providers.
+/// Limits of requests, the same for all providers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RequestLimits {
     /// Attempts of one request.

@@ -2,7 +2,7 @@
 //! every answer must belong to the object that was opened.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -13,7 +13,7 @@ use crate::client::pace::Pace;
 use crate::client::{Answer, Client, Expected, Tag, checked, wire};
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
-use crate::runtime::{reserve, with};
+use crate::runtime::{ForkLock, reserve};
 
 /// Bytes after which a broken body counts as progress.
 const PROGRESS: usize = 64 << 10;
@@ -27,28 +27,29 @@ pub struct Reading<'a> {
     pub client: &'a dyn Client,
     /// Measurements of the server.
     pub pace: &'a Pace,
-    /// RequestLimits of requests.
+    /// Limits of requests.
     pub limits: &'a RequestLimits,
     /// The object's key.
     pub key: &'a str,
     /// Its size, if it is known.
     pub size: Option<u64>,
     /// Its tag; set by the first answer if no listing had one.
-    pub tag: &'a Mutex<Tag>,
+    pub tag: &'a ForkLock<Tag>,
 }
 
 impl<'a> Reading<'a> {
-    fn expected(&self) -> Expected {
-        let tag = with(self.tag, |tag| tag.clone()).filter(|tag| !tag.is_empty());
-        Expected { size: self.size, tag }
+    fn expected(&self) -> Result<Expected, Failure> {
+        let lost = || Failure::new(Cause::Refused, "was being opened when this process was forked: open it again");
+        let tag = self.tag.with(|tag| tag.clone()).ok_or_else(lost)?;
+        Ok(Expected { size: self.size, tag: Some(tag).filter(|tag| !tag.is_empty()) })
     }
 
     /// One answer, checked against what is known of the object and against the answers before.
     async fn ask(self, range: Range<u64>) -> Result<Answer, Failure> {
-        let expected = self.expected();
+        let expected = self.expected()?;
         let end = Instant::now() + self.limits.patience;
         let answer = wire::until(end, checked(self.client, self.key, range, &expected)).await?;
-        let same = with(self.tag, |tag| {
+        let same = self.tag.with(|tag| {
             if !tag.agrees(&answer.tag) {
                 return false;
             }
@@ -164,13 +165,13 @@ pub struct Link {
     pub client: Box<dyn Client>,
     /// Measurements of the server.
     pub pace: Arc<Pace>,
-    /// RequestLimits of requests.
+    /// Limits of requests.
     pub limits: RequestLimits,
 }
 
 impl Link {
     /// A reading of one object.
-    pub fn reading<'a>(&'a self, key: &'a str, size: Option<u64>, tag: &'a Mutex<Tag>) -> Reading<'a> {
+    pub fn reading<'a>(&'a self, key: &'a str, size: Option<u64>, tag: &'a ForkLock<Tag>) -> Reading<'a> {
         Reading { client: &*self.client, pace: &self.pace, limits: &self.limits, key, size, tag }
     }
 }

@@ -7,7 +7,8 @@
 
 use std::future::Future;
 use std::pin::pin;
-use std::sync::{Mutex, OnceLock, TryLockError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
 
 use actshard_core::threads::{LOOK, Stop};
@@ -90,30 +91,70 @@ pub async fn reserve(bytes: u64) -> Option<SemaphorePermit<'static>> {
     io().budget.acquire_many(units).await.ok()
 }
 
+/// A lock that survives a fork. In the process that made it, threads wait for it. In a child, whose copy may be locked by a
+/// thread that exists in the parent only, they wait a second once, and then never again: the value is lost there.
+#[derive(Debug)]
+pub struct ForkLock<T> {
+    pid: u32,
+    lost: AtomicBool,
+    value: Mutex<T>,
+}
+
+impl<T: Default> Default for ForkLock<T> {
+    fn default() -> ForkLock<T> {
+        ForkLock::new(T::default())
+    }
+}
+
+impl<T> ForkLock<T> {
+    /// Protects a value.
+    pub fn new(value: T) -> ForkLock<T> {
+        ForkLock { pid: std::process::id(), lost: AtomicBool::new(false), value: Mutex::new(value) }
+    }
+
+    /// Works on the value; `None` in a child that lost it.
+    pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> Option<R> {
+        if self.pid == std::process::id() {
+            return Some(work(&mut self.value.lock().unwrap_or_else(PoisonError::into_inner)));
+        }
+        for tried in 0..10_000 {
+            match self.value.try_lock() {
+                Ok(mut guard) => return Some(work(&mut guard)),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(work(&mut poisoned.into_inner())),
+                Err(TryLockError::WouldBlock) if self.lost.load(Ordering::Relaxed) => return None,
+                Err(TryLockError::WouldBlock) if tried < 20 => std::hint::spin_loop(),
+                Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(100)),
+            }
+        }
+        self.lost.store(true, Ordering::Relaxed);
+        None
+    }
+}
+
 /// A value that works in the process that made it only, and is made again in a child.
 #[derive(Debug)]
-pub struct PerProcess<T: Clone>(Mutex<Option<(u32, T)>>);
+pub struct PerProcess<T: Clone>(ForkLock<Option<(u32, T)>>);
 
 impl<T: Clone> Default for PerProcess<T> {
     fn default() -> PerProcess<T> {
-        PerProcess(Mutex::new(None))
+        PerProcess(ForkLock::new(None))
     }
 }
 
 impl<T: Clone> PerProcess<T> {
     /// The value of this process. Two threads may make one at once; then the first one stays.
     pub fn get<E>(&self, make: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-        if let Some(found) = with(&self.0, |slot| slot.as_ref().filter(|(pid, _)| *pid == std::process::id()).cloned())
-            && let Some((_, value)) = found
-        {
+        let pid = std::process::id();
+        let found = self.0.with(|slot| slot.as_ref().filter(|(of, _)| *of == pid).map(|(_, value)| value.clone()));
+        if let Some(value) = found.flatten() {
             return Ok(value);
         }
         let made = make()?;
-        let stored = with(&self.0, |slot| match slot {
-            Some((pid, value)) if *pid == std::process::id() => value.clone(),
+        let stored = self.0.with(|slot| match slot {
+            Some((of, value)) if *of == pid => value.clone(),
             _ => {
                 // A parent's value may wait for threads that do not exist here.
-                std::mem::forget(slot.replace((std::process::id(), made.clone())));
+                std::mem::forget(slot.replace((pid, made.clone())));
                 made.clone()
             }
         });
@@ -122,7 +163,7 @@ impl<T: Clone> PerProcess<T> {
 
     /// Makes the value again at the next call.
     pub fn reset(&self) {
-        with(&self.0, |slot| {
+        self.0.with(|slot| {
             if slot.as_ref().is_some_and(|(pid, _)| *pid == std::process::id()) {
                 *slot = None;
             }
@@ -132,25 +173,12 @@ impl<T: Clone> PerProcess<T> {
 
 impl<T: Clone> Drop for PerProcess<T> {
     fn drop(&mut self) {
-        with(&self.0, |slot| {
+        self.0.with(|slot| {
             if slot.as_ref().is_some_and(|(pid, _)| *pid != std::process::id()) {
                 std::mem::forget(slot.take());
             }
         });
     }
-}
-
-/// Works on a value that is locked for moments only; `None` if it is locked for longer, because a fork removed the holder.
-pub fn with<T, R>(mutex: &Mutex<T>, work: impl FnOnce(&mut T) -> R) -> Option<R> {
-    for tried in 0..200 {
-        match mutex.try_lock() {
-            Ok(mut guard) => return Some(work(&mut guard)),
-            Err(TryLockError::Poisoned(poisoned)) => return Some(work(&mut poisoned.into_inner())),
-            Err(TryLockError::WouldBlock) if tried < 20 => std::hint::spin_loop(),
-            Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_micros(50)),
-        }
-    }
-    None
 }
 
 #[cfg(test)]
@@ -181,16 +209,20 @@ mod tests {
         }
         let drops = std::sync::Arc::default();
         let value = PerProcess::default();
-        *value.0.lock().unwrap() = Some((0, Bomb(0, std::sync::Arc::clone(&drops))));
+        value.0.with(|slot| *slot = Some((0, Bomb(0, std::sync::Arc::clone(&drops)))));
         let made = value.get(|| Ok::<_, ()>(Bomb(1, std::sync::Arc::clone(&drops)))).unwrap();
         assert_eq!(made.0, 1);
         assert_eq!(drops.load(std::sync::atomic::Ordering::Relaxed), 0);
     }
 
     #[test]
-    fn a_lock_whose_holder_is_gone_is_given_up() {
-        let mutex = Mutex::new(1);
-        std::mem::forget(mutex.lock());
-        assert_eq!(with(&mutex, |value| *value), None);
+    fn a_child_gives_up_a_lock_whose_holder_is_not_there() {
+        let mut lock = ForkLock::new(1);
+        assert_eq!(lock.with(|value| *value), Some(1));
+        lock.pid = 0;
+        assert_eq!(lock.with(|value| *value), Some(1));
+        std::mem::forget(lock.value.lock());
+        assert_eq!(lock.with(|value| *value), None);
+        assert!(lock.lost.load(Ordering::Relaxed));
     }
 }

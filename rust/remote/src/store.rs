@@ -1,33 +1,29 @@
 //! A store of objects behind a URL.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use actshard_core::location::Location;
 use actshard_core::source::{Access, Source, Store, Wishes};
 use actshard_core::threads::{Stop, interrupted};
 use actshard_core::{Error, Kind, Result};
-use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::address::{Provider, StoreUrl};
+use crate::client::Client;
 use crate::client::hub::HubClient;
 use crate::client::objects::BucketClient;
 use crate::client::pace::{Counts, Pace};
 use crate::client::web::WebClient;
-use crate::client::{Client, Tag};
 use crate::failure::Failure;
 use crate::known::{Known, KnownName, ObjectFacts};
-use crate::object::{LARGEST, PARALLEL, RemoteObject};
+use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject};
 use crate::options::Options;
 use crate::reading::Link;
-use crate::runtime::{wait, with};
+use crate::runtime::{ForkLock, wait};
 use crate::state::State;
 
 /// Bytes that the first request for an unknown object asks for.
 const HEAD: u64 = 64 << 10;
-/// Bytes of objects' beginnings that a store keeps, all together.
-const HEADS: u64 = 16 << 20;
 const LEAST_GAP: f64 = 16.0 * 1024.0;
 const MOST_GAP: f64 = 1024.0 * 1024.0;
 
@@ -47,9 +43,7 @@ pub struct RemoteStore {
     url: crate::options::Secret,
     options: Options,
     link: Arc<Link>,
-    known: Mutex<Known>,
-    /// Bytes of beginnings handed to objects. An upper bound: those that objects dropped still count.
-    heads: AtomicU64,
+    known: ForkLock<Known>,
 }
 
 impl RemoteStore {
@@ -71,7 +65,7 @@ impl RemoteStore {
         };
         let link = Arc::new(Link { client, pace, limits });
         let url = crate::options::Secret(url.to_string());
-        Ok(RemoteStore { address, url, options, link, known: Mutex::new(known), heads: AtomicU64::new(0) })
+        Ok(RemoteStore { address, url, options, link, known: ForkLock::new(known) })
     }
 
     /// The location of the URL.
@@ -97,7 +91,7 @@ impl RemoteStore {
     /// What another process needs to open the same store without a request: URL, options, revision and known objects.
     /// Contains the options' secrets.
     pub fn state(&self) -> Result<Vec<u8>> {
-        let known = with(&self.known, |known| known.pack()).unwrap_or_default();
+        let known = self.known.with(|known| known.pack()).unwrap_or_default();
         State { url: self.url.0.clone(), options: self.options.pairs(), revision: self.revision(), known }.encode()
     }
 
@@ -117,7 +111,7 @@ impl RemoteStore {
     }
 
     fn look_up(&self, key: &str) -> KnownName {
-        with(&self.known, |known| known.find(key)).unwrap_or(KnownName::Unknown)
+        self.known.with(|known| known.find(key)).unwrap_or(KnownName::Unknown)
     }
 
     /// Names directly inside a folder; `deep` lists everything below it at once, for later calls.
@@ -127,21 +121,28 @@ impl RemoteStore {
             let names = known.names(key)?;
             Some(names.map(|(name, size)| Found { name: name.to_string(), size }).collect())
         };
-        if let Some(found) = with(&self.known, names).flatten() {
+        if let Some(found) = self.known.with(names).flatten() {
             return Ok(found);
         }
         // The hub lists all below a folder in as few requests as one level: from the dataset's root, once.
-        let root = &self.address.key;
-        let from_root = self.address.provider == Provider::Hub && key.starts_with(root.as_str());
-        let from = if from_root { root } else { key };
+        let from_root = self.address.provider == Provider::Hub && self.is_in_root(key);
+        let from = if from_root { self.address.key.as_str() } else { key };
         let listing = wait(self.link.client.list(from, deep), stop)?.ok_or_else(interrupted)?;
         let listing = listing.map_err(|failure| failure.at(folder))?;
-        let recorded = with(&self.known, |known| {
-            known.record(from, listing);
-            names(known)
-        });
-        let lost = || Error::new(Kind::Internal, "a listing that was not recorded").at(folder);
-        Ok(recorded.ok_or_else(lost)?.unwrap_or_default())
+        if listing.objects.is_empty() && listing.folders.is_empty() {
+            // No folder, or an object: nothing is known of it then.
+            return Ok(vec![]);
+        }
+        let mut own = Known::default();
+        own.record(from, listing.clone());
+        self.known.with(|known| known.record(from, listing));
+        Ok(names(&mut own).unwrap_or_default())
+    }
+
+    /// Whether a key is that of the URL, or below it.
+    fn is_in_root(&self, key: &str) -> bool {
+        let root = &self.address.key;
+        root.is_empty() || key.strip_prefix(root.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     }
 
     /// The size of an object, `Some(None)` for a folder, `None` for nothing.
@@ -152,10 +153,15 @@ impl RemoteStore {
             KnownName::Absent => return Ok(None),
             KnownName::Unknown => {}
         }
+        // A URL is nearly always that of a folder, whose listing is needed next.
+        let is_root = *location == self.root();
+        if is_root && self.link.client.lists() && !self.scan(location, false, stop)?.is_empty() {
+            return Ok(Some(None));
+        }
         match self.open_many(&[location], Access::Once, stop).pop() {
             Some(Ok(source)) => Ok(Some(Some(source.size()))),
             Some(Err(error)) if error.kind == Kind::NotFound => {
-                if self.link.client.lists() && !self.scan(location, false, stop)?.is_empty() {
+                if !is_root && self.link.client.lists() && !self.scan(location, false, stop)?.is_empty() {
                     return Ok(Some(None));
                 }
                 Ok(None)
@@ -165,32 +171,30 @@ impl RemoteStore {
         }
     }
 
-    fn object(&self, location: &Location, key: &str, facts: ObjectFacts, head: Option<Bytes>) -> Box<dyn Source> {
+    fn object(&self, location: &Location, key: &str, facts: ObjectFacts, head: Option<Head>) -> Box<dyn Source> {
         Box::new(RemoteObject {
             link: Arc::clone(&self.link),
             location: location.clone(),
             key: key.to_string(),
             size: facts.size,
-            tag: Mutex::new(facts.tag),
-            head: Mutex::new(head),
+            tag: ForkLock::new(facts.tag),
+            head: ForkLock::new(head),
         })
     }
 
-    /// Opens an object that nothing is known of: its first bytes, and with them its size and tag.
-    async fn probe(&self, key: &str) -> Result<(ObjectFacts, Bytes), Failure> {
-        let tag = Mutex::new(Tag::default());
-        let (head, size, tag) = self.link.reading(key, None, &tag).open(HEAD).await?;
-        Ok((ObjectFacts { size, tag }, head.into()))
-    }
-
-    fn keep_head(&self, head: Bytes) -> Option<Bytes> {
-        let len = head.len() as u64;
-        let before = self.heads.fetch_add(len, Ordering::Relaxed);
-        if before + len > HEADS {
-            self.heads.fetch_sub(len, Ordering::Relaxed);
-            return None;
-        }
-        Some(head)
+    /// Opens an object that nothing is known of: its first bytes, and with them its size and tag. One that is read once is
+    /// usually read whole: then its bytes come with the first request.
+    async fn probe(&self, key: &str, access: Access) -> Result<(ObjectFacts, Option<Head>), Failure> {
+        let whole = if access == Access::Once { HeadShare::take(LARGEST) } else { None };
+        let share = whole.or_else(|| HeadShare::take(HEAD));
+        let most = share.as_ref().map_or(HEAD, HeadShare::bytes);
+        let tag = ForkLock::default();
+        let (head, size, tag) = self.link.reading(key, None, &tag).open(most).await?;
+        let kept = share.map(|mut share| {
+            share.shrink(head.len() as u64);
+            Head { bytes: head.into(), _share: Arc::new(share) }
+        });
+        Ok((ObjectFacts { size, tag }, kept))
     }
 
     fn open_known(&self, location: &Location) -> Result<Option<Box<dyn Source>>> {
@@ -206,7 +210,7 @@ impl RemoteStore {
 }
 
 impl Store for RemoteStore {
-    fn open_many(&self, locations: &[&Location], _: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>> {
+    fn open_many(&self, locations: &[&Location], access: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>> {
         let mut answers: Vec<Option<Result<Box<dyn Source>>>> =
             locations.iter().map(|location| self.open_known(location).transpose()).collect();
         // The hub's listing at the pinned commit is one request for all names, a probe is two for each.
@@ -225,12 +229,12 @@ impl Store for RemoteStore {
                     Ok(key) => key,
                     Err(error) => return (i, Err(error)),
                 };
-                let opened = self.probe(key).await.map_err(|failure| failure.at(location));
+                let opened = self.probe(key, access).await.map_err(|failure| failure.at(location));
                 (
                     i,
                     opened.map(|(facts, head)| {
-                        with(&self.known, |known| known.insert(key, facts.clone()));
-                        self.object(location, key, facts, self.keep_head(head))
+                        self.known.with(|known| known.insert(key, facts.clone()));
+                        self.object(location, key, facts, head)
                     }),
                 )
             };

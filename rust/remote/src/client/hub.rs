@@ -1,7 +1,7 @@
 //! Datasets of the Hugging Face hub: one listing at a pinned commit, one redirect per file and hour, then ranges.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
@@ -17,7 +17,7 @@ use crate::address::{StoreUrl, name_of, path_of};
 use crate::credentials;
 use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, RequestLimits, Secret};
-use crate::runtime::{PerProcess, with};
+use crate::runtime::{ForkLock, PerProcess};
 
 /// The longest body of one page of a listing.
 const PAGE: usize = 64 << 20;
@@ -36,7 +36,7 @@ pub struct HubClient {
     pace: Arc<Pace>,
     places: PerProcess<Arc<ResolvedFiles>>,
     /// The commit of all requests. Kept over a fork, unlike connections.
-    commit: Mutex<Option<String>>,
+    commit: ForkLock<Option<String>>,
 }
 
 #[derive(Deserialize)]
@@ -80,7 +80,7 @@ impl HubClient {
             limits: Arc::new(settings.limits.clone()),
             pace,
             places: PerProcess::default(),
-            commit: Mutex::new(pinned),
+            commit: ForkLock::new(pinned),
         }
     }
 
@@ -135,7 +135,7 @@ impl HubClient {
             return Err(Failure::new(Cause::Protocol, "the hub's answer names no commit"));
         }
         // Another thread may have been faster: its commit stays, so that all requests use the same one.
-        let first = with(&self.commit, |commit| commit.get_or_insert_with(|| info.sha.clone()).clone());
+        let first = self.commit.with(|commit| commit.get_or_insert_with(|| info.sha.clone()).clone());
         Ok(first.unwrap_or(info.sha))
     }
 }
@@ -210,7 +210,7 @@ impl Client for HubClient {
     }
 
     fn revision(&self) -> Option<String> {
-        with(&self.commit, |commit| commit.clone()).flatten()
+        self.commit.with(|commit| commit.clone()).flatten()
     }
 
     fn ready(&self) -> Result<(), Failure> {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, TryStreamExt};
@@ -19,7 +19,7 @@ use crate::address::{Provider, StoreUrl};
 use crate::credentials::{self, aws, cloud};
 use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, RequestLimits};
-use crate::runtime::{PerProcess, with};
+use crate::runtime::{ForkLock, PerProcess};
 
 type Bucket = Arc<dyn ObjectStore>;
 
@@ -33,7 +33,7 @@ pub struct BucketClient {
     pace: Arc<Pace>,
     store: PerProcess<Bucket>,
     /// The region that the server named, if it is not the configured one.
-    region: Mutex<Option<String>>,
+    region: ForkLock<Option<String>>,
 }
 
 impl BucketClient {
@@ -46,7 +46,7 @@ impl BucketClient {
             settings,
             pace,
             store: PerProcess::default(),
-            region: Mutex::default(),
+            region: ForkLock::default(),
         }
     }
 
@@ -80,7 +80,7 @@ impl BucketClient {
         for (key, value) in &self.settings.keys {
             builder = builder.with_config(known(key)?, value);
         }
-        if let Some(region) = with(&self.region, |region| region.clone()).flatten() {
+        if let Some(region) = self.region.with(|region| region.clone()).flatten() {
             builder = builder.with_region(region);
         }
         let builder = builder.with_bucket_name(&self.bucket).with_retry(no_retries()).with_allow_http(true);
@@ -135,7 +135,7 @@ impl BucketClient {
     fn adapts(&self, failure: &Failure) -> bool {
         let redirected = matches!(failure.status(), Some(301 | 307 | 308 | 400));
         if let Some(region) = failure.region.as_ref().filter(|_| redirected && self.provider == Provider::S3) {
-            with(&self.region, |known| *known = Some(region.clone()));
+            self.region.with(|known| *known = Some(region.clone()));
             self.store.reset();
             return true;
         }

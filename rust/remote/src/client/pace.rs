@@ -1,10 +1,9 @@
 //! What a store has learned about its server: latency, rate, and how long to leave it alone.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::runtime::with;
+use crate::runtime::ForkLock;
 
 /// Answers that the median latency comes from.
 const RECENT: usize = 64;
@@ -43,7 +42,7 @@ struct Measured {
 /// Measurements and counts of a store.
 #[derive(Debug)]
 pub struct Pace {
-    measured: Mutex<Measured>,
+    measured: ForkLock<Measured>,
     /// No request before this time, in ms since `origin`.
     not_before: AtomicU64,
     origin: Instant,
@@ -62,7 +61,7 @@ impl Default for Pace {
         let measured = Measured { latencies: vec![], next: 0, since: now, bytes: 0, rate: 0.0 };
         let zero = || AtomicU64::new(0);
         Pace {
-            measured: Mutex::new(measured),
+            measured: ForkLock::new(measured),
             not_before: zero(),
             origin: now,
             requests: zero(),
@@ -113,7 +112,7 @@ impl Pace {
 
     /// Records the time to the first byte of an answer.
     pub(super) fn answered(&self, after: Duration) {
-        with(&self.measured, |m| {
+        self.measured.with(|m| {
             if m.latencies.len() < RECENT {
                 m.latencies.push(after);
             } else {
@@ -126,7 +125,7 @@ impl Pace {
     /// Records bytes of a body.
     pub fn received(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        with(&self.measured, |m| {
+        self.measured.with(|m| {
             m.bytes += bytes;
             let passed = m.since.elapsed();
             if passed >= WINDOW {
@@ -140,18 +139,19 @@ impl Pace {
 
     /// The median time to the first byte.
     pub fn latency(&self) -> Duration {
-        with(&self.measured, |m| {
-            let mut sorted = m.latencies.clone();
-            sorted.sort_unstable();
-            sorted.get(sorted.len() / 2).copied()
-        })
-        .flatten()
-        .unwrap_or(LATENCY)
+        self.measured
+            .with(|m| {
+                let mut sorted = m.latencies.clone();
+                sorted.sort_unstable();
+                sorted.get(sorted.len() / 2).copied()
+            })
+            .flatten()
+            .unwrap_or(LATENCY)
     }
 
     /// Bytes per second of the link.
     pub fn rate(&self) -> f64 {
-        with(&self.measured, |m| m.rate).filter(|rate| *rate > 0.0).unwrap_or(RATE)
+        self.measured.with(|m| m.rate).filter(|rate| *rate > 0.0).unwrap_or(RATE)
     }
 
     /// After this time without a byte a request is sent again.

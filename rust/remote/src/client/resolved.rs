@@ -137,6 +137,10 @@ impl ResolvedFiles {
             let to = Wire::header(answer.headers(), "location");
             let to = to.ok_or_else(|| Failure::new(Cause::Protocol, "a redirect without a location"))?;
             let next = url.join(to).map_err(invalid)?;
+            if next.origin() == url.origin() && next.path() == format!("{}/", url.path()) {
+                // A web server's way to say that this is a folder; what follows is a page for people.
+                return Err(Failure::new(Cause::Status(404), "a folder of a web server"));
+            }
             if url.scheme() == "https" && next.scheme() != "https" {
                 return Err(Failure::new(Cause::Protocol, "a redirect from https to http, which is not followed"));
             }

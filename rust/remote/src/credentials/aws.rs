@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
@@ -15,7 +15,7 @@ use serde::Deserialize;
 use super::{Variables, is_machine_of};
 use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, Secret};
-use crate::runtime::with;
+use crate::runtime::ForkLock;
 
 /// What the profile adds to the options and the environment.
 #[derive(Debug, Default)]
@@ -55,7 +55,7 @@ impl ProfileFound {
                 builder.with_credentials(Arc::new(object_store::StaticCredentialProvider::new(credential)))
             }
             ProfileKeys::Process(command) => {
-                builder.with_credentials(Arc::new(ProcessProvider { command, kept: Mutex::default() }))
+                builder.with_credentials(Arc::new(ProcessProvider { command, kept: ForkLock::default() }))
             }
         }
     }
@@ -173,7 +173,7 @@ type Kept = Option<(Arc<AwsCredential>, Option<SystemTime>)>;
 #[derive(Debug)]
 struct ProcessProvider {
     command: Secret,
-    kept: Mutex<Kept>,
+    kept: ForkLock<Kept>,
 }
 
 #[derive(Deserialize)]
@@ -201,7 +201,7 @@ impl CredentialProvider for ProcessProvider {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
-        let kept = with(&self.kept, |kept| kept.clone()).flatten();
+        let kept = self.kept.with(|kept| kept.clone()).flatten();
         if let Some((credential, _)) = kept.filter(|(_, end)| end.is_none_or(|end| SystemTime::now() < end)) {
             return Ok(credential);
         }
@@ -217,7 +217,7 @@ impl CredentialProvider for ProcessProvider {
             secret_key: printed.secret_access_key,
             token: printed.session_token,
         });
-        with(&self.kept, |kept| *kept = Some((Arc::clone(&credential), end)));
+        self.kept.with(|kept| *kept = Some((Arc::clone(&credential), end)));
         Ok(credential)
     }
 }

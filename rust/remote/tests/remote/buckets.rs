@@ -164,3 +164,37 @@ fn a_location_of_another_store_is_refused() {
     let (store, web) = (fake.s3("run", &[]), fake.web("run", &[]));
     assert_eq!(open(&store, &web.location("run/a")).unwrap_err().kind, Kind::Internal);
 }
+
+#[test]
+fn an_object_that_is_read_once_comes_with_its_first_request() {
+    let bytes = noise(3 << 20, 1);
+    let fake = Fake::new([("run/0.0", bytes.clone()), ("run/0.1", noise(5 << 20, 2))]);
+    let store = fake.s3("run", &[]);
+    let place = store.location("run/0.0");
+    let source = store.open_many(&[&place], Access::Once, &Stop::default()).pop().unwrap().unwrap();
+    assert_eq!(read(&*source, 0, 3 << 20).unwrap(), bytes);
+    assert_eq!(fake.seen().len(), 1);
+    let place = store.location("run/0.1");
+    let longer = store.open_many(&[&place], Access::Once, &Stop::default()).pop().unwrap().unwrap();
+    assert_eq!(read(&*longer, 0, 5 << 20).unwrap(), noise(5 << 20, 2));
+    let seen = fake.seen();
+    assert_eq!(
+        seen.iter().map(|seen| seen.headers["range"].as_str()).collect::<Vec<_>>(),
+        ["bytes=0-4194303", "bytes=4194304-5242879"]
+    );
+}
+
+#[test]
+fn the_listing_of_a_name_that_is_no_folder_hides_nothing() {
+    let fake = Fake::new([("run/a", vec![1, 2])]);
+    let store = fake.s3("run/a", &[]);
+    assert!(store.list(&store.root()).unwrap().is_empty());
+    assert_eq!(store.stat(&store.root(), &Stop::default()).unwrap(), Some(Some(2)));
+    let folder = fake.s3("run", &[]);
+    fake.seen();
+    assert_eq!(folder.stat(&folder.root(), &Stop::default()).unwrap(), Some(None));
+    assert_eq!(folder.list(&folder.root()).unwrap(), ["a"]);
+    assert_eq!(fake.seen().len(), 1);
+    let nothing = fake.s3("none", &[]);
+    assert_eq!(nothing.stat(&nothing.root(), &Stop::default()).unwrap(), None);
+}

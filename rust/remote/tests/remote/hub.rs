@@ -137,3 +137,21 @@ fn other_options_than_the_hubs_are_refused() {
     let refused = RemoteStore::open("hf://datasets/lab/acts", options_of(&[("region", "x")])).unwrap_err();
     assert_eq!(refused.kind, Kind::Argument);
 }
+
+#[test]
+fn a_url_of_a_file_is_that_file() {
+    let fake = fake();
+    let store = fake.hub("/meta.json", &[]);
+    assert_eq!(store.stat(&store.root(), &Stop::default()).unwrap(), Some(Some(2)));
+    let source = open(&store, &store.root()).unwrap();
+    assert_eq!(read(&*source, 0, 2).unwrap(), b"{}");
+}
+
+#[test]
+fn a_folder_beside_the_url_is_listed_too() {
+    let fake = Fake::new([("run/a", vec![1]), ("run-2/b", vec![2])]);
+    let store = fake.hub("/run", &[]);
+    assert_eq!(store.list(&store.root()).unwrap(), ["a"]);
+    assert_eq!(store.list(&store.location("run-2")).unwrap(), ["b"]);
+    assert_eq!(read(&*open(&store, &store.location("run-2/b")).unwrap(), 0, 1).unwrap(), [2]);
+}

@@ -95,3 +95,11 @@ fn a_signed_url_keeps_its_query() {
         format!("http://127.0.0.1:{}/run/a b.bin", fake.port).replace("/run", "/web/run")
     );
 }
+
+#[test]
+fn a_folder_of_a_web_server_is_no_file() {
+    let fake = fake();
+    let store = fake.web("run", &[]);
+    fake.fault("/web/run", Fault::Status(301, vec![("Location", "/web/run/".to_string())], ""), 1000);
+    assert_eq!(store.stat(&store.root(), &actshard_core::threads::Stop::default()).unwrap(), None);
+}
