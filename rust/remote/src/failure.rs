@@ -41,6 +41,8 @@ pub struct Failure {
     pub region: Option<String>,
     /// The object's size, if the server said.
     pub size: Option<u64>,
+    /// Whether it came from another host, after a redirect.
+    pub is_away: bool,
 }
 
 impl fmt::Display for Failure {
@@ -63,7 +65,7 @@ impl StdError for Failure {}
 impl Failure {
     /// A failure without a status.
     pub fn new(cause: Cause, text: impl Into<String>) -> Failure {
-        Failure { cause, code: None, text: text.into(), after: None, region: None, size: None }
+        Failure { cause, code: None, text: text.into(), after: None, region: None, size: None, is_away: false }
     }
 
     /// An object that is not the one that was opened.
@@ -95,6 +97,7 @@ impl Failure {
             size: header("content-range")
                 .and_then(|range| range.strip_prefix("bytes */")?.parse().ok())
                 .or_else(|| between(&body, "<ActualObjectSize>", "</ActualObjectSize>")?.parse().ok()),
+            is_away: false,
         }
     }
 
@@ -211,6 +214,7 @@ impl Failure {
                 "; set storage_options={\"region\": ...} to the bucket's region"
             }
             (301..=308, _) => "; the server redirects elsewhere: check the endpoint and the region",
+            _ if self.is_away => "; the host that the server redirects to refused: try again later",
             (401, _) | (403, Some("InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidToken")) => {
                 "; check the credentials"
             }

@@ -266,7 +266,7 @@ impl Store for RemoteStore {
 
     fn wishes(&self) -> Option<Wishes> {
         let pace = &self.link.pace;
-        let gap = (pace.rate() * pace.latency().as_secs_f64() / PARALLEL as f64).clamp(LEAST_GAP, MOST_GAP);
+        let gap = (pace.rate() * pace.idle_latency().as_secs_f64() / PARALLEL as f64).clamp(LEAST_GAP, MOST_GAP);
         Some(Wishes { gap: gap as u64, largest: LARGEST, parallel: PARALLEL, unit_bytes: LARGEST })
     }
 }

@@ -1,14 +1,14 @@
 //! What a store has learned about its server: latency, rate, and how long to leave it alone.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::runtime::ForkLock;
 
 /// Answers that the median latency comes from.
 const RECENT: usize = 64;
-/// Length of the windows in which the rate is measured.
-const WINDOW: Duration = Duration::from_millis(100);
+/// The shortest body that the rate is measured with.
+const LONG: u64 = 512 << 10;
 /// Assumed before anything was measured.
 const LATENCY: Duration = Duration::from_millis(30);
 const RATE: f64 = 150e6;
@@ -32,10 +32,7 @@ pub struct Counts {
 struct Measured {
     latencies: Vec<Duration>,
     next: usize,
-    /// The current window: its start and its bytes.
-    since: Instant,
-    bytes: u64,
-    /// Bytes per second of the fastest recent window.
+    /// Bytes per second of all connections together, from long bodies.
     rate: f64,
 }
 
@@ -46,6 +43,8 @@ pub struct Pace {
     /// No request before this time, in ms since `origin`.
     not_before: AtomicU64,
     origin: Instant,
+    /// Long bodies that arrive now.
+    flying: AtomicUsize,
     requests: AtomicU64,
     bytes: AtomicU64,
     retries: AtomicU64,
@@ -58,12 +57,13 @@ pub struct Pace {
 impl Default for Pace {
     fn default() -> Pace {
         let now = Instant::now();
-        let measured = Measured { latencies: vec![], next: 0, since: now, bytes: 0, rate: 0.0 };
+        let measured = Measured { latencies: vec![], next: 0, rate: 0.0 };
         let zero = || AtomicU64::new(0);
         Pace {
             measured: ForkLock::new(measured),
             not_before: zero(),
             origin: now,
+            flying: AtomicUsize::new(0),
             requests: zero(),
             bytes: zero(),
             retries: zero(),
@@ -122,31 +122,36 @@ impl Pace {
         });
     }
 
-    /// Records bytes of a body.
+    /// Counts bytes of a body.
     pub fn received(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.measured.with(|m| {
-            m.bytes += bytes;
-            let passed = m.since.elapsed();
-            if passed >= WINDOW {
-                // Idle windows say nothing about the link: they only make the estimate fade.
-                let rate = m.bytes as f64 / passed.as_secs_f64();
-                m.rate = rate.max(m.rate * 0.9);
-                (m.since, m.bytes) = (Instant::now(), 0);
-            }
-        });
+    }
+
+    /// Counts a long body while it arrives. Short ones say nothing about the link: they end before it is busy.
+    pub fn fly(&self, bytes: u64) -> Option<Flight<'_>> {
+        (bytes >= LONG).then(|| {
+            let at_once = self.flying.fetch_add(1, Ordering::Relaxed) + 1;
+            Flight { pace: self, bytes, at_once, started: Instant::now() }
+        })
     }
 
     /// The median time to the first byte.
     pub fn latency(&self) -> Duration {
-        self.measured
-            .with(|m| {
-                let mut sorted = m.latencies.clone();
-                sorted.sort_unstable();
-                sorted.get(sorted.len() / 2).copied()
-            })
-            .flatten()
-            .unwrap_or(LATENCY)
+        self.quantile(2)
+    }
+
+    /// The time to the first byte where the link is not busy: the lowest quarter.
+    pub fn idle_latency(&self) -> Duration {
+        self.quantile(4)
+    }
+
+    fn quantile(&self, part: usize) -> Duration {
+        let sorted = self.measured.with(|m| {
+            let mut sorted = m.latencies.clone();
+            sorted.sort_unstable();
+            sorted.get(sorted.len() / part).copied()
+        });
+        sorted.flatten().unwrap_or(LATENCY)
     }
 
     /// Bytes per second of the link.
@@ -177,6 +182,30 @@ impl Pace {
         let seed = self.jitter.fetch_add(0x9E37_79B9_7F4A_7C15, Ordering::Relaxed);
         let random = (seed ^ (seed >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 33;
         Duration::from_millis(most / 2 + random % (most / 2 + 1))
+    }
+}
+
+/// A long body that arrives.
+#[derive(Debug)]
+pub struct Flight<'a> {
+    pace: &'a Pace,
+    bytes: u64,
+    at_once: usize,
+    started: Instant,
+}
+
+impl Flight<'_> {
+    /// Measures the link: all of it arrived.
+    pub fn landed(self) {
+        let time = self.started.elapsed().as_secs_f64().max(1e-6);
+        let rate = self.bytes as f64 / time * self.at_once as f64;
+        self.pace.measured.with(|m| m.rate = rate.max(m.rate * 0.95));
+    }
+}
+
+impl Drop for Flight<'_> {
+    fn drop(&mut self) {
+        self.pace.flying.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -87,7 +87,7 @@ impl ResolvedFiles {
         if let Some(known) = place.clone().filter(Resolved::is_valid) {
             drop(place);
             match self.at(&known, wanted).await {
-                Err(failure) if !known.home && matches!(failure.status(), Some(400 | 401 | 403 | 410)) => {
+                Err(failure) if !known.home && is_refused(&failure) => {
                     // The signed URL may have ended, or its host failed: a new one, once.
                     place = slot.lock().await;
                     if let Some(newer) = place.clone().filter(|newer| newer.url != known.url) {
@@ -98,15 +98,21 @@ impl ResolvedFiles {
                 answer => return answer,
             }
         }
-        let (found, answer) = self.follow(wanted).await?;
-        *place = Some(found.clone());
+        let followed = match self.follow(wanted).await {
+            // A URL that ended before it was used, or a fault of its host: a new one, once.
+            Err(failure) if failure.is_away && is_refused(&failure) && place.is_none() => self.follow(wanted).await,
+            followed => followed,
+        };
+        *place = followed.as_ref().ok().map(|(found, _)| found.clone());
         drop(place);
+        let (found, answer) = followed?;
         answer_of(answer, &found, wanted)
     }
 
     async fn at(&self, place: &Resolved, wanted: &WantedBytes<'_>) -> Result<Answer, Failure> {
         let request = Wire::get(&place.url.0, &headers(wanted, place.home))?;
-        let answer = self.wire.send(request).await?;
+        let sent = self.wire.send(request).await;
+        let answer = sent.map_err(|failure| Failure { is_away: !place.home, ..failure })?;
         if answer.status().is_redirection() {
             // It moved again: follow it once, without remembering.
             let (found, answer) = self.follow(wanted).await?;
@@ -123,13 +129,14 @@ impl ResolvedFiles {
         let (mut linked, mut at_home) = (None, true);
         for _ in 0..=HOPS {
             let request = Wire::get(url.as_str(), &headers(wanted, at_home))?;
-            let answer = self.wire.send(request).await?;
+            let answer = self.wire.send(request).await.map_err(|failure| Failure { is_away: !at_home, ..failure })?;
             if at_home {
                 let header = |name| Wire::header(answer.headers(), name);
                 linked = header("x-linked-etag").map(|etag| Tag::new(Some(etag), None)).or(linked);
             }
             if !answer.status().is_redirection() {
-                let until = (!at_home).then(|| Instant::now() + lifetime(&url).saturating_sub(EARLY));
+                let valid = lifetime(&url);
+                let until = (!at_home).then(|| Instant::now() + valid - EARLY.min(valid / 4));
                 let place =
                     Resolved { url: Secret(url.into()), home: at_home, until, linked, seen: Arc::new(OnceLock::new()) };
                 return Ok((place, answer));
@@ -150,6 +157,11 @@ impl ResolvedFiles {
         }
         Err(Failure::new(Cause::Protocol, format!("more than {HOPS} redirects")))
     }
+}
+
+/// Whether a host refused a signed URL.
+fn is_refused(failure: &Failure) -> bool {
+    matches!(failure.status(), Some(400 | 401 | 403 | 410))
 }
 
 fn headers(wanted: &WantedBytes<'_>, home: bool) -> Vec<(HeaderName, String)> {

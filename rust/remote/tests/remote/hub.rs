@@ -155,3 +155,13 @@ fn a_folder_beside_the_url_is_listed_too() {
     assert_eq!(store.list(&store.location("run-2")).unwrap(), ["b"]);
     assert_eq!(read(&*open(&store, &store.location("run-2/b")).unwrap(), 0, 1).unwrap(), [2]);
 }
+
+#[test]
+fn a_fresh_url_that_is_refused_is_replaced_once() {
+    let fake = fake();
+    let store = fake.hub("", &[]);
+    let source = open(&store, &store.location("layer 0/a.bin")).unwrap();
+    fake.fault("/cdn/", Fault::Status(403, vec![], "invalid key pair id"), 1);
+    assert_eq!(read(&*source, 5, 10).unwrap(), noise(300_000, 1)[5..15]);
+    assert_eq!(fake.seen().iter().filter(|seen| seen.path.contains("/resolve/")).count(), 2);
+}
