@@ -22,8 +22,10 @@ pub enum Cause {
     Changed,
     /// The answer contradicts the request.
     Protocol,
-    /// A request that cannot be made: no credentials, or the store cannot list.
+    /// A request that cannot be made, for example without credentials.
     Refused,
+    /// The store cannot do this.
+    Unsupported,
 }
 
 /// A failed request. Contains no URL: those may be signed.
@@ -165,7 +167,7 @@ impl Failure {
                     || matches!(self.code.as_deref(), Some("RequestTimeout" | "SlowDown" | "InternalError"))
             }
             Cause::Connect | Cause::Broken => !self.text.contains("certificate"),
-            Cause::Changed | Cause::Protocol | Cause::Refused => false,
+            Cause::Changed | Cause::Protocol | Cause::Refused | Cause::Unsupported => false,
         }
     }
 
@@ -179,8 +181,8 @@ impl Failure {
     pub fn at(&self, location: &Location) -> Error {
         let kind = match self.cause {
             Cause::Status(404 | 410) => Kind::NotFound,
-            Cause::Changed => Kind::Format,
-            Cause::Status(412) => Kind::Format,
+            Cause::Changed | Cause::Status(412) => Kind::Format,
+            Cause::Unsupported => Kind::Unsupported,
             _ => Kind::Access,
         };
         let detail = match self.cause {

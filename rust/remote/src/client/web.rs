@@ -62,7 +62,7 @@ impl Client for WebClient {
 
     fn list<'a>(&'a self, _: &'a str, _: bool) -> BoxFuture<'a, Result<Listing, Failure>> {
         let text = "web servers cannot list folders: use the URL of the object store, or a format whose metadata names its files";
-        std::future::ready(Err(Failure::new(Cause::Refused, text))).boxed()
+        std::future::ready(Err(Failure::new(Cause::Unsupported, text))).boxed()
     }
 
     fn lists(&self) -> bool {

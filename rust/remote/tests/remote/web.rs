@@ -21,7 +21,7 @@ fn files_of_a_web_server_are_read_by_ranges() {
     let error = open(&store, &store.root().join("none")).unwrap_err();
     assert_eq!(error.kind, Kind::NotFound);
     let error = store.list(&store.root()).unwrap_err();
-    assert!(error.kind == Kind::Access && error.detail.contains("cannot list"), "{error}");
+    assert!(error.kind == Kind::Unsupported && error.detail.contains("cannot list"), "{error}");
 }
 
 #[test]
