@@ -137,21 +137,17 @@ impl Pace {
 
     /// The median time to the first byte.
     pub fn latency(&self) -> Duration {
-        self.quantile(2)
-    }
-
-    /// The time to the first byte where the link is not busy: the lowest quarter.
-    pub fn idle_latency(&self) -> Duration {
-        self.quantile(4)
-    }
-
-    fn quantile(&self, part: usize) -> Duration {
-        let sorted = self.measured.with(|m| {
+        let median = self.measured.with(|m| {
             let mut sorted = m.latencies.clone();
             sorted.sort_unstable();
-            sorted.get(sorted.len() / part).copied()
+            sorted.get(sorted.len() / 2).copied()
         });
-        sorted.flatten().unwrap_or(LATENCY)
+        median.flatten().unwrap_or(LATENCY)
+    }
+
+    /// The shortest recent time to the first byte: others waited for a busy link.
+    pub fn idle_latency(&self) -> Duration {
+        self.measured.with(|m| m.latencies.iter().min().copied()).flatten().unwrap_or(LATENCY)
     }
 
     /// Bytes per second of the link.
@@ -198,7 +194,9 @@ impl Flight<'_> {
     /// Measures the link: all of it arrived.
     pub fn landed(self) {
         let time = self.started.elapsed().as_secs_f64().max(1e-6);
-        let rate = self.bytes as f64 / time * self.at_once as f64;
+        // As many connections as flew at both ends: those that ended in between had a larger share.
+        let at_once = self.pace.flying.load(Ordering::Relaxed).min(self.at_once);
+        let rate = self.bytes as f64 / time * at_once as f64;
         self.pace.measured.with(|m| m.rate = rate.max(m.rate * 0.95));
     }
 }
