@@ -128,10 +128,10 @@ impl Pace {
     }
 
     /// Counts a long body while it arrives. Short ones say nothing about the link: they end before it is busy.
-    pub fn fly(&self, bytes: u64) -> Option<Flight<'_>> {
+    pub fn fly(&self, bytes: u64) -> Option<LongBody<'_>> {
         (bytes >= LONG).then(|| {
             let at_once = self.flying.fetch_add(1, Ordering::Relaxed) + 1;
-            Flight { pace: self, bytes, at_once, started: Instant::now() }
+            LongBody { pace: self, bytes, at_once, started: Instant::now() }
         })
     }
 
@@ -183,14 +183,14 @@ impl Pace {
 
 /// A long body that arrives.
 #[derive(Debug)]
-pub struct Flight<'a> {
+pub struct LongBody<'a> {
     pace: &'a Pace,
     bytes: u64,
     at_once: usize,
     started: Instant,
 }
 
-impl Flight<'_> {
+impl LongBody<'_> {
     /// Measures the link: all of it arrived.
     pub fn landed(self) {
         let time = self.started.elapsed().as_secs_f64().max(1e-6);
@@ -201,7 +201,7 @@ impl Flight<'_> {
     }
 }
 
-impl Drop for Flight<'_> {
+impl Drop for LongBody<'_> {
     fn drop(&mut self) {
         self.pace.flying.fetch_sub(1, Ordering::Relaxed);
     }
