@@ -5,9 +5,9 @@
 //!
 //! 1. [`location`]: the name of a file or object. [`error`]: the error type. [`kernels`]: vector code.
 //!    [`dtype`]: element types and casts. [`memory`]: reused blocks. [`threads`]: one thread pool, one way of handing out parts.
-//! 2. [`source`]: byte sources behind one trait: local files (mapped or read with `pread`), or any other store. [`codec`]:
-//!    decoding, with one cache of decoded units. [`arrays`]: arrays in chunk files and shards, under 4-D stores and token
-//!    arrays.
+//! 2. [`source`]: byte sources behind one trait: local files (mapped or read with `pread`), or any other store. [`disk_cache`]:
+//!    far sources kept on the local disk. [`codec`]: decoding, with one cache of decoded units. [`arrays`]: arrays in chunk
+//!    files and shards, under 4-D stores and token arrays.
 //! 3. [`layout`]: the map from (group, example, token) to an [`layout::Address`], a file and a row in it. [`parse`]: parsers
 //!    of untrusted files. A *group* is what a format stores separately for each example, usually a layer.
 //! 4. [`files`]: the numbered files of a dataset, opened on demand, with checks that they still hold the same rows:
@@ -28,6 +28,7 @@ compile_error!("actshard maps whole files and counts bytes in usize; a 32-bit ho
 
 pub mod arrays;
 pub mod codec;
+pub mod disk_cache;
 pub mod dtype;
 pub mod error;
 pub mod files;

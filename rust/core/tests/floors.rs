@@ -11,8 +11,26 @@ use common::sources;
 
 /// Lowest first. A module uses those before it; on one floor, modules are listed in the order in which they may use each other.
 const CORE: &[&str] = &[
-    "location", "error", "kernels", "dtype", "memory", "threads", "source", "codec", "arrays", "layout", "parse",
-    "files", "gather", "rows", "scan", "stream", "write", "tokens", "lib",
+    "location",
+    "error",
+    "kernels",
+    "dtype",
+    "memory",
+    "threads",
+    "source",
+    "disk_cache",
+    "codec",
+    "arrays",
+    "layout",
+    "parse",
+    "files",
+    "gather",
+    "rows",
+    "scan",
+    "stream",
+    "write",
+    "tokens",
+    "lib",
 ];
 const REMOTE: &[&str] = &[
     "runtime",

@@ -1,0 +1,138 @@
+//! Keys of cached objects.
+
+use std::fmt::Write as _;
+
+use sha2::{Digest, Sha256};
+
+use super::geometry::{Geometry, LARGEST};
+use crate::location::Location;
+use crate::source::Version;
+
+/// Parameters of signed URLs: they change with every signature.
+const SIGNING: [&str; 17] = [
+    "awsaccesskeyid",
+    "expires",
+    "googleaccessid",
+    "key-pair-id",
+    "policy",
+    "se",
+    "sig",
+    "signature",
+    "ske",
+    "skoid",
+    "sks",
+    "skt",
+    "sktid",
+    "skv",
+    "sp",
+    "st",
+    "token",
+];
+
+/// The identity of an object's content.
+#[derive(Clone, Debug)]
+pub struct ObjectKey {
+    /// The name of its folder: 64 hexadecimal digits, `-`, and the size.
+    pub name: String,
+    /// Its address without credentials, for people.
+    pub url: String,
+    pub geometry: Geometry,
+}
+
+impl ObjectKey {
+    pub fn new(location: &Location, version: &Version, size: u64) -> ObjectKey {
+        let text = without_credentials(&location.to_string());
+        let version = match version {
+            Version::Tag(tag) => format!("tag {tag}"),
+            file @ Version::File(..) => format!("{file:?}"),
+        };
+        let mut hash = Sha256::new();
+        for part in [text.as_str(), &version] {
+            // With its length, so that different parts never give the same text.
+            hash.update((part.len() as u64).to_le_bytes());
+            hash.update(part);
+        }
+        hash.update(size.to_le_bytes());
+        let digest: [u8; 32] = hash.finalize().into();
+        let mut name = String::with_capacity(84);
+        for byte in digest {
+            // Writing to a String cannot fail.
+            let _ = write!(name, "{byte:02x}");
+        }
+        let _ = write!(name, "-{size}");
+        let seed = u32::from_le_bytes([digest[0], digest[1], digest[2], digest[3]]);
+        let url = if is_web(&text) { text.split('?').next().unwrap_or_default().to_string() } else { text };
+        ObjectKey { name, url, geometry: Geometry { size, seed } }
+    }
+}
+
+/// The geometry of the object in a folder of this name.
+pub fn geometry_of(name: &str) -> Option<Geometry> {
+    let (digest, size) = name.split_once('-')?;
+    let first = u32::from_str_radix(digest.get(..8)?, 16).ok()?;
+    let size = size.parse().ok().filter(|size| (1..=LARGEST).contains(size))?;
+    (digest.len() == 64).then_some(Geometry { size, seed: first.swap_bytes() })
+}
+
+fn is_web(text: &str) -> bool {
+    text.starts_with("https://") || text.starts_with("http://")
+}
+
+/// Removes the user and the signature of a web address. Keys of other stores may contain `@` and `?`.
+fn without_credentials(text: &str) -> String {
+    let Some((scheme, rest)) = text.split_once("://").filter(|_| is_web(text)) else { return text.to_string() };
+    let (authority, path) = rest.find(['/', '?']).map_or((rest, ""), |at| rest.split_at(at));
+    let host = authority.rsplit('@').next().unwrap_or_default();
+    let (path, query) = path.split_once('?').unwrap_or((path, ""));
+    let signs = |parameter: &&str| {
+        let name = parameter.split('=').next().unwrap_or_default().to_ascii_lowercase();
+        SIGNING.contains(&name.as_str()) || name.starts_with("x-amz-") || name.starts_with("x-goog-")
+    };
+    let kept: Vec<&str> = query.split('&').filter(|p| !p.is_empty() && !signs(p)).collect();
+    let mark = if kept.is_empty() { "" } else { "?" };
+    format!("{scheme}://{host}{path}{mark}{}", kept.join("&"))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    fn key(store: &str, key: &str, tag: &str, size: u64) -> ObjectKey {
+        ObjectKey::new(&Location::object(store, key), &Version::Tag(tag.into()), size)
+    }
+
+    #[test]
+    fn a_key_is_another_for_another_address_version_or_size() {
+        let base = key("s3://b", "k", "v", 9);
+        let others = [
+            key("s3://b", "l", "v", 9),
+            key("s3://c", "k", "v", 9),
+            key("s3://b", "k", "w", 9),
+            key("s3://b", "k", "v", 8),
+            key("s3://b", "k?x", "v", 9),
+        ];
+        assert!(others.iter().all(|other| other.name != base.name));
+        assert_eq!(key("s3://b", "k", "v", 9).name, base.name);
+        let geometry = geometry_of(&base.name).unwrap();
+        assert_eq!((geometry.size, geometry.seed), (9, base.geometry.seed));
+        assert!(["", "x", "12-3", "lost+found"].iter().all(|name| geometry_of(name).is_none()));
+    }
+
+    #[test]
+    fn credentials_are_in_no_key() {
+        let plain = key("https://host", "a/b@c", "v", 9);
+        for (store, path) in [
+            ("https://user:word@host", "a/b@c"),
+            ("https://host", "a/b@c?X-Amz-Signature=12&X-Amz-Date=3"),
+            ("https://host", "a/b@c?Expires=1&Signature=2&Key-Pair-Id=3"),
+        ] {
+            let signed = key(store, path, "v", 9);
+            assert_eq!((&signed.name, &signed.url), (&plain.name, &plain.url));
+        }
+        let other = key("https://host", "a/b@c?id=5&sig=7", "v", 9);
+        assert_ne!(other.name, plain.name);
+        assert_eq!(other.url, "https://host/a/b@c");
+        assert_eq!(key("abfss://box@account", "k?x", "v", 1).url, "abfss://box@account/k?x");
+    }
+}

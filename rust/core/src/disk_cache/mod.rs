@@ -1,0 +1,187 @@
+//! A cache of far objects on the local disk, shared by all threads and processes that use its folder.
+//!
+//! ```text
+//! VERSION  lock  objects/<sha256(address without credentials, version tag, size)>-<size>/{data, state, url}
+//! ```
+//! `data` is sparse; `state` holds what is known of it (`geometry`). Bytes are downloaded by pages of 64 KiB, checked by sectors
+//! of 4 KiB, and locked and evicted by blocks of 4 MiB.
+//!
+//! - **Reads** take no lock. They compare every sector with its CRC32C each time, so a hole, a half-written block, a block that is
+//!   evicted meanwhile, a lost write after a power cut and damage by others are all the same: the bytes are downloaded again.
+//!   A changed object has another version tag, thus another folder; objects without a version are not cached.
+//! - **Downloads** hold the locks of their blocks (`system`), so that many readers download a block once. A killed
+//!   process holds no lock, and the sectors that it had not finished are absent.
+//! - **The limit** (`books`) counts pages *before* their download, with the overhead of files, so it is never exceeded. Blocks are
+//!   evicted by a clock; large or ordered reads insert blocks with their clock off, so that a scan does not replace blocks that
+//!   random reads use.
+//! - **Faults** of the cache are never errors of a read: a full or read-only disk stops the cache with one warning.
+//!
+//! State is read and written with `pread` and `pwrite`, not mapped: a mapping would turn a truncated state file or a full disk
+//! into SIGBUS. No lock of this process is waited for, so a fork at any moment leaves a working child.
+
+mod books;
+mod folder;
+mod geometry;
+mod key;
+mod object;
+mod source;
+mod system;
+
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use self::books::{Books, LEAST, LEAST_BLOCKS};
+use self::folder::Folder;
+use self::geometry::LARGEST;
+use self::key::ObjectKey;
+use self::source::DiskSource;
+use crate::error::{Error, Kind, Result};
+use crate::source::{Source, pread};
+use crate::threads::Stop;
+
+/// The version of the layout of a cache folder.
+const VERSION: &str = "1\n";
+
+/// A cache on disk. Clones share it.
+#[derive(Clone, Debug)]
+pub struct DiskCache {
+    folder: Arc<Folder>,
+    /// Whether the folder can be used.
+    on: bool,
+}
+
+/// Numbers of a cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheInfo {
+    /// Bytes counted, overhead included: at least those that its files take.
+    pub bytes: u64,
+    /// Cached objects.
+    pub objects: u64,
+    /// The maximum of `bytes`.
+    pub limit: u64,
+    /// Ranges that this process read from the cache.
+    pub hits: u64,
+    /// Ranges that this process had to download, at least in part.
+    pub misses: u64,
+}
+
+impl DiskCache {
+    /// Opens a cache folder, and makes it if it does not exist. `limit` is the maximum number of bytes on disk. If the folder
+    /// cannot hold a cache, reads go on without one, and [`DiskCache::take_warning`] gives the reason.
+    pub fn open(folder: &Path, limit: u64) -> Result<DiskCache> {
+        DiskCache::open_on(folder, limit, &pread::is_network)
+    }
+
+    fn open_on(folder: &Path, limit: u64, is_network: &dyn Fn(&Path) -> bool) -> Result<DiskCache> {
+        if limit < LEAST {
+            let detail = format!(
+                "the limit of the disk cache: expected at least {LEAST} bytes ({LEAST_BLOCKS} blocks), found {limit}"
+            );
+            return Err(Error::new(Kind::Argument, detail));
+        }
+        let prepared = prepare(folder).and_then(|root| {
+            if is_network(&root) {
+                return Err(io::Error::new(
+                    io::ErrorKind::Unsupported,
+                    "the folder is on a network file system, whose locks cannot be trusted; choose a local one",
+                ));
+            }
+            let opened = Folder::new(root, limit);
+            start(&opened)?;
+            Ok(opened)
+        });
+        match prepared {
+            Ok(opened) => Ok(DiskCache { folder: Arc::new(opened), on: true }),
+            Err(error) => {
+                let opened = Folder::new(folder.to_path_buf(), limit);
+                opened.stop(&format!("cannot use the folder: {error}"));
+                Ok(DiskCache { folder: Arc::new(opened), on: false })
+            }
+        }
+    }
+
+    /// A source that reads through the cache. Returns `inner` itself if it has no version, is in memory already,
+    /// or is larger than 16 TiB.
+    pub fn source(&self, inner: Box<dyn Source>) -> Box<dyn Source> {
+        match inner.version() {
+            Some(version) if self.on && (1..=LARGEST).contains(&inner.size()) && inner.bytes().is_none() => {
+                let key = ObjectKey::new(inner.location(), &version, inner.size());
+                Box::new(DiskSource::new(inner, Arc::clone(&self.folder), key, version))
+            }
+            _ => inner,
+        }
+    }
+
+    /// The reason why the cache is not used, once.
+    pub fn take_warning(&self) -> Option<String> {
+        self.folder.take_warning()
+    }
+
+    /// The folder that holds the objects.
+    pub fn folder(&self) -> &Path {
+        &self.folder.root
+    }
+
+    /// Its size, and the hits and misses of this process.
+    pub fn info(&self) -> Result<CacheInfo> {
+        let (mut bytes, mut objects) = (0, 0);
+        if self.on {
+            bytes = self.with_books(&mut |books| Ok(books.bytes()), "look at")?;
+            let names = self.folder.names().map_err(|e| Error::from_io(&e, self.folder(), "list"))?;
+            objects = names.len() as u64;
+        }
+        let (hits, misses) = (&self.folder.hits, &self.folder.misses);
+        let count = |number: &std::sync::atomic::AtomicU64| number.load(Ordering::Relaxed);
+        Ok(CacheInfo { bytes, objects, limit: self.folder.limit, hits: count(hits), misses: count(misses) })
+    }
+
+    /// Removes all blocks that are not being downloaded now.
+    pub fn clear(&self) -> Result<()> {
+        if self.on { self.with_books(&mut |books| books.clear(), "clear") } else { Ok(()) }
+    }
+
+    fn with_books<T>(&self, work: &mut dyn FnMut(&mut Books<'_>) -> io::Result<T>, doing: &str) -> Result<T> {
+        let mut locked = || {
+            let mut books = Books::open(&self.folder, &Stop::default())?;
+            let done = work(&mut books)?;
+            books.close()?;
+            Ok(done)
+        };
+        locked().map_err(|e| Error::from_io(&e, self.folder(), doing))
+    }
+}
+
+/// Makes the folder, and returns the one for this version of the layout: inside it, if it has another version.
+fn prepare(folder: &Path) -> io::Result<PathBuf> {
+    let make = |path: &Path| std::fs::DirBuilder::new().mode(0o700).recursive(true).create(path);
+    let mut root = folder.to_path_buf();
+    make(&root)?;
+    let found = std::fs::read_to_string(root.join("VERSION")).unwrap_or_default();
+    // Anything but a number is damage, and is replaced.
+    let number = found.strip_suffix('\n').filter(|text| text.len() < 10 && text.parse::<u32>().is_ok());
+    if number.is_some() && found != VERSION {
+        root = root.join(format!("version-{}", VERSION.trim_end()));
+    }
+    make(&root.join("objects"))?;
+    let file = system::open_rw(&root.join("VERSION"), true)?;
+    if found != VERSION {
+        file.set_len(0)?;
+    }
+    file.write_all_at(VERSION.as_bytes(), 0)?;
+    Ok(root)
+}
+
+/// Tries what the cache needs of the file system, and makes the limit hold.
+fn start(folder: &Folder) -> io::Result<()> {
+    let mut books = Books::open(folder, &Stop::default())?;
+    let probe = folder.root.join("probe");
+    let file = system::open_rw(&probe, true)?;
+    file.write_all_at(&[1; 8192], 0)?;
+    system::punch(&file, 0, 4096)?;
+    std::fs::remove_file(&probe)?;
+    books.shrink()?;
+    books.close()
+}
