@@ -63,7 +63,7 @@ impl MissingPart<'_> {
 }
 
 /// The object, locks of some of its blocks, and the last block that has room.
-struct Place<'a> {
+struct StorePlace<'a> {
     object: &'a CachedObject,
     last: Option<u64>,
 }
@@ -206,7 +206,7 @@ impl DiskSource {
             self.folder.failed("write", &error);
             None
         });
-        self.download(mine, Some(Place { object, last: granted }), scan, stop)?;
+        self.download(mine, Some(StorePlace { object, last: granted }), scan, stop)?;
         Ok(WaveEnd { theirs, moved: true })
     }
 
@@ -233,7 +233,13 @@ impl DiskSource {
     }
 
     /// Downloads the pages of parts with one call of the inner source, stores those that have a place, and copies the parts.
-    fn download(&self, parts: Vec<MissingPart<'_>>, place: Option<Place<'_>>, scan: bool, stop: &Stop) -> Result<()> {
+    fn download(
+        &self,
+        parts: Vec<MissingPart<'_>>,
+        place: Option<StorePlace<'_>>,
+        scan: bool,
+        stop: &Stop,
+    ) -> Result<()> {
         let ranges = self.ranges(&parts);
         let buffers: Result<Vec<Vec<u8>>> = ranges.iter().map(|(_, len)| zeroed(*len as usize)).collect();
         let Ok(mut buffers) = buffers else {
@@ -247,7 +253,7 @@ impl DiskSource {
         if stop.is_set() {
             return Ok(());
         }
-        if let Some(Place { object, last: Some(last) }) = place
+        if let Some(StorePlace { object, last: Some(last) }) = place
             && self.inner.version().as_ref() == Some(&self.version)
         {
             for ((at, _), bytes) in ranges.iter().zip(&buffers) {
