@@ -47,15 +47,15 @@ pub enum Granted {
 }
 
 /// An object's files, opened by path.
-struct Found {
+struct VisitedObject {
     geometry: Geometry,
     state: File,
     locks: ByteLocks,
     heads: Vec<u8>,
 }
 
-impl Found {
-    fn open(folder: &Folder, name: &str, doubt: &mut bool) -> io::Result<Option<Found>> {
+impl VisitedObject {
+    fn open(folder: &Folder, name: &str, doubt: &mut bool) -> io::Result<Option<VisitedObject>> {
         let Some(geometry) = geometry_of(name) else { return Ok(None) };
         let path = folder.object(name);
         let open = || Ok((open_rw(&path.join("state"), false)?, ByteLocks::open(&path.join("data"))?));
@@ -70,7 +70,7 @@ impl Found {
         };
         let mut heads = vec![0; (geometry.blocks() * HEAD) as usize];
         fill(&state, 0, &mut heads)?;
-        Ok(Some(Found { geometry, state, locks, heads }))
+        Ok(Some(VisitedObject { geometry, state, locks, heads }))
     }
 
     fn head(&self, block: u64) -> &[u8] {
@@ -181,7 +181,7 @@ impl<'a> Books<'a> {
     fn count(&mut self) -> io::Result<()> {
         (self.used, self.doubt) = (0, false);
         for name in self.folder.names()? {
-            if let Some(mut found) = Found::open(self.folder, &name, &mut false)? {
+            if let Some(mut found) = VisitedObject::open(self.folder, &name, &mut false)? {
                 self.used += found.geometry.object_units() + found.count()?;
             }
         }
@@ -269,7 +269,7 @@ impl<'a> Books<'a> {
                 *hand = Hand { names, ..Hand::default() };
             }
             let name = hand.names[hand.at].clone();
-            if let Some(mut found) = Found::open(folder, &name, &mut self.doubt)? {
+            if let Some(mut found) = VisitedObject::open(folder, &name, &mut self.doubt)? {
                 freed += self.evict_blocks(&mut found, &mut hand.block, wanted.saturating_sub(freed))?;
                 if hand.block < found.geometry.blocks() {
                     continue;
@@ -287,7 +287,7 @@ impl<'a> Books<'a> {
     }
 
     /// Moves the hand over an object's blocks until enough is freed.
-    fn evict_blocks(&mut self, found: &mut Found, hand: &mut u64, wanted: u64) -> io::Result<u64> {
+    fn evict_blocks(&mut self, found: &mut VisitedObject, hand: &mut u64, wanted: u64) -> io::Result<u64> {
         let mut freed = 0;
         while *hand < found.geometry.blocks() && freed < wanted {
             let block = *hand;
