@@ -63,6 +63,19 @@ def test_a_path_that_cannot_be_local_is_refused_and_nothing_is_made(here: Path, 
     assert [p.name for p in here.iterdir()] == ["source"]
 
 
+def test_secrets_of_urls_are_in_no_message() -> None:
+    for url in (
+        "https://host/x?X-Sig=SECRET",
+        "ftp://user:SECRET@host/x",
+        "https:/host/x?X-Sig=SECRET#SECRET",
+        "s3://SECRET@",
+    ):
+        with pytest.raises(actshard.ArgumentError, match="remote paths are not supported") as caught:
+            local_path(url)
+        assert "SECRET" not in str(caught.value)
+        assert "host/x" in str(caught.value) or "@" in url
+
+
 def test_names_that_only_look_like_urls_are_local(here: Path) -> None:
     assert local_path("./gs:/x") == here / "gs:/x"
     assert local_path("a:b") == here / "a:b"

@@ -190,6 +190,10 @@ def local_path(value: Any, what: str = "path") -> Path:
 
 
 def _shortened(name: str) -> str:
+    """A path for messages. Of a URL, without user, password and query, which may be secrets."""
+    if url := _URL.match(name):
+        host, slash, rest = re.split(r"[?#]", name[url.end() :].lstrip("/"), maxsplit=1)[0].partition("/")
+        name = f"{url.group()}/{host.rpartition('@')[2]}{slash}{rest}"
     return name if len(name) <= 200 else f"{name[:197]}..."
 
 
