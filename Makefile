@@ -39,6 +39,7 @@ torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look fo
 
 check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, stubs
 	cargo fmt --all --check
+	cargo metadata --locked --format-version 1 --manifest-path rust/fuzz/Cargo.toml >/dev/null
 	cargo clippy --workspace --all-targets --quiet -- -D warnings
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
