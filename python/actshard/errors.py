@@ -104,7 +104,7 @@ def as_plain(error: ActshardError) -> dict[str, Any]:
     return {
         "error": type(error).__name__,
         "detail": error.detail,
-        "path": None if error.path is None else os.fspath(error.path),
+        "path": None if error.path is None else str(error.path),
         "offset": error.offset,
         "reason": error.reason,
         "code": error.code,
@@ -365,8 +365,10 @@ def _as_path(value: Any) -> Path | None:
 
 
 def place_of(path: str | os.PathLike[str]) -> Path:
-    """Converts to Path. Returns a remote location unchanged, because pathlib would collapse the slashes of its URL."""
-    return path if getattr(path, "is_local", True) is False else Path(path)  # type: ignore[return-value]
+    """Converts to Path. Returns remote locations and URLs as they are: pathlib would collapse the slashes of a URL."""
+    if getattr(path, "is_local", True) is False or (isinstance(path, str) and "://" in path):
+        return path  # type: ignore[return-value]  # as documented
+    return Path(path)
 
 
 def from_reader(error: Exception, path: str | os.PathLike[str] | None, doing: str, broken: str) -> ActshardError:

@@ -6,7 +6,9 @@ All commands use it, so a path refers to the same dataset in each.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from actshard import formats
 from actshard.errors import (
@@ -36,9 +38,19 @@ def existing(path: str | os.PathLike[str]) -> Location:
         MissingFileError: the path does not exist.
         NotAFileError: a parent of the path is a file.
     """
-    root = Location.of(path)
+    return _existing(Location.of(path))
+
+
+def existing_anywhere(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Location:
+    """As :func:`existing`, for URLs as well."""
+    return _existing(Location.of_any(path, storage_options))
+
+
+def _existing(root: Location) -> Location:
     if root.exists():
         return root
+    if not root.is_local:
+        raise MissingFileError("expected a dataset, found nothing", path=root)
     above = root.parent
     while not above.exists() and above != above.parent:
         above = above.parent

@@ -23,6 +23,7 @@ import actshard._native as _native
 from actshard._arguments import local_path
 from actshard.errors import (
     ArgumentError,
+    ArgumentTypeError,
     FileAccessError,
     FormatError,
     MissingFileError,
@@ -33,7 +34,7 @@ from actshard.errors import (
     from_os,
     place_of,
 )
-from actshard.storage import Entry, Kind, Local, Memory, Stat, Storage
+from actshard.storage import Entry, Kind, Local, Memory, Remote, Stat, Storage
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,6 +51,27 @@ def network_io(path: Path | Location) -> str:
             return "pread"
         path = path.local
     return "pread" if _native.is_network(path) else "mmap"
+
+
+def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str, str]]:
+    """Options as texts; those of a nested mapping (``client_kwargs``) are named ``above.name``."""
+    if options is None:
+        return []
+    if not isinstance(options, Mapping):
+        raise ArgumentTypeError(f"storage_options: expected a mapping, found {type(options).__name__}")
+    pairs = []
+    for name, value in options.items():
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"storage_options: expected names, found {type(name).__name__}")
+        if isinstance(value, Mapping):
+            pairs += _pairs(value, f"{above}{name}.")
+        elif isinstance(value, bool):
+            pairs.append((above + name, "true" if value else "false"))
+        elif isinstance(value, str | int | float):
+            pairs.append((above + name, str(value)))
+        else:  # without the value, which may be a secret
+            raise ArgumentTypeError(f"storage_options: {above}{name}: expected a str, a number or a bool")
+    return pairs
 
 
 _NAME = operator.attrgetter("name")
@@ -81,6 +103,25 @@ class Location:
         if isinstance(value, Location):
             return value
         return cls(_LOCAL, os.fspath(local_path(value, what)))
+
+    @classmethod
+    def of_any(cls, value: Any, storage_options: Mapping[str, Any] | None = None) -> Location:
+        """Returns the location of a user's path or URL; a Location is returned unchanged. A URL makes no request.
+
+        Args:
+            value: a str, an ``os.PathLike`` or a Location.
+            storage_options: options of a remote store, in the words of the object_store crate or of fsspec.
+
+        Raises:
+            ArgumentTypeError: not a path.
+            ArgumentError: an unknown kind of URL, an invalid file name, or an unknown option.
+        """
+        if isinstance(value, str) and _native.is_remote(value):
+            storage = Remote(_native.RemoteStore(value, _pairs(storage_options)))
+            return cls(storage, storage.native.root)
+        if storage_options:
+            raise ArgumentError("storage_options: expected a URL to use them for, found a local path")
+        return cls.of(value)
 
     @classmethod
     def at(cls, place: str | os.PathLike[str]) -> Location:

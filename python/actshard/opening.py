@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from actshard import _arguments, formats
 from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
-from actshard.finding import check_finished, detect, existing, find
+from actshard.finding import check_finished, detect, existing_anywhere, find
 from actshard.formats.contents import Options
 from actshard.location import Location, network_io
 from actshard.store import Store
@@ -21,13 +22,15 @@ def open(
     *,
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Store:
     """Opens a dataset and returns a store.
 
     Args:
-        path: the dataset's folder, a file that represents it (an lmprobe index), or a folder that contains a single dataset.
-            ``~`` is expanded. A list of folders opens the pickle shards of several machines as one dataset, in that order. The
-            folder that contains them does the same, in the order of their names.
+        path: the dataset's folder, a file that represents it (an lmprobe index), or a folder that contains a single dataset;
+            ``~`` is expanded. Or the URL of any of these: ``s3://``, ``gs://``, ``az://``, ``https://``,
+            ``hf://datasets/ORG/NAME[@REVISION][/PATH]``. A list of folders opens the pickle shards of several machines as one
+            dataset, in that order. The folder that contains them does the same, in the order of their names.
         format: ``"saev"``, ``"lmprobe"``, ...; None detects it.
         io: ``"mmap"`` memory-maps files: fastest, and supports views. ``"pread"`` never maps: for file systems with slow page
             faults, and for files that may be truncated while they are read. ``"auto"`` is ``"pread"`` on network file systems
@@ -35,6 +38,9 @@ def open(
         decoded_memory: size of the cache of decoded data (compressed Zarr chunks, ``.pkl.gz`` shards), in bytes or as
             ``"4GiB"``. A larger shard is still decoded as a whole.
         checksums: whether to check files against the checksums that the dataset lists (pickle shards), on first read.
+        storage_options: options of a remote store (``{"region": "eu-west-1"}``): names of the object_store crate in any case, or
+            fsspec's ``anon``, ``key``, ``secret``, ``token``, ``endpoint_url``, ``profile``, ``client_kwargs``. They precede the
+            environment's.
 
     Returns:
         An open :class:`~actshard.Store`. ``store.warnings`` lists problems of the dataset; each is also issued as an
@@ -46,7 +52,7 @@ def open(
             found, and the datasets below the path.
         FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is damaged, too new, or cannot be read.
     """
-    store = open_quietly(path, format, io, decoded_memory, checksums)
+    store = open_quietly(path, format, io, decoded_memory, checksums, storage_options)
     for warning in store.warnings:
         warnings.warn(ActshardWarning(f"{store.path}: {warning}", code=warning.code), stacklevel=2)
     return store
@@ -58,12 +64,13 @@ def open_quietly(
     io: str,
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Store:
     """:func:`open` without warnings, e.g. for workers that reopen their parent's store."""
     if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
         raise ArgumentError(f"io: expected 'auto', 'mmap' or 'pread', found {io!r}")
     with boundary(path, "open"):
-        return _opened(path, format, io, decoded_memory, checksums)
+        return _opened(path, format, io, decoded_memory, checksums, storage_options)
 
 
 def _opened(
@@ -72,13 +79,14 @@ def _opened(
     io: str,
     decoded_memory: int | str,
     checksums: bool,
+    storage_options: Mapping[str, Any] | None,
 ) -> Store:
-    together = [existing(p) for p in path] if isinstance(path, list | tuple) else None
+    together = [existing_anywhere(p, storage_options) for p in path] if isinstance(path, list | tuple) else None
     if together is not None:
         root = _common(together)
         name = format if format is not None else detect(together[0])
     else:
-        root = existing(path)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
+        root = existing_anywhere(path, storage_options)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
         check_finished(root)
         if format is not None:
             name = format

@@ -1,10 +1,11 @@
-"""Storages that a :class:`~actshard.location.Location` refers to: the local file system, or files in memory.
+"""Storages that a :class:`~actshard.location.Location` refers to: the local file system, remote stores, or files in memory.
 
 A new kind of storage is one more class with the methods of :class:`Storage`.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import stat as modes
 import zlib
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+import actshard._native as _native
 from actshard.errors import TruncatedFileError
 
 if TYPE_CHECKING:
@@ -149,6 +151,115 @@ def _kind_of(entry: os.DirEntry[str]) -> Kind:
 
 def _ended(start: int, into: memoryview, done: int) -> TruncatedFileError:
     return TruncatedFileError(f"expected {len(into)} bytes at {start}, the file ends", offset=start + done)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A bucket, a web server or a dataset of the Hugging Face hub. Keys are names joined by ``/``.
+
+    A folder is listed once. Objects of up to 1 MiB that were read whole are kept, 16 MiB together: several formats look at the
+    same metadata. A web server has no listings: the folder of the URL is taken to exist, and holds what is asked for by name.
+
+    Pickles contain the URL, its options (secrets included, so that other processes can open it), the revision and the names, sizes
+    and versions that are known: the copy makes no request for them.
+    """
+
+    native: _native.RemoteStore
+    small: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    local: ClassVar[bool] = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_remote_again, (self.native.state(),))
+
+    def text(self, key: str) -> str:
+        return self.native.text(key)
+
+    def stat(self, key: str) -> Stat:
+        if key == self.native.root and (not self.native.lists or self.native.scan(key, False)):
+            return Stat("folder", 0, "", 0)
+        found = self.native.stat(key)
+        if found is None:
+            raise FileNotFoundError(2, "No such object")
+        size, version = found
+        return Stat("folder", 0, "", 0) if size is None else Stat("file", size, version or "", size)
+
+    def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
+        if self.stat(key).kind == "file":
+            raise NotADirectoryError(20, "Not a directory")
+        names = self.native.scan(key, False) if self.native.lists else []
+        if not names:  # folders are prefixes of keys: an empty one does not exist
+            raise FileNotFoundError(2, "No such object")
+        for name, size in names:
+            yield Entry(name, "folder") if size is None else Entry(name, "file", size)
+
+    def read(self, key: str, start: int, length: int) -> bytes:
+        kept = self.small.get(key)
+        if kept is None:
+            data = self.native.read(key, start, length)
+            fits = start == 0 and len(data) <= _SMALL and sum(map(len, self.small.values())) < _SMALLS
+            if fits and self.stat(key).size == len(data):
+                self.small[key] = data
+            return data
+        return kept[start : start + length]
+
+    def fill(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
+        for start, into in parts:
+            data = self.native.read(key, start, len(into))
+            if len(data) < len(into):
+                raise _ended(start, into, len(data))
+            into[:] = data
+
+    def arrow(self, key: str) -> pa.NativeFile:
+        import pyarrow as pa
+
+        size = self.stat(key).size
+        if size <= _WHOLE:
+            return pa.BufferReader(self.native.read(key, 0, size))
+        return pa.PythonFile(_Reader(self.native, key, size), mode="r")
+
+
+def _remote_again(state: bytes) -> Remote:
+    return Remote(_native.RemoteStore.from_state(state))
+
+
+_SMALL = 1 << 20
+_SMALLS = 16 << 20
+_WHOLE = 8 << 20
+"""Larger objects are read in ranges by pyarrow."""
+
+
+class _Reader(io.RawIOBase):
+    """An object as a Python file."""
+
+    def __init__(self, native: _native.RemoteStore, key: str, size: int) -> None:
+        self._native, self._key, self._size, self._at = native, key, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def size(self) -> int:
+        return self._size
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        wanted = max(self._size - self._at, 0) if size < 0 else size
+        data = self._native.read(self._key, self._at, wanted)
+        self._at += len(data)
+        return data
+
+    def readinto(self, into: Any) -> int:
+        data = self.read(len(into))
+        into[: len(data)] = data
+        return len(data)
 
 
 @dataclass(frozen=True, slots=True)

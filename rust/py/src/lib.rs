@@ -5,6 +5,7 @@
 //! - `rows`: its methods, and [`rows::Addresses`], a table of row addresses
 //! - `stream`: ordered batches, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
+//! - `place`: paths and remote locations from Python; `remote`: the stores of the latter
 //! - `detach`: the only function that releases the GIL
 //! - `tokens`: token caches, their batches and orders
 //! - `write`: writing files, scanning values
@@ -17,6 +18,8 @@ mod detach;
 mod errors;
 mod handle;
 mod pickle;
+mod place;
+mod remote;
 mod rows;
 mod stream;
 mod tokens;
@@ -30,13 +33,14 @@ use actshard_core::arrays::element::Fill;
 use actshard_core::arrays::meta::ArrayMeta;
 use actshard_core::dtype::DType;
 use actshard_core::parse::safetensors;
-use actshard_core::source::local::Local;
-use actshard_core::source::{Io, pread};
-use actshard_core::threads;
+use actshard_core::source::{Access, Io, pread};
+use actshard_core::threads::{self, Stop, Watch};
 use actshard_core::{Finding, Kind};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
+
+use crate::place::{Place, store_of};
 
 /// `[(name, dtype, shape, begin, end)]` sorted by offset, the `__metadata__` pairs, and the data offset.
 type HeaderTuple = (Vec<(String, &'static str, Vec<u64>, u64, u64)>, Vec<(String, String)>, u64);
@@ -48,8 +52,15 @@ fn header_tuple(header: safetensors::Header) -> HeaderTuple {
 
 /// Reads and checks the header of a safetensors file.
 #[pyfunction]
-fn safetensors_header(py: Python<'_>, path: PathBuf) -> PyResult<HeaderTuple> {
-    detach::guarded(py, || detach::detached(py, |_| safetensors::read_header_at(&path).map(header_tuple)))
+fn safetensors_header(py: Python<'_>, path: Place) -> PyResult<HeaderTuple> {
+    detach::guarded(py, || {
+        let store = store_of(&path, Io::Pread);
+        detach::detached(py, |watch| {
+            let read = |_: &Stop| safetensors::read_header(&*store.open(&path.location, Access::Once)?);
+            if store.wishes().is_none() { read(&Stop::default()) } else { threads::wait_for(&read, watch) }
+                .map(header_tuple)
+        })
+    })
 }
 
 /// Checks the header of a safetensors file held in memory.
@@ -63,15 +74,16 @@ fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
 #[pyfunction]
 fn read_zarr<'py>(
     py: Python<'py>,
-    folder: PathBuf,
+    folder: Place,
     metadata: &[u8],
     there: Vec<Vec<u64>>,
     most: u64,
 ) -> PyResult<Bound<'py, PyAny>> {
     detach::guarded(py, || {
-        let local = Local { io: Io::Pread };
+        let store = store_of(&folder, Io::Pread);
+        let read = |watch: Watch<'_>| coded::read_whole(&*store, &folder.location, metadata, there, most, watch);
         Ok(
-            match detach::detached(py, |watch| coded::read_whole(&local, &folder.into(), metadata, there, most, watch))?
+            match detach::detached(py, read)?
             {
                 coded::Elements::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
                 coded::Elements::Variable(each) => {
@@ -132,14 +144,14 @@ impl ZarrMeta {
 
 /// Why the core's codecs cannot read a Zarr array, or None.
 #[pyfunction]
-fn zarr_problem(py: Python<'_>, folder: PathBuf, metadata: &[u8]) -> PyResult<Option<String>> {
-    detach::guarded(py, || detach::detached(py, |_| Ok(coded::problem(&folder.into(), metadata))))
+fn zarr_problem(py: Python<'_>, folder: Place, metadata: &[u8]) -> PyResult<Option<String>> {
+    detach::guarded(py, || detach::detached(py, |_| Ok(coded::problem(&folder.location, metadata))))
 }
 
 /// Raises unless compressed data decode to at most `limit` bytes.
 #[pyfunction]
-fn check_decoded_size(py: Python<'_>, codec: &str, data: &[u8], limit: u64, path: PathBuf) -> PyResult<()> {
-    detach::guarded(py, || detach::detached(py, |_| coded::check_decoded_size(codec, data, limit, &path.into())))
+fn check_decoded_size(py: Python<'_>, codec: &str, data: &[u8], limit: u64, path: Place) -> PyResult<()> {
+    detach::guarded(py, || detach::detached(py, |_| coded::check_decoded_size(codec, data, limit, &path.location)))
 }
 
 /// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.
@@ -220,6 +232,8 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<stream::Stream>()?;
     m.add_class::<stream::Batches>()?;
     m.add_class::<ZarrMeta>()?;
+    m.add_class::<remote::RemoteStore>()?;
+    m.add_function(wrap_pyfunction!(remote::is_remote, m)?)?;
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;

@@ -1,7 +1,6 @@
 //! The rows of a dataset, for Python.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::arrays::coded::{self, CodedArray, Decode};
@@ -17,9 +16,8 @@ use actshard_core::layout::table::{Lists, TableBuilder};
 use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::Rows as Dataset;
-use actshard_core::source::Io;
-use actshard_core::source::local::Local;
-use actshard_core::{Error, Kind};
+use actshard_core::source::{Io, Store};
+use actshard_core::{DType, Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyUntypedArray};
 use pyo3::exceptions::{PyException, PyMemoryError};
 use pyo3::prelude::*;
@@ -28,6 +26,7 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::arguments::{IndexArgument, groups_of, helper, io_of};
 use crate::handle::{Destination, RowArguments, Rows};
+use crate::place::{Place, remote_store, store_of};
 use crate::{buffer, detach, errors, pickle, stream, write};
 
 /// A table of row addresses, read from an index batch by batch.
@@ -93,7 +92,7 @@ impl Addresses {
 
 /// A shard, as passed to [`Rows::shards`]: path, whether compressed, size and SHA-256 (if they are to be checked), number of
 /// samples, smallest and largest sample number, layers, maximum inflated bytes.
-type ShardTuple = (PathBuf, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
+type ShardTuple = (Place, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
 
 /// A part of every example, as passed to [`Rows::spans`]: file numbers (one or uint32 per example), first rows (uint64),
 /// tokens (one or uint32 per example), rows from one group to the next.
@@ -109,13 +108,13 @@ fn per_example(numbers: &Bound<'_, PyAny>) -> PyResult<PerExample<u32>> {
 
 /// A chunked array, as passed to [`Rows::chunked`]: folder, metadata file, prefix and separator of chunk names, shape, chunk
 /// shape, fill element, whether byte-swapped, and the decoder, if chunks are encoded.
-type ChunkArrayTuple = (PathBuf, PathBuf, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<DecodedBy>);
+type ChunkArrayTuple = (Place, Place, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<DecodedBy>);
 
 /// The decoder of an array's chunks.
 #[derive(FromPyObject)]
 enum DecodedBy {
     /// The core: the array's folder, its metadata, whether to read the inner chunks of shards.
-    Core(PathBuf, Vec<u8>, bool),
+    Core(Place, Vec<u8>, bool),
     /// A Python function that calls another library: indices in, bytes out.
     Python(Py<PyAny>),
 }
@@ -146,6 +145,20 @@ impl Decode for Callback {
     }
 }
 
+/// A table of files of a remote store, or of local ones.
+fn file_table(
+    store: Option<Arc<dyn Store>>,
+    files: Vec<RowFile>,
+    width: u64,
+    dtype: DType,
+    io: Io,
+) -> actshard_core::Result<FileTable> {
+    match store {
+        Some(store) => FileTable::of(store, files, width, dtype),
+        None => FileTable::new(files, width, dtype, io),
+    }
+}
+
 fn as_shards<'a>(py: Python<'_>, dataset: &'a Dataset) -> PyResult<&'a Shards> {
     match dataset {
         Dataset::Shards(shards, _) => Ok(shards),
@@ -161,7 +174,7 @@ impl Rows {
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn strided(
         py: Python<'_>,
-        files: Vec<(PathBuf, u64)>,
+        files: Vec<(Place, u64)>,
         num_examples: u64,
         examples_per_file: u64,
         num_groups: u64,
@@ -173,10 +186,12 @@ impl Rows {
     ) -> PyResult<Rows> {
         detach::guarded(py, || {
             RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
-                let files =
-                    files.into_iter().map(|(path, rows)| RowFile { location: path.into(), rows: RowsIn::Raw(rows) });
+                let store = remote_store(files.iter().map(|(place, _)| place))?;
+                let file =
+                    |(place, rows): (Place, u64)| RowFile { location: place.location, rows: RowsIn::Raw(rows) };
                 let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
-                Ok(Dataset::Strided(FileTable::new(files.collect(), width, dtype, io)?, layout))
+                let table = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
+                Ok(Dataset::Strided(table, layout))
             })
         })
     }
@@ -187,7 +202,7 @@ impl Rows {
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn table(
         py: Python<'_>,
-        files: Vec<(PathBuf, String)>,
+        files: Vec<(Place, String)>,
         addresses: &Addresses,
         num_groups: usize,
         width: u64,
@@ -197,12 +212,14 @@ impl Rows {
     ) -> PyResult<Rows> {
         detach::guarded(py, || {
             RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+                let store = remote_store(files.iter().map(|(place, _)| place))?;
                 let in_file = |key| RowsIn::Found(Arc::new(TensorRows(key)));
-                let files = files.into_iter().map(|(path, key)| RowFile { location: path.into(), rows: in_file(key) });
+                let file = |(place, key): (Place, _)| RowFile { location: place.location, rows: in_file(key) };
                 // Another thread may be adding addresses, without the GIL.
                 let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let table = builder.ok_or_else(used)?.finish(num_groups)?;
-                Ok(Dataset::Table(FileTable::new(files.collect(), width, dtype, io)?, table))
+                let files = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
+                Ok(Dataset::Table(files, table))
             })
         })
     }
@@ -214,7 +231,7 @@ impl Rows {
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn spans(
         py: Python<'_>,
-        files: Vec<(PathBuf, u64, u64, bool)>,
+        files: Vec<(Place, u64, u64, bool)>,
         parts: Vec<PartTuple<'_>>,
         num_groups: usize,
         width: u64,
@@ -235,12 +252,14 @@ impl Rows {
                 })
                 .collect::<PyResult<_>>()?;
             RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+                let store = remote_store(files.iter().map(|(place, ..)| place))?;
                 let layout = Spans::new(num_groups, files.len(), parts)?;
-                let file = |(path, start, rows, swapped): (PathBuf, _, _, _)| RowFile {
-                    location: path.into(),
+                let file = |(place, start, rows, swapped): (Place, _, _, _)| RowFile {
+                    location: place.location,
                     rows: RowsIn::At { start, rows, swapped },
                 };
-                Ok(Dataset::Spans(FileTable::new(files.into_iter().map(file).collect(), width, dtype, io)?, layout))
+                let files = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
+                Ok(Dataset::Spans(files, layout))
             })
         })
     }
@@ -263,6 +282,7 @@ impl Rows {
         io: &str,
     ) -> PyResult<Rows> {
         detach::guarded(py, || {
+            let store = remote_store(arrays.iter().map(|(folder, ..)| folder)).map_err(|e| errors::raise(py, &e))?;
             let arrays = arrays
                 .into_iter()
                 .map(|(folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded)| {
@@ -270,13 +290,13 @@ impl Rows {
                     let content = match coded {
                         None => Content::Plain { swapped },
                         Some(DecodedBy::Core(folder, metadata, inner)) => {
-                            let store = Arc::new(Local { io: Io::Pread });
-                            Content::Coded(Box::new(CodedArray::of(store, &folder.into(), &metadata, inner)))
+                            let store = store_of(&folder, Io::Pread);
+                            Content::Coded(Box::new(CodedArray::of(store, &folder.location, &metadata, inner)))
                         }
                         Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(Callback(decode))),
                     };
                     let naming = Naming::of(&prefix, &separator).ok_or_else(unknown)?;
-                    let (folder, metadata) = (folder.into(), metadata.into());
+                    let (folder, metadata) = (folder.location, metadata.location);
                     Ok(ChunkArray { folder, metadata, naming, shape, chunk, fill, content })
                 })
                 .collect::<PyResult<_>>()?;
@@ -291,7 +311,10 @@ impl Rows {
                 })
                 .collect::<PyResult<_>>()?;
             RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
-                let files = ChunkFiles::new(arrays, width, dtype, decoded_memory, io)?;
+                let files = match store {
+                    Some(store) => ChunkFiles::of(store, arrays, width, dtype, decoded_memory)?,
+                    None => ChunkFiles::new(arrays, width, dtype, decoded_memory, io)?,
+                };
                 let grids = files.grids();
                 let grid = |p: usize| {
                     let unknown = || Error::new(Kind::Internal, "a member of unknown arrays");
@@ -318,10 +341,11 @@ impl Rows {
     ) -> PyResult<Rows> {
         detach::guarded(py, || {
             let io = io_of(py, io)?;
+            let store = remote_store(shards.iter().map(|(place, ..)| place)).map_err(|e| errors::raise(py, &e))?;
             let specs = shards
                 .into_iter()
-                .map(|(path, compressed, size, sha256, samples, ids, layers, limit)| ShardSpec {
-                    location: path.into(),
+                .map(|(place, compressed, size, sha256, samples, ids, layers, limit)| ShardSpec {
+                    location: place.location,
                     compressed,
                     size,
                     sha256,
@@ -331,7 +355,10 @@ impl Rows {
                     limit,
                 })
                 .collect();
-            let shards = detach::detached(py, |watch| Shards::open(specs, layers, decoded_memory, io, watch))?;
+            let shards = detach::detached(py, |watch| match store {
+                Some(store) => Shards::of(store, false, specs, layers, decoded_memory, watch),
+                None => Shards::open(specs, layers, decoded_memory, io, watch),
+            })?;
             let descr = helper(py, "stored")?.call1((shards.row().dtype.name(),))?.extract()?;
             Rows::new(py, Dataset::Shards(Arc::new(shards), None), io, descr)
         })

@@ -83,6 +83,11 @@ impl RemoteStore {
         self.link.client.revision()
     }
 
+    /// Whether it can list names; web servers cannot.
+    pub fn lists(&self) -> bool {
+        self.link.client.lists()
+    }
+
     /// Counts of the requests so far.
     pub fn counts(&self) -> Counts {
         self.link.pace.counts()

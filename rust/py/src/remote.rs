@@ -1,0 +1,149 @@
+//! Remote stores, for Python.
+
+use std::sync::Arc;
+
+use actshard_core::source::{Access, RangeRead, Source, Store, Version};
+use actshard_core::threads::{self, Watch};
+use actshard_core::{Error, Kind};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::{detach, errors};
+
+/// A bucket, web server or dataset of the hub.
+#[pyclass(frozen, module = "actshard._native")]
+#[derive(Debug)]
+pub struct RemoteStore {
+    pub store: Arc<actshard_remote::RemoteStore>,
+}
+
+impl RemoteStore {
+    fn opened(&self, key: &str, watch: Watch<'_>) -> actshard_core::Result<Box<dyn Source>> {
+        let location = self.store.location(key);
+        let open = |stop: &threads::Stop| Ok(self.store.open_many(&[&location], Access::Once, stop).pop());
+        let none = || Error::new(Kind::Internal, "a store without an answer");
+        threads::wait_for(&open, watch)?.unwrap_or_else(|| Err(none().at(&location)))
+    }
+}
+
+#[pymethods]
+impl RemoteStore {
+    /// The store of a URL. Makes no request.
+    #[new]
+    fn new(py: Python<'_>, url: &str, options: Vec<(String, String)>) -> PyResult<RemoteStore> {
+        detach::guarded(py, || {
+            let options = actshard_remote::Options::new(options);
+            let store = actshard_remote::RemoteStore::open(url, options).map_err(|error| errors::raise(py, &error))?;
+            Ok(RemoteStore { store: Arc::new(store) })
+        })
+    }
+
+    /// The store of a `state()`.
+    #[staticmethod]
+    fn from_state(py: Python<'_>, state: &[u8]) -> PyResult<RemoteStore> {
+        detach::guarded(py, || {
+            let store = actshard_remote::RemoteStore::from_state(state).map_err(|error| errors::raise(py, &error))?;
+            Ok(RemoteStore { store: Arc::new(store) })
+        })
+    }
+
+    /// URL, options, revision and the names that are known, for other processes. Contains secrets.
+    fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        detach::guarded(py, || {
+            Ok(PyBytes::new(py, &self.store.state().map_err(|error| errors::raise(py, &error))?))
+        })
+    }
+
+    /// The key of the URL.
+    #[getter]
+    fn root(&self) -> String {
+        match self.store.root() {
+            actshard_core::location::Location::Object(object) => object.key.clone(),
+            actshard_core::location::Location::Local(_) => String::new(),
+        }
+    }
+
+    /// Whether it can list names.
+    #[getter]
+    fn lists(&self) -> bool {
+        self.store.lists()
+    }
+
+    /// The commit of a dataset of the hub, once it is known.
+    #[getter]
+    fn revision(&self) -> Option<String> {
+        self.store.revision()
+    }
+
+    /// The URL of a key, without secrets.
+    fn text(&self, key: &str) -> String {
+        self.store.location(key).to_string()
+    }
+
+    /// Numbers of requests, and bytes received.
+    fn counts(&self) -> (u64, u64) {
+        let counts = self.store.counts();
+        (counts.requests, counts.bytes)
+    }
+
+    /// The size and version of an object, (None, None) for a folder, None for nothing.
+    fn stat(&self, py: Python<'_>, key: &str) -> PyResult<Option<(Option<u64>, Option<String>)>> {
+        detach::guarded(py, || {
+            detach::detached(py, |watch| {
+                let location = self.store.location(key);
+                let found = threads::wait_for(&|stop| self.store.stat(&location, stop), &mut *watch)?;
+                Ok(match found {
+                    None => None,
+                    Some(None) => Some((None, None)),
+                    Some(Some(size)) => {
+                        let version = match self.opened(key, watch)?.version() {
+                            Some(Version::Tag(tag)) => tag.to_string(),
+                            _ => size.to_string(),
+                        };
+                        Some((Some(size), Some(version)))
+                    }
+                })
+            })
+        })
+    }
+
+    /// Names directly inside a folder, with the sizes of objects. `deep` lists everything below in the same requests.
+    fn scan(&self, py: Python<'_>, key: &str, deep: bool) -> PyResult<Vec<(String, Option<u64>)>> {
+        detach::guarded(py, || {
+            detach::detached(py, |watch| {
+                let location = self.store.location(key);
+                let found = threads::wait_for(&|stop| self.store.scan(&location, deep, stop), watch)?;
+                Ok(found.into_iter().map(|found| (found.name, found.size)).collect())
+            })
+        })
+    }
+
+    /// Bytes of an object, fewer at its end.
+    fn read<'py>(&self, py: Python<'py>, key: &str, start: u64, length: u64) -> PyResult<Bound<'py, PyBytes>> {
+        detach::guarded(py, || {
+            let bytes = detach::detached(py, |watch| {
+                let source = self.opened(key, &mut *watch)?;
+                let len = length.min(source.size().saturating_sub(start));
+                let mut bytes: Vec<u8> = vec![];
+                let none = |_| Error::new(Kind::NoMemory, format!("no memory for {len} bytes")).at(source.location());
+                bytes.try_reserve_exact(usize::try_from(len).unwrap_or(usize::MAX)).map_err(none)?;
+                bytes.resize(len as usize, 0);
+                let into = std::sync::Mutex::new(&mut bytes[..]);
+                let read = |stop: &threads::Stop| match into.lock() {
+                    Ok(mut into) => source.read_many(&mut [RangeRead { at: start, into: &mut into }], stop),
+                    Err(_) => Err(Error::new(Kind::Internal, "a read that panicked")),
+                };
+                threads::wait_for(&read, watch)?;
+                drop(into);
+                Ok(bytes)
+            })?;
+            Ok(PyBytes::new(py, &bytes))
+        })
+    }
+}
+
+/// Whether a text is a URL that can be opened.
+#[pyfunction]
+pub fn is_remote(text: &str) -> bool {
+    actshard_remote::address::is_remote(text)
+}

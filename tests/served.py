@@ -1,0 +1,128 @@
+"""A web server and S3 server for tests: serves the files of a folder, with ranges, ETags, listings, and faults."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+
+@dataclass
+class Served:
+    """A running server. ``requests`` has (method, path, range or query) of each request so far."""
+
+    root: Path
+    port: int = 0
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    failing: dict[str, list[int]] = field(default_factory=dict)
+    """Statuses to answer with first, by the end of a path."""
+
+    def web(self, path: str) -> str:
+        """The URL of a file or folder on the web server."""
+        return f"http://127.0.0.1:{self.port}/{path}"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """storage_options of ``s3://FOLDER/...``: folders directly below the root are buckets."""
+        return {"endpoint_url": f"http://127.0.0.1:{self.port}", "anon": True, "region": "us-east-1"}
+
+
+def _tag(data: bytes) -> str:
+    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
+
+
+@contextmanager
+def served(root: Path) -> Iterator[Served]:
+    """Serves a folder until the block ends."""
+    server = Served(root)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            """Prints nothing."""
+
+        def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            url = urllib.parse.urlsplit(self.path)
+            path, query = urllib.parse.unquote(url.path).strip("/"), dict(urllib.parse.parse_qsl(url.query))
+            server.requests.append((self.command, path, self.headers.get("Range") or url.query))
+            for end, statuses in server.failing.items():
+                if path.endswith(end) and statuses:
+                    return self.answer(statuses.pop(0), b"no")
+            if "list-type" in query:
+                return self.list(path, query)
+            file = server.root / path
+            if not file.is_file():
+                return self.answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
+            data = file.read_bytes()
+            more = {"ETag": _tag(data), "Last_Modified": "Sun, 22 Nov 2026 10:00:00 GMT", "Accept_Ranges": "bytes"}
+            wanted = self.headers.get("Range")
+            if wanted is None:
+                return self.answer(200, data, **more)
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start = int(first) if first else max(len(data) - int(last), 0)
+            end = min(int(last) + 1 if first and last else len(data), len(data))
+            if start >= len(data):
+                return self.answer(416, b"", Content_Range=f"bytes */{len(data)}")
+            return self.answer(206, data[start:end], Content_Range=f"bytes {start}-{end - 1}/{len(data)}", **more)
+
+        def list(self, bucket: str, query: dict[str, str]) -> None:
+            """ListObjectsV2."""
+            prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+            folder = server.root / bucket
+            keys = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+            found: dict[str, str] = {}
+            for key in keys:
+                if not key.startswith(prefix):
+                    continue
+                rest = key[len(prefix) :]
+                if delimiter and delimiter in rest:
+                    name = prefix + rest.partition(delimiter)[0] + delimiter
+                    found[name] = f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+                else:
+                    data = (folder / key).read_bytes()
+                    found[key] = (
+                        f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-22T10:00:00.000Z</LastModified>"
+                        f"<ETag>{escape(_tag(data))}</ETag><Size>{len(data)}</Size></Contents>"
+                    )
+            after = query.get("continuation-token", "")
+            names = [name for name in sorted(found) if name > after]
+            page = names[:1000]
+            more = (
+                f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if len(names) > len(page) else ""
+            )
+            body = (
+                f"<ListBucketResult><Name>{bucket}</Name><KeyCount>{len(page)}</KeyCount><IsTruncated>"
+                f"{'true' if more else 'false'}</IsTruncated>{more}{''.join(found[n] for n in page)}</ListBucketResult>"
+            )
+            self.answer(200, body.encode(), Content_Type="application/xml")
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    server.port = http.server_address[1]
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()

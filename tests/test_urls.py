@@ -1,0 +1,152 @@
+"""Datasets behind URLs: the same rows, tables and streams as local ones, few requests, and errors in one line."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from conftest import GOLDEN
+from served import Served, served
+
+DATASETS = {
+    "saev": ["saev/v21_cls_labels_multishard/saev/shards/*", "saev/v20_late_names/**/metadata.json"],
+    "pickle": ["pickle/numpy2_proto5", "pickle/ragged_layers_machine3"],
+    "zarr": [
+        "zarr/single_minimal/activations.zarr",
+        "zarr/v3_sharded/activations.zarr",
+        "zarr/separator_slash/**/.zgroup",
+    ],
+    "lmprobe": ["lmprobe/fullseq_bf16/**/index"],
+}
+
+
+def places() -> list[Any]:
+    found = []
+    for name, patterns in DATASETS.items():
+        for pattern in patterns:
+            path = sorted(GOLDEN.glob(pattern))[0]
+            path = path.parent if path.is_file() or path.name == "index" else path
+            found.append(pytest.param(path, id=f"{name}-{path.relative_to(GOLDEN).parts[1]}"))
+    return found
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path) as found:
+        yield found
+
+
+def quietly(*args: Any, **more: Any) -> actshard.Store:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return actshard.open(*args, **more)
+
+
+def same(far: actshard.Store, near: actshard.Store) -> None:
+    """Asserts that two stores hold the same."""
+    assert (len(far), far.layers, far.d_model, far.dtype) == (len(near), near.layers, near.d_model, near.dtype)
+    assert np.array_equal(far.token_counts, near.token_counts)
+    for layer in near.layers:
+        for e in range(len(near)):
+            try:
+                near.sequence(e, layer)
+            except actshard.NotStoredError:
+                continue
+            a, b = far.sequence(e, layer), near.sequence(e, layer)
+            assert a.dtype == b.dtype
+            assert a.tobytes() == b.tobytes()
+    if near.table.num_columns:
+        assert far.table.equals(near.table)
+
+
+@pytest.mark.parametrize("folder", places())
+def test_a_bucket_holds_what_the_folder_holds(folder: Path, server: Served) -> None:
+    shutil.copytree(folder, server.root / "bucket/run" / folder.name)
+    near = quietly(server.root / "bucket/run" / folder.name)
+    far = quietly(f"s3://bucket/run/{folder.name}", storage_options=server.options)
+    same(far, near)
+    for shuffle in ("window", "exact", None):
+        wanted = [b.activations for b in near.stream(near.layers[0], 7, shuffle=shuffle)]
+        found = [b.activations for b in far.stream(far.layers[0], 7, shuffle=shuffle)]
+        if shuffle == "exact":
+            assert [a.tobytes() for a in found] == [a.tobytes() for a in wanted]
+        else:
+            assert sorted(row.tobytes() for a in found for row in a) == sorted(
+                row.tobytes() for a in wanted for row in a
+            )
+    again = pickle.loads(pickle.dumps(far))
+    before = len(server.requests)
+    assert again.sequence(0, again.layers[0]).tobytes() == near.sequence(0, near.layers[0]).tobytes()
+    assert not any("list-type" in query for _, _, query in server.requests[before:]), "a copy lists nothing"
+
+
+@pytest.mark.parametrize("folder", [p for p in places() if p.id.startswith("saev")])
+def test_a_web_server_without_listing_holds_what_the_folder_holds(folder: Path, server: Served) -> None:
+    shutil.copytree(folder, server.root / "run" / folder.name)
+    same(quietly(server.web(f"run/{folder.name}")), quietly(server.root / "run" / folder.name))
+
+
+def test_opening_saev_takes_three_requests(server: Served) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    quietly(f"s3://bucket/{folder.name}", storage_options=server.options)
+    assert len(server.requests) <= 3, server.requests
+
+
+def test_an_object_that_changes_is_an_error_before_a_row(server: Served) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    far = quietly(f"s3://bucket/{folder.name}", storage_options=server.options)
+    shard = server.root / "bucket" / folder.name / "acts000000.bin"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(actshard.FormatError, match=r"^s3://bucket/.*acts000000\.bin: was replaced after it was opened"):
+        far.sequence(0, far.layers[0])
+
+
+def test_a_busy_server_is_asked_again_and_a_refusal_is_told(server: Served) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    server.failing["acts000000.bin"] = [503, 500]
+    far = quietly(f"s3://bucket/{folder.name}", storage_options=server.options)
+    far.sequence(0, far.layers[0])
+    assert not server.failing["acts000000.bin"]
+    server.failing["acts000001.bin"] = [403] * 50
+    with pytest.raises(actshard.FileAccessError, match=r"s3://bucket/.*acts000001\.bin.*403"):
+        far.sequences(range(len(far)), far.layers[0])
+
+
+def test_what_is_not_there_and_what_is_not_known_are_told(server: Served) -> None:
+    (server.root / "bucket").mkdir()
+    with pytest.raises(actshard.MissingFileError, match=r"^s3://bucket/none: expected a dataset, found nothing"):
+        actshard.open("s3://bucket/none", storage_options=server.options)
+    with pytest.raises(actshard.ArgumentError, match="regoin"):
+        actshard.open("s3://bucket/none", storage_options={"regoin": "x"})
+    with pytest.raises(actshard.ArgumentError, match="expected a URL"):
+        actshard.open(server.root, storage_options={"region": "x"})
+
+
+def test_secrets_are_in_no_text(server: Served) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    options = {
+        "endpoint_url": f"http://127.0.0.1:{server.port}",
+        "key": "AKIAPUBLIC",
+        "secret": "hushhush",
+        "region": "x",
+    }
+    far = quietly(f"s3://bucket/{folder.name}", storage_options=options)
+    said = [repr(far), str(far), str(far.path), repr(far.path)]
+    server.failing["acts000000.bin"] = [403] * 50
+    with pytest.raises(actshard.ActshardError) as caught:
+        far.sequence(0, far.layers[0])
+    said += [str(caught.value), repr(caught.value)]
+    assert not any("hushhush" in text for text in said), said
