@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import actshard._native as _native
 from actshard._arguments import local_path
 from actshard.errors import (
+    ActshardError,
     ArgumentError,
     ArgumentTypeError,
     FileAccessError,
@@ -232,6 +233,8 @@ class Location:
         """As :meth:`stat`, but returns None if the location does not exist."""
         try:
             return self.storage.stat(self.key)
+        except ActshardError:  # of a remote store; some are an OSError too
+            raise
         except (FileNotFoundError, NotADirectoryError):  # NotADirectoryError: a parent is a file
             return None
         except ValueError:  # an invalid file name: a null byte or a lone surrogate
