@@ -22,6 +22,7 @@ import actshard
 from actshard import _native, codes, tokens
 from actshard.codes import Remark
 from actshard.formats import registry
+from actshard.location import Location
 from actshard.verifying import CODES
 from conftest import GOLDEN, rewrite_index, saev_dump
 from pickle_files import mixed
@@ -215,6 +216,11 @@ def skipped(folder: Path, patch: pytest.MonkeyPatch) -> None:
     tokens.build_cache(folder / "a.jsonl", folder / "c", _tokenizer(folder), on_error="skip", enforce_eos=False)
 
 
+def no_cache(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    (folder / "file").touch()
+    Location.of_any("s3://bucket/run", {"anon": True}, folder / "file")
+
+
 def renamed(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("actshard.formats.lmprobe.write.LmprobeTarget.check_columns", lambda *_: None)
     with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=4) as writer:
@@ -235,6 +241,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "unknown-revision": unknown_revision,
     "unused-setting": lambda folder, patch: tokens.LmDataConfig(chat_template="x"),
     "records-skipped": skipped,
+    "disk-cache": no_cache,
     "column-renamed": renamed,
     "column-left-out": renamed,
 }

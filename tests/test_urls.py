@@ -150,3 +150,23 @@ def test_secrets_are_in_no_text(server: Served) -> None:
         far.sequence(0, far.layers[0])
     said += [str(caught.value), repr(caught.value)]
     assert not any("hushhush" in text for text in said), said
+
+
+def test_a_second_reading_comes_from_the_cache_on_disk(server: Served, tmp_path: Path) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    near = quietly(folder)
+    url, options = f"s3://bucket/{folder.name}", {"storage_options": server.options, "cache": tmp_path / "cache"}
+    for turn in range(2):
+        far = quietly(url, **options)
+        before = len(server.requests)
+        same(far, near)
+        read = [path for _, path, _ in server.requests[before:] if path.endswith(".bin")]
+        assert bool(read) == (turn == 0), read
+    for file in (tmp_path / "cache").rglob("data"):
+        file.write_bytes(bytes(file.stat().st_size))
+    same(quietly(url, **options), near)
+    again = pickle.loads(pickle.dumps(quietly(url, **options)))
+    same(again, near)
+    with pytest.raises(actshard.ArgumentError, match="at least"):
+        quietly(url, storage_options=server.options, cache="1MiB")

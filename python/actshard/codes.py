@@ -357,6 +357,13 @@ CALLS: tuple[Code, ...] = (
         "upgrade, repair or remove the package",
     ),
     Code(
+        "disk-cache",
+        WARNING,
+        "The cache on disk of a remote store cannot be used.",
+        "Every reading downloads its bytes again.",
+        "choose a local folder that can be written, with cache=",
+    ),
+    Code(
         "tokenizer-truncates",
         WARNING,
         "The tokenizer truncates texts, as configured in its tokenizer.json.",

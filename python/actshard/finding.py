@@ -41,9 +41,9 @@ def existing(path: str | os.PathLike[str]) -> Location:
     return _existing(Location.of(path))
 
 
-def existing_anywhere(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> Location:
+def existing_anywhere(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, cache: Any) -> Location:
     """As :func:`existing`, for URLs as well."""
-    return _existing(Location.of_any(path, storage_options))
+    return _existing(Location.of_any(path, storage_options, cache))
 
 
 def _existing(root: Location) -> Location:

@@ -13,16 +13,20 @@ import io
 import itertools
 import operator
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import actshard._native as _native
-from actshard._arguments import local_path
+from actshard._arguments import local_path, size
 from actshard.errors import (
     ActshardError,
+    ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
     FileAccessError,
@@ -75,6 +79,21 @@ def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str
     return pairs
 
 
+CACHE_BYTES = 20 << 30
+"""Default limit of a cache on disk whose folder is given."""
+
+
+def _cache_of(cache: Any) -> tuple[str, int] | None:
+    """Folder and limit of a cache on disk. Without a folder: ``$ACTSHARD_CACHE``, or ``actshard`` in the user's cache folder."""
+    if cache is None or cache is False:
+        return None
+    if isinstance(cache, int | np.integer) or (isinstance(cache, str) and cache.lstrip()[:1].isdigit()):
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = os.environ.get("ACTSHARD_CACHE") or f"{home}/actshard"
+        return os.fspath(local_path(folder, "cache")), size(cache, "cache")
+    return os.fspath(local_path(cache, "cache")), CACHE_BYTES
+
+
 _NAME = operator.attrgetter("name")
 _LOCAL = Local()
 
@@ -106,19 +125,22 @@ class Location:
         return cls(_LOCAL, os.fspath(local_path(value, what)))
 
     @classmethod
-    def of_any(cls, value: Any, storage_options: Mapping[str, Any] | None = None) -> Location:
+    def of_any(cls, value: Any, storage_options: Mapping[str, Any] | None = None, cache: Any = None) -> Location:
         """Returns the location of a user's path or URL; a Location is returned unchanged. A URL makes no request.
 
         Args:
             value: a str, an ``os.PathLike`` or a Location.
             storage_options: options of a remote store, in the words of the object_store crate or of fsspec.
+            cache: size or folder of a cache on disk of a remote store; None or False: none.
 
         Raises:
             ArgumentTypeError: not a path.
             ArgumentError: an unknown kind of URL, an invalid file name, or an unknown option.
         """
         if isinstance(value, str) and _native.is_remote(value):
-            storage = Remote(_native.RemoteStore(value, _pairs(storage_options)))
+            storage = Remote(_native.RemoteStore(value, _pairs(storage_options), _cache_of(cache)))
+            if why := storage.native.cache_warning():
+                warnings.warn(ActshardWarning(f"cache: {why}", code="disk-cache"), stacklevel=4)
             return cls(storage, storage.native.root)
         if storage_options:
             raise ArgumentError("storage_options: expected a URL to use them for, found a local path")

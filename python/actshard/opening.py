@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from actshard import _arguments, formats
 from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
@@ -23,6 +23,7 @@ def open(
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,
     storage_options: Mapping[str, Any] | None = None,
+    cache: int | str | os.PathLike[str] | Literal[False] | None = None,
 ) -> Store:
     """Opens a dataset and returns a store.
 
@@ -41,6 +42,8 @@ def open(
         storage_options: options of a remote store (``{"region": "eu-west-1"}``): names of the object_store crate in any case, or
             fsspec's ``anon``, ``key``, ``secret``, ``token``, ``endpoint_url``, ``profile``, ``client_kwargs``. They precede the
             environment's.
+        cache: size of a cache on disk for a remote store (``"50GiB"``), in ``$ACTSHARD_CACHE`` or ``~/.cache/actshard``; or its
+            folder, for 20 GiB. Shared by processes, never larger than its limit. None or False: no cache.
 
     Returns:
         An open :class:`~actshard.Store`. ``store.warnings`` lists problems of the dataset; each is also issued as an
@@ -52,7 +55,7 @@ def open(
             found, and the datasets below the path.
         FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is damaged, too new, or cannot be read.
     """
-    store = open_quietly(path, format, io, decoded_memory, checksums, storage_options)
+    store = open_quietly(path, format, io, decoded_memory, checksums, storage_options, cache)
     for warning in store.warnings:
         warnings.warn(ActshardWarning(f"{store.path}: {warning}", code=warning.code), stacklevel=2)
     return store
@@ -65,12 +68,13 @@ def open_quietly(
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,
     storage_options: Mapping[str, Any] | None = None,
+    cache: int | str | os.PathLike[str] | Literal[False] | None = None,
 ) -> Store:
     """:func:`open` without warnings, e.g. for workers that reopen their parent's store."""
     if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
         raise ArgumentError(f"io: expected 'auto', 'mmap' or 'pread', found {io!r}")
     with boundary(path, "open"):
-        return _opened(path, format, io, decoded_memory, checksums, storage_options)
+        return _opened(path, format, io, decoded_memory, checksums, storage_options, cache)
 
 
 def _opened(
@@ -80,13 +84,14 @@ def _opened(
     decoded_memory: int | str,
     checksums: bool,
     storage_options: Mapping[str, Any] | None,
+    cache: int | str | os.PathLike[str] | Literal[False] | None,
 ) -> Store:
-    together = [existing_anywhere(p, storage_options) for p in path] if isinstance(path, list | tuple) else None
+    together = [existing_anywhere(p, storage_options, cache) for p in path] if isinstance(path, list | tuple) else None
     if together is not None:
         root = _common(together)
         name = format if format is not None else detect(together[0])
     else:
-        root = existing_anywhere(path, storage_options)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
+        root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
         check_finished(root)
         if format is not None:
             name = format

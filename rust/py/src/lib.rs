@@ -82,15 +82,10 @@ fn read_zarr<'py>(
     detach::guarded(py, || {
         let store = store_of(&folder, Io::Pread);
         let read = |watch: Watch<'_>| coded::read_whole(&*store, &folder.location, metadata, there, most, watch);
-        Ok(
-            match detach::detached(py, read)?
-            {
-                coded::Elements::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
-                coded::Elements::Variable(each) => {
-                    PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any()
-                }
-            },
-        )
+        Ok(match detach::detached(py, read)? {
+            coded::Elements::Fixed(bytes) => PyBytes::new(py, &bytes).into_any(),
+            coded::Elements::Variable(each) => PyList::new(py, each.iter().map(|b| PyBytes::new(py, b)))?.into_any(),
+        })
     })
 }
 

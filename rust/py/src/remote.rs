@@ -1,7 +1,9 @@
 //! Remote stores, for Python.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use actshard_core::disk_cache::DiskCache;
 use actshard_core::source::{Access, RangeRead, Source, Store, Version};
 use actshard_core::threads::{self, Watch};
 use actshard_core::{Error, Kind};
@@ -28,14 +30,39 @@ impl RemoteStore {
 
 #[pymethods]
 impl RemoteStore {
-    /// The store of a URL. Makes no request.
+    /// The store of a URL, and folder and limit of its cache on disk. Makes no request.
     #[new]
-    fn new(py: Python<'_>, url: &str, options: Vec<(String, String)>) -> PyResult<RemoteStore> {
+    fn new(
+        py: Python<'_>,
+        url: &str,
+        options: Vec<(String, String)>,
+        cache: Option<(PathBuf, u64)>,
+    ) -> PyResult<RemoteStore> {
         detach::guarded(py, || {
-            let options = actshard_remote::Options::new(options);
-            let store = actshard_remote::RemoteStore::open(url, options).map_err(|error| errors::raise(py, &error))?;
-            Ok(RemoteStore { store: Arc::new(store) })
+            let made = detach::detached(py, |_| {
+                let store = actshard_remote::RemoteStore::open(url, actshard_remote::Options::new(options))?;
+                match &cache {
+                    Some((folder, limit)) => store.cached(folder, *limit),
+                    None => Ok(store),
+                }
+            });
+            Ok(RemoteStore { store: Arc::new(made?) })
         })
+    }
+
+    /// Bytes and objects in the cache on disk, its limit, and hits and misses of this process; None without a cache.
+    fn cache_info(&self, py: Python<'_>) -> PyResult<Option<(u64, u64, u64, u64, u64)>> {
+        detach::guarded(py, || {
+            detach::detached(py, |_| {
+                let info = self.store.cache().map(DiskCache::info).transpose()?;
+                Ok(info.map(|info| (info.bytes, info.objects, info.limit, info.hits, info.misses)))
+            })
+        })
+    }
+
+    /// Why the cache on disk is not used, once.
+    fn cache_warning(&self) -> Option<String> {
+        self.store.cache().and_then(DiskCache::take_warning)
     }
 
     /// The store of a `state()`.
@@ -49,9 +76,7 @@ impl RemoteStore {
 
     /// URL, options, revision and the names that are known, for other processes. Contains secrets.
     fn state<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        detach::guarded(py, || {
-            Ok(PyBytes::new(py, &self.store.state().map_err(|error| errors::raise(py, &error))?))
-        })
+        detach::guarded(py, || Ok(PyBytes::new(py, &self.store.state().map_err(|error| errors::raise(py, &error))?)))
     }
 
     /// The key of the URL.

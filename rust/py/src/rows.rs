@@ -187,8 +187,7 @@ impl Rows {
         detach::guarded(py, || {
             RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
                 let store = remote_store(files.iter().map(|(place, _)| place))?;
-                let file =
-                    |(place, rows): (Place, u64)| RowFile { location: place.location, rows: RowsIn::Raw(rows) };
+                let file = |(place, rows): (Place, u64)| RowFile { location: place.location, rows: RowsIn::Raw(rows) };
                 let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
                 let table = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
                 Ok(Dataset::Strided(table, layout))

@@ -1,5 +1,7 @@
 //! What travels in a pickled store.
 
+use std::path::PathBuf;
+
 use actshard_core::{Error, Kind, Result};
 use serde::{Deserialize, Serialize};
 
@@ -19,6 +21,9 @@ pub struct State {
     pub revision: Option<String>,
     /// The known objects.
     pub known: PackedKnown,
+    /// Folder and limit of the cache on disk.
+    #[serde(default)]
+    pub cache: Option<(PathBuf, u64)>,
 }
 
 impl State {

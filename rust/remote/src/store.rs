@@ -1,7 +1,9 @@
 //! A store of objects behind a URL.
 
+use std::path::Path;
 use std::sync::Arc;
 
+use actshard_core::disk_cache::DiskCache;
 use actshard_core::location::Location;
 use actshard_core::source::{Access, Source, Store, Wishes};
 use actshard_core::threads::{Stop, interrupted};
@@ -44,6 +46,7 @@ pub struct RemoteStore {
     options: Options,
     link: Arc<Link>,
     known: ForkLock<Known>,
+    cache: Option<DiskCache>,
 }
 
 impl RemoteStore {
@@ -65,7 +68,17 @@ impl RemoteStore {
         };
         let link = Arc::new(Link { client, pace, limits });
         let url = crate::options::Secret(url.to_string());
-        Ok(RemoteStore { address, url, options, link, known: ForkLock::new(known) })
+        Ok(RemoteStore { address, url, options, link, known: ForkLock::new(known), cache: None })
+    }
+
+    /// The same store, whose objects are read through a cache on disk of at most `limit` bytes.
+    pub fn cached(self, folder: &Path, limit: u64) -> Result<RemoteStore> {
+        Ok(RemoteStore { cache: Some(DiskCache::open(folder, limit)?), ..self })
+    }
+
+    /// The cache on disk.
+    pub fn cache(&self) -> Option<&DiskCache> {
+        self.cache.as_ref()
     }
 
     /// The location of the URL.
@@ -97,7 +110,9 @@ impl RemoteStore {
     /// Contains the options' secrets.
     pub fn state(&self) -> Result<Vec<u8>> {
         let known = self.known.with(|known| known.pack()).unwrap_or_default();
-        State { url: self.url.0.clone(), options: self.options.pairs(), revision: self.revision(), known }.encode()
+        let cache = self.cache.as_ref().map(|cache| (cache.chosen().to_path_buf(), cache.limit()));
+        let (url, options, revision) = (self.url.0.clone(), self.options.pairs(), self.revision());
+        State { url, options, revision, known, cache }.encode()
     }
 
     /// The store of a state.
@@ -105,7 +120,11 @@ impl RemoteStore {
         let state = State::decode(bytes)?;
         let damaged = || Error::new(Kind::Format, "the state of a remote store is damaged");
         let known = Known::unpack(state.known).ok_or_else(damaged)?;
-        RemoteStore::with(&state.url, Options::new(state.options), state.revision, known)
+        let store = RemoteStore::with(&state.url, Options::new(state.options), state.revision, known)?;
+        match state.cache {
+            Some((folder, limit)) => store.cached(&folder, limit),
+            None => Ok(store),
+        }
     }
 
     fn key<'a>(&self, location: &'a Location) -> Result<&'a str> {
@@ -202,6 +221,13 @@ impl RemoteStore {
         Ok((ObjectFacts { size, tag }, kept))
     }
 
+    fn through_cache(&self, source: Box<dyn Source>) -> Box<dyn Source> {
+        match &self.cache {
+            Some(cache) => cache.source(source),
+            None => source,
+        }
+    }
+
     fn open_known(&self, location: &Location) -> Result<Option<Box<dyn Source>>> {
         let key = self.key(location)?;
         let detail = match self.look_up(key) {
@@ -257,7 +283,8 @@ impl Store for RemoteStore {
         }
         let fill =
             |(answer, location): (Option<_>, &&Location)| answer.unwrap_or_else(|| Err(interrupted().at(*location)));
-        answers.into_iter().zip(locations).map(fill).collect()
+        let filled = answers.into_iter().zip(locations).map(fill);
+        filled.map(|answer| answer.map(|source| self.through_cache(source))).collect()
     }
 
     fn list(&self, folder: &Location) -> Result<Vec<String>> {

@@ -49,6 +49,8 @@ const VERSION: &str = "1\n";
 #[derive(Clone, Debug)]
 pub struct DiskCache {
     folder: Arc<Folder>,
+    /// The folder as it was given.
+    chosen: Arc<Path>,
     /// Whether the folder can be used.
     on: bool,
 }
@@ -94,11 +96,11 @@ impl DiskCache {
             Ok(opened)
         });
         match prepared {
-            Ok(opened) => Ok(DiskCache { folder: Arc::new(opened), on: true }),
+            Ok(opened) => Ok(DiskCache { folder: Arc::new(opened), chosen: folder.into(), on: true }),
             Err(error) => {
                 let opened = Folder::new(folder.to_path_buf(), limit);
                 opened.stop(&format!("cannot use the folder: {error}"));
-                Ok(DiskCache { folder: Arc::new(opened), on: false })
+                Ok(DiskCache { folder: Arc::new(opened), chosen: folder.into(), on: false })
             }
         }
     }
@@ -118,6 +120,16 @@ impl DiskCache {
     /// The reason why the cache is not used, once.
     pub fn take_warning(&self) -> Option<String> {
         self.folder.take_warning()
+    }
+
+    /// The folder that it was opened with.
+    pub fn chosen(&self) -> &Path {
+        &self.chosen
+    }
+
+    /// The maximum number of bytes on disk.
+    pub fn limit(&self) -> u64 {
+        self.folder.limit
     }
 
     /// The folder that holds the objects.
