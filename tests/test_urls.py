@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,6 @@ def server(tmp_path: Path) -> Iterator[Served]:
 
 
 def quietly(*args: Any, **more: Any) -> actshard.Store:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return actshard.open(*args, **more)
@@ -170,3 +169,23 @@ def test_a_second_reading_comes_from_the_cache_on_disk(server: Served, tmp_path:
     same(again, near)
     with pytest.raises(actshard.ArgumentError, match="at least"):
         quietly(url, storage_options=server.options, cache="1MiB")
+
+
+def test_a_remote_dataset_is_converted_to_a_local_one(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    for name, value in {
+        "ENDPOINT_URL": f"http://127.0.0.1:{server.port}",
+        "SKIP_SIGNATURE": "true",
+        "REGION": "x",
+    }.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        actshard.convert(f"s3://bucket/{folder.name}", tmp_path / "made.zarr", "zarr")
+    near, made = quietly(folder), quietly(tmp_path / "made.zarr")
+    for layer in near.layers:
+        for e in range(len(near)):
+            assert made.sequence(e, layer).tobytes() == near.sequence(e, layer).tobytes()

@@ -83,6 +83,14 @@ CACHE_BYTES = 20 << 30
 """Default limit of a cache on disk whose folder is given."""
 
 
+def _is_remote(value: Any) -> bool:
+    """Whether a value is a URL of a kind that can be opened."""
+    try:
+        return isinstance(value, str) and "://" in value and _native.is_remote(value)
+    except UnicodeEncodeError:  # a lone surrogate, which the check of paths explains
+        return False
+
+
 def _cache_of(cache: Any) -> tuple[str, int] | None:
     """Folder and limit of a cache on disk. Without a folder: ``$ACTSHARD_CACHE``, or ``actshard`` in the user's cache folder."""
     if cache is None or cache is False:
@@ -90,7 +98,9 @@ def _cache_of(cache: Any) -> tuple[str, int] | None:
     if isinstance(cache, int | np.integer) or (isinstance(cache, str) and cache.lstrip()[:1].isdigit()):
         home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         folder = os.environ.get("ACTSHARD_CACHE") or f"{home}/actshard"
-        return os.fspath(local_path(folder, "cache")), size(cache, "cache")
+        return os.fspath(local_path(folder, "cache")), size(
+            int(cache) if isinstance(cache, np.integer) else cache, "cache"
+        )
     return os.fspath(local_path(cache, "cache")), CACHE_BYTES
 
 
@@ -137,7 +147,7 @@ class Location:
             ArgumentTypeError: not a path.
             ArgumentError: an unknown kind of URL, an invalid file name, or an unknown option.
         """
-        if isinstance(value, str) and _native.is_remote(value):
+        if _is_remote(value):
             storage = Remote(_native.RemoteStore(value, _pairs(storage_options), _cache_of(cache)))
             if why := storage.native.cache_warning():
                 warnings.warn(ActshardWarning(f"cache: {why}", code="disk-cache"), stacklevel=4)

@@ -215,7 +215,7 @@ class Remote:
         size = self.stat(key).size
         if size <= _WHOLE:
             return pa.BufferReader(self.native.read(key, 0, size))
-        return pa.PythonFile(_Reader(self.native, key, size), mode="r")
+        return pa.PythonFile(_ObjectFile(self.native, key, size), mode="r")
 
 
 def _remote_again(state: bytes) -> Remote:
@@ -228,7 +228,7 @@ _WHOLE = 8 << 20
 """Larger objects are read in ranges by pyarrow."""
 
 
-class _Reader(io.RawIOBase):
+class _ObjectFile(io.RawIOBase):
     """An object as a Python file."""
 
     def __init__(self, native: _native.RemoteStore, key: str, size: int) -> None:

@@ -53,6 +53,7 @@ impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Location::Local(path) => f.write_str(&path.to_string_lossy()),
+            Location::Object(object) if object.key.is_empty() => f.write_str(&object.store),
             Location::Object(object) => write!(f, "{}/{}", object.store, object.key),
         }
     }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use actshard_core::disk_cache::DiskCache;
+use actshard_core::location::Location;
 use actshard_core::source::{Access, RangeRead, Source, Store, Version};
 use actshard_core::threads::{self, Watch};
 use actshard_core::{Error, Kind};
@@ -61,8 +62,8 @@ impl RemoteStore {
     }
 
     /// Why the cache on disk is not used, once.
-    fn cache_warning(&self) -> Option<String> {
-        self.store.cache().and_then(DiskCache::take_warning)
+    fn cache_warning(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        detach::guarded(py, || Ok(self.store.cache().and_then(DiskCache::take_warning)))
     }
 
     /// The store of a `state()`.
@@ -81,34 +82,38 @@ impl RemoteStore {
 
     /// The key of the URL.
     #[getter]
-    fn root(&self) -> String {
-        match self.store.root() {
-            actshard_core::location::Location::Object(object) => object.key.clone(),
-            actshard_core::location::Location::Local(_) => String::new(),
-        }
+    fn root(&self, py: Python<'_>) -> PyResult<String> {
+        detach::guarded(py, || {
+            Ok(match self.store.root() {
+                Location::Object(object) => object.key.clone(),
+                Location::Local(_) => String::new(),
+            })
+        })
     }
 
     /// Whether it can list names.
     #[getter]
-    fn lists(&self) -> bool {
-        self.store.lists()
+    fn lists(&self, py: Python<'_>) -> PyResult<bool> {
+        detach::guarded(py, || Ok(self.store.lists()))
     }
 
     /// The commit of a dataset of the hub, once it is known.
     #[getter]
-    fn revision(&self) -> Option<String> {
-        self.store.revision()
+    fn revision(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        detach::guarded(py, || Ok(self.store.revision()))
     }
 
     /// The URL of a key, without secrets.
-    fn text(&self, key: &str) -> String {
-        self.store.location(key).to_string()
+    fn text(&self, py: Python<'_>, key: &str) -> PyResult<String> {
+        detach::guarded(py, || Ok(self.store.location(key).to_string()))
     }
 
     /// Numbers of requests, and bytes received.
-    fn counts(&self) -> (u64, u64) {
-        let counts = self.store.counts();
-        (counts.requests, counts.bytes)
+    fn counts(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        detach::guarded(py, || {
+            let counts = self.store.counts();
+            Ok((counts.requests, counts.bytes))
+        })
     }
 
     /// The size and version of an object, (None, None) for a folder, None for nothing.
@@ -169,6 +174,6 @@ impl RemoteStore {
 
 /// Whether a text is a URL that can be opened.
 #[pyfunction]
-pub fn is_remote(text: &str) -> bool {
-    actshard_remote::address::is_remote(text)
+pub fn is_remote(py: Python<'_>, text: &str) -> PyResult<bool> {
+    detach::guarded(py, || Ok(actshard_remote::address::is_remote(text)))
 }
