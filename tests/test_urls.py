@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import shutil
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,3 +193,39 @@ def test_a_remote_dataset_is_converted_to_a_local_one(
     for layer in near.layers:
         for e in range(len(near)):
             assert made.sequence(e, layer).tobytes() == near.sequence(e, layer).tobytes()
+
+
+def test_children_read_what_the_parent_has_open(server: Served) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    near = quietly(folder)
+    far = quietly(f"s3://bucket/{folder.name}", storage_options=server.options)
+    layer = near.layers[0]
+    wanted = [near.sequence(e, layer).tobytes() for e in range(len(near))]
+    assert far.sequence(0, layer).tobytes() == wanted[0]
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            jobs = [pool.apply_async(_read, (pickle.dumps(far), layer, e)) for e in range(len(near))]
+            assert [job.get(60) for job in jobs] == wanted
+    child = os.fork()  # not pickled: the parent's own store
+    if child == 0:
+        os._exit(0 if far.sequence(1, layer).tobytes() == wanted[1] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def _read(pickled: bytes, layer: int, example: int) -> bytes:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pickle.loads(pickled).sequence(example, layer).tobytes()
+
+
+def test_an_interrupt_ends_the_retries(server: Served) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    far = quietly(f"s3://bucket/{folder.name}", storage_options=server.options)
+    server.failing["acts000000.bin"] = [503] * 50
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        far.sequence(0, far.layers[0])
+    server.failing.clear()
+    assert far.sequence(0, far.layers[0]).shape
