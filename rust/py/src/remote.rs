@@ -1,7 +1,7 @@
 //! Remote stores, for Python.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use actshard_core::disk_cache::DiskCache;
 use actshard_core::location::Location;
@@ -52,11 +52,11 @@ impl RemoteStore {
     }
 
     /// Bytes and objects in the cache on disk, its limit, and hits and misses of this process; None without a cache.
-    fn cache_info(&self, py: Python<'_>) -> PyResult<Option<(u64, u64, u64, u64, u64)>> {
+    fn cache_info(&self, py: Python<'_>) -> PyResult<Option<[u64; 5]>> {
         detach::guarded(py, || {
             detach::detached(py, |_| {
                 let info = self.store.cache().map(DiskCache::info).transpose()?;
-                Ok(info.map(|info| (info.bytes, info.objects, info.limit, info.hits, info.misses)))
+                Ok(info.map(|info| [info.bytes, info.objects, info.limit, info.hits, info.misses]))
             })
         })
     }
@@ -158,13 +158,12 @@ impl RemoteStore {
                 let none = |_| Error::new(Kind::NoMemory, format!("no memory for {len} bytes")).at(source.location());
                 bytes.try_reserve_exact(usize::try_from(len).unwrap_or(usize::MAX)).map_err(none)?;
                 bytes.resize(len as usize, 0);
-                let into = std::sync::Mutex::new(&mut bytes[..]);
+                let into = Mutex::new(&mut bytes[..]);
                 let read = |stop: &threads::Stop| match into.lock() {
                     Ok(mut into) => source.read_many(&mut [RangeRead { at: start, into: &mut into }], stop),
                     Err(_) => Err(Error::new(Kind::Internal, "a read that panicked")),
                 };
                 threads::wait_for(&read, watch)?;
-                drop(into);
                 Ok(bytes)
             })?;
             Ok(PyBytes::new(py, &bytes))
