@@ -46,8 +46,21 @@ const REMOTE: &[&str] = &[
     "store",
     "lib",
 ];
-const BINDING: &[&str] =
-    &["errors", "detach", "buffer", "arguments", "handle", "pickle", "stream", "write", "tokens", "rows", "lib"];
+const BINDING: &[&str] = &[
+    "errors",
+    "detach",
+    "remote",
+    "place",
+    "buffer",
+    "arguments",
+    "handle",
+    "pickle",
+    "stream",
+    "write",
+    "tokens",
+    "rows",
+    "lib",
+];
 
 /// The files of a crate, and the files that each one uses.
 struct Graph {

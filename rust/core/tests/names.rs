@@ -13,6 +13,7 @@ use syn::visit::{self, Visit};
 /// Names shared by two types, with the reason.
 const TWICE: &[(&str, &str)] = &[
     ("BlockCache", "the binding's class of the core's type"),
+    ("RemoteStore", "the binding's class of the crate's type"),
     ("Rows", "the binding's class of the core's type"),
     ("Stream", "the binding's class of the core's type"),
 ];

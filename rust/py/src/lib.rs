@@ -40,7 +40,7 @@ use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
-use crate::place::{Place, store_of};
+use crate::place::{NamedPlace, store_of};
 
 /// `[(name, dtype, shape, begin, end)]` sorted by offset, the `__metadata__` pairs, and the data offset.
 type HeaderTuple = (Vec<(String, &'static str, Vec<u64>, u64, u64)>, Vec<(String, String)>, u64);
@@ -52,7 +52,7 @@ fn header_tuple(header: safetensors::Header) -> HeaderTuple {
 
 /// Reads and checks the header of a safetensors file.
 #[pyfunction]
-fn safetensors_header(py: Python<'_>, path: Place) -> PyResult<HeaderTuple> {
+fn safetensors_header(py: Python<'_>, path: NamedPlace) -> PyResult<HeaderTuple> {
     detach::guarded(py, || {
         let store = store_of(&path, Io::Pread);
         detach::detached(py, |watch| {
@@ -74,7 +74,7 @@ fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
 #[pyfunction]
 fn read_zarr<'py>(
     py: Python<'py>,
-    folder: Place,
+    folder: NamedPlace,
     metadata: &[u8],
     there: Vec<Vec<u64>>,
     most: u64,
@@ -139,13 +139,13 @@ impl ZarrMeta {
 
 /// Why the core's codecs cannot read a Zarr array, or None.
 #[pyfunction]
-fn zarr_problem(py: Python<'_>, folder: Place, metadata: &[u8]) -> PyResult<Option<String>> {
+fn zarr_problem(py: Python<'_>, folder: NamedPlace, metadata: &[u8]) -> PyResult<Option<String>> {
     detach::guarded(py, || detach::detached(py, |_| Ok(coded::problem(&folder.location, metadata))))
 }
 
 /// Raises unless compressed data decode to at most `limit` bytes.
 #[pyfunction]
-fn check_decoded_size(py: Python<'_>, codec: &str, data: &[u8], limit: u64, path: Place) -> PyResult<()> {
+fn check_decoded_size(py: Python<'_>, codec: &str, data: &[u8], limit: u64, path: NamedPlace) -> PyResult<()> {
     detach::guarded(py, || detach::detached(py, |_| coded::check_decoded_size(codec, data, limit, &path.location)))
 }
 

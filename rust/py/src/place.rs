@@ -15,17 +15,17 @@ use crate::remote::RemoteStore;
 
 /// A path, or an `actshard.location.Location`.
 #[derive(Debug)]
-pub struct Place {
+pub struct NamedPlace {
     /// Its name.
     pub location: Location,
     /// Its store; `None` for local files.
     store: Option<Arc<actshard_remote::RemoteStore>>,
 }
 
-impl<'py> FromPyObject<'_, 'py> for Place {
+impl<'py> FromPyObject<'_, 'py> for NamedPlace {
     type Error = PyErr;
 
-    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<Place> {
+    fn extract(value: Borrowed<'_, 'py, PyAny>) -> PyResult<NamedPlace> {
         let py = value.py();
         if !value.is_exact_instance_of::<PyString>()
             && let Some(storage) = value.getattr_opt(intern!(py, "storage"))?
@@ -33,14 +33,16 @@ impl<'py> FromPyObject<'_, 'py> for Place {
         {
             let store = Arc::clone(&native.cast::<RemoteStore>()?.get().store);
             let key: String = value.getattr(intern!(py, "key"))?.extract()?;
-            return Ok(Place { location: store.location(&key), store: Some(store) });
+            return Ok(NamedPlace { location: store.location(&key), store: Some(store) });
         }
-        Ok(Place { location: value.extract::<PathBuf>()?.into(), store: None })
+        Ok(NamedPlace { location: value.extract::<PathBuf>()?.into(), store: None })
     }
 }
 
 /// The store of some places: all are in one. `None` if there are none, or they are local.
-pub fn remote_store<'a>(places: impl IntoIterator<Item = &'a Place>) -> actshard_core::Result<Option<Arc<dyn Store>>> {
+pub fn remote_store<'a>(
+    places: impl IntoIterator<Item = &'a NamedPlace>,
+) -> actshard_core::Result<Option<Arc<dyn Store>>> {
     let mut found: Option<Option<&Arc<actshard_remote::RemoteStore>>> = None;
     for place in places {
         let same = match (found, &place.store) {
@@ -57,7 +59,7 @@ pub fn remote_store<'a>(places: impl IntoIterator<Item = &'a Place>) -> actshard
 }
 
 /// The store of a place; local files are read in a given way.
-pub fn store_of(place: &Place, io: Io) -> Arc<dyn Store> {
+pub fn store_of(place: &NamedPlace, io: Io) -> Arc<dyn Store> {
     match &place.store {
         Some(store) => Arc::clone(store) as Arc<dyn Store>,
         None => Arc::new(Local { io }),

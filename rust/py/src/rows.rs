@@ -26,7 +26,7 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::arguments::{IndexArgument, groups_of, helper, io_of};
 use crate::handle::{Destination, RowArguments, Rows};
-use crate::place::{Place, remote_store, store_of};
+use crate::place::{NamedPlace, remote_store, store_of};
 use crate::{buffer, detach, errors, pickle, stream, write};
 
 /// A table of row addresses, read from an index batch by batch.
@@ -92,7 +92,7 @@ impl Addresses {
 
 /// A shard, as passed to [`Rows::shards`]: path, whether compressed, size and SHA-256 (if they are to be checked), number of
 /// samples, smallest and largest sample number, layers, maximum inflated bytes.
-type ShardTuple = (Place, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
+type ShardTuple = (NamedPlace, bool, Option<u64>, Option<[u8; 32]>, u64, (i64, i64), Vec<i64>, u64);
 
 /// A part of every example, as passed to [`Rows::spans`]: file numbers (one or uint32 per example), first rows (uint64),
 /// tokens (one or uint32 per example), rows from one group to the next.
@@ -108,13 +108,13 @@ fn per_example(numbers: &Bound<'_, PyAny>) -> PyResult<PerExample<u32>> {
 
 /// A chunked array, as passed to [`Rows::chunked`]: folder, metadata file, prefix and separator of chunk names, shape, chunk
 /// shape, fill element, whether byte-swapped, and the decoder, if chunks are encoded.
-type ChunkArrayTuple = (Place, Place, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<DecodedBy>);
+type ChunkArrayTuple = (NamedPlace, NamedPlace, String, String, [u64; 4], [u64; 4], Vec<u8>, bool, Option<DecodedBy>);
 
 /// The decoder of an array's chunks.
 #[derive(FromPyObject)]
 enum DecodedBy {
     /// The core: the array's folder, its metadata, whether to read the inner chunks of shards.
-    Core(Place, Vec<u8>, bool),
+    Core(NamedPlace, Vec<u8>, bool),
     /// A Python function that calls another library: indices in, bytes out.
     Python(Py<PyAny>),
 }
@@ -174,7 +174,7 @@ impl Rows {
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn strided(
         py: Python<'_>,
-        files: Vec<(Place, u64)>,
+        files: Vec<(NamedPlace, u64)>,
         num_examples: u64,
         examples_per_file: u64,
         num_groups: u64,
@@ -187,7 +187,8 @@ impl Rows {
         detach::guarded(py, || {
             RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
                 let store = remote_store(files.iter().map(|(place, _)| place))?;
-                let file = |(place, rows): (Place, u64)| RowFile { location: place.location, rows: RowsIn::Raw(rows) };
+                let file =
+                    |(place, rows): (NamedPlace, u64)| RowFile { location: place.location, rows: RowsIn::Raw(rows) };
                 let layout = Strided::new(num_examples, examples_per_file, num_groups, num_tokens)?;
                 let table = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
                 Ok(Dataset::Strided(table, layout))
@@ -201,7 +202,7 @@ impl Rows {
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn table(
         py: Python<'_>,
-        files: Vec<(Place, String)>,
+        files: Vec<(NamedPlace, String)>,
         addresses: &Addresses,
         num_groups: usize,
         width: u64,
@@ -213,7 +214,7 @@ impl Rows {
             RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
                 let store = remote_store(files.iter().map(|(place, _)| place))?;
                 let in_file = |key| RowsIn::Found(Arc::new(TensorRows(key)));
-                let file = |(place, key): (Place, _)| RowFile { location: place.location, rows: in_file(key) };
+                let file = |(place, key): (NamedPlace, _)| RowFile { location: place.location, rows: in_file(key) };
                 // Another thread may be adding addresses, without the GIL.
                 let builder = addresses.builder.lock().unwrap_or_else(PoisonError::into_inner).take();
                 let table = builder.ok_or_else(used)?.finish(num_groups)?;
@@ -230,7 +231,7 @@ impl Rows {
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn spans(
         py: Python<'_>,
-        files: Vec<(Place, u64, u64, bool)>,
+        files: Vec<(NamedPlace, u64, u64, bool)>,
         parts: Vec<PartTuple<'_>>,
         num_groups: usize,
         width: u64,
@@ -253,7 +254,7 @@ impl Rows {
             RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
                 let store = remote_store(files.iter().map(|(place, ..)| place))?;
                 let layout = Spans::new(num_groups, files.len(), parts)?;
-                let file = |(place, start, rows, swapped): (Place, _, _, _)| RowFile {
+                let file = |(place, start, rows, swapped): (NamedPlace, _, _, _)| RowFile {
                     location: place.location,
                     rows: RowsIn::At { start, rows, swapped },
                 };

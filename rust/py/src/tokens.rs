@@ -21,7 +21,7 @@ use numpy::{
 use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 
-use crate::place::{Place, remote_store};
+use crate::place::{NamedPlace, remote_store};
 use crate::{buffer, detach, errors};
 
 /// A cache of decoded blocks, shared by the fields of a token cache.
@@ -166,7 +166,7 @@ impl TokenField {
     #[new]
     fn new(
         py: Python<'_>,
-        parts: Vec<(Place, Option<(u64, u64)>)>,
+        parts: Vec<(NamedPlace, Option<(u64, u64)>)>,
         io: &str,
         cache: &BlockCache,
     ) -> PyResult<TokenField> {
@@ -174,7 +174,7 @@ impl TokenField {
             let io = Io::from_name(io).ok_or_else(|| argument(py, format!("io: {io:?}")))?;
             let store = remote_store(parts.iter().map(|(place, _)| place)).map_err(|e| errors::raise(py, &e))?;
             let store = store.unwrap_or_else(|| Arc::new(Local { io }));
-            let part = |(place, counts): (Place, _)| FieldShard { folder: place.location, counts };
+            let part = |(place, counts): (NamedPlace, _)| FieldShard { folder: place.location, counts };
             let parts = parts.into_iter().map(part).collect();
             let blocks = Arc::clone(&cache.blocks);
             let (field, has_shapes) = detach::detached(py, |_| {
