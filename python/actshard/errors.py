@@ -82,7 +82,9 @@ class ActshardError(Exception):
         state = dict(self.__dict__)
         if isinstance(self, OSError):
             state |= {"errno": self.errno, "filename": self.filename}
-        return (_rebuild, (type(self), self.detail, self.path, self.offset, self.reason, state))
+        # A remote location would take its store along, options and all.
+        path = str(self.path) if getattr(self.path, "is_local", True) is False else self.path
+        return (_rebuild, (type(self), self.detail, path, self.offset, self.reason, state | {"path": path}))
 
 
 def _rebuild(

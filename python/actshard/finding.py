@@ -61,6 +61,8 @@ def _existing(root: Location) -> Location:
 
 def check_finished(root: Location) -> None:
     """Raises UnfinishedError for an unfinished dataset or unmerged parts, ArgumentError for a token cache."""
+    if not root.lists:
+        return  # a web server, of which only what is asked for by name is known
     if is_cache_itself(root):
         raise ArgumentError("expected activations, found a token cache. Use actshard.tokens.open_cache.", path=root)
     count = count_parts(root)

@@ -68,6 +68,10 @@ def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str
     for name, value in options.items():
         if not isinstance(name, str):
             raise ArgumentTypeError(f"storage_options: expected names, found {type(name).__name__}")
+        try:
+            f"{name}{value if isinstance(value, str) else ''}".encode()
+        except UnicodeEncodeError:  # without its text, which is the secret
+            raise ArgumentTypeError(f"storage_options: {above}option {len(pairs) + 1}: expected UTF-8 text") from None
         if isinstance(value, Mapping):
             pairs += _pairs(value, f"{above}{name}.")
         elif isinstance(value, bool):
@@ -190,6 +194,11 @@ class Location:
     def is_local(self) -> bool:
         """Whether this is a path in this machine's file system."""
         return self.storage.local
+
+    @property
+    def lists(self) -> bool:
+        """Whether folders can be listed: not on a web server."""
+        return not isinstance(self.storage, Remote) or self.storage.native.lists
 
     @property
     def local(self) -> Path:
