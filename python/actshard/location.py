@@ -64,7 +64,7 @@ def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str
         return []
     if not isinstance(options, Mapping):
         raise ArgumentTypeError(f"storage_options: expected a mapping, found {type(options).__name__}")
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for name, value in options.items():
         if not isinstance(name, str):
             raise ArgumentTypeError(f"storage_options: expected names, found {type(name).__name__}")
