@@ -6,13 +6,14 @@ CARGO_PROFILE ?= dev
 TORTURE_SCALE ?= 1
 # Machines that count this process's descriptors and collect its garbage: they begin in a fresh process.
 FRESH := tests/torture/test_store_machine.py tests/torture/test_stream_machine.py
+LIGHT := not peers and not levanter and not servers
 FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
 
 NATIVE_SOURCES := $(shell find rust/core rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: demo test torture check test-peers test-levanter bench fuzz-smoke fmt clean help
+.PHONY: demo test torture check test-peers test-remote test-levanter bench fuzz-smoke fmt clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,9 +24,9 @@ demo: $(VENV)/.release ## runs the main job: builds, then fits a probe per layer
 test: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## passes the tests: the Rust and Python suites; no torch
 	cargo test --workspace --quiet
 	$(MAKE) --no-print-directory fuzz-smoke
-	$(BIN)/python -m pytest -m "not peers and not levanter" --ignore tests/torture
-	$(BIN)/python -m pytest -m "not peers and not levanter" tests/torture $(addprefix --ignore ,$(FRESH))
-	$(BIN)/python -m pytest -m "not peers and not levanter" $(FRESH)
+	$(BIN)/python -m pytest -m "$(LIGHT)" --ignore tests/torture
+	$(BIN)/python -m pytest -m "$(LIGHT)" tests/torture $(addprefix --ignore ,$(FRESH))
+	$(BIN)/python -m pytest -m "$(LIGHT)" $(FRESH)
 
 torture: $(VENV)/.dev $(VENV)/.test $(VENV)/.strace ## the machines that look for faults, for hours; TORTURE_SCALE=0.1 for a tenth of it
 	ACTSHARD_TORTURE=1 ACTSHARD_TORTURE_SCALE=$(TORTURE_SCALE) $(BIN)/python -m pytest tests/torture
@@ -48,6 +49,9 @@ check: $(VENV)/.dev $(VENV)/.check $(VENV)/.test ## formatting, lints, types, st
 
 test-peers: $(VENV)/.dev $(VENV)/.test $(VENV)/.peers ## beside the original libraries: torch, lmprobe
 	$(BIN)/python -m pytest -m peers
+
+test-remote: $(VENV)/.dev $(VENV)/.test $(VENV)/.servers ## remote data on servers that others wrote: moto, s3s-fs, nginx, fake-gcs-server; and huggingface_hub
+	$(BIN)/python -m pytest -m servers -rs tests/test_servers.py
 
 test-levanter: $(VENV)/.dev $(VENV)/.test $(LEVANTER)/.installed ## beside Levanter itself, in an environment of its own (1.5 GB)
 	LEVANTER_PYTHON=$(LEVANTER)/bin/python $(BIN)/python -m pytest -m levanter
@@ -101,3 +105,10 @@ $(LEVANTER)/.installed: $(VENV)/.base pyproject.toml
 
 $(VENV)/.peers: $(VENV)/.base pyproject.toml
 	$(UV) --group peers && touch $@
+
+# nginx and s3s-fs are no Python packages; where they cannot be installed, their tests are skipped and say so.
+$(VENV)/.servers: $(VENV)/.base pyproject.toml
+	$(UV) --group servers
+	command -v nginx >/dev/null || { apt-get update -qq && apt-get install -y -qq nginx-light; } >/dev/null 2>&1 || true
+	test -x $(BIN)/s3s-fs || cargo install --quiet --locked s3s-fs --version 0.14.1 --features binary --root $(VENV) || true
+	touch $@

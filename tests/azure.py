@@ -1,0 +1,135 @@
+"""A lookalike of Azure Blob Storage for tests: containers that are folders, listings in pages, and ranges.
+
+No emulator of Azure can be installed with pip, cargo or apt. Written from the service's REST reference (List Blobs, Get Blob,
+version 2023-11-03): enough for reading, without checking signatures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import urllib.parse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+ACCOUNT = "lab"
+WRITTEN = "Sun, 22 Nov 2026 10:00:00 GMT"
+PAGE = 50
+
+
+@dataclass
+class Azure:
+    """A running service. ``requests`` has (method, path, range or query); ``signed`` whether each brought a signature."""
+
+    root: Path
+    port: int = 0
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    signed: list[bool] = field(default_factory=list)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """storage_options of ``az://CONTAINER/...``."""
+        return {"account_name": ACCOUNT, "endpoint": f"http://127.0.0.1:{self.port}/{ACCOUNT}", "anon": True}
+
+
+def _tag(data: bytes) -> str:
+    return f"0x8D{hashlib.md5(data, usedforsecurity=False).hexdigest()[:14].upper()}"
+
+
+@contextmanager
+def azure(root: Path) -> Iterator[Azure]:
+    """Serves the folders directly below ``root`` as containers until the block ends."""
+    found = Azure(root)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            """Prints nothing."""
+
+        def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for name, value in ({"x-ms-version": "2023-11-03"} | (headers or {})).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            url = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(url.query))
+            account, _, path = urllib.parse.unquote(url.path).strip("/").partition("/")
+            wanted = self.headers.get("Range") or self.headers.get("x-ms-range") or ""
+            found.requests.append((self.command, path, wanted or url.query))
+            found.signed.append("Authorization" in self.headers or "sig" in query)
+            if account != ACCOUNT:
+                return self.answer(404)
+            if query.get("comp") == "list":
+                return self.list(path, query)
+            file = found.root / path
+            if not file.is_file():
+                code = "<?xml version='1.0'?><Error><Code>BlobNotFound</Code><Message>none</Message></Error>"
+                return self.answer(404, code.encode(), {"x-ms-error-code": "BlobNotFound"})
+            data = file.read_bytes()
+            headers = {
+                "ETag": f'"{_tag(data)}"',
+                "Last-Modified": WRITTEN,
+                "Accept-Ranges": "bytes",
+                "x-ms-blob-type": "BlockBlob",
+            }
+            if not wanted:
+                return self.answer(200, data, headers)
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last) + 1 if last else len(data), len(data))
+            if start >= len(data):
+                return self.answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
+            return self.answer(
+                206, data[start:end], headers | {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"}
+            )
+
+        def list(self, container: str, query: dict[str, str]) -> None:
+            """List Blobs: names in order, at most PAGE per answer, the rest by marker."""
+            prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+            folder = found.root / container
+            items: dict[str, str] = {}
+            for file in sorted(f for f in folder.rglob("*") if f.is_file()):
+                key = str(file.relative_to(folder))
+                if not key.startswith(prefix):
+                    continue
+                rest = key[len(prefix) :]
+                if delimiter and delimiter in rest:
+                    name = prefix + rest.partition(delimiter)[0] + delimiter
+                    items[name] = f"<BlobPrefix><Name>{escape(name)}</Name></BlobPrefix>"
+                else:
+                    data = file.read_bytes()
+                    items[key] = (
+                        f"<Blob><Name>{escape(key)}</Name><Properties><Last-Modified>{WRITTEN}</Last-Modified>"
+                        f"<Etag>{_tag(data)}</Etag><Content-Length>{len(data)}</Content-Length>"
+                        "<Content-Type>application/octet-stream</Content-Type><BlobType>BlockBlob</BlobType>"
+                        "</Properties></Blob>"
+                    )
+            names = [name for name in sorted(items) if name >= query.get("marker", "")]
+            after = escape(names[PAGE]) if len(names) > PAGE else ""
+            body = (
+                f'<?xml version="1.0" encoding="utf-8"?><EnumerationResults ContainerName="{escape(container)}"><Blobs>'
+                f"{''.join(items[name] for name in names[:PAGE])}</Blobs><NextMarker>{after}</NextMarker></EnumerationResults>"
+            )
+            self.answer(200, body.encode(), {"Content-Type": "application/xml"})
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    found.port = server.server_address[1]
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        server.server_close()
