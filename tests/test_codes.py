@@ -26,6 +26,7 @@ from actshard.location import Location
 from actshard.verifying import CODES
 from conftest import GOLDEN, rewrite_index, saev_dump
 from pickle_files import mixed
+from served import served
 from test_verifying import CASES, put
 
 SOURCES = Path(actshard.__file__).parent
@@ -112,9 +113,15 @@ def odd_version(folder: Path) -> Path:
     return path
 
 
+def on_the_web(folder: Path) -> Any:
+    copied(SAEV, folder)
+    return served(folder).__enter__().web(SAEV.name)  # until the process ends
+
+
 IDS = {"input_ids": np.int32}
 FINDINGS: dict[str, Callable[[Path], Path]] = {
     "unknown-format": unknown,
+    "not-listed": on_the_web,
     "unfinished": unfinished,
     "unreadable": unreadable,
     "column-type": of_index(lists_of_text),

@@ -29,8 +29,8 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "convert to": lambda path: actshard.convert("source", path, "zarr"),
     "convert from": lambda path: actshard.convert(path, "made", "zarr"),
 }
-OF_URLS = ("open", "convert from")
-"""Those that take URLs of datasets: tests/test_urls.py."""
+OF_URLS = ("open", "verify", "convert from")
+"""Those that take URLs of datasets: tests/test_urls.py, tests/test_url_commands.py."""
 BAD = {
     "s3://bucket/x": "remote paths are not supported",
     "gs://bucket/cache/train": "remote paths are not supported",
@@ -90,7 +90,7 @@ def test_names_that_only_look_like_urls_are_local(here: Path) -> None:
 
 
 def test_the_command_line_refuses_remote_paths_in_one_line(here: Path) -> None:
-    for words in (["info", "s3://b/x"], ["verify", "gs://b/x"], ["convert", "source", "s3://b/x", "--to", "zarr"]):
+    for words in (["merge", "s3://b/x"], ["info", "ftp://b/x"], ["convert", "source", "s3://b/x", "--to", "zarr"]):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "actshard.cli", *words],
             capture_output=True,

@@ -151,6 +151,13 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "It is read as the fill value.",
             "check whether it was written",
         ),
+        Code(
+            "not-listed",
+            NOTE,
+            "The dataset is on a web server, which cannot list files.",
+            "Files that the metadata do not name are not looked for.",
+            "verify a copy in a bucket or a local folder to check them too",
+        ),
     ),
     "Metadata and tables": (
         Code(

@@ -27,7 +27,27 @@ app = typer.Typer(
 )
 
 PathArgument = Annotated[
-    Path, typer.Argument(help="The dataset's folder, or a folder that contains one dataset.", show_default=False)
+    str,
+    typer.Argument(
+        help="The dataset's folder, or a folder that contains one dataset; or its URL (s3, gs, az, https, hf).",
+        show_default=False,
+    ),
+]
+_STORAGE_HELP = (
+    "For a URL: an option of its storage, such as region=eu-west-1 or anon=true. Repeatable. Other users can see the words of a "
+    "command: pass secrets in environment variables (AWS_SECRET_ACCESS_KEY, HF_TOKEN, ...)."
+)
+StorageOption = Annotated[
+    list[str] | None, typer.Option("--storage-option", "-o", metavar="KEY=VALUE", help=_STORAGE_HELP)
+]
+LongStorageOption = Annotated[
+    list[str] | None, typer.Option("--storage-option", metavar="KEY=VALUE", help=_STORAGE_HELP)
+]
+CacheOption = Annotated[
+    str,
+    typer.Option(
+        "--cache", metavar="SIZE|FOLDER", help="For a URL: keep what is read on the local disk, such as 50GiB."
+    ),
 ]
 FormatOption = Annotated[str | None, typer.Option("--format", help=f"{', '.join(formats.names())}. Default: detected.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -50,17 +70,24 @@ def _root(
 
 
 @app.command("info")
-def info_command(path: PathArgument, format: FormatOption = None, json: JsonOption = False) -> None:
+def info_command(
+    path: PathArgument,
+    format: FormatOption = None,
+    storage_option: StorageOption = None,
+    cache: CacheOption = "",
+    json: JsonOption = False,
+) -> None:
     """Print a dataset's or token cache's size, layers or fields, dtype, bytes, provenance and warnings."""
-    cache = _cache_at(path, format)
-    if cache is not None:
+    at = _place(path, storage_option, cache)
+    tokens = _cache_at(at, format)
+    if tokens is not None:
         from actshard.cli import caches
 
-        _print(json, lambda: caches.about(cache), lambda: caches.show_info(cache))
+        _print(json, lambda: caches.about(tokens), lambda: caches.show_info(tokens))
         return
     from actshard.cli import info as verb
 
-    store = actshard.open(path, format)
+    store = actshard.open(at, format)
     _print(json, store.info, lambda: verb.show(store))
 
 
@@ -70,20 +97,44 @@ def head_command(
     n: Annotated[int, typer.Option("-n", "--examples", min=1, max=1000, help="Number of examples.")] = 5,
     tokenizer: Annotated[str, typer.Option(help="For token caches: the tokenizer to decode with.")] = "",
     format: FormatOption = None,
+    storage_option: StorageOption = None,
+    cache: CacheOption = "",
     json: JsonOption = False,
 ) -> None:
     """Print the first examples: text, label, number of tokens, norm of each layer's last token; or rows of a token cache."""
-    cache = _cache_at(path, format)
-    if cache is not None:
+    at = _place(path, storage_option, cache)
+    tokens = _cache_at(at, format)
+    if tokens is not None:
         from actshard.cli import caches
 
-        found = caches.tokenizer_of(cache, tokenizer)
-        _print(json, lambda: caches.rows(cache, n, found), lambda: caches.show_rows(cache, n, found))
+        found = caches.tokenizer_of(tokens, tokenizer)
+        _print(json, lambda: caches.rows(tokens, n, found), lambda: caches.show_rows(tokens, n, found))
         return
     from actshard.cli import head as verb
 
-    store = actshard.open(path, format)
+    store = actshard.open(at, format)
     _print(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
+
+
+@app.command("stats")
+def stats_command(
+    path: PathArgument,
+    layer: Annotated[str, typer.Option(help="Layers: comma-separated names. Default: all.")] = "",
+    tokens: Annotated[str, typer.Option(help="content, all, last or special.")] = "content",
+    format: FormatOption = None,
+    storage_option: StorageOption = None,
+    cache: CacheOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Read all rows and print mean, deviation, range and norm of each layer; NaN and infinite values are counted."""
+    from actshard.cli import stats as verb
+
+    store = actshard.open(_place(path, storage_option, cache), format)
+    named = _layers_named(store, layer or "all")
+    found = verb.run(
+        store, store.layers if named == "all" else [named] if isinstance(named, int) else named, tokens, quiet=json
+    )
+    _print(json, lambda: verb.as_dict(found), lambda: verb.show(store, found))
 
 
 @app.command("bench-stream")
@@ -101,12 +152,14 @@ def bench_stream_command(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     seconds: Annotated[float, typer.Option(min=0, help="Stop after this time, or after one epoch.")] = 30.0,
     format: FormatOption = None,
+    storage_option: StorageOption = None,
+    cache: CacheOption = "",
     json: JsonOption = False,
 ) -> None:
     """Stream a dataset and print bytes per second, time to the first batch, and quality of the shuffle."""
     from actshard.cli import bench_stream as verb
 
-    store = actshard.open(path, format, io=mode)
+    store = actshard.open(_place(path, storage_option, cache), format, io=mode)
     found = verb.run(
         store,
         _layers_named(store, layer),
@@ -138,9 +191,9 @@ def _layers_named(store: actshard.Store, words: str) -> Any:
 
 @app.command("convert")
 def convert_command(
-    source: Annotated[Path, typer.Argument(help="The dataset to convert.", show_default=False)],
+    source: Annotated[str, typer.Argument(help="The dataset to convert: a path or a URL.", show_default=False)],
     target: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             help="The folder to create, or its parent for formats that name their datasets.", show_default=False
         ),
@@ -169,6 +222,8 @@ def convert_command(
     verify: Annotated[bool, typer.Option("--verify", help="Compare every row with the source afterwards.")] = False,
     exist_ok: Annotated[bool, typer.Option("--exist-ok", help="Keep a finished result instead of failing.")] = False,
     format: FormatOption = None,
+    storage_option: LongStorageOption = None,
+    cache: CacheOption = "",
     json: JsonOption = False,
 ) -> None:
     """Convert a dataset to another format. Resumable; --dry-run lists everything that would be lost."""
@@ -187,8 +242,9 @@ def convert_command(
         "src_format": format,
         **verb.options_named(option or []),
     }
+    at = _place(source, storage_option, cache)
     if dry_run:
-        plans = verb.plans(source, target or Path("converted"), to or None, own)
+        plans = verb.plans(at, target or "converted", to or None, own)
         _print(json, lambda: [p.as_dict() for p in plans], lambda: verb.show_plans(plans, to or None))
         if to and plans[0].refused:
             raise typer.Exit(1)
@@ -197,7 +253,7 @@ def convert_command(
         raise actshard.ArgumentError(
             "convert: expected SOURCE TARGET --to FORMAT. With --dry-run, TARGET and --to are optional."
         )
-    done = verb.run(source, target, to, quiet=json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
+    done = verb.run(at, target, to, quiet=json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
     _print(json, done.as_dict, lambda: verb.show(done))
 
 
@@ -292,12 +348,14 @@ def verify_command(
     path: PathArgument,
     deep: Annotated[bool, typer.Option("--deep", help="Also check every value.")] = False,
     format: FormatOption = None,
+    storage_option: StorageOption = None,
+    cache: CacheOption = "",
     json: JsonOption = False,
 ) -> None:
     """Check a dataset against its format. Exit status: 0 no problems, 1 warnings, 2 errors, 3 the check could not run."""
     from actshard.cli import verify as verb
 
-    report = verb.run(path, format, deep, quiet=json)
+    report = verb.run(_place(path, storage_option, cache), format, deep, quiet=json)
     _print(json, report.as_dict, lambda: verb.show(report))
     _checked.append(path)
     raise typer.Exit(report.status)
@@ -311,23 +369,28 @@ def demo_command() -> None:
     verb.run()
 
 
-def _cache_at(path: Path, format: str | None) -> Any:
-    """Opens the token cache at or below a path; None for activations and unknown datasets."""
-    from actshard.finding import existing, find_any, of_tokens
+def _place(path: str, options: list[str] | None, cache: str) -> Any:
+    from actshard.cli._places import place
+
+    return place(path, options, cache)
+
+
+def _cache_at(at: Any, format: str | None) -> Any:
+    """Opens the token cache at or below a location; None for activations and unknown datasets."""
+    from actshard.finding import find_any, of_tokens
 
     if format not in (None, of_tokens()):
         return None
     if format is None:
         try:
-            at, found = find_any(existing(path))
+            at, found = find_any(at)
         except ActshardError:
             return None  # actshard.open then raises the error
         if found != of_tokens():
             return None
-        path = at.place
     from actshard.tokens.cache import open_cache
 
-    return open_cache(path)
+    return open_cache(at.place)
 
 
 def _print(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> None:
@@ -343,7 +406,7 @@ def _print(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> N
 
 
 _COULD_NOT_CHECK = 3
-_checked: list[Path] = []
+_checked: list[str] = []
 """Paths for which ``verify`` has printed a report."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -14,6 +13,7 @@ from actshard.cli._format import console, size
 from actshard.cli._progress import progress
 from actshard.converting import Conversion, Plan, convert, plan
 from actshard.errors import ArgumentError
+from actshard.location import Location
 
 
 def layers_named(words: str) -> list[int] | dict[int, int] | None:
@@ -76,7 +76,7 @@ def options_named(words: Sequence[str]) -> dict[str, Any]:
     return made
 
 
-def plans(source: Path, target: Path, format: str | None, own: Mapping[str, Any]) -> list[Plan]:
+def plans(source: Location, target: str, format: str | None, own: Mapping[str, Any]) -> list[Plan]:
     """Returns previews for one format, or for all formats (None)."""
     every = plan(source, target, None, **own) if format is None else []
     return every or plan(source, target, format, **own)
@@ -110,7 +110,7 @@ def show_plans(found: Sequence[Plan], format: str | None) -> None:
     out.print("[dim]bytes are before compression; nothing was written[/]")
 
 
-def run(source: Path, target: Path, format: str, *, quiet: bool, **options: Any) -> Conversion:
+def run(source: Location, target: str, format: str, *, quiet: bool, **options: Any) -> Conversion:
     """Converts a dataset and shows progress."""
     with progress(f"converting to {format}", quiet=quiet) as watch:
         return convert(source, target, format, progress=watch.counts, **options)

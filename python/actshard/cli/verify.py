@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rich.markup import escape
 
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
+from actshard.location import Location
 from actshard.verifying import Report, verify
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
-def run(path: Path, format: str | None, deep: bool, *, quiet: bool) -> Report:
+def run(path: Location, format: str | None, deep: bool, *, quiet: bool) -> Report:
     """Verifies a dataset and shows progress."""
     with progress("verifying", quiet=quiet) as watch:
         return verify(path, format=format, deep=deep, progress=watch.stage)

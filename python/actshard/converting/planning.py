@@ -119,11 +119,15 @@ class Asked:
         return np.full_like(counts, self.store.special_tokens if self.tokens == "content" else 0)
 
 
-def source(src: Any, format: str | None, io: str) -> Store:
+def source(
+    src: Any, format: str | None, io: str, storage_options: Mapping[str, Any] | None = None, cache: Any = None
+) -> Store:
     """Opens the dataset to convert, unless it is already a store."""
     if isinstance(src, Store):
+        if storage_options:
+            raise ArgumentError("storage_options: expected a URL to use them for, found an open store")
         return src
-    return open_quietly(src, format, io, decoded_memory="160MiB")
+    return open_quietly(src, format, io, "160MiB", storage_options=storage_options, cache=cache)
 
 
 def ask(
@@ -244,20 +248,22 @@ def settle(
 def fingerprint(store: Store) -> str:
     """Returns a digest of names, sizes and modification times of a dataset's files. It detects another dataset at the same path.
 
-    Of more than 4,096 files, evenly spaced ones are used, plus the files in the dataset's folder.
+    Objects of a remote store have ETags instead of times. Of more than 4,096 files, evenly spaced ones are used, plus the files in
+    the dataset's folder.
     """
     digest = hashlib.sha256(f"{store.num_examples}".encode())
     root = Location.at(store.path)
     listed = store.contents.files()
     files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // _FILES_LOOKED_AT))]]
     for folder in dict.fromkeys([root, *(f.parent for f in files[:1])]):
-        if folder.kind() == "folder":
+        if folder.lists and folder.kind() == "folder":
             files += [folder / e.name for e in sorted(folder.first(_FILES_LOOKED_AT)) if e.kind == "file"]
     for file in files:
         found = file.found()
         if found is None:
             continue  # a chunk of fill values without a file, or a shard that was not downloaded
-        said = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{found.modified}\n"
+        version = found.modified if file.is_local else found.version
+        said = f"{posixpath.relpath(file.key, root.key)}\0{found.size}\0{version}\n"
         digest.update(said.encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:32]
 

@@ -78,6 +78,8 @@ def plan(
     shard_bytes: int | str | None = None,
     src_format: str | None = None,
     overflow: str = "refuse",
+    storage_options: Mapping[str, Any] | None = None,
+    cache: Any = None,
     **options: Any,
 ) -> list[Plan]:
     """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes no file.
@@ -88,7 +90,7 @@ def plan(
         raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):
-        store = source(src, src_format, "auto")
+        store = source(src, src_format, "auto", storage_options, cache)
         return [
             _plan(
                 store,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -97,6 +97,8 @@ def convert(
     verify: bool = False,
     overflow: str = "refuse",
     progress: BlockProgress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: int | str | os.PathLike[str] | Literal[False] | None = None,
     **options: Any,
 ) -> Conversion:
     """Converts a dataset to another format, or copies a selection of it in the same format.
@@ -106,7 +108,7 @@ def convert(
     must be decoded. After an interruption, the same call with ``resume=True`` continues after the last committed examples.
 
     Args:
-        src: a path, or list of paths, as for :func:`actshard.open`, or a store.
+        src: a path, a URL, or a list of paths, as for :func:`actshard.open`, or a store.
         dst: the folder to create; for saev the folder of dumps, in which the dataset is ``<HASH>``.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
         layers: names of layers to convert, in this order; a mapping renames them: ``{-1: 23}``. None: all.
@@ -130,6 +132,8 @@ def convert(
         overflow: ``"refuse"`` raises if a finite value is too large for ``dtype``; ``"allow"`` stores infinity and reports the
             count in ``losses``.
         progress: called with (examples done, total examples, bytes done) after every block.
+        storage_options: options of the source's remote store, as for :func:`actshard.open`.
+        cache: cache on disk of the source's remote store, as for :func:`actshard.open`.
         options: options of the target format; see :func:`actshard.create`.
 
     Returns:
@@ -148,7 +152,7 @@ def convert(
     verify = _arguments.switch(verify, "verify")
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):
-        store = source(src, src_format, "pread")
+        store = source(src, src_format, "pread", storage_options, cache)
         asked = replace(
             ask(
                 store,

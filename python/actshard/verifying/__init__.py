@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 from actshard import formats
 from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
-from actshard.finding import check_finished, existing, find_any
+from actshard.finding import check_finished, existing_anywhere, find_any
 from actshard.formats.report import Finding, Report
 from actshard.location import Location
 from actshard.opening import open_quietly
@@ -47,16 +48,21 @@ def verify(
     format: str | None = None,
     deep: bool = False,
     progress: Callable[[str, int, int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    cache: int | str | os.PathLike[str] | Literal[False] | None = None,
 ) -> Report:
     """Checks a dataset against all rules of its format, and with ``deep`` also every value.
 
-    Changes no file and executes no pickle. Reports all findings, not only the first.
+    Changes no file and executes no pickle. Reports all findings, not only the first. For a URL the findings are those of the same
+    files in a local folder; a web server cannot list files, so files that the metadata do not name are not looked for.
 
     Args:
-        path: path of the dataset, as for :func:`actshard.open`.
+        path: path or URL of the dataset, as for :func:`actshard.open`.
         format: name of the format, as for :func:`actshard.open`; None detects it.
         deep: read every row and report NaN and infinite values, constant rows and columns, and duplicate examples.
         progress: called with (what, done, total) from time to time.
+        storage_options: as for :func:`actshard.open`.
+        cache: as for :func:`actshard.open`.
 
     Returns:
         A :class:`~actshard.verifying.Report`: ``report.ok``, ``report.findings``, ``report.status``.
@@ -65,7 +71,7 @@ def verify(
         MissingFileError: the path does not exist.
         ArgumentError: ``format`` is not a known format.
     """
-    root = existing(path)
+    root = existing_anywhere(path, storage_options, cache)
     names = (*formats.names(), *formats.of_tokens())
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
@@ -76,6 +82,8 @@ def verify(
 
 
 def _check(root: Location, format: str | None, report: Report, tell: Callable[[str, int, int], object]) -> None:
+    if not root.lists:
+        report.add("not-listed", root, "a folder on a web server")
     of_tokens = format in formats.of_tokens()
     if not of_tokens and not is_cache_itself(root):
         check_finished(root)
@@ -119,7 +127,7 @@ def _find(root: Location) -> tuple[Location, str]:
 
 
 def _guess(root: Location) -> tuple[Location, str] | None:
-    if root.kind() != "folder":
+    if root.kind() != "folder" or not root.lists:
         return None
     names = frozenset(entry.name for entry in root.entries())
     known = sorted(map(formats.get, formats.names()), key=lambda format: format.order)

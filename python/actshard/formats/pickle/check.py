@@ -40,7 +40,7 @@ def check(root: Location, report: Report, tell: Any) -> None:
             tell("shards", i, len(entries))
             count = _check_shard(folder, metadata, entry, listed, seen, widths, types, report)
             samples += count or 0
-        names = [entry.name for entry in folder.entries()]
+        names = [entry.name for entry in folder.entries()] if folder.lists else []
         present = {name for name in names if re.search(r"\.pkl(\.gz)?$", name) and not name.startswith(".")}
         for stray in sorted(present - listed):
             report.add("unlisted-file", folder / stray, "a shard that metadata.json does not list")

@@ -23,6 +23,8 @@ from actshard.location import Location
 
 _MISSING = 16
 """Number of missing shards listed one by one."""
+_ASKED_FOR = 10_000
+"""Number of shards to ask a web server for, which cannot list them, if shards.json does not."""
 
 
 def check(root: Location, report: Report, tell: Any) -> None:
@@ -59,7 +61,8 @@ def check(root: Location, report: Report, tell: Any) -> None:
         return
     size = per_example * d_model * ITEMSIZE
     listing = _listing(root, report, n, eps, fields)
-    present = [root / entry.name for entry in root.entries() if re.fullmatch(r"acts\d+\.bin.*", entry.name)]
+    there = [entry.name for entry in root.entries()] if root.lists else []
+    present = [root / name for name in there if re.fullmatch(r"acts\d+\.bin.*", name)]
     last = max((i for i, (_, count) in enumerate(listing) if count), default=0)
     for i, (shard, count) in enumerate(listing):
         tell("shards", i, len(listing))
@@ -89,9 +92,9 @@ def _listing(root: Location, report: Report, n: int, eps: int, metadata: Fields)
     path = root / "shards.json"
     # Limited by the files present plus a few missing ones, because the metadata can claim any number.
     count = -(-n // eps)
-    present = len(root.entries("acts*.bin"))
+    present = len(root.entries("acts*.bin")) if root.lists else _ASKED_FOR
     expected = [(root / f"acts{i:06}.bin", min(eps, n - i * eps)) for i in range(min(count, present + _MISSING))]
-    if count > len(expected):
+    if count > len(expected) and root.lists:
         report.add("missing-file", root, f"{present} shards", f"{count} shards ({n} examples, {eps} per shard)")
     if not path.exists() and "protocol" not in metadata.value:
         return expected

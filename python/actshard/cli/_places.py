@@ -1,0 +1,39 @@
+"""Paths and URLs of commands, and the options of their storage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import typer
+
+from actshard.errors import ActshardWarning, ArgumentError
+from actshard.finding import existing_anywhere
+from actshard.location import Location
+
+
+def options_named(words: Sequence[str] | None) -> dict[str, str]:
+    """Parses ``--storage-option NAME=VALUE``. Messages do not repeat the words, which may be secrets."""
+    made: dict[str, str] = {}
+    for number, word in enumerate(words or (), 1):
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"--storage-option: expected KEY=VALUE, found no key and '=' in option {number}")
+        if name in made:
+            raise ArgumentError(f"--storage-option: expected {name!r:.40} once")
+        made[name] = value
+    return made
+
+
+def place(path: str, words: Sequence[str] | None = None, cache: str = "") -> Location:
+    """Returns the location of an existing path or URL. Prints why a cache on disk is not used, if so."""
+    return _located(path, options_named(words), cache)
+
+
+def _located(path: str, options: Mapping[str, str], cache: str) -> Location:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ActshardWarning)
+        found = existing_anywhere(path, options or None, cache or None)
+    for warning in caught:
+        typer.echo(f"actshard: warning: {warning.message}", err=True)
+    return found

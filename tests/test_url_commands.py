@@ -1,0 +1,189 @@
+"""Verifying and converting datasets behind URLs, and the commands: as for local files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from conftest import GOLDEN, saev_dump
+from served import Served, served
+
+SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path / "served") as found:
+        yield found
+
+
+def golden() -> list[Any]:
+    """Every golden dataset, and those that are broken on purpose."""
+    found = [saev_dump(f.parent) for f in sorted((GOLDEN / "saev").glob("*/expected.npz"))]
+    for kinds in ("saev/errors", "lmprobe", "pickle", "pickle/hostile", "zarr", "zarr_codecs", "hallulens_v1"):
+        found += [f for f in sorted((GOLDEN / kinds).iterdir()) if f.is_dir() and f.name != "hostile"]
+    return [pytest.param(path, id=str(path.relative_to(GOLDEN))[:50]) for path in found]
+
+
+def outcome(path: str | Path, **options: Any) -> Any:
+    """What verify() says, without the path of the dataset."""
+    try:
+        report = actshard.verify(path, deep=True, **options)
+    except actshard.ActshardError as error:
+        return type(error), str(error)
+    above = str(report.path)
+    said = [
+        (f.code, str(f.path).removeprefix(above), f.place, f.expected, f.found.replace(above, ""))
+        for f in report.findings
+    ]
+    return report.format, report.status, report.checked, said
+
+
+DECODED_FROM_AFAR = ("v3_sharded", "v3_shards.zarr")
+"""Shards of plain chunks: local ones are read in place, and those of a network chunk by chunk, which is noted."""
+
+
+@pytest.mark.parametrize("path", golden())
+def test_verify_finds_the_same_in_a_bucket_as_in_a_folder(path: Path, server: Served) -> None:
+    near = server.root / "bucket" / path.name
+    shutil.copytree(path, near)
+    far = outcome(f"s3://bucket/{path.name}", storage_options=server.options)
+    if path.name in DECODED_FROM_AFAR:
+        assert far[-1].pop(0)[0] == "layout"
+    assert far == outcome(near)
+
+
+@pytest.mark.parametrize("path", [SAEV, GOLDEN / "pickle/numpy2_proto5", GOLDEN / "pickle/hostile/builtins_eval"])
+def test_verify_of_a_web_server_says_that_it_cannot_list(path: Path, server: Served) -> None:
+    near = server.root / path.name
+    shutil.copytree(path, near)
+    format, status, checked, said = outcome(server.web(path.name))
+    assert said.pop(0)[0] == "not-listed"
+    assert (format, status, checked, said) == outcome(near)
+
+
+@pytest.mark.parametrize(("kind", "path"), [("web", SAEV), ("bucket", GOLDEN / "lmprobe/fullseq_f32")])
+def test_convert_reads_urls_with_their_options(kind: str, path: Path, server: Served, tmp_path: Path) -> None:
+    shutil.copytree(path, server.root / "bucket" / path.name)
+    url = server.web(f"bucket/{path.name}") if kind == "web" else f"s3://bucket/{path.name}"
+    options: Any = {} if kind == "web" else {"storage_options": server.options}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        far = actshard.convert(url, tmp_path / "far", "zarr", verify=True, **options)
+        near = actshard.convert(path, tmp_path / "near", "zarr")
+        one, two = actshard.open(far.path), actshard.open(near.path)
+    assert [loss.what for loss in far.losses] == [loss.what for loss in near.losses]
+    for layer in two.layers:
+        for example in range(len(two)):
+            assert one.sequence(example, layer).tobytes() == two.sequence(example, layer).tobytes()
+    with pytest.raises(actshard.ArgumentError, match="expected a URL"):
+        actshard.convert(one, tmp_path / "again", "zarr", storage_options={"region": "x"})
+
+
+def test_a_conversion_does_not_resume_from_a_source_that_changed(server: Served, tmp_path: Path) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    url, options = f"s3://bucket/{SAEV.name}", {"storage_options": server.options}
+
+    def stop(done: int, *_: int) -> None:
+        raise KeyboardInterrupt
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(KeyboardInterrupt):
+            actshard.convert(url, tmp_path / "made", "pickle", progress=stop, **options)
+        shard = server.root / "bucket" / SAEV.name / "acts000001.bin"
+        shard.write_bytes(bytes(shard.stat().st_size))  # as long as before
+        with pytest.raises(actshard.ArgumentError, match="source"):
+            actshard.convert(url, tmp_path / "made", "pickle", resume=True, **options)
+
+
+def command(*words: str, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "actshard.cli", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def words_of(server: Served, option: str = "-o") -> list[str]:
+    return [word for name, value in server.options.items() for word in (option, f"{name}={str(value).lower()}")]
+
+
+def test_commands_take_urls(server: Served, tmp_path: Path) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    url, options = f"s3://bucket/{SAEV.name}", words_of(server)
+    near = actshard.open(SAEV)
+    info = json.loads(command("info", url, *options, "--json").stdout)
+    expected = near.info()
+    assert info["path"] == url
+    assert {k: v for k, v in info.items() if k not in ("path", "io")} == json.loads(
+        json.dumps({k: v for k, v in expected.items() if k not in ("path", "io")})
+    )
+    assert url in command("info", url, *options).stdout.replace("\n", "")
+    assert json.loads(command("head", url, *options, "--json").stdout) == json.loads(
+        command("head", str(SAEV), "--json").stdout
+    )
+    assert json.loads(command("stats", url, *options, "--json").stdout) == json.loads(
+        command("stats", str(SAEV), "--json").stdout
+    )
+    cache = tmp_path / "cache"
+    report = json.loads(command("verify", url, *options, "--deep", "--cache", str(cache), "--json").stdout)
+    assert report["ok"]
+    assert report["path"] == url
+    assert any((cache / "objects").iterdir())
+    done = json.loads(
+        command(
+            "convert", url, str(tmp_path / "made"), "--to", "zarr", *words_of(server, "--storage-option"), "--json"
+        ).stdout
+    )
+    assert np.array_equal(actshard.open(done["path"]).last_tokens(near.layers[0]), near.last_tokens(near.layers[0]))
+
+
+def test_stats_prints_a_row_per_layer_or_json(tmp_path: Path) -> None:
+    near = actshard.open(SAEV)
+    found = json.loads(command("stats", str(SAEV), "--json").stdout)
+    assert list(found) == [str(layer) for layer in near.layers]
+    stats = near.stats(near.layers[1])
+    one = found[str(near.layers[1])]
+    assert (one["rows"], one["mean_norm"], one["mean"]) == (stats.rows, stats.mean_norm, stats.mean.tolist())
+    assert list(json.loads(command("stats", str(SAEV), "--layer", str(near.layers[1]), "--json").stdout)) == [
+        str(near.layers[1])
+    ]
+    lines = command("stats", str(SAEV)).stdout.splitlines()
+    assert sum(line.split()[0] in found for line in lines if line.strip()) == len(near.layers)
+    assert "layer" in command("stats", str(SAEV), "--layer", "99", status=1).stderr
+
+
+def test_options_that_are_wrong_are_told_without_their_values(server: Served) -> None:
+    (server.root / "bucket").mkdir(parents=True)
+    for words in (["-o", "hushhush"], ["-o", "=hushhush"], ["-o", "secret=hushhush", "-o", "secret=hushhush"]):
+        said = command("info", "s3://bucket/x", *words, status=1).stderr
+        assert "--storage-option: expected" in said
+        assert "hushhush" not in said
+    said = command("info", "s3://bucket/x", "-o", "regoin=x", status=1).stderr
+    assert "regoin" in said
+    said = command("verify", "s3://bucket/x", *words_of(server), status=3).stderr
+    assert said == "actshard: s3://bucket/x: expected a dataset, found nothing\n"
+    said = command("info", str(SAEV), "-o", "region=x", status=1).stderr
+    assert "expected a URL" in said
+
+
+def test_the_help_says_where_secrets_belong() -> None:
+    said = " ".join(command("info", "--help", COLUMNS="200").stdout.replace("│", "").split())
+    assert "pass secrets in environment variables" in said
