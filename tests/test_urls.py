@@ -229,3 +229,41 @@ def test_an_interrupt_ends_the_retries(server: Served) -> None:
         far.sequence(0, far.layers[0])
     server.failing.clear()
     assert far.sequence(0, far.layers[0]).shape
+
+
+def test_options_precede_the_environment(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(folder, server.root / "bucket" / folder.name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    same(quietly(f"s3://bucket/{folder.name}", storage_options=server.options), quietly(folder))
+
+
+def test_two_servers_share_a_cache_and_no_rows(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("served._tag", lambda data: '"v1"')
+    folder = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    with served(tmp_path / "other") as other:
+        for root in (server.root, other.root):
+            shutil.copytree(folder, root / "bucket" / folder.name)
+        shard = other.root / "bucket" / folder.name / "acts000000.bin"
+        shard.write_bytes(bytes(shard.stat().st_size))
+        for there in (server, other):
+            far = quietly(f"s3://bucket/{folder.name}", storage_options=there.options, cache=tmp_path / "cache")
+            near = quietly(there.root / "bucket" / folder.name)
+            assert far.sequence(0, far.layers[0]).tobytes() == near.sequence(0, near.layers[0]).tobytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"endpoint_url": "localhost:9000"},
+        {"endpoint_url": "http://ho st:1"},
+        {"secret": "hushhush\n"},
+        {"anon": "nonsense"},
+        {"region": ""},
+    ],
+)
+def test_options_that_cannot_be_used_are_refused_without_their_values(options: dict[str, str]) -> None:
+    (name,) = options
+    with pytest.raises(actshard.ArgumentError, match=name) as caught:
+        actshard.open("s3://bucket/x", storage_options=options)
+    assert "hushhush" not in str(caught.value)

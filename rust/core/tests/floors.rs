@@ -34,6 +34,7 @@ const CORE: &[&str] = &[
 ];
 const REMOTE: &[&str] = &[
     "runtime",
+    "checks",
     "address",
     "options",
     "failure",

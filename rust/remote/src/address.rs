@@ -1,5 +1,6 @@
 //! URLs of datasets.
 
+use crate::checks::not_an_address;
 use actshard_core::location::Location;
 use actshard_core::{Error, Kind, Result};
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
@@ -110,6 +111,9 @@ impl StoreUrl {
         if bucket.is_empty() {
             return Err(refused(format!("{scheme}://: expected {scheme}://BUCKET/KEY, found no bucket")));
         }
+        if let Some(why) = not_a_bucket(provider, &scheme, bucket) {
+            return Err(refused(format!("{scheme}://: {why}")));
+        }
         let key = match provider {
             Provider::Http => percent_decode_str(key).decode_utf8_lossy().into_owned(),
             _ => key.to_string(),
@@ -129,6 +133,17 @@ impl StoreUrl {
     pub fn location(&self, key: &str) -> Location {
         Location::object(self.store.clone(), key)
     }
+}
+
+/// Why a text cannot be a bucket, or a host.
+fn not_a_bucket(provider: Provider, scheme: &str, bucket: &str) -> Option<&'static str> {
+    if provider == Provider::Http {
+        // Names in other scripts are sent in their ASCII form.
+        let url = reqwest::Url::parse(&format!("{scheme}://{bucket}"));
+        return not_an_address(url.as_ref().map_or("", |url| url.as_str()));
+    }
+    let odd = |c: char| !c.is_ascii_graphic() || "\"<>\\^`{|}#?%".contains(c);
+    bucket.contains(odd).then_some("expected a bucket of letters, digits, dashes, dots and underscores")
 }
 
 /// Parses what follows `hf://`: `datasets/ORG/NAME[@REVISION][/PATH]`.
@@ -211,9 +226,19 @@ mod tests {
 
     #[test]
     fn other_urls_are_refused() {
-        for url in
-            ["ftp://x/y", "s3://", "s3:///key", "hf://lab/acts", "hf://datasets/acts", "hf://models/a/b", "plain"]
-        {
+        for url in [
+            "ftp://x/y",
+            "s3://",
+            "s3://a b/c",
+            "https://ho st/x",
+            "https://h:99999/x",
+            "gs://\u{e9}/x",
+            "s3:///key",
+            "hf://lab/acts",
+            "hf://datasets/acts",
+            "hf://models/a/b",
+            "plain",
+        ] {
             assert_eq!(StoreUrl::parse(url).unwrap_err().kind, Kind::Argument, "{url}");
         }
         assert!(is_remote("S3://b/k") && !is_remote("/data/s3") && !is_remote("file:///x"));

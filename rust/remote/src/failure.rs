@@ -9,6 +9,8 @@ use actshard_core::{Error, Kind};
 use object_store::client::{HttpError, HttpErrorKind};
 use reqwest::header::HeaderMap;
 
+use crate::options::LONGEST;
+
 /// The kind of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
@@ -125,6 +127,15 @@ impl Failure {
             _ => certificates(&texts).unwrap_or_else(|| texts.pop().unwrap_or_default()),
         };
         Failure::new(cause, shown(&text))
+    }
+
+    /// The innermost text of an error: the others say where it happened. May be long, and contain options.
+    pub fn chain(error: &(dyn StdError + 'static)) -> String {
+        let mut last = error;
+        while let Some(inner) = last.source() {
+            last = inner;
+        }
+        last.to_string()
     }
 
     /// An error of object_store.
@@ -260,7 +271,7 @@ fn between(text: &str, start: &str, end: &str) -> Option<String> {
 }
 
 /// The first part of a text, without the queries of URLs, which may be signatures.
-fn shown(text: &str) -> String {
+pub fn shown(text: &str) -> String {
     let mut made = String::new();
     for word in text.split_whitespace().take(40) {
         let word = match word.split_once('?') {
@@ -286,7 +297,7 @@ fn wait_of(status: u16, headers: &HeaderMap) -> Option<Duration> {
         (part("r=") == Some(0)).then(|| part("t=").map(|t| t + 1)).flatten()
     });
     let seconds = limit.or_else(|| header("retry-after")?.trim().parse().ok())?;
-    Some(Duration::from_secs(seconds))
+    Some(Duration::from_secs(seconds).min(LONGEST))
 }
 
 #[cfg(test)]

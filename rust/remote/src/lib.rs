@@ -3,7 +3,8 @@
 //! A [`store::RemoteStore`] implements the core's `Store`, and its objects implement `Source`. Local files never pass through
 //! here. The floors; each uses only those before it:
 //!
-//! 1. [`runtime`]: threads for requests, one set per process. [`address`]: URLs. [`options`]: `storage_options`.
+//! 1. [`runtime`]: threads for requests, one set per process. [`checks`]: values that cannot be used. [`address`]: URLs.
+//!    [`options`]: `storage_options`.
 //! 2. [`failure`]: what went wrong, and what to do. [`credentials`]: those that object_store does not find.
 //! 3. [`client`]: the protocols. One place sends requests, with retries ([`client::wire`]); one place checks answers
 //!    ([`client::checked`]).
@@ -13,6 +14,7 @@
 //! Secrets are in types whose `Debug` hides them, and messages contain no URL but the canonical one of [`address`].
 
 pub mod address;
+pub mod checks;
 pub mod client;
 pub mod credentials;
 pub mod failure;

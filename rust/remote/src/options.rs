@@ -11,6 +11,7 @@ use object_store::azure::AzureConfigKey;
 use object_store::gcp::GoogleConfigKey;
 
 use crate::address::Provider;
+use crate::checks::{not_a_header, switch, why_not};
 
 /// Options as a user gave them. `Debug` shows the names only.
 #[derive(Clone, Default, PartialEq, Eq)]
@@ -101,7 +102,7 @@ impl ProviderSettings {
 
 /// Whether a text is one of the usual words for true.
 pub fn is_true(text: &str) -> bool {
-    ["1", "true", "yes", "on", "t", "y"].contains(&text.to_ascii_lowercase().as_str())
+    switch(text) == Some(true)
 }
 
 /// Names and their synonyms; the second is the one that this crate uses.
@@ -219,15 +220,18 @@ impl Options {
             if made.limits.set(&name, value)? {
                 continue;
             }
+            if let Some(why) = why_not(&name, value).filter(|_| name != "connection_string") {
+                return Err(refused(key, why));
+            }
             match (provider, name.as_str()) {
                 (Provider::S3, "profile") => made.profile = Some(value.clone()),
-                (Provider::Gcs, "token") => made.keys.push(gcs_token(value)),
+                (Provider::Gcs, "token") => made.keys.push(gcs_token(key, value)?),
                 (Provider::Gcs | Provider::S3, "project") => {}
                 (Provider::Azure, "connection_string") => made.keys.extend(connection(value)?),
                 (Provider::S3, "bucket" | "bucket_name") | (Provider::Gcs, "bucket" | "bucket_name") => {
                     return Err(refused(key, "the bucket is part of the URL"));
                 }
-                _ if is_known(provider, &name) => made.keys.push((name, value.clone())),
+                _ if is_known(provider, &name) => made.keys.push(setting(name, value)),
                 _ => return Err(unknown(provider, key)),
             }
         }
@@ -235,12 +239,19 @@ impl Options {
     }
 }
 
+/// An option in object_store's words, which has fewer words for true.
+fn setting(name: String, value: &str) -> (String, String) {
+    let word = why_not(&name, "?").filter(|why| *why == "expected true or false").and_then(|_| switch(value));
+    let value = word.map_or_else(|| value.to_string(), |on| on.to_string());
+    (name, value)
+}
+
 fn refused(key: &str, why: &str) -> Error {
     Error::new(Kind::Argument, format!("storage_options: {key:?}: {why}"))
 }
 
 /// The name of an option without its provider's prefix.
-fn plain(provider: Provider, key: &str) -> String {
+pub fn plain(provider: Provider, key: &str) -> String {
     let (prefixes, synonyms): (&[&str], Synonyms) = match provider {
         Provider::S3 => (&["aws_"], S3),
         Provider::Gcs => (&["google_"], GCS),
@@ -285,14 +296,15 @@ fn distance(a: &str, b: &str) -> usize {
 }
 
 /// gcsfs's `token`: `"anon"`, the path of a file, or a token itself.
-fn gcs_token(value: &str) -> (String, String) {
-    match value {
+fn gcs_token(key: &str, value: &str) -> Result<(String, String)> {
+    Ok(match value {
         "anon" => ("skip_signature".to_string(), "true".to_string()),
         _ if value.contains('/') || value.ends_with(".json") => {
             ("application_credentials".to_string(), value.to_string())
         }
+        _ if value.is_empty() => return Err(refused(key, "expected \"anon\", the path of a file, or a token")),
         _ => ("bearer_token".to_string(), value.to_string()),
-    }
+    })
 }
 
 /// Azure's connection string.
@@ -308,6 +320,9 @@ fn connection(text: &str) -> Result<Vec<(String, String)>> {
             "blobendpoint" => "endpoint",
             _ => continue,
         };
+        if let Some(why) = why_not(name, value) {
+            return Err(refused("connection_string", &format!("{}: {why}", key.trim())));
+        }
         made.push((name.to_string(), value.to_string()));
     }
     Ok(made)
@@ -327,6 +342,10 @@ impl RequestLimits {
                 let retries: u32 = value.parse().map_err(|_| refused(name, "expected a whole number"))?;
                 self.tries = retries.saturating_add(1).min(100);
             }
+            "proxy_url" | "user_agent" if value.is_empty() => return Err(refused(name, "expected a value")),
+            "proxy_url" | "user_agent" if not_a_header(value).is_some() => {
+                return Err(refused(name, not_a_header(value).unwrap_or_default()));
+            }
             "proxy_url" => self.proxy = Some(Secret(value.to_string())),
             "user_agent" => self.agent = value.to_string(),
             // An http endpoint is a user's decision already; the others describe what is done anyway.
@@ -336,6 +355,9 @@ impl RequestLimits {
         Ok(true)
     }
 }
+
+/// The longest time to wait for anything.
+pub const LONGEST: Duration = Duration::from_secs(30 * 86_400);
 
 fn duration(text: &str) -> Option<Duration> {
     let text = text.trim();
@@ -347,7 +369,8 @@ fn duration(text: &str) -> Option<Duration> {
         "m" | "min" | "minute" | "minutes" => 60.0,
         _ => return None,
     };
-    Duration::try_from_secs_f64(number * unit).ok()
+    // Longer ones cannot be added to the clock.
+    Duration::try_from_secs_f64(number * unit).ok().map(|time| time.min(LONGEST))
 }
 
 #[cfg(test)]
@@ -398,7 +421,11 @@ mod tests {
     fn every_suggested_name_is_known() {
         for (provider, names) in KNOWN {
             for name in *names {
-                let value = if *name == "connection_string" { "AccountName=a" } else { "true" };
+                let value = match *name {
+                    "connection_string" => "AccountName=a",
+                    _ if name.contains("endpoint") || *name == "base_url" => "http://h",
+                    _ => "true",
+                };
                 assert!(options(&[(name, value)]).settings(*provider).is_ok(), "{provider:?} {name}");
             }
             for name in LIMITS {

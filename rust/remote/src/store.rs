@@ -221,11 +221,12 @@ impl RemoteStore {
         Ok((ObjectFacts { size, tag }, kept))
     }
 
-    fn through_cache(&self, source: Box<dyn Source>) -> Box<dyn Source> {
-        match &self.cache {
-            Some(cache) => cache.source(source),
-            None => source,
-        }
+    /// The cache on disk, and the origin of this store's objects in it. None if that cannot be known: without credentials, for
+    /// example, whose absence the requests report.
+    fn cache_from(&self, stop: &Stop) -> Option<(&DiskCache, String)> {
+        let cache = self.cache.as_ref()?;
+        let origin = wait(async { self.link.client.origin() }, stop).ok()??.ok()?;
+        Some((cache, origin))
     }
 
     fn open_known(&self, location: &Location) -> Result<Option<Box<dyn Source>>> {
@@ -283,8 +284,12 @@ impl Store for RemoteStore {
         }
         let fill =
             |(answer, location): (Option<_>, &&Location)| answer.unwrap_or_else(|| Err(interrupted().at(*location)));
-        let filled = answers.into_iter().zip(locations).map(fill);
-        filled.map(|answer| answer.map(|source| self.through_cache(source))).collect()
+        let cache = self.cache_from(stop);
+        let through = |source| match &cache {
+            Some((cache, origin)) => cache.source_from(origin, source),
+            None => source,
+        };
+        answers.into_iter().zip(locations).map(fill).map(|answer| answer.map(through)).collect()
     }
 
     fn list(&self, folder: &Location) -> Result<Vec<String>> {

@@ -8,25 +8,11 @@ use super::geometry::{Geometry, LARGEST};
 use crate::location::Location;
 use crate::source::Version;
 
-/// Parameters of signed URLs: they change with every signature.
-const SIGNING: [&str; 17] = [
-    "awsaccesskeyid",
-    "expires",
-    "googleaccessid",
-    "key-pair-id",
-    "policy",
-    "se",
-    "sig",
-    "signature",
-    "ske",
-    "skoid",
-    "sks",
-    "skt",
-    "sktid",
-    "skv",
-    "sp",
-    "st",
-    "token",
+/// Parameters of signed URLs, which change with every signature. They are ignored only beside the first of them, the signature
+/// itself: a server may use the same names for others.
+const SIGNED: [(&str, &[&str]); 2] = [
+    ("signature", &["awsaccesskeyid", "expires", "googleaccessid", "key-pair-id", "policy"]),
+    ("sig", &["se", "sip", "ske", "skoid", "sks", "skt", "sktid", "skv", "sp", "spr", "sr", "srt", "ss", "st", "sv"]),
 ];
 
 /// The identity of an object's content.
@@ -40,14 +26,16 @@ pub struct ObjectKey {
 }
 
 impl ObjectKey {
-    pub fn new(location: &Location, version: &Version, size: u64) -> ObjectKey {
+    /// `origin` distinguishes servers whose objects have equal locations: the address of a bucket's server, or the query of a
+    /// web address.
+    pub fn new(origin: &str, location: &Location, version: &Version, size: u64) -> ObjectKey {
         let text = without_credentials(&location.to_string());
         let version = match version {
             Version::Tag(tag) => format!("tag {tag}"),
             file @ Version::File(..) => format!("{file:?}"),
         };
         let mut hash = Sha256::new();
-        for part in [text.as_str(), &version] {
+        for part in [text.as_str(), &version, &without_credentials(origin)] {
             // With its length, so that different parts never give the same text.
             hash.update((part.len() as u64).to_le_bytes());
             hash.update(part);
@@ -84,9 +72,14 @@ fn without_credentials(text: &str) -> String {
     let (authority, path) = rest.find(['/', '?']).map_or((rest, ""), |at| rest.split_at(at));
     let host = authority.rsplit('@').next().unwrap_or_default();
     let (path, query) = path.split_once('?').unwrap_or((path, ""));
+    let name_of = |parameter: &str| parameter.split('=').next().unwrap_or_default().to_ascii_lowercase();
+    let names: Vec<String> = query.split('&').map(name_of).collect();
     let signs = |parameter: &&str| {
-        let name = parameter.split('=').next().unwrap_or_default().to_ascii_lowercase();
-        SIGNING.contains(&name.as_str()) || name.starts_with("x-amz-") || name.starts_with("x-goog-")
+        let name = name_of(parameter);
+        let signed = |(signature, others): &(&str, &[&str])| {
+            names.iter().any(|name| name == signature) && (name == *signature || others.contains(&name.as_str()))
+        };
+        SIGNED.iter().any(signed) || name.starts_with("x-amz-") || name.starts_with("x-goog-")
     };
     let kept: Vec<&str> = query.split('&').filter(|p| !p.is_empty() && !signs(p)).collect();
     let mark = if kept.is_empty() { "" } else { "?" };
@@ -99,7 +92,21 @@ mod tests {
     use super::*;
 
     fn key(store: &str, key: &str, tag: &str, size: u64) -> ObjectKey {
-        ObjectKey::new(&Location::object(store, key), &Version::Tag(tag.into()), size)
+        ObjectKey::new("", &Location::object(store, key), &Version::Tag(tag.into()), size)
+    }
+
+    fn at(origin: &str) -> String {
+        ObjectKey::new(origin, &Location::object("s3://b", "k"), &Version::Tag("v".into()), 9).name
+    }
+
+    #[test]
+    fn equal_names_on_other_servers_have_other_keys() {
+        let origins = ["", "http://a:9000", "http://b:9000", "https://h/?id=1", "https://h/?id=2", "https://h/?se=1"];
+        for (i, a) in origins.iter().enumerate() {
+            assert!(origins[i + 1..].iter().all(|b| at(a) != at(b)), "{a}");
+        }
+        assert_eq!(at("https://h/?id=1&sig=x&se=2026"), at("https://h/?id=1&sig=y&se=2027"));
+        assert_eq!(at("https://user:word@h/"), at("https://h/"));
     }
 
     #[test]
@@ -130,7 +137,7 @@ mod tests {
             let signed = key(store, path, "v", 9);
             assert_eq!((&signed.name, &signed.url), (&plain.name, &plain.url));
         }
-        let other = key("https://host", "a/b@c?id=5&sig=7", "v", 9);
+        let other = key("https://host", "a/b@c?id=5&sig=7&se=2", "v", 9);
         assert_ne!(other.name, plain.name);
         assert_eq!(other.url, "https://host/a/b@c");
         assert_eq!(key("abfss://box@account", "k?x", "v", 1).url, "abfss://box@account/k?x");

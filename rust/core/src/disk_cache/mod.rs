@@ -108,9 +108,14 @@ impl DiskCache {
     /// A source that reads through the cache. Returns `inner` itself if it has no version, is in memory already,
     /// or is larger than 16 TiB.
     pub fn source(&self, inner: Box<dyn Source>) -> Box<dyn Source> {
+        self.source_from("", inner)
+    }
+
+    /// As [`DiskCache::source`]; `origin` distinguishes servers whose objects have equal locations. It is hashed, not stored.
+    pub fn source_from(&self, origin: &str, inner: Box<dyn Source>) -> Box<dyn Source> {
         match inner.version() {
             Some(version) if self.on && (1..=LARGEST).contains(&inner.size()) && inner.bytes().is_none() => {
-                let key = ObjectKey::new(inner.location(), &version, inner.size());
+                let key = ObjectKey::new(origin, inner.location(), &version, inner.size());
                 Box::new(DiskSource::new(inner, Arc::clone(&self.folder), key, version))
             }
             _ => inner,

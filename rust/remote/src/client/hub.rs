@@ -213,6 +213,10 @@ impl Client for HubClient {
         self.commit.with(|commit| commit.clone()).flatten()
     }
 
+    fn origin(&self) -> Result<String, Failure> {
+        Ok(self.endpoint.clone())
+    }
+
     fn ready(&self) -> Result<(), Failure> {
         if self.offline {
             let text = "HF_HUB_OFFLINE is set: no request may be made";

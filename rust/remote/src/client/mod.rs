@@ -139,6 +139,10 @@ pub trait Client: Debug + Send + Sync {
         None
     }
 
+    /// Distinguishes servers whose objects have equal locations: endpoint, account and parameters. May contain secrets. Called
+    /// inside of the runtime.
+    fn origin(&self) -> Result<String, Failure>;
+
     /// Fails if requests cannot succeed, before the first one.
     fn ready(&self) -> Result<(), Failure> {
         Ok(())

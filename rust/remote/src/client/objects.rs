@@ -1,6 +1,7 @@
 //! Buckets of S3, Google Cloud Storage and Azure, through object_store.
 
 use std::ops::Range;
+use std::panic::AssertUnwindSafe;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -16,12 +17,18 @@ use super::pace::Pace;
 use super::wire::Wire;
 use super::{Answer, Client, Expected, ListedObject, Listing, Tag};
 use crate::address::{Provider, StoreUrl};
+use crate::checks::why_not;
 use crate::credentials::{self, aws, cloud};
-use crate::failure::{Cause, Failure};
-use crate::options::{ProviderSettings, RequestLimits};
+use crate::failure::{Cause, Failure, shown};
+use crate::options::{ProviderSettings, RequestLimits, plain};
 use crate::runtime::{ForkLock, PerProcess};
 
-type Bucket = Arc<dyn ObjectStore>;
+/// A bucket, and the address of its server.
+#[derive(Clone, Debug)]
+struct Bucket {
+    store: Arc<dyn ObjectStore>,
+    origin: Arc<str>,
+}
 
 /// A client of one bucket.
 #[derive(Debug)]
@@ -31,7 +38,7 @@ pub struct BucketClient {
     settings: ProviderSettings,
     limits: Arc<RequestLimits>,
     pace: Arc<Pace>,
-    store: PerProcess<Bucket>,
+    bucket_store: PerProcess<Bucket>,
     /// The region that the server named, if it is not the configured one.
     region: ForkLock<Option<String>>,
 }
@@ -45,19 +52,21 @@ impl BucketClient {
             limits: Arc::new(settings.limits.clone()),
             settings,
             pace,
-            store: PerProcess::default(),
+            bucket_store: PerProcess::default(),
             region: ForkLock::default(),
         }
     }
 
-    fn store(&self) -> Result<Bucket, Failure> {
-        self.store.get(|| {
+    fn made(&self) -> Result<Bucket, Failure> {
+        self.bucket_store.get(|| {
             let wire = Wire::new(Arc::clone(&self.limits), Arc::clone(&self.pace))?;
-            match self.provider {
+            // object_store panics for some values that are not checked by this crate.
+            let made = std::panic::catch_unwind(AssertUnwindSafe(|| match self.provider {
                 Provider::S3 => self.s3(wire),
                 Provider::Gcs => self.gcs(wire),
                 _ => self.azure(wire),
-            }
+            }));
+            made.unwrap_or_else(|_| Err(unusable()))
         })
     }
 
@@ -65,27 +74,35 @@ impl BucketClient {
         let found = aws::find(&self.settings, &credentials::variable)?;
         let mut builder = AmazonS3Builder::new();
         let ours = self.settings.has(&["access_key_id", "skip_signature"]) || self.settings.profile.is_some();
-        for (key, value) in environment("AWS_") {
-            let Ok(key) = AmazonS3ConfigKey::from_str(&key) else { continue };
+        let has_endpoint = self.settings.has(&["endpoint"]);
+        for (name, value) in environment("AWS_") {
+            let Ok(key) = AmazonS3ConfigKey::from_str(&name) else { continue };
             let credential = matches!(
                 key,
                 AmazonS3ConfigKey::AccessKeyId | AmazonS3ConfigKey::SecretAccessKey | AmazonS3ConfigKey::Token
             );
-            // A session token of the environment does not belong to the keys of the options.
-            if !(ours && credential || matches!(key, AmazonS3ConfigKey::Client(_) | AmazonS3ConfigKey::Bucket)) {
-                builder = builder.with_config(key, value);
+            let excluded = match key {
+                AmazonS3ConfigKey::Client(_) | AmazonS3ConfigKey::Bucket => true,
+                // object_store prefers it to the endpoint of the options.
+                AmazonS3ConfigKey::S3Endpoint => has_endpoint,
+                // A session token of the environment does not belong to the keys of the options.
+                _ => ours && credential,
+            };
+            if !excluded {
+                builder = builder.with_config(key, usable(self.provider, &name, value)?);
             }
         }
-        builder = found.apply(builder);
+        builder = found.apply(builder)?;
         for (key, value) in &self.settings.keys {
             builder = builder.with_config(known(key)?, value);
         }
         if let Some(region) = self.region.with(|region| region.clone()).flatten() {
             builder = builder.with_region(region);
         }
+        let endpoint = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
+        let origin = endpoint.iter().find_map(|key| builder.get_config_value(key)).unwrap_or_default();
         let builder = builder.with_bucket_name(&self.bucket).with_retry(no_retries()).with_allow_http(true);
-        let made = builder.with_http_connector(wire).build().map_err(|error| Failure::of_store(&error))?;
-        Ok(Arc::new(made))
+        self.built(origin, builder.with_http_connector(wire).build())
     }
 
     fn gcs(&self, wire: Wire) -> Result<Bucket, Failure> {
@@ -94,30 +111,34 @@ impl BucketClient {
         if let Ok(path) = std::env::var("SERVICE_ACCOUNT") {
             builder = builder.with_service_account_path(path);
         }
-        for (key, value) in environment("GOOGLE_") {
-            if let Ok(key) = GoogleConfigKey::from_str(&key)
+        for (name, value) in environment("GOOGLE_") {
+            if let Ok(key) = GoogleConfigKey::from_str(&name)
                 && !matches!(key, GoogleConfigKey::Client(_) | GoogleConfigKey::Bucket)
             {
-                builder = builder.with_config(key, value);
+                builder = builder.with_config(key, usable(self.provider, &name, value)?);
             }
         }
         for (key, value) in &self.settings.keys {
             builder = builder.with_config(known(key)?, value);
         }
+        // A service account's file may name a server too.
+        let accounts = [GoogleConfigKey::ServiceAccountKey, GoogleConfigKey::ServiceAccount];
+        let origin = builder.get_config_value(&GoogleConfigKey::BaseUrl).unwrap_or_else(|| {
+            accounts.iter().filter_map(|key| builder.get_config_value(key)).collect::<Vec<_>>().join(" ")
+        });
         let builder = builder.with_bucket_name(&self.bucket).with_retry(no_retries());
-        let made = builder.with_http_connector(wire).build().map_err(|error| Failure::of_store(&error))?;
-        Ok(Arc::new(made))
+        self.built(origin, builder.with_http_connector(wire).build())
     }
 
     fn azure(&self, wire: Wire) -> Result<Bucket, Failure> {
         cloud::check_azure(&self.settings, &credentials::variable)?;
         let (container, host) = self.bucket.split_once('@').unwrap_or((&self.bucket, ""));
         let mut builder = MicrosoftAzureBuilder::new();
-        for (key, value) in environment("AZURE_") {
-            if let Ok(key) = AzureConfigKey::from_str(&key)
+        for (name, value) in environment("AZURE_") {
+            if let Ok(key) = AzureConfigKey::from_str(&name)
                 && !matches!(key, AzureConfigKey::Client(_) | AzureConfigKey::ContainerName)
             {
-                builder = builder.with_config(key, value);
+                builder = builder.with_config(key, usable(self.provider, &name, value)?);
             }
         }
         for (key, value) in &self.settings.keys {
@@ -126,9 +147,27 @@ impl BucketClient {
         if let Some(account) = host.split('.').next().filter(|account| !account.is_empty()) {
             builder = builder.with_account(account);
         }
+        let parts = [AzureConfigKey::AccountName, AzureConfigKey::Endpoint, AzureConfigKey::UseEmulator];
+        let origin = parts.map(|key| builder.get_config_value(&key).unwrap_or_default()).join(" ");
         let builder = builder.with_container_name(container).with_retry(no_retries()).with_allow_http(true);
-        let made = builder.with_http_connector(wire).build().map_err(|error| Failure::of_store(&error))?;
-        Ok(Arc::new(made))
+        self.built(origin, builder.with_http_connector(wire).build())
+    }
+
+    /// What object_store made. Its refusals are about options and variables: the names of those are added, their values removed.
+    fn built<S: ObjectStore>(&self, origin: String, made: object_store::Result<S>) -> Result<Bucket, Failure> {
+        match made {
+            Ok(store) => Ok(Bucket { store: Arc::new(store), origin: origin.into() }),
+            Err(error) => {
+                let mut text = Failure::chain(&error);
+                for (_, value) in self.settings.keys.iter().filter(|(_, value)| value.len() > 3) {
+                    text = text.replace(value.as_str(), "***");
+                }
+                let names: Vec<&str> = self.settings.keys.iter().map(|(name, _)| name.as_str()).collect();
+                let given = if names.is_empty() { "none".to_string() } else { names.join(", ") };
+                let text = format!("cannot use the options: {} (storage_options: {given})", shown(&text));
+                Err(Failure::new(Cause::Refused, text))
+            }
+        }
     }
 
     /// Whether another attempt with other settings may succeed: the bucket's region, or fresh credentials.
@@ -136,12 +175,12 @@ impl BucketClient {
         let redirected = matches!(failure.status(), Some(301 | 307 | 308 | 400));
         if let Some(region) = failure.region.as_ref().filter(|_| redirected && self.provider == Provider::S3) {
             self.region.with(|known| *known = Some(region.clone()));
-            self.store.reset();
+            self.bucket_store.reset();
             return true;
         }
         let expired = failure.is_expired();
         if expired {
-            self.store.reset();
+            self.bucket_store.reset();
         }
         expired
     }
@@ -153,7 +192,7 @@ impl BucketClient {
             if_match: expected.tag.as_ref().and_then(Tag::if_match),
             ..GetOptions::default()
         };
-        let found = self.store()?.get_opts(&path, options).await.map_err(|error| Failure::of_store(&error))?;
+        let found = self.made()?.store.get_opts(&path, options).await.map_err(|error| Failure::of_store(&error))?;
         let (tag, size, range) = (tag_of(&found.meta), found.meta.size, found.range.clone());
         let body = found.into_stream().map(|chunk| chunk.map_err(|error| Failure::of_store(&error)));
         Ok(Answer { tag, size, range, body: Box::pin(body) })
@@ -162,7 +201,7 @@ impl BucketClient {
     async fn names(&self, folder: &str, deep: bool) -> Result<Listing, Failure> {
         let path = parsed(folder)?;
         let prefix = (!folder.is_empty()).then_some(&path);
-        let store = self.store()?;
+        let store = self.made()?.store;
         let (objects, folders): (Vec<ObjectMeta>, Vec<Path>) = if deep {
             (store.list(prefix).try_collect().await.map_err(|error| Failure::of_store(&error))?, vec![])
         } else {
@@ -185,6 +224,24 @@ fn environment(prefix: &str) -> Vec<(String, String)> {
         std::env::vars_os().filter_map(|(key, value)| Some((key.into_string().ok()?, value.into_string().ok()?)));
     let ours = vars.filter(|(key, value)| key.starts_with(prefix) && !value.is_empty());
     ours.map(|(key, value)| (key.to_ascii_lowercase(), value)).collect()
+}
+
+/// A value of the environment that object_store can use.
+fn usable(provider: Provider, name: &str, value: String) -> Result<String, Failure> {
+    match why_not(&plain(provider, name), &value) {
+        None => Ok(value),
+        Some(why) => Err(Failure::new(Cause::Refused, format!("variable {}: {why}", name.to_ascii_uppercase()))),
+    }
+}
+
+fn unusable() -> Failure {
+    let text = "an option, a variable of the environment or a credential has a value that cannot be sent";
+    Failure::new(Cause::Refused, text)
+}
+
+/// Runs a request of object_store, which panics for values that it cannot put into a request.
+async fn guarded<T>(work: impl Future<Output = Result<T, Failure>> + Send) -> Result<T, Failure> {
+    AssertUnwindSafe(work).catch_unwind().await.unwrap_or_else(|_| Err(unusable()))
 }
 
 /// An option's key; the options were checked before.
@@ -215,8 +272,8 @@ impl Client for BucketClient {
         expected: &'a Expected,
     ) -> BoxFuture<'a, Result<Answer, Failure>> {
         async move {
-            match self.ask(key, range.clone(), expected).await {
-                Err(failure) if self.adapts(&failure) => self.ask(key, range, expected).await,
+            match guarded(self.ask(key, range.clone(), expected)).await {
+                Err(failure) if self.adapts(&failure) => guarded(self.ask(key, range, expected)).await,
                 answer => answer,
             }
         }
@@ -225,13 +282,18 @@ impl Client for BucketClient {
 
     fn list<'a>(&'a self, folder: &'a str, deep: bool) -> BoxFuture<'a, Result<Listing, Failure>> {
         async move {
-            match self.names(folder, deep).await {
-                Err(failure) if self.adapts(&failure) => self.names(folder, deep).await,
-                Err(failure) if failure.cause == Cause::Broken => self.names(folder, deep).await,
+            match guarded(self.names(folder, deep)).await {
+                Err(failure) if self.adapts(&failure) || failure.cause == Cause::Broken => {
+                    guarded(self.names(folder, deep)).await
+                }
                 listing => listing,
             }
         }
         .boxed()
+    }
+
+    fn origin(&self) -> Result<String, Failure> {
+        Ok(self.made()?.origin.to_string())
     }
 
     fn ready(&self) -> Result<(), Failure> {

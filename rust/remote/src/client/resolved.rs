@@ -14,7 +14,7 @@ use futures_util::StreamExt;
 use super::wire::Wire;
 use super::{Answer, Expected, Tag};
 use crate::failure::{Cause, Failure};
-use crate::options::Secret;
+use crate::options::{LONGEST, Secret};
 
 /// Redirects that are followed.
 const HOPS: usize = 5;
@@ -184,10 +184,10 @@ fn headers(wanted: &WantedBytes<'_>, home: bool) -> Vec<(HeaderName, String)> {
 fn lifetime(url: &Url) -> Duration {
     let number = |name: &str| url.query_pairs().find(|(key, _)| key == name)?.1.parse::<u64>().ok();
     if let Some(seconds) = number("X-Amz-Expires") {
-        return Duration::from_secs(seconds);
+        return Duration::from_secs(seconds).min(LONGEST);
     }
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    number("Expires").map_or(UNKNOWN, |end| Duration::from_secs(end).saturating_sub(now))
+    number("Expires").map_or(UNKNOWN, |end| Duration::from_secs(end).saturating_sub(now).min(LONGEST))
 }
 
 /// The range, size and tag of an answer.
@@ -255,6 +255,7 @@ mod tests {
         let url = |query: &str| Url::parse(&format!("https://h/k?{query}")).unwrap();
         assert_eq!(lifetime(&url("X-Amz-Expires=3600&a=b")), Duration::from_secs(3600));
         assert_eq!(lifetime(&url("Expires=1")), Duration::ZERO);
+        assert_eq!(lifetime(&url(&format!("Expires={}", u64::MAX))), LONGEST);
         assert_eq!(lifetime(&url("a=b")), UNKNOWN);
     }
 }

@@ -68,4 +68,8 @@ impl Client for WebClient {
     fn lists(&self) -> bool {
         false
     }
+
+    fn origin(&self) -> Result<String, Failure> {
+        Ok(format!("{}/?{}", self.base, self.query.as_ref().map_or("", |query| &query.0)))
+    }
 }

@@ -74,6 +74,10 @@ impl Wire {
 
     /// Sends a request; again if that may help. Returns answers of success and redirects.
     pub async fn send(&self, request: HttpRequest) -> Result<HttpResponse, Failure> {
+        // reqwest parses the address again, and panics if it finds it invalid.
+        if reqwest::Url::parse(&request.uri().to_string()).is_err() {
+            return Err(Failure::new(Cause::Refused, "an address that is no URL"));
+        }
         let end = DEADLINE.try_with(|end| *end).unwrap_or_else(|_| Instant::now() + self.limits.patience);
         let repeatable = request.method().is_safe();
         let mut tried = 0;

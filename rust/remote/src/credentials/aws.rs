@@ -13,8 +13,10 @@ use object_store::aws::{AmazonS3Builder, AwsCredential};
 use serde::Deserialize;
 
 use super::{Variables, is_machine_of};
+use crate::address::Provider;
+use crate::checks::{not_a_header, why_not};
 use crate::failure::{Cause, Failure};
-use crate::options::{ProviderSettings, Secret};
+use crate::options::{ProviderSettings, Secret, plain};
 use crate::runtime::ForkLock;
 
 /// What the profile adds to the options and the environment.
@@ -40,14 +42,15 @@ enum ProfileKeys {
 
 impl ProfileFound {
     /// Sets what was found.
-    pub fn apply(self, mut builder: AmazonS3Builder) -> AmazonS3Builder {
+    pub fn apply(self, mut builder: AmazonS3Builder) -> Result<AmazonS3Builder, Failure> {
+        self.check()?;
         if let Some(region) = self.region {
             builder = builder.with_region(region);
         }
         if let Some(endpoint) = self.endpoint {
             builder = builder.with_endpoint(endpoint);
         }
-        match self.keys {
+        Ok(match self.keys {
             ProfileKeys::Elsewhere => builder,
             ProfileKeys::Static { id, secret, token } => {
                 let token = token.map(|token| token.0);
@@ -57,7 +60,23 @@ impl ProfileFound {
             ProfileKeys::Process(command) => {
                 builder.with_credentials(Arc::new(ProcessProvider { command, kept: ForkLock::default() }))
             }
+        })
+    }
+
+    /// Fails for values that object_store cannot use.
+    fn check(&self) -> Result<(), Failure> {
+        let mut values = vec![("region", self.region.as_deref()), ("endpoint_url", self.endpoint.as_deref())];
+        if let ProfileKeys::Static { id, secret, token } = &self.keys {
+            values.push(("aws_access_key_id", Some(id)));
+            values.push(("aws_secret_access_key", Some(&secret.0)));
+            values.push(("aws_session_token", token.as_ref().map(|token| token.0.as_str())));
         }
+        for (name, value) in values {
+            if let Some(why) = value.and_then(|value| why_not(&plain(Provider::S3, name), value)) {
+                return Err(Failure::new(Cause::Refused, format!("profile in the AWS files: {name}: {why}")));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -192,8 +211,15 @@ fn run(command: &str) -> Result<Printed, Failure> {
     if !output.status.success() {
         return Err(refused(format!("credential_process failed with {}", output.status)));
     }
-    serde_json::from_slice(&output.stdout)
-        .map_err(|_| refused("credential_process: expected its JSON output".to_string()))
+    let printed: Printed = serde_json::from_slice(&output.stdout)
+        .map_err(|_| refused("credential_process: expected its JSON output".to_string()))?;
+    let token = printed.session_token.as_deref().unwrap_or_default();
+    for value in [printed.access_key_id.as_str(), &printed.secret_access_key, token] {
+        if let Some(why) = not_a_header(value) {
+            return Err(refused(format!("credential_process: a key: {why}")));
+        }
+    }
+    Ok(printed)
 }
 
 #[async_trait]
@@ -241,7 +267,6 @@ fn time_of(text: &str) -> Option<SystemTime> {
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
     use super::*;
-    use crate::address::Provider;
     use crate::options::Options;
 
     fn found(

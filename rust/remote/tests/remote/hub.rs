@@ -91,7 +91,7 @@ fn errors_of_the_hub_say_what_to_do() {
     let store = fake.hub("", &[("token", "")]);
     let text = store.list(&store.root()).unwrap_err().to_string();
     assert!(
-        text.starts_with("hf://datasets/lab/acts/: cannot read: 401 RepoNotFound") && text.contains("HF_TOKEN"),
+        text.starts_with("hf://datasets/lab/acts: cannot read: 401 RepoNotFound") && text.contains("HF_TOKEN"),
         "{text}"
     );
     let text = fake.hub("@v9", &[]).list(&fake.hub("@v9", &[]).root()).unwrap_err().to_string();

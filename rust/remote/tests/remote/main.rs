@@ -7,4 +7,5 @@ mod faults;
 mod hub;
 mod processes;
 mod server;
+mod values;
 mod web;
