@@ -27,6 +27,7 @@ BEGIN, END = "<!-- Written by python -m benches.report. -->\n", "<!-- End of the
 HEADERS = ["workload", "state", "peer", "peer's median", "actshard's median", "ratio", "target", "met", "note"]
 
 GROUPS = (
+    ("Remote", r"remote:"),
     ("Larger than memory", r"larger|dataset of \d"),
     ("Token caches", r"tokens:"),
     ("Streams", r"stream:|saev items|compat"),
@@ -38,8 +39,8 @@ GROUPS = (
 )
 """Groups of workloads, by the beginnings of their names; the first that fits."""
 ORDER = ("Rows and tables", "Streams", "Larger than memory", "Zarr", "Pickle shards", "Writing, converting, verifying",
-         "Token caches", "Memory")  # fmt: skip
-FULL = set(ORDER) - {"Larger than memory"}
+         "Token caches", "Remote", "Memory")  # fmt: skip
+FULL = set(ORDER) - {"Larger than memory", "Remote"}
 
 LIMITS = (
     r"copy|copyto|\bfio\b|\bdd\b|\bdisk\b|files alone|encode_batch|decoding alone|plain reads|the link|all of the time"

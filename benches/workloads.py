@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import actshard
-from benches import data, device, larger, limits, others, pickles, streams, tokens, writing, zarrs, zarrs3
+from benches import data, device, larger, limits, others, pickles, remote, streams, tokens, writing, zarrs, zarrs3
 from benches.measure import ROW_PAGES, Engine, NotPermitted, Row, compared, fio_iops, in_child, interleave, median
 from benches.peers import NumpyMemmap, SafetensorsRows, lmprobe_on, numpy_sequences
 
@@ -445,4 +445,5 @@ ALL = {
     "tokens_orders": tokens.orders,
     "tokens_shards": tokens.shards,
     "tokens_memory": tokens.memory,
+    "remote": remote.remote,
 }

@@ -228,6 +228,16 @@ def no_cache(folder: Path, patch: pytest.MonkeyPatch) -> None:
     Location.of_any("s3://bucket/run", {"anon": True}, folder / "file")
 
 
+def exact_from_far(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    with actshard.create(
+        folder / "made", "saev", layers=[0], d_model=4, num_examples=2, tokens_per_example=3
+    ) as writer:
+        writer.append(np.ones((2, 1, 3, 4), np.float32))
+    with served(folder) as server:
+        store = actshard.open(f"s3://made/{writer.path.name}", storage_options=server.options)
+        assert sum(map(len, store.stream(0, 4, shuffle="exact", tokens="all"))) == 6
+
+
 def renamed(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("actshard.formats.lmprobe.write.LmprobeTarget.check_columns", lambda *_: None)
     with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=4) as writer:
@@ -249,6 +259,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "unused-setting": lambda folder, patch: tokens.LmDataConfig(chat_template="x"),
     "records-skipped": skipped,
     "disk-cache": no_cache,
+    "remote-exact": exact_from_far,
     "column-renamed": renamed,
     "column-left-out": renamed,
 }

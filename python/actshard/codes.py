@@ -371,6 +371,13 @@ CALLS: tuple[Code, ...] = (
         "choose a local folder that can be written, with cache=",
     ),
     Code(
+        "remote-exact",
+        WARNING,
+        'A remote store is streamed with shuffle="exact".',
+        "Each row may cost a request.",
+        'use shuffle="window"',
+    ),
+    Code(
         "tokenizer-truncates",
         WARNING,
         "The tokenizer truncates texts, as configured in its tokenizer.json.",

@@ -15,11 +15,13 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from actshard import _arguments
 from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import (
+    ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
     NotStoredError,
     OverflowWarning,
 )
+from actshard.location import Location
 from actshard.stats import is_deviation
 from actshard.stream.selection import Mask, Tokens, select
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 Shuffle = Literal["window", "exact"] | None
 Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None
 
+_UNIT = 4 << 20
+"""Bytes that a window asks a remote store for at a time, if its rows lie side by side."""
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``: one with the user, one ready, one being filled."""
 
@@ -147,6 +151,18 @@ class Stream(Epochs[Batch]):
                 f"buffers: expected at least 2, of {self._shape} {asked}: you hold one while the next is filled"
             )
         super().__init__(_arguments.whole(epoch, "epoch"))
+        place: object = store.path  # a Location, if it is not local
+        if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:
+            self._warn_of_price()
+
+    def _warn_of_price(self) -> None:
+        row = int(np.prod(self._shape[1:])) * self.store.dtype.itemsize
+        read = self.num_rows * row
+        price = (
+            f'{self.store.path}: shuffle="exact" asks a remote store for single rows: up to {self.num_rows:,} requests an '
+            f'epoch for {read / 1e6:,.1f} MB. shuffle="window" reads them in about {-(-read // _UNIT):,} requests.'
+        )
+        warnings.warn(ActshardWarning(price, code="remote-exact"), stacklevel=4)
 
     @property
     def num_rows(self) -> int:

@@ -232,6 +232,15 @@ impl Rows {
         }
     }
 
+    /// Whether a slow source sends neighbouring rows, which need no decoding.
+    pub fn comes_from_far(&self) -> bool {
+        match self {
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.wishes().is_some(),
+            Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_some(),
+            Rows::Shards(..) => false,
+        }
+    }
+
     /// Whether all of these rows are in the page cache and, if `mapped`, in mapped files; false if that cannot be known.
     pub fn are_cached(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize, mapped: bool) -> bool {
         with_origin!(self, groups, origin => are_cached(origin, pick, items, mapped), || false)

@@ -1,5 +1,6 @@
 //! Reads one object of a remote store, whole and in random rows, and prints times and requests:
-//! `ranges URL KEY [ROWS] [NAME=VALUE...]`. The key is relative to the URL.
+//! `ranges URL KEY [ROWS] [in_flight=N] [NAME=VALUE...]`. The key is
+//! relative to the URL.
 
 #![allow(clippy::unwrap_used, reason = "a tool of developers")]
 
@@ -15,7 +16,9 @@ const ROW: u64 = 8 << 10;
 fn main() {
     let given: Vec<String> = std::env::args().skip(1).collect();
     let is_option = |text: &String| text.split_once('=').is_some_and(|(name, _)| !name.contains('/'));
-    let (options, plain): (Vec<String>, Vec<String>) = given.into_iter().partition(is_option);
+    let (mut options, plain): (Vec<String>, Vec<String>) = given.into_iter().partition(is_option);
+    let in_flight = options.iter().position(|text| text.starts_with("in_flight="));
+    let in_flight = in_flight.map(|i| options.remove(i)).map(|text| text["in_flight=".len()..].parse().unwrap());
     let options = options.iter().map(|text| text.split_once('=').unwrap()).map(|(a, b)| (a.to_string(), b.to_string()));
     let rows: u64 = plain.get(2).map_or(4096, |rows| rows.parse().unwrap());
     let store = RemoteStore::open(&plain[0], Options::new(options)).unwrap();
@@ -50,13 +53,14 @@ fn main() {
             assert!(*bytes == all[at as usize..at as usize + bytes.len()]);
             Ok(())
         };
-        let (started, before, wishes) = (Instant::now(), store.counts(), wishes());
+        let (started, before, mut wishes) = (Instant::now(), store.counts(), wishes());
+        wishes.parallel = in_flight.unwrap_or(wishes.parallel);
         fetch(&sources, wanted, &wishes, &same, &mut || false).unwrap();
         let (time, after) = (started.elapsed(), store.counts());
         let over = (after.bytes - before.bytes) as f64 / (rows * ROW) as f64;
         println!(
-            "{rows} rows: {time:?}, gap {}, {} requests, over-read {over:.1}, {} hedges",
-            wishes.gap,
+            "{rows} rows: {time:?}, {:?}, {} requests, over-read {over:.1}, {} hedges",
+            wishes.pace.unwrap(),
             after.requests - before.requests,
             after.hedges - before.hedges
         );

@@ -9,7 +9,7 @@ use futures_util::StreamExt;
 use futures_util::future::{BoxFuture, Either, FutureExt, select};
 use tokio::time::{sleep, timeout};
 
-use crate::client::pace::{LongBody, Pace};
+use crate::client::pace::Pace;
 use crate::client::{Answer, Client, Expected, Tag, checked, wire};
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
@@ -88,12 +88,9 @@ impl<'a> Reading<'a> {
         while done < into.len() {
             let before = done;
             let answer = self.first(at + done as u64..at + into.len() as u64).await?;
-            let flight = self.pace.fly((into.len() - done) as u64);
-            let Err(failure) = self.body(answer, at, into, &mut done).await else {
-                flight.into_iter().for_each(LongBody::landed);
-                break;
-            };
-            drop(flight);
+            let long = self.pace.fly((into.len() - done) as u64);
+            let Err(failure) = self.body(answer, at, into, &mut done).await else { break };
+            drop(long);
             if done - before >= PROGRESS {
                 broken = 0;
             }

@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use actshard_core::disk_cache::DiskCache;
+use actshard_core::disk_cache::{DiskCache, PAGE};
 use actshard_core::location::Location;
-use actshard_core::source::{Access, Source, Store, Wishes};
+use actshard_core::source::{Access, LinkPace, Source, Store, Wishes};
 use actshard_core::threads::{Stop, interrupted};
 use actshard_core::{Error, Kind, Result};
 use futures_util::stream::{FuturesUnordered, StreamExt};
@@ -18,7 +18,7 @@ use crate::client::pace::{Counts, Pace};
 use crate::client::web::WebClient;
 use crate::failure::Failure;
 use crate::known::{Known, KnownName, ObjectFacts};
-use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject};
+use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject, SHORT_PARALLEL};
 use crate::options::Options;
 use crate::reading::Link;
 use crate::runtime::{ForkLock, wait};
@@ -26,8 +26,8 @@ use crate::state::State;
 
 /// Bytes that the first request for an unknown object asks for.
 const HEAD: u64 = 64 << 10;
-const LEAST_GAP: f64 = 16.0 * 1024.0;
-const MOST_GAP: f64 = 1024.0 * 1024.0;
+/// The largest gap that is read for the ranges around it.
+const MOST_GAP: u64 = 1 << 20;
 
 /// A name in a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -303,7 +303,15 @@ impl Store for RemoteStore {
 
     fn wishes(&self) -> Option<Wishes> {
         let pace = &self.link.pace;
-        let gap = (pace.rate() * pace.idle_latency().as_secs_f64() / PARALLEL as f64).clamp(LEAST_GAP, MOST_GAP);
-        Some(Wishes { gap: gap as u64, largest: LARGEST, parallel: PARALLEL, unit_bytes: LARGEST })
+        let pace = LinkPace { latency: pace.idle_latency(), rate: pace.rate() as u64 };
+        let grain = if self.cache.is_some() { PAGE } else { 1 };
+        Some(Wishes {
+            gap: MOST_GAP,
+            grain,
+            pace: Some(pace),
+            largest: LARGEST,
+            parallel: PARALLEL,
+            unit_bytes: LARGEST,
+        })
     }
 }

@@ -36,6 +36,7 @@ use std::sync::atomic::Ordering;
 use self::books::{Books, LEAST, LEAST_BLOCKS};
 use self::folder::Folder;
 use self::geometry::LARGEST;
+pub use self::geometry::PAGE;
 use self::key::ObjectKey;
 use self::source::DiskSource;
 use crate::error::{Error, Kind, Result};

@@ -61,6 +61,13 @@ impl CachedObject {
         true
     }
 
+    /// Whether the sector of a byte was stored. It may still be damaged, or erased before it is read.
+    pub fn has(&self, at: u64) -> bool {
+        let mut sum = [0; 4];
+        at < self.geometry.size
+            && fill(&self.state, self.geometry.sums_at(at / SECTOR), &mut sum).is_ok_and(|there| there && sum != [0; 4])
+    }
+
     fn read_in_block(&self, at: u64, into: &mut [u8]) -> io::Result<bool> {
         let end = at + into.len() as u64;
         let (first, last) = (at / SECTOR, (end - 1) / SECTOR);

@@ -347,6 +347,23 @@ impl Source for DiskSource {
         self.fill(parts, scan, stop)
     }
 
+    fn is_near(&self, at: u64) -> bool {
+        self.object().is_some_and(|object| object.has(at)) || self.inner.is_near(at)
+    }
+
+    fn read_if_near(&self, read: RangeRead<'_>) -> Result<bool> {
+        let inside = read.at.checked_add(read.into.len() as u64).is_some_and(|end| end <= self.key.geometry.size);
+        let RangeRead { at, into } = read;
+        if let Some(object) = self.object().filter(|_| inside)
+            && object.read(at, into)
+        {
+            self.folder.hits.fetch_add(1, Ordering::Relaxed);
+            object.touch(&self.folder, at, into.len() as u64);
+            return Ok(true);
+        }
+        self.inner.read_if_near(RangeRead { at, into })
+    }
+
     fn unchanged(&self) -> Result<()> {
         self.inner.unchanged()
     }

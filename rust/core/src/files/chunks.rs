@@ -404,7 +404,7 @@ impl Files for ChunkFiles {
     }
 
     fn wishes(&self) -> Option<Wishes> {
-        self.wishes
+        self.wishes.and_then(|_| self.store.wishes())
     }
 
     fn decoded(&self, file: u64) -> Option<Arc<OpenFile>> {

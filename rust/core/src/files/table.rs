@@ -99,7 +99,8 @@ impl Files for FileTable {
     }
 
     fn wishes(&self) -> Option<Wishes> {
-        self.wishes
+        // A store's measurements change.
+        self.wishes.and_then(|_| self.store.wishes())
     }
 }
 

@@ -1,11 +1,13 @@
 //! Reads many ranges of slow sources in few large requests.
 //!
-//! Ranges are sorted by source and offset. Ranges closer than the sources' gap are read together, up to their largest read;
-//! longer ranges are split. The number of reads in flight is the sources' `parallel`, limited by [`SCRATCH`].
+//! Ranges are sorted by source and offset. Bytes that need no network are handed over first. Of the others, ranges closer than a
+//! gap are read together, up to the sources' largest read; longer ranges are split. The gap is chosen for each call from the
+//! offsets themselves ([`best_gap`]): a larger one saves waiting, and costs bytes. The number of reads in flight is the
+//! sources' `parallel`, limited by [`SCRATCH`].
 
 use std::ops::Range;
 
-use super::{ByteRange, RangeRead, Source, Wishes};
+use super::{ByteRange, LinkPace, RangeRead, Source, Wishes};
 use crate::error::{Error, Kind, Result};
 use crate::memory::zeroed;
 use crate::threads::{self, Stop, Watch};
@@ -13,6 +15,12 @@ use crate::threads::{self, Stop, Watch};
 /// Bytes in flight per call, gaps included, and separately bytes decoded before rows are copied out. A single longer range
 /// is allowed.
 pub const SCRATCH: u64 = 256 << 20;
+
+/// Seconds that the two ends need to send, receive and hand over one read, whatever its size: about 60 us were measured.
+const PER_READ: f64 = 60e-6;
+/// Bytes that need no network, of which one thread reads this many at a time, and the number of threads: they may wait for a disk.
+const NEAR_PART: u64 = 1 << 20;
+const NEAR_THREADS: usize = 8;
 
 /// A requested range.
 #[derive(Debug)]
@@ -37,14 +45,18 @@ struct Request<T> {
 /// returns that of the first range, in order of source and offset.
 pub fn fetch<T: Send>(
     sources: &[Option<&dyn Source>],
-    wanted: Vec<WantedRange<T>>,
+    mut wanted: Vec<WantedRange<T>>,
     wishes: &Wishes,
     each: &(dyn Fn(T, &[u8]) -> Result<()> + Sync),
     watch: Watch<'_>,
 ) -> Result<()> {
+    wanted.sort_by_key(|each| (each.source, each.range.at));
+    let wanted = hand_over_near(sources, wanted, each, &mut *watch)?;
     let largest = wishes.largest.clamp(1, SCRATCH);
+    let grain = Grain { sources, bytes: wishes.grain.max(1) };
+    let gap = best_gap(&wanted, &grain, wishes, largest);
     let (long, together): (Vec<_>, Vec<_>) =
-        requests(wanted, wishes.gap, largest).into_iter().partition(|request| request.len > largest);
+        requests(wanted, &grain, gap, largest).into_iter().partition(|request| request.len > largest);
     let most = together.iter().map(|request| request.len).max().unwrap_or(1).max(1);
     let at_once = usize::try_from(SCRATCH / most).unwrap_or(usize::MAX).min(wishes.parallel.max(1));
     threads::for_each_waiting(
@@ -64,6 +76,64 @@ pub fn fetch<T: Send>(
         request.hand_over(&block, each)?;
     }
     Ok(())
+}
+
+/// Hands over ranges that need no network, such as those in a cache on disk; returns the others, in order.
+fn hand_over_near<T: Send>(
+    sources: &[Option<&dyn Source>],
+    wanted: Vec<WantedRange<T>>,
+    each: &(dyn Fn(T, &[u8]) -> Result<()> + Sync),
+    watch: Watch<'_>,
+) -> Result<Vec<WantedRange<T>>> {
+    let mut parts: Vec<Vec<WantedRange<T>>> = vec![];
+    let (mut lacking, mut filled) = (vec![], 0);
+    for wanted in wanted {
+        if wanted.range.len > SCRATCH || !source_of(sources, wanted.source)?.is_near(wanted.range.at) {
+            lacking.push(wanted);
+            continue;
+        }
+        filled += wanted.range.len;
+        match parts.last_mut() {
+            Some(part) if filled <= NEAR_PART => part.push(wanted),
+            _ => {
+                filled = wanted.range.len;
+                parts.push(vec![wanted]);
+            }
+        }
+    }
+    let missed = match parts.len() {
+        0 => return Ok(lacking),
+        1 => parts.into_iter().map(|part| hand_over_part(sources, part, each)).collect::<Result<Vec<_>>>()?,
+        _ => {
+            let work = |_: usize, part: Vec<WantedRange<T>>, _: &Stop| hand_over_part(sources, part, each);
+            threads::map_each_waiting(parts, NEAR_THREADS, &work, watch)?
+        }
+    };
+    let before = lacking.len();
+    lacking.extend(missed.into_iter().flatten());
+    if lacking.len() > before {
+        lacking.sort_by_key(|each| (each.source, each.range.at));
+    }
+    Ok(lacking)
+}
+
+/// Hands over ranges that are at hand; returns the others.
+fn hand_over_part<T>(
+    sources: &[Option<&dyn Source>],
+    part: Vec<WantedRange<T>>,
+    each: &(dyn Fn(T, &[u8]) -> Result<()> + Sync),
+) -> Result<Vec<WantedRange<T>>> {
+    let longest = part.iter().map(|wanted| wanted.range.len as usize).max().unwrap_or(0);
+    let (mut block, mut missed) = (zeroed::<u8>(longest)?, vec![]);
+    for wanted in part {
+        let into = &mut block[..wanted.range.len as usize];
+        if source_of(sources, wanted.source)?.read_if_near(RangeRead { at: wanted.range.at, into })? {
+            each(wanted.to, &block[..wanted.range.len as usize])?;
+        } else {
+            missed.push(wanted);
+        }
+    }
+    Ok(missed)
 }
 
 /// Fills buffers, each from an offset of a source. Long ones are split into several concurrent reads.
@@ -94,23 +164,152 @@ impl<T> Request<T> {
     }
 }
 
-/// Merges ranges into requests, in order of source and offset.
-fn requests<T>(mut wanted: Vec<WantedRange<T>>, gap: u64, largest: u64) -> Vec<Request<T>> {
-    wanted.sort_by_key(|each| (each.source, each.range.at));
+/// Where reads may begin and end.
+struct Grain<'a> {
+    sources: &'a [Option<&'a dyn Source>],
+    bytes: u64,
+}
+
+impl Grain<'_> {
+    /// The first byte of a read that contains a range, and the one after its last.
+    fn around<T>(&self, wanted: &WantedRange<T>) -> (u64, u64) {
+        let ByteRange { at, len } = wanted.range;
+        if self.bytes == 1 {
+            return (at, at + len);
+        }
+        let size = self.sources.get(wanted.source).copied().flatten().map_or(u64::MAX, Source::size);
+        let end = (at + len).checked_next_multiple_of(self.bytes).unwrap_or(u64::MAX);
+        (at / self.bytes * self.bytes, end.min(size).max(at + len))
+    }
+}
+
+/// The gap below which sorted ranges are read together in the least time.
+///
+/// `n` reads of latency `l`, `p` at once, wait for `n * l / p`, and for `l` at least; their bytes take `bytes / rate`. The two
+/// overlap, though not perfectly: each wave of reads ends with the slowest one. So the root of the sum of their squares is
+/// compared, for every distance between neighbours.
+fn best_gap<T>(wanted: &[WantedRange<T>], grain: &Grain<'_>, wishes: &Wishes, largest: u64) -> u64 {
+    let Some(pace) = wishes.pace else { return wishes.gap };
+    let (mut reads, mut bytes, mut gaps): (u64, u64, Vec<u64>) = (0, 0, vec![]);
+    let mut last: Option<(usize, u64)> = None;
+    for each in wanted {
+        let (at, end) = grain.around(each);
+        let before = last.filter(|(source, _)| *source == each.source).map(|(_, end)| end);
+        match before.map(|before| at.saturating_sub(before)) {
+            Some(0) => {}
+            Some(gap) if gap <= wishes.gap => gaps.push(gap),
+            _ => reads += 1,
+        }
+        bytes += end.saturating_sub(before.map_or(at, |before| before.max(at)));
+        last = Some((each.source, before.map_or(end, |before| before.max(end))));
+    }
+    gaps.sort_unstable();
+    let mut reads = reads + gaps.len() as u64;
+    let (mut best, mut least) = (0, cost(&pace, wishes.parallel, reads, bytes, largest));
+    for same in gaps.chunk_by(|a, b| a == b) {
+        reads -= same.len() as u64;
+        bytes += same.iter().sum::<u64>();
+        let cost = cost(&pace, wishes.parallel, reads, bytes, largest);
+        if cost < least {
+            (best, least) = (same[0], cost);
+        }
+    }
+    best
+}
+
+/// The square of the seconds that so many reads take.
+fn cost(pace: &LinkPace, parallel: usize, reads: u64, bytes: u64, largest: u64) -> f64 {
+    let reads = reads.max(bytes / largest) as f64;
+    let waves = (reads / parallel.max(1) as f64).max(1.0);
+    let wait = (waves * pace.latency.as_secs_f64()).max(reads * PER_READ);
+    let move_all = bytes as f64 / pace.rate.max(1) as f64;
+    wait * wait + move_all * move_all
+}
+
+/// Merges sorted ranges into requests, in order of source and offset.
+fn requests<T>(wanted: Vec<WantedRange<T>>, grain: &Grain<'_>, gap: u64, largest: u64) -> Vec<Request<T>> {
     let mut made: Vec<Request<T>> = vec![];
     for each in wanted {
-        let ByteRange { at, len } = each.range;
+        let (at, end) = grain.around(&each);
         match made.last_mut() {
             Some(last)
                 if last.source == each.source
-                    && (at + len <= last.at + last.len
-                        || (at <= (last.at + last.len).saturating_add(gap) && at + len - last.at <= largest)) =>
+                    && (end <= last.at + last.len
+                        || (at <= (last.at + last.len).saturating_add(gap) && end - last.at <= largest)) =>
             {
-                last.len = last.len.max(at + len - last.at);
+                last.len = last.len.max(end - last.at);
                 last.wanted.push(each);
             }
-            _ => made.push(Request { source: each.source, at, len, wanted: vec![each] }),
+            _ => made.push(Request { source: each.source, at, len: end - at, wanted: vec![each] }),
         }
     }
     made
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn wishes(latency: u64, parallel: usize) -> Wishes {
+        let pace = Some(LinkPace { latency: Duration::from_millis(latency), rate: 200_000_000 });
+        Wishes { gap: 1 << 20, grain: 1, pace, largest: 4 << 20, parallel, unit_bytes: 4 << 20 }
+    }
+
+    fn ranges(offsets: impl Iterator<Item = u64>, len: u64) -> Vec<WantedRange<u64>> {
+        let mut made: Vec<_> =
+            offsets.map(|at| WantedRange { source: 0, range: ByteRange { at, len }, to: at }).collect();
+        made.sort_by_key(|each| each.range.at);
+        made
+    }
+
+    fn planned(offsets: impl Iterator<Item = u64>, len: u64, wishes: &Wishes) -> (usize, u64) {
+        let (wanted, grain) = (ranges(offsets, len), Grain { sources: &[], bytes: wishes.grain });
+        let gap = best_gap(&wanted, &grain, wishes, wishes.largest);
+        let made = requests(wanted, &grain, gap, wishes.largest);
+        (made.len(), made.iter().map(|request| request.len).sum())
+    }
+
+    fn random(rows: u64, of: u64) -> impl Iterator<Item = u64> {
+        let mut x = 88_172_645_463_325_252u64;
+        (0..rows).map(move |_| {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            x % of * 8192
+        })
+    }
+
+    #[test]
+    fn the_gap_balances_waits_and_bytes() {
+        let at = |latency, parallel| planned(random(4096, 32_768), 8192, &wishes(latency, parallel));
+        let (slow, fast) = (at(100, 64), at(1, 64));
+        // A row costs its bytes alone if answers are quick; almost everything is read if they are slow.
+        assert!(fast.0 > 2_500 && fast.1 < 50 << 20, "{fast:?}");
+        assert!(slow.0 < 500 && slow.1 > 128 << 20, "{slow:?}");
+        assert!(at(100, 256).1 < slow.1);
+        // Few reads cost one latency, whatever lies between them.
+        assert_eq!(planned([0u64, 1 << 19].into_iter(), 8192, &wishes(100, 64)), (2, 16_384));
+    }
+
+    #[test]
+    fn no_other_gap_is_cheaper() {
+        let (wishes, grain) = (wishes(30, 64), Grain { sources: &[], bytes: 1 });
+        let pace = wishes.pace.unwrap();
+        let price = |gap: u64| {
+            let made = requests(ranges(random(4096, 32_768), 8192), &grain, gap, u64::MAX);
+            cost(&pace, wishes.parallel, made.len() as u64, made.iter().map(|each| each.len).sum(), wishes.largest)
+        };
+        let best = price(best_gap(&ranges(random(4096, 32_768), 8192), &grain, &wishes, wishes.largest));
+        assert!((0..=64).all(|i| best <= price(i * (16 << 10))));
+    }
+
+    #[test]
+    fn reads_of_a_cache_are_whole_pages() {
+        let wishes = Wishes { grain: 64 << 10, ..wishes(1, 64) };
+        assert_eq!(planned([8192u64, 24_576, 70_000].into_iter(), 8192, &wishes), (1, 128 << 10));
+        assert_eq!(planned([8192u64, 10 << 20].into_iter(), 8192, &wishes), (2, 128 << 10));
+    }
 }

@@ -18,6 +18,7 @@ pub mod warmth;
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use self::mmap::Map;
 use self::warmth::Warmth;
@@ -83,11 +84,24 @@ pub enum Version {
     Tag(Arc<str>),
 }
 
+/// What reads of a slow source cost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkPace {
+    /// The time to the first byte of an idle source.
+    pub latency: Duration,
+    /// Bytes per second of all reads together.
+    pub rate: u64,
+}
+
 /// The best way to read a slow source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wishes {
-    /// Ranges at most this many bytes apart are read together.
+    /// Ranges at most this many bytes apart are read together; with a pace, only if that takes less time.
     pub gap: u64,
+    /// Reads begin and end at multiples of this: a cache stores no smaller pieces. 1 for any offset.
+    pub grain: u64,
+    /// What reads cost, if it is known.
+    pub pace: Option<LinkPace>,
     /// The largest read, in bytes; longer ranges are split.
     pub largest: u64,
     /// Maximum number of concurrent reads.
@@ -141,6 +155,16 @@ pub trait Source: Debug + Send + Sync {
     /// Whether a byte can be read without waiting.
     fn is_ready(&self, _at: u64) -> Ready {
         Ready::Unknown
+    }
+
+    /// Whether a byte can be read without a network; a disk may be waited for.
+    fn is_near(&self, at: u64) -> bool {
+        self.is_ready(at) == Ready::Yes
+    }
+
+    /// Fills a buffer if that needs no network; otherwise its content is undefined.
+    fn read_if_near(&self, read: RangeRead<'_>) -> Result<bool> {
+        Ok(self.read_if_ready(read)? == Ready::Yes)
     }
 
     /// Starts fetching ranges, without waiting for them. A hint: it never fails.

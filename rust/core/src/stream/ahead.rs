@@ -178,7 +178,7 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         if self.wanted.first >= plan.batches() {
             return Ok(());
         }
-        if shuffle == Shuffle::Exact || !rows.reads_blocks() {
+        if shuffle == Shuffle::Exact || !(rows.reads_blocks() || rows.comes_from_far()) {
             return self.batches(&epoch, make, None);
         }
         let maker = ChunkMaker::new(rows, plan, &epoch, self.wanted);

@@ -10,7 +10,7 @@ use super::plan::{Epoch, EqualUnits, Item, Plan, Shuffle, Window};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
 use crate::gather::blocks::{BlockReader, READERS};
-use crate::gather::{Ints, Pick};
+use crate::gather::{Ints, Out, Pick};
 use crate::memory::limit::memory_limit;
 use crate::memory::output::Output;
 use crate::rows::Rows;
@@ -154,6 +154,8 @@ pub struct ChunkMaker<'a> {
     chunk_bytes: u64,
     chunk_items: u64,
     past_cache: bool,
+    /// Whether a slow source sends the rows: a chunk is one request of it, or a few at once.
+    far: bool,
     readers: Mutex<Vec<BlockReader>>,
     /// Memory of used chunks.
     spare: Mutex<Vec<Output>>,
@@ -174,12 +176,13 @@ impl<'a> ChunkMaker<'a> {
     pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> ChunkMaker<'a> {
         let item_bytes = (rows.row().bytes * plan.rows_per_item()) as u64;
         let window = plan.settings.window.min(plan.items()) * item_bytes;
-        let chunk_bytes = if plan.settings.shuffle == Shuffle::Window { WINDOW_CHUNK } else { CHUNK };
+        let far = rows.comes_from_far();
+        let chunk_bytes = if plan.settings.shuffle == Shuffle::Window && !far { WINDOW_CHUNK } else { CHUNK };
         let chunk_items = ((window / AHEAD as u64).clamp(SMALL_CHUNK, chunk_bytes) / item_bytes).max(1);
         // Rows that take half of the memory do not stay in the page cache until the next epoch.
         let past_cache = plan.items().saturating_mul(item_bytes) > memory_limit() / 2;
         let (readers, spare) = (Mutex::new(vec![]), Mutex::new(vec![]));
-        ChunkMaker { rows, plan, epoch, wanted, item_bytes, chunk_bytes, chunk_items, past_cache, readers, spare }
+        ChunkMaker { rows, plan, epoch, wanted, item_bytes, chunk_bytes, chunk_items, past_cache, far, readers, spare }
     }
 
     /// Threads that read chunks, and chunks that exist at the same time: fewer if items are large.
@@ -231,6 +234,9 @@ impl<'a> ChunkMaker<'a> {
 
     /// Whether sampled items are in the page cache and, if `mapped`, in mapped files.
     fn is_cached(&self, places: Range<u64>, mapped: bool, item: impl Fn(u64, &mut dyn FnMut(u64, Item))) -> bool {
+        if self.far {
+            return false;
+        }
         let mut picks = Picks::default();
         let step = (places.end - places.start).div_ceil(SAMPLES).max(1);
         for place in places.step_by(step as usize) {
@@ -262,14 +268,19 @@ impl<'a> ChunkMaker<'a> {
         let row = self.rows.row();
         let bytes = picks.len() * row.bytes;
         let mut memory = self.memory(bytes)?;
-        let spare = lock(&self.readers).pop();
-        let mut reader = spare.map_or_else(|| BlockReader::new(self.past_cache), Ok)?;
         let (groups, pick) = picks.as_pick();
         let cast = Cast::between(row.dtype, row.dtype)?;
         let out = &mut memory.as_mut()[..bytes];
-        let done = self.rows.gather_in_blocks(groups, pick, picks.len(), cast, out, (&mut reader, stop));
-        lock(&self.readers).push(reader);
-        done.map(|()| Chunk { number, covered, items, rows: ChunkRows::Read(memory) })
+        if self.far {
+            self.rows.gather(groups, pick, picks.len(), cast, Out::Dense(out), &mut || stop.is_set())?;
+        } else {
+            let spare = lock(&self.readers).pop();
+            let mut reader = spare.map_or_else(|| BlockReader::new(self.past_cache), Ok)?;
+            let done = self.rows.gather_in_blocks(groups, pick, picks.len(), cast, out, (&mut reader, stop));
+            lock(&self.readers).push(reader);
+            done?;
+        }
+        Ok(Chunk { number, covered, items, rows: ChunkRows::Read(memory) })
     }
 
     /// All items of a window, by place.

@@ -365,7 +365,7 @@ proptest! {
         }
         let local: Arc<dyn Store> = Arc::new(Local { io: Io::Pread });
         let near = made.rows(made.files(local, &folder.path().join("acts").into(), decoded_memory).unwrap());
-        let store = Arc::new(Memory::of_folder(folder.path(), Wishes { gap, largest, parallel, unit_bytes: 1 }));
+        let store = Arc::new(Memory::of_folder(folder.path(), Wishes { gap, largest, parallel, unit_bytes: 1, ..WISHES }));
         let far = made.far(&store, decoded_memory);
         let (at, group): (Vec<(i64, i64)>, u64) = (
             picked.iter().map(|(e, t)| ((e % examples) as i64, (t % tokens) as i64)).collect(),

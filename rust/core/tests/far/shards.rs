@@ -11,7 +11,7 @@ use actshard_core::location::Location;
 use actshard_core::rows::Rows;
 use actshard_core::source::{Io, Wishes};
 
-use super::store::{Handle, Memory, at};
+use super::store::{Handle, Memory, WISHES, at};
 
 fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/pickle")
@@ -73,7 +73,7 @@ fn rows_are_those_of_local_files() {
         }
         let (near, groups) = local(&folder, Io::Mmap);
         for (memory, parallel) in [(1 << 13, 1), (1 << 13, 8), (1 << 20, 8)] {
-            let wishes = Wishes { parallel, largest: 200, gap: 50, unit_bytes: 1 };
+            let wishes = Wishes { parallel, largest: 200, gap: 50, unit_bytes: 1, ..WISHES };
             let store = Arc::new(Handle(Arc::new(Memory::of_folder(&folder, wishes))));
             let (shards, layers) = specs(&folder, &at);
             let far = Shards::of(store, true, shards, layers, memory, &mut || false).unwrap();

@@ -11,7 +11,8 @@ use actshard_core::source::{Access, RangeRead, Source, Store, Version, Wishes};
 use actshard_core::threads::Stop;
 use actshard_core::{Error, Kind, Result};
 
-pub const WISHES: Wishes = Wishes { gap: 64 << 10, largest: 4 << 20, parallel: 8, unit_bytes: 1 << 20 };
+pub const WISHES: Wishes =
+    Wishes { gap: 64 << 10, grain: 1, pace: None, largest: 4 << 20, parallel: 8, unit_bytes: 1 << 20 };
 
 /// Bytes, and the number of their replacements.
 type Versioned = (Arc<[u8]>, u64);

@@ -332,7 +332,7 @@ proptest! {
         places in any::<bool>(),
         widen in any::<bool>(),
     ) {
-        let wishes = Wishes { gap, largest, parallel, unit_bytes: 1 };
+        let wishes = Wishes { gap, largest, parallel, unit_bytes: 1, ..WISHES };
         let mut made = objects(files, rows, width, before);
         if swapped {
             made.iter_mut().for_each(|(_, bytes)| bytes[before..].chunks_mut(4).for_each(<[u8]>::reverse));

@@ -7,8 +7,12 @@ use crate::runtime::ForkLock;
 
 /// Answers that the median latency comes from.
 const RECENT: usize = 64;
-/// The shortest body that the rate is measured with.
+/// The shortest body that fills its connection for a while.
 const LONG: u64 = 512 << 10;
+/// As many long bodies together fill the link.
+const FILLING: usize = 4;
+/// Time over which bytes are counted.
+const WINDOW: Duration = Duration::from_millis(200);
 /// Assumed before anything was measured.
 const LATENCY: Duration = Duration::from_millis(30);
 const RATE: f64 = 150e6;
@@ -32,8 +36,11 @@ pub struct Counts {
 struct Measured {
     latencies: Vec<Duration>,
     next: usize,
-    /// Bytes per second of all connections together, from long bodies.
+    /// Bytes per second of all connections together.
     rate: f64,
+    /// Beginning of the window in which bytes are counted, and their number before.
+    since: Instant,
+    before: u64,
 }
 
 /// Measurements and counts of a store.
@@ -43,8 +50,11 @@ pub struct Pace {
     /// No request before this time, in ms since `origin`.
     not_before: AtomicU64,
     origin: Instant,
-    /// Long bodies that arrive now.
+    /// Long bodies that arrive now, and their least number in this window.
     flying: AtomicUsize,
+    least_flying: AtomicUsize,
+    /// End of the window, in ms since `origin`.
+    window_end: AtomicU64,
     requests: AtomicU64,
     bytes: AtomicU64,
     retries: AtomicU64,
@@ -57,13 +67,15 @@ pub struct Pace {
 impl Default for Pace {
     fn default() -> Pace {
         let now = Instant::now();
-        let measured = Measured { latencies: vec![], next: 0, rate: 0.0 };
+        let measured = Measured { latencies: vec![], next: 0, rate: 0.0, since: now, before: 0 };
         let zero = || AtomicU64::new(0);
         Pace {
             measured: ForkLock::new(measured),
             not_before: zero(),
             origin: now,
             flying: AtomicUsize::new(0),
+            least_flying: AtomicUsize::new(0),
+            window_end: zero(),
             requests: zero(),
             bytes: zero(),
             retries: zero(),
@@ -125,13 +137,35 @@ impl Pace {
     /// Counts bytes of a body.
     pub fn received(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        let now = self.origin.elapsed().as_millis() as u64;
+        let end = self.window_end.load(Ordering::Relaxed);
+        let next = now + WINDOW.as_millis() as u64;
+        if now < end || self.window_end.compare_exchange(end, next, Ordering::Relaxed, Ordering::Relaxed).is_err() {
+            return;
+        }
+        self.measured.with(|m| self.measure(m));
+    }
+
+    /// Ends a window. The link carries at least the bytes of any window, and no more than those of one that was full of
+    /// long bodies.
+    fn measure(&self, m: &mut Measured) {
+        let (now, bytes) = (Instant::now(), self.bytes.load(Ordering::Relaxed));
+        let rate = bytes.saturating_sub(m.before) as f64 / now.duration_since(m.since).as_secs_f64().max(1e-3);
+        let was_full = self.least_flying.swap(self.flying.load(Ordering::Relaxed), Ordering::Relaxed) >= FILLING;
+        (m.since, m.before) = (now, bytes);
+        let known = if m.rate > 0.0 { m.rate } else { RATE };
+        if was_full {
+            m.rate = if m.rate > 0.0 { rate.max(m.rate * 0.9) } else { rate };
+        } else if rate > known {
+            m.rate = rate;
+        }
     }
 
     /// Counts a long body while it arrives. Short ones say nothing about the link: they end before it is busy.
     pub fn fly(&self, bytes: u64) -> Option<LongBody<'_>> {
         (bytes >= LONG).then(|| {
-            let at_once = self.flying.fetch_add(1, Ordering::Relaxed) + 1;
-            LongBody { pace: self, bytes, at_once, started: Instant::now() }
+            self.flying.fetch_add(1, Ordering::Relaxed);
+            LongBody { pace: self }
         })
     }
 
@@ -185,25 +219,12 @@ impl Pace {
 #[derive(Debug)]
 pub struct LongBody<'a> {
     pace: &'a Pace,
-    bytes: u64,
-    at_once: usize,
-    started: Instant,
-}
-
-impl LongBody<'_> {
-    /// Measures the link: all of it arrived.
-    pub fn landed(self) {
-        let time = self.started.elapsed().as_secs_f64().max(1e-6);
-        // As many connections as flew at both ends: those that ended in between had a larger share.
-        let at_once = self.pace.flying.load(Ordering::Relaxed).min(self.at_once);
-        let rate = self.bytes as f64 / time * at_once as f64;
-        self.pace.measured.with(|m| m.rate = rate.max(m.rate * 0.95));
-    }
 }
 
 impl Drop for LongBody<'_> {
     fn drop(&mut self) {
-        self.pace.flying.fetch_sub(1, Ordering::Relaxed);
+        let left = self.pace.flying.fetch_sub(1, Ordering::Relaxed) - 1;
+        self.pace.least_flying.fetch_min(left, Ordering::Relaxed);
     }
 }
 
@@ -228,6 +249,30 @@ mod tests {
         }
         assert_eq!(pace.latency(), Duration::from_millis(50));
         assert_eq!(pace.patience(), Duration::from_millis(200));
+    }
+
+    #[test]
+    fn the_link_is_what_long_bodies_fill() {
+        let pace = Pace::default();
+        let window = |bytes: u64, rate: f64| {
+            pace.bytes.fetch_add(bytes, Ordering::Relaxed);
+            pace.measured.with(|m| {
+                m.since = Instant::now() - Duration::from_secs(1);
+                pace.measure(m);
+                assert!((m.rate - rate).abs() <= rate * 0.05, "{} {rate}", m.rate);
+            });
+        };
+        window(20 << 20, 0.0); // an idle link says nothing
+        assert_eq!(pace.rate(), RATE);
+        window(400_000_000, 400e6);
+        let bodies: Vec<_> = (0..FILLING).map(|_| pace.fly(LONG)).collect();
+        window(100_000_000, 400e6); // not full from its beginning
+        window(100_000_000, 360e6);
+        window(350_000_000, 350e6);
+        drop(bodies);
+        window(1_000_000, 350e6);
+        window(1_000_000, 350e6);
+        assert!(pace.fly(LONG - 1).is_none());
     }
 
     #[test]

@@ -310,7 +310,7 @@ impl Files for Prepared<'_> {
     }
 
     fn wishes(&self) -> Option<Wishes> {
-        self.shards.wishes
+        self.shards.wishes.and_then(|_| self.shards.store.wishes())
     }
 }
 
