@@ -310,7 +310,7 @@ impl Store for RemoteStore {
             grain,
             pace: Some(pace),
             largest: LARGEST,
-            parallel: PARALLEL,
+            parallel: SHORT_PARALLEL,
             unit_bytes: LARGEST,
         })
     }
