@@ -47,11 +47,11 @@ def _has(name: str) -> bool:
 
 def _made(name: str, make: Callable[[Path], Any]) -> Path:
     folder = data.ROOT / "remote" / name
-    if not (folder.parent / f"{name}.complete").exists():
+    if not (folder.with_name(f"{folder.name}.complete")).exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         make(folder)
-        (folder.parent / f"{name}.complete").touch()
+        (folder.with_name(f"{folder.name}.complete")).touch()
     return folder
 
 
@@ -381,9 +381,3 @@ def opening(repeats: int) -> Iterator[Row]:
             note = f"{received / 1e3:.1f} KB; {server.stats()[0]}"
             yield Row(f"remote: requests to open, {name}", store.format, "", None, requests, "", None, f"<= {most}",
                       requests <= most, note)  # fmt: skip
-
-
-def remote(repeats: int) -> Iterator[Row]:
-    """All of these."""
-    for part in (rows, zarr_rows, streams, hub, opening):
-        yield from part(repeats)

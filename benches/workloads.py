@@ -445,5 +445,9 @@ ALL = {
     "tokens_orders": tokens.orders,
     "tokens_shards": tokens.shards,
     "tokens_memory": tokens.memory,
-    "remote": remote.remote,
+    "remote_rows": remote.rows,
+    "remote_zarr": remote.zarr_rows,
+    "remote_streams": remote.streams,
+    "remote_hub": remote.hub,
+    "remote_open": remote.opening,
 }

@@ -230,12 +230,12 @@ def no_cache(folder: Path, patch: pytest.MonkeyPatch) -> None:
 
 def exact_from_far(folder: Path, patch: pytest.MonkeyPatch) -> None:
     with actshard.create(
-        folder / "made", "saev", layers=[0], d_model=4, num_examples=2, tokens_per_example=3
+        folder / "made", "saev", layers=[0], d_model=4, num_examples=10, tokens_per_example=100
     ) as writer:
-        writer.append(np.ones((2, 1, 3, 4), np.float32))
+        writer.append(np.ones((10, 1, 100, 4), np.float32))
     with served(folder) as server:
         store = actshard.open(f"s3://made/{writer.path.name}", storage_options=server.options)
-        assert sum(map(len, store.stream(0, 4, shuffle="exact", tokens="all"))) == 6
+        assert sum(map(len, store.stream(0, 512, shuffle="exact", tokens="all"))) == 1000
 
 
 def renamed(folder: Path, patch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None
 
 _UNIT = 4 << 20
 """Bytes that a window asks a remote store for at a time, if its rows lie side by side."""
+_MANY = 1_000
+"""Requests that are worth a warning."""
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``: one with the user, one ready, one being filled."""
 
@@ -156,6 +158,8 @@ class Stream(Epochs[Batch]):
             self._warn_of_price()
 
     def _warn_of_price(self) -> None:
+        if self.num_rows < _MANY:
+            return
         row = int(np.prod(self._shape[1:])) * self.store.dtype.itemsize
         read = self.num_rows * row
         price = (
