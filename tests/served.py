@@ -22,10 +22,19 @@ class Served:
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     failing: dict[str, list[int]] = field(default_factory=dict)
     """Statuses to answer with first, by the end of a path."""
+    cutting: dict[str, list[int]] = field(default_factory=dict)
+    """Lengths to cut bodies to first, by the end of a path."""
+    silent: set[str] = field(default_factory=set)
+    """Ends of paths that are not answered until the server ends."""
+    ended: threading.Event = field(default_factory=threading.Event)
 
     def web(self, path: str) -> str:
         """The URL of a file or folder on the web server."""
         return f"http://127.0.0.1:{self.port}/{path}"
+
+    def since(self, count: int) -> list[str]:
+        """Paths of the requests after the first ``count``."""
+        return [path for _, path, _ in self.requests[count:]]
 
     @property
     def options(self) -> dict[str, object]:
@@ -55,7 +64,10 @@ def served(root: Path) -> Iterator[Served]:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command != "HEAD":
-                self.wfile.write(body)
+                path = urllib.parse.urlsplit(self.path).path
+                cuts = next((cuts for end, cuts in server.cutting.items() if path.endswith(end) and cuts), None)
+                self.wfile.write(body if cuts is None else body[: cuts.pop(0)])
+                self.close_connection = cuts is not None or self.close_connection
 
         def do_HEAD(self) -> None:
             self.do_GET()
@@ -67,6 +79,9 @@ def served(root: Path) -> Iterator[Served]:
             for end, statuses in server.failing.items():
                 if path.endswith(end) and statuses:
                     return self.answer(statuses.pop(0), b"no")
+            if any(path.endswith(end) for end in server.silent):
+                server.ended.wait()
+                return None
             if "list-type" in query:
                 return self.list(path, query)
             file = server.root / path
@@ -123,6 +138,7 @@ def served(root: Path) -> Iterator[Served]:
     try:
         yield server
     finally:
+        server.ended.set()
         http.shutdown()
         http.server_close()
         thread.join()

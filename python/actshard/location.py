@@ -283,6 +283,11 @@ class Location:
         except OSError as error:
             raise from_os(error, self, doing) from error
 
+    def look_ahead(self) -> None:
+        """Prepares to look for a file that probably exists and is then read: in a remote store that is a single request."""
+        if isinstance(self.storage, Remote) and not self.storage.glance(self.key) and self.lists:
+            self.parent.count(1)  # so that its other names are known as well
+
     def kind(self) -> Kind | None:
         """Returns ``"file"``, ``"folder"``, ``"other"``, or None if the location does not exist.
 

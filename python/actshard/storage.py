@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import actshard._native as _native
-from actshard.errors import TruncatedFileError
+from actshard.errors import MissingFileError, TruncatedFileError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -202,6 +202,17 @@ class Remote:
             return data
         return kept[start : start + length]
 
+    def glance(self, key: str) -> bool:
+        """Reads an object that may exist in the request that finds out, for later calls; returns whether it exists."""
+        if key not in self.small:
+            try:
+                data = self.native.read(key, 0, _GLANCE)
+            except MissingFileError:
+                return False
+            if len(data) < _GLANCE:
+                self.small[key] = data
+        return True
+
     def fill(self, key: str, parts: Iterable[tuple[int, memoryview]]) -> None:
         for start, into in parts:
             data = self.native.read(key, start, len(into))
@@ -223,6 +234,8 @@ def _remote_again(state: bytes) -> Remote:
 
 
 _SMALL = 1 << 20
+_GLANCE = 4 << 20
+"""The first request for an unknown object asks for so many bytes."""
 _SMALLS = 16 << 20
 _WHOLE = 8 << 20
 """Larger objects are read in ranges by pyarrow."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from actshard.errors import ActshardError, ArgumentError, MissingFileError, UnfinishedError
 from actshard.location import Location
@@ -64,19 +65,28 @@ def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _D
         level = below
 
 
-def find_cache(path: str | os.PathLike[str]) -> Location:
-    """Returns the token cache at a path, or the only one up to three levels below it.
+def _is_cache_below(folder: Location) -> bool:
+    if not folder.is_local:
+        folder.count(1)  # one listing tells whether it is a cache, and which folders to visit next
+    return is_cache_itself(folder)
+
+
+def find_cache(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, cache: Any = None
+) -> Location:
+    """Returns the token cache at a path or URL, or the only one up to three levels below it.
 
     Raises:
         UnfinishedError: a build of a cache is running there, or was interrupted.
         ArgumentError: there are several caches; the message lists them.
         MissingFileError: there is no cache.
     """
-    root = Location.of(path)
+    root = Location.of_any(path, storage_options, cache)
+    (root / LEDGER).look_ahead()
     if is_cache_itself(root):
         return root
     working = is_building(root)
-    below = [p for p, _ in walk(root, lambda folder: LEDGER if is_cache_itself(folder) else None, STANDS_FOR)]
+    below = [p for p, _ in walk(root, lambda folder: LEDGER if _is_cache_below(folder) else None, STANDS_FOR)]
     if working or any(_SHARD.match(p.parent.name) or _SHARD.match(p.name) for p in below):
         raise UnfinishedError(
             f"contains shards of a token cache, but no {LEDGER}: its build was interrupted, or is running. Build it again.",

@@ -6,10 +6,10 @@ import math
 import operator
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from actshard.errors import (
     FormatError,
     NotStoredError,
     OutOfRangeError,
+    UnsupportedError,
 )
 from actshard.location import Location, network_io
 from actshard.tokens import ledger as ledgers
@@ -32,33 +33,45 @@ from actshard.walking import find_cache
 TOKENS = "input_ids"
 
 
-def open_cache(path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> TokenCache:
+def open_cache(
+    path: str | os.PathLike[str],
+    *,
+    io: str = "auto",
+    memory: int | str = "256MiB",
+    storage_options: Mapping[str, Any] | None = None,
+    cache: int | str | os.PathLike[str] | Literal[False] | None = None,
+) -> TokenCache:
     """Opens a token cache that Levanter or actshard wrote.
 
     Reads consolidated and sharded caches, those of ``SerialCacheWriter``, and older versions (``docs/formats/levanter.md``). A
     ``data`` array is not accessed before its rows are requested.
 
     Args:
-        path: the folder that contains ``shard_ledger.json``, or its parent if that contains a single split.
+        path: the folder that contains ``shard_ledger.json``, or its parent if that contains a single split; or the URL of
+            either. Of a remote cache only the ledger is read; a field or shard that disagrees with it is a FormatError when it
+            is first read.
         io: ``"mmap"``, ``"pread"`` or ``"auto"``, as for :func:`actshard.open`.
         memory: size of the cache of decoded blocks, in bytes or as ``"256MiB"``. Plain caches need none.
+        storage_options: options of a remote store, as for :func:`actshard.open`.
+        cache: size or folder of a cache on disk for a remote store, as for :func:`actshard.open`.
 
     Raises:
         MissingFileError: there is no cache.
         UnfinishedError: its writer has not finished.
         FormatError: the ledger or an array is invalid.
+        FileAccessError: the store cannot be read.
     """
-    cache = TokenCache(path, io=io, memory=memory)
-    for warning in cache.warnings:
-        warnings.warn(ActshardWarning(f"{cache.path}: {warning}", code=warning.code), stacklevel=2)
-    return cache
+    found = TokenCache(path, io=io, memory=memory, storage_options=storage_options, cache=cache)
+    for warning in found.warnings:
+        warnings.warn(ActshardWarning(f"{found.path}: {warning}", code=warning.code), stacklevel=2)
+    return found
 
 
 class TokenCache:
     """Rows of an open token cache. Create one with :func:`open_cache`.
 
     ``cache[i]`` is a row: a dict of numpy arrays by field, read-only views where data are stored plain. A cache can be pickled
-    (by its path) and used after a fork and from many threads.
+    (by its path; a remote one with its ledger and options) and used after a fork and from many threads.
 
     Attributes:
         path: the cache's folder.
@@ -67,26 +80,40 @@ class TokenCache:
         warnings: warnings of opening: texts, each with a ``code``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, io: str = "auto", memory: int | str = "256MiB") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        io: str = "auto",
+        memory: int | str = "256MiB",
+        storage_options: Mapping[str, Any] | None = None,
+        cache: int | str | os.PathLike[str] | Literal[False] | None = None,
+    ) -> None:
         if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
             raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
-        root = find_cache(path)
+        root = find_cache(path, storage_options, cache)
+        self._begin(root, io, memory, ledgers.read(root))
+
+    def _begin(self, root: Location, io: str, memory: int | str, ledger: Ledger) -> None:
         self.path = root.place
         self._asked = (root, io, memory)
-        self.ledger: Ledger = ledgers.read(root)
+        self.ledger = ledger
         self.io = io if io != "auto" else network_io(root)
         self._memory = _native.BlockCache(_arguments.size(memory, "memory"))
         self.warnings: tuple[Remark, ...] = ()
         names = sorted(self.ledger.field_counts) or _fields_on_disk(root, self.ledger)
-        self._fields = {name: self._open(name) for name in names}
         self.fields: tuple[str, ...] = tuple(names)
-        self._rows = self._agreed_rows()
-        self._shaped = frozenset(name for name, field in self._fields.items() if field.has_shapes)
+        # Fields of a remote cache are opened on first use: each takes several requests.
+        self._is_lazy = not root.is_local and bool(self.ledger.field_counts)
+        self._fields = {} if self._is_lazy else {name: self._open(name) for name in names}
+        self._rows = self.ledger.total_num_rows if self._is_lazy else self._agreed_rows()
+        # Fields that `_row_of` reads; the others take the short way.
+        self._shaped = tuple(name for name in names if self._is_lazy or self._fields[name].has_shapes)
         self._plain = tuple((name, field.row) for name, field in self._fields.items() if name not in self._shaped)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        path, io, memory = self._asked
-        return (_reopen, (path, io, memory))
+        root, io, memory = self._asked
+        return (_reopen, (root, io, memory, None if root.is_local else self.ledger))
 
     def _open(self, name: str) -> _native.TokenField:
         if self.ledger.layout == ledgers.SHARDED:
@@ -97,7 +124,8 @@ class TokenCache:
                 if rows[shard]
             ]
             return _native.TokenField(parts, self.io, self._memory)
-        return _native.TokenField([(self.path / name, None)], self.io, self._memory)
+        told = (self.ledger.total_num_rows, self.ledger.field_counts[name]) if self._is_lazy else None
+        return _native.TokenField([(self.path / name, told)], self.io, self._memory)
 
     def _agreed_rows(self) -> int:
         told = self.ledger.total_num_rows
@@ -133,19 +161,23 @@ class TokenCache:
     @property
     def num_tokens(self) -> int:
         """Number of elements in the token field."""
+        if self._is_lazy:
+            return self.ledger.field_counts[self.token_field]
         return self._fields[self.token_field].num_elements if self._fields else 0
 
     @property
     def token_field(self) -> str:
         """The field of token ids: ``input_ids``, or the name given in the ledger."""
         told = self.ledger.preprocessor.get("input_ids_key", TOKENS)
-        if told in self._fields or not self._fields:
+        if told in self.fields or not self.fields:
             return str(told)
-        return next((n for n in (TOKENS, *self.fields) if n in self._fields and n.endswith(TOKENS)), self.fields[0])
+        return next((n for n in (TOKENS, *self.fields) if n in self.fields and n.endswith(TOKENS)), self.fields[0])
 
     def field(self, name: str) -> _native.TokenField:
         """The native object of a field."""
         found = self._fields.get(name)
+        if found is None and self._is_lazy and name in self.fields:
+            found = self._fields[name] = self._open(name)
         if found is None:
             raise NotStoredError(
                 f"the cache has no field '{name}'; it has {', '.join(self.fields) or 'none'}", path=self.path
@@ -166,7 +198,7 @@ class TokenCache:
         # Hot path of single rows; see benches/tokens.py.
         made = {name: read(row) for name, read in self._plain}
         for name in self._shaped:
-            made[name] = self._shaped_row(name, row)
+            made[name] = self._row_of(name, row)
         return made
 
     def _row(self, row: int) -> int:
@@ -181,9 +213,9 @@ class TokenCache:
             raise OutOfRangeError(f"row {row}: the cache has {rows}", path=self.path)
         return number
 
-    def _shaped_row(self, name: str, row: int) -> NDArray[Any]:
-        field = self._fields[name]
-        return _in_shape(field.row(row), field.shape(row), name, self.path)
+    def _row_of(self, name: str, row: int) -> NDArray[Any]:
+        field = self.field(name)
+        return _in_shape(field.row(row), field.shape(row), name, self.path) if field.has_shapes else field.row(row)
 
     def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
         return (self[row] for row in range(self._rows))
@@ -196,12 +228,13 @@ class TokenCache:
         """
         numbers = self.numbers(indices, self._rows, "row")
         made: list[dict[str, NDArray[Any]]] = [{} for _ in range(len(numbers))]
-        for name, field in self._fields.items():
+        for name in self.fields:
+            field = self.field(name)
             flat, offsets = field.rows(numbers)
             ends = offsets.tolist()
             for i, row in enumerate(made):
                 row[name] = flat[ends[i] : ends[i + 1]]
-                if name in self._shaped:
+                if field.has_shapes:
                     row[name] = _in_shape(row[name], field.shape(int(numbers[i])), name, self.path)
         return made
 
@@ -219,8 +252,12 @@ class TokenCache:
         return JaggedView(self, field)
 
 
-def _reopen(path: str | Location, io: str, memory: int | str) -> TokenCache:
-    return TokenCache(path, io=io, memory=memory)
+def _reopen(root: Location, io: str, memory: int | str, ledger: Ledger | None = None) -> TokenCache:
+    if ledger is None:
+        return TokenCache(root, io=io, memory=memory)
+    made = TokenCache.__new__(TokenCache)
+    made._begin(root, io, memory, ledger)
+    return made
 
 
 def _in_shape(flat: NDArray[Any], axes: list[int], name: str, path: Path) -> NDArray[Any]:
@@ -251,7 +288,7 @@ class JaggedView:
     def __getitem__(self, row: int) -> NDArray[Any]:
         row = self.cache._row(row)
         if self._field.has_shapes:
-            return self.cache._shaped_row(self.name, row)
+            return self.cache._row_of(self.name, row)
         return self._field.row(row)
 
     @property
@@ -278,6 +315,8 @@ class JaggedView:
 def _fields_on_disk(root: Location, ledger: Ledger) -> list[str]:
     """Fields of a cache whose ledger lists none: folders that contain an ``offsets`` array."""
     shards = set(ledger.finished_shards)
+    if not root.is_local:
+        return sorted(_fields_in_store(root, root, shards))
     found = []
     for file, _ in root.files():
         name, _, array = file.relative_to(root).rpartition("/offsets/")
@@ -287,3 +326,22 @@ def _fields_on_disk(root: Location, ledger: Ledger) -> list[str]:
         if not any(ledgers.exists(root / "/".join(parts[: n + 1])) for n in range(len(parts))):
             found.append(name)
     return found
+
+
+def _fields_in_store(root: Location, folder: Location, shards: set[str]) -> Iterator[str]:
+    """As :func:`_fields_on_disk`, without listing chunks."""
+    if not root.lists:
+        raise UnsupportedError(
+            "the ledger lists no fields (it is of an older Levanter), and a web server cannot be listed: copy the cache to a "
+            "local folder, or open it from its bucket",
+            path=root,
+        )
+    entries = {entry.name: entry.kind for entry in folder.entries()}
+    if folder != root and ledgers.NAME in entries:
+        return
+    below = {name for name, kind in entries.items() if kind == "folder"}
+    if "offsets" in below and folder != root:
+        yield folder.relative_to(root)
+    for name in sorted(below - {"offsets", "data", "shapes"}):
+        if not (folder == root and (name in shards or name.startswith("__"))):
+            yield from _fields_in_store(root, folder / name, shards)

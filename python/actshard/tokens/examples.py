@@ -505,9 +505,9 @@ class PrebuiltLmDataset(Streamed):
     def _extents(
         self, field: _native.TokenField, rows: NDArray[np.int64], length: int | None, name: str
     ) -> tuple[NDArray[np.int64], int]:
-        bounds = [field.bounds(int(row), 1) for row in rows]
-        starts = np.array([b[0] for b in bounds], np.int64)
-        lengths = np.array([b[1] - b[0] for b in bounds], np.int64)
+        bounds = field.extents(rows).view(np.int64).reshape(-1, 2)
+        starts = np.ascontiguousarray(bounds[:, 0])
+        lengths = bounds[:, 1] - bounds[:, 0]
         wanted = int(lengths[0]) if length is None else length
         wrong = np.flatnonzero(lengths != wanted)
         if len(wrong):

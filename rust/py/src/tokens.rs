@@ -179,7 +179,7 @@ impl TokenField {
             let blocks = Arc::clone(&cache.blocks);
             let (field, has_shapes) = detach::detached(py, |_| {
                 let field = Field::open(parts, store, blocks)?;
-                let has_shapes = field.shapes_folder().is_some();
+                let has_shapes = field.shapes_folder()?.is_some();
                 Ok((field, has_shapes))
             })?;
             let name = field.dtype().numpy_name().unwrap_or("uint8");
@@ -243,18 +243,13 @@ impl TokenField {
     ) -> PyResult<(Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<i64>>)> {
         detach::guarded(py, || {
             let rows = indices(py, rows.as_slice()?, self.field.num_rows(), "row")?;
-            let (ranges, offsets) = detach::detached(py, |_| {
-                let mut ranges = Vec::with_capacity(rows.len());
+            let (ranges, offsets) = detach::detached(py, |watch| {
+                let ranges = batch::row_ranges(&self.field, &rows, watch)?;
                 let mut offsets = Vec::with_capacity(rows.len() + 1);
                 let mut total = 0i64;
-                let mut cursor = Cursor::default();
-                let mut bounds = vec![];
                 offsets.push(0);
-                for row in &rows {
-                    self.field.bounds_into(&mut cursor, *row, 1, &mut bounds)?;
-                    let range = ElementRange { start: bounds[0], end: bounds[1] };
+                for range in &ranges {
                     total += range.len() as i64;
-                    ranges.push(range);
                     offsets.push(total);
                 }
                 Ok((ranges, offsets))
@@ -271,10 +266,21 @@ impl TokenField {
     /// The offsets of `n` rows from `first`, in elements, and the end of the last.
     fn bounds<'py>(&self, py: Python<'py>, first: u64, n: u64) -> PyResult<Bound<'py, PyArray1<u64>>> {
         detach::guarded(py, || {
-            Ok(PyArray1::from_vec(
-                py,
-                detach::detached(py, |_| self.field.bounds(&mut Cursor::default(), first, n as usize))?,
-            ))
+            let bounds = detach::detached(py, |watch| {
+                let (mut cursor, mut bounds) = (Cursor::default(), vec![]);
+                batch::bounds_into(&self.field, &mut cursor, (first, n as usize), &mut bounds, watch)?;
+                Ok(bounds)
+            })?;
+            Ok(PyArray1::from_vec(py, bounds))
+        })
+    }
+
+    /// The bounds of rows, in elements: the start and the end of each.
+    fn extents<'py>(&self, py: Python<'py>, rows: PyReadonlyArray1<'py, i64>) -> PyResult<Bound<'py, PyArray1<u64>>> {
+        detach::guarded(py, || {
+            let rows = indices(py, rows.as_slice()?, self.field.num_rows(), "row")?;
+            let ranges = detach::detached(py, |watch| batch::row_ranges(&self.field, &rows, watch))?;
+            Ok(PyArray1::from_vec(py, ranges.iter().flat_map(|range| [range.start, range.end]).collect()))
         })
     }
 
@@ -386,9 +392,11 @@ pub fn pack_rows<'py>(
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     detach::guarded(py, || {
         const ROWS: u64 = 1 << 18;
+        const FAR_ROWS: u64 = 1 << 22;
         let how = Overlong::from_name(overlong).ok_or_else(|| argument(py, format!("slice_strategy: {overlong:?}")))?;
         let fields: Vec<Arc<Field>> = fields.iter().map(|f| Arc::clone(&f.field)).collect();
         let rows = fields.iter().map(|f| f.num_rows()).min().unwrap_or(0);
+        let at_once = if fields.iter().any(|f| f.is_far()) { FAR_ROWS } else { ROWS };
         let packs = detach::detached(py, |watch| {
             let mut packer = Packer::new(most, segments, how, fields.len());
             let mut cursors: Vec<Cursor> = fields.iter().map(|_| Cursor::default()).collect();
@@ -398,9 +406,9 @@ pub fn pack_rows<'py>(
                 if watch() {
                     return Err(Error::new(Kind::Interrupted, "interrupted"));
                 }
-                let n = (rows - first).min(ROWS) as usize;
+                let n = (rows - first).min(at_once) as usize;
                 for ((field, bounds), cursor) in fields.iter().zip(&mut bounds).zip(&mut cursors) {
-                    field.bounds_into(cursor, first, n, bounds)?;
+                    batch::bounds_into(field, cursor, (first, n), bounds, &mut *watch)?;
                 }
                 packer.push(&bounds)?;
                 first += n as u64;

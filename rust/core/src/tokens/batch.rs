@@ -339,6 +339,68 @@ pub fn ranges(field: &Field, ranges: &[ElementRange], out: &mut [u8], watch: Wat
     in_order(items, elements, |i| i.0.start, (Some(field), wishes.map(|_| stage)), &fill, watch)
 }
 
+/// The ranges of rows, in the given order.
+pub fn row_ranges(field: &Field, rows: &[u64], watch: Watch<'_>) -> Result<Vec<ElementRange>> {
+    let mut made = vec![ElementRange { start: 0, end: 0 }; rows.len()];
+    let items: Vec<(u64, &mut ElementRange)> = rows.iter().copied().zip(&mut made).collect();
+    let fill = |(row, to): &mut (u64, &mut ElementRange), scratch: &mut Cursors| {
+        field.bounds_into(&mut scratch.tokens, *row, 1, &mut scratch.bounds)?;
+        **to = ElementRange { start: scratch.bounds[0], end: scratch.bounds[1] };
+        Ok(())
+    };
+    let Some(wishes) = field.wishes() else {
+        let mut scratch = Cursors::default();
+        items.into_iter().try_for_each(|mut item| fill(&mut item, &mut scratch))?;
+        return Ok(made);
+    };
+    let stage = |items: &[(u64, &mut ElementRange)], staged: &mut StagedFiles, watch: Watch<'_>| {
+        let needed: Vec<(u64, usize)> = items.iter().map(|(row, _)| (*row, 1)).collect();
+        field.stage_bounds(&needed, &wishes, staged, watch)
+    };
+    let stage: StageItems<'_, _> = &stage;
+    in_order(items, rows.len(), |item| item.0, (None, Some(stage)), &fill, watch)?;
+    Ok(made)
+}
+
+/// Rows whose bounds are fetched together from a slow store.
+const FETCHED: usize = 1 << 18;
+
+/// [`Field::bounds_into`], with the bounds of many rows of a slow store fetched together.
+pub fn bounds_into(
+    field: &Field,
+    cursor: &mut Cursor,
+    (first, n): (u64, usize),
+    out: &mut Vec<u64>,
+    watch: Watch<'_>,
+) -> Result<()> {
+    let Some(wishes) = field.wishes().filter(|_| n > 1) else { return field.bounds_into(cursor, first, n, out) };
+    let end = first.checked_add(n as u64).filter(|end| *end <= field.num_rows());
+    if end.is_none() {
+        return field.bounds_into(cursor, first, n, out); // its error
+    }
+    let no_memory = |_| Error::new(Kind::NoMemory, format!("no memory for the bounds of {n} rows; read fewer at once"));
+    out.clear();
+    out.try_reserve(n + 1).map_err(no_memory)?;
+    out.resize(n + 1, 0);
+    // The first piece also has the start of its first row.
+    let (head, rest) = out.split_at_mut(n.min(FETCHED) + 1);
+    let mut items: Vec<(u64, usize, &mut [u64])> = vec![(first, head.len() - 1, head)];
+    for (i, piece) in rest.chunks_mut(FETCHED).enumerate() {
+        items.push((first + ((i + 1) * FETCHED) as u64, piece.len(), piece));
+    }
+    let fill = |(row, n, to): &mut (u64, usize, &mut [u64]), scratch: &mut Cursors| {
+        field.bounds_into(&mut scratch.tokens, *row, *n, &mut scratch.bounds)?;
+        to.copy_from_slice(&scratch.bounds[*n + 1 - to.len()..]);
+        Ok(())
+    };
+    let stage = |items: &[(u64, usize, &mut [u64])], staged: &mut StagedFiles, watch: Watch<'_>| {
+        let needed: Vec<(u64, usize)> = items.iter().map(|(row, n, _)| (*row, *n)).collect();
+        field.stage_bounds(&needed, &wishes, staged, watch)
+    };
+    let stage: StageItems<'_, _> = &stage;
+    in_order(items, n, |item| item.0, (None, Some(stage)), &fill, watch)
+}
+
 /// Writes the lengths of the runs of equal segment ids in each example, padding included, and their number; each example has
 /// space for `most` lengths.
 pub fn run_lengths(

@@ -7,14 +7,14 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::array::{BlockCache, HeldFile, StagedFiles, TokenArray};
-use super::meta::Meta;
+use super::meta::{METADATA, Meta};
 use super::staged::{Needed, stage};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::View;
 use crate::location::Location;
 use crate::source::slots::Slots;
-use crate::source::{Store, Wishes};
+use crate::source::{Access, Store, Wishes};
 use crate::threads::{self, Stop, Watch};
 
 /// A shard of a field.
@@ -153,6 +153,11 @@ impl Field {
         Ok(field)
     }
 
+    /// Whether reading its store waits for a network.
+    pub fn is_far(&self) -> bool {
+        self.store.wishes().is_some()
+    }
+
     /// The best way to read its store; `None` for local files.
     pub(super) fn wishes(&self) -> Option<Wishes> {
         self.store.wishes()
@@ -240,10 +245,21 @@ impl Field {
     }
 
     /// The `shapes` folder of the first part that has rows; `None` for rows of one axis.
-    pub fn shapes_folder(&self) -> Option<Location> {
+    pub fn shapes_folder(&self) -> Result<Option<Location>> {
         let typed = (0..self.parts.len()).find(|p| self.rows[p + 1] > self.rows[*p]).unwrap_or(0);
-        let folder = self.parts.get(typed)?.folder.join(ShardArray::Shapes.name());
-        self.store.look(&folder).is_ok().then_some(folder)
+        let Some(part) = self.parts.get(typed) else { return Ok(None) };
+        let folder = part.folder.join(ShardArray::Shapes.name());
+        let found = match self.store.wishes() {
+            None => return Ok(self.store.look(&folder).is_ok().then_some(folder)),
+            // Looking for a folder may take a listing, which some stores do not have.
+            Some(_) => self.store.open(&folder.join(METADATA), Access::Once),
+        };
+        match found {
+            Ok(_) => Ok(Some(folder)),
+            Err(error) if error.kind == Kind::NotFound => Ok(None),
+            // A refusal is not an answer: rows of several axes would be read as flat ones.
+            Err(error) => Err(error),
+        }
     }
 
     fn array(&self, part: usize, which: ShardArray) -> Result<Arc<TokenArray>> {
@@ -565,7 +581,11 @@ fn check_files(offsets: &TokenArray, rows: u64) -> Result<()> {
     if rows < outer {
         return Ok(());
     }
-    let files = offsets.existing()?.len() as u64;
+    let files = match offsets.existing() {
+        // A web server. Its requests for missing files are what bounds the work.
+        Err(error) if error.kind == Kind::Unsupported => return Ok(()),
+        found => found?.len() as u64,
+    };
     if rows / outer < files {
         return Ok(());
     }

@@ -16,6 +16,8 @@ use crate::location::Location;
 use crate::memory::zeroed;
 use crate::source::{Access, Store};
 
+/// The file that describes an array.
+pub(super) const METADATA: &str = "zarr.json";
 /// Maximum size of `zarr.json`; Levanter's has a few hundred bytes.
 const MOST: u64 = 1 << 20;
 /// Maximum elements of an inner chunk, far more than Levanter's 262,144. Bounds the memory for decoding one.
@@ -56,7 +58,7 @@ impl Meta {
 
     /// Reads `zarr.json` from the array's folder; also returns its text.
     pub(super) fn read_with_text(store: &dyn Store, folder: &Location) -> Result<(Meta, Vec<u8>)> {
-        let path = folder.join("zarr.json");
+        let path = folder.join(METADATA);
         let source = store.open(&path, Access::Once)?;
         if source.size() > MOST {
             return Err(

@@ -1,0 +1,361 @@
+"""Token caches behind URLs: the same rows, examples and streams as local ones, few requests, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard import tokens
+from conftest import GOLDEN
+from hub import Hub, hub
+from served import Served, served
+
+LEVANTER = GOLDEN / "levanter"
+CACHES = sorted(p.parent for p in LEVANTER.rglob("shard_ledger.json"))
+"""Also those of single shards, which a build leaves behind."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path / "served") as found:
+        yield found
+
+
+def put(server: Served, cache: Path, name: str = "run") -> None:
+    """Copies a cache to where all the URLs of :func:`urls` find it."""
+    shutil.copytree(cache, server.root / "lab/acts" / name)
+
+
+@pytest.fixture
+def lab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))  # no token of whoever runs the tests
+    with hub() as found:
+        monkeypatch.setenv("HF_ENDPOINT", found.url)
+        yield found
+
+
+def open_at(kind: str, server: Served, lab: Hub | None = None, name: str = "run") -> tokens.TokenCache:
+    """Opens what :func:`put` copied, by one kind of URL."""
+    if kind == "s3":
+        return tokens.open_cache(f"s3://lab/acts/{name}", storage_options=server.options)
+    if kind == "web":
+        return tokens.open_cache(server.web(f"lab/acts/{name}"))
+    assert lab is not None
+    lab.add("lab/acts", server.root / "lab/acts")
+    return tokens.open_cache(f"hf://datasets/lab/acts/{name}")
+
+
+def equal(far: tokens.TokenCache, near: tokens.TokenCache) -> None:
+    """Asserts that two caches hold the same, by every way of reading."""
+    assert (len(far), far.fields, far.num_tokens, far.token_field) == (
+        len(near),
+        near.fields,
+        near.num_tokens,
+        near.token_field,
+    )
+    assert far.ledger == near.ledger
+    some = np.random.default_rng(0).integers(-len(near), len(near), 40) if len(near) else []
+    for a, b in zip(far.rows(some), near.rows(some), strict=True):
+        same_rows(a, b)
+    for i in range(len(near)):
+        same_rows(far[i], near[i])
+    for name in near.fields:
+        a, b = far.view(name), near.view(name)
+        assert (a.dtype, a.num_elements) == (b.dtype, b.num_elements)
+        assert np.array_equal(a.offsets, b.offsets)
+        assert a.elements().tobytes() == b.elements().tobytes()
+        assert a.elements(3, 11).tobytes() == b.elements(3, 11).tobytes()
+
+
+def same_rows(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert list(a) == list(b)
+    for name, row in b.items():
+        assert (a[name].dtype, a[name].shape) == (row.dtype, row.shape)
+        assert a[name].tobytes() == row.tobytes()
+
+
+def datasets(cache: tokens.TokenCache) -> list[Any]:
+    """Each kind of examples that a cache has."""
+    weights = "loss_weights" if "loss_weights" in cache.fields else None
+    windows = tokens.TokenSeqDataset(cache, 16, weights)
+    made: list[Any] = [windows, tokens.CausalLmDataset(windows, eos_id=1)]
+    made.append(tokens.PackedTokenDataset(cache, 64, loss_weights_key=weights))
+    made.append(tokens.PackedTokenDataset(cache, 64, slice_strategy="right", pack=3))
+    if "assistant_masks" in cache.fields:
+        made.append(tokens.ChatDataset(cache, 64))
+    return made
+
+
+def same_batches(far: Any, near: Any) -> None:
+    a, b = far.get_batch(range(len(near))), near.get_batch(range(len(near)))
+    for name in ("tokens", "loss_weight", "segment_ids"):
+        x, y = getattr(a, name, a), getattr(b, name, b)
+        assert (x is None) == (y is None)
+        assert x is None or (x.dtype == y.dtype and x.tobytes() == y.tobytes())
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=[str(c.relative_to(LEVANTER)).replace("/cache", "") for c in CACHES])
+@pytest.mark.parametrize("kind", ["s3", "hf", "web"])
+def test_a_remote_cache_holds_what_the_folder_holds(cache: Path, kind: str, server: Served, lab: Hub) -> None:
+    put(server, cache)
+    near = tokens.open_cache(cache)
+    far = open_at(kind, server, lab)
+    equal(far, near)
+    if "feats" not in near.fields and len(near):
+        for a, b in zip(datasets(far), datasets(near), strict=True):
+            assert len(a) == len(b)
+            same_batches(a, b)
+    if "prebuilt_weights" in str(cache):
+        same_batches(tokens.PrebuiltLmDataset(far, 128), tokens.PrebuiltLmDataset(near, 128))
+
+
+@pytest.mark.parametrize("kind", ["s3", "web"])
+def test_opening_reads_the_ledger_only(kind: str, server: Served) -> None:
+    put(server, LEVANTER / "chat_llama3style/cache/train")
+    cache = open_at(kind, server)
+    assert (len(cache), cache.num_tokens) == (20, 1986)
+    assert server.since(0) == ["lab/acts/run/shard_ledger.json"]
+    assert str(cache.path) == (server.web("lab/acts/run") if kind == "web" else "s3://lab/acts/run")
+
+
+def test_opening_on_the_hub_asks_for_the_commit_its_files_and_the_ledger(server: Served, lab: Hub) -> None:
+    put(server, LEVANTER / "serial_rank2/cache")
+    cache = open_at("hf", server, lab)
+    assert len(cache) == 9
+    assert {kind for kind, _, _ in lab.requests} <= {"info", "tree", "resolve", "resolve-cache"}
+    files = [path for kind, path, _ in lab.requests if kind.startswith("resolve")]
+    assert all(path.endswith("shard_ledger.json") for path in files), files
+
+
+def test_a_cache_of_a_thousand_shards_opens_without_a_request_for_a_shard(server: Served) -> None:
+    """Nor for their listing, nor to read one window: only its shard is opened."""
+    shards = [f"train-{n:05d}-of-01113" for n in range(1113)]
+    with tokens.CacheWriter(server.root / "lab/one", {"input_ids": np.int32}) as writer:
+        writer.append([{"input_ids": np.arange(40, dtype=np.int32)} for _ in range(5)])
+    ledger = {
+        "total_num_rows": 5 * len(shards),
+        "shard_rows": dict.fromkeys(shards, 5),
+        "is_finished": True,
+        "finished_shards": shards,
+        "field_counts": {"input_ids": 200 * len(shards)},
+        "field_counts_by_shard": {shard: {"input_ids": 200} for shard in shards},
+        "layout": "sharded",
+        "metadata": {},
+    }
+    root = server.root / "lab/many"
+    for n in (0, 7, 1112):
+        shutil.copytree(server.root / "lab/one", root / shards[n])
+    (root / "shard_ledger.json").write_text(json.dumps(ledger))
+    cache = tokens.open_cache("s3://lab/many", storage_options=server.options)
+    windows = tokens.TokenSeqDataset(cache, 100)
+    assert len(windows) == 2226
+    assert server.since(0) == ["lab/many/shard_ledger.json"]
+    # Windows 14 and 15 are shard 7.
+    assert windows.get_batch([14]).tobytes() == np.tile(np.arange(40, dtype=np.int32), 3)[:100].tobytes()
+    touched = {path.split("/")[2] for path in server.since(1)}
+    assert touched == {shards[0], shards[7]}, "the first shard has the field's dtype"
+    assert not any("list-type" in query for _, _, query in server.requests)
+    before = len(server.requests)
+    again = pickle.loads(pickle.dumps(windows))
+    assert server.since(before) == []
+    assert np.array_equal(again.get_batch([15]), windows.get_batch([15]))
+    with pytest.raises(
+        actshard.MissingFileError, match=r"^s3://lab/many/train-00001-of-01113/input_ids/data/zarr\.json"
+    ):
+        windows.get_batch([2])
+
+
+def test_the_only_cache_below_a_url_is_opened(server: Served, lab: Hub) -> None:
+    put(server, LEVANTER / "text_gpt2style_single/cache", "fine/web")
+    near = tokens.open_cache(LEVANTER / "text_gpt2style_single/cache")
+    for kind in ("s3", "hf"):
+        far = open_at(kind, server, lab, "fine")
+        assert far[3]["input_ids"].tobytes() == near[3]["input_ids"].tobytes()
+        with pytest.raises(actshard.MissingFileError, match=r"run: expected a token cache with a shard_ledger\.json"):
+            open_at(kind, server, lab, "run")
+    put(server, LEVANTER / "prebuilt_serial_varlen/cache", "fine/other")
+    with pytest.raises(actshard.ArgumentError, match=r"contains 2 token caches\. Open one of them: other, web/train"):
+        open_at("s3", server, name="fine")
+
+
+def test_a_ledger_without_fields_is_completed_by_listings_of_folders(server: Served, lab: Hub) -> None:
+    put(server, LEVANTER / "serial_rank2/cache")
+    path = server.root / "lab/acts/run/shard_ledger.json"
+    ledger = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in ledger.items() if k != "field_counts"}))
+    near = tokens.open_cache(server.root / "lab/acts/run")
+    for kind in ("s3", "hf"):
+        equal(open_at(kind, server, lab), near)
+    listed = [query for _, _, query in server.requests if "list-type" in query]
+    assert not any("data" in query or "offsets" in query for query in listed), listed
+    with pytest.raises(actshard.UnsupportedError, match="cannot be listed: copy the cache to a local folder"):
+        open_at("web", server)
+
+
+def test_a_ledger_that_is_wrong_is_an_error_before_a_row(server: Served) -> None:
+    put(server, LEVANTER / "text_gpt2style_single/cache/train")
+    path = server.root / "lab/acts/run/shard_ledger.json"
+    for name, count in (("total_num_rows", 49), ("field_counts", {"input_ids": 27809})):
+        path.write_text(
+            json.dumps(
+                json.loads((LEVANTER / "text_gpt2style_single/cache/train" / path.name).read_text()) | {name: count}
+            )
+        )
+        cache = tokens.open_cache("s3://lab/acts/run", storage_options=server.options)
+        for read in (lambda c: c[0], lambda c: c.rows([1, 2]), lambda c: tokens.TokenSeqDataset(c, 32).get_batch([0])):
+            with pytest.raises(actshard.FormatError, match="the ledger counts"):
+                read(cache)
+
+
+def test_streams_mixtures_ranges_and_states_are_those_of_local_caches(server: Served) -> None:
+    name = "text_llama3style_sharded/cache/train"
+    put(server, LEVANTER / name)
+
+    def mixture(cache: tokens.TokenCache) -> tokens.Mixture:
+        causal = tokens.CausalLmDataset(tokens.TokenSeqDataset(cache, 64), eos_id=1)
+        return tokens.Mixture({"a": causal, "b": tokens.Permuted(causal, tokens.permutation("feistel", len(causal), 1))},
+                              {"a": 0.7, "b": 0.3}, block_size=16, stop_strategy="first_exhausted")  # fmt: skip
+
+    near = mixture(tokens.open_cache(LEVANTER / name))
+    far = mixture(tokens.open_cache("s3://lab/acts/run", storage_options=server.options))
+    for rank in range(2):
+        a, b = (m.stream(8, rank=rank, world_size=2) for m in (far, near))
+        for step, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert x.tokens.tobytes() == y.tokens.tobytes()
+            if step == 3:
+                state = a.state_dict()
+        assert json.dumps(state)
+        resumed = mixture(pickle.loads(pickle.dumps(far.datasets["a"].windows.cache))).stream(
+            8, rank=rank, world_size=2
+        )
+        resumed.load_state_dict(state)
+        wanted = near.stream(8, rank=rank, world_size=2)
+        wanted.load_state_dict(state)
+        assert [x.tokens.tobytes() for x in resumed] == [y.tokens.tobytes() for y in wanted]
+
+
+def test_objects_that_change_or_are_refused_are_errors_in_one_line(server: Served) -> None:
+    name = "text_llama3style_sharded/cache/train"
+    put(server, LEVANTER / name)
+    near = tokens.open_cache(LEVANTER / name)
+
+    def opened() -> tokens.TokenCache:
+        return tokens.open_cache("s3://lab/acts/run", storage_options=server.options)
+
+    def refused(cache: tokens.TokenCache, kind: type[actshard.ActshardError], match: str, row: int = 20) -> None:
+        for read in (lambda: cache[row], lambda: cache.rows([row]), lambda: cache.view("input_ids").elements()):
+            with pytest.raises(kind, match=match) as caught:
+                read()
+            assert len(str(caught.value).splitlines()) == 1
+
+    data = "00001_1_jsonl_gz/input_ids/data/c/0"
+    cache = opened()
+    assert cache[20]["input_ids"].tobytes() == near[20]["input_ids"].tobytes()
+    file = server.root / "lab/acts/run" / data
+    held = file.read_bytes()
+    file.write_bytes(held + b"x")
+    cache._memory = None  # type: ignore[assignment]
+    refused(opened(), actshard.FormatError, rf"s3://lab/acts/run/{data}")
+    fresh = pickle.loads(pickle.dumps(cache))  # knows the object of before
+    refused(fresh, actshard.FormatError, rf"^s3://lab/acts/run/{data}: was replaced after it was opened")
+    file.write_bytes(held)
+    for status, kind in ((403, actshard.FileAccessError), (401, actshard.FileAccessError)):
+        for end in (data, "00001_1_jsonl_gz/input_ids/data/zarr.json", "00001_1_jsonl_gz/input_ids/offsets/c/0"):
+            server.failing = {end: [status] * 99}
+            refused(opened(), kind, rf"s3://lab/acts/run/.*{end}.*{status}")
+    server.failing = {"shapes/zarr.json": [403] * 99}
+    refused(opened(), actshard.FileAccessError, "shapes/zarr.json.*403")
+    server.failing = {data: [503, 500, 429], "shard_ledger.json": [503]}
+    server.cutting = {data: [1, 2, 3], "shard_ledger.json": [10]}
+    equal(opened(), near)
+    assert not server.failing[data]
+    assert not server.cutting[data]
+    shutil.rmtree(file.parents[1])
+    refused(opened(), actshard.MissingFileError, r"00001_1_jsonl_gz/input_ids/data/zarr\.json")
+
+
+def test_a_second_reading_comes_from_the_cache_on_disk(server: Served, tmp_path: Path) -> None:
+    name = "chat_llama3style/cache/train"
+    put(server, LEVANTER / name)
+    near = tokens.open_cache(LEVANTER / name)
+    for turn in range(2):
+        far = tokens.open_cache("s3://lab/acts/run", storage_options=server.options, cache=tmp_path / "disk")
+        before = len(server.requests)
+        equal(far, near)
+        # A process asks once for the tag of each object; its bytes are on the disk.
+        assert turn == 0 or len(server.since(before)) <= 12, server.since(before)
+        equal(pickle.loads(pickle.dumps(far)), near)
+
+
+def test_children_and_workers_read_what_the_parent_has_open(server: Served) -> None:
+    name = "text_llama3style_sharded/cache/train"
+    put(server, LEVANTER / name)
+    near = tokens.TokenSeqDataset(tokens.open_cache(LEVANTER / name), 32)
+    cache = tokens.open_cache("s3://lab/acts/run", storage_options=server.options)
+    far = tokens.TokenSeqDataset(cache, 32)
+    wanted = [near.get_batch([i, -i - 1]).tobytes() for i in range(8)]
+    assert far.get_batch([0, -1]).tobytes() == wanted[0]
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            assert pool.starmap(_window, [(pickle.dumps(far), i) for i in range(8)]) == wanted
+    child = os.fork()  # not pickled: the parent's own cache
+    if child == 0:
+        os._exit(0 if far.get_batch([1, -2]).tobytes() == wanted[1] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "secret" not in repr(cache) + str(cache.path)
+
+
+def _window(pickled: bytes, i: int) -> bytes:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bytes(pickle.loads(pickled).get_batch([i, -i - 1]).tobytes())
+
+
+def test_many_threads_read_one_cache(server: Served) -> None:
+    name = "text_llama3style_sharded/cache/train"
+    put(server, LEVANTER / name)
+    near = tokens.open_cache(LEVANTER / name)
+    far = tokens.open_cache("s3://lab/acts/run", storage_options=server.options)
+    wrong: list[Any] = []
+
+    def read(seed: int) -> None:
+        rows = np.random.default_rng(seed).integers(0, len(near), 30)
+        for a, b in zip(far.rows(rows), near.rows(rows), strict=True):
+            if a["input_ids"].tobytes() != b["input_ids"].tobytes():
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_cannot_work_says_what_to_do(server: Served) -> None:
+    put(server, LEVANTER / "text_gpt2style_single/cache/train")
+    with pytest.raises(actshard.ArgumentError, match="open_cache"):
+        actshard.open("s3://lab/acts/run", storage_options=server.options)
+    for write in (
+        lambda: tokens.CacheWriter("s3://lab/acts/new", {"input_ids": np.int32}),
+        lambda: tokens.build_cache("none.jsonl", "s3://lab/acts/new", None, tokens.PrebuiltFormat()),
+    ):
+        with pytest.raises(actshard.ArgumentError, match="local") as caught:
+            write()
+        assert len(str(caught.value).splitlines()) == 1
+    with pytest.raises(actshard.ArgumentError, match="expected a URL"):
+        tokens.open_cache(LEVANTER / "text_gpt2style_single/cache", storage_options={"region": "x"})
