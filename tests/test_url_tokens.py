@@ -82,7 +82,7 @@ def equal(far: tokens.TokenCache, near: tokens.TokenCache) -> None:
 
 
 def same_rows(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert list(a) == list(b)
+    assert sorted(a) == sorted(b)
     for name, row in b.items():
         assert (a[name].dtype, a[name].shape) == (row.dtype, row.shape)
         assert a[name].tobytes() == row.tobytes()
@@ -108,12 +108,16 @@ def same_batches(far: Any, near: Any) -> None:
         assert x is None or (x.dtype == y.dtype and x.tobytes() == y.tobytes())
 
 
+@pytest.mark.filterwarnings("ignore:.*without eos tokens")
 @pytest.mark.parametrize("cache", CACHES, ids=[str(c.relative_to(LEVANTER)).replace("/cache", "") for c in CACHES])
 @pytest.mark.parametrize("kind", ["s3", "hf", "web"])
 def test_a_remote_cache_holds_what_the_folder_holds(cache: Path, kind: str, server: Served, lab: Hub) -> None:
     put(server, cache)
     near = tokens.open_cache(cache)
     far = open_at(kind, server, lab)
+    if kind == "web" and not near.ledger.field_counts:
+        assert (len(far), far.fields) == (0, ()), "the folders of an empty cache cannot be listed"
+        return
     equal(far, near)
     if "feats" not in near.fields and len(near):
         for a, b in zip(datasets(far), datasets(near), strict=True):
@@ -136,13 +140,13 @@ def test_opening_on_the_hub_asks_for_the_commit_its_files_and_the_ledger(server:
     put(server, LEVANTER / "serial_rank2/cache")
     cache = open_at("hf", server, lab)
     assert len(cache) == 9
-    assert {kind for kind, _, _ in lab.requests} <= {"info", "tree", "resolve", "resolve-cache"}
-    files = [path for kind, path, _ in lab.requests if kind.startswith("resolve")]
+    assert {kind for kind, _, _ in lab.requests} == {"info", "tree", "resolve", "small"}
+    files = [path for kind, path, _ in lab.requests if kind in ("resolve", "small")]
     assert all(path.endswith("shard_ledger.json") for path in files), files
 
 
 def test_a_cache_of_a_thousand_shards_opens_without_a_request_for_a_shard(server: Served) -> None:
-    """Nor for their listing, nor to read one window: only its shard is opened."""
+    """Nor for their listing. A window opens its own shard."""
     shards = [f"train-{n:05d}-of-01113" for n in range(1113)]
     with tokens.CacheWriter(server.root / "lab/one", {"input_ids": np.int32}) as writer:
         writer.append([{"input_ids": np.arange(40, dtype=np.int32)} for _ in range(5)])
@@ -161,13 +165,17 @@ def test_a_cache_of_a_thousand_shards_opens_without_a_request_for_a_shard(server
         shutil.copytree(server.root / "lab/one", root / shards[n])
     (root / "shard_ledger.json").write_text(json.dumps(ledger))
     cache = tokens.open_cache("s3://lab/many", storage_options=server.options)
+    assert server.since(0) == ["lab/many/shard_ledger.json"]
     windows = tokens.TokenSeqDataset(cache, 100)
     assert len(windows) == 2226
-    assert server.since(0) == ["lab/many/shard_ledger.json"]
+    # The first shard has the field's dtype, and shapes if rows have several axes.
+    assert [path.split("/")[2:] for path in server.since(1)] == [
+        [shards[0], "input_ids", name, "zarr.json"] for name in ("data", "shapes")
+    ]
     # Windows 14 and 15 are shard 7.
     assert windows.get_batch([14]).tobytes() == np.tile(np.arange(40, dtype=np.int32), 3)[:100].tobytes()
     touched = {path.split("/")[2] for path in server.since(1)}
-    assert touched == {shards[0], shards[7]}, "the first shard has the field's dtype"
+    assert touched == {shards[0], shards[7]}
     assert not any("list-type" in query for _, _, query in server.requests)
     before = len(server.requests)
     again = pickle.loads(pickle.dumps(windows))
@@ -239,9 +247,7 @@ def test_streams_mixtures_ranges_and_states_are_those_of_local_caches(server: Se
             if step == 3:
                 state = a.state_dict()
         assert json.dumps(state)
-        resumed = mixture(pickle.loads(pickle.dumps(far.datasets["a"].windows.cache))).stream(
-            8, rank=rank, world_size=2
-        )
+        resumed = pickle.loads(pickle.dumps(far)).stream(8, rank=rank, world_size=2)
         resumed.load_state_dict(state)
         wanted = near.stream(8, rank=rank, world_size=2)
         wanted.load_state_dict(state)
@@ -268,7 +274,6 @@ def test_objects_that_change_or_are_refused_are_errors_in_one_line(server: Serve
     file = server.root / "lab/acts/run" / data
     held = file.read_bytes()
     file.write_bytes(held + b"x")
-    cache._memory = None  # type: ignore[assignment]
     refused(opened(), actshard.FormatError, rf"s3://lab/acts/run/{data}")
     fresh = pickle.loads(pickle.dumps(cache))  # knows the object of before
     refused(fresh, actshard.FormatError, rf"^s3://lab/acts/run/{data}: was replaced after it was opened")
@@ -354,7 +359,7 @@ def test_what_cannot_work_says_what_to_do(server: Served) -> None:
         lambda: tokens.CacheWriter("s3://lab/acts/new", {"input_ids": np.int32}),
         lambda: tokens.build_cache("none.jsonl", "s3://lab/acts/new", None, tokens.PrebuiltFormat()),
     ):
-        with pytest.raises(actshard.ArgumentError, match="local") as caught:
+        with pytest.raises(actshard.ArgumentError, match="Write the cache to a local folder, then copy it") as caught:
             write()
         assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(actshard.ArgumentError, match="expected a URL"):

@@ -148,12 +148,13 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/")
 """Start of a URL. One slash is enough, because ``Path("s3://bucket")`` is ``s3:/bucket``. A scheme has at least two characters."""
 
 
-def local_path(value: Any, what: str = "path") -> Path:
+def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a local folder.") -> Path:
     """Returns the absolute path of a local file or folder. Expands ``~``; does not follow links.
 
     Args:
         value: a str or an ``os.PathLike`` of str. The path need not exist.
         what: the argument's name, for messages.
+        remedy: what to do about a URL.
 
     Raises:
         ArgumentTypeError: another type. It is an ArgumentError and a TypeError.
@@ -168,9 +169,7 @@ def local_path(value: Any, what: str = "path") -> Path:
     if not name:
         raise ArgumentError(f"{what}: expected a path, found an empty string")
     if _URL.match(name):
-        raise ArgumentError(
-            f"{what}: remote paths are not supported: {_shortened(name)}. Copy the data to a local folder."
-        )
+        raise ArgumentError(f"{what}: remote paths are not supported: {_shortened(name)}. {remedy}")
     try:
         os.fsencode(name)
     except UnicodeEncodeError as error:

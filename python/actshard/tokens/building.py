@@ -36,7 +36,7 @@ from actshard.tokens.shards import Counts, Task, build_shard
 from actshard.tokens.sources import AnySource, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 from actshard.tokens.workers import Workers
-from actshard.tokens.writing import FieldWriters, checked_storage
+from actshard.tokens.writing import WRITE_HERE, FieldWriters, checked_storage
 from actshard.work import locked, make_folder, remove, sync_folders, sync_tree, write_json
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
@@ -175,7 +175,7 @@ class Build:
         options: BuildOptions,
         progress: Watch | None = None,
     ) -> None:
-        self.out = local_path(out, "out")
+        self.out = local_path(out, "out", WRITE_HERE)
         self.layout, self.storage = options.layout, options.storage
         self.skip, self.jobs = options.on_error == "skip", options.jobs
         self.keep_shards, self.overwrite = options.keep_shards, options.overwrite

@@ -315,6 +315,14 @@ class JaggedView:
 def _fields_on_disk(root: Location, ledger: Ledger) -> list[str]:
     """Fields of a cache whose ledger lists none: folders that contain an ``offsets`` array."""
     shards = set(ledger.finished_shards)
+    if not root.lists:
+        if not ledger.total_num_rows:
+            return []
+        raise UnsupportedError(
+            "the ledger lists no fields (it is of an older Levanter), and a web server cannot be listed: copy the cache to a "
+            "local folder, or open it from its bucket",
+            path=root,
+        )
     if not root.is_local:
         return sorted(_fields_in_store(root, root, shards))
     found = []
@@ -330,12 +338,6 @@ def _fields_on_disk(root: Location, ledger: Ledger) -> list[str]:
 
 def _fields_in_store(root: Location, folder: Location, shards: set[str]) -> Iterator[str]:
     """As :func:`_fields_on_disk`, without listing chunks."""
-    if not root.lists:
-        raise UnsupportedError(
-            "the ledger lists no fields (it is of an older Levanter), and a web server cannot be listed: copy the cache to a "
-            "local folder, or open it from its bucket",
-            path=root,
-        )
     entries = {entry.name: entry.kind for entry in folder.entries()}
     if folder != root and ledgers.NAME in entries:
         return

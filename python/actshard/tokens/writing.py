@@ -34,6 +34,7 @@ from actshard.tokens.ledger import Ledger
 from actshard.work import Lock, locked, remove, sync_folders, sync_tree
 
 STORAGES = ("plain", "lz4")
+WRITE_HERE = "Write the cache to a local folder, then copy it."
 _NO_SHAPES: NDArray[np.int64] = np.empty(0, np.int64)
 _STAGED = re.compile(r"\.tmp\.\d+\.\d+$")
 _WRITTEN = "written"
@@ -128,7 +129,7 @@ class CacheWriter:
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.path = local_path(path)
+        self.path = local_path(path, remedy=WRITE_HERE)
         if not isinstance(fields, Mapping):
             raise ArgumentTypeError(f"fields: expected dtypes by name, found {type(fields).__name__}")
         if not fields:
