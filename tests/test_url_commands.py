@@ -187,3 +187,40 @@ def test_options_that_are_wrong_are_told_without_their_values(server: Served) ->
 def test_the_help_says_where_secrets_belong() -> None:
     said = " ".join(command("info", "--help", COLUMNS="200").stdout.replace("│", "").split())
     assert "pass secrets in environment variables" in said
+
+
+def test_the_cache_on_disk_is_looked_at_and_cleared(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("ACTSHARD_CACHE", str(folder))
+    assert actshard.cache_info() == actshard.CacheInfo(folder, 0, None, 0)
+    assert actshard.clear_cache() == actshard.CacheInfo(folder, 0, None, 0)
+    assert not folder.exists()
+    store = actshard.open(f"s3://bucket/{SAEV.name}", storage_options=server.options, cache="50MiB")
+    rows = store.last_tokens(store.layers[0])
+    found = actshard.cache_info()
+    assert (found.folder, found.limit) == (folder, 50 << 20)
+    assert found.objects > 0
+    assert found.bytes > 0
+    assert json.loads(command("cache", "info", "--json").stdout) == found.as_dict()
+    assert "52.4 MB" in command("cache", "info", str(folder)).stdout
+    said = json.loads(command("cache", "clear", "--json").stdout)
+    assert (said["freed"], said["bytes"], said["objects"]) == (found.bytes, 0, 0)
+    # A store that is open goes on.
+    assert np.array_equal(store.last_tokens(store.layers[0]), rows)
+    assert np.array_equal(store.last_tokens(store.layers[0]), rows)
+    assert actshard.clear_cache(folder).bytes == 0
+    assert "0 B removed" in command("cache", "clear", str(folder)).stdout
+
+
+def test_a_folder_that_is_no_cache_is_not_cleared(tmp_path: Path) -> None:
+    (tmp_path / "objects").mkdir()
+    (tmp_path / "objects/mine").write_text("mine")
+    for verb in ("info", "clear"):
+        said = command("cache", verb, str(tmp_path), status=1).stderr
+        assert said == f"actshard: {tmp_path}: expected a cache on disk, found none\n"
+    with pytest.raises(actshard.NotAFileError, match="expected the folder of a cache"):
+        actshard.cache_info(tmp_path / "objects/mine")
+    assert (tmp_path / "objects/mine").read_text() == "mine"

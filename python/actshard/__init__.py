@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from actshard._native import build_info
+from actshard.caching import CacheInfo, cache_info, clear_cache
 from actshard.converting import Conversion, convert
 from actshard.errors import (
     ActshardError,
@@ -40,6 +41,7 @@ from actshard.errors import (
 )
 from actshard.merging import merge
 from actshard.opening import open
+from actshard.staging import Staged, stage
 from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, Stream
@@ -54,6 +56,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "Batch",
+    "CacheInfo",
     "ClosedError",
     "Conversion",
     "DiskFullError",
@@ -74,6 +77,7 @@ __all__ = [
     "OutOfRangeError",
     "OverflowWarning",
     "Report",
+    "Staged",
     "Stats",
     "Store",
     "Stream",
@@ -85,10 +89,13 @@ __all__ = [
     "Writer",
     "__version__",
     "build_info",
+    "cache_info",
+    "clear_cache",
     "convert",
     "create",
     "merge",
     "open",
+    "stage",
     "verify",
 ]
 

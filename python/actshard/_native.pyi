@@ -18,10 +18,13 @@ __all__ = [
     "build_info",
     "cast_into",
     "check_decoded_size",
+    "clear_disk_cache",
     "copy_range",
+    "copy_ranges",
     "count_overflows",
     "count_selected",
     "digest_file",
+    "disk_cache_info",
     "dtypes",
     "error_kinds",
     "finding_codes",
@@ -368,3 +371,6 @@ class RemoteStore:
     def read(self, key: str, start: int, length: int) -> bytes: ...
 
 def is_remote(text: str) -> bool: ...
+def copy_ranges(ranges: list[tuple[str | PathLike[str], str | PathLike[str], int, int]]) -> None: ...
+def disk_cache_info(folder: str | PathLike[str]) -> tuple[int, int, int] | None: ...
+def clear_disk_cache(folder: str | PathLike[str]) -> bool: ...

@@ -95,16 +95,18 @@ def _is_remote(value: Any) -> bool:
         return False
 
 
+def cache_folder() -> Path:
+    """Folder of the cache on disk, if only its size is given: ``$ACTSHARD_CACHE``, or ``actshard`` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return local_path(os.environ.get("ACTSHARD_CACHE") or f"{home}/actshard", "cache")
+
+
 def _cache_of(cache: Any) -> tuple[str, int] | None:
     """Folder and limit of a cache on disk. Without a folder: ``$ACTSHARD_CACHE``, or ``actshard`` in the user's cache folder."""
     if cache is None or cache is False:
         return None
     if isinstance(cache, int | np.integer) or (isinstance(cache, str) and cache.lstrip()[:1].isdigit()):
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        folder = os.environ.get("ACTSHARD_CACHE") or f"{home}/actshard"
-        return os.fspath(local_path(folder, "cache")), size(
-            int(cache) if isinstance(cache, np.integer) else cache, "cache"
-        )
+        return os.fspath(cache_folder()), size(int(cache) if isinstance(cache, np.integer) else cache, "cache")
     return os.fspath(local_path(cache, "cache")), CACHE_BYTES
 
 

@@ -26,6 +26,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+cache_app = typer.Typer(no_args_is_help=True, help="The cache on disk of remote datasets (--cache, cache=).")
+app.add_typer(cache_app, name="cache")
+
+CacheFolder = Annotated[
+    str | None,
+    typer.Argument(help="Its folder. Default: $ACTSHARD_CACHE, or ~/.cache/actshard.", show_default=False),
+]
 PathArgument = Annotated[
     str,
     typer.Argument(
@@ -82,13 +89,14 @@ def info_command(
     tokens = _cache_at(at, format)
     if tokens is not None:
         from actshard.cli import caches
+        from actshard.cli.info import whence
 
-        _print(json, lambda: caches.about(tokens), lambda: caches.show_info(tokens))
+        _print(json, lambda: caches.about(tokens) | whence(at), lambda: caches.show_info(tokens))
         return
     from actshard.cli import info as verb
 
     store = actshard.open(at, format)
-    _print(json, store.info, lambda: verb.show(store))
+    _print(json, lambda: verb.about(store), lambda: verb.show(store))
 
 
 @app.command("head")
@@ -359,6 +367,48 @@ def verify_command(
     _print(json, report.as_dict, lambda: verb.show(report))
     _checked.append(path)
     raise typer.Exit(report.status)
+
+
+@app.command("stage")
+def stage_command(
+    source: Annotated[
+        str, typer.Argument(metavar="URL", help="The dataset or token cache: a URL or a path.", show_default=False)
+    ],
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="The local folder to create, such as $TMPDIR/run.", show_default=False)
+    ],
+    layer: Annotated[str, typer.Option("--layers", "--layer", help="Comma-separated names. Default: all.")] = "",
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Accept a complete copy without asking whether the source changed.")
+    ] = False,
+    storage_option: StorageOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Copy a dataset, or some of its layers, to a local folder, once: run it in every process of a node, and again after a kill."""
+    from actshard.cli import stage as verb
+
+    done = verb.run(source, folder, layer, storage_option, check=not no_check, quiet=json)
+    _print(json, done.as_dict, lambda: verb.show(done))
+
+
+@cache_app.command("info")
+def cache_info_command(folder: CacheFolder = None, json: JsonOption = False) -> None:
+    """Print folder, size, limit and number of objects."""
+    from actshard.cli import caching as verb
+
+    found = actshard.cache_info(folder)
+    _print(json, found.as_dict, lambda: verb.show(found))
+
+
+@cache_app.command("clear")
+def cache_clear_command(folder: CacheFolder = None, json: JsonOption = False) -> None:
+    """Remove what is cached. Processes that read through the cache go on, and download again."""
+    from actshard.cli import caching as verb
+
+    before = actshard.cache_info(folder)
+    after = actshard.clear_cache(folder)
+    freed = max(before.bytes - after.bytes, 0)
+    _print(json, lambda: {**after.as_dict(), "freed": freed}, lambda: verb.show_cleared(after, freed))
 
 
 @app.command("demo")

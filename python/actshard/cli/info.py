@@ -7,12 +7,31 @@ from typing import Any
 from rich.markup import escape
 
 from actshard.cli._format import one_line, show_facts, size
+from actshard.location import Location
+from actshard.staging import origin
+from actshard.storage import Remote
 from actshard.store import Store
+
+
+def whence(path: Any) -> dict[str, Any]:
+    """``revision``: the commit of a dataset of the hub. ``staged_from``: the source of a staged copy."""
+    at = Location.at(path)
+    if isinstance(at.storage, Remote):
+        return {"revision": at.storage.native.revision} if at.storage.native.revision else {}
+    found = origin(at.local)
+    return {} if found is None else {"staged_from": found}
+
+
+def about(store: Store) -> dict[str, Any]:
+    """Returns a dataset's properties as plain values."""
+    return store.info() | whence(store.path)
 
 
 def show(store: Store) -> None:
     """Prints a dataset's properties."""
     about = store.info()
+    more = whence(store.path)
+    staged = more.get("staged_from")
     if about["tokens"] is None:
         tokens = "[dim]not counted: requires decoding every shard[/]"
     else:
@@ -25,6 +44,8 @@ def show(store: Store) -> None:
     lines: list[tuple[str, Any]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),
+        *([("commit", more["revision"])] if "revision" in more else []),
+        *([("staged from", escape(_text(staged)))] if staged else []),
         ("model", escape(str(about["model"])) if about["model"] else "[dim]not recorded[/]"),
         ("examples", f"{about['examples']:,}"),
         ("tokens", tokens),
@@ -39,3 +60,9 @@ def show(store: Store) -> None:
     ]
     lines += [(key, escape(one_line(value, 100))) for key, value in about["provenance"].items() if value is not None]
     show_facts(lines, store.warnings)
+
+
+def _text(staged: dict[str, Any]) -> str:
+    commit = f" at commit {staged['revision']}" if staged["revision"] else ""
+    layers = "" if staged["layers"] is None else f", layers {', '.join(map(str, staged['layers']))}"
+    return f"{staged['source']}{commit}{layers}"

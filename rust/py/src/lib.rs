@@ -6,6 +6,7 @@
 //! - `stream`: ordered batches, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `place`: paths and remote locations from Python; `remote`: the stores of the latter
+//! - `copying`: copies of objects in local files, and the cache on disk
 //! - `detach`: the only function that releases the GIL
 //! - `tokens`: token caches, their batches and orders
 //! - `write`: writing files, scanning values
@@ -14,6 +15,7 @@
 
 mod arguments;
 mod buffer;
+mod copying;
 mod detach;
 mod errors;
 mod handle;
@@ -229,6 +231,9 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<ZarrMeta>()?;
     m.add_class::<remote::RemoteStore>()?;
     m.add_function(wrap_pyfunction!(remote::is_remote, m)?)?;
+    m.add_function(wrap_pyfunction!(copying::copy_ranges, m)?)?;
+    m.add_function(wrap_pyfunction!(copying::disk_cache_info, m)?)?;
+    m.add_function(wrap_pyfunction!(copying::clear_disk_cache, m)?)?;
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;

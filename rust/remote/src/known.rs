@@ -76,6 +76,11 @@ impl Known {
         }
     }
 
+    /// Whether everything below a folder was listed.
+    pub fn is_deep(&self, folder: &str) -> bool {
+        self.is_below_deep(folder)
+    }
+
     fn is_below_deep(&self, key: &str) -> bool {
         self.deep.iter().any(|folder| folder == key || is_inside(key, folder))
     }

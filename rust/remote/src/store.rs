@@ -142,6 +142,9 @@ impl RemoteStore {
     pub fn scan(&self, folder: &Location, deep: bool, stop: &Stop) -> Result<Vec<Found>> {
         let key = self.key(folder)?;
         let names = |known: &mut Known| -> Option<Vec<Found>> {
+            if deep && !known.is_deep(key) {
+                return None;
+            }
             let names = known.names(key)?;
             Some(names.map(|(name, size)| Found { name: name.to_string(), size }).collect())
         };

@@ -1,7 +1,7 @@
 //! A cache of far objects on the local disk, shared by all threads and processes that use its folder.
 //!
 //! ```text
-//! VERSION  lock  objects/<sha256(address without credentials, version tag, size)>-<size>/{data, state, url}
+//! VERSION  lock  limit  objects/<sha256(address without credentials, version tag, size)>-<size>/{data, state, url}
 //! ```
 //! `data` is sparse; `state` holds what is known of it (`geometry`). Bytes are downloaded by pages of 64 KiB, checked by sectors
 //! of 4 KiB, and locked and evicted by blocks of 4 MiB.
@@ -76,6 +76,28 @@ impl DiskCache {
     /// cannot hold a cache, reads go on without one, and [`DiskCache::take_warning`] gives the reason.
     pub fn open(folder: &Path, limit: u64) -> Result<DiskCache> {
         DiskCache::open_on(folder, limit, &pread::is_network)
+    }
+
+    /// The cache in a folder, to look at it or to clear it; `None` if there is none. Its limit is that of its last user.
+    pub fn existing(folder: &Path) -> Result<Option<DiskCache>> {
+        let has_cache = |root: &Path| root.join("objects").is_dir() && root.join("lock").is_file();
+        let inside = inside(folder);
+        let root = if std::fs::read_to_string(folder.join("VERSION")).is_ok_and(|found| found == VERSION) {
+            folder
+        } else {
+            inside.as_path()
+        };
+        if !has_cache(root) {
+            return Ok(None);
+        }
+        if pread::is_network(root) {
+            let text = "the folder is on a network file system, whose locks cannot be trusted";
+            return Err(Error::new(Kind::Unsupported, text).at(folder.to_path_buf()));
+        }
+        let text = std::fs::read_to_string(root.join("limit")).unwrap_or_default();
+        let limit = text.trim_end().parse().ok().filter(|limit| *limit >= LEAST).unwrap_or(0);
+        let opened = Folder::new(root.to_path_buf(), limit);
+        Ok(Some(DiskCache { folder: Arc::new(opened), chosen: folder.into(), on: true }))
     }
 
     fn open_on(folder: &Path, limit: u64, is_network: &dyn Fn(&Path) -> bool) -> Result<DiskCache> {
@@ -172,6 +194,11 @@ impl DiskCache {
     }
 }
 
+/// The folder for this version of the layout inside one of another version.
+fn inside(folder: &Path) -> PathBuf {
+    folder.join(format!("version-{}", VERSION.trim_end()))
+}
+
 /// Makes the folder, and returns the one for this version of the layout: inside it, if it has another version.
 fn prepare(folder: &Path) -> io::Result<PathBuf> {
     let make = |path: &Path| std::fs::DirBuilder::new().mode(0o700).recursive(true).create(path);
@@ -181,7 +208,7 @@ fn prepare(folder: &Path) -> io::Result<PathBuf> {
     // Anything but a number is damage, and is replaced.
     let number = found.strip_suffix('\n').filter(|text| text.len() < 10 && text.parse::<u32>().is_ok());
     if number.is_some() && found != VERSION {
-        root = root.join(format!("version-{}", VERSION.trim_end()));
+        root = inside(folder);
     }
     make(&root.join("objects"))?;
     let file = system::open_rw(&root.join("VERSION"), true)?;
@@ -200,6 +227,10 @@ fn start(folder: &Folder) -> io::Result<()> {
     file.write_all_at(&[1; 8192], 0)?;
     system::punch(&file, 0, 4096)?;
     std::fs::remove_file(&probe)?;
+    // For `existing`. Under the lock, so that it is never half of two limits.
+    let limit = system::open_rw(&folder.root.join("limit"), true)?;
+    limit.set_len(0)?;
+    limit.write_all_at(format!("{}\n", folder.limit).as_bytes(), 0)?;
     books.shrink()?;
     books.close()
 }

@@ -3,8 +3,9 @@
 //! cached within a budget of descriptors ([`slots`], [`descriptors`]).
 //!
 //! A remote store implements both traits; its [`Wishes`] decide how reads are planned, and [`fetch`](mod@fetch) reads many
-//! ranges accordingly.
+//! ranges accordingly. [`copying`] copies sources into local files.
 
+pub mod copying;
 pub mod descriptors;
 mod direct;
 pub mod fetch;

@@ -203,6 +203,29 @@ fn the_limit_holds_and_a_lower_one_is_applied_at_once() {
 }
 
 #[test]
+fn a_folder_is_looked_at_and_cleared_without_its_limit() {
+    let folder = tempfile::tempdir().unwrap();
+    assert!(DiskCache::existing(folder.path()).unwrap().is_none());
+    assert!(DiskCache::existing(&folder.path().join("none")).unwrap().is_none());
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    let cache = DiskCache::open(folder.path(), 20 * MIB).unwrap();
+    let server = server();
+    let source = cache.source(Far::new(&server, 1, 5 * MIB).boxed());
+    assert!(is_right(&*source, 1, 0, 5 * MIB));
+    let seen = DiskCache::existing(folder.path()).unwrap().unwrap();
+    let (own, theirs) = (cache.info().unwrap(), seen.info().unwrap());
+    assert_eq!((theirs.bytes, theirs.objects, theirs.limit), (own.bytes, 1, 20 * MIB));
+    seen.clear().unwrap();
+    assert_eq!(seen.info().unwrap().objects, 0);
+    assert!(is_right(&*source, 1, 0, 5 * MIB));
+    DiskCache::open(folder.path(), 16 * MIB).unwrap();
+    assert_eq!(DiskCache::existing(folder.path()).unwrap().unwrap().limit(), 16 * MIB);
+    // Of an older version of actshard, which wrote no limit.
+    std::fs::remove_file(folder.path().join("limit")).unwrap();
+    assert_eq!(DiskCache::existing(folder.path()).unwrap().unwrap().limit(), 0);
+}
+
+#[test]
 fn a_scan_does_not_evict_what_random_reads_use() {
     let (_folder, cache) = cache(32 * MIB);
     let server = server();

@@ -1,0 +1,34 @@
+"""``actshard stage``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.markup import escape
+
+from actshard.cli._format import console, size
+from actshard.cli._places import options_named
+from actshard.cli._progress import progress
+from actshard.errors import ArgumentError
+from actshard.staging import Staged, stage
+
+
+def run(source: str, folder: str, layers: str, options: Sequence[str] | None, *, check: bool, quiet: bool) -> Staged:
+    """Stages a dataset and shows progress."""
+    try:
+        names = [int(name) for name in layers.split(",")] if layers else None
+    except ValueError:
+        raise ArgumentError(f"--layers: expected integers, found {layers!r}") from None
+    with progress("staging", quiet=quiet) as watch:
+        return stage(
+            source, folder, names, storage_options=options_named(options) or None, check=check, progress=watch.stage
+        )
+
+
+def show(done: Staged) -> None:
+    """Prints the result."""
+    out = console()
+    fetched = f"{size(done.fetched)} read" if done.fetched else "it was complete"
+    out.print(f"{escape(str(done.path))}: {done.files:,} files, {size(done.bytes)}; {fetched}", soft_wrap=True)
+    for loss in done.losses:
+        out.print(f"[yellow]lost[/] {escape(loss)}", soft_wrap=True)

@@ -1,0 +1,345 @@
+"""Staged copies: complete under their name, fetched once, by one of many processes, and by layer no byte of another."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard import staging, tokens
+from conftest import GOLDEN, refuses, saev_dump
+from hub import hub
+from served import Served, served
+from test_url_commands import command, outcome, words_of
+
+SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
+LMPROBE = GOLDEN / "lmprobe/fullseq_f32"
+DATASETS = [
+    SAEV,
+    LMPROBE,
+    GOLDEN / "lmprobe/fullseq_logits_router",
+    GOLDEN / "pickle/numpy2_proto5",
+    GOLDEN / "zarr/v3_sharded/activations.zarr",
+    GOLDEN / "zarr/run_20260122_101112",
+]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path / "served") as found:
+        yield found
+
+
+def put(server: Served, path: Path) -> str:
+    shutil.copytree(path, server.root / "bucket/run" / path.name)
+    return f"s3://bucket/run/{path.name}"
+
+
+def fetched(server: Served, since: int = 0) -> list[str]:
+    """Names of the objects of all answers, without listings."""
+    return [Path(path).name for _, path, query in server.requests[since:] if "list-type" not in query]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+    return {name: data for name, data in found.items() if name != staging.MARKER}
+
+
+def quietly(path: Path) -> actshard.Store:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return actshard.open(path)
+
+
+@pytest.mark.parametrize("path", DATASETS, ids=lambda path: path.parent.name + "-" + path.name)
+def test_a_copy_has_the_files_of_the_source_and_is_fetched_once(path: Path, server: Served, tmp_path: Path) -> None:
+    url = put(server, path)
+    done = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert files(done.path) == files(path)
+    assert (done.files, done.bytes) == (len(files(path)), sum(map(len, files(path).values())))
+    assert done.fetched == done.bytes
+    assert sorted(set(fetched(server))) == sorted({Path(name).name for name in files(path)})
+    assert outcome(done.path) == outcome(path)
+    assert quietly(tmp_path / "copy").path == done.path
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "served"]
+    before = len(server.requests)
+    again = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert (again.path, again.bytes, again.fetched) == (done.path, done.bytes, 0)
+    assert fetched(server, before) == []
+    assert len(server.requests) - before == 1, "one listing"
+
+
+def test_what_changed_is_fetched_and_nothing_else(server: Served, tmp_path: Path) -> None:
+    url = put(server, SAEV)
+    done = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    reader = quietly(done.path)
+    layer = reader.layers[0]
+    wanted = reader.last_tokens(layer)
+    far = server.root / "bucket/run" / SAEV.name
+    shard = far / "acts000001.bin"
+    shard.write_bytes(bytes(len(shard.read_bytes())))  # as long as before
+    (far / "labels.bin").unlink()
+    before = len(server.requests)
+    again = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert set(fetched(server, before)) - {"metadata.json", "shards.json"} == {"acts000001.bin"}
+    assert again.fetched == shard.stat().st_size
+    assert files(again.path) == files(far)
+    assert np.array_equal(reader.last_tokens(layer), wanted), "open copies stay as they were"
+    # What was lost here is fetched too.
+    (again.path / "acts000000.bin").unlink()
+    assert actshard.stage(url, tmp_path / "copy", storage_options=server.options).fetched > 0
+    assert files(again.path) == files(far)
+
+
+CHILD = """
+    import json, os, signal, sys
+    from actshard import staging
+    staging._FILES = 2
+    url, folder, options, layers, after = json.loads(sys.argv[1])
+    def progress(what, done, total):
+        if done >= after > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    staging.stage(url, folder, layers, storage_options=options, progress=progress)
+"""
+
+
+def killed(*arguments: Any) -> None:
+    words = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CHILD), json.dumps(arguments)]
+    assert subprocess.run(words, check=False, timeout=120).returncode == -signal.SIGKILL
+
+
+def test_a_killed_copy_goes_on_with_the_files_that_are_missing(server: Served, tmp_path: Path) -> None:
+    url = put(server, LMPROBE)
+    tensors = {name: len(data) for name, data in files(LMPROBE).items() if name.startswith("tensors/")}
+    half = sum(map(len, files(LMPROBE).values())) - sum(tensors.values()) // 2  # tensors come last
+    killed(url, str(tmp_path / "copy"), server.options, None, half)
+    assert not (tmp_path / "copy").exists()
+    first = set(fetched(server))
+    # One of the files that are there already changes meanwhile.
+    kept = sorted(f.name for f in (tmp_path / ".copy.actshard-stage/new").rglob("*.safetensors"))
+    assert len(kept) > 4
+    changed = server.root / "bucket/run" / LMPROBE.name / "tensors" / kept[0]
+    changed.write_bytes(changed.read_bytes()[::-1])
+    before = len(server.requests)
+    done = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert files(done.path) == files(server.root / "bucket/run" / LMPROBE.name)
+    assert set(fetched(server, before)) & set(kept) == {kept[0]}
+    assert first >= set(kept)
+    assert 0 < done.fetched < done.bytes
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "served"]
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(server: Served, tmp_path: Path) -> None:
+    url = put(server, SAEV)
+    done = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    work = tmp_path / ".copy.actshard-stage"
+    work.mkdir()
+    (tmp_path / "copy").rename(work / "old")
+    again = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert (again.path, again.fetched) == (done.path, 0)
+    work.mkdir()
+    shutil.copytree(tmp_path / "copy", work / "new")
+    (tmp_path / "copy").rename(work / "old")
+    assert actshard.stage(url, tmp_path / "copy", storage_options=server.options).fetched == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "served"]
+
+
+def _stage(url: str, folder: str, options: dict[str, Any], layers: Any) -> tuple[str, int]:
+    done = actshard.stage(url, folder, layers, storage_options=options)
+    return str(done.path), done.fetched
+
+
+@pytest.mark.parametrize("layers", [None, [3]])
+def test_one_of_many_processes_fetches(server: Served, tmp_path: Path, layers: Any) -> None:
+    url = put(server, LMPROBE)
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        jobs = [pool.apply_async(_stage, (url, str(tmp_path / "copy"), server.options, layers)) for _ in range(4)]
+        found = [job.get(120) for job in jobs]
+    assert len({path for path, _ in found}) == 1
+    assert sum(number > 0 for _, number in found) == 1
+    tensors = [name for name in fetched(server) if name.endswith(".safetensors")]
+    if layers is None:
+        assert len(tensors) == len(set(tensors))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "served"]
+
+
+@pytest.mark.parametrize("path", DATASETS, ids=lambda path: path.parent.name + "-" + path.name)
+def test_a_copy_of_some_layers_is_a_dataset_of_them(path: Path, server: Served, tmp_path: Path) -> None:
+    url = put(server, path)
+    near = quietly(path)
+    layers = near.layers[-1:]
+    done = actshard.stage(url, tmp_path / "copy", layers, storage_options=server.options)
+    made = quietly(done.path)
+    assert (made.format, made.layers, made.dtype, len(made)) == (near.format, layers, near.dtype, len(near))
+    for example in range(len(near)):
+        assert made.sequence(example, layers[0]).tobytes() == near.sequence(example, layers[0]).tobytes()
+    if near.labels is not None:
+        assert np.array_equal(made.labels, near.labels)
+    assert actshard.verify(done.path, deep=True).ok
+    before = len(server.requests)
+    assert actshard.stage(url, tmp_path / "copy", layers, storage_options=server.options).fetched == 0
+    assert len(server.requests) - before == 1
+    others = {name for name in fetched(server) if any(f"layer{layer:03}_" in name for layer in near.layers[:-1])}
+    assert others <= {f"hidden_layer{near.layers[0]:03}_shard000.safetensors"}, "one header tells the dtype"
+
+
+def test_interleaved_layers_are_read_by_their_rows(server: Served, tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).standard_normal((12, 4, 33, 1024)).astype(np.float32)
+    with actshard.create(server.root / "bucket", "saev", layers=[3, 7, 9, 11], d_model=1024) as writer:
+        writer.append(rows)
+    url = f"s3://bucket/{writer.path.name}"
+    done = actshard.stage(url, tmp_path / "copy", [9], storage_options=server.options)
+    assert np.array_equal(np.stack(quietly(done.path).sequences(range(12), 9)), rows[:, 2])
+    read = 0
+    for _, path, query in server.requests:
+        if path.endswith(".bin") and query.startswith("bytes="):
+            first, last = query.removeprefix("bytes=").split("-")
+            read += int(last) - int(first) + 1
+    assert rows[:, 2].nbytes <= read <= 1.2 * rows[:, 2].nbytes
+
+
+def test_a_killed_copy_of_some_layers_goes_on(server: Served, tmp_path: Path) -> None:
+    url = put(server, LMPROBE)
+    layer = quietly(LMPROBE).layers[0]
+    killed(url, str(tmp_path / "copy"), server.options, [layer], 1)
+    assert not (tmp_path / "copy").exists()
+    done = actshard.stage(url, tmp_path / "copy", layer, storage_options=server.options)
+    assert actshard.verify(done.path, deep=True).ok
+    assert done.layers == (layer,)
+
+
+def test_token_caches_are_staged(server: Served, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4]}\n')
+    tokens.build_cache(tmp_path / "a.jsonl", server.root / "bucket/web/train", format={"type": "prebuilt"})
+    done = actshard.stage("s3://bucket/web", tmp_path / "copy", storage_options=server.options)
+    cache = tokens.open_cache(done.path)
+    assert [row["input_ids"].tolist() for row in cache.rows(range(2))] == [[1, 2, 3], [4]]
+    assert actshard.stage("s3://bucket/web", tmp_path / "copy", storage_options=server.options).fetched == 0
+    with pytest.raises(actshard.ArgumentError, match="has no layers"):
+        actshard.stage("s3://bucket/web", tmp_path / "other", [1], storage_options=server.options)
+
+
+def test_a_folder_with_something_else_is_refused_and_stays(server: Served, tmp_path: Path) -> None:
+    url, options = put(server, SAEV), {"storage_options": server.options}
+    other = put(server, LMPROBE)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes.txt").write_text("mine")
+    with refuses(actshard.ExistsError, tmp_path / "mine", "were not staged"):
+        actshard.stage(url, tmp_path / "mine", **options)
+    assert (tmp_path / "mine/notes.txt").read_text() == "mine"
+    with refuses(actshard.ExistsError, tmp_path / "mine/notes.txt", "expected a folder"):
+        actshard.stage(url, tmp_path / "mine/notes.txt", **options)
+    actshard.stage(url, tmp_path / "copy", **options)
+    with refuses(actshard.ExistsError, tmp_path / "copy", f"contains all layers of {url}"):
+        actshard.stage(other, tmp_path / "copy", **options)
+    with refuses(actshard.ExistsError, tmp_path / "copy", "contains all layers"):
+        actshard.stage(url, tmp_path / "copy", [0], **options)
+    (tmp_path / "empty").mkdir()
+    assert actshard.stage(url, tmp_path / "empty", **options).fetched > 0
+
+
+def test_arguments_that_are_wrong_are_told(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, options = put(server, SAEV), {"storage_options": server.options}
+    for layers in ([], [1, 1], ["a"], [1.5]):
+        with pytest.raises(actshard.ArgumentError, match="layers: expected"):
+            actshard.stage(url, tmp_path / "copy", layers, **options)  # type: ignore[arg-type]
+    with pytest.raises(actshard.LayerError):
+        actshard.stage(url, tmp_path / "copy", [99], **options)
+    with pytest.raises(actshard.ArgumentError, match=r"found none named \$NO_SUCH_NAME"):
+        actshard.stage(url, "$NO_SUCH_NAME/copy", **options)
+    with pytest.raises(actshard.ArgumentError, match="remote paths are not supported"):
+        actshard.stage(url, "s3://bucket/copy", **options)
+    with pytest.raises(actshard.UnsupportedError, match="cannot list files"):
+        actshard.stage(server.web("bucket/run"), tmp_path / "copy")
+    put(server, LMPROBE)
+    with pytest.raises(actshard.UnknownFormatError, match="contains 2 datasets"):
+        actshard.stage("s3://bucket/run", tmp_path / "copy", **options)
+    with pytest.raises(actshard.MissingFileError, match="found nothing"):
+        actshard.stage("s3://bucket/none", tmp_path / "copy", **options)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 0, 100))  # type: ignore[attr-defined]
+    before = len(server.requests)
+    with refuses(actshard.DiskFullError, tmp_path / "copy", "100 are free"):
+        actshard.stage(url, tmp_path / "copy", **options)
+    assert not [name for name in fetched(server, before) if name.endswith(".bin")]
+    assert not (tmp_path / "copy").exists()
+
+
+def test_variables_and_the_home_folder_are_expanded(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = put(server, LMPROBE)
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for folder, path in (("$SCRATCH/run", "scratch/run"), ("~/run", "home/run")):
+        assert actshard.stage(url, folder, storage_options=server.options).path == tmp_path / path
+
+
+def test_a_local_dataset_is_staged_with_what_links_name(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("index", "tensors"):
+        (tmp_path / "run" / name).symlink_to(LMPROBE / name)
+    done = actshard.stage(tmp_path / "run", tmp_path / "copy")
+    assert files(done.path) == {k: v for k, v in files(LMPROBE).items() if k.split("/")[0] in ("index", "tensors")}
+    assert not (done.path / "index").is_symlink()
+    assert actshard.stage(tmp_path / "run", tmp_path / "copy").fetched == 0
+
+
+def test_a_staged_copy_needs_no_server(tmp_path: Path) -> None:
+    with served(tmp_path / "served") as server:
+        url, options = put(server, SAEV), server.options
+        done = actshard.stage(url, tmp_path / "copy", storage_options=options)
+    assert actshard.stage(url, tmp_path / "copy", storage_options=options, check=False) == staging.replace(
+        done, fetched=0
+    )
+    assert len(quietly(done.path)) == len(quietly(SAEV))
+
+
+def test_a_copy_of_the_hub_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    with hub() as lab:
+        monkeypatch.setenv("HF_ENDPOINT", lab.url)
+        commit = lab.add("lab/acts", LMPROBE)
+        done = actshard.stage("hf://datasets/lab/acts", tmp_path / "copy")
+        assert done.revision == commit
+        assert files(done.path) == files(LMPROBE)
+        assert lab.count("resolve") == done.files, "one for each file"
+        before = lab.count("resolve")
+        assert actshard.stage("hf://datasets/lab/acts", tmp_path / "copy").fetched == 0
+        assert lab.count("resolve") == before
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert actshard.stage("hf://datasets/lab/acts", tmp_path / "copy").revision == commit
+    said = json.loads(command("info", str(tmp_path / "copy"), "--json").stdout)
+    assert said["staged_from"] == {"source": done.source, "revision": commit, "layers": None}
+    assert commit in command("info", str(tmp_path / "copy"), COLUMNS="300").stdout
+
+
+def test_the_command_stages(server: Served, tmp_path: Path) -> None:
+    url = put(server, LMPROBE)
+    layer = quietly(LMPROBE).layers[0]
+    done = json.loads(
+        command("stage", url, str(tmp_path / "copy"), "--layers", str(layer), *words_of(server), "--json").stdout
+    )
+    assert (done["path"], done["layers"]) == (str(tmp_path / "copy"), [layer])
+    said = command("stage", url, str(tmp_path / "copy"), "--layers", str(layer), *words_of(server)).stdout
+    assert "it was complete" in said
+    assert f"layers {layer}" in command("info", str(tmp_path / "copy"), COLUMNS="300").stdout
+
+
+def test_secrets_are_in_no_marker(server: Served, tmp_path: Path) -> None:
+    url = put(server, SAEV)
+    options = {**server.options, "key": "AKIAPUBLIC", "secret": "hushhush"}
+    options.pop("anon")
+    actshard.stage(url, tmp_path / "copy", storage_options=options)
+    assert "hushhush" not in (tmp_path / "copy" / staging.MARKER).read_text()
