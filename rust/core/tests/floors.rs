@@ -52,6 +52,7 @@ const BINDING: &[&str] = &[
     "detach",
     "remote",
     "place",
+    "copying",
     "buffer",
     "arguments",
     "handle",
