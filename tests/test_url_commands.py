@@ -155,6 +155,24 @@ def test_commands_take_urls(server: Served, tmp_path: Path) -> None:
     assert np.array_equal(actshard.open(done["path"]).last_tokens(near.layers[0]), near.last_tokens(near.layers[0]))
 
 
+def test_info_and_verify_do_not_ask_for_each_chunk(server: Served) -> None:
+    path = GOLDEN / "zarr/single_minimal/activations.zarr"
+    shutil.copytree(path, server.root / "bucket" / path.name)
+    url, options = f"s3://bucket/{path.name}", {"storage_options": server.options}
+
+    def chunks(since: int) -> list[str]:
+        return [
+            p for _, p, _ in server.requests[since:] if "/activations/" in p and not p.endswith((".zarray", ".zattrs"))
+        ]
+
+    far = actshard.open(url, **options)
+    assert far.info()["bytes"] == actshard.open(path).info()["bytes"]
+    assert chunks(0) == []
+    before = len(server.requests)
+    assert actshard.verify(url, **options).ok
+    assert chunks(before) == []
+
+
 def test_stats_prints_a_row_per_layer_or_json(tmp_path: Path) -> None:
     near = actshard.open(SAEV)
     found = json.loads(command("stats", str(SAEV), "--json").stdout)

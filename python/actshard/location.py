@@ -8,6 +8,7 @@ All methods raise :class:`~actshard.ActshardError` only, with the location as it
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import io
 import itertools
@@ -330,6 +331,15 @@ class Location:
             except NotADirectoryError as error:
                 raise NotAFileError("expected a folder, found a file", path=self) from error
         return sorted(found, key=_NAME)
+
+    def list_below(self) -> None:
+        """Lists everything below in as few requests as a remote store allows, so that later calls make none.
+
+        Does nothing for other storages. Failures are left to later calls.
+        """
+        if isinstance(self.storage, Remote) and self.lists:
+            with contextlib.suppress(ActshardError), boundary(self, "list"):
+                self.storage.native.scan(self.key, True)
 
     def count(self, most: int) -> int:
         """Returns the number of names in a folder, at most ``most``; 0 if there is no folder.

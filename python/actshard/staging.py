@@ -224,10 +224,8 @@ def _layers(layers: Any) -> tuple[int, ...] | None:
 
 def _list(source: Location) -> Listed:
     """All files below a location. Remote stores are listed once, in as few requests as they allow."""
-    storage = source.storage
+    source.list_below()
     with boundary(source, "list"):
-        if isinstance(storage, Remote):
-            storage.native.scan(source.key, True)
         if source.kind() == "file":
             raise NotAFileError("expected the folder of a dataset, found a file", path=source)
         found: Listed = {}

@@ -675,6 +675,7 @@ class Store:
     def info(self) -> dict[str, Any]:
         """Returns the properties that ``actshard info`` prints, as plain Python values."""
         present = missing = total = 0
+        Location.at(self.path).list_below()
         for file in self._contents.files():
             found = None
             with contextlib.suppress(ActshardError):

@@ -253,6 +253,7 @@ def fingerprint(store: Store) -> str:
     """
     digest = hashlib.sha256(f"{store.num_examples}".encode())
     root = Location.at(store.path)
+    root.list_below()
     listed = store.contents.files()
     files = [Location.at(file) for file in listed[:: max(1, -(-len(listed) // _FILES_LOOKED_AT))]]
     for folder in dict.fromkeys([root, *(f.parent for f in files[:1])]):

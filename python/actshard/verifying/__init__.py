@@ -92,6 +92,7 @@ def _check(root: Location, format: str | None, report: Report, tell: Callable[[s
     elif of_tokens:
         root = find_cache(root)
     report.path, report.format = root.place, format
+    root.list_below()
     known = formats.get(format)
     if known.holds == "tokens":
         known.check(root.place, report, tell)
