@@ -318,6 +318,11 @@ def test_a_copy_of_the_hub_knows_its_commit(tmp_path: Path, monkeypatch: pytest.
         before = lab.count("resolve")
         assert actshard.stage("hf://datasets/lab/acts", tmp_path / "copy").fetched == 0
         assert lab.count("resolve") == before
+        with monkeypatch.context() as patch:
+            patch.setattr(staging._native, "digest_file", lambda path: (0, "0" * 64))
+            with pytest.raises(actshard.FormatError, match="expected SHA-256"):
+                actshard.stage("hf://datasets/lab/acts", tmp_path / "other")
+        assert not (tmp_path / "other").exists()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert actshard.stage("hf://datasets/lab/acts", tmp_path / "copy").revision == commit
     said = json.loads(command("info", str(tmp_path / "copy"), "--json").stdout)

@@ -73,6 +73,20 @@ def test_verify_of_a_web_server_says_that_it_cannot_list(path: Path, server: Ser
     assert (format, status, checked, said) == outcome(near)
 
 
+def test_verify_of_a_url_tells_progress_and_can_be_interrupted(server: Served) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    told: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        told.append(what)
+        if what == "layers":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        actshard.verify(f"s3://bucket/{SAEV.name}", deep=True, progress=progress, storage_options=server.options)
+    assert "shards" in told
+
+
 @pytest.mark.parametrize(("kind", "path"), [("web", SAEV), ("bucket", GOLDEN / "lmprobe/fullseq_f32")])
 def test_convert_reads_urls_with_their_options(kind: str, path: Path, server: Served, tmp_path: Path) -> None:
     shutil.copytree(path, server.root / "bucket" / path.name)
