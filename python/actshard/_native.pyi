@@ -9,6 +9,7 @@ __all__ = [
     "Addresses",
     "Batches",
     "BlockCache",
+    "RemoteStore",
     "Rows",
     "Stream",
     "TokenField",
@@ -30,6 +31,7 @@ __all__ = [
     "finding_codes",
     "header_reasons",
     "is_network",
+    "is_remote",
     "jax_fold_in",
     "jax_key",
     "jax_permutation",
@@ -349,6 +351,7 @@ class TokenOrder:
     def map(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]: ...
     def parameters(self) -> list[int]: ...
 
+@final
 class RemoteStore:
     def __new__(
         cls, url: str, options: list[tuple[str, str]], cache: tuple[str | PathLike[str], int] | None
