@@ -21,6 +21,8 @@ const PER_READ: f64 = 60e-6;
 /// Bytes that need no network, of which one thread reads this many at a time, and the number of threads: they may wait for a disk.
 const NEAR_PART: u64 = 1 << 20;
 const NEAR_THREADS: usize = 8;
+/// So many parts are read by the calling thread.
+const NEAR_INLINE: usize = 4;
 
 /// A requested range.
 #[derive(Debug)]
@@ -103,7 +105,10 @@ fn hand_over_near<T: Send>(
     }
     let missed = match parts.len() {
         0 => return Ok(lacking),
-        1 => parts.into_iter().map(|part| hand_over_part(sources, part, each)).collect::<Result<Vec<_>>>()?,
+        // Few bytes are read before threads have started; readers of streams are threads of their own.
+        1..=NEAR_INLINE => {
+            parts.into_iter().map(|part| hand_over_part(sources, part, each)).collect::<Result<Vec<_>>>()?
+        }
         _ => {
             let work = |_: usize, part: Vec<WantedRange<T>>, _: &Stop| hand_over_part(sources, part, each);
             threads::map_each_waiting(parts, NEAR_THREADS, &work, watch)?
