@@ -244,8 +244,8 @@ def _epoch(store: actshard.Store, layer: int, epoch: int, options: dict[str, Any
 def streams(repeats: int) -> Iterator[Row]:
     """A layer of two interleaved ones, 512 MiB, by windows; then again from the cache on disk."""
     folder = next(_made("layers", _saev(LAYERS, 512)).glob("*/metadata.json")).parent
-    local = _open(str(folder))
-    _, size, want = _epoch(local, LAYERS[0], 0, {})
+    with _open(str(folder)) as local:
+        _, size, want = _epoch(local, LAYERS[0], 0, {})
     cache = Path(tempfile.mkdtemp(prefix="remote-cache", dir=data.ROOT))
     url = f"s3://layers/{folder.name}"
     try:
@@ -280,12 +280,14 @@ def _cached(server: Server, folder: Path, cache: Path, size: int, before: float,
     """Later epochs, each in a process of its own: from local files and from the cache, both on the disk or in the page cache."""
     for state, target in (("cold", 0.8), ("hot", None)):
         rates: dict[str, list[float]] = {"local": [], "actshard": []}
-        server.reset()
+        sent = 0
         try:
             for _ in range(max(1, min(repeats, 3))):
                 for name, where in (("local", str(folder)), ("actshard", f"s3://layers/{folder.name}")):
+                    server.reset()
                     found = in_child("remote", state, where, server.url, str(cache), str(folder))
                     rates[name].append(size / found["seconds"] / 1e6)
+                    sent += server.stats()[0].get("range", 0)
         except NotPermitted as why:
             yield Row(
                 "remote: a later epoch from the cache",
@@ -301,7 +303,6 @@ def _cached(server: Server, folder: Path, cache: Path, size: int, before: float,
             )
             continue
         ours, theirs = statistics.median(rates["actshard"]), statistics.median(rates["local"])
-        sent = server.stats()[0].get("range", 0)
         yield Row("remote: a later epoch from the cache", state, "a local stream", theirs, ours, "MB/s", ours / theirs,
                   f">= {target:g}x" if target else "", ours / theirs >= target if target else None,
                   f"{sent} requests for ranges, to open; the first epoch had {size / before / 1e6:.0f} MB/s", rates)  # fmt: skip

@@ -38,7 +38,6 @@ class Slow:
         self.root, self.latency, self.per_connection, self.total = root, latency, per_connection, total
         self.other_port = 0
         self.free_at = 0.0
-        self.maps: dict[Path, tuple[tuple[int, int], memoryview]] = {}
         self.reset({})
 
     def reset(self, limits: dict[str, float]) -> None:
@@ -47,6 +46,8 @@ class Slow:
             setattr(self, name, value)
         self.kinds: Counter[str] = Counter()
         self.bytes = 0
+        # Files that are mapped stay in the page cache.
+        self.maps: dict[Path, tuple[tuple[int, int], memoryview]] = {}
 
     def due(self, now: float, length: int) -> float:
         """When the link has sent so many more bytes. Timers are late: up to 20 ms are caught up."""
