@@ -7,7 +7,11 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -364,3 +368,44 @@ def test_what_cannot_work_says_what_to_do(server: Served) -> None:
         assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(actshard.ArgumentError, match="expected a URL"):
         tokens.open_cache(LEVANTER / "text_gpt2style_single/cache", storage_options={"region": "x"})
+
+
+WAITS = {
+    "shard_ledger.json": "opened()",
+    "input_ids/data/zarr.json": "opened()[0]",
+    "input_ids/shapes/zarr.json": "opened()[0]",
+    "input_ids/offsets/zarr.json": "opened()[0]",
+    "input_ids/offsets/c/0": "opened().rows([1])",
+    "input_ids/data/c/0": "tokens.TokenSeqDataset(opened(), 16).get_batch([0, 5])",
+    "data/c/0": "opened().view('input_ids').elements()",
+}
+"""Objects for which a call waits."""
+
+
+@pytest.mark.parametrize("silent", WAITS)
+def test_an_interrupt_ends_a_wait_for_a_silent_server(silent: str, server: Served) -> None:
+    put(server, LEVANTER / "text_gpt2style_single/cache/train")
+    server.silent.add(silent)
+    program = f"""
+import warnings
+warnings.simplefilter("ignore")
+from actshard import tokens
+opened = lambda: tokens.open_cache("s3://lab/acts/run", storage_options={server.options!r})
+print("ready", flush=True)
+try:
+    {WAITS[silent]}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        while not any(path.endswith(silent) for path in server.since(0)):
+            assert child.poll() is None
+            time.sleep(0.02)
+        child.send_signal(signal.SIGINT)
+        try:
+            # The server never answers, so without an interrupt this waits for the retries, a minute and more.
+            assert child.communicate(timeout=30)[0] == "interrupted\n"
+        finally:
+            child.kill()

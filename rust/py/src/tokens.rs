@@ -13,7 +13,7 @@ use actshard_core::tokens::array::BlockCache as Blocks;
 use actshard_core::tokens::batch::{self, Loss, Packing, TokenBatch};
 use actshard_core::tokens::jagged::{Cursor, ElementRange, Field, FieldShard};
 use actshard_core::tokens::pack::{Overlong, Packer};
-use actshard_core::{Error, Finding, Kind};
+use actshard_core::{Error, Finding, Kind, threads};
 use numpy::{
     PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
     PyUntypedArrayMethods,
@@ -95,15 +95,36 @@ fn indices(py: Python<'_>, numbers: &[i64], most: u64, what: &str) -> PyResult<V
     numbers.iter().map(one).collect()
 }
 
+/// Runs work that may wait for a network, on a thread of its own if it does, so that an interrupt ends the wait.
+fn patient<T: Send>(
+    py: Python<'_>,
+    far: bool,
+    work: impl Fn() -> actshard_core::Result<T> + Send + Sync,
+) -> PyResult<T> {
+    detach::detached(py, |watch| if far { threads::wait_for(&|_| work(), watch) } else { work() })
+}
+
+/// A range in pieces, few of which are fetched at once.
+fn pieces(range: ElementRange) -> Vec<ElementRange> {
+    const MOST: u64 = 1 << 22;
+    let count = (range.end - range.start).div_ceil(MOST);
+    let piece = |i| ElementRange { start: range.start + i * MOST, end: range.end.min(range.start + (i + 1) * MOST) };
+    (0..count).map(piece).collect()
+}
+
 impl TokenField {
     fn copied<'py>(&self, py: Python<'py>, range: ElementRange) -> PyResult<Bound<'py, PyUntypedArray>> {
-        let view = detach::detached(py, |_| self.field.view(&mut Cursor::default(), range.start, range.len()))?;
+        let view =
+            patient(py, self.field.is_far(), || self.field.view(&mut Cursor::default(), range.start, range.len()))?;
         if let Some(view) = view {
             return buffer::over_map(py, view, self.descr.bind(py), &[range.len()]);
         }
         let mut out = empty(py, self.descr.bind(py), &[range.len()])?;
         if let Some(bytes) = buffer::bytes_mut(&mut out) {
-            detach::detached(py, |_| self.field.copy(&mut Cursor::default(), range.start, bytes))?;
+            detach::detached(py, |watch| match self.field.is_far() {
+                true => batch::ranges(&self.field, &pieces(range), bytes, watch),
+                false => self.field.copy(&mut Cursor::default(), range.start, bytes),
+            })?;
         }
         Ok(out)
     }
@@ -176,9 +197,10 @@ impl TokenField {
             let store = store.unwrap_or_else(|| Arc::new(Local { io }));
             let part = |(place, counts): (NamedPlace, _)| FieldShard { folder: place.location, counts };
             let parts = parts.into_iter().map(part).collect();
+            let parts: Vec<FieldShard> = parts;
             let blocks = Arc::clone(&cache.blocks);
-            let (field, has_shapes) = detach::detached(py, |_| {
-                let field = Field::open(parts, store, blocks)?;
+            let (field, has_shapes) = patient(py, store.wishes().is_some(), || {
+                let field = Field::open(parts.clone(), Arc::clone(&store), Arc::clone(&blocks))?;
                 let has_shapes = field.shapes_folder()?.is_some();
                 Ok((field, has_shapes))
             })?;
@@ -211,7 +233,7 @@ impl TokenField {
     /// A row: a read-only view if it is contiguous, else a copy.
     fn row<'py>(&self, py: Python<'py>, row: u64) -> PyResult<Bound<'py, PyUntypedArray>> {
         detach::guarded(py, || {
-            let (range, view) = detach::detached(py, |_| {
+            let (range, view) = patient(py, self.field.is_far(), || {
                 let mut cursor = Cursor::default();
                 let range = self.field.row(&mut cursor, row)?;
                 Ok((range, self.field.view(&mut cursor, range.start, range.len())?))
@@ -306,7 +328,7 @@ impl TokenField {
 
     /// The sizes of a row's axes, without the last.
     fn shape(&self, py: Python<'_>, row: u64) -> PyResult<Vec<u64>> {
-        detach::guarded(py, || detach::detached(py, |_| self.field.shape(row)))
+        detach::guarded(py, || patient(py, self.field.is_far(), || self.field.shape(row)))
     }
 
     /// Examples of `length` elements; example `i` of `count` begins at element `i * stride`.

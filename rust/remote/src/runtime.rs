@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
 
-use actshard_core::threads::{LOOK, Stop};
+use actshard_core::threads::{LOOK, Stop, interrupted, is_abandoned};
 use actshard_core::{Error, Kind, Result};
 use crossbeam_utils::atomic::AtomicCell;
 use tokio::runtime::{Builder, Runtime};
@@ -69,20 +69,24 @@ fn build() -> Option<Runtime> {
     Builder::new_multi_thread().worker_threads(WORKERS).thread_name("actshard-io").enable_all().build().ok()
 }
 
-/// Runs a future on the calling thread until it is done; `None` if `stop` was set before. Dropping a request closes its
-/// connection.
+/// Runs a future on the calling thread until it is done; `None` if `stop` was set before, an error
+/// if nobody waits for this thread any more. Dropping a request closes its connection.
 pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<Option<F::Output>> {
     let runtime = io().made.get_or_init(build).as_ref();
     let runtime = runtime.ok_or_else(|| Error::new(Kind::Access, "cannot start the threads for network requests"))?;
-    Ok(runtime.block_on(async {
+    runtime.block_on(async {
         let mut future = pin!(future);
         while !stop.is_set() {
+            if is_abandoned() {
+                // An error, because the caller only takes its own stop for a reason to have no answer.
+                return Err(interrupted());
+            }
             if let Ok(made) = tokio::time::timeout(LOOK, future.as_mut()).await {
-                return Some(made);
+                return Ok(Some(made));
             }
         }
-        None
-    }))
+        Ok(None)
+    })
 }
 
 /// Waits until a request for so many bytes fits into [`IN_FLIGHT`], and counts it until the permit is dropped.

@@ -38,7 +38,16 @@ pub(crate) trait Opened: Send + Sync {
 impl<T: Opened + 'static> Slots<T> {
     pub(crate) fn new(files: u64) -> Slots<T> {
         // Slots beyond the budget of descriptors would stay empty.
-        let len = usize::try_from(files).unwrap_or(usize::MAX).min(budget()).max(1);
+        Slots::with(usize::try_from(files).unwrap_or(usize::MAX).min(budget()))
+    }
+
+    /// A slot for each of some objects that hold no descriptor.
+    pub(crate) fn without_descriptors(objects: usize) -> Slots<T> {
+        Slots::with(objects)
+    }
+
+    fn with(slots: usize) -> Slots<T> {
+        let len = slots.max(1);
         let slot = |_| FileSlot { held: RwLock::new(None), used: AtomicBool::new(false) };
         let slots: Arc<Box<[FileSlot<T>]>> = Arc::new((0..len).map(slot).collect());
         descriptors::list(Arc::downgrade(&slots) as Weak<dyn Keeper>);

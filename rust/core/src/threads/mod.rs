@@ -15,4 +15,4 @@ pub use handout::{LOOK, Stop, Watch, interrupted};
 pub use parts::{for_each, for_each_waiting, map, map_each, map_each_waiting, wait_for};
 pub use pipeline::{NextResult, Turns, make_ahead, make_weighed_ahead};
 pub use pool::{are_free, in_part, num_threads, run};
-pub use waiting::run_waiting;
+pub use waiting::{is_abandoned, run_waiting};

@@ -1,7 +1,22 @@
 //! Threads that wait for a disk or a network, separate from the pool, whose threads compute.
 
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::handout::{Handout, Stop, Watch};
 use crate::error::Result;
+
+thread_local! {
+    /// On threads of [`run_waiting`]: set once its caller's watch returned true.
+    static ABANDONED: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+}
+
+/// Whether nobody waits for this thread's work any more. Stores that wait for a network look at it beside their [`Stop`], because
+/// opening a file takes reads of metadata and indexes to which no stop is handed on.
+pub fn is_abandoned() -> bool {
+    ABANDONED.with_borrow(|flag| flag.as_ref().is_some_and(|flag| flag.load(Ordering::Relaxed)))
+}
 
 /// Runs `work(0)` to `work(jobs - 1)`, each once, at most `at_once` at a time, on threads that may block, and waits for
 /// them. Returns the error of the lowest failing job. Even a single job gets its own thread, so that the caller can call
@@ -16,11 +31,18 @@ pub fn run_waiting(
         return Ok(());
     }
     let handout = Handout::new(jobs, work);
+    let abandoned = Arc::new(AtomicBool::new(false));
+    let mut watch = || {
+        let ends = watch() || is_abandoned();
+        abandoned.fetch_or(ends, Ordering::Relaxed);
+        ends
+    };
     std::thread::scope(|scope| {
         for i in 0..at_once.clamp(1, jobs) {
-            let (leave, handout) = (handout.enter(), &handout);
+            let (leave, handout, abandoned) = (handout.enter(), &handout, Arc::clone(&abandoned));
             let made = std::thread::Builder::new().name(format!("actshard-wait-{i}")).spawn_scoped(scope, move || {
                 let _leave = leave;
+                ABANDONED.set(Some(abandoned));
                 while handout.do_one() {}
             });
             if made.is_err() {
@@ -30,7 +52,7 @@ pub fn run_waiting(
         if handout.is_alone() {
             while handout.do_one() {} // no thread could be created, or all is done
         }
-        handout.wait(watch);
+        handout.wait(&mut watch);
     });
     handout.result()
 }
@@ -38,10 +60,29 @@ pub fn run_waiting(
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::atomic::AtomicUsize;
 
     use super::*;
     use crate::error::{Error, Kind};
+
+    #[test]
+    fn work_below_work_learns_that_nobody_waits() {
+        assert!(!is_abandoned());
+        let mut looks = 0;
+        let mut watch = || {
+            looks += 1;
+            looks > 2
+        };
+        let below = |_: usize, _: &Stop| {
+            while !is_abandoned() {
+                std::thread::yield_now();
+            }
+            Err(Error::new(Kind::Interrupted, "ended"))
+        };
+        let work = |_: usize, _: &Stop| run_waiting(2, 2, &below, &mut || false);
+        assert_eq!(run_waiting(1, 1, &work, &mut watch).unwrap_err().kind, Kind::Interrupted);
+        assert!(!is_abandoned());
+    }
 
     #[test]
     fn the_lowest_failing_job_is_told_and_others_stop() {

@@ -96,6 +96,11 @@ impl Opened for TokenFile {
     fn may_keep(&self) -> bool {
         self.file.may_keep()
     }
+
+    /// Files of slow stores hold none: closing them would only cost requests.
+    fn holds_descriptor(&self) -> bool {
+        self.headers.is_none()
+    }
 }
 
 /// An open array.

@@ -122,7 +122,11 @@ type ShardVisitor<'a> = &'a mut dyn FnMut(&TokenArray, &mut HeldFile, u64, usize
 impl Field {
     /// Opens a field in a store. Parts whose counts are told are not touched before they are read; of the others `offsets` is.
     pub fn open(parts: Vec<FieldShard>, store: Arc<dyn Store>, cache: Arc<BlockCache>) -> Result<Field> {
-        let arrays = Slots::new(3 * parts.len() as u64);
+        // Arrays of a slow store are kept: what was fetched for a batch is found by their numbers.
+        let arrays = match store.wishes() {
+            None => Slots::new(3 * parts.len() as u64),
+            Some(_) => Slots::without_descriptors(3 * parts.len()),
+        };
         let mut field = Field { parts, rows: vec![0], elements: vec![0], arrays, store, cache, dtype: DType::I64 };
         for part in 0..field.parts.len() {
             let (rows, elements) = match field.parts[part].counts {

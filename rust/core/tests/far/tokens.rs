@@ -91,6 +91,14 @@ fn a_batch_of_windows_is_read_together() {
     assert!(store.most.load(Ordering::Relaxed) > SHARDS as usize / 2);
 }
 
+/// The arrays of a cache of many shards stay known, whatever the limit of descriptors: they hold none.
+#[test]
+fn few_descriptors_are_enough_for_many_shards() {
+    let limited = "ulimit -n 64 && exec \"$0\" --exact tokens::a_batch_of_windows_is_read_together";
+    let tests = std::env::current_exe().unwrap();
+    assert!(std::process::Command::new("sh").args(["-c", limited]).arg(tests).status().unwrap().success());
+}
+
 #[test]
 fn packs_are_read_together() {
     let (folder, store) = far(0, 16);
