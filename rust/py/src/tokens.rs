@@ -121,9 +121,11 @@ impl TokenField {
         }
         let mut out = empty(py, self.descr.bind(py), &[range.len()])?;
         if let Some(bytes) = buffer::bytes_mut(&mut out) {
-            detach::detached(py, |watch| match self.field.is_far() {
-                true => batch::ranges(&self.field, &pieces(range), bytes, watch),
-                false => self.field.copy(&mut Cursor::default(), range.start, bytes),
+            detach::detached(py, |watch| {
+                if self.field.is_far() {
+                    return batch::ranges(&self.field, &pieces(range), bytes, watch);
+                }
+                self.field.copy(&mut Cursor::default(), range.start, bytes)
             })?;
         }
         Ok(out)
@@ -196,8 +198,7 @@ impl TokenField {
             let store = remote_store(parts.iter().map(|(place, _)| place)).map_err(|e| errors::raise(py, &e))?;
             let store = store.unwrap_or_else(|| Arc::new(Local { io }));
             let part = |(place, counts): (NamedPlace, _)| FieldShard { folder: place.location, counts };
-            let parts = parts.into_iter().map(part).collect();
-            let parts: Vec<FieldShard> = parts;
+            let parts: Vec<FieldShard> = parts.into_iter().map(part).collect();
             let blocks = Arc::clone(&cache.blocks);
             let (field, has_shapes) = patient(py, store.wishes().is_some(), || {
                 let field = Field::open(parts.clone(), Arc::clone(&store), Arc::clone(&blocks))?;

@@ -4,7 +4,7 @@
 //! (see `chain`). It holds no lock and needs no other thread, so a child forked while another thread decodes can decode as
 //! its parent does. A panic of a codec becomes an error.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ use super::meta::index_numbers;
 use crate::codec::cache::Cache;
 use crate::error::{Error, Kind, Result, in_one_line};
 use crate::location::Location;
-use crate::source::fetch::{WantedRange, fetch};
+use crate::source::fetch::{SCRATCH, WantedRange, fetch};
 use crate::source::{Access, ByteRange, Source, Store, Version, Wishes};
 use crate::threads::{self, Watch};
 
@@ -432,7 +432,7 @@ pub fn read_whole(
     store: &dyn Store,
     folder: &Location,
     metadata: &[u8],
-    there: Vec<Vec<u64>>,
+    mut there: Vec<Vec<u64>>,
     most: u64,
     watch: Watch<'_>,
 ) -> Result<Elements> {
@@ -443,16 +443,22 @@ pub fn read_whole(
     if bytes.is_none_or(|n| n > most) {
         return Err(Error::new(Kind::Format, format!("shape {shape:?} is too large to read")).at(folder));
     }
+    // Files of an older, larger array may be left over. What is listed twice is one chunk.
+    let (grid, mut seen) = (parsed.array.chunk_grid_shape(), BTreeSet::new());
+    let is_inside = |indices: &[u64]| indices.len() == grid.len() && indices.iter().zip(grid).all(|(i, n)| i < n);
+    there.retain(|indices| is_inside(indices) && seen.insert(indices.clone()));
+    let chunk_bytes = parsed.chunk.iter().fold(fixed.unwrap_or(1) as u64, |n, d| n.saturating_mul(*d)).max(1);
+    let together = usize::try_from(SCRATCH / chunk_bytes).unwrap_or(usize::MAX).max(1);
     // From a slow store, in groups of its preferred size.
     let (mut coming, mut fetched) =
         (store.wishes().map(|_| there.clone()).unwrap_or_default().into_iter(), BTreeMap::new());
     let mut chunk = |indices: &[u64]| -> Result<Option<Elements>> {
         let Some(wishes) = store.wishes() else { return parsed.chunk(store, indices) };
         while !fetched.contains_key(indices) && coming.len() > 0 {
-            let some: Vec<Vec<u64>> = coming.by_ref().take(wishes.parallel.max(1)).collect();
+            let some: Vec<Vec<u64>> = coming.by_ref().take(wishes.parallel.clamp(1, together)).collect();
             let each: Vec<&[u64]> = some.iter().map(Vec::as_slice).collect();
             let chunks = parsed.chunks(store, None, &each, &wishes, &mut *watch)?;
-            fetched = some.into_iter().zip(chunks).collect();
+            fetched.extend(some.into_iter().zip(chunks));
         }
         Ok(fetched.remove(indices).flatten())
     };

@@ -380,3 +380,26 @@ proptest! {
         prop_assert!(store.most.load(Ordering::Relaxed) <= parallel);
     }
 }
+
+const FOURS: &str = r#"{"zarr_format":3,"node_type":"array","shape":[16],"data_type":"int32","chunk_grid":{"name":"regular","configuration":{"chunk_shape":[4]}},"chunk_key_encoding":{"name":"default"},"fill_value":0,"codecs":[{"name":"bytes","configuration":{"endian":"little"}},{"name":"zstd","configuration":{"level":1,"checksum":false}}]}"#;
+
+/// Four chunks, of 1 to 4, and what is left of a larger array.
+fn fours() -> Arc<Memory> {
+    let chunk = |i: i32| zstd::encode_all(&[i + 1; 4].map(i32::to_le_bytes).concat()[..], 1).unwrap();
+    let left = ("acts/c/7".to_string(), b"left over".to_vec());
+    let objects = (0..4).map(|i| (format!("acts/c/{i}"), chunk(i))).chain([left]);
+    Arc::new(Memory::new(objects, Wishes { parallel: 2, ..WISHES }))
+}
+
+#[test]
+fn chunks_outside_of_an_array_are_not_read_and_one_listed_twice_is_one() {
+    let store = fours();
+    let there = [0, 0, 1, 7, 2, 3, 1].map(|i| vec![i]).to_vec();
+    let made = read_whole(&Handle(Arc::clone(&store)), &at("acts"), FOURS.as_bytes(), there, 1 << 20, &mut || false);
+    let Ok(Elements::Fixed(bytes)) = made else { panic!("{made:?}") };
+    let expected: Vec<u8> = (1..=4i32).flat_map(|i| [i; 4]).flat_map(i32::to_le_bytes).collect();
+    assert_eq!(bytes, expected);
+    let mut read: Vec<String> = store.reads().into_iter().map(|(key, ..)| key).collect();
+    read.sort();
+    assert_eq!(read, ["acts/c/0", "acts/c/1", "acts/c/2", "acts/c/3"]);
+}
