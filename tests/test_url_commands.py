@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard import tokens
 from conftest import GOLDEN, saev_dump
 from served import Served, served
 
@@ -167,6 +168,27 @@ def test_commands_take_urls(server: Served, tmp_path: Path) -> None:
         ).stdout
     )
     assert np.array_equal(actshard.open(done["path"]).last_tokens(near.layers[0]), near.last_tokens(near.layers[0]))
+
+
+def test_commands_take_urls_of_token_caches(server: Served, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4]}\n')
+    near = server.root / "bucket/web/train"
+    tokens.build_cache(tmp_path / "a.jsonl", near, format={"type": "prebuilt"})
+    options = words_of(server)
+    for verb in ("info", "head", "verify"):
+        wanted = json.loads(command(verb, str(near), "--json").stdout)
+        places = [
+            ("s3://bucket/web", options),
+            ("s3://bucket/web/train", options),
+            (server.web("bucket/web/train"), []),
+        ]
+        for url, words in places if verb == "head" else places[:2]:
+            found = json.loads(command(verb, url, *words, "--json").stdout)
+            if verb == "head":
+                assert found == wanted
+            else:
+                differ = {name for name in wanted if found[name] != wanted[name]}
+                assert differ <= {"path", "io"}, (verb, found, wanted)
 
 
 def test_info_and_verify_do_not_ask_for_each_chunk(server: Served) -> None:

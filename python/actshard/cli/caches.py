@@ -22,7 +22,9 @@ _SHOWN = 12
 def about(cache: TokenCache) -> dict[str, Any]:
     """Returns a cache's properties as plain values."""
     lengths = np.diff(cache.view(cache.token_field).offsets) if len(cache) else np.zeros(0, np.int64)
-    files = Location.at(cache.path).files(sizes=True)
+    root = Location.at(cache.path)
+    root.list_below()
+    files = root.files(sizes=True) if root.lists else iter(())
     return {
         "format": of_tokens(),
         "path": str(cache.path),
@@ -32,7 +34,7 @@ def about(cache: TokenCache) -> dict[str, Any]:
         "tokens_per_row": [int(lengths.min()), int(lengths.max())] if len(lengths) else [0, 0],
         "fields": {name: str(cache.dtype(name)) for name in cache.fields},
         "shards": len(cache.ledger.finished_shards),
-        "bytes": sum(entry.size or 0 for _, entry in files),
+        "bytes": sum(entry.size or 0 for _, entry in files),  # 0 on a web server, which cannot list them
         "io": cache.io,
         "made_by": cache.ledger.preprocessor,
         "skipped": _skipped(cache),
