@@ -8,9 +8,11 @@ import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+from served_writing import WriteHandler, Written
 
 
 @dataclass
@@ -27,6 +29,17 @@ class Served:
     silent: set[str] = field(default_factory=set)
     """Ends of paths that are not answered until the server ends."""
     ended: threading.Event = field(default_factory=threading.Event)
+    written: Written = field(default_factory=Written)
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """storage_options with credentials, which writing needs."""
+        return {
+            "endpoint_url": f"http://127.0.0.1:{self.port}",
+            "key": "AKIAPUBLIC",
+            "secret": "hushhush",
+            "region": "x",
+        }
 
     def web(self, path: str) -> str:
         """The URL of a file or folder on the web server."""
@@ -51,7 +64,8 @@ def served(root: Path) -> Iterator[Served]:
     """Serves a folder until the block ends."""
     server = Served(root)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(WriteHandler):
+        written, root, requests = server.written, server.root, server.requests
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: object) -> None:
@@ -82,6 +96,8 @@ def served(root: Path) -> Iterator[Served]:
             if any(path.endswith(end) for end in server.silent):
                 server.ended.wait()
                 return None
+            if self.list_uploads(path):
+                return None
             if "list-type" in query:
                 return self.list(path, query)
             file = server.root / path
@@ -89,6 +105,7 @@ def served(root: Path) -> Iterator[Served]:
                 return self.answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
             data = file.read_bytes()
             more = {"ETag": _tag(data), "Last_Modified": "Sun, 22 Nov 2026 10:00:00 GMT", "Accept_Ranges": "bytes"}
+            more |= {name.replace("-", "_"): value for name, value in server.written.meta.get(path, {}).items()}
             wanted = self.headers.get("Range")
             if wanted is None:
                 return self.answer(200, data, **more)

@@ -35,6 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("store",),
     ("opening",),
     ("writing", "verifying", "merging"),
+    ("pushing",),
     ("converting",),
     ("staging",),
     ("torch",),
@@ -135,7 +136,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 NAMES = re.compile(rf"\b({'|'.join(registry.installed())})\b")
-ROOMS = ("opening", "finding", "store", "stream", "merging", "writing", "converting", "verifying", "cli")
+ROOMS = ("opening", "finding", "store", "stream", "merging", "writing", "converting", "verifying", "pushing", "cli")
 
 
 def test_no_format_is_named_outside_its_folder() -> None:
@@ -212,6 +213,8 @@ ON_PATHS = {
     "formats.*.merge": "writes",
     "writing": "writes",
     "merging": "moves and links what it merges",
+    "pushing": "uploads local files",
+    "converting.uploading": "a local scratch folder",
     "formats.merging": "links",
     "formats.target": "looks at what is in the way of a writer",
     "staging": "copies to this machine's disk",

@@ -41,6 +41,7 @@ from actshard.errors import (
 )
 from actshard.merging import merge
 from actshard.opening import open
+from actshard.pushing import Pushed, push
 from actshard.staging import Staged, stage
 from actshard.stats import Stats
 from actshard.store import Store
@@ -76,6 +77,7 @@ __all__ = [
     "NotStoredError",
     "OutOfRangeError",
     "OverflowWarning",
+    "Pushed",
     "Report",
     "Staged",
     "Stats",
@@ -95,6 +97,7 @@ __all__ = [
     "create",
     "merge",
     "open",
+    "push",
     "stage",
     "verify",
 ]

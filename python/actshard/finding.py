@@ -22,7 +22,7 @@ from actshard.errors import (
 from actshard.formats.contents import Evidence
 from actshard.location import Location
 from actshard.walking import STANDS_FOR, find_cache, is_cache_itself, walk
-from actshard.work import PARTS, Journal, count_parts, is_merging, unfinished
+from actshard.work import PARTS, PUSHING, Journal, count_parts, is_merging, unfinished
 
 
 def of_tokens() -> str:
@@ -63,6 +63,10 @@ def check_finished(root: Location) -> None:
     """Raises UnfinishedError for an unfinished dataset or unmerged parts, ArgumentError for a token cache."""
     if not root.lists:
         return  # a web server, of which only what is asked for by name is known
+    if not root.is_local and (root / PUSHING).exists():
+        raise UnfinishedError(
+            "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
+        )
     if is_cache_itself(root):
         raise ArgumentError("expected activations, found a token cache. Use actshard.tokens.open_cache.", path=root)
     count = count_parts(root)

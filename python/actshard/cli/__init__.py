@@ -203,7 +203,8 @@ def convert_command(
     target: Annotated[
         str | None,
         typer.Argument(
-            help="The folder to create, or its parent for formats that name their datasets.", show_default=False
+            help="The folder to create, or its parent for formats that name their datasets; or a URL.",
+            show_default=False,
         ),
     ] = None,
     to: Annotated[str, typer.Option("--to", help=f"{', '.join(formats.written())}.")] = "",
@@ -232,10 +233,18 @@ def convert_command(
     format: FormatOption = None,
     storage_option: LongStorageOption = None,
     cache: CacheOption = "",
+    target_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="For a TARGET that is a URL: an option of its storage. Repeatable."),
+    ] = None,
+    scratch: Annotated[
+        str, typer.Option(help="For a TARGET that is a URL: the local folder in which the result is made.")
+    ] = "",
     json: JsonOption = False,
 ) -> None:
     """Convert a dataset to another format. Resumable; --dry-run lists everything that would be lost."""
     from actshard.cli import convert as verb
+    from actshard.cli._places import options_named
 
     own = {
         "layers": verb.layers_named(layer),
@@ -252,7 +261,8 @@ def convert_command(
     }
     at = _place(source, storage_option, cache)
     if dry_run:
-        plans = verb.plans(at, target or "converted", to or None, own)
+        folder = "converted" if target is None or "://" in target else target
+        plans = verb.plans(at, folder, to or None, own)
         _print(json, lambda: [p.as_dict() for p in plans], lambda: verb.show_plans(plans, to or None))
         if to and plans[0].refused:
             raise typer.Exit(1)
@@ -261,6 +271,7 @@ def convert_command(
         raise actshard.ArgumentError(
             "convert: expected SOURCE TARGET --to FORMAT. With --dry-run, TARGET and --to are optional."
         )
+    own |= {"target_options": options_named(target_option) or None, "scratch": scratch or None}
     done = verb.run(at, target, to, quiet=json, resume=resume, verify=verify, exist_ok=exist_ok, **own)
     _print(json, done.as_dict, lambda: verb.show(done))
 
@@ -409,6 +420,32 @@ def cache_clear_command(folder: CacheFolder = None, json: JsonOption = False) ->
     after = actshard.clear_cache(folder)
     freed = max(before.bytes - after.bytes, 0)
     _print(json, lambda: {**after.as_dict(), "freed": freed}, lambda: verb.show_cleared(after, freed))
+
+
+@app.command("push")
+def push_command(
+    folder: Annotated[Path, typer.Argument(help="The dataset's folder.", show_default=False)],
+    url: Annotated[
+        str, typer.Argument(help="s3://BUCKET/RUN, gs://, az:// or hf://datasets/ORG/NAME.", show_default=False)
+    ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace another dataset: removes everything below the URL.")
+    ] = False,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Refuse a dataset with errors.")] = True,
+    private: Annotated[
+        bool, typer.Option("--private/--public", help="Visibility of a new repository on the hub.")
+    ] = True,
+    storage_option: StorageOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Upload a dataset to a bucket or the hub. Run it again after an interruption: only what is missing is sent."""
+    from actshard.cli import push as verb
+    from actshard.cli._places import options_named
+
+    options = options_named(storage_option) or None
+    own = {"overwrite": overwrite, "verify": verify, "private": private, "storage_options": options}
+    done = verb.run(folder, url, quiet=json, **own)
+    _print(json, done.as_dict, lambda: verb.show(done))
 
 
 @app.command("demo")

@@ -28,6 +28,7 @@ from actshard.converting.planning import (
     settle,
     source,
 )
+from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
 from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
 from actshard.opening import open_quietly
@@ -76,6 +77,7 @@ class Conversion:
         return made | {"path": str(self.path), "losses": [x.as_dict() for x in self.losses]}
 
 
+@uploads
 def convert(
     src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Store,
     dst: str | os.PathLike[str],
@@ -99,6 +101,8 @@ def convert(
     progress: BlockProgress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    scratch: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Conversion:
     """Converts a dataset to another format, or copies a selection of it in the same format.
@@ -109,7 +113,8 @@ def convert(
 
     Args:
         src: a path, a URL, or a list of paths, as for :func:`actshard.open`, or a store.
-        dst: the folder to create; for saev the folder of dumps, in which the dataset is ``<HASH>``.
+        dst: the folder to create; for saev the folder of dumps, in which the dataset is ``<HASH>``. Or a URL: the result is
+            written to ``scratch``, uploaded as by :func:`actshard.push`, and removed from ``scratch``.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
         layers: names of layers to convert, in this order; a mapping renames them: ``{-1: 23}``. None: all.
         examples: integers, a slice or a bool per example: the examples to convert, in this order. None: all.
@@ -134,6 +139,9 @@ def convert(
         progress: called with (examples done, total examples, bytes done) after every block.
         storage_options: options of the source's remote store, as for :func:`actshard.open`.
         cache: cache on disk of the source's remote store, as for :func:`actshard.open`.
+        target_options: ``storage_options`` of a ``dst`` that is a URL.
+        scratch: local folder for a ``dst`` that is a URL; None: that of temporary files. It takes the whole result until that is
+            uploaded.
         options: options of the target format; see :func:`actshard.create`.
 
     Returns:
@@ -145,6 +153,7 @@ def convert(
         DtypeError: a finite value is too large for ``dtype``.
         FormatError: ``verify`` found a row that differs.
     """
+    del target_options, scratch  # of URLs: handled by uploads()
     began = time.perf_counter()
     if not _arguments.is_one_of(overflow, OVERFLOW):
         raise ArgumentError(f"overflow: expected {' or '.join(map(repr, OVERFLOW))}, found {overflow!r}")

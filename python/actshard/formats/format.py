@@ -105,6 +105,10 @@ class Format:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
+    manifest: ClassVar[tuple[str, ...]] = ()
+    """Names of the files by which a dataset is recognized and opened, relative to its folder, as :mod:`fnmatch` patterns; ``*``
+    matches ``/`` too. Uploads write them after all other files, in this order: an incomplete dataset does not open."""
+
     writes: ClassVar[bool] = False
     """Whether :meth:`target` is supported."""
 

@@ -28,7 +28,7 @@ from actshard.work.files import (
 from actshard.work.finished import count_parts, is_building, is_merging, tidy, unfinished
 from actshard.work.journal import Journal
 from actshard.work.lock import Lock, locked
-from actshard.work.names import BUILDING, EMPTY, FOLDER, JOURNAL, MERGING, PART, PARTS
+from actshard.work.names import BUILDING, EMPTY, FOLDER, JOURNAL, MERGING, PART, PARTS, PUSHING
 
 __all__ = [
     "BUILDING",
@@ -38,6 +38,7 @@ __all__ = [
     "MERGING",
     "PART",
     "PARTS",
+    "PUSHING",
     "Journal",
     "Lock",
     "count_parts",

@@ -160,6 +160,10 @@ def create(
     """
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
+    if isinstance(path, str) and "://" in path:
+        raise ArgumentError(
+            "path: expected a local folder, found a URL. Write to a local folder, then upload it with actshard.push(folder, url)."
+        )
     target = make_target(
         path,
         format,

@@ -40,6 +40,7 @@ const REMOTE: &[&str] = &[
     "failure",
     "credentials",
     "client",
+    "upload",
     "known",
     "state",
     "reading",

@@ -1,17 +1,23 @@
 //! Remote stores, for Python.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use actshard_core::disk_cache::DiskCache;
 use actshard_core::location::Location;
 use actshard_core::source::{Access, RangeRead, Source, Store, Version};
 use actshard_core::threads::{self, Watch};
 use actshard_core::{Error, Kind};
+use actshard_remote::upload::{UploadBody, UploadJob, Uploaded};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::{detach, errors};
+
+/// Time between two calls of `progress`.
+const TOLD: Duration = Duration::from_millis(200);
 
 /// A bucket, web server or dataset of the hub.
 #[pyclass(frozen, module = "actshard._native")]
@@ -145,6 +151,79 @@ impl RemoteStore {
                 let found = threads::wait_for(&|stop| self.store.scan(&location, deep, stop), watch)?;
                 Ok(found.into_iter().map(|found| (found.name, found.size)).collect())
             })
+        })
+    }
+
+    /// Keys and sizes of everything below the URL, as it is now.
+    fn everything(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
+        detach::guarded(py, || {
+            let found = detach::detached(py, |watch| threads::wait_for(&|stop| self.store.everything(stop), watch))?;
+            Ok(found.into_iter().map(|object| (object.key, object.size)).collect())
+        })
+    }
+
+    /// Writes objects from files or bytes: each with its key, whether another object must not be replaced, and the size of the one
+    /// that is there. `progress` is called with the number of bytes so far. Returns "sent", "there" or "refused" for each.
+    fn upload(
+        &self,
+        py: Python<'_>,
+        jobs: Vec<(Bound<'_, PyAny>, String, bool, Option<u64>)>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Vec<&'static str>> {
+        detach::guarded(py, || {
+            let job = |(body, key, only_new, found): (Bound<'_, PyAny>, String, bool, Option<u64>)| {
+                let body = match body.cast::<PyBytes>() {
+                    Ok(bytes) => UploadBody::Memory(bytes.as_bytes().to_vec().into()),
+                    Err(_) => UploadBody::File(body.extract()?),
+                };
+                Ok(UploadJob { body, key, only_new, found })
+            };
+            let jobs = jobs.into_iter().map(job).collect::<PyResult<Vec<UploadJob>>>()?;
+            let sent = AtomicU64::new(0);
+            let (mut told, mut raised) = (Instant::now(), None);
+            let made = detach::detached(py, |watch| {
+                let mut look = || {
+                    let stops = watch();
+                    let Some(progress) = progress.as_ref().filter(|_| told.elapsed() >= TOLD && !stops) else {
+                        return stops;
+                    };
+                    told = Instant::now();
+                    let called = Python::attach(|py| progress.call1(py, (sent.load(Ordering::Relaxed),)).map(drop));
+                    raised = called.err();
+                    raised.is_some()
+                };
+                threads::wait_for(&|stop| self.store.upload(&jobs, &sent, stop), &mut look)
+            });
+            if let Some(error) = raised {
+                return Err(error);
+            }
+            let word = |made: Uploaded| match made {
+                Uploaded::Sent => "sent",
+                Uploaded::There => "there",
+                Uploaded::Refused => "refused",
+            };
+            Ok(made?.into_iter().map(word).collect())
+        })
+    }
+
+    /// Removes objects; those that are not there are removed.
+    fn remove(&self, py: Python<'_>, keys: Vec<String>) -> PyResult<()> {
+        detach::guarded(py, || {
+            detach::detached(py, |watch| threads::wait_for(&|stop| self.store.remove(&keys, stop), watch))
+        })
+    }
+
+    /// SHA-256 of objects that `upload` wrote, in hexadecimal digits; None for others.
+    fn digests(&self, py: Python<'_>, keys: Vec<String>) -> PyResult<Vec<Option<String>>> {
+        detach::guarded(py, || {
+            detach::detached(py, |watch| threads::wait_for(&|stop| self.store.digests(&keys, stop), watch))
+        })
+    }
+
+    /// Aborts unfinished uploads of earlier runs of some keys; returns their number.
+    fn sweep(&self, py: Python<'_>, keys: Vec<String>) -> PyResult<usize> {
+        detach::guarded(py, || {
+            detach::detached(py, |watch| threads::wait_for(&|stop| self.store.sweep(&keys, stop), watch))
         })
     }
 

@@ -212,6 +212,32 @@ impl Failure {
         Error::new(kind, detail).at(location)
     }
 
+    /// The error about a location that was to be written.
+    pub fn writing(&self, location: &Location) -> Error {
+        let (kind, text) = match (self.cause, self.code.as_deref()) {
+            (Cause::Status(403), Some("InvalidAccessKeyId" | "SignatureDoesNotMatch" | "InvalidToken")) => {
+                (Kind::Access, format!("cannot write: {self}; check the credentials"))
+            }
+            (Cause::Status(403), _) => {
+                (Kind::Access, format!("cannot write: {self}; the credentials may not write to this bucket"))
+            }
+            (Cause::Status(404), Some("NoSuchUpload")) => (
+                Kind::Access,
+                format!(
+                    "cannot write: {self}; another process writes the same object, or removed unfinished uploads: run it again"
+                ),
+            ),
+            (Cause::Status(404), _) => (Kind::Access, format!("cannot write: {self}; create the bucket first")),
+            (Cause::Status(412), _) => {
+                (Kind::Access, format!("cannot write: {self}; another process wrote it meanwhile"))
+            }
+            (Cause::Status(status), _) => (Kind::Access, format!("cannot write: {self}{}", self.advice(status))),
+            (Cause::Broken, _) => (Kind::Access, format!("cannot write: {self}")),
+            _ => return self.at(location),
+        };
+        Error::new(kind, text).at(location)
+    }
+
     /// What to do about a status.
     fn advice(&self, status: u16) -> &'static str {
         match (status, self.code.as_deref()) {

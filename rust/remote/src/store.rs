@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use actshard_core::disk_cache::{DiskCache, PAGE};
 use actshard_core::location::Location;
@@ -11,11 +12,11 @@ use actshard_core::{Error, Kind, Result};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::address::{Provider, StoreUrl};
-use crate::client::Client;
 use crate::client::hub::HubClient;
 use crate::client::objects::BucketClient;
 use crate::client::pace::{Counts, Pace};
 use crate::client::web::WebClient;
+use crate::client::{Client, ListedObject};
 use crate::failure::Failure;
 use crate::known::{Known, KnownName, ObjectFacts};
 use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject, SHORT_PARALLEL};
@@ -23,6 +24,7 @@ use crate::options::Options;
 use crate::reading::Link;
 use crate::runtime::{ForkLock, wait};
 use crate::state::State;
+use crate::upload::{UploadJob, Uploaded, Uploader};
 
 /// Bytes that the first request for an unknown object asks for.
 const HEAD: u64 = 64 << 10;
@@ -136,6 +138,52 @@ impl RemoteStore {
 
     fn look_up(&self, key: &str) -> KnownName {
         self.known.with(|known| known.find(key)).unwrap_or(KnownName::Unknown)
+    }
+
+    fn uploader<'a>(
+        &'a self,
+        name: &'a (dyn Fn(&str) -> Location + Sync),
+        sent: &'a AtomicU64,
+    ) -> Result<Uploader<'a>> {
+        let client = &self.link.client;
+        client.ready().map_err(|failure| failure.writing(&self.root()))?;
+        let text = "cannot be written: expected s3://, gs:// or az://";
+        let puts = client.writer().ok_or_else(|| Error::new(Kind::Unsupported, text).at(self.root()))?;
+        Ok(Uploader::new(puts, &self.link.limits, name, sent))
+    }
+
+    /// Everything below the URL, as it is now.
+    pub fn everything(&self, stop: &Stop) -> Result<Vec<ListedObject>> {
+        let listing = wait(self.link.client.list(&self.address.key, true), stop)?.ok_or_else(interrupted)?;
+        Ok(listing.map_err(|failure| failure.at(&self.root()))?.objects)
+    }
+
+    /// Writes objects; `sent` counts their bytes. What was known of the store is forgotten.
+    pub fn upload(&self, jobs: &[UploadJob], sent: &AtomicU64, stop: &Stop) -> Result<Vec<Uploaded>> {
+        let name = |key: &str| self.location(key);
+        let made = self.uploader(&name, sent)?.run(jobs, stop);
+        self.known.with(|known| *known = Known::default());
+        made
+    }
+
+    /// Removes objects.
+    pub fn remove(&self, keys: &[String], stop: &Stop) -> Result<()> {
+        let name = |key: &str| self.location(key);
+        let made = self.uploader(&name, &AtomicU64::new(0))?.remove(keys, stop);
+        self.known.with(|known| *known = Known::default());
+        made
+    }
+
+    /// Aborts uploads in parts that earlier runs began and did not end, of some keys below the URL. Returns their number.
+    pub fn sweep(&self, keys: &[String], stop: &Stop) -> Result<usize> {
+        let name = |key: &str| self.location(key);
+        self.uploader(&name, &AtomicU64::new(0))?.sweep(&self.address.key, keys, stop)
+    }
+
+    /// The SHA-256 of objects that were written by [`RemoteStore::upload`].
+    pub fn digests(&self, keys: &[String], stop: &Stop) -> Result<Vec<Option<String>>> {
+        let name = |key: &str| self.location(key);
+        self.uploader(&name, &AtomicU64::new(0))?.digests(keys, stop)
     }
 
     /// Names directly inside a folder; `deep` lists everything below it at once, for later calls.

@@ -15,6 +15,7 @@ class LevanterFormat(Format):
 
     name: ClassVar[str] = "levanter"
     description: ClassVar[str] = "Levanter token caches"
+    manifest: ClassVar[tuple[str, ...]] = ("*/zarr.json", "*/shard_ledger.json", "shard_ledger.json")
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     holds: ClassVar[Literal["activations", "tokens"]] = "tokens"
     rooms: ClassVar[Mapping[Room, str]] = {

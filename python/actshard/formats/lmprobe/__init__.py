@@ -15,6 +15,7 @@ class LmprobeFormat(Format):
 
     name: ClassVar[str] = "lmprobe"
     description: ClassVar[str] = "lmprobe extractions"
+    manifest: ClassVar[tuple[str, ...]] = ("lmprobe_info.json", "index/*.parquet")
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     calls: ClassVar[tuple[Code, ...]] = codes.CALLS
     order: ClassVar[int] = 20

@@ -16,6 +16,7 @@ class PickleFormat(Format):
 
     name: ClassVar[str] = "pickle"
     description: ClassVar[str] = "pickle shards"
+    manifest: ClassVar[tuple[str, ...]] = ("*/metadata.json", "metadata.json")
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 40
     writes: ClassVar[bool] = True

@@ -16,6 +16,7 @@ class SaevFormat(Format):
 
     name: ClassVar[str] = "saev"
     description: ClassVar[str] = "saev activation shards"
+    manifest: ClassVar[tuple[str, ...]] = ("shards.json", "metadata.json")
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 10
     writes: ClassVar[bool] = True

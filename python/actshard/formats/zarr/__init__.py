@@ -15,6 +15,20 @@ class ZarrFormat(Format):
 
     name: ClassVar[str] = "zarr"
     description: ClassVar[str] = "HalluLens Zarr stores of activations"
+    # Arrays; then the list of a run's stores; then the groups, which open once they have metadata.
+    manifest: ClassVar[tuple[str, ...]] = (
+        "*/.zarray",
+        "*arrays/*/zarr.json",
+        "manifest.json",
+        "*/.zattrs",
+        "*/.zgroup",
+        "*/.zmetadata",
+        "*/zarr.json",
+        ".zattrs",
+        ".zgroup",
+        ".zmetadata",
+        "zarr.json",
+    )
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 30
     writes: ClassVar[bool] = True

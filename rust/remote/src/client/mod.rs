@@ -3,9 +3,11 @@
 pub mod hub;
 pub mod objects;
 pub mod pace;
+pub mod put;
 pub mod resolved;
 pub mod web;
 pub mod wire;
+pub mod write_side;
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -142,11 +144,65 @@ pub trait Client: Debug + Send + Sync {
     /// Distinguishes servers whose objects have equal locations: endpoint, account and parameters. May contain secrets. Called
     /// inside of the runtime.
     fn origin(&self) -> Result<String, Failure>;
+    /// How objects are written; `None` for stores that are read only.
+    fn writer(&self) -> Option<&dyn Puts> {
+        None
+    }
 
     /// Fails if requests cannot succeed, before the first one.
     fn ready(&self) -> Result<(), Failure> {
         Ok(())
     }
+}
+
+/// An object that is there, as far as a writer wants to know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoredObject {
+    /// Its size.
+    pub size: u64,
+    /// SHA-256 of its bytes in hexadecimal digits, if this crate wrote it.
+    pub sha256: Option<String>,
+}
+
+/// A protocol's requests for writing. Those that change something are sent once: only the caller knows when they may be sent
+/// again.
+pub trait Puts: Debug + Send + Sync {
+    /// Writes an object in one request; with `only_new`, unless one is there (then the status is 409 or 412).
+    fn put<'a>(
+        &'a self,
+        key: &'a str,
+        body: Bytes,
+        sha256: &'a str,
+        only_new: bool,
+    ) -> BoxFuture<'a, Result<(), Failure>>;
+
+    /// The object that is there.
+    fn head<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<Option<StoredObject>, Failure>>;
+
+    /// Begins an object in parts; its name.
+    fn begin<'a>(&'a self, key: &'a str, sha256: &'a str) -> BoxFuture<'a, Result<String, Failure>>;
+
+    /// Sends a part, counted from 0; its name.
+    fn part<'a>(
+        &'a self,
+        key: &'a str,
+        id: &'a str,
+        number: usize,
+        body: Bytes,
+    ) -> BoxFuture<'a, Result<String, Failure>>;
+
+    /// Makes an object of its parts. Nothing is visible before.
+    fn complete<'a>(&'a self, key: &'a str, id: &'a str, parts: Vec<String>) -> BoxFuture<'a, Result<(), Failure>>;
+
+    /// Removes the parts of an object that was begun.
+    fn abort<'a>(&'a self, key: &'a str, id: &'a str) -> BoxFuture<'a, Result<(), Failure>>;
+
+    /// Keys that begin with a prefix, and names, of objects that were begun and neither completed nor aborted. Empty where the
+    /// store cannot list them.
+    fn unfinished<'a>(&'a self, prefix: &'a str) -> BoxFuture<'a, Result<Vec<(String, String)>, Failure>>;
+
+    /// Removes an object.
+    fn remove<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<(), Failure>>;
 }
 
 /// Asks for a range, and checks that the answer is what was asked for, of the object that was asked for.

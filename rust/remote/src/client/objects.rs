@@ -15,7 +15,8 @@ use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, RetryConfig};
 
 use super::pace::Pace;
 use super::wire::Wire;
-use super::{Answer, Client, Expected, ListedObject, Listing, Tag};
+use super::write_side::WriteSide;
+use super::{Answer, Client, Expected, ListedObject, Listing, Puts, Tag};
 use crate::address::{Provider, StoreUrl};
 use crate::checks::why_not;
 use crate::credentials::{self, aws, cloud};
@@ -33,12 +34,13 @@ struct Bucket {
 /// A client of one bucket.
 #[derive(Debug)]
 pub struct BucketClient {
-    provider: Provider,
+    pub(super) provider: Provider,
     bucket: String,
     settings: ProviderSettings,
-    limits: Arc<RequestLimits>,
+    pub(super) limits: Arc<RequestLimits>,
     pace: Arc<Pace>,
     bucket_store: PerProcess<Bucket>,
+    pub(super) writing: PerProcess<WriteSide>,
     /// The region that the server named, if it is not the configured one.
     region: ForkLock<Option<String>>,
 }
@@ -53,6 +55,7 @@ impl BucketClient {
             settings,
             pace,
             bucket_store: PerProcess::default(),
+            writing: PerProcess::default(),
             region: ForkLock::default(),
         }
     }
@@ -60,17 +63,29 @@ impl BucketClient {
     fn made(&self) -> Result<Bucket, Failure> {
         self.bucket_store.get(|| {
             let wire = Wire::new(Arc::clone(&self.limits), Arc::clone(&self.pace))?;
-            // object_store panics for some values that are not checked by this crate.
-            let made = std::panic::catch_unwind(AssertUnwindSafe(|| match self.provider {
-                Provider::S3 => self.s3(wire),
-                Provider::Gcs => self.gcs(wire),
-                _ => self.azure(wire),
-            }));
-            made.unwrap_or_else(|_| Err(unusable()))
+            self.guarded(|| match self.provider {
+                Provider::S3 => {
+                    let (builder, origin) = self.s3(wire)?;
+                    Ok(Bucket { store: Arc::new(self.built(builder.build())?), origin: origin.into() })
+                }
+                Provider::Gcs => {
+                    let (builder, origin) = self.gcs(wire)?;
+                    Ok(Bucket { store: Arc::new(self.built(builder.build())?), origin: origin.into() })
+                }
+                _ => {
+                    let (builder, origin) = self.azure(wire)?;
+                    Ok(Bucket { store: Arc::new(self.built(builder.build())?), origin: origin.into() })
+                }
+            })
         })
     }
 
-    fn s3(&self, wire: Wire) -> Result<Bucket, Failure> {
+    /// object_store panics for some values that are not checked by this crate.
+    pub(super) fn guarded<T>(&self, make: impl FnOnce() -> Result<T, Failure>) -> Result<T, Failure> {
+        std::panic::catch_unwind(AssertUnwindSafe(make)).unwrap_or_else(|_| Err(unusable()))
+    }
+
+    pub(super) fn s3(&self, wire: Wire) -> Result<(AmazonS3Builder, String), Failure> {
         let found = aws::find(&self.settings, &credentials::variable)?;
         let mut builder = AmazonS3Builder::new();
         let ours = self.settings.has(&["access_key_id", "skip_signature"]) || self.settings.profile.is_some();
@@ -102,10 +117,10 @@ impl BucketClient {
         let endpoint = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint];
         let origin = endpoint.iter().find_map(|key| builder.get_config_value(key)).unwrap_or_default();
         let builder = builder.with_bucket_name(&self.bucket).with_retry(no_retries()).with_allow_http(true);
-        self.built(origin, builder.with_http_connector(wire).build())
+        Ok((builder.with_http_connector(wire), origin))
     }
 
-    fn gcs(&self, wire: Wire) -> Result<Bucket, Failure> {
+    pub(super) fn gcs(&self, wire: Wire) -> Result<(GoogleCloudStorageBuilder, String), Failure> {
         cloud::check_google(&self.settings, &credentials::variable)?;
         let mut builder = GoogleCloudStorageBuilder::new();
         if let Ok(path) = std::env::var("SERVICE_ACCOUNT") {
@@ -127,10 +142,10 @@ impl BucketClient {
             accounts.iter().filter_map(|key| builder.get_config_value(key)).collect::<Vec<_>>().join(" ")
         });
         let builder = builder.with_bucket_name(&self.bucket).with_retry(no_retries());
-        self.built(origin, builder.with_http_connector(wire).build())
+        Ok((builder.with_http_connector(wire), origin))
     }
 
-    fn azure(&self, wire: Wire) -> Result<Bucket, Failure> {
+    pub(super) fn azure(&self, wire: Wire) -> Result<(MicrosoftAzureBuilder, String), Failure> {
         cloud::check_azure(&self.settings, &credentials::variable)?;
         let (container, host) = self.bucket.split_once('@').unwrap_or((&self.bucket, ""));
         let mut builder = MicrosoftAzureBuilder::new();
@@ -150,13 +165,13 @@ impl BucketClient {
         let parts = [AzureConfigKey::AccountName, AzureConfigKey::Endpoint, AzureConfigKey::UseEmulator];
         let origin = parts.map(|key| builder.get_config_value(&key).unwrap_or_default()).join(" ");
         let builder = builder.with_container_name(container).with_retry(no_retries()).with_allow_http(true);
-        self.built(origin, builder.with_http_connector(wire).build())
+        Ok((builder.with_http_connector(wire), origin))
     }
 
     /// What object_store made. Its refusals are about options and variables: the names of those are added, their values removed.
-    fn built<S: ObjectStore>(&self, origin: String, made: object_store::Result<S>) -> Result<Bucket, Failure> {
+    pub(super) fn built<S>(&self, made: object_store::Result<S>) -> Result<S, Failure> {
         match made {
-            Ok(store) => Ok(Bucket { store: Arc::new(store), origin: origin.into() }),
+            Ok(store) => Ok(store),
             Err(error) => {
                 let mut text = Failure::chain(&error);
                 for (_, value) in self.settings.keys.iter().filter(|(_, value)| value.len() > 3) {
@@ -170,17 +185,22 @@ impl BucketClient {
         }
     }
 
+    fn reset(&self) {
+        self.bucket_store.reset();
+        self.writing.reset();
+    }
+
     /// Whether another attempt with other settings may succeed: the bucket's region, or fresh credentials.
-    fn adapts(&self, failure: &Failure) -> bool {
+    pub(super) fn adapts(&self, failure: &Failure) -> bool {
         let redirected = matches!(failure.status(), Some(301 | 307 | 308 | 400));
         if let Some(region) = failure.region.as_ref().filter(|_| redirected && self.provider == Provider::S3) {
             self.region.with(|known| *known = Some(region.clone()));
-            self.bucket_store.reset();
+            self.reset();
             return true;
         }
         let expired = failure.is_expired();
         if expired {
-            self.bucket_store.reset();
+            self.reset();
         }
         expired
     }
@@ -249,7 +269,7 @@ fn known<T: FromStr>(key: &str) -> Result<T, Failure> {
     T::from_str(key).map_err(|_| Failure::new(Cause::Refused, format!("storage_options: {key:?}: unknown option")))
 }
 
-fn parsed(key: &str) -> Result<Path, Failure> {
+pub(super) fn parsed(key: &str) -> Result<Path, Failure> {
     Path::parse(key).map_err(|error| Failure::new(Cause::Refused, format!("a key that cannot be read: {error}")))
 }
 
@@ -294,6 +314,10 @@ impl Client for BucketClient {
 
     fn origin(&self) -> Result<String, Failure> {
         Ok(self.made()?.origin.to_string())
+    }
+
+    fn writer(&self) -> Option<&dyn Puts> {
+        Some(self)
     }
 
     fn ready(&self) -> Result<(), Failure> {

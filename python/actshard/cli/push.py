@@ -1,0 +1,31 @@
+"""``actshard push``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+
+from actshard.cli._format import console, size
+from actshard.cli._progress import progress
+from actshard.pushing import Pushed, push
+
+
+def run(folder: Path, url: str, *, quiet: bool, **options: Any) -> Pushed:
+    """Uploads a dataset and shows progress."""
+    with progress("uploading", quiet=quiet) as watch:
+        return push(folder, url, progress=lambda done, total: watch.counts(done, total, done), **options)
+
+
+def show(done: Pushed) -> None:
+    """Prints the result."""
+    out = console()
+    rate = f", {size(int(done.sent_bytes / done.seconds))}/s" if done.seconds and done.sent_bytes else ""
+    out.print(
+        f"{escape(done.url)}: {done.format}, {done.files:,} files, {size(done.bytes)}; sent {done.sent_files:,} files, "
+        f"{size(done.sent_bytes)}{rate}",
+        soft_wrap=True,
+    )
+    for note in done.notes:
+        out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)

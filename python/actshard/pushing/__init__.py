@@ -1,0 +1,110 @@
+"""Uploads finished datasets to buckets and to the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from actshard import _arguments
+from actshard.errors import ArgumentError, UnsupportedError, boundary
+from actshard.location import Location
+from actshard.storage import Remote
+
+__all__ = ["Pushed", "push"]
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """The result of :func:`actshard.push`.
+
+    Attributes:
+        url: the URL, without credentials.
+        format: the dataset's format.
+        files, bytes: files of the dataset and their sizes.
+        sent_files, sent_bytes: those that were uploaded; the others were there.
+        seconds: duration.
+        notes: properties of the dataset that make remote reads slow.
+    """
+
+    url: str
+    format: str
+    files: int
+    bytes: int
+    sent_files: int
+    sent_bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON-compatible values."""
+        return asdict(self)
+
+
+def push(
+    folder: str | os.PathLike[str],
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    verify: bool = True,
+    overwrite: bool = False,
+    private: bool = True,
+    progress: Callable[[int, int], object] | None = None,
+) -> Pushed:
+    """Uploads a finished dataset or token cache to ``s3://``, ``gs://``, ``az://`` or ``hf://``.
+
+    In a bucket, the files that make the dataset readable are written last, and only if no other object has their name. On the hub
+    all files arrive in one commit. After an interruption or a kill, the same call uploads what is missing or differs: objects carry
+    the SHA-256 of their bytes. Errors and interrupts leave no unfinished multipart upload; those of a killed call are aborted by
+    the next one. A folder without ``README.md`` gets a dataset card, whose license is left to you.
+
+    Args:
+        folder: the dataset's folder, or a folder that contains one dataset; all files below it are uploaded.
+        url: the folder to write: ``s3://BUCKET/RUN``, ``hf://datasets/ORG/NAME[@BRANCH][/PATH]``.
+        storage_options: as for :func:`actshard.open`.
+        verify: refuse a dataset in which :func:`actshard.verify` finds an error.
+        overwrite: replace another dataset: removes everything else below the URL.
+        private: whether a repository of the hub that does not exist yet is private.
+        progress: called with (bytes done, total bytes) from time to time.
+
+    Returns:
+        A :class:`~actshard.pushing.Pushed`.
+
+    Raises:
+        FormatError: the dataset has errors, or a file changed meanwhile.
+        UnfinishedError: the dataset is not finished.
+        ExistsError: other objects are there, and ``overwrite`` is False.
+        FileAccessError: the store refuses or fails; the message says what to do.
+        MissingExtraError: ``hf://`` needs ``pip install 'actshard[hub]'``.
+        UnsupportedError: the store cannot be written.
+    """
+    from actshard.pushing.buckets import Bucket
+    from actshard.pushing.hub import push_to_hub
+    from actshard.pushing.planning import shipment
+
+    check = _arguments.switch(verify, "verify")
+    overwrite, private = _arguments.switch(overwrite, "overwrite"), _arguments.switch(private, "private")
+    source = _arguments.local_path(folder, "folder")
+    root = Location.of_any(url, storage_options)
+    if not isinstance(root.storage, Remote):
+        raise ArgumentError("url: expected s3://, gs://, az:// or hf://, found a local path", path=root)
+    if not root.lists:
+        raise UnsupportedError("cannot be written: expected s3://, gs://, az:// or hf://", path=root)
+    began = time.monotonic()
+    with boundary(source, "upload"):
+        ship = shipment(source, str(root), check)
+        total = sum(file.size for file in ship.files)
+
+        def tell(done: int) -> None:
+            if progress is not None:
+                progress(min(done, total), total)
+
+        if str(root).startswith("hf://"):
+            sent = push_to_hub(root, ship, overwrite, private, storage_options or {}, tell)
+        else:
+            bucket = Bucket(root, ship, overwrite)
+            bucket.push(tell)
+            sent = (bucket.sent_files, bucket.sent_bytes)
+    return Pushed(str(root), ship.format, len(ship.files), total, *sent, time.monotonic() - began, ship.notes)

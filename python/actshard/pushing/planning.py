@@ -1,0 +1,217 @@
+"""What a push uploads: files in stages, the manifest last, and a dataset card."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from actshard import formats
+from actshard.errors import ArgumentError, FormatError, boundary
+from actshard.finding import check_finished, existing, find_any
+from actshard.location import Location
+from actshard.opening import open_quietly
+from actshard.verifying import verify
+from actshard.work import BUILDING, FOLDER, PARTS, PUSHING
+
+CARD = "README.md"
+_SMALL_FILE = 256 << 10
+_MANY_FILES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file to upload: its name below the folder, joined by ``/``, its path and size."""
+
+    name: str
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """A dataset to upload.
+
+    Attributes:
+        folder: the local folder.
+        dataset: the dataset's folder relative to it; ``""`` for the folder itself.
+        format: the dataset's format.
+        stages: files in the order of upload. Those of a stage are uploaded before those of the next; the first stage contains all
+            files that are not part of the manifest.
+        sums: SHA-256 of the manifest's files by name.
+        card: a dataset card for a folder without one; None if there is one.
+        notes: properties that make remote reads slow.
+    """
+
+    folder: Path
+    dataset: str
+    format: str
+    stages: tuple[tuple[LocalFile, ...], ...]
+    sums: dict[str, str]
+    card: bytes | None
+    notes: tuple[str, ...]
+
+    @property
+    def files(self) -> list[LocalFile]:
+        """All files."""
+        return [file for stage in self.stages for file in stage]
+
+    @property
+    def identity(self) -> str:
+        """Identifies the dataset: digest of its manifest, or of its names and sizes if its format declares no manifest."""
+        listed: dict[str, str | int] = dict(self.sums) or {file.name: file.size for file in self.files}
+        return hashlib.sha256(json.dumps(sorted(listed.items())).encode()).hexdigest()
+
+    def below(self, name: str) -> str:
+        """A name in the dataset's folder, relative to the pushed folder."""
+        return f"{self.dataset}/{name}" if self.dataset else name
+
+
+def shipment(folder: Path, url: str, check: bool) -> Shipment:
+    """Lists what to upload. With ``check`` a dataset with errors is refused.
+
+    Raises:
+        FormatError: the dataset has errors.
+        UnfinishedError: it is not finished.
+    """
+    root = existing(folder)
+    check_finished_or_tokens(root)
+    at, format = find_any(root)
+    if check:
+        report = verify(root.local, progress=None)
+        if report.errors:
+            first = next(f for f in report.findings if f.severity == "error")
+            raise FormatError(
+                f"is not uploaded: {report.errors} error(s), the first: {first}. actshard verify lists all of them.",
+                path=folder,
+            )
+    dataset = at.relative_to(root)
+    dataset = "" if dataset == "." else dataset
+    stages = _stages(_files(root.local), dataset, formats.get(format).manifest)
+    sums = {file.name: _digest(file.path) for stage in stages[1:] for file in stage}
+    has_card = any(file.name == CARD for file in stages[0])
+    card = None if has_card else _card(at, format, stages, url)
+    return Shipment(root.local, dataset, format, stages, sums, card, _notes(stages))
+
+
+def check_finished_or_tokens(root: Location) -> None:
+    """As :func:`check_finished`, but accepts token caches."""
+    try:
+        check_finished(root)
+    except ArgumentError:
+        return
+
+
+def _files(folder: Path) -> list[LocalFile]:
+    """Regular files below a folder in the order of names, links followed, without those of writers."""
+    found: list[LocalFile] = []
+    inside: set[tuple[int, int]] = set()
+
+    def visit(at: Path, above: str) -> None:
+        state = at.stat()
+        if (state.st_dev, state.st_ino) in inside:
+            raise ArgumentError("a link leads back to a folder above it", path=at)
+        inside.add((state.st_dev, state.st_ino))
+        with os.scandir(at) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+        for entry in listed:
+            if entry.name in (FOLDER, PARTS, BUILDING, PUSHING) or (
+                entry.name.startswith(".") and entry.name.endswith(".part")
+            ):
+                continue
+            if entry.is_dir():
+                visit(at / entry.name, f"{above}{entry.name}/")
+            elif entry.is_file():
+                found.append(LocalFile(above + entry.name, at / entry.name, entry.stat().st_size))
+            else:
+                raise ArgumentError("expected files and folders, found a broken link or a device", path=at / entry.name)
+        inside.remove((state.st_dev, state.st_ino))
+
+    with boundary(folder, "look at"):
+        visit(folder, "")
+    for file in found:
+        try:
+            file.name.encode()
+        except UnicodeEncodeError:
+            raise ArgumentError("expected a UTF-8 file name", path=file.path) from None
+    return found
+
+
+def _stages(files: list[LocalFile], dataset: str, manifest: tuple[str, ...]) -> tuple[tuple[LocalFile, ...], ...]:
+    start = f"{dataset}/" if dataset else ""
+
+    def stage(file: LocalFile) -> int:
+        if not file.name.startswith(start):
+            return 0
+        name = file.name[len(start) :]
+        return next((i for i, pattern in enumerate(manifest, 1) if fnmatchcase(name, pattern)), 0)
+
+    stages: list[list[LocalFile]] = [[] for _ in range(len(manifest) + 1)]
+    for file in files:
+        stages[stage(file)].append(file)
+    return tuple(map(tuple, [stages[0], *filter(None, stages[1:])]))
+
+
+def _digest(path: Path) -> str:
+    with boundary(path, "read"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _notes(stages: tuple[tuple[LocalFile, ...], ...]) -> tuple[str, ...]:
+    sizes = [file.size for file in stages[0]]
+    if len(sizes) < _MANY_FILES or sum(sizes) >= _SMALL_FILE * len(sizes):
+        return ()
+    return (
+        f"{len(sizes):,} files of {sum(sizes) // len(sizes):,} bytes on average: reading one costs a request. Convert the dataset "
+        "with larger shards or chunks for remote reads.",
+    )
+
+
+_CATEGORIES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"))
+
+
+def _card(at: Location, format: str, stages: tuple[tuple[LocalFile, ...], ...], url: str) -> bytes:
+    """A dataset card with the hub's YAML header. The license is left to the user."""
+    known = formats.get(format)
+    tags = ["actshard", known.holds, format]
+    rows = [("format", known.description or format)]
+    lines = []
+    if known.holds == "activations":
+        store = open_quietly(at.place, format, "pread")
+        count = store.num_examples
+        lines = ["size_categories:", f"- {next((text for most, text in _CATEGORIES if count < most), '10M<n<100M')}"]
+        rows += [
+            ("examples", f"{count:,}"),
+            ("layers", ", ".join(map(str, store.layers)) or "none"),
+            ("d_model", str(store.d_model)),
+            ("dtype", str(store.dtype)),
+            ("columns", ", ".join(store.contents.column_names) or "none"),
+        ]
+        opening = f"store = actshard.open({url!r})"
+    else:
+        opening = f"cache = actshard.tokens.open_cache({url!r})"
+    size = sum(file.size for stage in stages for file in stage)
+    rows.append(("bytes", f"{size:,}"))
+    header = ["---", "# license: choose one, https://huggingface.co/docs/hub/repositories-licenses", "tags:"]
+    header += [f"- {tag}" for tag in tags] + lines + ["---"]
+    title = (at.name or "dataset").replace("\n", " ")
+    cells = [f"| {name} | {text.replace('|', '/')} |" for name, text in rows]
+    body = [
+        "",
+        f"# {title}",
+        "",
+        "| | |",
+        "|---|---|",
+        *cells,
+        "",
+        "```python",
+        "import actshard",
+        "",
+        opening,
+        "```",
+        "",
+    ]
+    return "\n".join([*header, *body]).encode("utf-8", "replace")

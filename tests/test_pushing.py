@@ -1,0 +1,360 @@
+"""Pushed datasets: equal to the local ones, complete or not readable, continued after kills and faults, never over another."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from actshard import formats
+from actshard.finding import find_any
+from actshard.location import Location
+from conftest import GOLDEN
+from served import Served, served
+from test_urls import quietly, same
+
+SAEV = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+
+
+def golden() -> list[Any]:
+    """Golden datasets and token caches."""
+    found: dict[Path, Any] = {}
+    for path in sorted(GOLDEN.rglob("*")):
+        special = {"errors", "hostile", "zarr_codecs"} & set(
+            path.relative_to(GOLDEN).parts
+        )  # damaged, or of codecs of an extra
+        if special or not path.is_dir() or any(above in found for above in path.parents):
+            continue
+        try:
+            at, name = find_any(Location.of(path))
+        except actshard.ActshardError:
+            continue
+        if at == Location.of(path):
+            found[path] = pytest.param(path, id=f"{name}-{'-'.join(path.relative_to(GOLDEN).parts[:2])}")
+    return list(found.values())
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Served]:
+    (tmp_path / "web/bucket").mkdir(parents=True)
+    with served(tmp_path / "web") as found:
+        yield found
+
+
+def push(server: Served, folder: Path, url: str = "s3://bucket/run", **more: Any) -> actshard.Pushed:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return actshard.push(folder, url, server.keys, **more)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+@pytest.mark.parametrize("folder", golden())
+def test_what_is_pushed_opens_with_equal_values(folder: Path, server: Served) -> None:
+    done = push(server, folder, verify=False)
+    there, here = contents(server.root / "bucket/run"), contents(folder)
+    card = there.pop("README.md", b"")
+    here.pop("README.md", None)
+    assert there == here
+    assert card
+    assert not server.written.uploads
+    assert (done.sent_files, done.sent_bytes) == (done.files, done.bytes)
+    before = len(server.requests)
+    again = push(server, folder, verify=False)
+    assert (again.sent_files, again.sent_bytes) == (0, 0)
+    assert not [r for r in server.requests[before:] if r[0] in ("PUT", "POST", "DELETE")]
+    near = quietly(folder) if formats.get(done.format).holds == "activations" else None
+    if near is not None and near.table.equals(near.table):  # not with NaN values
+        same(quietly("s3://bucket/run", storage_options=server.keys), near)
+
+
+def test_the_manifest_is_written_last_and_only_if_none_is_there(server: Served) -> None:
+    push(server, SAEV)
+    puts = [path for method, path, _ in server.requests if method == "PUT"]
+    assert puts[0] == "bucket/run/.actshard-pushing.json"
+    assert puts[-2:] == ["bucket/run/shards.json", "bucket/run/metadata.json"]
+    assert server.requests[-1][:2] == ("DELETE", "bucket/run/.actshard-pushing.json")
+    text = (server.root / "bucket/run/README.md").read_text()
+    assert text.startswith("---\n# license:")
+    assert "actshard.open('s3://bucket/run')" in text
+    (server.root / "bucket/run/README.md").write_text("mine")
+    push(server, SAEV)
+    assert (server.root / "bucket/run/README.md").read_text() == "mine"
+
+
+def test_a_second_push_sends_what_is_missing_or_differs(server: Served) -> None:
+    push(server, SAEV)
+    (server.root / "bucket/run/acts000000.bin").unlink()
+    damaged = server.root / "bucket/run/acts000001.bin"
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    server.written.meta.pop("bucket/run/acts000001.bin")
+    server.written.puts.clear()
+    done = push(server, SAEV)
+    assert sorted(server.written.puts) == ["bucket/run/acts000000.bin", "bucket/run/acts000001.bin"]
+    assert done.sent_files == 2
+    same(quietly("s3://bucket/run", storage_options=server.keys), quietly(SAEV))
+
+
+@pytest.mark.parametrize(
+    "folder", [SAEV, GOLDEN / "zarr/run_20260122_101112", GOLDEN / "zarr/v3_sharded/activations.zarr"]
+)
+def test_a_push_that_ends_anywhere_is_not_readable_and_is_continued(server: Served, folder: Path) -> None:
+    near = quietly(folder)
+    push(server, folder)
+    puts = len(server.written.puts)
+    for at in sorted({0, 1, 2, puts // 2, puts - 3, puts - 2, puts - 1}):
+        shutil.rmtree(server.root / "bucket/run")
+        server.written.meta.clear()
+        server.written.puts.clear()
+        seen = iter(range(10**6))
+        server.written.refuse = (lambda method, query, seen=seen, at=at: method == "PUT" and next(seen) >= at, 403)
+        with pytest.raises(actshard.FileAccessError, match="403"):
+            push(server, folder)
+        with pytest.raises(actshard.ActshardError):
+            quietly("s3://bucket/run", storage_options=server.keys)
+        if at > 0:
+            with pytest.raises(actshard.UnfinishedError, match="is being uploaded"):
+                quietly("s3://bucket/run", storage_options=server.keys)
+        server.written.refuse = None
+        there = {f"bucket/run/{name}" for name in contents(server.root / "bucket/run")} if at else set()
+        assert len(there) <= at
+        server.written.puts.clear()
+        push(server, folder)
+        assert not there & set(server.written.puts), "what is there is not sent again"
+        same(quietly("s3://bucket/run", storage_options=server.keys), near)
+
+
+@pytest.mark.parametrize("fault", ["503", "before", "after", "cut"])
+def test_a_fault_at_any_request_is_survived(server: Served, fault: str) -> None:
+    near, at = quietly(SAEV), 0
+    while True:
+        shutil.rmtree(server.root / "bucket/run", ignore_errors=True)
+        server.written.meta.clear()
+        server.written.count, server.written.faults = 0, {at: fault}
+        push(server, SAEV)
+        if server.written.faults:
+            break
+        assert not (server.root / "bucket/run/.actshard-pushing.json").exists()
+        at += 1
+    assert at > 8
+    same(quietly("s3://bucket/run", storage_options=server.keys), near)
+
+
+def test_another_dataset_is_not_replaced(server: Served, tmp_path: Path) -> None:
+    other = sorted(GOLDEN.glob("saev/v21_nocls_oneshard/saev/shards/*"))[0]
+    push(server, SAEV)
+    kept = contents(server.root / "bucket")
+    with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: contains other objects .*overwrite=True"):
+        push(server, other)
+    assert contents(server.root / "bucket") == kept
+    (server.root / "bucket/run/more").mkdir()
+    (server.root / "bucket/run/more/old.json").write_text("{}")
+    before = len(server.requests)
+    push(server, other, overwrite=True)
+    writes = [r[:2] for r in server.requests[before:] if r[0] in ("PUT", "DELETE")]
+    assert writes[0] == ("PUT", "bucket/run/.actshard-pushing.json")
+    removed = [path.rpartition("/")[2] for method, path in writes if method == "DELETE"]
+    assert {"metadata.json", "shards.json"} <= set(removed[:3])
+    assert contents(server.root / "bucket/run").keys() - {"README.md"} == contents(other).keys()
+    same(quietly("s3://bucket/run", storage_options=server.keys), quietly(other))
+    with pytest.raises(actshard.ArgumentError, match="expected the URL of a folder"):
+        push(server, SAEV, "s3://bucket", overwrite=True)
+    (server.root / "bucket/run/.actshard-pushing.json").write_text("{}")
+    with pytest.raises(actshard.ExistsError, match="an unfinished upload of another dataset"):
+        push(server, SAEV)
+
+
+def test_an_interrupted_replacement_is_continued(server: Served) -> None:
+    other = sorted(GOLDEN.glob("saev/v21_nocls_oneshard/saev/shards/*"))[0]
+    push(server, SAEV)
+    for refused in (1, 2, 3):
+        seen = iter(range(10**6))
+        server.written.refuse = (lambda m, q, seen=seen, n=refused: m in ("PUT", "DELETE") and next(seen) >= n, 403)
+        with pytest.raises(actshard.FileAccessError):
+            push(server, other, overwrite=refused == 1)
+        with pytest.raises(actshard.UnfinishedError):
+            quietly("s3://bucket/run", storage_options=server.keys)
+    server.written.refuse = None
+    push(server, other)
+    assert contents(server.root / "bucket/run").keys() - {"README.md"} == contents(other).keys()
+
+
+def test_a_broken_or_unfinished_dataset_is_not_pushed(server: Served, tmp_path: Path) -> None:
+    shutil.copytree(SAEV, tmp_path / "broken")
+    (tmp_path / "broken/acts000001.bin").unlink()
+    with pytest.raises(actshard.FormatError, match=r"is not uploaded: .*acts000001\.bin"):
+        push(server, tmp_path / "broken")
+    writer = actshard.create(tmp_path / "begun", "pickle", layers=[0], d_model=2)
+    writer.append(np.ones((1, 1, 3, 2), np.float32))
+    with pytest.raises(actshard.FormatError):
+        push(server, tmp_path / "begun")
+    writer.close()
+    with pytest.raises(actshard.MissingFileError):
+        push(server, tmp_path / "none")
+    assert not server.requests
+
+
+KILLED = """
+import sys, actshard
+actshard.push(sys.argv[1], "s3://bucket/run", {"endpoint_url": sys.argv[2], "key": "k", "secret": "s", "region": "x"})
+"""
+
+
+def test_a_killed_push_is_completed_by_the_next(server: Served, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with actshard.create(tmp_path / "big", "pickle", layers=[0], d_model=512, shard_bytes="40MB") as writer:
+        for _ in range(6):
+            writer.append(rng.standard_normal((1, 1, 4096, 512), np.float32))
+    folder = tmp_path / "big"
+    reached, going = threading.Event(), threading.Event()
+
+    def hold(method: str, query: str) -> bool:
+        if method == "PUT" and "partNumber=2" in query:
+            reached.set()
+            going.wait(60)
+        return False
+
+    server.written.refuse = (hold, 500)
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, folder, f"http://127.0.0.1:{server.port}"]
+    child = subprocess.Popen([os.fspath(word) for word in command])
+    assert reached.wait(60)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    server.written.refuse = None
+    going.set()
+    assert server.written.uploads
+    with pytest.raises(actshard.UnfinishedError):
+        quietly("s3://bucket/run", storage_options=server.keys)
+    push(server, folder)
+    assert not server.written.uploads
+    same(quietly("s3://bucket/run", storage_options=server.keys), quietly(folder))
+
+
+def test_a_folder_above_the_dataset_is_pushed_whole(server: Served, tmp_path: Path) -> None:
+    shutil.copytree(SAEV, tmp_path / "run/saev/shards" / SAEV.name)
+    (tmp_path / "run/notes.txt").write_text("notes")
+    push(server, tmp_path / "run/saev/shards")
+    assert server.requests[-1][1] == f"bucket/run/{SAEV.name}/.actshard-pushing.json"
+    same(quietly("s3://bucket/run", storage_options=server.keys), quietly(SAEV))
+
+
+@pytest.mark.parametrize("format", formats.written())
+def test_a_conversion_goes_to_a_url(server: Served, tmp_path: Path, format: str) -> None:
+    near = GOLDEN / "pickle/numpy2_proto5"
+    options = {"target_options": server.keys, "scratch": tmp_path / "scratch"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        local = actshard.convert(SAEV, tmp_path / "local", format)
+        server.written.refuse = (lambda method, query: method == "PUT", 403)
+        with pytest.raises(actshard.FileAccessError, match="403"):
+            actshard.convert(SAEV, "s3://bucket/run", format, **options)
+        assert list((tmp_path / "scratch").iterdir())
+        server.written.refuse = None
+        done = actshard.convert(SAEV, "s3://bucket/run", format, resume=True, **options)
+    assert str(done.path).startswith("s3://bucket/run")
+    assert done.examples == local.examples
+    assert not list((tmp_path / "scratch").iterdir())
+    same(quietly(str(done.path), storage_options=server.keys), quietly(local.path))
+    with pytest.raises(actshard.ExistsError, match="contains other objects"):
+        actshard.convert(near, "s3://bucket/run", format, **options)
+    with pytest.raises(actshard.ArgumentError, match="scratch: expected a URL"):
+        actshard.convert(near, tmp_path / "x", format, scratch=tmp_path)
+    with pytest.raises(actshard.ArgumentError, match=r"actshard\.push"):
+        actshard.create("s3://bucket/run", format, layers=[0], d_model=2)
+
+
+def test_the_command_pushes(server: Served, tmp_path: Path) -> None:
+    options = [word for name, value in server.keys.items() for word in ("-o", f"{name}={value}")]
+    command = [sys.executable, "-W", "ignore", "-m", "actshard.cli", "push", str(SAEV), "s3://bucket/run", *options]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False)
+    assert json.loads(done.stdout)["sent_files"] == len(contents(SAEV)), done.stderr
+    assert "hushhush" not in done.stdout + done.stderr
+    server.written.refuse = (lambda method, query: True, 403)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "hushhush" not in done.stdout + done.stderr
+
+
+def test_secrets_are_in_no_text(server: Served) -> None:
+    done = push(server, SAEV)
+    for file in contents(server.root).values():
+        assert b"hushhush" not in file
+    assert "hushhush" not in repr(done)
+
+
+class Hub:
+    """huggingface_hub, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.commits: list[dict[str, Any]] = []
+        self.error: Exception | None = None
+        hub = self
+
+        class HfApi:
+            def __init__(self, **given: Any) -> None:
+                hub.given = given
+
+            def create_repo(self, *_: Any, **given: Any) -> None:
+                hub.repository = given
+
+            def dataset_info(self, *_: Any, **__: Any) -> Any:
+                return types.SimpleNamespace(sha="0" * 40)
+
+            def create_commit(self, *words: Any, **given: Any) -> None:
+                if hub.error is not None:
+                    raise hub.error
+                hub.commits.append({"repository": words[0], "operations": words[1], **given})
+
+        self.module = types.ModuleType("huggingface_hub")
+        vars(self.module).update(
+            HfApi=HfApi,
+            CommitOperationAdd=lambda name, source: ("add", name, source),
+            CommitOperationDelete=lambda name: ("delete", name),
+        )
+
+
+def test_the_hub_gets_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub.module)
+    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {".gitattributes": 10})
+    done = actshard.push(SAEV, "hf://datasets/lab/acts/run", {"token": "hf_secret"})
+    (commit,) = hub.commits
+    assert commit["repository"] == "lab/acts"
+    assert (commit["revision"], commit["parent_commit"]) == ("main", "0" * 40)
+    assert hub.repository["private"] is True
+    names = {f"run/{name}" for name in contents(SAEV)}
+    assert {name for _, name, _ in commit["operations"]} == names | {"run/README.md"}
+    assert done.sent_files == len(names)
+    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {"run/other": 3})
+    with pytest.raises(actshard.ExistsError, match="contains other files"):
+        actshard.push(SAEV, "hf://datasets/lab/acts/run", {"token": "hf_secret"})
+    actshard.push(SAEV, "hf://datasets/lab/acts/run", overwrite=True)
+    assert ("delete", "run/other") in hub.commits[-1]["operations"]
+    hub.error = RuntimeError("403 Forbidden")
+    with pytest.raises(actshard.FileAccessError, match=r"^hf://datasets/lab/acts/run: cannot write: RuntimeError: 403"):
+        actshard.push(SAEV, "hf://datasets/lab/acts/run", overwrite=True)
+
+
+def test_the_hub_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(actshard.MissingExtraError, match=r"actshard\[hub\]"):
+        actshard.push(SAEV, "hf://datasets/lab/acts")
+    with pytest.raises(actshard.UnsupportedError, match="cannot be written"):
+        actshard.push(SAEV, "https://host/run")
+    with pytest.raises(actshard.ArgumentError, match="found a local path"):
+        actshard.push(SAEV, "/somewhere")
