@@ -251,8 +251,8 @@ impl<'a> Uploader<'a> {
         let sha256 = digest(&file, size, &local).await?;
         if job.found.is_some() || job.only_new {
             match self.stored(&job.key, size, &sha256).await.map_err(|failure| failure.writing(&location))? {
-                Stored::Same => return Ok(self.counted(size, Uploaded::There)),
-                Stored::Other if job.only_new => return Ok(Uploaded::Refused),
+                FoundContent::Same => return Ok(self.counted(size, Uploaded::There)),
+                FoundContent::Other if job.only_new => return Ok(Uploaded::Refused),
                 _ => {}
             }
         }
@@ -271,11 +271,11 @@ impl<'a> Uploader<'a> {
         (self.gate.acquire_many(units).await.ok(), reserve(bytes).await)
     }
 
-    async fn stored(&self, key: &str, size: u64, sha256: &str) -> Result<Stored, Failure> {
+    async fn stored(&self, key: &str, size: u64, sha256: &str) -> Result<FoundContent, Failure> {
         Ok(match self.puts.head(key).await? {
-            None => Stored::Nothing,
-            Some(found) if found.size == size && found.sha256.as_deref() == Some(sha256) => Stored::Same,
-            Some(_) => Stored::Other,
+            None => FoundContent::Nothing,
+            Some(found) if found.size == size && found.sha256.as_deref() == Some(sha256) => FoundContent::Same,
+            Some(_) => FoundContent::Other,
         })
     }
 
@@ -283,7 +283,7 @@ impl<'a> Uploader<'a> {
     async fn whole(&self, job: &UploadJob, bytes: Bytes, location: &Location) -> Result<Uploaded> {
         let (size, sha256) = (bytes.len() as u64, &hex(&Sha256::digest(&bytes)));
         let failed = |failure: Failure| failure.writing(location);
-        if job.found == Some(size) && self.stored(&job.key, size, sha256).await.map_err(failed)? == Stored::Same {
+        if job.found == Some(size) && self.stored(&job.key, size, sha256).await.map_err(failed)? == FoundContent::Same {
             return Ok(self.counted(size, Uploaded::There));
         }
         let (mut attempts, mut only_new) = (Attempts::new(self), job.only_new);
@@ -296,8 +296,8 @@ impl<'a> Uploader<'a> {
             if condition || failure.is_temporary() || failure.status() == Some(501) {
                 // It may have arrived, and the answer was lost.
                 match self.stored(&job.key, size, sha256).await.map_err(failed)? {
-                    Stored::Same => return Ok(self.counted(size, Uploaded::Sent)),
-                    Stored::Other if job.only_new => return Ok(Uploaded::Refused),
+                    FoundContent::Same => return Ok(self.counted(size, Uploaded::Sent)),
+                    FoundContent::Other if job.only_new => return Ok(Uploaded::Refused),
                     _ => {}
                 }
             }
@@ -378,7 +378,7 @@ impl<'a> Uploader<'a> {
         let mut attempts = Attempts::new(self);
         loop {
             let Err(failure) = self.puts.complete(key, id, parts.clone()).await else { return Ok(()) };
-            if self.stored(key, size, sha256).await? == Stored::Same {
+            if self.stored(key, size, sha256).await? == FoundContent::Same {
                 return Ok(());
             }
             // S3 responds 200 with an error inside.
@@ -407,7 +407,7 @@ impl<'a> Uploader<'a> {
 
 /// What is there under a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stored {
+enum FoundContent {
     Nothing,
     Same,
     Other,
