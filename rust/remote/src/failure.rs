@@ -22,6 +22,8 @@ pub enum Cause {
     Broken,
     /// The object is not the one that was opened.
     Changed,
+    /// The object that was opened is not there any more.
+    Gone,
     /// The answer contradicts the request.
     Protocol,
     /// A request that cannot be made, for example without credentials.
@@ -47,6 +49,8 @@ pub struct Failure {
     pub size: Option<u64>,
     /// Whether it came from another host, after a redirect.
     pub is_away: bool,
+    /// Whether the service names its reasons, but gave none: the answer is another server's, for example a proxy's.
+    pub is_foreign: bool,
 }
 
 impl fmt::Display for Failure {
@@ -69,7 +73,8 @@ impl StdError for Failure {}
 impl Failure {
     /// A failure without a status.
     pub fn new(cause: Cause, text: impl Into<String>) -> Failure {
-        Failure { cause, code: None, text: text.into(), after: None, region: None, size: None, is_away: false }
+        let (code, after, region, size) = (None, None, None, None);
+        Failure { cause, code, text: text.into(), after, region, size, is_away: false, is_foreign: false }
     }
 
     /// An object that is not the one that was opened.
@@ -102,6 +107,7 @@ impl Failure {
                 .and_then(|range| range.strip_prefix("bytes */")?.parse().ok())
                 .or_else(|| between(&body, "<ActualObjectSize>", "</ActualObjectSize>")?.parse().ok()),
             is_away: false,
+            is_foreign: false,
         }
     }
 
@@ -178,7 +184,7 @@ impl Failure {
                     || matches!(self.code.as_deref(), Some("RequestTimeout" | "SlowDown" | "InternalError"))
             }
             Cause::Connect | Cause::Broken => !self.text.contains("certificate"),
-            Cause::Changed | Cause::Protocol | Cause::Refused | Cause::Unsupported => false,
+            Cause::Changed | Cause::Gone | Cause::Protocol | Cause::Refused | Cause::Unsupported => false,
         }
     }
 
@@ -188,21 +194,32 @@ impl Failure {
         matches!(code, "ExpiredToken" | "ExpiredTokenException" | "RequestExpired" | "TokenRefreshRequired")
     }
 
+    /// Whether the service says that there is no such object. A bucket or a dataset that is not there says nothing about the
+    /// object, and neither does a proxy: absent chunks have fill values, so a wrong answer would be read as rows.
+    pub fn is_absence(&self) -> bool {
+        matches!(self.status(), Some(404 | 410))
+            && !self.is_foreign
+            && matches!(
+                self.code.as_deref(),
+                None | Some("NoSuchKey" | "BlobNotFound" | "PathNotFound" | "EntryNotFound")
+            )
+    }
+
+    /// Whether it is a 404 without the service's word for it.
+    pub fn is_unnamed(&self) -> bool {
+        matches!(self.status(), Some(404 | 410)) && self.code.is_none()
+    }
+
     /// The error about a location.
     pub fn at(&self, location: &Location) -> Error {
         let kind = match self.cause {
-            Cause::Status(404 | 410) => Kind::NotFound,
-            Cause::Changed | Cause::Status(412) => Kind::Format,
+            _ if self.is_absence() => Kind::NotFound,
+            Cause::Changed | Cause::Gone | Cause::Status(412) => Kind::Format,
             Cause::Unsupported => Kind::Unsupported,
             _ => Kind::Access,
         };
         let detail = match self.cause {
-            Cause::Status(404 | 410) => match self.code.as_deref() {
-                None | Some("NoSuchKey" | "EntryNotFound" | "BlobNotFound") => {
-                    "expected an object, found nothing".to_string()
-                }
-                Some(_) => format!("expected an object, found nothing: {self}"),
-            },
+            _ if self.is_absence() => "expected an object, found nothing".to_string(),
             Cause::Status(412) => "was replaced after it was opened".to_string(),
             Cause::Status(status) => format!("cannot read: {self}{}", self.advice(status)),
             Cause::Connect => format!("cannot connect: {self}"),
@@ -261,6 +278,8 @@ impl Failure {
                 "; the credentials may not read this object, or it does not exist and they may not list the bucket"
             }
             (416, _) => "; the object is shorter than when it was listed",
+            (404 | 410, None) => "; not an answer of the service itself: check the endpoint, and proxies before it",
+            (404, Some("NoSuchBucket" | "ContainerNotFound")) => "; check the name of the bucket",
             (429, _) => "; fewer requests are allowed: wait, or use credentials with a higher limit",
             (500..=599, _) => "; the server failed repeatedly: try again later",
             _ => "",
@@ -320,7 +339,7 @@ fn wait_of(status: u16, headers: &HeaderMap) -> Option<Duration> {
     let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
     let limit = header("ratelimit").and_then(|text| {
         let part = |name: &str| text.split(';').find_map(|part| part.trim().strip_prefix(name)?.parse::<u64>().ok());
-        (part("r=") == Some(0)).then(|| part("t=").map(|t| t + 1)).flatten()
+        (part("r=") == Some(0)).then(|| part("t=").map(|t| t.saturating_add(1))).flatten()
     });
     let seconds = limit.or_else(|| header("retry-after")?.trim().parse().ok())?;
     Some(Duration::from_secs(seconds).min(LONGEST))

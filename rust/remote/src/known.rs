@@ -1,6 +1,7 @@
 //! What a store knows of its objects from listings and answers: sizes and tags, and the content of folders.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 
 use serde::{Deserialize, Serialize};
 
@@ -100,9 +101,26 @@ impl Known {
         Some(Box::new(folders.iter().map(|name| (name.as_str(), None)).chain(direct)))
     }
 
-    /// Records an object.
-    pub fn insert(&mut self, key: &str, object: ObjectFacts) {
-        self.objects.insert(key.to_string(), object);
+    /// Records an object. One that is known already stays: of two answers that contradict each other, the second is an error,
+    /// false.
+    pub fn insert(&mut self, key: &str, object: &ObjectFacts) -> bool {
+        let known = self.objects.entry(key.to_string()).or_insert_with(|| object.clone());
+        if known.size != object.size || !known.tag.agrees(&object.tag) {
+            return false;
+        }
+        if known.tag.etag.is_none() {
+            known.tag = object.tag.clone();
+        }
+        true
+    }
+
+    /// The known object whose key shares the most folders with a key.
+    pub fn nearest(&self, key: &str) -> Option<(String, ObjectFacts)> {
+        let shared = |other: &str| key.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
+        let before = self.objects.range::<str, _>((Bound::Unbounded, Bound::Excluded(key))).next_back();
+        let after = self.objects.range::<str, _>((Bound::Included(key), Bound::Unbounded)).next();
+        let nearest = before.into_iter().chain(after).max_by_key(|(other, _)| shared(other))?;
+        Some((nearest.0.clone(), nearest.1.clone()))
     }
 
     /// Records what a folder contains. Objects that are known already keep their tags: a newer one must not pass unnoticed.

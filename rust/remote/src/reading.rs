@@ -1,6 +1,7 @@
 //! Reads ranges of one object into memory: slow requests are sent twice, broken bodies go on at the byte where they broke, and
 //! every answer must belong to the object that was opened.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,6 +36,8 @@ pub struct Reading<'a> {
     pub size: Option<u64>,
     /// Its tag; set by the first answer if no listing had one.
     pub tag: &'a ForkLock<Tag>,
+    /// The first answers' tags of all objects that no listing had an ETag of, so that two readers do not see two versions.
+    pub first_tags: &'a ForkLock<HashMap<String, Tag>>,
 }
 
 impl<'a> Reading<'a> {
@@ -53,8 +56,13 @@ impl<'a> Reading<'a> {
             if !tag.agrees(&answer.tag) {
                 return false;
             }
-            if tag.etag.is_none() {
+            if tag.etag.is_none() && answer.tag.etag.is_some() {
+                let first = self.first_tags.with(|tags| match tags.get(self.key) {
+                    Some(first) => first.agrees(&answer.tag),
+                    None => tags.insert(self.key.to_string(), answer.tag.clone()).is_none(),
+                });
                 *tag = answer.tag.clone();
+                return first != Some(false);
             }
             true
         });
@@ -135,6 +143,14 @@ impl<'a> Reading<'a> {
         Ok(())
     }
 
+    /// Asks for a byte of an object that is known: fails unless it is there, and the same.
+    pub async fn still(self) -> Result<(), Failure> {
+        match self.size {
+            Some(0) => self.first(0..1).await.map(drop),
+            _ => self.fill(0, &mut [0]).await,
+        }
+    }
+
     /// The first bytes of an object that nothing is known of, with its size and tag.
     pub async fn open(self, most: u64) -> Result<(Vec<u8>, u64, Tag), Failure> {
         let mut broken = 0;
@@ -169,11 +185,14 @@ pub struct Link {
     pub pace: Arc<Pace>,
     /// Limits of requests.
     pub limits: RequestLimits,
+    /// Tags of first answers.
+    pub first_tags: ForkLock<HashMap<String, Tag>>,
 }
 
 impl Link {
     /// A reading of one object.
     pub fn reading<'a>(&'a self, key: &'a str, size: Option<u64>, tag: &'a ForkLock<Tag>) -> Reading<'a> {
-        Reading { client: &*self.client, pace: &self.pace, limits: &self.limits, key, size, tag }
+        let (client, first_tags) = (&*self.client, &self.first_tags);
+        Reading { client, pace: &self.pace, limits: &self.limits, key, size, tag, first_tags }
     }
 }

@@ -5,6 +5,7 @@
 //! [`PerProcess`]. Callers run their own futures on their own thread, so that a body is written straight into the caller's
 //! memory, and look at their [`Stop`] every [`LOOK`].
 
+use std::fmt;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -136,8 +137,14 @@ impl<T> ForkLock<T> {
 }
 
 /// A value that works in the process that made it only, and is made again in a child.
-#[derive(Debug)]
 pub struct PerProcess<T: Clone>(ForkLock<Option<(u32, T)>>);
+
+/// Shows no value: clients of the libraries below show their credentials.
+impl<T: Clone> fmt::Debug for PerProcess<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("PerProcess")
+    }
+}
 
 impl<T: Clone> Default for PerProcess<T> {
     fn default() -> PerProcess<T> {

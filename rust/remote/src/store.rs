@@ -17,7 +17,7 @@ use crate::client::objects::BucketClient;
 use crate::client::pace::{Counts, Pace};
 use crate::client::web::WebClient;
 use crate::client::{Client, ListedObject};
-use crate::failure::Failure;
+use crate::failure::{Cause, Failure};
 use crate::known::{Known, KnownName, ObjectFacts};
 use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject, SHORT_PARALLEL};
 use crate::options::Options;
@@ -30,6 +30,9 @@ use crate::upload::{UploadJob, Uploaded, Uploader};
 const HEAD: u64 = 64 << 10;
 /// The largest gap that is read for the ranges around it.
 const MOST_GAP: u64 = 1 << 20;
+
+/// The source of a location, once it is known.
+type Opened = Option<Result<Box<dyn Source>>>;
 
 /// A name in a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +71,7 @@ impl RemoteStore {
             Provider::Http => Box::new(WebClient::new(&address, &settings, Arc::clone(&pace))),
             Provider::Hub => Box::new(HubClient::new(&address, &settings, revision, Arc::clone(&pace))),
         };
-        let link = Arc::new(Link { client, pace, limits });
+        let link = Arc::new(Link { client, pace, limits, first_tags: ForkLock::default() });
         let url = crate::options::Secret(url.to_string());
         Ok(RemoteStore { address, url, options, link, known: ForkLock::new(known), cache: None })
     }
@@ -233,7 +236,8 @@ impl RemoteStore {
         if is_root && self.link.client.lists() && !self.scan(location, false, stop)?.is_empty() {
             return Ok(Some(None));
         }
-        match self.open_many(&[location], Access::Once, stop).pop() {
+        // Not all that an object read once may have: its bytes may not be wanted.
+        match self.open_many(&[location], Access::Kept, stop).pop() {
             Some(Ok(source)) => Ok(Some(Some(source.size()))),
             Some(Err(error)) if error.kind == Kind::NotFound => {
                 if !is_root && self.link.client.lists() && !self.scan(location, false, stop)?.is_empty() {
@@ -272,6 +276,56 @@ impl RemoteStore {
         Ok((ObjectFacts { size, tag }, kept))
     }
 
+    /// Probes objects, many at once.
+    async fn probe_all(&self, which: Vec<usize>, locations: &[&Location], access: Access, answers: &mut [Opened]) {
+        let one = |i: usize| async move {
+            let location = locations[i];
+            let key = match self.key(location) {
+                Ok(key) => key,
+                Err(error) => return (i, Err(error)),
+            };
+            let opened = self.probe(key, access).await.and_then(|(facts, head)| {
+                // Two threads may open an object at once, and it may be replaced between their answers.
+                if self.known.with(|known| known.insert(key, &facts)) == Some(false) {
+                    return Err(Failure::changed("two answers are of different versions"));
+                }
+                Ok(self.object(location, key, facts, head))
+            });
+            (i, opened.map_err(|failure| failure.at(location)))
+        };
+        let mut left = which.into_iter();
+        let mut flying: FuturesUnordered<_> = left.by_ref().take(PARALLEL).map(one).collect();
+        while let Some((i, opened)) = flying.next().await {
+            answers[i] = Some(opened);
+            flying.extend(left.next().map(one));
+        }
+    }
+
+    /// Asks again for objects of a web server that are said to be absent, whose chunks would have fill values: a 404 of a web
+    /// server may be that of a proxy. In between, the server must show that it serves its objects, if one is known.
+    async fn ask_again(&self, locations: &[&Location], access: Access, answers: &mut [Opened]) {
+        let is_absent = |answer: &Opened| matches!(answer, Some(Err(error)) if error.kind == Kind::NotFound);
+        let absent: Vec<usize> = (0..answers.len()).filter(|i| is_absent(&answers[*i])).collect();
+        let Some(Ok(key)) = absent.first().map(|i| self.key(locations[*i])) else { return };
+        match self.known.with(|known| known.nearest(key)).flatten() {
+            Some((known, facts)) => {
+                if let Err(failure) = self.is_still(&known, facts).await {
+                    let error = failure.at(&self.location(&known));
+                    absent.into_iter().for_each(|i| answers[i] = Some(Err(error.clone())));
+                    return;
+                }
+            }
+            None => tokio::time::sleep(self.link.pace.backoff(0)).await,
+        }
+        self.probe_all(absent, locations, access, answers).await;
+    }
+
+    /// Asks the server for a byte of a known object: fails unless it is there, and the same.
+    async fn is_still(&self, key: &str, facts: ObjectFacts) -> Result<(), Failure> {
+        let (size, tag) = (facts.size, ForkLock::new(facts.tag));
+        self.link.reading(key, Some(size), &tag).still().await
+    }
+
     /// The cache on disk, and the origin of this store's objects in it. None if that cannot be known: without credentials, for
     /// example, whose absence the requests report.
     fn cache_from(&self, stop: &Stop) -> Option<(&DiskCache, String)> {
@@ -306,27 +360,10 @@ impl Store for RemoteStore {
         }
         let unknown: Vec<usize> = (0..answers.len()).filter(|i| answers[*i].is_none()).collect();
         if !unknown.is_empty() {
-            let one = |i: usize| async move {
-                let location = locations[i];
-                let key = match self.key(location) {
-                    Ok(key) => key,
-                    Err(error) => return (i, Err(error)),
-                };
-                let opened = self.probe(key, access).await.map_err(|failure| failure.at(location));
-                (
-                    i,
-                    opened.map(|(facts, head)| {
-                        self.known.with(|known| known.insert(key, facts.clone()));
-                        self.object(location, key, facts, head)
-                    }),
-                )
-            };
             let all = async {
-                let mut left = unknown.into_iter();
-                let mut flying: FuturesUnordered<_> = left.by_ref().take(PARALLEL).map(one).collect();
-                while let Some((i, opened)) = flying.next().await {
-                    answers[i] = Some(opened);
-                    flying.extend(left.next().map(one));
+                self.probe_all(unknown, locations, access, &mut answers).await;
+                if !self.link.client.lists() {
+                    self.ask_again(locations, access, &mut answers).await;
                 }
             };
             if let Err(error) = wait(all, stop) {
@@ -347,9 +384,26 @@ impl Store for RemoteStore {
         Ok(self.scan(folder, false, &Stop::default())?.into_iter().map(|found| found.name).collect())
     }
 
+    /// Asks the server, whatever is known: absent chunks have fill values only while their array is there.
     fn look(&self, location: &Location) -> Result<()> {
         let missing = || Error::new(Kind::NotFound, "expected a file, found nothing").at(location);
-        self.stat(location, &Stop::default())?.map(drop).ok_or_else(missing)
+        let (key, stop) = (self.key(location)?, Stop::default());
+        match self.look_up(key) {
+            KnownName::Object(facts) => {
+                let still = wait(self.is_still(key, facts), &stop)?.ok_or_else(interrupted)?;
+                still.map_err(|failure| if failure.cause == Cause::Gone { missing() } else { failure.at(location) })
+            }
+            // A commit does not change.
+            KnownName::Folder if self.address.provider == Provider::Hub => Ok(()),
+            KnownName::Folder => {
+                let listing = wait(self.link.client.list(key, false), &stop)?.ok_or_else(interrupted)?;
+                let listing = listing.map_err(|failure| failure.at(location))?;
+                let is_there = !(listing.objects.is_empty() && listing.folders.is_empty());
+                is_there.then_some(()).ok_or_else(missing)
+            }
+            KnownName::Absent => Err(missing()),
+            KnownName::Unknown => self.stat(location, &stop)?.map(drop).ok_or_else(missing),
+        }
     }
 
     fn wishes(&self) -> Option<Wishes> {

@@ -12,22 +12,18 @@ use serde::Deserialize;
 use super::pace::Pace;
 use super::resolved::{ResolvedFiles, WantedBytes};
 use super::wire::Wire;
-use super::{Answer, Client, Expected, ListedObject, Listing, Tag};
+use super::{Answer, Client, Expected, ListedObject, Listing, PAGE, PAGES, Tag, possible};
 use crate::address::{StoreUrl, name_of, path_of};
 use crate::credentials;
 use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, RequestLimits, Secret};
 use crate::runtime::{ForkLock, PerProcess};
 
-/// The longest body of one page of a listing.
-const PAGE: usize = 64 << 20;
-/// Pages of one listing, of 1,000 names each.
-const PAGES: usize = 10_000;
-
 /// A client of one dataset.
 #[derive(Debug)]
 pub struct HubClient {
-    endpoint: String,
+    /// May contain a password.
+    endpoint: Secret,
     id: String,
     wanted: String,
     token: Option<Secret>,
@@ -51,8 +47,7 @@ struct TreeEntry {
     path: String,
     #[serde(default)]
     oid: String,
-    #[serde(default)]
-    size: u64,
+    size: Option<u64>,
     lfs: Option<LfsPointer>,
 }
 
@@ -72,7 +67,7 @@ impl HubClient {
         let found = credentials::hub::find(settings, &credentials::variable);
         let pinned = pinned.or_else(|| is_commit(&address.revision).then(|| address.revision.clone()));
         HubClient {
-            endpoint: found.endpoint,
+            endpoint: Secret(found.endpoint),
             id: address.bucket.clone(),
             wanted: address.revision.clone(),
             token: found.token,
@@ -87,7 +82,8 @@ impl HubClient {
     fn places(&self) -> Result<Arc<ResolvedFiles>, Failure> {
         self.ready()?;
         self.places.get(|| {
-            Wire::new(Arc::clone(&self.limits), Arc::clone(&self.pace)).map(|wire| Arc::new(ResolvedFiles::new(wire)))
+            let wire = Wire::new(Arc::clone(&self.limits), Arc::clone(&self.pace))?.naming_reasons();
+            Ok(Arc::new(ResolvedFiles::new(wire)))
         })
     }
 
@@ -128,7 +124,7 @@ impl HubClient {
         if let Some(commit) = self.revision() {
             return Ok(commit);
         }
-        let url = format!("{}/api/datasets/{}/revision/{}", self.endpoint, self.id, name_of(&self.wanted));
+        let url = format!("{}/api/datasets/{}/revision/{}", self.endpoint.0, self.id, name_of(&self.wanted));
         let (body, _) = self.api(&url).await?;
         let info: RevisionInfo = parsed(&body)?;
         if !is_commit(&info.sha) {
@@ -164,7 +160,7 @@ impl Client for HubClient {
     ) -> BoxFuture<'a, Result<Answer, Failure>> {
         async move {
             let (places, commit) = (self.places()?, self.commit().await?);
-            let url = format!("{}/datasets/{}/resolve/{commit}/{}", self.endpoint, self.id, path_of(key));
+            let url = format!("{}/datasets/{}/resolve/{commit}/{}", self.endpoint.0, self.id, path_of(key));
             let wanted = WantedBytes { url: &url, token: self.token.as_ref(), range, expected, own_etag: false };
             places.get(key, &wanted).await
         }
@@ -175,10 +171,11 @@ impl Client for HubClient {
         async move {
             let commit = self.commit().await?;
             let below = if folder.is_empty() { String::new() } else { format!("/{}", path_of(folder)) };
-            let mut url = format!("{}/api/datasets/{}/tree/{commit}{below}", self.endpoint, self.id);
+            let mut url = format!("{}/api/datasets/{}/tree/{commit}{below}", self.endpoint.0, self.id);
             url.push_str("?recursive=true&expand=false");
             let mut listing = Listing { deep: true, ..Listing::default() };
             for _ in 0..PAGES {
+                let asked = url.clone();
                 self.pace.count_listing();
                 let (body, next) = match self.api(&url).await {
                     Err(failure)
@@ -191,7 +188,12 @@ impl Client for HubClient {
                 for entry in parsed::<Vec<TreeEntry>>(&body)? {
                     match entry.kind.as_str() {
                         "file" => {
-                            let (oid, size) = entry.lfs.map_or((entry.oid, entry.size), |lfs| (lfs.oid, lfs.size));
+                            let (oid, size) = match entry.lfs {
+                                Some(lfs) => (lfs.oid, Some(lfs.size)),
+                                None => (entry.oid, entry.size),
+                            };
+                            let unsized_file = || Failure::new(Cause::Protocol, "a listing of the hub without a size");
+                            let size = possible(size.ok_or_else(unsized_file)?)?;
                             let tag = Tag::new(Some(oid.trim_start_matches("sha256:")), None);
                             listing.objects.push(ListedObject { key: entry.path, size, tag });
                         }
@@ -200,6 +202,7 @@ impl Client for HubClient {
                     }
                 }
                 match next {
+                    Some(next) if next == asked => break,
                     Some(next) => url = next,
                     None => return Ok(listing),
                 }
@@ -214,7 +217,7 @@ impl Client for HubClient {
     }
 
     fn origin(&self) -> Result<String, Failure> {
-        Ok(self.endpoint.clone())
+        Ok(self.endpoint.0.clone())
     }
 
     fn ready(&self) -> Result<(), Failure> {

@@ -18,6 +18,11 @@ use futures_util::stream::BoxStream;
 
 use crate::failure::{Cause, Failure};
 
+/// Pages of one listing, of 1,000 names each.
+const PAGES: usize = 10_000;
+/// The longest body of one page of a listing.
+const PAGE: usize = 64 << 20;
+
 /// What identifies an object's content, as far as the server says.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Tag {
@@ -205,6 +210,12 @@ pub trait Puts: Debug + Send + Sync {
     fn remove<'a>(&'a self, key: &'a str) -> BoxFuture<'a, Result<(), Failure>>;
 }
 
+/// Refuses sizes that no store has, whose sums would overflow.
+fn possible(size: u64) -> Result<u64, Failure> {
+    let text = || Failure::new(Cause::Protocol, format!("an object of {size} bytes"));
+    (size < 1 << 62).then_some(size).ok_or_else(text)
+}
+
 /// Asks for a range, and checks that the answer is what was asked for, of the object that was asked for.
 pub async fn checked(
     client: &dyn Client,
@@ -224,11 +235,14 @@ pub async fn checked(
             return Err(match failure.status() {
                 Some(412) => Failure::changed("the server has another version (412)"),
                 Some(416) if !opening => Failure::changed("it is shorter now (416)"),
-                Some(404 | 410) if !opening => Failure::changed("it is gone (404)"),
+                _ if failure.is_absence() && !opening => {
+                    Failure { cause: Cause::Gone, ..Failure::changed("it is gone (404)") }
+                }
                 _ => failure,
             });
         }
     };
+    possible(answer.size)?;
     if let Some(size) = expected.size
         && size != answer.size
     {

@@ -6,17 +6,18 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
-use futures_util::{FutureExt, StreamExt, TryStreamExt};
+use futures_util::{FutureExt, StreamExt};
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, RetryConfig};
 
 use super::pace::Pace;
 use super::wire::Wire;
 use super::write_side::WriteSide;
-use super::{Answer, Client, Expected, ListedObject, Listing, Puts, Tag};
+use super::{Answer, Client, Expected, ListedObject, Listing, PAGES, Puts, Tag, possible};
 use crate::address::{Provider, StoreUrl};
 use crate::checks::why_not;
 use crate::credentials::{self, aws, cloud};
@@ -25,10 +26,18 @@ use crate::options::{ProviderSettings, RequestLimits, plain};
 use crate::runtime::{ForkLock, PerProcess};
 
 /// A bucket, and the address of its server.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 struct Bucket {
     store: Arc<dyn ObjectStore>,
+    pages: Arc<dyn PaginatedListStore>,
     origin: Arc<str>,
+}
+
+impl Bucket {
+    fn new<S: ObjectStore + PaginatedListStore>(store: S, origin: String) -> Bucket {
+        let store = Arc::new(store);
+        Bucket { pages: Arc::clone(&store) as Arc<dyn PaginatedListStore>, store, origin: origin.into() }
+    }
 }
 
 /// A client of one bucket.
@@ -62,19 +71,19 @@ impl BucketClient {
 
     fn made(&self) -> Result<Bucket, Failure> {
         self.bucket_store.get(|| {
-            let wire = Wire::new(Arc::clone(&self.limits), Arc::clone(&self.pace))?;
+            let wire = Wire::new(Arc::clone(&self.limits), Arc::clone(&self.pace))?.naming_reasons();
             self.guarded(|| match self.provider {
                 Provider::S3 => {
                     let (builder, origin) = self.s3(wire)?;
-                    Ok(Bucket { store: Arc::new(self.built(builder.build())?), origin: origin.into() })
+                    Ok(Bucket::new(self.built(builder.build())?, origin))
                 }
                 Provider::Gcs => {
                     let (builder, origin) = self.gcs(wire)?;
-                    Ok(Bucket { store: Arc::new(self.built(builder.build())?), origin: origin.into() })
+                    Ok(Bucket::new(self.built(builder.build())?, origin))
                 }
                 _ => {
                     let (builder, origin) = self.azure(wire)?;
-                    Ok(Bucket { store: Arc::new(self.built(builder.build())?), origin: origin.into() })
+                    Ok(Bucket::new(self.built(builder.build())?, origin))
                 }
             })
         })
@@ -219,22 +228,28 @@ impl BucketClient {
     }
 
     async fn names(&self, folder: &str, deep: bool) -> Result<Listing, Failure> {
-        let path = parsed(folder)?;
-        let prefix = (!folder.is_empty()).then_some(&path);
-        let store = self.made()?.store;
-        let (objects, folders): (Vec<ObjectMeta>, Vec<Path>) = if deep {
-            (store.list(prefix).try_collect().await.map_err(|error| Failure::of_store(&error))?, vec![])
-        } else {
-            let found = store.list_with_delimiter(prefix).await.map_err(|error| Failure::of_store(&error))?;
-            (found.objects, found.common_prefixes)
-        };
-        let listed =
-            |meta: &ObjectMeta| ListedObject { key: meta.location.to_string(), size: meta.size, tag: tag_of(meta) };
-        Ok(Listing {
-            objects: objects.iter().map(listed).collect(),
-            folders: folders.into_iter().map(String::from).collect(),
-            deep,
-        })
+        let prefix = if folder.is_empty() { None } else { Some(format!("{}/", parsed(folder)?)) };
+        let pages = self.made()?.pages;
+        let mut listing = Listing { deep, ..Listing::default() };
+        let mut token: Option<String> = None;
+        for _ in 0..PAGES {
+            let delimiter = (!deep).then_some("/".into());
+            let options =
+                PaginatedListOptions { delimiter, page_token: token.clone(), ..PaginatedListOptions::default() };
+            let page = pages.list_paginated(prefix.as_deref(), options).await;
+            let page = page.map_err(|error| Failure::of_store(&error))?;
+            for meta in page.result.objects {
+                let (size, tag) = (possible(meta.size)?, tag_of(&meta));
+                listing.objects.push(ListedObject { key: meta.location.into(), size, tag });
+            }
+            listing.folders.extend(page.result.common_prefixes.into_iter().map(String::from));
+            match page.page_token {
+                None => return Ok(listing),
+                again if again == token => break,
+                next => token = next,
+            }
+        }
+        Err(Failure::new(Cause::Protocol, "a listing without an end"))
     }
 }
 

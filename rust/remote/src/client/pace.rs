@@ -1,8 +1,10 @@
 //! What a store has learned about its server: latency, rate, and how long to leave it alone.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::failure::Failure;
 use crate::runtime::ForkLock;
 
 /// Answers that the median latency comes from.
@@ -47,9 +49,9 @@ struct Measured {
 #[derive(Debug)]
 pub struct Pace {
     measured: ForkLock<Measured>,
-    /// No request before this time, in ms since `origin`.
-    not_before: AtomicU64,
     origin: Instant,
+    /// Hosts that want no request before a time, and how they said so.
+    held: ForkLock<HashMap<String, (Instant, Failure)>>,
     /// Long bodies that arrive now, and their least number in this window.
     flying: AtomicUsize,
     least_flying: AtomicUsize,
@@ -71,8 +73,8 @@ impl Default for Pace {
         let zero = || AtomicU64::new(0);
         Pace {
             measured: ForkLock::new(measured),
-            not_before: zero(),
             origin: now,
+            held: ForkLock::default(),
             flying: AtomicUsize::new(0),
             least_flying: AtomicUsize::new(0),
             window_end: zero(),
@@ -194,16 +196,27 @@ impl Pace {
         (self.latency() * 3).max(Duration::from_millis(200))
     }
 
-    /// No request before this time has passed.
-    pub(super) fn hold(&self, time: Duration) {
-        let until = (self.origin.elapsed() + time).as_millis().min(u128::from(u64::MAX)) as u64;
-        self.not_before.fetch_max(until, Ordering::Relaxed);
+    /// No request to a host before this time has passed.
+    pub(super) fn hold(&self, host: &str, time: Duration, why: &Failure) {
+        let Some(until) = Instant::now().checked_add(time) else { return };
+        self.held.with(|held| {
+            if held.get(host).is_none_or(|(known, _)| *known < until) {
+                held.insert(host.to_string(), (until, why.clone()));
+            }
+        });
     }
 
-    /// The time until the server wants requests again.
-    pub(super) fn held(&self) -> Duration {
-        let now = self.origin.elapsed().as_millis() as u64;
-        Duration::from_millis(self.not_before.load(Ordering::Relaxed).saturating_sub(now))
+    /// The time until a host wants requests again, and its last answer; `None` if it wants them now.
+    pub(super) fn held(&self, host: &str) -> Option<(Duration, Failure)> {
+        self.held.with(|held| {
+            let (until, why) = held.get(host)?;
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                held.remove(host);
+                return None;
+            }
+            Some((left, why.clone()))
+        })?
     }
 
     /// The wait before the attempt after the `tried`-th: doubled each time, half of it random.

@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use object_store::ClientOptions;
 use object_store::client::{
-    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpService,
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody, HttpResponse, HttpResponseBody,
+    HttpService,
 };
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use tokio::time::{sleep, timeout};
 
+use super::PAGE;
 use super::pace::Pace;
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
@@ -20,6 +22,8 @@ tokio::task_local! {
     static DEADLINE: Instant;
 }
 
+/// Attempts where a 404 without a reason may be a proxy's.
+const FOREIGN: u32 = 3;
 /// The longest body of an error that is read.
 const ERROR_BODY: usize = 8 << 10;
 
@@ -29,6 +33,8 @@ pub struct Wire {
     http: reqwest::Client,
     limits: Arc<RequestLimits>,
     pace: Arc<Pace>,
+    /// Whether the service names the reason of a 404.
+    names_reasons: bool,
 }
 
 /// Runs a future whose requests end before a deadline.
@@ -55,7 +61,12 @@ impl Wire {
             let text = format!("cannot start an HTTP client: {}", error.without_url());
             Failure::new(Cause::Refused, text)
         })?;
-        Ok(Wire { http, limits, pace })
+        Ok(Wire { http, limits, pace, names_reasons: false })
+    }
+
+    /// The same for a service that names the reason of each 404, so that one without a reason is a fault of something else.
+    pub fn naming_reasons(self) -> Wire {
+        Wire { names_reasons: true, ..self }
     }
 
     /// A GET.
@@ -80,38 +91,42 @@ impl Wire {
         }
         let end = DEADLINE.try_with(|end| *end).unwrap_or_else(|_| Instant::now() + self.limits.patience);
         let repeatable = request.method().is_safe();
+        // The answer to a HEAD has no body, so no reason either.
+        let names_reasons = self.names_reasons && request.method().as_str() == "GET";
+        let host = request.uri().authority().map(ToString::to_string).unwrap_or_default();
         let mut tried = 0;
         loop {
-            let held = self.pace.held();
-            if !held.is_zero() {
-                self.rest(held, end, None).await?;
+            if let Some((held, why)) = self.pace.held(&host) {
+                self.rest(held, end, why).await?;
             }
             self.pace.count_request();
             let failure = match self.once(request.clone()).await {
                 Ok(answer) => return Ok(answer),
-                Err(failure) => failure,
+                Err(failure) => Failure { is_foreign: names_reasons && failure.is_unnamed(), ..failure },
             };
             tried += 1;
-            if !repeatable || !failure.is_temporary() || tried >= self.limits.tries {
+            let may_help = failure.is_temporary() || failure.is_foreign && tried < FOREIGN;
+            if !repeatable || !may_help || tried >= self.limits.tries {
                 return Err(tired(failure, tried));
             }
             if let Some(after) = failure.after {
-                self.pace.hold(after);
+                // No longer than a read waits: the next one asks again, whatever a server said once.
+                self.pace.hold(&host, after.min(self.limits.patience), &failure);
             }
             let wait = failure.after.unwrap_or_else(|| self.pace.backoff(tried - 1));
-            self.rest(wait, end, Some(tired(failure, tried))).await?;
+            self.rest(wait, end, tired(failure, tried)).await?;
             self.pace.count_retry();
         }
     }
 
     /// Waits, unless that takes longer than the rest of the time: then the last failure is the answer.
-    async fn rest(&self, wait: Duration, end: Instant, failure: Option<Failure>) -> Result<(), Failure> {
+    async fn rest(&self, wait: Duration, end: Instant, failure: Failure) -> Result<(), Failure> {
         let left = end.saturating_duration_since(Instant::now());
         if wait > left {
-            let asks = format!("the server asks to wait {} s", wait.as_secs());
-            return Err(
-                failure.unwrap_or_else(|| Failure { cause: Cause::Status(429), ..Failure::new(Cause::Broken, asks) })
-            );
+            let asked =
+                failure.after.map(|after| format!("{} (the server asks to wait {} s)", failure.text, after.as_secs()));
+            let text = asked.map_or(failure.text.clone(), |text| text.trim_start().to_string());
+            return Err(Failure { text, ..failure });
         }
         sleep(wait).await;
         Ok(())
@@ -125,6 +140,9 @@ impl Wire {
         let answer = answer.map_err(|error| Failure::of_transport(&error))?;
         self.pace.answered(started.elapsed());
         let status = answer.status().as_u16();
+        if Wire::header(answer.headers(), "content-range").is_some_and(is_absurd) {
+            return Err(Failure::new(Cause::Protocol, "an answer whose range is that of no object"));
+        }
         if (200..300).contains(&status) || ((300..400).contains(&status) && answer.headers().contains_key("location")) {
             return Ok(answer);
         }
@@ -135,8 +153,12 @@ impl Wire {
 
     /// The whole body of an answer, up to a limit.
     pub async fn body(&self, answer: HttpResponse, most: usize) -> Result<Vec<u8>, Failure> {
+        self.whole(answer.into_body(), most).await
+    }
+
+    async fn whole(&self, body: HttpResponseBody, most: usize) -> Result<Vec<u8>, Failure> {
         use futures_util::StreamExt;
-        let (mut stream, mut made) = (answer.into_body().bytes_stream(), vec![]);
+        let (mut stream, mut made) = (body.bytes_stream(), vec![]);
         while let Some(chunk) = stream.next().await {
             let chunk = chunk.map_err(|error| Failure::of_transport(&error))?;
             self.pace.received(chunk.len() as u64);
@@ -152,6 +174,11 @@ impl Wire {
     pub fn header<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
         headers.get(name).and_then(|value| value.to_str().ok())
     }
+}
+
+/// Whether a `Content-Range` has numbers whose sums overflow; object_store does not check them.
+fn is_absurd(range: &str) -> bool {
+    range.split(|c: char| !c.is_ascii_digit()).any(|number| number.len() > 18)
 }
 
 /// A failure after several attempts.
@@ -182,11 +209,18 @@ async fn first(mut body: futures_util::stream::BoxStream<'static, Result<bytes::
 #[async_trait]
 impl HttpService for Wire {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
-        if request.uri().query().is_some_and(|query| query.contains("list-type=2") || query.contains("comp=list")) {
-            self.pace.count_listing();
-        }
+        let lists = |query: &str| query.contains("list-type=2") || query.contains("comp=list");
         // An error of unknown kind is not tried again by object_store: all that helps was done here.
-        self.send(request).await.map_err(|failure| HttpError::new(HttpErrorKind::Unknown, failure))
+        let failed = |failure| HttpError::new(HttpErrorKind::Unknown, failure);
+        if !request.uri().query().is_some_and(lists) {
+            return self.send(request).await.map_err(failed);
+        }
+        self.pace.count_listing();
+        let mut page = self.send(request).await.map_err(failed)?;
+        let body = std::mem::replace(page.body_mut(), HttpResponseBody::from(bytes::Bytes::new()));
+        let body = self.whole(body, PAGE).await.map_err(failed)?;
+        *page.body_mut() = body.into();
+        Ok(page)
     }
 }
 
