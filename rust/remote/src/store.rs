@@ -32,7 +32,7 @@ const HEAD: u64 = 64 << 10;
 const MOST_GAP: u64 = 1 << 20;
 
 /// The source of a location, once it is known.
-type Opened = Option<Result<Box<dyn Source>>>;
+type ProbeAnswer = Option<Result<Box<dyn Source>>>;
 
 /// A name in a folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -277,7 +277,7 @@ impl RemoteStore {
     }
 
     /// Probes objects, many at once.
-    async fn probe_all(&self, which: Vec<usize>, locations: &[&Location], access: Access, answers: &mut [Opened]) {
+    async fn probe_all(&self, which: Vec<usize>, locations: &[&Location], access: Access, answers: &mut [ProbeAnswer]) {
         let one = |i: usize| async move {
             let location = locations[i];
             let key = match self.key(location) {
@@ -303,8 +303,8 @@ impl RemoteStore {
 
     /// Asks again for objects of a web server that are said to be absent, whose chunks would have fill values: a 404 of a web
     /// server may be that of a proxy. In between, the server must show that it serves its objects, if one is known.
-    async fn ask_again(&self, locations: &[&Location], access: Access, answers: &mut [Opened]) {
-        let is_absent = |answer: &Opened| matches!(answer, Some(Err(error)) if error.kind == Kind::NotFound);
+    async fn ask_again(&self, locations: &[&Location], access: Access, answers: &mut [ProbeAnswer]) {
+        let is_absent = |answer: &ProbeAnswer| matches!(answer, Some(Err(error)) if error.kind == Kind::NotFound);
         let absent: Vec<usize> = (0..answers.len()).filter(|i| is_absent(&answers[*i])).collect();
         let Some(Ok(key)) = absent.first().map(|i| self.key(locations[*i])) else { return };
         match self.known.with(|known| known.nearest(key)).flatten() {
