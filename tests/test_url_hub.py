@@ -145,6 +145,27 @@ def test_offline_a_warm_cache_is_enough(lab: Hub, monkeypatch: pytest.MonkeyPatc
     assert not lab.requests
 
 
+def test_offline_a_dataset_that_was_opened_with_a_cache_opens_again(
+    lab: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lab.add("lab/acts", lmprobe())
+    store = quietly("hf://datasets/lab/acts", cache=tmp_path / "cache")
+    wanted = [row.tobytes() for row in read_all(store)]
+    assert store.table.num_rows
+    lab.repositories["lab/acts"].commit({"README.md": b"empty"})
+    lab.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    again = quietly("hf://datasets/lab/acts", cache=tmp_path / "cache")
+    assert [row.tobytes() for row in read_all(again)] == wanted
+    assert not lab.requests
+    with pytest.raises(actshard.ActshardError, match="HF_HUB_OFFLINE"):
+        quietly("hf://datasets/lab/acts@v1", cache=tmp_path / "cache")
+    (tmp_path / "cache/listings").rename(tmp_path / "away")
+    with pytest.raises(actshard.ActshardError, match="HF_HUB_OFFLINE"):
+        quietly("hf://datasets/lab/acts", cache=tmp_path / "cache")
+    assert not lab.requests
+
+
 def test_what_is_not_a_dataset_is_told(lab: Hub) -> None:
     for url in ("hf://lab/acts", "hf://datasets/acts", "hf://models/lab/acts", "hf://datasets/"):
         with pytest.raises(actshard.ActshardError, match="hf://") as caught:

@@ -8,7 +8,8 @@
 //! 2. [`failure`]: what went wrong, and what to do. [`credentials`]: those that object_store does not find.
 //! 3. [`client`]: the protocols. One place sends requests, with retries ([`client::wire`]); one place checks answers
 //!    ([`client::checked`]).
-//! 4. [`upload`]: files to objects. [`known`]: sizes and tags. [`state`]: what travels in pickles. [`reading`]: ranges into memory. [`object`]: the `Source`.
+//! 4. [`upload`]: files to objects. [`known`]: sizes and tags. [`state`]: what travels in pickles. [`offline`]: what opens without a
+//!    network. [`reading`]: ranges into memory. [`object`]: the `Source`.
 //!    [`store`]: the `Store`.
 //!
 //! Secrets are in types whose `Debug` hides them, and messages contain no URL but the canonical one of [`address`].
@@ -20,6 +21,7 @@ pub mod credentials;
 pub mod failure;
 pub mod known;
 pub mod object;
+pub mod offline;
 pub mod options;
 pub mod reading;
 pub mod runtime;

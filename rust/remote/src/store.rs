@@ -1,6 +1,6 @@
 //! A store of objects behind a URL.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -20,6 +20,7 @@ use crate::client::{Client, ListedObject};
 use crate::failure::{Cause, Failure};
 use crate::known::{Known, KnownName, ObjectFacts};
 use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject, SHORT_PARALLEL};
+use crate::offline;
 use crate::options::Options;
 use crate::reading::Link;
 use crate::runtime::{ForkLock, wait};
@@ -77,8 +78,25 @@ impl RemoteStore {
     }
 
     /// The same store, whose objects are read through a cache on disk of at most `limit` bytes.
+    /// With `HF_HUB_OFFLINE`, a dataset of the hub has the files that it had when it was last listed with this cache.
     pub fn cached(self, folder: &Path, limit: u64) -> Result<RemoteStore> {
-        Ok(RemoteStore { cache: Some(DiskCache::open(folder, limit)?), ..self })
+        let store = RemoteStore { cache: Some(DiskCache::open(folder, limit)?), ..self };
+        let is_new = store.known.with(|known| *known == Known::default()).unwrap_or_default();
+        if is_new
+            && store.link.client.ready().is_err()
+            && let Some((commit, known)) = store.listing_file().and_then(|file| offline::recall(&file))
+        {
+            let cache = store.cache;
+            return Ok(RemoteStore { cache, ..RemoteStore::with(&store.url.0, store.options, Some(commit), known)? });
+        }
+        Ok(store)
+    }
+
+    /// Where the listing of a dataset of the hub is kept for later processes without a network.
+    fn listing_file(&self) -> Option<PathBuf> {
+        let cache = self.cache.as_ref().filter(|_| self.address.provider == Provider::Hub)?;
+        let origin = self.link.client.origin().ok()?;
+        offline::file_of(cache.chosen(), &origin, &self.address.bucket, &self.address.revision, &self.address.key)
     }
 
     /// The cache on disk.
@@ -213,7 +231,13 @@ impl RemoteStore {
         }
         let mut own = Known::default();
         own.record(from, listing.clone());
-        self.known.with(|known| known.record(from, listing));
+        let all = self.known.with(|known| {
+            known.record(from, listing);
+            from_root.then(|| known.clone())
+        });
+        if let (Some(Some(all)), Some(commit), Some(file)) = (all, self.revision(), self.listing_file()) {
+            offline::remember(&file, &commit, &all);
+        }
         Ok(names(&mut own).unwrap_or_default())
     }
 
