@@ -5,6 +5,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use actshard_core::disk_cache::LISTINGS;
 use serde::{Deserialize, Serialize};
 
 use crate::address::name_of;
@@ -27,7 +28,7 @@ struct Remembered {
 /// The file of a dataset's listing: server, dataset, revision as asked for, and folder. None if that is too long for a name.
 pub fn file_of(cache: &Path, origin: &str, dataset: &str, revision: &str, folder: &str) -> Option<PathBuf> {
     let name = [origin, dataset, revision, folder].map(name_of).join("+");
-    (name.len() <= LONGEST_NAME).then(|| cache.join("listings").join(name))
+    (name.len() <= LONGEST_NAME).then(|| cache.join(LISTINGS).join(name))
 }
 
 /// Writes the listing at a commit. Like everything of a cache, without it only the network is needed: errors are not told.
@@ -101,7 +102,8 @@ mod tests {
 
     #[test]
     fn datasets_revisions_and_servers_have_files_of_their_own() {
-        let of = |origin, dataset, revision, folder| file_of(Path::new("c"), origin, dataset, revision, folder).unwrap();
+        let of =
+            |origin, dataset, revision, folder| file_of(Path::new("c"), origin, dataset, revision, folder).unwrap();
         let mut made = vec![
             of("https://h", "lab/acts", "main", ""),
             of("https://i", "lab/acts", "main", ""),

@@ -96,7 +96,7 @@ impl RemoteStore {
     fn listing_file(&self) -> Option<PathBuf> {
         let cache = self.cache.as_ref().filter(|_| self.address.provider == Provider::Hub)?;
         let origin = self.link.client.origin().ok()?;
-        offline::file_of(cache.chosen(), &origin, &self.address.bucket, &self.address.revision, &self.address.key)
+        offline::file_of(cache.folder(), &origin, &self.address.bucket, &self.address.revision, &self.address.key)
     }
 
     /// The cache on disk.
@@ -358,6 +358,12 @@ impl RemoteStore {
         Some((cache, origin))
     }
 
+    /// Whether equal tags mean equal bytes. A time of writing, in seconds, does not, nor does a weak ETag.
+    fn has_strong_tag(&self, location: &Location) -> bool {
+        let known = self.key(location).map(|key| self.look_up(key));
+        matches!(known, Ok(KnownName::Object(object)) if object.tag.if_match().is_some())
+    }
+
     fn open_known(&self, location: &Location) -> Result<Option<Box<dyn Source>>> {
         let key = self.key(location)?;
         let detail = match self.look_up(key) {
@@ -397,9 +403,9 @@ impl Store for RemoteStore {
         let fill =
             |(answer, location): (Option<_>, &&Location)| answer.unwrap_or_else(|| Err(interrupted().at(*location)));
         let cache = self.cache_from(stop);
-        let through = |source| match &cache {
-            Some((cache, origin)) => cache.source_from(origin, source),
-            None => source,
+        let through = |source: Box<dyn Source>| match &cache {
+            Some((cache, origin)) if self.has_strong_tag(source.location()) => cache.source_from(origin, source),
+            _ => source,
         };
         answers.into_iter().zip(locations).map(fill).map(|answer| answer.map(through)).collect()
     }

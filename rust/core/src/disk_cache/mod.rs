@@ -43,8 +43,15 @@ use crate::error::{Error, Kind, Result};
 use crate::source::{Source, pread};
 use crate::threads::Stop;
 
-/// The version of the layout of a cache folder.
-const VERSION: &str = "1\n";
+/// The version of the layout of a cache folder. The words tell our folders from those of others.
+const VERSION: &str = "actshard disk cache 1\n";
+const VERSION_WORDS: &str = "actshard disk cache ";
+/// The names of a cache folder. `listings` belongs to whoever knows what the objects are.
+const NAMES: [&str; 5] = ["VERSION", "lock", "limit", "objects", LISTINGS];
+/// The folder for what is known of datasets, beside their objects. [`DiskCache::clear`] removes it.
+pub const LISTINGS: &str = "listings";
+/// The cache in a folder that holds other things.
+const INSIDE: &str = "actshard-cache";
 
 /// A cache on disk. Clones share it.
 #[derive(Clone, Debug)]
@@ -81,22 +88,19 @@ impl DiskCache {
     /// The cache in a folder, to look at it or to clear it; `None` if there is none. Its limit is that of its last user.
     pub fn existing(folder: &Path) -> Result<Option<DiskCache>> {
         let has_cache = |root: &Path| root.join("objects").is_dir() && root.join("lock").is_file();
-        let inside = inside(folder);
-        let root = if std::fs::read_to_string(folder.join("VERSION")).is_ok_and(|found| found == VERSION) {
-            folder
-        } else {
-            inside.as_path()
-        };
-        if !has_cache(root) {
+        let roots = [folder.to_path_buf(), folder.join(INSIDE)];
+        let roots = roots.iter().flat_map(|root| [root.clone(), root.join(THIS_VERSION)]);
+        let is_this = |root: &Path| std::fs::read_to_string(root.join("VERSION")).is_ok_and(|found| found == VERSION);
+        let Some(root) = roots.into_iter().find(|root| is_this(root) && has_cache(root)) else {
             return Ok(None);
-        }
-        if pread::is_network(root) {
+        };
+        if pread::is_network(&root) {
             let text = "the folder is on a network file system, whose locks cannot be trusted";
             return Err(Error::new(Kind::Unsupported, text).at(folder.to_path_buf()));
         }
         let text = std::fs::read_to_string(root.join("limit")).unwrap_or_default();
         let limit = text.trim_end().parse().ok().filter(|limit| *limit >= LEAST).unwrap_or(0);
-        let opened = Folder::new(root.to_path_buf(), limit);
+        let opened = Folder::new(root, limit);
         Ok(Some(DiskCache { folder: Arc::new(opened), chosen: folder.into(), on: true }))
     }
 
@@ -180,7 +184,16 @@ impl DiskCache {
 
     /// Removes all blocks that are not being downloaded now.
     pub fn clear(&self) -> Result<()> {
-        if self.on { self.with_books(&mut |books| books.clear(), "clear") } else { Ok(()) }
+        if !self.on {
+            return Ok(());
+        }
+        match std::fs::remove_dir_all(self.folder().join(LISTINGS)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(Error::from_io(&error, self.folder(), "clear"));
+            }
+            _ => {}
+        }
+        self.with_books(&mut |books| books.clear(), "clear")
     }
 
     fn with_books<T>(&self, work: &mut dyn FnMut(&mut Books<'_>) -> io::Result<T>, doing: &str) -> Result<T> {
@@ -195,38 +208,79 @@ impl DiskCache {
 }
 
 /// The folder for this version of the layout inside one of another version.
-fn inside(folder: &Path) -> PathBuf {
-    folder.join(format!("version-{}", VERSION.trim_end()))
-}
+const THIS_VERSION: &str = "version-1";
 
-/// Makes the folder, and returns the one for this version of the layout: inside it, if it has another version.
+/// Makes the folder, and returns the one for this version of the layout: inside it, if it has another version, or holds other
+/// things, none of which is touched.
 fn prepare(folder: &Path) -> io::Result<PathBuf> {
     let make = |path: &Path| std::fs::DirBuilder::new().mode(0o700).recursive(true).create(path);
     let mut root = folder.to_path_buf();
     make(&root)?;
-    let found = std::fs::read_to_string(root.join("VERSION")).unwrap_or_default();
-    // Anything but a number is damage, and is replaced.
-    let number = found.strip_suffix('\n').filter(|text| text.len() < 10 && text.parse::<u32>().is_ok());
-    if number.is_some() && found != VERSION {
-        root = inside(folder);
+    if !is_cache(&root)? {
+        root = root.join(INSIDE);
+        make(&root)?;
+        if !is_cache(&root)? {
+            let text = format!("{} holds other things; choose another folder", root.display());
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
+        }
     }
-    make(&root.join("objects"))?;
+    let found = std::fs::read_to_string(root.join("VERSION")).unwrap_or_default();
+    if has_number(&found) && found != VERSION {
+        root = root.join(THIS_VERSION);
+        make(&root)?;
+    }
     let file = system::open_rw(&root.join("VERSION"), true)?;
-    if found != VERSION {
+    if file.metadata()?.len() != VERSION.len() as u64 {
         file.set_len(0)?;
     }
     file.write_all_at(VERSION.as_bytes(), 0)?;
+    make(&root.join("objects"))?;
     Ok(root)
+}
+
+fn has_number(version: &str) -> bool {
+    let number = version.strip_prefix(VERSION_WORDS).and_then(|rest| rest.strip_suffix('\n'));
+    number.is_some_and(|number| number.len() < 10 && number.parse::<u32>().is_ok())
+}
+
+/// Whether a folder is empty, or a cache. If its version is damaged: a folder that holds nothing else than a cache does, and
+/// objects, or a version that a crash of the machine cut short or filled with zeros.
+fn is_cache(folder: &Path) -> io::Result<bool> {
+    let version = match std::fs::read(folder.join("VERSION")) {
+        Ok(version) => version,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => vec![],
+        Err(error) => return Err(error),
+    };
+    if has_number(&String::from_utf8_lossy(&version)) {
+        return Ok(true);
+    }
+    let written = version.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+    let (mut names, mut objects) = (0, false);
+    for entry in std::fs::read_dir(folder)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if !NAMES.iter().any(|own| name == *own) {
+            return Ok(false);
+        }
+        objects |= name == "objects" && entry.file_type()?.is_dir();
+        names += usize::from(name != "VERSION");
+    }
+    if VERSION.as_bytes().starts_with(&version[..written]) {
+        return Ok(objects || names == 0);
+    }
+    let is_object = |name: &str| key::geometry_of(name).is_some();
+    Ok(objects
+        && std::fs::read_dir(folder.join("objects"))?.flatten().any(|e| e.file_name().to_str().is_some_and(is_object)))
 }
 
 /// Tries what the cache needs of the file system, and makes the limit hold.
 fn start(folder: &Folder) -> io::Result<()> {
     let mut books = Books::open(folder, &Stop::default())?;
-    let probe = folder.root.join("probe");
+    let probe = folder.objects().join(format!("probe-{}", std::process::id()));
     let file = system::open_rw(&probe, true)?;
-    file.write_all_at(&[1; 8192], 0)?;
-    system::punch(&file, 0, 4096)?;
+    let tried = file.write_all_at(&[1; 8192], 0).and_then(|()| system::punch(&file, 0, 4096));
     std::fs::remove_file(&probe)?;
+    tried?;
     // For `existing`. Under the lock, so that it is never half of two limits.
     let limit = system::open_rw(&folder.root.join("limit"), true)?;
     limit.set_len(0)?;

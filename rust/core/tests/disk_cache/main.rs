@@ -20,6 +20,7 @@ use far::{Dice, Far, Server, disk_usage, files, is_right, oracle};
 use proptest::prelude::*;
 
 const KIB: u64 = 1 << 10;
+const VERSION: &str = "actshard disk cache 1\n";
 const MIB: u64 = 1 << 20;
 
 fn server() -> Arc<Server> {
@@ -332,24 +333,51 @@ fn child_on_a_full_disk() {
 #[test]
 fn another_layout_version_is_another_folder() {
     let folder = tempfile::tempdir().unwrap();
-    std::fs::write(folder.path().join("VERSION"), "7\n").unwrap();
+    std::fs::write(folder.path().join("VERSION"), "actshard disk cache 7\n").unwrap();
     let cache = DiskCache::open(folder.path(), 64 * MIB).unwrap();
     let server = server();
     assert!(is_right(&*cache.source(Far::new(&server, 1, MIB).boxed()), 1, 0, MIB));
     assert_eq!(cache.folder(), folder.path().join("version-1"));
-    assert_eq!(std::fs::read_to_string(folder.path().join("VERSION")).unwrap(), "7\n");
-    assert_eq!(std::fs::read_to_string(folder.path().join("version-1/VERSION")).unwrap(), "1\n");
+    assert_eq!(std::fs::read_to_string(folder.path().join("VERSION")).unwrap(), "actshard disk cache 7\n");
+    assert_eq!(std::fs::read_to_string(folder.path().join("version-1/VERSION")).unwrap(), VERSION);
     assert!(!folder.path().join("objects").exists());
 }
 
 #[test]
 fn a_damaged_layout_version_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
-    for damaged in ["", "1\n\0\0\0", "\u{fffd}", "one", "1"] {
+    for damaged in ["", "\0\0\0", "actshard", "actshard disk cache", "actshard disk cache 1", "actshard disk cache 1\0"]
+    {
         std::fs::write(folder.path().join("VERSION"), damaged).unwrap();
         let cache = DiskCache::open(folder.path(), 64 * MIB).unwrap();
         assert_eq!(cache.folder(), folder.path());
-        assert_eq!(std::fs::read_to_string(folder.path().join("VERSION")).unwrap(), "1\n");
+        assert_eq!(std::fs::read_to_string(folder.path().join("VERSION")).unwrap(), VERSION);
+    }
+}
+
+#[test]
+fn files_of_others_stay_as_they_are() {
+    let files = [
+        ("VERSION", "1.2.3"),
+        ("VERSION", "1\n"),
+        ("lock", "mine"),
+        ("probe", "x"),
+        ("notes.txt", ""),
+        ("objects", ""),
+    ];
+    for (name, text) in files {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join(name), text).unwrap();
+        for _ in 0..2 {
+            let cache = DiskCache::open(folder.path(), 64 * MIB).unwrap();
+            assert_eq!(cache.take_warning(), None);
+            assert_eq!(cache.folder(), folder.path().join("actshard-cache"));
+            let server = server();
+            assert!(is_right(&*cache.source(Far::new(&server, 1, MIB).boxed()), 1, 0, MIB));
+            cache.clear().unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(folder.path().join(name)).unwrap(), text);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "{name}");
     }
 }
 
