@@ -41,6 +41,11 @@ class Served:
             "region": "x",
         }
 
+    absent: tuple[int, bytes] = (404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
+    """Status and body for names that do not exist."""
+    is_listed: bool = True
+    """Whether listings are allowed."""
+
     def web(self, path: str) -> str:
         """The URL of a file or folder on the web server."""
         return f"http://127.0.0.1:{self.port}/{path}"
@@ -98,11 +103,13 @@ def served(root: Path) -> Iterator[Served]:
                 return None
             if self.list_uploads(path):
                 return None
+            if "list-type" in query and not server.is_listed:
+                return self.answer(403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
             if "list-type" in query:
                 return self.list(path, query)
             file = server.root / path
             if not file.is_file():
-                return self.answer(404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
+                return self.answer(*server.absent)
             data = file.read_bytes()
             more = {"ETag": _tag(data), "Last_Modified": "Sun, 22 Nov 2026 10:00:00 GMT", "Accept_Ranges": "bytes"}
             more |= {name.replace("-", "_"): value for name, value in server.written.meta.get(path, {}).items()}

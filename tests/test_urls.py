@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.location import Location
 from conftest import GOLDEN
 from served import Served, served
 
@@ -267,3 +268,116 @@ def test_options_that_cannot_be_used_are_refused_without_their_values(options: d
     with pytest.raises(actshard.ArgumentError, match=name) as caught:
         actshard.open("s3://bucket/x", storage_options=options)
     assert "hushhush" not in str(caught.value)
+
+
+DENIED = (403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
+SAEV = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+INDEX = sorted(GOLDEN.glob("lmprobe/fullseq_bf16/**/index/*.parquet"))[0]
+
+
+@pytest.mark.parametrize("format", [None, "saev"])
+@pytest.mark.parametrize("absent", [DENIED, (200, b"<!doctype html><html>hello</html>")])
+def test_servers_that_refuse_or_invent_names_hold_what_the_folder_holds(
+    format: str | None, absent: tuple[int, bytes], server: Served
+) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    server.absent, server.is_listed = absent, False
+    same(quietly(server.web(f"bucket/{SAEV.name}"), format), quietly(SAEV))
+    if absent is DENIED:
+        same(quietly(f"s3://bucket/{SAEV.name}", format, storage_options=server.options), quietly(SAEV))
+
+
+def test_a_refusal_of_what_must_be_there_names_the_credentials(server: Served) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    server.absent, server.is_listed = DENIED, False
+    far = quietly(f"s3://bucket/{SAEV.name}", storage_options=server.options)
+    server.failing["acts000000.bin"] = [403] * 50
+    with pytest.raises(actshard.FileAccessError, match=r"acts000000\.bin: .*403.*\(used: anonymous access\)"):
+        far.sequence(0, far.layers[0])
+    for url, options in (("s3://bucket/none", server.options), (server.web("none"), None)):
+        for format in (None, "saev"):
+            with pytest.raises(actshard.FileAccessError, match=r"403.*\(used: (anonymous access|no token)\)"):
+                actshard.open(url, format, storage_options=options)
+
+
+def test_a_refused_chunk_is_no_fill_value(server: Served) -> None:
+    folder = GOLDEN / "zarr/single_minimal/activations.zarr"
+    shutil.copytree(folder, server.root / "bucket/run.zarr")
+    far = quietly("s3://bucket/run.zarr", storage_options=server.options)
+    for chunk in (server.root / "bucket/run.zarr/arrays/activations").iterdir():
+        server.failing[chunk.name] = [403] * 50
+    with pytest.raises(actshard.FileAccessError, match="403"):
+        far.sequence(0, far.layers[0])
+
+
+def test_a_list_of_urls_is_one_dataset(server: Served) -> None:
+    rng = np.random.default_rng(0)
+    local = [server.root / f"bucket/run/machine_{m}" for m in range(2)]
+    for m, path in enumerate(local):
+        with actshard.create(path, "pickle", layers=[1], d_model=8, machine_id=m, total_machines=2) as writer:
+            writer.append(rng.normal(size=(3, 1, 5, 8)).astype("f4"))
+    urls = [f"s3://bucket/run/machine_{m}" for m in range(2)]
+    far = quietly(urls, storage_options=server.options)
+    same(far, quietly(local))
+    assert str(far.path) == "s3://bucket/run"
+    again = pickle.loads(pickle.dumps(far))
+    same(again, far)
+    with pytest.raises(actshard.ArgumentError, match="twice"):
+        actshard.open([urls[0], urls[0]], storage_options=server.options)
+    with pytest.raises(actshard.ArgumentError, match="several stores"):
+        actshard.open([server.web("bucket/run/machine_1"), "http://127.0.0.1:1/x"])
+
+
+def test_stores_of_one_url_are_equal(server: Served) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    far, twin = (quietly(f"s3://bucket/{SAEV.name}", storage_options=server.options) for _ in range(2))
+    again = pickle.loads(pickle.dumps(far))
+    assert far.path == twin.path == again.path
+    assert len({far.path, twin.path, again.path}) == 1
+    other = Location.of_any(f"s3://bucket/{SAEV.name}", server.options | {"region": "eu-west-1"})
+    assert far.path != other
+
+
+def test_an_index_file_is_its_dataset_in_few_requests(server: Served) -> None:
+    dataset = INDEX.parent.parent
+    shutil.copytree(dataset, server.root / "bucket/lm")
+    near = quietly(dataset)
+    url = f"bucket/lm/index/{INDEX.name}"
+    same(quietly(server.web(url)), near)
+    server.requests.clear()
+    far = quietly(f"s3://{url}", storage_options=server.options)
+    assert len(server.requests) <= 6, "\n".join(map(str, server.requests))
+    same(far, near)
+
+
+def test_options_of_none_are_not_given_and_names_are_no_sizes(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    monkeypatch.chdir(tmp_path)
+    quietly(f"s3://bucket/{SAEV.name}", storage_options=server.options | {"profile": None}, cache="2026cache")
+    assert (tmp_path / "2026cache").is_dir()
+    with pytest.raises(actshard.ArgumentError, match="cache"):
+        quietly(f"s3://bucket/{SAEV.name}", storage_options=server.options, cache="50QiB")
+
+
+@pytest.mark.parametrize(
+    ("folder", "most"),
+    [
+        pytest.param(SAEV, 3, id="saev"),
+        pytest.param(INDEX.parent.parent, 4, id="lmprobe"),
+        pytest.param(GOLDEN / "zarr/single_consolidated/activations.zarr", None, id="zarr"),
+    ],
+)
+def test_opening_takes_few_requests_and_copies_take_none(folder: Path, most: int | None, server: Served) -> None:
+    name = f"data{folder.suffix}"
+    shutil.copytree(folder, server.root / "bucket" / name)
+    if most is None:
+        most = 2 * len(list(folder.glob("arrays/*/.zarray"))) + 5
+    far = quietly(f"s3://bucket/{name}", storage_options=server.options)
+    assert len(server.requests) <= most, "\n".join(map(str, server.requests))
+    server.requests.clear()
+    again = pickle.loads(pickle.dumps(far))
+    # One optional file of Zarr that does not exist is asked for again.
+    assert len(server.requests) <= (folder.suffix == ".zarr"), "\n".join(map(str, server.requests))
+    assert len(again) == len(far)

@@ -6,7 +6,7 @@ All commands use it, so a path refers to the same dataset in each.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from actshard import formats
 from actshard.errors import (
     ActshardError,
     ArgumentError,
+    FileAccessError,
     MissingFileError,
     NotAFileError,
     UnfinishedError,
@@ -21,6 +22,7 @@ from actshard.errors import (
 )
 from actshard.formats.contents import Evidence
 from actshard.location import Location
+from actshard.storage import Remote
 from actshard.walking import STANDS_FOR, find_cache, is_cache_itself, walk
 from actshard.work import PARTS, PUSHING, Journal, count_parts, is_merging, unfinished
 
@@ -44,6 +46,16 @@ def existing(path: str | os.PathLike[str]) -> Location:
 def existing_anywhere(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, cache: Any) -> Location:
     """As :func:`existing`, for URLs as well."""
     return _existing(Location.of_any(path, storage_options, cache))
+
+
+def all_existing(paths: Sequence[Any], storage_options: Mapping[str, Any] | None, cache: Any) -> list[Location]:
+    """As :func:`existing_anywhere`, for several. URLs of one bucket or server share what is known of it."""
+    found: list[Location] = []
+    for path in paths:
+        place = Location.of_any(path, storage_options, cache)
+        same = next((other.storage for other in found if other.storage == place.storage), place.storage)
+        found.append(Location(same, place.key))
+    return [_existing(place) for place in found]
 
 
 def _existing(root: Location) -> Location:
@@ -185,6 +197,9 @@ def detect(root: Location) -> str:
         unknown = UnknownFormatError(f"is not a dataset, but contains {what}. Open one: {listed}{more}", path=root)
         unknown.candidates = tuple((at.place, name) for at, name in candidates)
         raise unknown
+    if isinstance(root.storage, Remote) and root.storage.denied:
+        denied = next(iter(root.storage.denied.values()))
+        raise FileAccessError(f"cannot find out what is there: {denied}. Choose a format=", path=root)
     raise UnknownFormatError(
         "expected a dataset in a known format; "
         + "; ".join(f"{name}: looked for {e.looked_for}, found {e.found}" for name, e in evidence.items()),

@@ -14,6 +14,7 @@ import io
 import itertools
 import operator
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ def _pairs(options: Mapping[str, Any] | None, above: str = "") -> list[tuple[str
     for name, value in options.items():
         if not isinstance(name, str):
             raise ArgumentTypeError(f"storage_options: expected names, found {type(name).__name__}")
+        if value is None:  # as in fsspec: not given
+            continue
         try:
             f"{name}{value if isinstance(value, str) else ''}".encode()
         except UnicodeEncodeError:  # without its text, which is the secret
@@ -102,11 +105,15 @@ def cache_folder() -> Path:
     return local_path(os.environ.get("ACTSHARD_CACHE") or f"{home}/actshard", "cache")
 
 
+_SIZE = re.compile(r"\s*\d[\d.]*\s*[A-Za-z]{0,3}\s*$")
+"""A size, rather than the name of a folder such as ``2026cache``."""
+
+
 def _cache_of(cache: Any) -> tuple[str, int] | None:
     """Folder and limit of a cache on disk. Without a folder: ``$ACTSHARD_CACHE``, or ``actshard`` in the user's cache folder."""
     if cache is None or cache is False:
         return None
-    if isinstance(cache, int | np.integer) or (isinstance(cache, str) and cache.lstrip()[:1].isdigit()):
+    if isinstance(cache, int | np.integer) or (isinstance(cache, str) and _SIZE.match(cache)):
         return os.fspath(cache_folder()), size(int(cache) if isinstance(cache, np.integer) else cache, "cache")
     return os.fspath(local_path(cache, "cache")), CACHE_BYTES
 
@@ -266,12 +273,14 @@ class Location:
 
         Raises:
             MissingFileError: the location does not exist.
-            FileAccessError: permissions do not allow the check.
+            FileAccessError: permissions do not allow the check, or a server refuses the name.
         """
         found = self.found(doing)
-        if found is None:
-            raise MissingFileError("expected a file, found nothing", path=self)
-        return found
+        if found is not None:
+            return found
+        if isinstance(self.storage, Remote) and (denied := self.storage.denied.get(self.key)):
+            raise denied.with_traceback(None)
+        raise MissingFileError("expected a file, found nothing", path=self)
 
     def found(self, doing: str = "look at") -> Stat | None:
         """As :meth:`stat`, but returns None if the location does not exist."""

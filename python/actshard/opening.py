@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any, Literal
 
 from actshard import _arguments, formats
 from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
-from actshard.finding import check_finished, detect, existing_anywhere, find
+from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find
 from actshard.formats.contents import Options
 from actshard.location import Location, network_io
 from actshard.store import Store
@@ -86,7 +87,7 @@ def _opened(
     storage_options: Mapping[str, Any] | None,
     cache: int | str | os.PathLike[str] | Literal[False] | None,
 ) -> Store:
-    together = [existing_anywhere(p, storage_options, cache) for p in path] if isinstance(path, list | tuple) else None
+    together = all_existing(path, storage_options, cache) if isinstance(path, list | tuple) else None
     if together is not None:
         root = _common(together)
         name = format if format is not None else detect(together[0])
@@ -124,4 +125,11 @@ def _common(paths: Sequence[Location]) -> Location:
         raise ArgumentError("path: expected at least one folder, found an empty list")
     if len(set(paths)) < len(paths):
         raise ArgumentError("path: the list contains a folder twice")
-    return Location.at(os.path.commonpath(paths))
+    first = paths[0].storage
+    if any(path.storage != first for path in paths):
+        raise ArgumentError("path: expected folders in one store, found several stores", path=paths[0])
+    if first.local:
+        return Location.at(os.path.commonpath(paths))
+    names = zip(*(path.key.split("/") for path in paths), strict=False)
+    same = itertools.takewhile(lambda each: len(set(each)) == 1, names)
+    return Location(first, "/".join(each[0] for each in same))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import actshard._native as _native
-from actshard.errors import MissingFileError, TruncatedFileError
+from actshard.errors import FileAccessError, MissingFileError, TruncatedFileError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -153,7 +153,19 @@ def _ended(start: int, into: memoryview, done: int) -> TruncatedFileError:
     return TruncatedFileError(f"expected {len(into)} bytes at {start}, the file ends", offset=start + done)
 
 
-@dataclass(frozen=True, slots=True)
+class DeniedError(FileNotFoundError):
+    """A name that a server refuses. It may exist: servers that do not let names be listed refuse those that do not, too.
+
+    Attributes:
+        error: the refusal, for names that must exist.
+    """
+
+    def __init__(self, error: FileAccessError) -> None:
+        super().__init__(2, "No such object")
+        self.error = error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Remote:
     """A bucket, a web server or a dataset of the Hugging Face hub. Keys are names joined by ``/``.
 
@@ -165,19 +177,39 @@ class Remote:
     """
 
     native: _native.RemoteStore
-    small: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
+    small: dict[str, bytes] = field(default_factory=dict, repr=False)
+    denied: dict[str, FileAccessError] = field(default_factory=dict, repr=False)
     local: ClassVar[bool] = False
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Remote) and (self.native is other.native or self.native.is_same(other.native))
+
+    def __hash__(self) -> int:
+        return hash(self.native.name)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_remote_again, (self.native.state(),))
+        # Small files travel along, so that a copy makes no request to open.
+        kept, room = {}, _PICKLED
+        for key, data in sorted(self.small.items(), key=lambda item: len(item[1])):
+            room -= len(data)
+            if room < 0:
+                break
+            kept[key] = data
+        return (_remote_again, (self.native.state(), kept))
 
     def text(self, key: str) -> str:
         return self.native.text(key)
 
     def stat(self, key: str) -> Stat:
-        if key == self.native.root and (not self.native.lists or self.native.scan(key, False)):
-            return Stat("folder", 0, "", 0)
-        found = self.native.stat(key)
+        if known := self.denied.get(key):
+            raise DeniedError(known)
+        try:
+            found = self.native.stat(key)
+        except FileAccessError as error:
+            if error.reason != "absent-or-denied":
+                raise
+            self.denied[key] = error
+            raise DeniedError(error) from None
         if found is None:
             raise FileNotFoundError(2, "No such object")
         size, version = found
@@ -225,18 +257,19 @@ class Remote:
 
         size = self.stat(key).size
         if size <= _WHOLE:
-            return pa.BufferReader(self.native.read(key, 0, size))
+            return pa.BufferReader(self.read(key, 0, size))
         return pa.PythonFile(_ObjectFile(self.native, key, size), mode="r")
 
 
-def _remote_again(state: bytes) -> Remote:
-    return Remote(_native.RemoteStore.from_state(state))
+def _remote_again(state: bytes, small: dict[str, bytes]) -> Remote:
+    return Remote(_native.RemoteStore.from_state(state), small)
 
 
 _SMALL = 1 << 20
 _GLANCE = 4 << 20
 """The first request for an unknown object asks for so many bytes."""
 _SMALLS = 16 << 20
+_PICKLED = 1 << 20
 _WHOLE = 8 << 20
 """Larger objects are read in ranges by pyarrow."""
 

@@ -47,7 +47,7 @@ pub fn remote_store<'a>(
     for place in places {
         let same = match (found, &place.store) {
             (None, _) | (Some(None), None) => true,
-            (Some(Some(a)), Some(b)) => Arc::ptr_eq(a, b),
+            (Some(Some(a)), Some(b)) => Arc::ptr_eq(a, b) || a.is_same(b),
             (Some(_), _) => false,
         };
         if !same {

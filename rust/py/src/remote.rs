@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::{detach, errors};
+use actshard_remote::store::Standing;
 
 /// Time between two calls of `progress`.
 const TOLD: Duration = Duration::from_millis(200);
@@ -76,8 +77,8 @@ impl RemoteStore {
     #[staticmethod]
     fn from_state(py: Python<'_>, state: &[u8]) -> PyResult<RemoteStore> {
         detach::guarded(py, || {
-            let store = actshard_remote::RemoteStore::from_state(state).map_err(|error| errors::raise(py, &error))?;
-            Ok(RemoteStore { store: Arc::new(store) })
+            let made = detach::detached(py, |_| actshard_remote::RemoteStore::from_state(state));
+            Ok(RemoteStore { store: Arc::new(made?) })
         })
     }
 
@@ -122,16 +123,29 @@ impl RemoteStore {
         })
     }
 
-    /// The size and version of an object, (None, None) for a folder, None for nothing.
+    /// Whether both have the same objects.
+    fn is_same(&self, py: Python<'_>, other: &RemoteStore) -> PyResult<bool> {
+        detach::guarded(py, || Ok(self.store.is_same(&other.store)))
+    }
+
+    /// The URL of the bucket, server or dataset, without secrets.
+    #[getter]
+    fn name(&self, py: Python<'_>) -> PyResult<String> {
+        detach::guarded(py, || Ok(self.store.name().to_string()))
+    }
+
+    /// The size and version of an object, (None, None) for a folder, None for nothing. If the server refuses to say, the error's
+    /// reason is "absent-or-denied".
     fn stat(&self, py: Python<'_>, key: &str) -> PyResult<Option<(Option<u64>, Option<String>)>> {
         detach::guarded(py, || {
             detach::detached(py, |watch| {
                 let location = self.store.location(key);
                 let found = threads::wait_for(&|stop| self.store.stat(&location, stop), &mut *watch)?;
                 Ok(match found {
-                    None => None,
-                    Some(None) => Some((None, None)),
-                    Some(Some(size)) => {
+                    Standing::Absent => None,
+                    Standing::Folder => Some((None, None)),
+                    Standing::Denied(error) => return Err(Error { reason: Some("absent-or-denied"), ..error }),
+                    Standing::Object(size) => {
                         let version = match self.opened(key, watch)?.version() {
                             Some(Version::Tag(tag)) => tag.to_string(),
                             _ => size.to_string(),

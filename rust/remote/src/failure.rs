@@ -210,6 +210,20 @@ impl Failure {
         matches!(self.status(), Some(404 | 410)) && self.code.is_none()
     }
 
+    /// Whether the server refuses a name. It may not exist: servers that do not let it be listed do not say.
+    pub fn is_denial(&self) -> bool {
+        let credentials = [
+            "InvalidAccessKeyId",
+            "SignatureDoesNotMatch",
+            "InvalidToken",
+            "RequestTimeTooSkewed",
+            "AuthenticationFailed",
+            "GatedRepo",
+        ];
+        let code = self.code.as_deref().unwrap_or_default();
+        self.status() == Some(403) && !self.is_away && !self.is_expired() && !credentials.contains(&code)
+    }
+
     /// The error about a location.
     pub fn at(&self, location: &Location) -> Error {
         let kind = match self.cause {

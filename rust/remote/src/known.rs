@@ -47,6 +47,8 @@ pub struct Known {
     listed: BTreeMap<String, BTreeSet<String>>,
     /// Folders below which everything was listed.
     deep: BTreeSet<String>,
+    /// Keys below which a listing found nothing. They may be objects.
+    empty: BTreeSet<String>,
 }
 
 /// A key's folder and name.
@@ -72,7 +74,8 @@ impl Known {
         match self.listed.get(folder) {
             Some(folders) if folders.contains(name) => KnownName::Folder,
             Some(_) => KnownName::Absent,
-            None if self.is_below_deep(key) => KnownName::Absent,
+            None if self.is_below_deep(key) || self.empty.contains(folder) => KnownName::Absent,
+            None if !folder.is_empty() && self.find(folder) == KnownName::Absent => KnownName::Absent,
             None => KnownName::Unknown,
         }
     }
@@ -89,7 +92,8 @@ impl Known {
     /// The names directly inside a folder, each with its size if it is an object; `None` if it was not listed.
     pub fn names<'a>(&'a self, folder: &'a str) -> Option<Names<'a>> {
         let Some(folders) = self.listed.get(folder) else {
-            return self.is_below_deep(folder).then(|| Box::new(std::iter::empty()) as Names<'a>);
+            let nothing = self.is_below_deep(folder) || self.empty.contains(folder);
+            return nothing.then(|| Box::new(std::iter::empty()) as Names<'a>);
         };
         let start = if folder.is_empty() { String::new() } else { format!("{folder}/") };
         let skip = start.len();
@@ -121,6 +125,11 @@ impl Known {
         let after = self.objects.range::<str, _>((Bound::Included(key), Bound::Unbounded)).next();
         let nearest = before.into_iter().chain(after).max_by_key(|(other, _)| shared(other))?;
         Some((nearest.0.clone(), nearest.1.clone()))
+    }
+
+    /// Records that nothing is below a key.
+    pub fn record_empty(&mut self, key: &str) {
+        self.empty.insert(key.to_string());
     }
 
     /// Records what a folder contains. Objects that are known already keep their tags: a newer one must not pass unnoticed.
@@ -173,7 +182,7 @@ impl Known {
             objects.push((shared, key[shared..].to_string(), object.size, object.tag.etag.clone(), modified));
             before = key;
         }
-        PackedKnown { objects, listed: self.listed.clone(), deep: self.deep.clone() }
+        PackedKnown { objects, listed: self.listed.clone(), deep: self.deep.clone(), empty: self.empty.clone() }
     }
 
     /// The content of a packed form; `None` if it is damaged.
@@ -184,7 +193,7 @@ impl Known {
             objects.insert(key.clone(), ObjectFacts { size, tag: Tag { etag, modified } });
             before = key;
         }
-        Some(Known { objects, listed: packed.listed, deep: packed.deep })
+        Some(Known { objects, listed: packed.listed, deep: packed.deep, empty: packed.empty })
     }
 }
 
@@ -197,6 +206,8 @@ pub struct PackedKnown {
     objects: Vec<PackedObject>,
     listed: BTreeMap<String, BTreeSet<String>>,
     deep: BTreeSet<String>,
+    #[serde(default)]
+    empty: BTreeSet<String>,
 }
 
 #[cfg(test)]
@@ -222,6 +233,7 @@ mod tests {
         assert_eq!(known.find("run/layer"), KnownName::Folder);
         assert_eq!(known.find("run/other"), KnownName::Absent);
         assert_eq!(known.find("run/layer/0"), KnownName::Unknown);
+        assert_eq!(known.find("run/other/0/x"), KnownName::Absent);
         assert_eq!(known.find("elsewhere"), KnownName::Unknown);
         assert!(names(&known, "run/layer").is_none());
     }
@@ -238,6 +250,15 @@ mod tests {
         assert_eq!(known.find("run/a/b"), KnownName::Folder);
         assert_eq!(known.find("run/none/x"), KnownName::Absent);
         assert_eq!(known.find("other"), KnownName::Unknown);
+    }
+
+    #[test]
+    fn nothing_is_below_an_object() {
+        let mut known = Known::default();
+        known.record_empty("run/index");
+        assert_eq!(known.find("run/index"), KnownName::Unknown);
+        assert_eq!(known.find("run/index/a"), KnownName::Absent);
+        assert_eq!(names(&known, "run/index").unwrap(), []);
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl RemoteObject {
     }
 
     fn error(&self, failure: &Failure, at: u64) -> Error {
-        let error = failure.at(&self.location);
+        let error = self.link.error(failure, &self.location);
         if failure.cause == Cause::Broken { error.byte(at) } else { error }
     }
 }

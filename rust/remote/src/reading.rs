@@ -6,6 +6,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use actshard_core::Error;
+use actshard_core::location::Location;
 use futures_util::StreamExt;
 use futures_util::future::{BoxFuture, Either, FutureExt, select};
 use tokio::time::{sleep, timeout};
@@ -190,6 +192,15 @@ pub struct Link {
 }
 
 impl Link {
+    /// The error about a location; a refusal names the credentials.
+    pub fn error(&self, failure: &Failure, location: &Location) -> Error {
+        let mut error = failure.at(location);
+        if matches!(failure.status(), Some(401 | 403)) {
+            error.detail = format!("{} (used: {})", error.detail, self.client.credentials());
+        }
+        error
+    }
+
     /// A reading of one object.
     pub fn reading<'a>(&'a self, key: &'a str, size: Option<u64>, tag: &'a ForkLock<Tag>) -> Reading<'a> {
         let (client, first_tags) = (&*self.client, &self.first_tags);

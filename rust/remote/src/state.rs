@@ -21,6 +21,9 @@ pub struct State {
     pub revision: Option<String>,
     /// The known objects.
     pub known: PackedKnown,
+    /// First bytes of objects whose headers were read.
+    #[serde(default)]
+    pub heads: Vec<(String, Vec<u8>)>,
     /// Folder and limit of the cache on disk.
     #[serde(default)]
     pub cache: Option<(PathBuf, u64)>,

@@ -1,8 +1,9 @@
 //! A store of objects behind a URL.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use actshard_core::disk_cache::{DiskCache, PAGE};
 use actshard_core::location::Location;
@@ -31,6 +32,11 @@ use crate::upload::{UploadJob, Uploaded, Uploader};
 const HEAD: u64 = 64 << 10;
 /// The largest gap that is read for the ranges around it.
 const MOST_GAP: u64 = 1 << 20;
+/// Objects whose first bytes are kept after they were looked at.
+const MOST_HEADS: usize = 32;
+/// Bytes of a header that are kept, and headers in a pickled store.
+const HEADER: usize = 16 << 10;
+const MOST_HEADERS: usize = 4;
 
 /// The source of a location, once it is known.
 type ProbeAnswer = Option<Result<Box<dyn Source>>>;
@@ -44,6 +50,23 @@ pub struct Found {
     pub size: Option<u64>,
 }
 
+/// What a name is.
+#[derive(Clone, Debug)]
+pub enum Standing {
+    /// An object of this size.
+    Object(u64),
+    /// A folder.
+    Folder,
+    /// Nothing.
+    Absent,
+    /// The server refuses to say, with this error: it does not list names, and refuses objects that do not exist and those that
+    /// may not be read alike.
+    Denied(Error),
+}
+
+/// First bytes of objects that were looked at, by key.
+type Heads = HashMap<String, Head>;
+
 /// A bucket, web server or dataset of the hub. Remembers sizes and tags of its objects.
 #[derive(Debug)]
 pub struct RemoteStore {
@@ -52,6 +75,9 @@ pub struct RemoteStore {
     options: Options,
     link: Arc<Link>,
     known: ForkLock<Known>,
+    heads: ForkLock<Heads>,
+    /// Listings are refused.
+    unlistable: AtomicBool,
     cache: Option<DiskCache>,
 }
 
@@ -74,7 +100,8 @@ impl RemoteStore {
         };
         let link = Arc::new(Link { client, pace, limits, first_tags: ForkLock::default() });
         let url = crate::options::Secret(url.to_string());
-        Ok(RemoteStore { address, url, options, link, known: ForkLock::new(known), cache: None })
+        let (known, heads, unlistable) = (ForkLock::new(known), ForkLock::default(), AtomicBool::new(false));
+        Ok(RemoteStore { address, url, options, link, known, heads, unlistable, cache: None })
     }
 
     /// The same store, whose objects are read through a cache on disk of at most `limit` bytes.
@@ -119,9 +146,23 @@ impl RemoteStore {
         self.link.client.revision()
     }
 
-    /// Whether it can list names; web servers cannot.
+    /// Whether it can list names; web servers cannot, and buckets may refuse it.
     pub fn lists(&self) -> bool {
-        self.link.client.lists()
+        self.link.client.lists() && !self.unlistable.load(Ordering::Relaxed)
+    }
+
+    /// The store without key and revision, to be hashed.
+    pub fn name(&self) -> &str {
+        &self.address.store
+    }
+
+    /// Whether both have the same objects: address, options and revision are equal.
+    pub fn is_same(&self, other: &RemoteStore) -> bool {
+        let pinned = self.revision().zip(other.revision());
+        self.address.store == other.address.store
+            && self.address.query == other.address.query
+            && self.options == other.options
+            && pinned.is_none_or(|(a, b)| a == b)
     }
 
     /// Counts of the requests so far.
@@ -135,7 +176,12 @@ impl RemoteStore {
         let known = self.known.with(|known| known.pack()).unwrap_or_default();
         let cache = self.cache.as_ref().map(|cache| (cache.chosen().to_path_buf(), cache.limit()));
         let (url, options, revision) = (self.url.0.clone(), self.options.pairs(), self.revision());
-        State { url, options, revision, known, cache }.encode()
+        let mut heads: Vec<(String, Vec<u8>)> = vec![];
+        self.heads.with(|kept| {
+            let headers = kept.iter().filter(|(key, _)| has_header(key)).take(MOST_HEADERS);
+            heads = headers.map(|(key, head)| (key.clone(), head.bytes.to_vec())).collect();
+        });
+        State { url, options, revision, known, heads, cache }.encode()
     }
 
     /// The store of a state.
@@ -144,6 +190,9 @@ impl RemoteStore {
         let damaged = || Error::new(Kind::Format, "the state of a remote store is damaged");
         let known = Known::unpack(state.known).ok_or_else(damaged)?;
         let store = RemoteStore::with(&state.url, Options::new(state.options), state.revision, known)?;
+        for (key, bytes) in state.heads {
+            store.keep_header(&key, &bytes);
+        }
         match state.cache {
             Some((folder, limit)) => store.cached(&folder, limit),
             None => Ok(store),
@@ -224,9 +273,17 @@ impl RemoteStore {
         let from_root = self.address.provider == Provider::Hub && self.is_in_root(key);
         let from = if from_root { self.address.key.as_str() } else { key };
         let listing = wait(self.link.client.list(from, deep), stop)?.ok_or_else(interrupted)?;
-        let listing = listing.map_err(|failure| failure.at(folder))?;
+        let listing = listing.map_err(|failure| {
+            // Public objects in a bucket whose names are not public; Google says 401 to who has no credentials.
+            let anonymous = self.address.provider == Provider::Gcs && failure.status() == Some(401);
+            if self.address.provider != Provider::Hub && (failure.is_denial() || anonymous) {
+                self.unlistable.store(true, Ordering::Relaxed);
+            }
+            self.link.error(&failure, folder)
+        })?;
         if listing.objects.is_empty() && listing.folders.is_empty() {
-            // No folder, or an object: nothing is known of it then.
+            // No folder, or an object.
+            self.known.with(|known| known.record_empty(from));
             return Ok(vec![]);
         }
         let mut own = Known::default();
@@ -247,31 +304,114 @@ impl RemoteStore {
         root.is_empty() || key.strip_prefix(root.as_str()).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
     }
 
-    /// The size of an object, `Some(None)` for a folder, `None` for nothing.
-    pub fn stat(&self, location: &Location, stop: &Stop) -> Result<Option<Option<u64>>> {
-        match self.look_up(self.key(location)?) {
-            KnownName::Object(object) => return Ok(Some(Some(object.size))),
-            KnownName::Folder => return Ok(Some(None)),
-            KnownName::Absent => return Ok(None),
+    /// Keeps the beginning of an object that starts with a header, so that copies of this store need no request for it.
+    fn keep_header(&self, key: &str, bytes: &[u8]) {
+        let bytes = &bytes[..bytes.len().min(HEADER)];
+        if let Some(share) = HeadShare::take(bytes.len() as u64).filter(|_| has_header(key)) {
+            let head = Head { bytes: bytes::Bytes::copy_from_slice(bytes), _share: Arc::new(share) };
+            self.heads.with(|heads| {
+                if heads.len() < MOST_HEADS {
+                    heads.insert(key.to_string(), head);
+                }
+            });
+        }
+    }
+
+    /// Whether a folder has names. None if names cannot be listed.
+    fn has_names(&self, folder: &Location, stop: &Stop) -> Result<Option<bool>> {
+        if !self.lists() {
+            return Ok(None);
+        }
+        match self.scan(folder, false, stop) {
+            Ok(found) => Ok(Some(!found.is_empty())),
+            Err(_) if !self.lists() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What a name is. The first bytes of metadata are kept for reading.
+    pub fn stat(&self, location: &Location, stop: &Stop) -> Result<Standing> {
+        let key = self.key(location)?;
+        match self.look_up(key) {
+            KnownName::Object(object) => return Ok(Standing::Object(object.size)),
+            KnownName::Folder => return Ok(Standing::Folder),
+            KnownName::Absent => return Ok(Standing::Absent),
             KnownName::Unknown => {}
         }
-        // A URL is nearly always that of a folder, whose listing is needed next.
+        let name = key.rsplit('/').next().unwrap_or_default();
         let is_root = *location == self.root();
-        if is_root && self.link.client.lists() && !self.scan(location, false, stop)?.is_empty() {
-            return Ok(Some(None));
-        }
-        // Not all that an object read once may have: its bytes may not be wanted.
-        match self.open_many(&[location], Access::Kept, stop).pop() {
-            Some(Ok(source)) => Ok(Some(Some(source.size()))),
-            Some(Err(error)) if error.kind == Kind::NotFound => {
-                if !is_root && self.link.client.lists() && !self.scan(location, false, stop)?.is_empty() {
-                    return Ok(Some(None));
-                }
-                Ok(None)
+        // The URL is nearly always that of a folder, whose listing is needed next; names with a dot are those of objects.
+        let is_folder = if is_root { !name.ends_with(".parquet") } else { !name.contains('.') };
+        if is_folder || self.address.provider == Provider::Hub {
+            match self.has_names(location, stop)? {
+                Some(true) => return Ok(Standing::Folder),
+                // Its folder is known by the names in it.
+                None if is_root => return Ok(Standing::Folder),
+                _ => {}
             }
+            if self.address.provider == Provider::Hub {
+                return self.stat_of_hub(location, stop);
+            }
+        }
+        let is_metadata = is_metadata(name);
+        if is_metadata && self.is_in_absent_folder(location, stop)? {
+            return Ok(Standing::Absent);
+        }
+        let access = if is_metadata { Access::Once } else { Access::Kept };
+        match wait(self.probe(key, access), stop)?.ok_or_else(interrupted)? {
+            Ok((facts, head)) => {
+                let size = facts.size;
+                if self.known.with(|known| known.insert(key, &facts)) == Some(false) {
+                    return Err(Failure::changed("two answers are of different versions").at(location));
+                }
+                self.heads.with(|heads| {
+                    if heads.len() >= MOST_HEADS {
+                        heads.clear();
+                    }
+                    heads.extend(head.filter(|_| is_metadata).map(|head| (key.to_string(), head)));
+                });
+                Ok(Standing::Object(size))
+            }
+            Err(failure) if failure.is_absence() || failure.is_denial() => {
+                if !is_metadata && self.has_names(location, stop)? == Some(true) {
+                    return Ok(Standing::Folder);
+                }
+                let above = location_above(location);
+                if failure.is_absence() || above.is_some_and(|above| self.is_unlisted_in(&above, key, stop)) {
+                    return Ok(Standing::Absent);
+                }
+                let error = self.link.error(&failure, location);
+                if self.lists() { Err(error) } else { Ok(Standing::Denied(error)) }
+            }
+            Err(failure) => Err(self.link.error(&failure, location)),
+        }
+    }
+
+    /// Whether the folder of a key does not exist. Lists what is beside that folder, once: the folder itself may hold a million
+    /// chunks.
+    fn is_in_absent_folder(&self, location: &Location, stop: &Stop) -> Result<bool> {
+        let Some(folder) = location_above(location) else { return Ok(false) };
+        let Some(above) = location_above(&folder) else { return Ok(false) };
+        let (folder, beside) = (self.key(&folder)?, self.key(&above)?);
+        if folder == self.address.key || !self.is_in_root(beside) || self.look_up(folder) != KnownName::Unknown {
+            return Ok(false);
+        }
+        self.has_names(&above, stop)?;
+        Ok(self.look_up(folder) == KnownName::Absent)
+    }
+
+    fn stat_of_hub(&self, location: &Location, stop: &Stop) -> Result<Standing> {
+        match self.open_many(&[location], Access::Kept, stop).pop() {
+            Some(Ok(source)) => Ok(Standing::Object(source.size())),
+            Some(Err(error)) if error.kind == Kind::NotFound => Ok(Standing::Absent),
             Some(Err(error)) => Err(error),
             None => Err(interrupted()),
         }
+    }
+
+    /// Whether the listing of a folder shows that a key does not exist.
+    fn is_unlisted_in(&self, folder: &Location, key: &str, stop: &Stop) -> bool {
+        self.has_names(folder, stop).is_ok_and(|names| names.is_some()) && self.look_up(key) == KnownName::Absent
     }
 
     fn object(&self, location: &Location, key: &str, facts: ObjectFacts, head: Option<Head>) -> Box<dyn Source> {
@@ -293,6 +433,10 @@ impl RemoteStore {
         let most = share.as_ref().map_or(HEAD, HeadShare::bytes);
         let tag = ForkLock::default();
         let (head, size, tag) = self.link.reading(key, None, &tag).open(most).await?;
+        if self.address.provider == Provider::Http && is_page(key, &head) {
+            let text = "the server sent a web page, as some do for names that do not exist";
+            return Err(Failure { code: Some("WebPage".to_string()), ..Failure::new(Cause::Status(404), text) });
+        }
         let kept = share.map(|mut share| {
             share.shrink(head.len() as u64);
             Head { bytes: head.into(), _share: Arc::new(share) }
@@ -313,9 +457,12 @@ impl RemoteStore {
                 if self.known.with(|known| known.insert(key, &facts)) == Some(false) {
                     return Err(Failure::changed("two answers are of different versions"));
                 }
+                if let Some(head) = &head {
+                    self.keep_header(key, &head.bytes);
+                }
                 Ok(self.object(location, key, facts, head))
             });
-            (i, opened.map_err(|failure| failure.at(location)))
+            (i, opened.map_err(|failure| self.link.error(&failure, location)))
         };
         let mut left = which.into_iter();
         let mut flying: FuturesUnordered<_> = left.by_ref().take(PARALLEL).map(one).collect();
@@ -367,13 +514,40 @@ impl RemoteStore {
     fn open_known(&self, location: &Location) -> Result<Option<Box<dyn Source>>> {
         let key = self.key(location)?;
         let detail = match self.look_up(key) {
-            KnownName::Object(facts) => return Ok(Some(self.object(location, key, facts, None))),
+            KnownName::Object(facts) => {
+                let head = self.heads.with(|heads| heads.get(key).cloned()).flatten();
+                return Ok(Some(self.object(location, key, facts, head)));
+            }
             KnownName::Unknown => return Ok(None),
             KnownName::Absent => Error::new(Kind::NotFound, "expected an object, found nothing"),
             KnownName::Folder => Error::new(Kind::NotAFile, "expected an object, found a folder"),
         };
         Err(detail.at(location))
     }
+}
+
+fn location_above(location: &Location) -> Option<Location> {
+    let Location::Object(object) = location else { return None };
+    let above = object.key.rsplit_once('/').map_or("", |(above, _)| above);
+    Some(Location::object(object.store.clone(), above))
+}
+
+/// Whether a file is small, or read whole: its bytes come with the first request.
+fn is_metadata(name: &str) -> bool {
+    let dotted = [".zgroup", ".zarray", ".zattrs", ".zmetadata"];
+    [".json", ".jsonl", ".parquet"].iter().any(|end| name.ends_with(end)) || dotted.contains(&name)
+}
+
+/// Whether a file starts with a header that is read when the dataset is opened.
+fn has_header(key: &str) -> bool {
+    key.ends_with(".safetensors")
+}
+
+/// Whether an answer is a page for people instead of the file that was asked for.
+fn is_page(key: &str, head: &[u8]) -> bool {
+    let start = head.iter().position(|byte| !byte.is_ascii_whitespace()).unwrap_or(0);
+    let is = |tag: &[u8]| head.get(start..start + tag.len()).is_some_and(|found| found.eq_ignore_ascii_case(tag));
+    (is(b"<!doctype html") || is(b"<html")) && !key.ends_with(".html") && !key.ends_with(".htm")
 }
 
 impl Store for RemoteStore {
@@ -392,7 +566,7 @@ impl Store for RemoteStore {
         if !unknown.is_empty() {
             let all = async {
                 self.probe_all(unknown, locations, access, &mut answers).await;
-                if !self.link.client.lists() {
+                if !self.lists() {
                     self.ask_again(locations, access, &mut answers).await;
                 }
             };
@@ -432,7 +606,11 @@ impl Store for RemoteStore {
                 is_there.then_some(()).ok_or_else(missing)
             }
             KnownName::Absent => Err(missing()),
-            KnownName::Unknown => self.stat(location, &stop)?.map(drop).ok_or_else(missing),
+            KnownName::Unknown => match self.stat(location, &stop)? {
+                Standing::Object(_) | Standing::Folder => Ok(()),
+                Standing::Absent => Err(missing()),
+                Standing::Denied(error) => Err(error),
+            },
         }
     }
 

@@ -43,6 +43,9 @@ _EXPANDED, _EXPANSION = 256 << 20, 64
 """A text column is decoded up to this size, and up to this factor of the index's size; a larger one stays a dictionary."""
 
 
+_MOST_PARTS = 100_000
+
+
 def find_parts(path: Location) -> tuple[Location, list[Location]]:
     """The folder that patterns are relative to, and the index files sorted by name."""
     if path.kind() == "file":
@@ -51,6 +54,10 @@ def find_parts(path: Location) -> tuple[Location, list[Location]]:
         if numbered is None:
             return root, [path]
         # One part selects all parts of the index.
+        if not path.lists:  # a web server: the names follow from this one
+            total, width = min(int(numbered["total"]), _MOST_PARTS), len(numbered["total"])
+            names = (f"{numbered['split']}-{i:0{width}d}-of-{numbered['total']}.parquet" for i in range(total))
+            return root, [path.parent / name for name in names]
         return root, [
             path.parent / entry.name
             for entry in path.parent.entries()

@@ -92,9 +92,15 @@ def _is_one(path: Location) -> bool:
     return named or (not shards and "extraction_config" in value)
 
 
+_OF_OTHERS = {".zgroup", ".zmetadata", "zarr.json", "index"}
+"""Names in the folder of a dataset of another format."""
+
+
 def machines_in(path: Location) -> list[Location]:
     """Subfolders with pickle shards, sorted by number; none if another dataset is among them."""
     try:
+        if not path.is_local and any(entry.name in _OF_OTHERS for entry in path.entries()):
+            return []  # each subfolder would cost a request
         below = [
             folder
             for entry in path.entries()

@@ -216,6 +216,10 @@ impl Client for HubClient {
         self.commit.with(|commit| commit.clone()).flatten()
     }
 
+    fn credentials(&self) -> String {
+        if self.token.is_some() { "a token of the hub" } else { "no token" }.to_string()
+    }
+
     fn origin(&self) -> Result<String, Failure> {
         Ok(self.endpoint.0.clone())
     }

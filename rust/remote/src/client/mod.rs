@@ -154,6 +154,9 @@ pub trait Client: Debug + Send + Sync {
         None
     }
 
+    /// The credentials that requests are made with, for messages: their place, not their value.
+    fn credentials(&self) -> String;
+
     /// Fails if requests cannot succeed, before the first one.
     fn ready(&self) -> Result<(), Failure> {
         Ok(())

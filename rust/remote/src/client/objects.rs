@@ -22,7 +22,7 @@ use crate::address::{Provider, StoreUrl};
 use crate::checks::why_not;
 use crate::credentials::{self, aws, cloud};
 use crate::failure::{Cause, Failure, shown};
-use crate::options::{ProviderSettings, RequestLimits, plain};
+use crate::options::{ProviderSettings, RequestLimits, is_true, plain};
 use crate::runtime::{ForkLock, PerProcess};
 
 /// A bucket, and the address of its server.
@@ -325,6 +325,32 @@ impl Client for BucketClient {
             }
         }
         .boxed()
+    }
+
+    fn credentials(&self) -> String {
+        let (prefix, keys): (_, &[&str]) = match self.provider {
+            Provider::S3 => ("AWS_", &["access_key_id"]),
+            Provider::Gcs => ("GOOGLE_", &["service_account", "service_account_key", "bearer_token"]),
+            _ => ("AZURE_", &["access_key", "sas_key", "bearer_token", "client_id", "token"]),
+        };
+        let variable = credentials::variable;
+        let is_on = |name: &str| variable(name).is_some_and(|value| is_true(&value));
+        if self.settings.is_on("skip_signature") || is_on(&format!("{prefix}SKIP_SIGNATURE")) {
+            return "anonymous access".to_string();
+        }
+        if let Some(profile) = &self.settings.profile {
+            return format!("profile {profile:?} of the AWS files");
+        }
+        if self.settings.has(keys) {
+            return "the credentials of storage_options".to_string();
+        }
+        if self.provider != Provider::S3 || variable("AWS_ACCESS_KEY_ID").is_some() {
+            return format!("the credentials of the environment ({prefix}...)");
+        }
+        variable("AWS_PROFILE").map_or_else(
+            || "the default profile of the AWS files, or this machine's role".to_string(),
+            |profile| format!("profile {profile:?} of the AWS files (AWS_PROFILE)"),
+        )
     }
 
     fn origin(&self) -> Result<String, Failure> {

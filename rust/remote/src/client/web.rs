@@ -69,6 +69,11 @@ impl Client for WebClient {
         false
     }
 
+    fn credentials(&self) -> String {
+        let used = if self.token.is_some() { "the token of storage_options" } else { "no token" };
+        used.to_string()
+    }
+
     fn origin(&self) -> Result<String, Failure> {
         Ok(format!("{}/?{}", self.base, self.query.as_ref().map_or("", |query| &query.0)))
     }

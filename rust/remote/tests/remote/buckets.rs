@@ -2,8 +2,9 @@ use actshard_core::Kind;
 use actshard_core::source::{Access, RangeRead, Store, Version};
 use actshard_core::threads::Stop;
 use actshard_remote::RemoteStore;
+use actshard_remote::store::Standing;
 
-use super::server::{Fake, noise, open, options_of, read};
+use super::server::{Fake, Fault, noise, open, options_of, read, stat};
 
 #[test]
 fn any_range_has_the_bytes_of_the_object() {
@@ -40,7 +41,7 @@ fn an_unknown_object_costs_one_request_and_a_listed_one_none() {
     assert_eq!(opened[1].as_ref().unwrap().size(), 100_000);
     assert_eq!(opened[2].as_ref().unwrap_err().kind, Kind::NotFound);
     assert_eq!(store.list(&store.location("run")).unwrap(), ["a", "b", "c"]);
-    assert_eq!(store.stat(&store.location("run/b"), &Stop::default()).unwrap(), Some(Some(1000)));
+    assert_eq!(stat(&store, &store.location("run/b")), Some(Some(1000)));
     assert_eq!(fake.seen().len(), 0);
     assert_eq!(store.counts().listings, 1);
     let again = open(&store, &store.location("run/a")).unwrap();
@@ -68,7 +69,7 @@ fn folders_are_listed_by_level_and_by_pages() {
         assert!(names(&store, "nothing", false).is_empty());
         let odd = open(&store, &store.location("run/é a+b%")).unwrap();
         assert_eq!(read(&*odd, 0, 1).unwrap(), [1]);
-        assert_eq!(store.stat(&store.location("run/y"), &Stop::default()).unwrap(), Some(None));
+        assert_eq!(stat(&store, &store.location("run/y")), Some(None));
         assert!(store.look(&store.location("run/y/z")).is_ok());
         assert_eq!(store.look(&store.location("run/q")).unwrap_err().kind, Kind::NotFound);
         fake.seen();
@@ -189,12 +190,60 @@ fn the_listing_of_a_name_that_is_no_folder_hides_nothing() {
     let fake = Fake::new([("run/a", vec![1, 2])]);
     let store = fake.s3("run/a", &[]);
     assert!(store.list(&store.root()).unwrap().is_empty());
-    assert_eq!(store.stat(&store.root(), &Stop::default()).unwrap(), Some(Some(2)));
+    assert_eq!(stat(&store, &store.root()), Some(Some(2)));
     let folder = fake.s3("run", &[]);
     fake.seen();
-    assert_eq!(folder.stat(&folder.root(), &Stop::default()).unwrap(), Some(None));
+    assert_eq!(stat(&folder, &folder.root()), Some(None));
     assert_eq!(folder.list(&folder.root()).unwrap(), ["a"]);
     assert_eq!(fake.seen().len(), 1);
     let nothing = fake.s3("none", &[]);
-    assert_eq!(nothing.stat(&nothing.root(), &Stop::default()).unwrap(), None);
+    assert_eq!(stat(&nothing, &nothing.root()), None);
+}
+
+#[test]
+fn a_bucket_that_may_not_be_listed_is_read_by_name() {
+    let fake = Fake::new([("run/metadata.json", b"{}".to_vec())]);
+    let denied = "<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>";
+    let store = fake.s3("run", &[]);
+    fake.fault("list-type", Fault::Status(403, vec![], denied), 1000);
+    fake.fault("labels", Fault::Status(403, vec![], denied), 1000);
+    assert_eq!(stat(&store, &store.root()), Some(None));
+    assert!(!store.lists());
+    assert_eq!(stat(&store, &store.location("run/metadata.json")), Some(Some(2)));
+    let place = store.location("run/labels.bin");
+    let Standing::Denied(error) = store.stat(&place, &Stop::default()).unwrap() else {
+        panic!("told as absent or there")
+    };
+    assert!(error.kind == Kind::Access && error.detail.contains("used: the credentials of storage_options"), "{error}");
+    assert_eq!(
+        open(&store, &place).unwrap_err().kind,
+        Kind::Access,
+        "never as absent: chunks that are have fill values"
+    );
+    let listings = fake.seen().iter().filter(|seen| seen.query.contains("list-type")).count();
+    assert_eq!(listings, 1);
+}
+
+#[test]
+fn wrong_credentials_are_no_absence() {
+    let fake = Fake::new([("run/metadata.json", b"{}".to_vec())]);
+    let wrong = "<Error><Code>SignatureDoesNotMatch</Code><Message>no</Message></Error>";
+    fake.fault("bucket", Fault::Status(403, vec![], wrong), 1000);
+    let store = fake.s3("run", &[]);
+    assert_eq!(store.stat(&store.root(), &Stop::default()).unwrap_err().kind, Kind::Access);
+    let error = store.stat(&store.location("run/a.json"), &Stop::default()).unwrap_err();
+    assert!(store.lists() && error.detail.contains("check the credentials"), "{error}");
+}
+
+#[test]
+fn an_object_below_which_nothing_is_listed_is_listed_once() {
+    let fake = Fake::new([("run/index/a.parquet", b"PAR1".to_vec())]);
+    let store = fake.s3("run/index/a.parquet", &[]);
+    for _ in 0..3 {
+        assert_eq!(stat(&store, &store.root()), Some(Some(4)));
+        assert!(store.scan(&store.root(), false, &Stop::default()).unwrap().is_empty());
+    }
+    let source = open(&store, &store.root()).unwrap();
+    assert_eq!(read(&*source, 0, 4).unwrap(), b"PAR1");
+    assert_eq!(fake.seen().len(), 2, "one GET and one listing");
 }

@@ -1,6 +1,6 @@
 //! A server for the tests: S3 with listings, a hub with a second host, and plain files, with faults by script.
 
-#![allow(clippy::unwrap_used, dead_code, reason = "a test fails by panicking; no test uses all of it")]
+#![allow(clippy::unwrap_used, clippy::panic, dead_code, reason = "a test fails by panicking; no test uses all of it")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -13,6 +13,7 @@ use actshard_core::Result;
 use actshard_core::location::Location;
 use actshard_core::source::{Access, Source, Store};
 use actshard_core::threads::Stop;
+use actshard_remote::store::Standing;
 use actshard_remote::{Options, RemoteStore};
 
 /// The commit of the hub's dataset, and its token.
@@ -180,6 +181,16 @@ pub fn noise(len: usize, seed: u64) -> Vec<u8> {
 
 pub fn open(store: &RemoteStore, location: &Location) -> Result<Box<dyn Source>> {
     store.open_many(&[location], Access::Kept, &Stop::default()).pop().unwrap()
+}
+
+/// The size of an object, `Some(None)` for a folder.
+pub fn stat(store: &RemoteStore, location: &Location) -> Option<Option<u64>> {
+    match store.stat(location, &Stop::default()).unwrap() {
+        Standing::Object(size) => Some(Some(size)),
+        Standing::Folder => Some(None),
+        Standing::Absent => None,
+        Standing::Denied(error) => panic!("{error}"),
+    }
 }
 
 pub fn read(source: &dyn Source, at: u64, len: usize) -> Result<Vec<u8>> {

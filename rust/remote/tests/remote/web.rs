@@ -99,7 +99,20 @@ fn a_signed_url_keeps_its_query() {
 #[test]
 fn a_folder_of_a_web_server_is_no_file() {
     let fake = fake();
-    let store = fake.web("run", &[]);
+    let store = fake.web("", &[]);
     fake.fault("/web/run", Fault::Status(301, vec![("Location", "/web/run/".to_string())], ""), 1000);
-    assert_eq!(store.stat(&store.root(), &actshard_core::threads::Stop::default()).unwrap(), None);
+    assert_eq!(super::server::stat(&store, &store.location("web/run")), None);
+    // The folder of the URL is known by the names in it.
+    assert_eq!(super::server::stat(&store, &store.root()), Some(None));
+}
+
+#[test]
+fn a_page_for_every_name_is_no_file() {
+    let fake = fake();
+    let store = fake.web("run", &[]);
+    let page = Fault::Status(200, vec![], "\n<!DOCTYPE html><html>hello, world!</html>");
+    fake.fault("shard_ledger", page, 1000);
+    let place = store.root().join("shard_ledger.json");
+    assert_eq!(super::server::stat(&store, &place), None);
+    assert_eq!(open(&store, &place).unwrap_err().kind, Kind::NotFound);
 }
