@@ -26,6 +26,7 @@ use zarrs::metadata_ext::codec::sharding::{
 use super::failing::{Said, Undecodable, no_memory, reserve};
 use super::index::{DecodeIndex, IndexForm, place};
 use super::meta::index_numbers;
+use super::zstandard;
 use crate::error::{Finding, Kind};
 
 /// The largest decoded chunk, as in numcodecs ("Codec does not support buffers of > 2147483647 bytes").
@@ -90,6 +91,13 @@ impl Size {
     fn limit(self) -> u64 {
         match self {
             Size::Exactly(n) | Size::AtMost(n) => n,
+        }
+    }
+
+    fn fits(self, length: u64) -> bool {
+        match self {
+            Size::Exactly(n) => length == n,
+            Size::AtMost(n) => length <= n,
         }
     }
 }
@@ -317,6 +325,12 @@ impl Undo {
             }
             Undo::Bz2 => inflate("bz2", bzip2::bufread::MultiBzDecoder::new(&encoded[..]), &encoded, bound),
             Undo::Zstd => {
+                if bound.limit() <= likely(encoded.len())
+                    && let Some(made) = zstandard::decode(&encoded, bound.limit())
+                    && bound.fits(made.len() as u64)
+                {
+                    return Ok(Cow::Owned(made));
+                }
                 let decoder = zstd::stream::read::Decoder::with_buffer(&encoded[..]).map_err(text)?;
                 inflate("zstd", decoder, &encoded, bound)
             }
@@ -324,11 +338,7 @@ impl Undo {
                 let header = encoded.get(..16).ok_or("blosc: expected a header of 16 bytes")?;
                 let word = |at: usize| u64::from(u32::from_le_bytes([0, 1, 2, 3].map(|i| header[at + i])));
                 let (claimed, length) = (word(4), word(12));
-                let fits = match bound {
-                    Size::Exactly(n) => claimed == n,
-                    Size::AtMost(n) => claimed <= n,
-                };
-                if !fits {
+                if !bound.fits(claimed) {
                     return Err(
                         format!("blosc: expected a frame of {} bytes, found one of {claimed}", bound.limit()).into()
                     );
@@ -357,12 +367,16 @@ pub(super) fn decoded_size(codec: &str, data: &[u8], limit: u64) -> Said<u64> {
     Ok(made.len() as u64)
 }
 
+/// A size that data of this encoded length may well have.
+fn likely(encoded: usize) -> u64 {
+    (encoded as u64).saturating_mul(16).max(1 << 20)
+}
+
 /// Reads a decoder to its end, and fails if the output exceeds the bound.
 fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<Cow<'static, [u8]>> {
     let limit = bound.limit();
-    // Reserve a likely size; the rest is allocated as data arrives, so that a claimed size alone allocates nothing.
-    let likely = limit.min((encoded.len() as u64).saturating_mul(16).max(1 << 20));
-    let mut made = reserve(likely)?;
+    // The rest is allocated as data arrives, so that a claimed size alone allocates nothing.
+    let mut made = reserve(limit.min(likely(encoded.len())))?;
     let mut decoder = decoder.take(limit.saturating_add(1));
     loop {
         let before = made.len();

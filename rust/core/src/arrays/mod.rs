@@ -18,3 +18,4 @@ pub mod index;
 pub mod key;
 pub mod meta;
 pub mod naming;
+mod zstandard;
