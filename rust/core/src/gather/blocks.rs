@@ -16,6 +16,9 @@ use crate::threads::Stop;
 
 /// Bytes per read, at most.
 const BLOCK: usize = 1 << 20;
+/// Reads up to this size use small pages: the 16 readers of a window read units of 64 KiB, and huge pages would make 32 MiB of
+/// that resident.
+const SHORT: usize = 256 << 10;
 /// Ranges at most this far apart are read together: a further read of a local disk costs about as much.
 const GAP: u64 = 32 << 10;
 
@@ -26,16 +29,27 @@ pub const READERS: usize = 16;
 /// A thread's memory for blocks.
 #[derive(Debug)]
 pub struct BlockReader {
-    memory: Output,
+    short: Output,
+    /// Made with the first longer read.
+    long: Option<Output>,
     past_cache: bool,
 }
 
 impl BlockReader {
     /// Memory for one block. With `past_cache`, blocks are read past the page cache if the source can.
     pub fn new(past_cache: bool) -> Result<BlockReader> {
-        let memory = Output::new(BLOCK + 2 * DIRECT as usize)
-            .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate a block: {e}")))?;
-        Ok(BlockReader { memory, past_cache })
+        Ok(BlockReader { short: Output::sparse(SHORT).map_err(no_block)?, long: None, past_cache })
+    }
+
+    fn memory(&mut self, len: usize) -> Result<&mut Output> {
+        if len <= SHORT {
+            return Ok(&mut self.short);
+        }
+        let long = match self.long.take() {
+            Some(long) => long,
+            None => Output::new(BLOCK + 2 * DIRECT as usize).map_err(no_block)?,
+        };
+        Ok(self.long.insert(long))
     }
 
     /// The bytes from `at` to `end`.
@@ -44,14 +58,20 @@ impl BlockReader {
         let from = if self.past_cache { at / DIRECT * DIRECT } else { at };
         let skipped = (at - from) as usize;
         let used = skipped..skipped + (end - at) as usize;
-        if self.past_cache {
-            let whole = used.end.next_multiple_of(DIRECT as usize);
-            source.read_past_cache(RangeRead { at: from, into: &mut self.memory.as_mut()[..whole] })?;
+        let whole = used.end.next_multiple_of(DIRECT as usize);
+        let past_cache = self.past_cache;
+        let memory = self.memory(whole)?;
+        if past_cache {
+            source.read_past_cache(RangeRead { at: from, into: &mut memory.as_mut()[..whole] })?;
         } else {
-            source.read(at, &mut self.memory.as_mut()[used.clone()])?;
+            source.read(at, &mut memory.as_mut()[used.clone()])?;
         }
-        Ok(&self.memory.bytes()[used])
+        Ok(&memory.bytes()[used])
     }
+}
+
+fn no_block(error: std::io::Error) -> Error {
+    Error::new(Kind::NoMemory, format!("cannot allocate a block: {error}"))
 }
 
 /// Fills `out` like [`gather`](super::gather), on this thread alone. Reads end early once `stop` is set.

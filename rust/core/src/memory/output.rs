@@ -31,6 +31,8 @@ enum Allocation {
     Heap(Vec<u64>),
     /// Returned to [`FREED`] on drop.
     Pages(Option<MmapMut>),
+    /// Of small pages, unmapped on drop.
+    Sparse(MmapMut),
 }
 
 impl Output {
@@ -60,11 +62,20 @@ impl Output {
 }
 
 impl Output {
+    /// A cleared block of which only touched pages of 4 KiB take memory, aligned to pages.
+    pub fn sparse(len: usize) -> std::io::Result<Output> {
+        let map = MmapMut::map_anon(len.max(1))?;
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::NoHugePage);
+        Ok(Output { memory: Allocation::Sparse(map), len })
+    }
+
     /// Bytes of memory in use, all of which may be resident: the size of the reused mapping.
     pub fn capacity(&self) -> usize {
         match &self.memory {
             Allocation::Heap(eights) => eights.len() * 8,
             Allocation::Pages(map) => map.as_ref().map_or(0, |map| map.len()),
+            Allocation::Sparse(map) => map.len(),
         }
     }
 
@@ -73,6 +84,7 @@ impl Output {
         match &self.memory {
             Allocation::Heap(eights) => &bytemuck::cast_slice(eights)[..self.len],
             Allocation::Pages(map) => map.as_deref().and_then(|m| m.get(..self.len)).unwrap_or_default(),
+            Allocation::Sparse(map) => &map[..self.len],
         }
     }
 }
@@ -82,6 +94,7 @@ impl AsMut<[u8]> for Output {
         match &mut self.memory {
             Allocation::Heap(eights) => &mut bytemuck::cast_slice_mut(eights)[..self.len],
             Allocation::Pages(map) => map.as_deref_mut().and_then(|m| m.get_mut(..self.len)).unwrap_or_default(),
+            Allocation::Sparse(map) => &mut map[..self.len],
         }
     }
 }
@@ -112,6 +125,16 @@ mod tests {
             drop(Output::new(len * 2).unwrap());
             let output = Output::new(len).unwrap();
             assert!(output.capacity() >= len && output.capacity() <= (len + len / 4).max(2 * GRAIN), "{len}");
+        }
+    }
+
+    #[test]
+    fn sparse_blocks_are_as_long_as_asked_for_and_cleared() {
+        for len in [0, 1, 4096, (256 << 10) + 5] {
+            let mut output = Output::sparse(len).unwrap();
+            assert!(output.bytes().len() == len && output.bytes().iter().all(|b| *b == 0));
+            assert!(output.as_mut().as_ptr().addr().is_multiple_of(4096));
+            output.as_mut().fill(7);
         }
     }
 
