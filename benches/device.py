@@ -10,8 +10,9 @@ from typing import Any
 import actshard
 from benches import data
 from benches.measure import Row, median
+from benches.sizes import size
 
-BATCH = 16_384
+BATCH = size(16_384, 256)
 
 
 def handing(repeats: int) -> Iterator[Row]:

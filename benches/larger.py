@@ -22,9 +22,11 @@ import numpy as np
 import actshard
 from benches import data
 from benches.measure import NotPermitted, Row, drop_page_cache, in_child
+from benches.sizes import size, turns
 
-GB = float(os.environ.get("ACTSHARD_BENCH_LARGER_GB", "12"))
+GB = size(float(os.environ.get("ACTSHARD_BENCH_LARGER_GB", "12")), 0.02)
 TOKENS, D_MODEL, LAYERS = 128, 768, (3, 7)
+BATCH = size(8192, 256)
 READ = 4 << 20
 PASSES = {
     "window": ("window, both layers", 0.9),
@@ -34,7 +36,7 @@ PASSES = {
     "verify": ("verify --deep", 0.9),
 }
 """Each pass's name, and its target against plain reads; bytes that are not asked for do not count."""
-MEMORY = 1 << 30
+MEMORY = size(1 << 30, 4 << 20)
 
 
 def dataset() -> Path:
@@ -97,7 +99,7 @@ def _pass(name: str, folder: Path) -> int:
         layers: Any = LAYERS[0] if name == "window_one" else list(LAYERS)
         shuffle: Any = None if name == "stored" else "window"
         got, examples = 0, 0
-        for batch in store.stream(layers, 8192, tokens="all", shuffle=shuffle, memory=MEMORY):
+        for batch in store.stream(layers, BATCH, tokens="all", shuffle=shuffle, memory=MEMORY):
             got += batch.activations.nbytes
             examples += int(batch.examples.sum())
             if not np.array_equal(batch.activations.reshape(len(batch), -1)[:, 0], batch.examples):
@@ -136,7 +138,7 @@ def larger(repeats: int) -> Iterator[Row]:
     resident = dict.fromkeys(PASSES, 0)
     what = f"larger than memory: {GB:g} GB"
     try:
-        for _ in range(max(1, min(3, repeats // 3))):
+        for _ in range(turns(max(1, min(3, repeats // 3)))):
             for name, measured in rates.items():
                 found = in_child("larger", name)
                 measured.append(found["bytes"] / found["seconds"] / 1e6)

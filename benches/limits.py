@@ -29,11 +29,11 @@ from benches.measure import (
     interleave,
     median,
 )
+from benches.sizes import size, turns
 
-ROWS = 16_384
-MANY = 131_072
+ROWS, MANY = size((16_384, 131_072), (512, 2_048))
 WIDE: dict[str, Any] = {"bfloat16": ml_dtypes.bfloat16}
-BLOCK = 1 << 20
+BLOCK = size(1 << 20, 64 << 10)
 """Pages are dropped from the cache in blocks of this size."""
 
 
@@ -45,7 +45,10 @@ def _open(path: Path, **options: Any) -> actshard.Store:
 
 def casts(repeats: int) -> Iterator[Row]:
     """16,384 random rows of 768, converted while they are copied, with all pages mapped and a reused output."""
-    count = {"float16": 100_000, "bfloat16": 100_000, "float64": 40_000}
+    count = size(
+        {"float16": 100_000, "bfloat16": 100_000, "float64": 40_000},
+        dict.fromkeys(("float16", "bfloat16", "float64"), 1_000),
+    )
     stores = {name: _open(data.rows_of(name, n)) for name, n in count.items()}
     rng = np.random.default_rng(3)
     for name, store in stores.items():
@@ -89,7 +92,7 @@ def half_cached(repeats: int) -> Iterator[Row]:
     iops = fio_iops(files[0], ROW_PAGES)
     for mode in ("mmap", "pread"):
         expected, taken, cold = [], [], []
-        for seed in range(min(max(3, repeats // 3), 5)):
+        for seed in range(turns(min(max(3, repeats // 3), 5))):
             for file in files:
                 _read_through(file)
             try:
@@ -154,7 +157,9 @@ def busy(repeats: int) -> Iterator[Row]:
     that one such wait is within the target, and one per part is not.
     """
     for threads, what in (("1", "one thread"), ("", "default threads")):
-        found = in_child("limits", "busy", str(max(7, repeats)), ACTSHARD_NUM_THREADS=threads or str(os.cpu_count()))
+        found = in_child(
+            "limits", "busy", str(turns(max(7, repeats))), ACTSHARD_NUM_THREADS=threads or str(os.cpu_count())
+        )
         alone, beside = median(found["alone"]) * 1e3, median(found["beside"]) * 1e3
         ratio = alone / beside
         # With as many threads as processors, the computing thread takes one of them: no target.
@@ -167,7 +172,10 @@ def _busy(repeats: str) -> dict[str, Any]:
     store = _open(data.saev())
     rng = np.random.default_rng(0)
     out = np.ones((MANY, data.SAEV["d_model"]), np.float32)
-    pairs = [(rng.integers(0, data.SAEV["examples"], MANY), rng.integers(0, 197, MANY)) for _ in range(int(repeats))]
+    pairs = [
+        (rng.integers(0, data.SAEV["examples"], MANY), rng.integers(0, data.SAEV["content"] + 1, MANY))
+        for _ in range(int(repeats))
+    ]
     for e, t in pairs:
         store.gather(7, e, t, out=out)
 
@@ -199,7 +207,7 @@ def many_stores(repeats: int) -> Iterator[Row]:
     """Single rows in a Python loop, with one store open and with a thousand."""
     paths = data.many_stores()
     stores = [_open(path) for path in paths]
-    first, calls = stores[0], 4_000
+    first, calls = stores[0], size(4_000, 100)
     out = np.empty((1, 768), np.float32)
     rng = np.random.default_rng(1)
     e, t = rng.integers(0, 2, calls).tolist(), rng.integers(0, 5, calls).tolist()
@@ -229,7 +237,7 @@ def many_stores(repeats: int) -> Iterator[Row]:
 def pickle_writers(repeats: int) -> Iterator[Row]:
     """Processor time of writing .pkl.gz shards, relative to all processors."""
     busy, rates = [], []
-    for _ in range(max(2, min(repeats // 3, 3))):
+    for _ in range(turns(max(2, min(repeats // 3, 3)))):
         found = in_child("limits", "gzip")
         busy.append(found["processor"] / (found["seconds"] * len(os.sched_getaffinity(0))))
         rates.append(found["bytes"] / 1e6 / found["seconds"])
@@ -244,9 +252,9 @@ def _gzip() -> dict[str, Any]:
     folder = data.ROOT / "written"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    batch = np.random.default_rng(0).standard_normal((25, 2, 512, 1024), np.float32)
+    batch = np.random.default_rng(0).standard_normal(size((25, 2, 512, 1024), (5, 2, 16, 64)), np.float32)
     began, processor = time.perf_counter(), time.process_time()
-    with actshard.create(folder / "pickle", "pickle", layers=[0, 1], d_model=1024) as writer:
+    with actshard.create(folder / "pickle", "pickle", layers=[0, 1], d_model=batch.shape[3]) as writer:
         for _ in range(4):
             writer.append(batch)
     seconds = time.perf_counter() - began

@@ -14,8 +14,9 @@ import actshard
 from benches import data
 from benches.measure import Engine, Row, compared, interleave
 from benches.peers import SafetensorsRows
+from benches.sizes import size
 
-ROWS = 1_000
+ROWS = size(1_000, 50)
 
 
 def _has(name: str) -> bool:

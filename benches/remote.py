@@ -28,17 +28,18 @@ import numpy as np
 import actshard
 from benches import data
 from benches.measure import NotPermitted, Row, drop_page_cache, in_child
+from benches.sizes import size, turns
 
 LINK = 200e6
-TOKENS, D_MODEL, ROWS = 128, 2_048, 4_096
+TOKENS, D_MODEL, ROWS = size((128, 2_048, 4_096), (8, 64, 64))
 ROW = D_MODEL * 4
-EXAMPLES = 256
+EXAMPLES = size(256, 32)
 """Of the dataset with one layer: 256 MiB."""
 LAYERS = (3, 7)
-BATCH, MEMORY = 4_096, "256MiB"
-LATENCIES = {0.03: 0.9, 0.1: 1.8}
+BATCH, MEMORY = size(4_096, 64), "256MiB"
+LATENCIES = size({0.03: 0.9, 0.1: 1.8}, {0.001: 0.9})
 """Latencies in s, each with the longest time of the random rows."""
-HUB = {"examples": 4_096, "layers": (5, 6, 7, 8), "d_model": 2_048}
+HUB = {"examples": size(4_096, 512), "layers": (5, 6, 7, 8), "d_model": size(2_048, 64)}
 
 
 def _has(name: str) -> bool:
@@ -217,7 +218,7 @@ def _random(what: str, server: Server, engines: dict[str, Any], want: Any, repea
         server.reset(latency=latency)
         engines["actshard"]()
         _, requests, received = server.counted(engines["actshard"])
-        times = _times(engines, max(2, min(repeats, 5)))
+        times = _times(engines, turns(max(2, min(repeats, 5))))
         ours = statistics.median(times["actshard"])
         note = f"{requests} requests, {received / want.nbytes:.1f}x the bytes"
         for name in engines:
@@ -243,7 +244,7 @@ def _epoch(store: actshard.Store, layer: int, epoch: int, options: dict[str, Any
 
 def streams(repeats: int) -> Iterator[Row]:
     """A layer of two interleaved ones, 512 MiB, by windows; then again from the cache on disk."""
-    folder = next(_made("layers", _saev(LAYERS, 512)).glob("*/metadata.json")).parent
+    folder = next(_made("layers", _saev(LAYERS, 2 * EXAMPLES)).glob("*/metadata.json")).parent
     with _open(str(folder)) as local:
         _, size, want = _epoch(local, LAYERS[0], 0, {})
     cache = Path(tempfile.mkdtemp(prefix="remote-cache", dir=data.ROOT))
@@ -282,7 +283,7 @@ def _cached(server: Server, folder: Path, cache: Path, size: int, before: float,
         rates: dict[str, list[float]] = {"local": [], "actshard": []}
         sent = 0
         try:
-            for _ in range(max(1, min(repeats, 3))):
+            for _ in range(turns(max(1, min(repeats, 3)))):
                 for name, where in (("local", str(folder)), ("actshard", f"s3://layers/{folder.name}")):
                     server.reset()
                     found = in_child("remote", state, where, server.url, str(cache), str(folder))

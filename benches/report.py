@@ -152,12 +152,33 @@ def page(names: list[str]) -> str:
         "## Machine",
         "",
         *(machine(record) for record in records),
+        *_durations(records),
     ]
     for group in ORDER:
         mine = [row for row in rows if group_of(row) == group]
         if mine:
             lines += ["", f"## {group}", "", *_table(mine)]
     return "\n".join(lines) + "\n"
+
+
+def _durations(records: list[Result]) -> Iterable[str]:
+    """How long each workload took, where records contain it; data that had to be made are included."""
+    seconds: dict[str, float] = {}
+    for record in records:
+        seconds.update(record.get("seconds", {}))
+    if seconds:
+        longest = sorted(seconds.items(), key=lambda item: -item[1])
+        yield from (
+            "",
+            "## How long it takes",
+            "",
+            "Seconds of a workload, with all peers, in the newest record that contains it (earlier",
+        )
+        yield from (
+            "records have no such times):",
+            "",
+            ", ".join(f"{name} {number(took)}" for name, took in longest) + ".",
+        )
 
 
 def _table(rows: Iterable[Result]) -> Iterable[str]:

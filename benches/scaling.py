@@ -166,7 +166,7 @@ def _table(n: int, tokens: int, order: str, files: int = 2) -> float:
         addresses.push(np.zeros(n, np.int64), number)
     else:
         shard, row, *lists = _example_lists(n, tokens, order)
-        addresses.push(shard, row, tuple(lists))  # type: ignore[arg-type] -- always three lists
+        addresses.push(shard, row, tuple(lists))  # type: ignore[arg-type]  # always three lists
     paths = [(f"/none/{i}", "x") for i in range(files)]
     rows = Rows.table(
         paths, addresses, num_groups=1, width=8, dtype="F32", descr=np.dtype(np.float32), io="mmap"
@@ -255,7 +255,7 @@ def opening() -> None:
             for n in (8, 64):
                 path = Path(folder, f"{name}{n}")
                 few = {options: 8} if options else {}
-                with actshard.create(path, name, layers=[0], d_model=8, **few) as writer:  # type: ignore[arg-type] -- one option
+                with actshard.create(path, name, layers=[0], d_model=8, **few) as writer:  # type: ignore[arg-type]  # one option
                     writer.append([np.zeros((1, 4, 8), np.float32)] * n)
                 calls = _calls("_open", writer.path)
                 kept = {k: v for k, v in sorted(calls.items(), key=lambda kv: -kv[1])[:5] if v >= 1}

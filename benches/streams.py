@@ -23,8 +23,9 @@ import actshard
 from actshard.quality import measure
 from benches import data
 from benches.measure import NotPermitted, Row, drop_page_cache, in_child
+from benches.sizes import size, turns
 
-BATCH = 16_384
+BATCH = size(16_384, 256)
 LAYER = 7
 
 
@@ -58,7 +59,7 @@ def _rate(make: Callable[[], Any], rows: Callable[[Any], Any], seconds: float) -
 
 def _several(run: Callable[[], float], repeats: int) -> list[float]:
     run()
-    return sorted(run() for _ in range(repeats))
+    return sorted(run() for _ in range(turns(repeats)))
 
 
 def _row(
@@ -197,7 +198,7 @@ def indexed(repeats: int) -> Iterator[Row]:
     mine = IndexedDataset(IndexedConfig(shards=folder, layer=LAYER))
     saev = _saev()
     theirs = None if saev is None else saev.IndexedDataset(saev.IndexedConfig(shards=folder, layer=LAYER))
-    numbers = np.random.default_rng(0).integers(0, len(mine), 4_096).tolist()
+    numbers = np.random.default_rng(0).integers(0, len(mine), size(4_096, 64)).tolist()
     if theirs is not None and not all((mine[i]["act"] == theirs[i]["act"]).all() for i in numbers[:50]):
         raise AssertionError("items differ")
 
@@ -227,7 +228,7 @@ def cold(repeats: int) -> Iterator[Row]:
     files = sorted(folder.glob("acts*.bin"))
     rates, firsts, disk = [], [], []
     try:
-        for _ in range(3):
+        for _ in range(turns(3)):
             drop_page_cache(files)
             disk.append(_fio_sequential(files[0]))
             drop_page_cache(files)
@@ -242,7 +243,7 @@ def cold(repeats: int) -> Iterator[Row]:
     yield _row("stream: shuffled (window)", "cold", "fio, sequential", peer, statistics.median(rates), 0.8,
                note="one of 3 layers; 1 MiB reads past the cache at depth 16")  # fmt: skip
     if peer is not None:
-        first, pool = sorted(firsts)[1]
+        first, pool = sorted(firsts)[len(firsts) // 2]
         allowed = pool / (peer * 1e6) + 0.2
         yield Row("stream: first batch, 1 GiB pool", "cold", "pool / fio's rate + 0.2 s", allowed, first, "s", allowed / first,
                   ">= 1x", first <= allowed, f"the pool's first window is {pool / 1e6:.0f} MB")  # fmt: skip
@@ -264,7 +265,7 @@ def _fio_sequential(file: Path) -> float | None:
 def memory(repeats: int) -> Iterator[Row]:
     """Peak anonymous memory of a streaming process."""
     del repeats
-    for pool in (256, 1024):
+    for pool in size((256, 1024), (8,)):
         found = in_child("streams", "memory", str(data.saev()), str(pool))
         batch = BATCH * data.SAEV["d_model"] * 4
         allowed = (pool << 20) + 2 * batch + (64 << 20)

@@ -20,6 +20,7 @@ import numpy as np
 from actshard import tokens
 from benches import corpus, data
 from benches.measure import NotPermitted, Row, drop_page_cache
+from benches.sizes import TINY, size
 from benches.writing import settle
 
 ROOT = data.ROOT / "tokens"
@@ -211,8 +212,9 @@ def write(repeats: int) -> list[Row]:
 
 def _quiet() -> None:
     """Waits until written data are on disk and the disk is idle."""
-    os.sync()
-    settle()
+    if not TINY:
+        os.sync()
+        settle()
 
 
 def windows(repeats: int) -> list[Row]:
@@ -361,7 +363,10 @@ def examples(repeats: int) -> list[Row]:
         ):
             cls: Any = tokens.ChatDataset if what == "chat" else tokens.PackedTokenDataset
             ours = cls(cache, length, loss_mask_padding=False)
-            asked = [[rng.choice(len(ours), 32, replace=False) for _ in range(LOOP)] for _ in range(repeats + 2)]
+            asked = [
+                [rng.choice(len(ours), min(32, len(ours)), replace=False) for _ in range(LOOP)]
+                for _ in range(repeats + 2)
+            ]
             times = _in_turn(
                 {
                     "peer": lambda i, n=length, p=theirs, w=what: peer.run(
@@ -396,7 +401,7 @@ def _examples(dataset: Any, batches: list[Any]) -> tuple[float, str]:
 
 def plan(repeats: int) -> list[Row]:
     """Packs ten million documents into examples."""
-    documents = 10_000_000
+    documents = size(10_000_000, 20_000)
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 600, documents)
     folder = ROOT / "plan"
@@ -432,8 +437,8 @@ def plan(repeats: int) -> list[Row]:
 
 def orders(repeats: int) -> list[Row]:
     """Maps many indices through permutations."""
-    n, count = 100_000_000, 10_000_000
-    few = 4_000
+    n, count = size((100_000_000, 10_000_000), (100_000, 10_000))
+    few = size(4_000, 100)
     times: dict[str, list[float]] = {name: [] for name in ("feistel", "ours feistel", "block", "ours block")}
     feistel, block = tokens.permutation("feistel", n, 0), tokens.permutation("block", n, 0)
     some, all_of_it = np.arange(count), np.arange(0, n, n // few)[:few]
@@ -457,7 +462,7 @@ def orders(repeats: int) -> list[Row]:
 
 def shards(repeats: int) -> list[Row]:
     """Opens a cache of 1,113 shards and reads the first window, from a cold page cache."""
-    count, per = 1_113, 40_000
+    count, per = size((1_113, 40_000), (7, 4_000))
     folder = ROOT / "shards"
     if not (folder / "shard_ledger.json").exists():
         _many_shards(folder, count, per)
@@ -470,7 +475,7 @@ def shards(repeats: int) -> list[Row]:
             state = "hot"
         code = (
             "import sys, time; from actshard import tokens; import numpy as np; b = time.perf_counter();"
-            f"c = tokens.open_cache({str(folder)!r}); w = tokens.TokenSeqDataset(c, 4096).get_batch([{turn * 1000 + 5}]);"
+            f"c = tokens.open_cache({str(folder)!r}); w = tokens.TokenSeqDataset(c, 4096).get_batch([{turn * 1000 + size(5, 0)}]);"
             "print(time.perf_counter() - b, int(w[0, 0]))"
         )
         done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)

@@ -23,15 +23,17 @@ import numpy as np
 import actshard
 from benches import data
 from benches.measure import NotPermitted, Row, drop_page_cache
+from benches.sizes import TINY, size
 
-SAEV_SHAPE = (50, 3, 197, 768)
+SAEV_SHAPE = size((50, 3, 197, 768), (5, 3, 17, 768))
 """A batch of 91 MB; 40 of them are 3.6 GB."""
-BATCHES = 40
-EPS = 500
-ZARR_SHAPE = (8, 6, 512, 4096)
-ZARR_BATCHES = 7
-POOLED_SHAPE = (4096, 4, 4096)
-POOLED_BATCHES = 4
+BATCHES = size(40, 4)
+EPS = size(500, 10)
+ZARR_SHAPE = size((8, 6, 512, 4096), (2, 2, 256, 512))
+ZARR_BATCHES = size(7, 2)
+PAGES = size(64, 1) << 20
+POOLED_SHAPE = size((4096, 4, 4096), (64, 4, 256))
+POOLED_BATCHES = size(4, 2)
 
 
 def _place() -> Path:
@@ -39,8 +41,9 @@ def _place() -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     # Freed disk space is returned in the background, which would disturb the next measurement.
-    os.sync()
-    settle()
+    if not TINY:
+        os.sync()
+        settle()
     return folder
 
 
@@ -101,7 +104,7 @@ def saev(repeats: int) -> Iterator[Row]:
 
     def ours(folder: Path) -> Path:
         with actshard.create(
-            folder, "saev", layers=[2, 7, 11], d_model=768, max_tokens_per_shard=EPS * 3 * 197
+            folder, "saev", layers=[2, 7, 11], d_model=768, max_tokens_per_shard=EPS * 3 * SAEV_SHAPE[2]
         ) as writer:
             for _ in range(BATCHES):
                 writer.append(batch)
@@ -154,8 +157,9 @@ def zarr(repeats: int) -> Iterator[Row]:
             for _ in range(ZARR_BATCHES):
                 writer.append(batch)
 
-    aligned = mmap.mmap(-1, 64 << 20)
-    aligned[:] = batch.tobytes()[: 64 << 20]
+    # O_DIRECT writes from memory that is aligned to pages.
+    aligned = mmap.mmap(-1, PAGES)
+    aligned[:] = batch.tobytes()[: len(aligned)]
     pages = memoryview(aligned)
 
     def bare(folder: Path) -> None:
@@ -164,7 +168,7 @@ def zarr(repeats: int) -> Iterator[Row]:
         def some(first: int) -> None:
             for i in range(first, (batch.nbytes * ZARR_BATCHES) >> 20, 4):
                 file = os.open(folder / f"{i}.0.0.0", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
-                os.pwrite(file, pages[(i % 64) << 20 : ((i % 64) + 1) << 20], 0)
+                os.pwrite(file, pages[(i % (len(pages) >> 20)) << 20 :][: 1 << 20], 0)
                 os.close(file)
 
         threads = [threading.Thread(target=some, args=(k,)) for k in range(4)]
@@ -265,7 +269,9 @@ def pooled(repeats: int) -> Iterator[Row]:
         pq.write_table(pa.table(index), folder / "train.parquet")
 
     def ours(folder: Path) -> None:
-        with actshard.create(folder / "ours", "lmprobe", layers=range(POOLED_SHAPE[1]), d_model=4096) as writer:
+        with actshard.create(
+            folder / "ours", "lmprobe", layers=range(POOLED_SHAPE[1]), d_model=POOLED_SHAPE[2]
+        ) as writer:
             for i in range(POOLED_BATCHES):
                 part = slice(i * len(batch), (i + 1) * len(batch))
                 writer.append(batch, columns={"text": texts[part], "label": [0] * len(batch)})
@@ -392,14 +398,19 @@ def verify(repeats: int) -> Iterator[Row]:
 
 
 def _part(folder: str, part: str, parts: str) -> None:
-    shape = (8, 6, 512, 4096)
+    shape = size((8, 6, 512, 4096), (8, 2, 128, 512))
     batch = np.random.default_rng(int(part)).standard_normal((1, *shape[1:]), np.float32).astype(np.float16)
     batch = np.repeat(batch, shape[0], axis=0)
     print("ready", flush=True)
     sys.stdin.readline()
     began = time.time()
     with actshard.create(
-        Path(folder) / "run", "zarr", layers=range(6), d_model=4096, part=(int(part), int(parts)), chunk_tokens=128
+        Path(folder) / "run",
+        "zarr",
+        layers=range(shape[1]),
+        d_model=shape[3],
+        part=(int(part), int(parts)),
+        chunk_tokens=128,
     ) as writer:
         for _ in range(8 // int(parts)):
             writer.append(batch)

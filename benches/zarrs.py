@@ -18,6 +18,7 @@ import numpy as np
 import actshard
 from benches import data
 from benches.measure import NotPermitted, Row, drop_page_cache
+from benches.sizes import size, turns
 
 H, CHUNK = data.ZARR["hidden"], data.ZARR["chunk"]
 
@@ -124,7 +125,7 @@ def slices(repeats: int) -> Iterator[Row]:
     runs: dict[str, list[list[float]]] = {name: [] for name in engines}
     for turn in range(repeats + 1):
         for name, read in engines.items():
-            took = _each(read, store.random(300, 7))
+            took = _each(read, store.random(size(300, 3), 7))
             if turn:
                 runs[name].append(took)
     means = {name: statistics.median([statistics.fmean(t) for t in taken]) for name, taken in runs.items()}
@@ -176,12 +177,12 @@ def sixteen(repeats: int) -> Iterator[Row]:
     times: dict[str, list[float]] = {"tensorstore": [], "actshard": []}
     for turn in range(repeats + 1):
         for engine, taken in times.items():
-            took = _sixteen(store, engine, iter(range(turn * 20, turn * 20 + 20)), 20)
+            took = _sixteen(store, engine, iter(range(turn * 20, turn * 20 + 20)), turns(20))
             if turn:
-                taken.append(took / 20)
+                taken.append(took / turns(20))
     yield _compare("zarr: 16 slices at once", "hot, fresh output", times, 1.5)
     cold: dict[str, list[float]] = {"tensorstore": [], "actshard": []}
-    for seed in range(max(5, repeats // 2)):
+    for seed in range(turns(max(5, repeats // 2))):
         for engine, taken in cold.items():
             done = subprocess.run(
                 [sys.executable, "-W", "ignore", "-m", "benches.zarrs", engine, str(seed)],
@@ -207,7 +208,7 @@ def _compare(what: str, state: str, times: dict[str, list[float]], target: float
 
 def training(repeats: int) -> Iterator[Row]:
     """The text's pattern: two random layers per sample, 10,000 queries; zarr-python in workers, actshard in threads."""
-    queries = 10_000
+    queries = size(10_000, 60)
     store = Store()
     rng = np.random.default_rng(0)
     samples = rng.integers(0, len(store.lengths), queries // 2).tolist()
@@ -220,7 +221,7 @@ def training(repeats: int) -> Iterator[Row]:
     taken: dict[int, float] = {}
     for threads in (1, 4, 8):
         runs = []
-        for _ in range(max(3, repeats // 4)):
+        for _ in range(turns(max(3, repeats // 4))):
             began = time.perf_counter()
             with ThreadPoolExecutor(threads) as pool:
                 rows = sum(pool.map(ours, batches))

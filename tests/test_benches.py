@@ -1,0 +1,61 @@
+"""Every workload of the bench runs, on tiny data and with any build: a change that breaks one is seen before `make bench`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MACHINE = r"this file system|left pages in the cache|could not be dropped|no CUDA device"
+"""Reasons of rows without a measurement that do not depend on installed packages."""
+PEERS = r"is not installed|no Levanter at|No module named"
+
+
+def tiny(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Rows and seconds by workload of a tiny run. Its data lie in `folder`."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benches",
+        "--tiny",
+        "--record",
+        str(folder / "record"),
+        *arguments,
+    ]
+    env = {**os.environ, "ACTSHARD_BENCH_DATA": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = (folder / "record").glob("*.json")
+    made = json.loads(record.read_text())
+    return made["rows"], made["seconds"]
+
+
+def reasons(rows: list[dict[str, Any]]) -> list[str]:
+    """Why rows have no figures."""
+    return [row["note"] for row in rows if row["ours_value"] is None]
+
+
+def test_every_workload_runs(tmp_path: Path) -> None:
+    """Those whose peers are not installed say so."""
+    rows, seconds = tiny(tmp_path)
+    assert len(seconds) >= 46
+    assert [why for why in reasons(rows) if not re.search(f"{MACHINE}|{PEERS}", why)] == []
+    measured = {row["workload"].split(":")[0] for row in rows if row["ours_value"] is not None}
+    assert {"stream", "write", "convert", "tokens", "one row a call", "verify --deep, 3.6 GB"} <= measured
+
+
+@pytest.mark.peers
+def test_workloads_run_beside_their_peers(tmp_path: Path) -> None:
+    """Those that need zarr, tensorstore, torch or lmprobe."""
+    names = "last_tokens,all_tokens,zarr_slices,zarr_sixteen,zarr_training,zarr_sharded,zarr_coded,zarr_threads"
+    rows, _ = tiny(tmp_path, "--only", f"{names},stream_others,compat_lmprobe,write_zarr")
+    assert [why for why in reasons(rows) if not re.search(MACHINE, why)] == []
