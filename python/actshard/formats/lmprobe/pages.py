@@ -74,7 +74,10 @@ def _chunk(source: pa.NativeFile, file: pq.ParquetFile, name: str, group: int, c
         header, body = _header(source, at, end)
         kind, raw, stored = (_number(header, i) for i in (1, 2, 3))
         if kind == _DICTIONARY and at == begin:
-            dictionary, entries = max(raw, stored), _number(header.get(7), 1)  # uncompressed: raw is not looked at by readers
+            dictionary, entries = (
+                max(raw, stored),
+                _number(header.get(7), 1),
+            )  # uncompressed: raw is not looked at by readers
         elif kind in (_DATA, _DATA_2):
             values, encoding = ((5, 2), (8, 4))[kind == _DATA_2]
             count, encoding = _number(header.get(values), 1), _number(header.get(values), encoding)
