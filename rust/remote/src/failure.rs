@@ -201,7 +201,7 @@ impl Failure {
             && !self.is_foreign
             && matches!(
                 self.code.as_deref(),
-                None | Some("NoSuchKey" | "BlobNotFound" | "PathNotFound" | "EntryNotFound")
+                None | Some("NoSuchKey" | "BlobNotFound" | "PathNotFound" | "EntryNotFound" | "WebPage")
             )
     }
 
