@@ -42,6 +42,7 @@ const REMOTE: &[&str] = &[
     "client",
     "upload",
     "known",
+    "offline",
     "state",
     "reading",
     "object",
