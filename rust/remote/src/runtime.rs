@@ -90,6 +90,13 @@ pub fn wait<F: Future>(future: F, stop: &Stop) -> Result<Option<F::Output>> {
     })
 }
 
+/// Runs a future on the calling thread for at most so long. No stop ends it, nor that nobody waits for this thread any more: it
+/// undoes what a stopped call began.
+pub fn wait_at_most<F: Future>(future: F, most: Duration) -> Option<F::Output> {
+    let runtime = io().made.get_or_init(build).as_ref()?;
+    runtime.block_on(async { tokio::time::timeout(most, future).await.ok() })
+}
+
 /// Waits until a request for so many bytes fits into [`IN_FLIGHT`], and counts it until the permit is dropped.
 pub async fn reserve(bytes: u64) -> Option<SemaphorePermit<'static>> {
     let units = bytes.div_ceil(UNIT).clamp(1, IN_FLIGHT / UNIT) as u32;
@@ -195,6 +202,8 @@ impl<T: Clone> Drop for PerProcess<T> {
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
+    use actshard_core::threads::run_waiting;
+
     use super::*;
 
     #[test]
@@ -205,6 +214,20 @@ mod tests {
             assert!(wait(std::future::pending::<()>(), &stop).unwrap().is_none());
         });
         assert_eq!(wait(async { 7 }, &Stop::default()).unwrap(), Some(7));
+    }
+
+    #[test]
+    fn what_a_stop_left_is_undone_within_its_time() {
+        assert_eq!(wait_at_most(async { 7 }, LOOK), Some(7));
+        assert_eq!(wait_at_most(std::future::pending::<()>(), LOOK), None);
+        let undone = AtomicBool::new(false);
+        let work = |_: usize, stop: &Stop| {
+            assert!(!wait(std::future::pending::<()>(), stop).is_ok_and(|made| made.is_some()));
+            undone.store(wait_at_most(async { true }, LOOK) == Some(true), Ordering::Relaxed);
+            Err(interrupted())
+        };
+        assert!(run_waiting(1, 1, &work, &mut || true).is_err());
+        assert!(undone.load(Ordering::Relaxed));
     }
 
     #[test]

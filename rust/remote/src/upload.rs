@@ -12,20 +12,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use actshard_core::location::Location;
-use actshard_core::threads::{Stop, interrupted};
+use actshard_core::threads::{Stop, interrupted, is_abandoned};
 use actshard_core::{Error, Kind, Result};
 use bytes::Bytes;
 use futures_util::future::try_join_all;
 use futures_util::stream::{self, StreamExt, TryStreamExt};
 use sha2::{Digest, Sha256};
 use tokio::sync::{Mutex, Semaphore, SemaphorePermit};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use crate::client::Puts;
 use crate::client::pace::Pace;
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
-use crate::runtime::{ForkLock, reserve, wait};
+use crate::runtime::{ForkLock, reserve, wait, wait_at_most};
 
 /// Larger files are sent in parts of at least this many bytes.
 const PART: u64 = 8 << 20;
@@ -41,8 +41,9 @@ const UNIT: u64 = 4 << 20;
 const UNITS: u64 = 32;
 /// Bytes of a file that are read at once to compute its digest.
 const PIECE: u64 = 64 << 20;
-/// Time to remove unfinished uploads after an error.
+/// Time to remove unfinished uploads after an error, and after a stop, when somebody waits for the end.
 const CLEANUP: Duration = Duration::from_secs(30);
+const CLEANUP_STOPPED: Duration = Duration::from_secs(5);
 
 /// Where an object's bytes come from.
 #[derive(Clone, Debug)]
@@ -175,9 +176,9 @@ impl<'a> Uploader<'a> {
         let made = wait(all, stop).and_then(|made| made.ok_or_else(interrupted)?);
         let left = self.begun.with(std::mem::take).unwrap_or_default();
         if !left.is_empty() {
-            // Not ended by the stop that ended the uploads.
-            let ended = async { timeout(CLEANUP, self.abort_all(left)).await.is_ok() };
-            let _ = wait(ended, &Stop::default());
+            // Not ended by what ended the uploads.
+            let stopped = stop.is_set() || is_abandoned();
+            wait_at_most(self.abort_all(left), if stopped { CLEANUP_STOPPED } else { CLEANUP });
         }
         made
     }
@@ -390,7 +391,7 @@ impl<'a> Uploader<'a> {
 
     /// Aborts uploads; of those without a name, all that are listed for the key.
     async fn abort_all(&self, uploads: Vec<(String, Option<String>)>) {
-        for (key, id) in uploads {
+        let one = |(key, id): (String, Option<String>)| async move {
             let ids = match id {
                 Some(id) => vec![id],
                 None => {
@@ -401,7 +402,8 @@ impl<'a> Uploader<'a> {
             for id in ids {
                 let _ = self.repeated(|| self.puts.abort(&key, &id)).await;
             }
-        }
+        };
+        stream::iter(uploads).for_each_concurrent(FILES, one).await;
     }
 }
 
