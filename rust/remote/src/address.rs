@@ -108,6 +108,10 @@ impl StoreUrl {
         if bucket.split_once('@').is_some_and(|(user, _)| !container || user.contains(':')) {
             return Err(refused(format!("{scheme}://: the URL contains credentials: pass them as storage_options")));
         }
+        // A secret may contain a slash, so that the @ is after it.
+        if provider != Provider::Http && bucket.contains(':') {
+            return Err(refused(format!("{scheme}://: the URL contains credentials: pass them as storage_options")));
+        }
         if bucket.is_empty() {
             return Err(refused(format!("{scheme}://: expected {scheme}://BUCKET/KEY, found no bucket")));
         }
@@ -149,14 +153,17 @@ fn not_a_bucket(provider: Provider, scheme: &str, bucket: &str) -> Option<&'stat
 /// Parses what follows `hf://`: `datasets/ORG/NAME[@REVISION][/PATH]`.
 fn hub(rest: &str) -> Result<StoreUrl> {
     let expected = "expected hf://datasets/ORG/NAME[@REVISION][/PATH]";
+    let plain = |text: &str| text.chars().all(|c| c.is_alphanumeric() || "-_.".contains(c));
+    // What else is there may be a secret.
+    let named = |text: &str| if text.split('/').all(plain) { text.to_string() } else { String::new() };
     let Some(rest) = rest.strip_prefix("datasets/") else {
-        let what = rest.split('/').next().unwrap_or_default();
+        let what = named(rest.split('/').next().unwrap_or_default());
         return Err(refused(format!("hf://{what}: only datasets are supported; {expected}")));
     };
     let mut parts = rest.splitn(3, '/');
     let (org, name, path) = (parts.next(), parts.next(), parts.next().unwrap_or_default());
     let (Some(org), Some(name)) = (org.filter(|s| !s.is_empty()), name.filter(|s| !s.is_empty())) else {
-        return Err(refused(format!("hf://datasets/{rest}: {expected}")));
+        return Err(refused(format!("hf://datasets/{}: {expected}", named(rest))));
     };
     let (name, revision) = name.split_once('@').unwrap_or((name, "main"));
     // Revisions like refs/pr/1 contain slashes.
@@ -168,9 +175,8 @@ fn hub(rest: &str) -> Result<StoreUrl> {
         }
         _ => (percent_decode_str(revision).decode_utf8_lossy().into_owned(), path),
     };
-    let plain = |text: &str| text.chars().all(|c| c.is_alphanumeric() || "-_.".contains(c));
     if name.is_empty() || revision.is_empty() || !plain(org) || !plain(name) {
-        return Err(refused(format!("hf://datasets/{org}/{name}: {expected}")));
+        return Err(refused(format!("hf://datasets/{}: {expected}", named(&format!("{org}/{name}")))));
     }
     let shown = if revision == "main" { String::new() } else { format!("@{revision}") };
     Ok(StoreUrl {
@@ -218,7 +224,17 @@ mod tests {
         let address = StoreUrl::parse("https://host/a?X-Sig=secret").unwrap();
         assert_eq!(address.query.as_deref(), Some("X-Sig=secret"));
         assert!(!format!("{address:?}").contains("secret"));
-        for url in ["https://user:secret@host/a", "s3://key:secret@bucket/x"] {
+        for url in [
+            "https://user:secret@host/a",
+            "s3://key:secret@bucket/x",
+            "s3://key:se/secret@bucket/x",
+            "gs://key:se?secret@bucket/x",
+            "az://key:se/secret@container/x",
+            "https://user:se/secret@host/a",
+            "hf://user:secret@datasets/o/n",
+            "hf://datasets/user:secret@o/n",
+            "hf://datasets/user:secret",
+        ] {
             let error = StoreUrl::parse(url).unwrap_err();
             assert!(error.kind == Kind::Argument && !error.to_string().contains("secret"), "{error}");
         }

@@ -86,6 +86,9 @@ impl Failure {
     pub fn of_answer(status: u16, headers: &HeaderMap, body: &[u8]) -> Failure {
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         let body = String::from_utf8_lossy(body);
+        let is_word = |code: &String| {
+            (1..=64).contains(&code.len()) && code.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
+        };
         let code = header("x-error-code").or_else(|| header("x-ms-error-code")).map(str::to_string);
         let text = header("x-error-message").map(str::to_string).or_else(|| between(&body, "<Message>", "</Message>"));
         let text = text.unwrap_or_else(|| {
@@ -97,7 +100,7 @@ impl Failure {
         });
         Failure {
             cause: Cause::Status(status),
-            code: code.or_else(|| between(&body, "<Code>", "</Code>")),
+            code: code.or_else(|| between(&body, "<Code>", "</Code>")).filter(is_word),
             text: shown(&text),
             after: wait_of(status, headers),
             region: header("x-amz-bucket-region")

@@ -5,6 +5,7 @@ pub mod objects;
 pub mod pace;
 pub mod put;
 pub mod resolved;
+mod spoken;
 pub mod web;
 pub mod wire;
 pub mod write_side;

@@ -116,7 +116,7 @@ impl BucketClient {
                 builder = builder.with_config(key, usable(self.provider, &name, value)?);
             }
         }
-        builder = found.apply(builder)?;
+        builder = found.apply(builder, self.limits.patience)?;
         for (key, value) in &self.settings.keys {
             builder = builder.with_config(known(key)?, value);
         }
@@ -185,6 +185,13 @@ impl BucketClient {
                 let mut text = Failure::chain(&error);
                 for (_, value) in self.settings.keys.iter().filter(|(_, value)| value.len() > 3) {
                     text = text.replace(value.as_str(), "***");
+                }
+                // Parts of JSON are quoted, by the name of their type.
+                let quoted: Vec<String> = text.split('"').skip(1).step_by(2).map(str::to_string).collect();
+                for part in quoted.iter().filter(|part| part.len() > 3) {
+                    if self.settings.keys.iter().any(|(_, value)| value.contains(part.as_str())) {
+                        text = text.replace(part.as_str(), "***");
+                    }
                 }
                 let names: Vec<&str> = self.settings.keys.iter().map(|(name, _)| name.as_str()).collect();
                 let given = if names.is_empty() { "none".to_string() } else { names.join(", ") };

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use object_store::client::HttpResponse;
 use reqwest::Url;
@@ -13,6 +13,7 @@ use futures_util::StreamExt;
 
 use super::wire::Wire;
 use super::{Answer, Expected, Tag};
+use crate::credentials::aws::time_of;
 use crate::failure::{Cause, Failure};
 use crate::options::{LONGEST, Secret};
 
@@ -20,6 +21,8 @@ use crate::options::{LONGEST, Secret};
 const HOPS: usize = 5;
 /// A signed URL is renewed this long before its end.
 const EARLY: Duration = Duration::from_secs(30);
+/// A URL that has just worked is used at least this long.
+const LEAST: Duration = Duration::from_secs(60);
 /// Used for a redirect to another host that does not say how long it is valid.
 const UNKNOWN: Duration = Duration::from_secs(600);
 
@@ -135,7 +138,8 @@ impl ResolvedFiles {
                 linked = header("x-linked-etag").map(|etag| Tag::new(Some(etag), None)).or(linked);
             }
             if !answer.status().is_redirection() {
-                let valid = lifetime(&url);
+                // A URL that has just worked is good for a while, whatever its time says.
+                let valid = lifetime(&url, Wire::header(answer.headers(), "date")).max(LEAST);
                 let until = (!at_home).then(|| Instant::now() + valid - EARLY.min(valid / 4));
                 let place =
                     Resolved { url: Secret(url.into()), home: at_home, until, linked, seen: Arc::new(OnceLock::new()) };
@@ -147,6 +151,9 @@ impl ResolvedFiles {
             if next.origin() == url.origin() && next.path() == format!("{}/", url.path()) {
                 // A web server's way to say that this is a folder; what follows is a page for people.
                 return Err(Failure::new(Cause::Status(404), "a folder of a web server"));
+            }
+            if !matches!(next.scheme(), "http" | "https") {
+                return Err(Failure::new(Cause::Protocol, "a redirect to another protocol than http"));
             }
             if url.scheme() == "https" && next.scheme() != "https" {
                 return Err(Failure::new(Cause::Protocol, "a redirect from https to http, which is not followed"));
@@ -180,14 +187,24 @@ fn headers(wanted: &WantedBytes<'_>, home: bool) -> Vec<(HeaderName, String)> {
     made
 }
 
-/// How long a signed URL is valid.
-fn lifetime(url: &Url) -> Duration {
+/// How long a signed URL is valid, by the clock of the server that answered: this machine's may be wrong.
+fn lifetime(url: &Url, date: Option<&str>) -> Duration {
     let number = |name: &str| url.query_pairs().find(|(key, _)| key == name)?.1.parse::<u64>().ok();
     if let Some(seconds) = number("X-Amz-Expires") {
         return Duration::from_secs(seconds).min(LONGEST);
     }
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let now = date.and_then(date_of).unwrap_or_else(SystemTime::now);
+    let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
     number("Expires").map_or(UNKNOWN, |end| Duration::from_secs(end).saturating_sub(now).min(LONGEST))
+}
+
+/// Parses the header `Date`: `Sun, 06 Nov 1994 08:49:37 GMT`.
+fn date_of(text: &str) -> Option<SystemTime> {
+    const MONTHS: &str = "JanFebMarAprMayJunJulAugSepOctNovDec";
+    let mut words = text.split_once(", ")?.1.split(' ');
+    let (day, month, year, time) = (words.next()?, words.next()?, words.next()?, words.next()?);
+    let month = MONTHS.find(month).filter(|at| at.is_multiple_of(3) && month.len() == 3)? / 3 + 1;
+    time_of(&format!("{year}-{month:02}-{day:0>2}T{time}Z"))
 }
 
 /// The range, size and tag of an answer.
@@ -253,9 +270,15 @@ mod tests {
     #[test]
     fn signed_urls_have_an_end() {
         let url = |query: &str| Url::parse(&format!("https://h/k?{query}")).unwrap();
-        assert_eq!(lifetime(&url("X-Amz-Expires=3600&a=b")), Duration::from_secs(3600));
-        assert_eq!(lifetime(&url("Expires=1")), Duration::ZERO);
-        assert_eq!(lifetime(&url(&format!("Expires={}", u64::MAX))), LONGEST);
-        assert_eq!(lifetime(&url("a=b")), UNKNOWN);
+        assert_eq!(lifetime(&url("X-Amz-Expires=3600&a=b"), None), Duration::from_secs(3600));
+        assert_eq!(lifetime(&url("Expires=1"), None), Duration::ZERO);
+        assert_eq!(lifetime(&url(&format!("Expires={}", u64::MAX)), None), LONGEST);
+        assert_eq!(lifetime(&url("a=b"), None), UNKNOWN);
+        // An hour after the server's time, in 1994.
+        assert_eq!(
+            lifetime(&url("Expires=784115377"), Some("Sun, 06 Nov 1994 08:49:37 GMT")),
+            Duration::from_secs(3600)
+        );
+        assert_eq!((date_of("soon"), date_of("Sun, 06 anF 1994 08:49:37 GMT")), (None, None));
     }
 }

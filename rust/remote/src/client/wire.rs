@@ -14,6 +14,7 @@ use tokio::time::{sleep, timeout};
 
 use super::PAGE;
 use super::pace::Pace;
+use super::spoken::Spoken;
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
 
@@ -102,8 +103,9 @@ impl Wire {
             self.pace.count_request();
             let failure = match self.once(request.clone()).await {
                 Ok(answer) => return Ok(answer),
-                Err(failure) => Failure { is_foreign: names_reasons && failure.is_unnamed(), ..failure },
+                Err(failure) => Spoken::of(&request).hide(failure),
             };
+            let failure = Failure { is_foreign: names_reasons && failure.is_unnamed(), ..failure };
             tried += 1;
             let may_help = failure.is_temporary() || failure.is_foreign && tried < FOREIGN;
             if !repeatable || !may_help || tried >= self.limits.tries {
@@ -159,7 +161,11 @@ impl Wire {
     async fn whole(&self, body: HttpResponseBody, most: usize) -> Result<Vec<u8>, Failure> {
         use futures_util::StreamExt;
         let (mut stream, mut made) = (body.bytes_stream(), vec![]);
+        let end = Instant::now() + self.limits.patience;
         while let Some(chunk) = stream.next().await {
+            if Instant::now() > end {
+                return Err(Failure::new(Cause::Broken, "an answer that does not end in time"));
+            }
             let chunk = chunk.map_err(|error| Failure::of_transport(&error))?;
             self.pace.received(chunk.len() as u64);
             if made.len() + chunk.len() > most {

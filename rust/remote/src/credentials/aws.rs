@@ -2,10 +2,11 @@
 //! everything else: the environment, web identities, containers and the metadata server.
 
 use std::collections::HashMap;
+use std::io::Read;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use async_trait::async_trait;
 use object_store::CredentialProvider;
@@ -17,7 +18,7 @@ use crate::address::Provider;
 use crate::checks::{not_a_header, why_not};
 use crate::failure::{Cause, Failure};
 use crate::options::{ProviderSettings, Secret, plain};
-use crate::runtime::ForkLock;
+use crate::runtime::{ForkLock, PerProcess};
 
 /// What the profile adds to the options and the environment.
 #[derive(Debug, Default)]
@@ -41,8 +42,8 @@ enum ProfileKeys {
 }
 
 impl ProfileFound {
-    /// Sets what was found.
-    pub fn apply(self, mut builder: AmazonS3Builder) -> Result<AmazonS3Builder, Failure> {
+    /// Sets what was found. `patience` is the time that a program for credentials has.
+    pub fn apply(self, mut builder: AmazonS3Builder, patience: Duration) -> Result<AmazonS3Builder, Failure> {
         self.check()?;
         if let Some(region) = self.region {
             builder = builder.with_region(region);
@@ -58,7 +59,7 @@ impl ProfileFound {
                 builder.with_credentials(Arc::new(object_store::StaticCredentialProvider::new(credential)))
             }
             ProfileKeys::Process(command) => {
-                builder.with_credentials(Arc::new(ProcessProvider { command, kept: ForkLock::default() }))
+                builder.with_credentials(Arc::new(ProcessProvider::new(command, patience)))
             }
         })
     }
@@ -185,14 +186,66 @@ fn is_set(env: Variables<'_>, names: &[&str]) -> bool {
     names.iter().any(|name| env(name).is_some_and(|value| !value.is_empty()))
 }
 
-/// Credentials and when to ask for new ones.
-type Kept = Option<(Arc<AwsCredential>, Option<SystemTime>)>;
+/// Credentials of a program.
+#[derive(Clone)]
+struct Kept {
+    credential: Arc<AwsCredential>,
+    made: Instant,
+    /// From this time on one request asks for new ones, while the others use these.
+    renew: Option<SystemTime>,
+    /// From this time on they are not used.
+    end: Option<SystemTime>,
+}
 
-/// Credentials that a program prints. Asked again five minutes before they end.
-#[derive(Debug)]
+/// New credentials are asked for this long before the old ones end, and the old ones are used until the second time.
+const RENEW: Duration = Duration::from_secs(300);
+const SPARE: Duration = Duration::from_secs(30);
+
+/// Credentials that a program prints. It runs once at a time.
 struct ProcessProvider {
     command: Secret,
-    kept: ForkLock<Kept>,
+    patience: Duration,
+    kept: ForkLock<Option<Kept>>,
+    asking: PerProcess<Arc<tokio::sync::Mutex<()>>>,
+}
+
+impl std::fmt::Debug for ProcessProvider {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("ProcessProvider")
+    }
+}
+
+impl ProcessProvider {
+    fn new(command: Secret, patience: Duration) -> ProcessProvider {
+        ProcessProvider { command, patience, kept: ForkLock::default(), asking: PerProcess::default() }
+    }
+
+    fn kept(&self) -> Option<Kept> {
+        self.kept.with(|kept| kept.clone()).flatten()
+    }
+
+    /// Runs the program, and keeps what it prints.
+    async fn renewed(&self) -> Result<Arc<AwsCredential>, Failure> {
+        let (command, patience) = (self.command.0.clone(), self.patience);
+        let printed = tokio::task::spawn_blocking(move || run(&command, patience)).await;
+        let printed = printed.map_err(|_| Failure::new(Cause::Refused, "credential_process failed"))??;
+        let end = printed.expiration.as_deref().and_then(time_of);
+        let before = |time: Duration| end.and_then(|end| end.checked_sub(time));
+        // Those that end soon are the end of a session: the same ones would be printed again.
+        let first = |times: &[Duration]| {
+            let now = SystemTime::now();
+            times.iter().find_map(|time| before(*time).filter(|time| *time > now)).or(end)
+        };
+        let (renew, end) = (first(&[RENEW, SPARE]), first(&[SPARE]));
+        let credential = Arc::new(AwsCredential {
+            key_id: printed.access_key_id,
+            secret_key: printed.secret_access_key,
+            token: printed.session_token,
+        });
+        let kept = Kept { credential: Arc::clone(&credential), made: Instant::now(), renew, end };
+        self.kept.with(|slot| *slot = Some(kept));
+        Ok(credential)
+    }
 }
 
 #[derive(Deserialize)]
@@ -204,10 +257,38 @@ struct Printed {
     expiration: Option<String>,
 }
 
-fn run(command: &str) -> Result<Printed, Failure> {
+/// The longest output of a program for credentials.
+const LONGEST_OUTPUT: u64 = 1 << 20;
+
+/// Runs a command until it ends, or a time has passed.
+fn run(command: &str, patience: Duration) -> Result<Printed, Failure> {
     let refused = |text: String| Failure::new(Cause::Refused, text);
-    let output = Command::new("sh").arg("-c").arg(command).stdin(std::process::Stdio::null()).output();
-    let output = output.map_err(|error| refused(format!("credential_process: {error}")))?;
+    let failed = |error: std::io::Error| refused(format!("credential_process: {error}"));
+    let mut child = Command::new("sh");
+    let child = child.arg("-c").arg(command).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+    let mut child = child.spawn().map_err(failed)?;
+    let (send, receive) = std::sync::mpsc::channel();
+    let pipe = child.stdout.take();
+    // Its children may keep the pipe open when it was killed: nothing waits for this thread then.
+    let reader = std::thread::Builder::new().spawn(move || {
+        let mut printed = vec![];
+        let read = pipe.map(|pipe| pipe.take(LONGEST_OUTPUT).read_to_end(&mut printed));
+        let _ = send.send(read.unwrap_or(Ok(0)).map(|_| printed));
+    });
+    reader.map_err(failed)?;
+    let end = Instant::now() + patience;
+    let printed = receive.recv_timeout(patience);
+    let mut status = child.try_wait().map_err(failed)?;
+    while status.is_none() && printed.is_ok() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(5));
+        status = child.try_wait().map_err(failed)?;
+    }
+    let (Ok(printed), Some(status)) = (printed, status) else {
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(refused(format!("credential_process printed nothing within {patience:?}: does it ask for input?")));
+    };
+    let output = std::process::Output { status, stdout: printed.map_err(failed)?, stderr: vec![] };
     if !output.status.success() {
         return Err(refused(format!("credential_process failed with {}", output.status)));
     }
@@ -227,29 +308,31 @@ impl CredentialProvider for ProcessProvider {
     type Credential = AwsCredential;
 
     async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
-        let kept = self.kept.with(|kept| kept.clone()).flatten();
-        if let Some((credential, _)) = kept.filter(|(_, end)| end.is_none_or(|end| SystemTime::now() < end)) {
-            return Ok(credential);
-        }
         let failed = |failure: Failure| object_store::Error::Generic { store: "S3", source: Box::new(failure) };
-        let command = self.command.0.clone();
-        let printed = tokio::task::spawn_blocking(move || run(&command)).await;
-        let printed =
-            printed.map_err(|_| failed(Failure::new(Cause::Refused, "credential_process failed")))?.map_err(failed)?;
-        let end =
-            printed.expiration.as_deref().and_then(time_of).and_then(|end| end.checked_sub(Duration::from_secs(300)));
-        let credential = Arc::new(AwsCredential {
-            key_id: printed.access_key_id,
-            secret_key: printed.secret_access_key,
-            token: printed.session_token,
-        });
-        self.kept.with(|kept| *kept = Some((Arc::clone(&credential), end)));
-        Ok(credential)
+        let is_before = |time: Option<SystemTime>| time.is_none_or(|time| SystemTime::now() < time);
+        let kept = self.kept();
+        if let Some(kept) = kept.as_ref().filter(|kept| is_before(kept.renew)) {
+            return Ok(Arc::clone(&kept.credential));
+        }
+        let asking = self.asking.get(|| Ok::<_, Failure>(Arc::default())).map_err(failed)?;
+        let asked = Instant::now();
+        let guard = match (asking.try_lock(), kept.filter(|kept| is_before(kept.end))) {
+            (Ok(guard), _) => guard,
+            (Err(_), Some(kept)) => return Ok(kept.credential),
+            (Err(_), None) => asking.lock().await,
+        };
+        // Another request may have asked meanwhile.
+        if let Some(kept) = self.kept().filter(|kept| kept.made >= asked || is_before(kept.renew)) {
+            return Ok(kept.credential);
+        }
+        let made = self.renewed().await.map_err(failed);
+        drop(guard);
+        made
     }
 }
 
 /// Parses `YYYY-MM-DDTHH:MM:SSZ`, with or without a fraction; other zones end early, which is harmless.
-fn time_of(text: &str) -> Option<SystemTime> {
+pub fn time_of(text: &str) -> Option<SystemTime> {
     let number = |range: std::ops::Range<usize>| text.get(range)?.parse::<u64>().ok();
     let (year, month, day) = (number(0..4)?, number(5..7)?, number(8..10)?);
     let (hour, minute, second) = (number(11..13)?, number(14..16)?, number(17..19)?);
@@ -300,7 +383,7 @@ mod tests {
         assert!(!format!("{default:?}").contains("swordfish"));
         let lab = found(CONFIG, KEYS, &[("profile", "lab")], &[("AWS_ACCESS_KEY_ID", "x")]).unwrap();
         let ProfileKeys::Process(command) = lab.keys else { panic!("{lab:?}") };
-        assert_eq!(run(&command.0).unwrap().access_key_id, "a");
+        assert_eq!(run(&command.0, Duration::from_secs(60)).unwrap().access_key_id, "a");
         let environment = found(CONFIG, KEYS, &[], &[("AWS_ACCESS_KEY_ID", "x")]).unwrap();
         assert!(matches!(environment.keys, ProfileKeys::Elsewhere));
     }

@@ -4,7 +4,7 @@ use actshard_core::Kind;
 use actshard_core::source::{RangeRead, Store};
 use actshard_core::threads::Stop;
 
-use super::server::{Fake, Fault, noise, open, read, status};
+use super::server::{Fake, Fault, TOKEN, noise, open, read, status};
 
 const LEN: usize = 300_000;
 
@@ -173,4 +173,23 @@ fn nothing_listens_is_one_line() {
     let missing = fake.s3("run", &[("endpoint", "http://no-such-host.invalid"), ("max_retries", "1")]);
     let text = open(&missing, &missing.location("run/a")).unwrap_err().to_string();
     assert!(text.contains("cannot connect"), "{text}");
+}
+
+#[test]
+fn what_a_server_repeats_of_a_request_is_in_no_message() {
+    const SAID: &str = "<Error><Code>Bearer hf_secret_token</Code><Message>invalid token: Bearer hf_secret_token, \
+                        bad signature X-Amz-Signature=swordfish</Message></Error>";
+    let fake = Fake::new([("run/a.bin", noise(1000, 1))]);
+    fake.fault("a.bin", Fault::Status(403, vec![("X-Error-Code", TOKEN.to_string())], SAID), 1000);
+    let stores = [
+        fake.web("run/a.bin?X-Amz-Signature=swordfish", &[]),
+        fake.web("run/a.bin", &[("token", TOKEN)]),
+        fake.s3("run/a.bin", &[("session_token", TOKEN)]),
+    ];
+    for (n, store) in stores.iter().enumerate() {
+        let error = open(store, &store.root()).unwrap_err();
+        let text = format!("{error} {error:?}");
+        assert!(text.contains("403"), "{text}");
+        assert!(if n == 0 { !text.contains("swordfish") } else { !text.contains(TOKEN) }, "{text}");
+    }
 }
