@@ -54,3 +54,8 @@ def test_a_shared_access_signature_is_in_no_text(account: Azure) -> None:
     with pytest.raises(actshard.ActshardError) as caught:
         quietly("az://box/run", storage_options=options | {"sas_token": "sv=2023-11-03&sig=hushhush"})
     assert "hushhush" not in f"{caught.value!r} {caught.value} {store!r}"
+
+
+def test_an_account_is_asked_for(account: Azure) -> None:
+    with pytest.raises(actshard.ActshardError, match="[Aa]ccount"):
+        quietly("az://box/run", storage_options={"anon": True})
