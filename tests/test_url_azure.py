@@ -57,5 +57,5 @@ def test_a_shared_access_signature_is_in_no_text(account: Azure) -> None:
 
 
 def test_an_account_is_asked_for(account: Azure) -> None:
-    with pytest.raises(actshard.ActshardError, match="[Aa]ccount"):
+    with pytest.raises(actshard.ActshardError, match=r"[Aa]ccount"):
         quietly("az://box/run", storage_options={"anon": True})
