@@ -26,6 +26,7 @@ from test_url_commands import command, outcome, words_of
 
 SAEV = saev_dump(GOLDEN / "saev/v21_cls_labels_multishard")
 LMPROBE = GOLDEN / "lmprobe/fullseq_f32"
+ZARR = GOLDEN / "zarr/single_minimal/activations.zarr"
 DATASETS = [
     SAEV,
     LMPROBE,
@@ -349,3 +350,113 @@ def test_secrets_are_in_no_marker(server: Served, tmp_path: Path) -> None:
     options.pop("anon")
     actshard.stage(url, tmp_path / "copy", storage_options=options)
     assert "hushhush" not in (tmp_path / "copy" / staging.MARKER).read_text()
+
+
+def test_files_of_the_user_in_a_copy_stay_when_it_is_replaced(server: Served, tmp_path: Path) -> None:
+    url = put(server, ZARR)
+    copy, far = tmp_path / "copy", server.root / "bucket/run" / ZARR.name
+    actshard.stage(url, copy, storage_options=server.options)
+    mine = {"probes/layer3/probe.pkl": "a week of work", "README.md": "notes", "arrays/activations/mine.txt": "x"}
+    for name, text in mine.items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text(text)
+    (copy / "link").symlink_to(tmp_path, target_is_directory=True)
+    (far / ".zattrs").write_text((far / ".zattrs").read_text() + " ")
+    (far / "arrays/lost").mkdir()
+    (far / "arrays/lost/.zgroup").write_text("{}")
+    for _ in range(2):
+        actshard.stage(url, copy, storage_options=server.options)
+        assert {name: (copy / name).read_text() for name in mine} == mine
+        assert (copy / "link").is_symlink()
+        assert (copy / "arrays/lost/.zgroup").exists() == (far / "arrays/lost").exists()
+        shutil.rmtree(far / "arrays/lost", ignore_errors=True)
+    assert set(files(copy)) - set(mine) == set(files(far)), "what was staged, and is gone, does not stay"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "served"]
+
+
+def test_a_copy_is_not_replaced_where_the_new_one_needs_a_name_of_the_user(server: Served, tmp_path: Path) -> None:
+    url = put(server, ZARR)
+    copy, far = tmp_path / "copy", server.root / "bucket/run" / ZARR.name
+    actshard.stage(url, copy, storage_options=server.options)
+    (copy / "README.md").write_text("mine")
+    (copy / "notes").write_text("mine")
+    (far / "README.md").write_text("theirs")
+    (far / "notes").mkdir()
+    (far / "notes/a").write_text("theirs")
+    with pytest.raises(actshard.ExistsError, match=r"README\.md, notes\. Move them"):
+        actshard.stage(url, copy, storage_options=server.options)
+    assert (copy / "README.md").read_text() == (copy / "notes").read_text() == "mine"
+    (copy / "README.md").unlink()
+    (copy / "notes").unlink()
+    actshard.stage(url, copy, storage_options=server.options)
+    assert files(copy) == files(far)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "served"]
+
+
+def test_a_file_that_comes_into_an_empty_folder_while_it_is_staged_stays(server: Served, tmp_path: Path) -> None:
+    url = put(server, ZARR)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+
+    def progress(what: str, done: int, total: int) -> None:
+        (copy / "mine").write_text("mine")
+
+    with pytest.raises(actshard.ExistsError, match="were not staged"):
+        actshard.stage(url, copy, storage_options=server.options, progress=progress)
+    assert [p.name for p in copy.iterdir()] == ["mine"]
+
+
+def test_a_kill_between_the_renames_keeps_files_of_the_user(server: Served, tmp_path: Path) -> None:
+    url = put(server, ZARR)
+    copy, far = tmp_path / "copy", server.root / "bucket/run" / ZARR.name
+    actshard.stage(url, copy, storage_options=server.options)
+    (copy / "mine").write_text("mine")
+    (far / ".zattrs").write_text((far / ".zattrs").read_text() + " ")
+    end = "pathlib.Path.rename = lambda *a: os.kill(os.getpid(), signal.SIGKILL)"
+    code = f"import os, pathlib, signal, sys, json; from actshard import staging; {end}; u, f, o = json.loads(sys.argv[1]);"
+    words = [sys.executable, "-W", "ignore", "-c", f"{code} staging.stage(u, f, storage_options=o)"]
+    words.append(json.dumps([url, str(copy), server.options]))
+    assert subprocess.run(words, check=False, timeout=120).returncode == -signal.SIGKILL
+    actshard.stage(url, copy, storage_options=server.options)
+    assert (copy / "mine").read_text() == "mine"
+    assert set(files(copy)) - {"mine"} == set(files(far))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "served"]
+
+
+def test_a_copy_of_layers_is_replaced_with_files_of_the_user(server: Served, tmp_path: Path) -> None:
+    url = put(server, SAEV)
+    layer = quietly(SAEV).layers[0]
+    actshard.stage(url, tmp_path / "copy", layer, storage_options=server.options)
+    (tmp_path / "copy/mine").write_text("mine")
+    (server.root / "bucket/run" / SAEV.name / "labels.bin").unlink()
+    actshard.stage(url, tmp_path / "copy", layer, storage_options=server.options)
+    assert (tmp_path / "copy/mine").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["copy", "served"]
+
+
+def test_a_token_cache_that_is_being_uploaded_is_not_staged(server: Served, tmp_path: Path) -> None:
+    cache = next(p.parent for p in sorted(GOLDEN.parent.rglob("shard_ledger.json")))
+    url = put(server, cache)
+    (server.root / "bucket/run" / cache.name / ".actshard-pushing.json").write_text("{}")
+    with pytest.raises(actshard.UnfinishedError, match="is being uploaded"):
+        actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["served"]
+
+
+def test_a_refusal_leaves_nothing(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = put(server, ZARR)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: True)
+    with pytest.raises(actshard.ExistsError, match="mount point"):
+        actshard.stage(url, tmp_path / "mine", storage_options=server.options)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "served"]
+
+
+@pytest.mark.parametrize("field", ["files", "losses", "inside", "below", "listed"])
+def test_a_damaged_marker_is_none(field: str, server: Served, tmp_path: Path) -> None:
+    url = put(server, ZARR)
+    actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    marker = tmp_path / "copy" / staging.MARKER
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {field: None}))
+    with pytest.raises(actshard.ExistsError, match="were not staged"):
+        actshard.stage(url, tmp_path / "copy", storage_options=server.options)

@@ -310,6 +310,58 @@ def test_a_refused_chunk_is_no_fill_value(server: Served) -> None:
         far.sequence(0, far.layers[0])
 
 
+CONSOLIDATED = GOLDEN / "zarr/single_consolidated/activations.zarr"
+
+
+def unlisted(server: Served, path: Path, kind: str) -> tuple[str, dict[str, str] | None]:
+    """A dataset on a server that does not list names."""
+    shutil.copytree(path, server.root / "bucket/run.zarr")
+    if kind == "web":
+        return server.web("bucket/run.zarr"), None
+    server.is_listed = False
+    return "s3://bucket/run.zarr", server.options
+
+
+@pytest.mark.parametrize("format", [None, "zarr"])
+@pytest.mark.parametrize("kind", ["web", "bucket"])
+def test_consolidated_zarr_opens_where_names_are_not_listed(kind: str, format: str | None, server: Served) -> None:
+    url, options = unlisted(server, CONSOLIDATED, kind)
+    far = quietly(url, format, storage_options=options)
+    same(far, quietly(CONSOLIDATED))
+    assert far.info()["bytes"] == quietly(CONSOLIDATED).info()["bytes"]
+    assert "not-listed" in [warning.code for warning in far.warnings]
+    # One 404 of a proxy makes no fill value, and a refusal is none at all.
+    small = next(p for p in (server.root / "bucket/run.zarr/arrays/seq_len").iterdir() if p.name[0] != ".")
+    server.failing[f"seq_len/{small.name}"] = [404]
+    same(quietly(url, format, storage_options=options), quietly(CONSOLIDATED))
+    server.failing[f"seq_len/{small.name}"] = [403] * 50
+    with pytest.raises(actshard.FileAccessError, match=r"seq_len.*403"):
+        quietly(url, format, storage_options=options)
+
+
+@pytest.mark.parametrize("kind", ["web", "bucket"])
+def test_zarr_whose_names_are_not_known_is_refused(kind: str, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, options = unlisted(server, GOLDEN / "zarr/single_minimal/activations.zarr", kind)
+    with pytest.raises(actshard.UnsupportedError, match=r"run\.zarr/arrays: .*list.*local folder"):
+        quietly(url, "zarr", storage_options=options)
+    shutil.rmtree(server.root / "bucket/run.zarr")
+    monkeypatch.setattr("actshard.formats.zarr.meta._ASKED_FOR", 0)
+    url, options = unlisted(server, CONSOLIDATED, kind)
+    with pytest.raises(actshard.UnsupportedError, match=r"run\.zarr/arrays/seq_len: .*list.*local folder"):
+        quietly(url, "zarr", storage_options=options)
+
+
+def test_names_that_cannot_be_listed_are_not_told_as_none(server: Served) -> None:
+    url, _ = unlisted(server, CONSOLIDATED, "web")
+    root = Location.of_any(url)
+    for place in (root, root / "arrays", root / "nothing"):
+        for look in (place.entries, lambda place=place: place.count(1), lambda place=place: list(place.files())):
+            with pytest.raises(actshard.UnsupportedError, match="web server cannot list"):
+                look()
+    with pytest.raises(actshard.NotAFileError):
+        (root / ".zgroup").entries()
+
+
 def test_a_list_of_urls_is_one_dataset(server: Served) -> None:
     rng = np.random.default_rng(0)
     local = [server.root / f"bucket/run/machine_{m}" for m in range(2)]

@@ -75,7 +75,7 @@ def check_finished(root: Location) -> None:
     """Raises UnfinishedError for an unfinished dataset or unmerged parts, ArgumentError for a token cache."""
     if not root.lists:
         return  # a web server, of which only what is asked for by name is known
-    if not root.is_local and (root / PUSHING).exists():
+    if not root.is_local and root.kind() != "file" and (root / PUSHING).exists():
         raise UnfinishedError(
             "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
         )

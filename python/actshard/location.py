@@ -298,7 +298,8 @@ class Location:
     def look_ahead(self) -> None:
         """Prepares to look for a file that probably exists and is then read: in a remote store that is a single request."""
         if isinstance(self.storage, Remote) and not self.storage.glance(self.key) and self.lists:
-            self.parent.count(1)  # so that its other names are known as well
+            with contextlib.suppress(UnsupportedError):  # the bucket refuses to list names
+                self.parent.count(1)  # so that its other names are known as well
 
     def kind(self) -> Kind | None:
         """Returns ``"file"``, ``"folder"``, ``"other"``, or None if the location does not exist.
@@ -328,6 +329,7 @@ class Location:
         Raises:
             MissingFileError, NotAFileError, FileAccessError: the folder does not exist, is not a folder, or is not readable.
             FormatError: the folder has more than ``limit`` names.
+            UnsupportedError: the store cannot list names.
         """
         found = []
         with boundary(self, "look into"):

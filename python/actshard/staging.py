@@ -8,21 +8,25 @@
                              new/          the copy so far: whole files only
                              parts/        files that are being downloaded
                              old/          the copy that is being replaced
+    .<folder>.actshard-kept-<n>            a replaced copy with files of the user that could not be carried over
 
-A folder under its final name is complete: ``new`` is renamed to it at the end.
+A folder under its final name is complete: ``new`` is renamed to it at the end. Files of the user in a copy that is replaced are
+moved into the new one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import posixpath
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import actshard._native as _native
@@ -37,6 +41,7 @@ from actshard.errors import (
     LockedError,
     MissingFileError,
     NotAFileError,
+    UnfinishedError,
     UnsupportedError,
     boundary,
 )
@@ -44,7 +49,7 @@ from actshard.finding import check_finished, find_any, of_tokens
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.storage import Remote
-from actshard.work import Lock, make_folder, remove, sync_folders, sync_tree, write_json
+from actshard.work import PUSHING, Lock, make_folder, remove, sync_folders, sync_tree, write_json
 
 MARKER = ".actshard-staged.json"
 """File in a staged folder that tells where it is from."""
@@ -105,7 +110,7 @@ def stage(
 
     A second call lists the source's files, compares sizes and versions (ETags) with those of the copy, and downloads what changed.
     Call it in every process of a node: one downloads, the others wait for it. The folder appears when it is complete; after a
-    kill, the next call continues with the files that are missing.
+    kill, the next call continues with the files that are missing. Files of your own in the folder stay when the copy is replaced.
 
     Args:
         url: URL or path of the dataset, as for :func:`actshard.open`, or of a token cache. A web server cannot list files:
@@ -122,7 +127,8 @@ def stage(
         A :class:`Staged`; open its ``path``.
 
     Raises:
-        ExistsError: the folder contains something else, or a copy of another source or of other layers.
+        ExistsError: the folder contains something else, or a copy of another source or of other layers; or the new copy has a file
+            of the same name as one of your own in it.
         DiskFullError: there is not enough free space. Nothing was downloaded.
         UnsupportedError: a web server; or ``layers`` of a format that actshard does not write.
         Errors of :func:`actshard.open`.
@@ -182,6 +188,10 @@ def _read_json(path: Path) -> _Marker | None:
         if made.pop("actshard") != _VERSION:
             return None
         made["listed"] = {name: (int(size), str(tag)) for name, (size, tag) in made["listed"].items()}
+        made["files"] = {str(name): int(size) for name, size in made["files"].items()}
+        made["losses"] = [str(loss) for loss in made["losses"]]
+        if not all(isinstance(made[name], str) for name in ("source", "below", "inside")):
+            return None
         return _Marker(**made)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -301,7 +311,7 @@ def _staged(
             assert listed is not None
             _check_target(source, target, layers)
             done = _download(source, listed, target, work, layers, progress or (lambda what, n, total: None))
-        for name in ("new", "parts", "old", "plan.json"):
+        for name in ("new", "parts", "plan.json"):
             remove(work / name)
         return done
 
@@ -331,8 +341,8 @@ def _turn(work: Path) -> Iterator[bool]:
                 if [entry.name for entry in work.iterdir()] == [lock.path.name]:
                     lock.path.unlink()
         lock.release()
-    with contextlib.suppress(OSError):
-        work.rmdir()  # not if another process locks it again
+        with contextlib.suppress(OSError):
+            work.rmdir()  # not if another process locks it again
 
 
 def _recover(target: Path, work: Path) -> None:
@@ -340,7 +350,47 @@ def _recover(target: Path, work: Path) -> None:
     old, new = work / "old", work / "new"
     if old.exists() and not target.exists():
         (new if (new / MARKER).exists() else old).replace(target)
-    remove(old)
+    _discard(old, target)
+
+
+def _others(folder: Path) -> list[str]:
+    """Files and links in a copy that were not staged, relative to it."""
+    marker = _read_json(folder / MARKER)
+    staged = {MARKER, *(posixpath.join(marker.inside, name) for name in marker.files)} if marker else set()
+    found = []
+    for at, folders, names in os.walk(folder, onerror=_refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(at, name))]  # noqa: PTH114, PTH118 -- as above
+        below = os.path.relpath(at, folder)
+        found += [os.path.normpath(os.path.join(below, name)) for name in (*names, *links)]  # noqa: PTH118
+    return sorted(name for name in found if name not in staged)
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _discard(old: Path, target: Path) -> None:
+    """Removes a copy that was replaced. Files of the user are moved to the new one; what cannot be moved is kept beside it."""
+    if not os.path.lexists(old):
+        return
+    others = _others(old)
+    if others and _read_json(old / MARKER) is not None:  # else a file of the old copy could be taken for the user's
+        for name in others:
+            place = target / name
+            if not os.path.lexists(place):
+                with contextlib.suppress(OSError):
+                    make_folder(place.parent)
+                    (old / name).rename(place)
+        others = _others(old)
+    if others:
+        number = next(n for n in itertools.count(1) if not os.path.lexists(_kept(target, n)))
+        old.rename(_kept(target, number))
+    else:
+        remove(old)
+
+
+def _kept(target: Path, number: int) -> Path:
+    return target.with_name(f".{target.name}.actshard-kept-{number}")
 
 
 def _complete(source: Location, target: Path, layers: tuple[int, ...] | None, listed: Listed | None) -> Staged | None:
@@ -361,6 +411,8 @@ def _check_target(source: Location, target: Path, layers: tuple[int, ...] | None
     """Raises unless the folder is missing, empty, or an older copy."""
     if not os.path.lexists(target):
         return
+    if os.path.ismount(target):  # it cannot be renamed
+        raise ExistsError("is a mount point, which cannot be replaced. Choose a folder below it", path=target)
     if not target.is_dir():
         raise ExistsError("expected a folder, or nothing, found a file. Choose another folder", path=target)
     marker = _read_json(target / MARKER)
@@ -386,6 +438,10 @@ def _download(
     if not _holds_cache(listed):
         check_finished(source)
     place, name = find_any(source)
+    if (place / PUSHING).exists():  # a token cache's ledger is uploaded last, but may be there from before
+        raise UnfinishedError(
+            "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=place
+        )
     below = place.relative_to(source)
     wanted = _within(listed, below)
     if not wanted:
@@ -538,6 +594,31 @@ def _convert(
     return _put(made, files, sum(files.values()) if place.is_local else fetched, target, work)
 
 
+def _check_others(new: Path, target: Path) -> None:
+    """Raises if files of the user in the folder could not be carried over into the new copy."""
+    others = _others(target)
+    if others and _read_json(target / MARKER) is None:
+        raise ExistsError("contains files that were not staged. Choose another folder", path=target)
+    taken = [name for name in others if any(_is_taken(new, name, above) for above in (name, *_above(name)))]
+    if taken:
+        listed = ", ".join(taken[:20]) + (f" and {len(taken) - 20} more" if len(taken) > 20 else "")
+        raise ExistsError(
+            f"contains files of yours whose names the new copy needs: {listed}. Move them, or choose another folder",
+            path=target,
+        )
+
+
+def _is_taken(new: Path, name: str, above: str) -> bool:
+    """Whether the new copy has a name, or a file where that of a user needs a folder."""
+    return (
+        os.path.lexists(new / above) if name == above else os.path.lexists(new / above) and not (new / above).is_dir()
+    )
+
+
+def _above(name: str) -> list[str]:
+    return [str(above) for above in PurePosixPath(name).parents][:-1]
+
+
 def _put(marker: _Marker, files: dict[str, int], fetched: int, target: Path, work: Path) -> Staged:
     """Gives the copy its name, in place of an older one."""
     new, old = work / "new", work / "old"
@@ -547,7 +628,9 @@ def _put(marker: _Marker, files: dict[str, int], fetched: int, target: Path, wor
     _write(new / MARKER, made)
     sync_tree(new)
     if target.exists():
+        _check_others(new, target)
         target.replace(old)
     new.replace(target)
+    _discard(old, target)
     sync_folders([target.parent])
     return made.result(target, fetched)

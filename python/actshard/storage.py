@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import actshard._native as _native
-from actshard.errors import FileAccessError, MissingFileError, TruncatedFileError
+from actshard.errors import FileAccessError, MissingFileError, TruncatedFileError, UnsupportedError, place_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -76,7 +76,10 @@ class Storage(Protocol):
         """Returns the state of a file or folder. Follows links."""
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
-        """Yields the entries of a folder in any order; with ``sizes``, including the size of each file."""
+        """Yields the entries of a folder in any order; with ``sizes``, including the size of each file.
+
+        Raises UnsupportedError if names cannot be listed: that is never told as an empty or missing folder.
+        """
 
     def read(self, key: str, start: int, length: int) -> bytes:
         """Reads up to ``length`` bytes from an offset; fewer at the end of the file."""
@@ -216,13 +219,30 @@ class Remote:
         return Stat("folder", 0, "", 0) if size is None else Stat("file", size, version or "", size)
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
-        if self.stat(key).kind == "file":
-            raise NotADirectoryError(20, "Not a directory")
-        names = self.native.scan(key, False) if self.native.lists else []
+        names: list[tuple[str, int | None]] = []
+        try:
+            if self.stat(key).kind == "file":
+                raise NotADirectoryError(20, "Not a directory")
+            if self.native.lists:
+                names = self.native.scan(key, False)
+        except (FileNotFoundError, FileAccessError) as error:
+            if self.native.lists:
+                raise
+            raise self._unlisted(key) from error
+        if not self.native.lists:
+            raise self._unlisted(key)
         if not names:  # folders are prefixes of keys: an empty one does not exist
             raise FileNotFoundError(2, "No such object")
         for name, size in names:
             yield Entry(name, "folder") if size is None else Entry(name, "file", size)
+
+    def _unlisted(self, key: str) -> UnsupportedError:
+        where = self.text(key)
+        if where.startswith("http"):
+            said = "a web server cannot list the names in a folder. Open the dataset from its bucket, or copy it to a local folder"
+        else:
+            said = "the bucket refuses to list names. Use credentials that may list it, or copy the dataset to a local folder"
+        return UnsupportedError(said, path=place_of(where))
 
     def read(self, key: str, start: int, length: int) -> bytes:
         kept = self.small.get(key)

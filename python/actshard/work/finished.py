@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from actshard.errors import ActshardError, MissingFileError, NotAFileError, boundary
+from actshard.errors import ActshardError, MissingFileError, NotAFileError, UnsupportedError, boundary
 from actshard.location import Location
 from actshard.work.journal import Journal
 from actshard.work.names import BUILDING, FOLDER, MERGING, PART, PARTS
@@ -18,6 +18,8 @@ def count_parts(root: Path | Location) -> int | None:
     try:
         return sum(1 for entry in parts.entries() if PART.fullmatch(entry.name))
     except (MissingFileError, NotAFileError):  # no parts, or a merge has just removed them
+        return None
+    except UnsupportedError:  # only what is asked for by name is known
         return None
 
 

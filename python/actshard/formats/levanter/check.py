@@ -48,6 +48,8 @@ def check(root: Location, report: Report, tell: Callable[[str, int, int], object
 def _leftovers(cache: TokenCache, report: Report) -> None:
     sharded = cache.ledger.layout == ledgers.SHARDED
     root = Location.at(cache.path)
+    if not root.lists:
+        return
     try:
         entries = root.entries()
         ledgers_in = {e.name for e in entries if e.kind == "folder" and ledgers.exists(root / e.name)}

@@ -43,7 +43,7 @@ def check(root: Location, report: Report, tell: Any) -> None:
         _check_columns(dataset, report)
         _check_texts(dataset, report)
     folder = dataset.root / "tensors"
-    if folder.kind() == "folder":
+    if folder.kind() == "folder" and folder.lists:
         for entry in folder.entries("*.safetensors"):
             path = folder / entry.name
             if path not in named:

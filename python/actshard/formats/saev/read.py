@@ -218,12 +218,12 @@ def _shards(
     expected = -(-n // eps)
     if not listing.exists():
         if protocol is None:  # shards.json came on 2025-06-18, a day before the protocol field
-            present = len(path.entries("acts*.bin"))
+            present = len(path.entries("acts*.bin")) if path.lists else expected
             if present < expected:
                 missing = next(shard for i in range(expected) if not (shard := path / _name(i)).exists())
                 raise MissingFileError(f"expected {expected} shards, found {present}", path=missing)
             return [(path / _name(i), min(eps, n - i * eps)) for i in range(expected)]
-        found = [entry.name for entry in path.entries("acts*.bin")]
+        found = [entry.name for entry in path.entries("acts*.bin")] if path.lists else []
         raise MissingFileError(
             f"expected a list of shards, found none, only {len(found)} acts files {found[:5]}: "
             "the dump is unfinished or a file was lost; create it again",

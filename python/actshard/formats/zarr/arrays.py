@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -17,7 +16,7 @@ import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME
 from actshard._json import Fields, exists, utf8
 from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, MissingFileError, TruncatedFileError
+from actshard.errors import ActshardError, FormatError, MissingFileError, TruncatedFileError, UnsupportedError
 from actshard.formats.zarr.meta import ArrayMeta, json_mapping, json_object
 from actshard.formats.zarr.package import PackageArray
 from actshard.location import Location
@@ -118,12 +117,21 @@ class ZarrStore:
         return _parsed(self.path, node, self.version, fields)
 
     def names(self, group: str) -> list[str]:
-        """Names of the arrays in a group. Lists the group's folder, but no chunks."""
+        """Names of the arrays in a group. Lists the group's folder, but no chunks.
+
+        Raises:
+            UnsupportedError: the store cannot list names, and has no consolidated metadata, which name the arrays.
+        """
         found = {
             key.removeprefix(f"{group}/").split("/")[0] for key in self._consolidated if key.startswith(f"{group}/")
         }
-        with contextlib.suppress(MissingFileError):
+        try:
             found |= {entry.name for entry in (self.path / group).entries() if entry.kind == "folder"}
+        except MissingFileError:
+            pass
+        except UnsupportedError:
+            if not self._consolidated:
+                raise
         return sorted(name for name in found if name.isprintable() and not name.startswith("."))
 
 

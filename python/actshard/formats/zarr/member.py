@@ -30,6 +30,10 @@ SAMPLES_PER_FILE = 1 << 10
 """Samples allowed per chunk file."""
 
 
+TEXTS = ("extra_metadata.jsonl", "prompts.jsonl", "responses.jsonl")
+"""Usual files in ``text/``, asked for by name where names cannot be listed."""
+
+
 @dataclass
 class Member:
     """A store, alone or in a run."""
@@ -46,8 +50,9 @@ class Member:
         elif prompt is not None or response is not None:
             self.arrays = [a for a in (prompt, response) if a is not None]
         else:
+            others = f"{self.store.names('arrays')[:8]} in arrays/" if self.path.lists else "neither"
             raise FormatError(
-                f"expected an array {ACTIVATIONS} (or {PROMPT}), found {self.store.names('arrays')[:8]} in arrays/",
+                f"expected an array {ACTIVATIONS} (or {PROMPT}), found {others}",
                 path=self.path,
             )
         for array in self.arrays:
@@ -207,7 +212,11 @@ class Member:
     def texts(self) -> list[Location]:
         """JSONL files next to the arrays, that of sample keys first."""
         folder = self.path / "text"
-        found = [folder / entry.name for entry in folder.entries("*.jsonl")] if folder.kind() == "folder" else []
+        if not folder.lists:
+            found = [folder / name for name in TEXTS if (folder / name).kind() == "file"]
+        else:
+            listed = folder.entries("*.jsonl") if folder.kind() == "folder" else []
+            found = [folder / entry.name for entry in listed]
         index = self.path / "meta" / "sample_index.jsonl"
         return [index, *found] if index.kind() == "file" else found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from actshard._json import Fields, exists, read_json, show
-from actshard.errors import FormatError, MissingFileError, NotAFileError
+from actshard.errors import FormatError, MissingFileError, NotAFileError, UnsupportedError
 from actshard.location import Location
-from actshard.storage import Entry, Kind
+from actshard.storage import Entry, Kind, Stat
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,21 @@ class ArrayMeta:
     def chunk_files(self) -> dict[tuple[int, ...], int]:
         """Sizes of existing chunk files (shards) by grid position. Lists folders, opens no files.
 
+        Where names cannot be listed, asks for each chunk of a small grid by name.
+
         Raises:
             NotAFileError: a folder, a named pipe or another special file has the name of a chunk.
             FileAccessError: a folder cannot be listed, or a chunk's size cannot be read.
+            UnsupportedError: the store cannot list names, and the grid has more than 64 chunk files.
         """
         found: dict[tuple[int, ...], int] = {}
         dims = len(self.shape)
         if dims == 0:
             path = self.path_of(())
-            state = path.found()
+            state = path.found() if path.lists else _asked(path)
             return {} if state is None else {(): _size(path, state.kind, state.size)}
+        if not self.folder.lists:
+            return self._asked_for()
         nested = self.separator == "/"
         folders: list[tuple[Location, tuple[int, ...]]] = [(self.chunks_in, ())]
         while folders:
@@ -75,6 +82,19 @@ class ArrayMeta:
                     if entry.kind == "other" and (folder / entry.name).found() is None:
                         continue  # a dangling link reads as a missing chunk
                     found[at] = entry.size if entry.size is not None else _size(folder / entry.name, entry.kind, 0)
+        return found
+
+    def _asked_for(self) -> dict[tuple[int, ...], int]:
+        """As :meth:`chunk_files`, in a store that cannot list names."""
+        grid = [-(-n // c) for n, c in zip(self.shape, self.outer, strict=True)]
+        if math.prod(grid) > _ASKED_FOR:
+            self.chunks_in.entries()  # raises the error that says why
+            raise UnsupportedError("names cannot be listed", path=self.chunks_in)
+        found = {}
+        for at in itertools.product(*map(range, grid)):
+            path = self.path_of(at)
+            if (state := _asked(path)) is not None:
+                found[at] = _size(path, state.kind, state.size)
         return found
 
     @property
@@ -110,6 +130,23 @@ class ArrayMeta:
 
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
+
+
+_ASKED_FOR = 64
+"""Most chunk files that are asked for by name where they cannot be listed."""
+
+
+def _asked(path: Location) -> Stat | None:
+    """State of a chunk in a store that cannot list names; None if it is absent.
+
+    A refusal is no absence, and a single 404 may come from a proxy that restarts: fill values would then be wrong.
+    """
+    for _ in range(2):
+        try:
+            return path.stat()
+        except MissingFileError:
+            pass
+    return None
 
 
 def _entries(folder: Location) -> list[Entry]:

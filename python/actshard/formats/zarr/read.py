@@ -45,7 +45,7 @@ from actshard.errors import (
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import native
-from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, Member
+from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, TEXTS, Member
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -169,6 +169,12 @@ def open(path: Location, options: Options) -> Contents:
 def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
     """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
     found = [w.within(m.path.name) if len(members) > 1 else w for m in members for w in m.warnings]
+    if not members[0].path.lists:
+        found.append(
+            Remark(
+                "not-listed", f"text/: names cannot be listed; other files than {', '.join(TEXTS)} are not looked for"
+            )
+        )
     coded = sorted({a.how for m in members for a in m.arrays if a.how})
     if coded and decodes:
         found.append(
