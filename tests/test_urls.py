@@ -433,3 +433,16 @@ def test_opening_takes_few_requests_and_copies_take_none(folder: Path, most: int
     # One optional file of Zarr that does not exist is asked for again.
     assert len(server.requests) <= (folder.suffix == ".zarr"), "\n".join(map(str, server.requests))
     assert len(again) == len(far)
+
+
+def test_a_copy_whose_cache_cannot_be_used_says_so(server: Served, tmp_path: Path) -> None:
+    shutil.copytree(SAEV, server.root / "bucket" / SAEV.name)
+    cache = tmp_path / "cache"
+    far = quietly(f"s3://bucket/{SAEV.name}", storage_options=server.options, cache=cache)
+    state = pickle.dumps(far)
+    shutil.rmtree(cache)
+    cache.write_text("not a folder")
+    with pytest.warns(actshard.ActshardWarning, match="cache: ") as caught:
+        again = pickle.loads(state)
+    assert [warning.message.code for warning in caught] == ["disk-cache"]  # type: ignore[union-attr]
+    same(again, quietly(SAEV))

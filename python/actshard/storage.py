@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import stat as modes
+import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import actshard._native as _native
-from actshard.errors import FileAccessError, MissingFileError, TruncatedFileError, UnsupportedError, place_of
+from actshard.errors import (
+    ActshardWarning,
+    FileAccessError,
+    MissingFileError,
+    TruncatedFileError,
+    UnsupportedError,
+    place_of,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -282,7 +290,10 @@ class Remote:
 
 
 def _remote_again(state: bytes, small: dict[str, bytes]) -> Remote:
-    return Remote(_native.RemoteStore.from_state(state), small)
+    native = _native.RemoteStore.from_state(state)
+    if why := native.cache_warning():
+        warnings.warn(ActshardWarning(f"cache: {why}", code="disk-cache"), stacklevel=2)
+    return Remote(native, small)
 
 
 _SMALL = 1 << 20
