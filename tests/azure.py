@@ -12,9 +12,11 @@ import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from xml.sax.saxutils import escape
+
+from served import ManyConnections
 
 ACCOUNT = "lab"
 WRITTEN = "Sun, 22 Nov 2026 10:00:00 GMT"
@@ -124,7 +126,7 @@ def azure(root: Path) -> Iterator[Azure]:
             )
             self.answer(200, body.encode(), {"Content-Type": "application/xml"})
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ManyConnections(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     found.port = server.server_address[1]
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()

@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+
+from served import ManyConnections
 
 LARGE = 512
 """Files from this size on are "LFS files", which another origin serves."""
@@ -343,7 +345,7 @@ def hub() -> Iterator[Hub]:
     found = Hub()
     servers = []
     for base in (_Front, _Other):
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type(base.__name__, (base,), {"hub": found}))
+        server = ManyConnections(("127.0.0.1", 0), type(base.__name__, (base,), {"hub": found}))
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         servers.append(server)

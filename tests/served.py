@@ -64,6 +64,13 @@ def _tag(data: bytes) -> str:
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
+class ManyConnections(ThreadingHTTPServer):
+    """A server that takes as many connections at once as a reader makes; more than the backlog would wait for seconds."""
+
+    request_queue_size = 512
+    daemon_threads = True
+
+
 @contextmanager
 def served(root: Path) -> Iterator[Served]:
     """Serves a folder until the block ends."""
@@ -154,7 +161,7 @@ def served(root: Path) -> Iterator[Served]:
             )
             self.answer(200, body.encode(), Content_Type="application/xml")
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http = ManyConnections(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
     server.port = http.server_address[1]
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
