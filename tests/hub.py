@@ -97,6 +97,7 @@ def _tree_entry(path: str, data: bytes) -> dict[str, Any]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes; the second would wait 40 ms
     hub: Hub
 
     def log_message(self, *_: object) -> None:

@@ -79,6 +79,7 @@ def served(root: Path) -> Iterator[Served]:
     class Handler(WriteHandler):
         written, root, requests = server.written, server.root, server.requests
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # headers and body are two writes; the second would wait 40 ms
 
         def log_message(self, *_: object) -> None:
             """Prints nothing."""
