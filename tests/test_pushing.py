@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import actshard
 from actshard import formats
 from actshard.finding import find_any
 from actshard.location import Location
+from actshard.pushing.buckets import Bucket
 from conftest import GOLDEN
 from served import Served, served
 from test_urls import quietly, same
@@ -177,6 +179,92 @@ def test_another_dataset_is_not_replaced(server: Served, tmp_path: Path) -> None
     (server.root / "bucket/run/.actshard-pushing.json").write_text("{}")
     with pytest.raises(actshard.ExistsError, match="an unfinished upload of another dataset"):
         push(server, SAEV)
+
+
+def with_equal_metadata(folder: Path, to: Path) -> Path:
+    """A copy with other values in one file of data."""
+    shutil.copytree(folder, to)
+    for file in to.glob("acts*.bin"):
+        file.write_bytes((-np.frombuffer(file.read_bytes(), "<f4")).tobytes())
+    return to
+
+
+def test_another_dataset_with_equal_metadata_is_not_replaced(server: Served, tmp_path: Path) -> None:
+    other = with_equal_metadata(SAEV, tmp_path / "other")
+    push(server, SAEV)
+    kept, puts = contents(server.root / "bucket"), list(server.written.puts)
+    with pytest.raises(actshard.ExistsError, match="contains other objects"):
+        push(server, other)
+    assert contents(server.root / "bucket") == kept
+    assert server.written.puts == puts
+    for allowed in (1, 1, 1):
+        seen = iter(range(10**6))
+        server.written.refuse = (lambda m, q, seen=seen, n=allowed: m == "PUT" and next(seen) >= n, 403)
+        with pytest.raises(actshard.FileAccessError):
+            push(server, other, overwrite=True)
+        assert not (server.root / "bucket/run/metadata.json").exists()
+        with pytest.raises(actshard.UnfinishedError):
+            quietly("s3://bucket/run", storage_options=server.keys)
+    server.written.refuse = None
+    push(server, other)
+    same(quietly("s3://bucket/run", storage_options=server.keys), quietly(other))
+
+
+def test_chunks_of_a_replaced_dataset_are_removed(server: Served, tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "zarr/single_minimal/activations.zarr", tmp_path / "other")
+    (tmp_path / "other/arrays/activations/1.0.0.0").unlink()  # zeros
+    push(server, GOLDEN / "zarr/single_minimal/activations.zarr")
+    with pytest.raises(actshard.ExistsError, match=r"contains other objects \(arrays/activations/1\.0\.0\.0\)"):
+        push(server, tmp_path / "other")
+    push(server, tmp_path / "other", overwrite=True)
+    assert contents(server.root / "bucket/run").keys() - {"README.md"} == contents(tmp_path / "other").keys()
+    same(quietly("s3://bucket/run", storage_options=server.keys), quietly(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("at", ["_mark", "_remove_others"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_pushes_at_once_are_not_mixed(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, overwrite: bool
+) -> None:
+    other, work, begun = with_equal_metadata(SAEV, tmp_path / "other"), getattr(Bucket, at), []
+
+    def meanwhile(self: Bucket, *given: Any, **more: Any) -> None:
+        if at == "_remove_others":
+            work(self, *given, **more)
+        if not begun:
+            begun.append(1)
+            with contextlib.suppress(actshard.ExistsError):
+                push(server, SAEV, overwrite=overwrite)
+        if at == "_mark":
+            work(self, *given, **more)
+
+    monkeypatch.setattr(Bucket, at, meanwhile)
+    if at == "_mark" and overwrite:  # one after the other
+        push(server, other, overwrite=True)
+        same(quietly("s3://bucket/run", storage_options=server.keys), quietly(other))
+    elif at == "_mark":
+        with pytest.raises(actshard.ExistsError):
+            push(server, other)
+        same(quietly("s3://bucket/run", storage_options=server.keys), quietly(SAEV))
+    elif overwrite:
+        with pytest.raises(actshard.ExistsError, match="another process uploads"):
+            push(server, other, overwrite=True)
+    else:
+        push(server, other)
+        same(quietly("s3://bucket/run", storage_options=server.keys), quietly(other))
+
+
+def test_a_readme_that_is_there_is_kept(server: Served, tmp_path: Path) -> None:
+    shutil.copytree(SAEV, tmp_path / "mine")
+    (tmp_path / "mine/README.md").write_text("new")
+    (server.root / "bucket/run").mkdir()
+    there = server.root / "bucket/run/README.md"
+    there.write_text("theirs")
+    push(server, tmp_path / "mine")
+    push(server, tmp_path / "mine")
+    assert there.read_text() == "theirs"
+    push(server, tmp_path / "mine", overwrite=True)
+    assert there.read_text() == "new"
 
 
 def test_an_interrupted_replacement_is_continued(server: Served) -> None:
@@ -348,6 +436,26 @@ def test_the_hub_gets_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     hub.error = RuntimeError("403 Forbidden")
     with pytest.raises(actshard.FileAccessError, match=r"^hf://datasets/lab/acts/run: cannot write: RuntimeError: 403"):
         actshard.push(SAEV, "hf://datasets/lab/acts/run", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "403 Forbidden for url: https://x.s3.amazonaws.com/repos/aa?X-Amz-Signature=SECRET&X-Amz-Credential=SECRET",
+        "Invalid header value b'Bearer hf_SECRET\\n'",
+        "authorization: bearer SECRET",
+        "cannot connect to https://me:SECRET@host/x",
+        "token hf_SECRET is not valid",
+    ],
+)
+def test_messages_of_the_hub_contain_no_secrets(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub.module)
+    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {})
+    hub.error = RuntimeError(said)
+    with pytest.raises(actshard.FileAccessError, match="cannot write: RuntimeError: ") as caught:
+        actshard.push(SAEV, "hf://datasets/lab/acts", {"token": "hf_SECRET"})
+    assert "SECRET" not in str(caught.value)
 
 
 def test_the_hub_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

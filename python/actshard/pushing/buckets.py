@@ -7,6 +7,7 @@ and another is refused, and actshard does not open a dataset beside it. Other pr
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -39,7 +40,9 @@ class Bucket:
         self.start = f"{self.native.root}/" if self.native.root else ""
         self.marker = self.start + ship.below(PUSHING)
         self.there = dict(self.native.everything())
-        self.mine = {self.start + file.name for file in ship.files}
+        self.mine = {self.start + file.name: (file.size, ship.digests[file.name]) for file in ship.files}
+        self.digests: dict[str, str | None] = {}
+        self.text = b""
         self.manifest = {self.start + name: digest for name, digest in ship.sums.items()}
         self.sent_files = self.sent_bytes = self._done = 0
 
@@ -49,37 +52,70 @@ class Bucket:
         Raises:
             ExistsError: other objects are there.
         """
-        found = [key for key in self.manifest if key in self.there]
-        digests = dict(zip(found, self.native.digests(found), strict=True))
-        right = {key for key in found if digests[key] == self.manifest[key]}
         state = self._state()
-        same = all(self.there.get(self.start + file.name) == file.size for file in self.ship.files)
-        finished = state is None and (right == self.manifest.keys() if self.manifest else same)
         begun = state is not None and state.get("dataset") == self.ship.identity
-        others = [key for key in self.there if key not in (self.start + CARD, self.marker)]
         replaces = begun and bool(state and state.get("replaces"))
-        if (others or state is not None) and not (finished or begun):
-            self._refuse_unless_overwrite(state, others)
-            replaces = True
+        right = self._right()
+        others = self._others()
+        finished = state is None and not others and self._is_this(right)
+        if not finished and not (begun and (replaces or not others)):
+            found = [*others, *(key for key in self.mine if key in self.there and key != self.start + CARD)]
+            replaces = state is not None or bool(found)
+            if replaces:
+                self._refuse_unless_overwrite(state, found)
+            self._mark(replaces, over=state is not None)
+            right = self._right()
+        self.text = self._text(replaces)
+        card = self.start + CARD
+        if card in self.there and not (self.overwrite or replaces):
+            self.mine.pop(card, None)  # somebody's words
         if not finished:
-            if not begun:
-                self._mark(replaces)
             self._remove_others(right, replaces)
         with contextlib.suppress(ActshardError):  # listing them may not be allowed
             self.native.sweep(sorted(self.mine))
         for number, stage in enumerate(self.ship.stages):
+            if number > 0 and not finished:
+                self._check_marker(replaces and number == 1)
+            files = [file for file in stage if self.start + file.name in self.mine]
+            sent = [file for file in files if self.start + file.name not in right]
+            self._done += sum(file.size for file in stage) - sum(file.size for file in sent)
             jobs: list[Job] = []
-            for file in stage:
+            for file in sent:
                 key = self.start + file.name
                 size = self.there.get(key)
                 jobs.append((str(file.path), key, number > 0 and size is None, size))
-            if number == 0 and self.ship.card is not None and self.start + CARD not in self.there:
-                jobs.append((self.ship.card, self.start + CARD, False, None))
-            sizes = [file.size for file in stage] + [len(self.ship.card or b"")] * (len(jobs) - len(stage))
+            if number == 0 and self.ship.card is not None and card not in self.there:
+                jobs.append((self.ship.card, card, False, None))
+            sizes = [file.size for file in sent] + [len(self.ship.card or b"")] * (len(jobs) - len(sent))
             self._send(jobs, sizes, progress)
         self._check()
-        if self.marker in self.there or not finished:
+        if not finished:
             self.native.remove([self.marker])
+
+    def _right(self) -> set[str]:
+        """Keys of the dataset's objects that are there with its bytes."""
+        found = [key for key in self.mine if key in self.there]
+        self.digests = dict(zip(found, self.native.digests(found), strict=True))
+        return {key for key in found if self.digests[key] == self.mine[key][1] and self.there[key] == self.mine[key][0]}
+
+    def _others(self) -> list[str]:
+        """Keys of objects that are not part of the dataset."""
+        return [key for key in self.there if key not in self.mine and key not in (self.start + CARD, self.marker)]
+
+    def _is_this(self, right: set[str]) -> bool:
+        """Whether a push of this dataset ended here.
+
+        Objects that are missing, or that another program replaced, do not matter if all others are this dataset's. Equal metadata
+        alone say nothing about the data.
+        """
+        card = self.start + CARD
+        data = self.mine.keys() - self.manifest.keys() - {card}
+        wrong = {key for key in self.digests if key not in right and key != card}
+        if not wrong and self.mine.keys() - {card} <= self.there.keys():
+            return True
+        # Azure's large blobs carry no digest although push wrote them: they may be another dataset's.
+        replaced = all(self.digests[key] is None for key in wrong) and not str(self.root).startswith("az:")
+        return bool(self.manifest) and self.manifest.keys() <= right and bool(data & right) and (replaced or not wrong)
 
     def _state(self) -> dict[str, object] | None:
         """What the marker says; None without one."""
@@ -102,17 +138,49 @@ class Bucket:
         what = "an unfinished upload of another dataset" if state is not None else "other objects"
         named = f" ({others[0][len(self.start) :]})" if others else ""
         raise ExistsError(
-            f"contains {what}{named}. Choose another URL, or pass overwrite=True (--overwrite), which removes everything below it.",
+            f"contains {what}{named}. Choose another URL, or, after any other upload to it has ended, pass overwrite=True "
+            "(--overwrite), which removes everything below it.",
             path=self.root,
         )
 
-    def _mark(self, replaces: bool) -> None:
-        text = json.dumps({"actshard": 1, "dataset": self.ship.identity, "replaces": replaces}).encode()
-        self._send([(text, self.marker, not self.overwrite and self.marker not in self.there, None)], [0], None)
+    def _text(self, replaces: bool) -> bytes:
+        return json.dumps({"actshard": 1, "dataset": self.ship.identity, "replaces": replaces}).encode()
+
+    def _mark(self, replaces: bool, over: bool) -> None:
+        """Writes the marker, only if none is there unless it takes over, and looks again at what is there."""
+        before = {key: size for key, size in self.there.items() if key != self.marker}
+        self._send([(self._text(replaces), self.marker, not over, None)], [0], None)
+        self.there = dict(self.native.everything())
+        after = {key: size for key, size in self.there.items() if key != self.marker}
+        if after != before and not self.overwrite:
+            self.native.remove([self.marker])
+            self._refuse_unless_overwrite(None, sorted(after.keys() - before.keys()))
+
+    def _check_marker(self, taken: bool) -> None:
+        """Before the manifest is written: no other push has begun here. If another dataset was here, its push may still run."""
+        wrong = self.native.digests([self.marker]) != [hashlib.sha256(self.text).hexdigest()] and (
+            self.marker not in dict(self.native.everything()) or self.native.read(self.marker, 0, 1 << 16) != self.text
+        )
+        if taken and not wrong:
+            self.there = dict(self.native.everything())
+            right = self._right()
+            data = [key for key in self.mine if key not in self.manifest]
+            differs = [key for key in data if key not in right and self.digests.get(key, "") is not None]
+            wrong = bool(self._others() or differs)
+        if wrong:
+            raise ExistsError(
+                "another process uploads to this URL. Its objects and those of this upload may be mixed, and the dataset is not "
+                "readable. After that process has ended, push with overwrite=True (--overwrite).",
+                path=self.root,
+            )
 
     def _remove_others(self, right: set[str], replaces: bool) -> None:
-        """Removes manifests that are not this dataset's, first; if it replaces another, also all other objects."""
-        wrong = {key for key in self.manifest if key in self.there and key not in right}
+        """Removes manifests first: they would make a mixture readable.
+
+        If it replaces another dataset, also all other objects, of which each could be a chunk that this dataset lacks.
+        """
+        whole = self.mine.keys() - self.manifest.keys() <= right
+        wrong = {key for key in self.manifest if key in self.there and not (whole and key in right)}
         if replaces:
             patterns = [
                 f"/{p}" for name in [*formats.names(), *formats.of_tokens()] for p in formats.get(name).manifest
@@ -120,12 +188,13 @@ class Bucket:
             other = {key for key in self.there if key not in self.mine and key != self.marker}
             wrong |= {key for key in other if any(fnmatchcase(f"/{key}", f"*{p}") for p in patterns)}
         self.native.remove(sorted(wrong))
-        self.there = {key: size for key, size in self.there.items() if key not in wrong}
         if replaces:
-            rest = {key for key in self.there if key not in self.mine and key != self.marker}
+            rest = {key for key in self.there if key not in self.mine and key != self.marker} - wrong
             rest -= set() if self.ship.card is None else {self.start + CARD}
             self.native.remove(sorted(rest))
-            self.there = {key: size for key, size in self.there.items() if key not in rest}
+            wrong |= rest
+        self.there = {key: size for key, size in self.there.items() if key not in wrong}
+        right -= wrong
 
     def _send(self, jobs: list[Job], sizes: list[int], progress: Bytes | None) -> None:
         before = self._done
@@ -148,7 +217,7 @@ class Bucket:
         self.there = dict(self.native.everything())
         for file in self.ship.files:
             size = self.there.get(self.start + file.name)
-            if size != file.size:
+            if self.start + file.name in self.mine and size != file.size:
                 raise FormatError(
                     f"expected {file.size} bytes after the upload, found {'nothing' if size is None else size}: another process "
                     "changes these objects. Push again.",

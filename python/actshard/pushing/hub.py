@@ -107,6 +107,21 @@ def _is_same(root: Location, manifest: Mapping[str, str], there: Mapping[str, in
     return all(hashlib.sha256(data).hexdigest() == manifest[key] for key, data in found.items())
 
 
+_SECRETS = (
+    (re.compile(r"(?<=//)[^/\s@]+@"), ""),  # a user and password in a URL
+    (re.compile(r"""(://[^\s?#'"<>]*)[?#][^\s'"<>]*"""), r"\1"),  # signatures are in queries
+    (re.compile(r"""(?i)\b(bearer|basic)(\s+|%20)[^\s'"\\]+"""), r"\1 ..."),
+    (re.compile(r"hf_\w+"), "hf_..."),
+)
+
+
+def without_secrets(text: str) -> str:
+    """A message of another library without queries of URLs, authorization headers and tokens."""
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text
+
+
 @contextlib.contextmanager
 def _explained(root: Location) -> Iterator[None]:
     """Turns errors of huggingface_hub into one line without its request's headers."""
@@ -118,7 +133,7 @@ def _explained(root: Location) -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, MemoryError | RecursionError):
             raise
-        said = str(error).strip().splitlines()
+        said = without_secrets(str(error)).strip().splitlines()
         advice = {
             401: "; log in with `hf auth login`, or set HF_TOKEN or storage_options={'token': ...}",
             403: "; the token needs permission to write to this repository",

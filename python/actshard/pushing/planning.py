@@ -41,7 +41,7 @@ class Shipment:
         format: the dataset's format.
         stages: files in the order of upload. Those of a stage are uploaded before those of the next; the first stage contains all
             files that are not part of the manifest.
-        sums: SHA-256 of the manifest's files by name.
+        digests: SHA-256 of all files by name.
         card: a dataset card for a folder without one; None if there is one.
         notes: properties that make remote reads slow.
     """
@@ -50,7 +50,7 @@ class Shipment:
     dataset: str
     format: str
     stages: tuple[tuple[LocalFile, ...], ...]
-    sums: dict[str, str]
+    digests: dict[str, str]
     card: bytes | None
     notes: tuple[str, ...]
 
@@ -61,9 +61,14 @@ class Shipment:
 
     @property
     def identity(self) -> str:
-        """Identifies the dataset: digest of its manifest, or of its names and sizes if its format declares no manifest."""
-        listed: dict[str, str | int] = dict(self.sums) or {file.name: file.size for file in self.files}
-        return hashlib.sha256(json.dumps(sorted(listed.items())).encode()).hexdigest()
+        """Identifies the dataset: a digest of the names, sizes and digests of all files."""
+        listed = sorted((file.name, file.size, self.digests[file.name]) for file in self.files)
+        return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """SHA-256 of the manifest's files by name."""
+        return {file.name: self.digests[file.name] for stage in self.stages[1:] for file in stage}
 
     def below(self, name: str) -> str:
         """A name in the dataset's folder, relative to the pushed folder."""
@@ -91,10 +96,10 @@ def shipment(folder: Path, url: str, check: bool) -> Shipment:
     dataset = at.relative_to(root)
     dataset = "" if dataset == "." else dataset
     stages = _stages(_files(root.local), dataset, formats.get(format).manifest)
-    sums = {file.name: _digest(file.path) for stage in stages[1:] for file in stage}
+    digests = {file.name: _digest(file.path) for stage in stages for file in stage}
     has_card = any(file.name == CARD for file in stages[0])
     card = None if has_card else _card(at, format, stages, url)
-    return Shipment(root.local, dataset, format, stages, sums, card, _notes(stages))
+    return Shipment(root.local, dataset, format, stages, digests, card, _notes(stages))
 
 
 def check_finished_or_tokens(root: Location) -> None:
