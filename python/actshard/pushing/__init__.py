@@ -66,8 +66,8 @@ def push(
         storage_options: as for :func:`actshard.open`.
         verify: refuse a dataset in which :func:`actshard.verify` finds an error.
         overwrite: replace another dataset, or take over from an unfinished push, whose process must have ended: removes everything
-            below the URL that is not part of this dataset, metadata first. A ``README.md`` stays if the folder has none. With False,
-            a ``README.md`` always stays.
+            below the URL that is not part of this dataset, metadata first. A ``README.md`` stays if the folder has none.
+            With False, a ``README.md`` always stays.
         private: whether a repository of the hub that does not exist yet is private.
         progress: called with (bytes done, total bytes) from time to time.
 
@@ -77,8 +77,8 @@ def push(
     Raises:
         FormatError: the dataset has errors, or a file changed meanwhile.
         UnfinishedError: the dataset is not finished.
-        ExistsError: objects of another dataset, also one with equal metadata, or of others are there, and ``overwrite`` is False; or
-            another process uploads to the URL.
+        ExistsError: objects of another dataset, also one with equal metadata, or of others are there, and ``overwrite`` is False;
+            or another process uploads to the URL.
         FileAccessError: the store refuses or fails; the message says what to do.
         MissingExtraError: ``hf://`` needs ``pip install 'actshard[hub]'``.
         UnsupportedError: the store cannot be written.
