@@ -10,7 +10,7 @@ LIGHT := not peers and not levanter and not servers
 FUZZ_RUNS ?= 10000000
 LEVANTER := $(CURDIR)/.venv-levanter
 
-NATIVE_SOURCES := $(shell find rust/core rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
+NATIVE_SOURCES := $(shell find rust/core rust/remote rust/py -name '*.rs' -o -name Cargo.toml) Cargo.toml Cargo.lock pyproject.toml
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 
 .PHONY: demo test torture check test-peers test-remote test-levanter bench fuzz-smoke fmt clean help

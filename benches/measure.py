@@ -119,7 +119,7 @@ def cached_fraction(files: list[Path], samples: int = 64) -> float:
                     pass
                 except OSError as error:
                     raise NotPermitted("this file system cannot tell what is cached") from error
-    return hits / (samples * len(files))
+    return hits / (samples * len(files)) if files else 0.0
 
 
 def in_child(module: str, *arguments: str, **environment: str) -> dict[str, Any]:

@@ -135,3 +135,20 @@ fn servers_with_equal_names_and_tags_do_not_share_cached_objects() {
     let bodies = seen.iter().filter(|seen| seen.path == "/bucket/run/a").count();
     assert!(bodies <= 3, "{bodies} requests: the last reading comes from the cache");
 }
+
+#[test]
+fn objects_without_strong_tags_are_not_cached() {
+    let bytes = noise(200_000, 1);
+    let fake = Fake::new([("run/a", bytes.clone())]);
+    fake.set_bare_listings();
+    let folder = tempfile::tempdir().unwrap();
+    for _ in 0..2 {
+        let store = fake.s3("run", &[]).cached(folder.path(), 64 << 20).unwrap();
+        store.scan(&store.root(), false, &Stop::default()).unwrap();
+        let source = super::server::open(&store, &store.location("run/a")).unwrap();
+        fake.seen();
+        assert!(read(&*source, 0, 200_000).unwrap() == bytes);
+        assert!(!fake.seen().is_empty(), "its time of writing does not tell that it is the same");
+        assert_eq!(store.cache().unwrap().info().unwrap().objects, 0);
+    }
+}
