@@ -6,6 +6,7 @@ import importlib
 import json
 import pickle
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ import pytest
 
 import actshard
 from actshard.formats import registry
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script; children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "golden"
 SAEV = sorted(p.parent for p in (GOLDEN / "saev").glob("*/expected.npz"))

@@ -29,8 +29,8 @@ VERBS: dict[str, Callable[[Any], object]] = {
     "convert to": lambda path: actshard.convert("source", path, "zarr"),
     "convert from": lambda path: actshard.convert(path, "made", "zarr"),
 }
-OF_URLS = ("open", "verify", "convert from")
-"""Those that take URLs of datasets: tests/test_urls.py, tests/test_url_commands.py."""
+OF_URLS = ("open", "verify", "convert from", "convert to")
+"""Those that take URLs of datasets: tests/test_urls.py, tests/test_url_commands.py, tests/test_pushing.py."""
 BAD = {
     "s3://bucket/x": "remote paths are not supported",
     "gs://bucket/cache/train": "remote paths are not supported",
@@ -58,7 +58,8 @@ def test_a_path_that_cannot_be_local_is_refused_and_nothing_is_made(here: Path, 
     for path, words in BAD.items():
         if verb in OF_URLS and isinstance(path, str) and "://" in path:
             continue
-        with refuses(actshard.ArgumentError, None, words):
+        told = "then upload it with actshard.push" if verb == "create" and "://" in str(path) else words
+        with refuses(actshard.ArgumentError, None, told):
             VERBS[verb](path)
     for path in (3, b"source", None, 1.5, object()):
         with refuses(actshard.ArgumentTypeError, None, "expected a path") as caught:
@@ -90,7 +91,7 @@ def test_names_that_only_look_like_urls_are_local(here: Path) -> None:
 
 
 def test_the_command_line_refuses_remote_paths_in_one_line(here: Path) -> None:
-    for words in (["merge", "s3://b/x"], ["info", "ftp://b/x"], ["convert", "source", "s3://b/x", "--to", "zarr"]):
+    for words in (["merge", "s3://b/x"], ["info", "ftp://b/x"], ["convert", "source", "ftp://b/x", "--to", "zarr"]):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "actshard.cli", *words],
             capture_output=True,

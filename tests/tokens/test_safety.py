@@ -416,7 +416,9 @@ class TestDisk:
             tokens.open_cache(tmp_path / "c")
 
     @pytest.mark.parametrize("url", ["gs://bucket/cache", "s3://bucket/cache", "hf://datasets/a/b"])
-    def test_urls_are_no_folders(self, url: str, records: Callable[..., Path], tmp_path: Path, monkeypatch) -> None:
+    def test_urls_are_no_folders_to_write_to(
+        self, url: str, records: Callable[..., Path], tmp_path: Path, monkeypatch
+    ) -> None:
         path = records("a.jsonl", [1])
         monkeypatch.chdir(tmp_path)
         source = tokens.UrlDatasetSourceConfig((str(path),))
@@ -424,7 +426,6 @@ class TestDisk:
         for call in (
             lambda: tokens.build_cache(path, url, format=IDS),
             lambda: tokens.CacheWriter(url, {"a": np.int32}),
-            lambda: tokens.open_cache(url),
             lambda: tokens.LmDataConfig(cache_dir=url, components=components).build(),
             lambda: tokens.LmDataConfig.from_yaml(f"{url}.yaml"),
         ):

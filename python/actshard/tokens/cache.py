@@ -26,6 +26,7 @@ from actshard.errors import (
     UnsupportedError,
 )
 from actshard.location import Location, network_io
+from actshard.storage import Memory
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
 from actshard.walking import find_cache
@@ -95,6 +96,8 @@ class TokenCache:
         self._begin(root, io, memory, ledgers.read(root))
 
     def _begin(self, root: Location, io: str, memory: int | str, ledger: Ledger) -> None:
+        if isinstance(root.storage, Memory):
+            raise UnsupportedError("expected a local path or a URL, found files in memory", path=root)
         self.path = root.place
         self._asked = (root, io, memory)
         self.ledger = ledger
