@@ -369,7 +369,7 @@ def _as_path(value: Any) -> Path | None:
 def place_of(path: str | os.PathLike[str]) -> Path:
     """Converts to Path. Returns remote locations and URLs as they are: pathlib would collapse the slashes of a URL."""
     if getattr(path, "is_local", True) is False or (isinstance(path, str) and "://" in path):
-        return path  # type: ignore[return-value]  # as documented
+        return path  # type: ignore[return-value]  # a URL stays one: pathlib would collapse its slashes
     return Path(path)
 
 

@@ -199,7 +199,7 @@ def _read_json(path: Path) -> _Marker | None:
 
 def _size(path: str) -> int:
     try:
-        return os.stat(path).st_size  # noqa: PTH116 -- as above
+        return os.stat(path).st_size  # noqa: PTH116 -- called for each of many files: Path would cost time
     except OSError:
         return -1
 
@@ -359,9 +359,9 @@ def _others(folder: Path) -> list[str]:
     staged = {MARKER, *(posixpath.join(marker.inside, name) for name in marker.files)} if marker else set()
     found = []
     for at, folders, names in os.walk(folder, onerror=_refuse):
-        links = [name for name in folders if os.path.islink(os.path.join(at, name))]  # noqa: PTH114, PTH118 -- as above
+        links = [name for name in folders if os.path.islink(os.path.join(at, name))]  # noqa: PTH114, PTH118 -- walk gives texts
         below = os.path.relpath(at, folder)
-        found += [os.path.normpath(os.path.join(below, name)) for name in (*names, *links)]  # noqa: PTH118
+        found += [os.path.normpath(os.path.join(below, name)) for name in (*names, *links)]  # noqa: PTH118 -- walk gives texts
     return sorted(name for name in found if name not in staged)
 
 
