@@ -192,6 +192,19 @@ def test_detecting_imports_no_writer() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
 
 
+def test_importing_actshard_loads_nothing_of_urls() -> None:
+    code = """
+        import sys
+        import actshard
+        loaded = {name for name in sys.modules if name.startswith("actshard.")}
+        assert not loaded & {"actshard.staging", "actshard.pushing", "actshard.caching"}, loaded
+        assert "tempfile" not in sys.modules
+        assert {"stage", "push", "cache_info"} <= set(dir(actshard))
+        assert actshard.stage is actshard.staging.stage
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
+
+
 @pytest.mark.parametrize("name", registry.installed())
 def test_the_rooms_that_a_format_names_are_in_its_folder(name: str) -> None:
     format = formats.get(name)

@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from actshard._native import build_info
-from actshard.caching import CacheInfo, cache_info, clear_cache
 from actshard.converting import Conversion, convert
 from actshard.errors import (
     ActshardError,
@@ -41,13 +43,16 @@ from actshard.errors import (
 )
 from actshard.merging import merge
 from actshard.opening import open
-from actshard.pushing import Pushed, push
-from actshard.staging import Staged, stage
 from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, Stream
 from actshard.verifying import Report, verify
 from actshard.writing import Writer, create
+
+if TYPE_CHECKING:
+    from actshard.caching import CacheInfo, cache_info, clear_cache
+    from actshard.pushing import Pushed, push
+    from actshard.staging import Staged, stage
 
 __version__ = build_info()["version"]
 
@@ -101,6 +106,26 @@ __all__ = [
     "stage",
     "verify",
 ]
+
+_ON_FIRST_USE = {
+    "CacheInfo": "caching", "cache_info": "caching", "clear_cache": "caching",
+    "Pushed": "pushing", "push": "pushing",
+    "Staged": "staging", "stage": "staging",
+}  # fmt: skip
+"""Names of remote data and the modules they come from: who reads local files does not wait for these to load."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module 'actshard' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"actshard.{_ON_FIRST_USE[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 if build_info()["profile"] == "debug":
     import warnings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import Any, TypeVar, cast
 from actshard import _arguments
 from actshard.errors import ArgumentError, ExistsError, boundary
 from actshard.location import Location
-from actshard.pushing import push
 from actshard.storage import Remote
 from actshard.work import PUSHING
 
@@ -43,6 +41,10 @@ def uploads(convert: F) -> F:
 def _to_url(
     convert: F, src: Any, root: Location, target: tuple[str, Any, Any], format: str, given: dict[str, Any]
 ) -> Any:
+    import tempfile
+
+    from actshard.pushing import push
+
     began = time.perf_counter()
     url, options, scratch = target
     resume = _arguments.switch(given.get("resume", False), "resume")
