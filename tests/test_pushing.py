@@ -297,6 +297,119 @@ def test_a_broken_or_unfinished_dataset_is_not_pushed(server: Served, tmp_path: 
     assert not server.requests
 
 
+def test_hidden_files_are_left_out_and_told(server: Served, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(SAEV, folder)
+    for name in (
+        ".env",
+        ".git/config",
+        ".actshard-staged.json",
+        ".DS_Store",
+        "notes~",
+        "#notes#",
+        "sub/.secret/key",
+        ".gitattributes",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("private")
+    (folder / ".broken").symlink_to("/nowhere")
+    done = push(server, folder)
+    there = contents(server.root / "bucket/run").keys() - {"README.md", ".gitattributes"}
+    assert there == contents(SAEV).keys()
+    assert done.left_out == (
+        "#notes#",
+        ".DS_Store",
+        ".actshard-staged.json",
+        ".broken",
+        ".env",
+        ".git/",
+        "notes~",
+        "sub/.secret/",
+    )
+    assert done.as_dict()["left_out"] == done.left_out
+    assert push(server, folder).sent_files == 0
+
+
+def test_hidden_files_of_the_dataset_are_pushed(server: Served, tmp_path: Path) -> None:
+    cache = next(p.parent for p in sorted(GOLDEN.rglob("shard_ledger.json")))
+    shutil.copytree(cache, tmp_path / "tokens")
+    ledger = json.loads((tmp_path / "tokens/shard_ledger.json").read_text())
+    ledger["note"] = {"kept": "extra/.hidden/file"}
+    (tmp_path / "tokens/shard_ledger.json").write_text(json.dumps(ledger))
+    (tmp_path / "tokens/extra/.hidden").mkdir(parents=True)
+    (tmp_path / "tokens/extra/.hidden/file").write_text("x")
+    (tmp_path / "tokens/extra/.hidden/other").write_text("x")
+    (tmp_path / "tokens/extra/.env").write_text("x")
+    (tmp_path / "tokens/.success").write_text("")
+    done = push(server, tmp_path / "tokens", verify=False)
+    there = contents(server.root / "bucket/run")
+    assert {"extra/.hidden/file", "extra/.hidden/other", ".success"} <= there.keys()
+    assert done.left_out == ("extra/.env",)
+
+
+def test_links_that_lead_outside_are_refused(server: Served, tmp_path: Path) -> None:
+    folder, far = tmp_path / "mine", tmp_path / "far"
+    shutil.copytree(SAEV, folder)
+    far.mkdir()
+    (folder / "acts000001.bin").rename(far / "shard")
+    (folder / "acts000001.bin").symlink_to(far / "shard")
+    (folder / "copy.bin").symlink_to("acts000000.bin")
+    with pytest.raises(actshard.ArgumentError, match=r"acts000001\.bin: leads to .*/far/shard, outside .*links=True"):
+        push(server, folder)
+    assert not server.requests
+    push(server, folder, links=True)
+    (tmp_path / "alias").symlink_to(folder)
+    assert push(server, tmp_path / "alias", links=True).sent_files == 0
+    (folder / "acts000001.bin").unlink()
+    (far / "shard").rename(folder / "acts000001.bin")
+    (folder / "home").symlink_to(far)
+    with pytest.raises(actshard.ArgumentError, match="home: leads to"):
+        push(server, folder)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "acts000001.bin", "labels.bin", "new.bin"])
+def test_a_dataset_that_changes_while_it_is_pushed_is_not_finished(server: Served, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(SAEV, folder)
+
+    def change(method: str, query: str) -> bool:
+        if method == "PUT" and not server.written.puts:
+            file = folder / name
+            data = file.read_bytes() if file.exists() else b"x"
+            file.write_bytes(data + b" " if name.endswith("json") else data[:-1] + bytes([data[-1] ^ 1]))
+        return False
+
+    server.written.refuse = (change, 500)
+    with pytest.raises(actshard.FormatError, match=f"{name}: changed while"):
+        push(server, folder, verify=False)
+    assert not (server.root / "bucket/run/metadata.json").exists()
+    with pytest.raises(actshard.UnfinishedError):
+        quietly("s3://bucket/run", storage_options=server.keys)
+    server.written.refuse = None
+    push(server, folder, verify=False, overwrite=True)
+    assert (server.root / "bucket/run" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_continued_replacement_keeps_what_others_put_there(server: Served) -> None:
+    other = sorted(GOLDEN.glob("saev/v21_nocls_oneshard/saev/shards/*"))[0]
+    push(server, SAEV)
+    seen = iter(range(10**6))
+    server.written.refuse = (lambda m, q: m in ("PUT", "DELETE") and next(seen) >= 1, 403)
+    with pytest.raises(actshard.FileAccessError):
+        push(server, other, overwrite=True)
+    server.written.refuse = None
+    theirs = server.root / "bucket/run/colleague/results.csv"
+    theirs.parent.mkdir()
+    theirs.write_text("1,2")
+    with pytest.raises(actshard.ExistsError, match=r"contains other objects \(colleague/results\.csv\)"):
+        push(server, other)
+    assert theirs.read_text() == "1,2"
+    theirs.unlink()
+    theirs.parent.rmdir()
+    push(server, other)
+    same(quietly("s3://bucket/run", storage_options=server.keys), quietly(other))
+
+
 KILLED = """
 import sys, actshard
 actshard.push(sys.argv[1], "s3://bucket/run", {"endpoint_url": sys.argv[2], "key": "k", "secret": "s", "region": "x"})

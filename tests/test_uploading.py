@@ -40,8 +40,8 @@ def native(server: Served, **more: object) -> actshard._native.RemoteStore:
     return Location.of_any("s3://bucket/run", {**server.keys, **more}).storage.native  # type: ignore[attr-defined]
 
 
-def jobs(local: Path, only_new: bool = False) -> list[tuple[str | bytes, str, bool, int | None]]:
-    return [(os.fspath(file), f"run/{file.name}", only_new, None) for file in sorted(local.iterdir())]
+def jobs(local: Path, only_new: bool = False) -> list[tuple[str | bytes, str, bool, int | None, str | None]]:
+    return [(os.fspath(file), f"run/{file.name}", only_new, None, None) for file in sorted(local.iterdir())]
 
 
 def same(server: Served, local: Path) -> bool:
@@ -58,7 +58,9 @@ def test_objects_arrive_with_their_digests(server: Served, local: Path) -> None:
     assert digests == [hashlib.sha256((local / n).read_bytes()).hexdigest() for n in ("small", "large")] + [None]
     assert sum("partNumber" in query for _, _, query in server.requests) == 3
     assert not server.written.uploads
-    again = [(file, key, new, (server.root / "bucket" / key).stat().st_size) for file, key, new, _ in jobs(local)]
+    again = [
+        (file, key, new, (server.root / "bucket" / key).stat().st_size, None) for file, key, new, _, _ in jobs(local)
+    ]
     before = len(server.requests)
     assert store.upload(again, None) == ["there"] * 3
     assert [method for method, _, _ in server.requests[before:]] == ["HEAD"] * 3
@@ -70,7 +72,10 @@ def test_objects_arrive_with_their_digests(server: Served, local: Path) -> None:
 
 def test_bytes_and_progress(server: Served, local: Path) -> None:
     told: list[int] = []
-    assert native(server).upload([(b"card", "run/README.md", False, None), *jobs(local)], told.append) == ["sent"] * 4
+    assert (
+        native(server).upload([(b"card", "run/README.md", False, None, None), *jobs(local)], told.append)
+        == ["sent"] * 4
+    )
     assert (server.root / "bucket/run/README.md").read_bytes() == b"card"
     assert told == sorted(told)
 
@@ -92,8 +97,8 @@ def test_an_object_of_other_bytes_is_not_replaced(server: Served, local: Path, c
 @pytest.mark.parametrize("name", ["small", "large", "new"])
 def test_a_fault_at_any_request_changes_nothing(server: Served, local: Path, fault: str, name: str) -> None:
     store = native(server)
-    job: list[tuple[str | bytes, str, bool, int | None]] = [
-        (os.fspath(local / ("small" if name == "new" else name)), "run/x", name == "new", None)
+    job: list[tuple[str | bytes, str, bool, int | None, str | None]] = [
+        (os.fspath(local / ("small" if name == "new" else name)), "run/x", name == "new", None, None)
     ]
     at = 0
     while True:
@@ -113,7 +118,7 @@ def test_an_object_whose_answer_was_lost_is_not_written_twice(server: Served, lo
     for only_new in (False, True):
         server.written.puts.clear()
         server.written.count, server.written.faults = 0, {0: "after"}
-        assert native(server).upload([(os.fspath(local / "small"), f"run/{only_new}", only_new, None)], None) == [
+        assert native(server).upload([(os.fspath(local / "small"), f"run/{only_new}", only_new, None, None)], None) == [
             "sent"
         ]
         assert len(server.written.puts) == 1
@@ -175,9 +180,9 @@ def test_uploads_of_a_killed_run_are_found(server: Served, local: Path) -> None:
 
 def test_what_cannot_be_written_is_told(server: Served, local: Path) -> None:
     with pytest.raises(actshard.UnsupportedError, match="cannot be written"):
-        Location.of_any(server.web("run")).storage.native.upload([(b"", "x", False, None)], None)  # type: ignore[attr-defined]
+        Location.of_any(server.web("run")).storage.native.upload([(b"", "x", False, None, None)], None)  # type: ignore[attr-defined]
     store = Location.of_any("s3://nobucket/run", server.keys).storage.native  # type: ignore[attr-defined]
     with pytest.raises(actshard.FileAccessError, match="create the bucket first"):
-        store.upload([(b"", "x", False, None)], None)
+        store.upload([(b"", "x", False, None, None)], None)
     with pytest.raises(actshard.MissingFileError):
-        native(server).upload([(os.fspath(local / "none"), "run/none", False, None)], None)
+        native(server).upload([(os.fspath(local / "none"), "run/none", False, None, None)], None)

@@ -435,6 +435,7 @@ def push_command(
     private: Annotated[
         bool, typer.Option("--private/--public", help="Visibility of a new repository on the hub.")
     ] = True,
+    links: Annotated[bool, typer.Option("--links", help="Follow links that lead outside of the folder.")] = False,
     storage_option: StorageOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -443,7 +444,7 @@ def push_command(
     from actshard.cli._places import options_named
 
     options = options_named(storage_option) or None
-    own = {"overwrite": overwrite, "verify": verify, "private": private, "storage_options": options}
+    own = {"overwrite": overwrite, "verify": verify, "private": private, "links": links, "storage_options": options}
     done = verb.run(folder, url, quiet=json, **own)
     _print(json, done.as_dict, lambda: verb.show(done))
 

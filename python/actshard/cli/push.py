@@ -27,5 +27,8 @@ def show(done: Pushed) -> None:
         f"{size(done.sent_bytes)}{rate}",
         soft_wrap=True,
     )
+    if done.left_out:
+        shown = ", ".join(done.left_out[:8]) + (f" and {len(done.left_out) - 8} more" if len(done.left_out) > 8 else "")
+        out.print(f"[yellow]left out[/] {escape(shown)}: hidden files are not uploaded", soft_wrap=True)
     for note in done.notes:
         out.print(f"[yellow]note[/] {escape(note)}", soft_wrap=True)

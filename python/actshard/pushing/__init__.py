@@ -27,6 +27,7 @@ class Pushed:
         sent_files, sent_bytes: those that were uploaded; the others were there.
         seconds: duration.
         notes: properties of the dataset that make remote reads slow.
+        left_out: hidden files and folders (``.env``, ``.git/``) that were not uploaded.
     """
 
     url: str
@@ -37,6 +38,7 @@ class Pushed:
     sent_bytes: int
     seconds: float
     notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The result as JSON-compatible values."""
@@ -51,6 +53,7 @@ def push(
     verify: bool = True,
     overwrite: bool = False,
     private: bool = True,
+    links: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Pushed:
     """Uploads a finished dataset or token cache to ``s3://``, ``gs://``, ``az://`` or ``hf://``.
@@ -61,7 +64,8 @@ def push(
     the next one. A folder without ``README.md`` gets a dataset card, whose license is left to you.
 
     Args:
-        folder: the dataset's folder, or a folder that contains one dataset; all files below it are uploaded.
+        folder: the dataset's folder, or a folder that contains one dataset. All files below it are uploaded, except hidden ones
+            (``.env``, ``.git``, ``notes~``) that the format does not need; the result names them.
         url: the folder to write: ``s3://BUCKET/RUN``, ``hf://datasets/ORG/NAME[@BRANCH][/PATH]``.
         storage_options: as for :func:`actshard.open`.
         verify: refuse a dataset in which :func:`actshard.verify` finds an error.
@@ -69,13 +73,15 @@ def push(
             below the URL that is not part of this dataset, metadata first. A ``README.md`` stays if the folder has none.
             With False, a ``README.md`` always stays.
         private: whether a repository of the hub that does not exist yet is private.
+        links: follow links that lead outside of the folder; with False they are refused.
         progress: called with (bytes done, total bytes) from time to time.
 
     Returns:
         A :class:`~actshard.pushing.Pushed`.
 
     Raises:
-        FormatError: the dataset has errors, or a file changed meanwhile.
+        ArgumentError: a link leads outside of the folder.
+        FormatError: the dataset has errors, or a file changed meanwhile: then the metadata are not written.
         UnfinishedError: the dataset is not finished.
         ExistsError: objects of another dataset, also one with equal metadata, or of others are there, and ``overwrite`` is False;
             or another process uploads to the URL.
@@ -89,6 +95,7 @@ def push(
 
     check = _arguments.switch(verify, "verify")
     overwrite, private = _arguments.switch(overwrite, "overwrite"), _arguments.switch(private, "private")
+    links = _arguments.switch(links, "links")
     source = _arguments.local_path(folder, "folder")
     root = Location.of_any(url, storage_options)
     if not isinstance(root.storage, Remote):
@@ -97,7 +104,7 @@ def push(
         raise UnsupportedError("cannot be written: expected s3://, gs://, az:// or hf://", path=root)
     began = time.monotonic()
     with boundary(source, "upload"):
-        ship = shipment(source, str(root), check)
+        ship = shipment(source, str(root), check, links)
         total = sum(file.size for file in ship.files)
 
         def tell(done: int) -> None:
@@ -110,4 +117,6 @@ def push(
             bucket = Bucket(root, ship, overwrite)
             bucket.push(tell)
             sent = (bucket.sent_files, bucket.sent_bytes)
-    return Pushed(str(root), ship.format, len(ship.files), total, *sent, time.monotonic() - began, ship.notes)
+    return Pushed(
+        str(root), ship.format, len(ship.files), total, *sent, time.monotonic() - began, ship.notes, ship.left_out
+    )

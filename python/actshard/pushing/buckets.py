@@ -21,7 +21,10 @@ from actshard.storage import Remote
 from actshard.work import PUSHING
 
 Bytes = Callable[[int], object]
-Job = tuple[str | bytes, str, bool, int | None]
+Job = tuple[str | bytes, str, bool, int | None, str | None]
+_MOST_REMOVED = 50_000
+"""Names of objects to remove that the marker holds."""
+_MARKER_BYTES = 32 << 20
 
 
 class Bucket:
@@ -56,16 +59,15 @@ class Bucket:
         begun = state is not None and state.get("dataset") == self.ship.identity
         replaces = begun and bool(state and state.get("replaces"))
         right = self._right()
-        others = self._others()
+        others = self._foreign(state if begun else None)
         finished = state is None and not others and self._is_this(right)
-        if not finished and not (begun and (replaces or not others)):
+        if not finished and (others or not begun):
             found = [*others, *(key for key in self.mine if key in self.there and key != self.start + CARD)]
             replaces = state is not None or bool(found)
             if replaces:
-                self._refuse_unless_overwrite(state, found)
+                self._refuse_unless_overwrite(state is not None and not begun, found)
             self._mark(replaces, over=state is not None)
             right = self._right()
-        self.text = self._text(replaces)
         card = self.start + CARD
         if card in self.there and not (self.overwrite or replaces):
             self.mine.pop(card, None)  # somebody's words
@@ -83,11 +85,14 @@ class Bucket:
             for file in sent:
                 key = self.start + file.name
                 size = self.there.get(key)
-                jobs.append((str(file.path), key, number > 0 and size is None, size))
+                digest = self.ship.digests[file.name]
+                jobs.append((str(file.path), key, number > 0 and size is None, size, digest))
             if number == 0 and self.ship.card is not None and card not in self.there:
-                jobs.append((self.ship.card, card, False, None))
+                jobs.append((self.ship.card, card, False, None, None))
             sizes = [file.size for file in sent] + [len(self.ship.card or b"")] * (len(jobs) - len(sent))
             self._send(jobs, sizes, progress)
+            if number == 0:
+                self.ship.check_unchanged()
         self._check()
         if not finished:
             self.native.remove([self.marker])
@@ -122,12 +127,19 @@ class Bucket:
         if self.marker not in self.there:
             return None
         try:
-            found = json.loads(self.native.read(self.marker, 0, 1 << 16))
+            self.text = self.native.read(self.marker, 0, _MARKER_BYTES)
+            found = json.loads(self.text)
         except ValueError:
             found = None
         return found if isinstance(found, dict) else {}
 
-    def _refuse_unless_overwrite(self, state: dict[str, object] | None, others: list[str]) -> None:
+    def _foreign(self, state: dict[str, object] | None) -> list[str]:
+        """Keys of objects that are not part of the dataset, without those that an unfinished push was asked to remove."""
+        removes = state.get("removes") if state is not None else None
+        known = removes if isinstance(removes, dict) else {}
+        return [key for key in self._others() if known.get(key[len(self.start) :]) != self.there[key]]
+
+    def _refuse_unless_overwrite(self, unfinished: bool, others: list[str]) -> None:
         if self.overwrite:
             if not self.start:
                 raise ArgumentError(
@@ -135,7 +147,7 @@ class Bucket:
                     path=self.root,
                 )
             return
-        what = "an unfinished upload of another dataset" if state is not None else "other objects"
+        what = "an unfinished upload of another dataset" if unfinished else "other objects"
         named = f" ({others[0][len(self.start) :]})" if others else ""
         raise ExistsError(
             f"contains {what}{named}. Choose another URL, or, after any other upload to it has ended, pass overwrite=True "
@@ -144,22 +156,29 @@ class Bucket:
         )
 
     def _text(self, replaces: bool) -> bytes:
-        return json.dumps({"actshard": 1, "dataset": self.ship.identity, "replaces": replaces}).encode()
+        """The marker: the same push removes what it names, and nothing that others put there since."""
+        removes = {key[len(self.start) :]: self.there[key] for key in self._others()} if replaces else {}
+        if len(removes) > _MOST_REMOVED:
+            removes = {}
+        said = {"actshard": 1, "dataset": self.ship.identity, "replaces": replaces, "removes": removes}
+        return json.dumps(said).encode()
 
     def _mark(self, replaces: bool, over: bool) -> None:
         """Writes the marker, only if none is there unless it takes over, and looks again at what is there."""
         before = {key: size for key, size in self.there.items() if key != self.marker}
-        self._send([(self._text(replaces), self.marker, not over, None)], [0], None)
+        self.text = self._text(replaces)
+        self._send([(self.text, self.marker, not over, None, None)], [0], None)
         self.there = dict(self.native.everything())
         after = {key: size for key, size in self.there.items() if key != self.marker}
         if after != before and not self.overwrite:
             self.native.remove([self.marker])
-            self._refuse_unless_overwrite(None, sorted(after.keys() - before.keys()))
+            self._refuse_unless_overwrite(False, sorted(after.keys() - before.keys()))
 
     def _check_marker(self, taken: bool) -> None:
         """Before the manifest is written: no other push has begun here. If another dataset was here, its push may still run."""
         wrong = self.native.digests([self.marker]) != [hashlib.sha256(self.text).hexdigest()] and (
-            self.marker not in dict(self.native.everything()) or self.native.read(self.marker, 0, 1 << 16) != self.text
+            self.marker not in dict(self.native.everything())
+            or self.native.read(self.marker, 0, _MARKER_BYTES) != self.text
         )
         if taken and not wrong:
             self.there = dict(self.native.everything())
@@ -199,7 +218,7 @@ class Bucket:
     def _send(self, jobs: list[Job], sizes: list[int], progress: Bytes | None) -> None:
         before = self._done
         told = None if progress is None else lambda done: progress(before + done)
-        for (_, key, _, _), size, made in zip(jobs, sizes, self.native.upload(jobs, told), strict=True):
+        for (_, key, *_), size, made in zip(jobs, sizes, self.native.upload(jobs, told), strict=True):
             if made == "refused":
                 raise ExistsError(
                     "another process wrote another object meanwhile. Choose another URL, or wait for that process.",

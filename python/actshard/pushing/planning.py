@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,21 +13,12 @@ from actshard.errors import ArgumentError, FormatError, boundary
 from actshard.finding import check_finished, existing, find_any
 from actshard.location import Location
 from actshard.opening import open_quietly
+from actshard.pushing.choosing import LocalFile, choose
 from actshard.verifying import verify
-from actshard.work import BUILDING, FOLDER, PARTS, PUSHING
 
 CARD = "README.md"
 _SMALL_FILE = 256 << 10
 _MANY_FILES = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class LocalFile:
-    """A file to upload: its name below the folder, joined by ``/``, its path and size."""
-
-    name: str
-    path: Path
-    size: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +34,8 @@ class Shipment:
         digests: SHA-256 of all files by name.
         card: a dataset card for a folder without one; None if there is one.
         notes: properties that make remote reads slow.
+        left_out: names of hidden files and folders that are not uploaded.
+        links: whether links that lead outside of the folder are followed.
     """
 
     folder: Path
@@ -53,6 +45,8 @@ class Shipment:
     digests: dict[str, str]
     card: bytes | None
     notes: tuple[str, ...]
+    left_out: tuple[str, ...]
+    links: bool
 
     @property
     def files(self) -> list[LocalFile]:
@@ -70,12 +64,20 @@ class Shipment:
         """SHA-256 of the manifest's files by name."""
         return {file.name: self.digests[file.name] for stage in self.stages[1:] for file in stage}
 
+    def check_unchanged(self) -> None:
+        """Raises FormatError if the folder's files are not those that were verified. Called before the manifest is written."""
+        found = {file.name: file for file in choose(self.folder, self.dataset, self.links)[0]}
+        wrong = next((file for file in self.files if found.pop(file.name, None) != file), None)
+        wrong = wrong or next(iter(found.values()), None)
+        if wrong is not None:
+            raise FormatError("changed while the dataset was uploaded: push again", path=wrong.path)
+
     def below(self, name: str) -> str:
         """A name in the dataset's folder, relative to the pushed folder."""
         return f"{self.dataset}/{name}" if self.dataset else name
 
 
-def shipment(folder: Path, url: str, check: bool) -> Shipment:
+def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
     """Lists what to upload. With ``check`` a dataset with errors is refused.
 
     Raises:
@@ -85,6 +87,9 @@ def shipment(folder: Path, url: str, check: bool) -> Shipment:
     root = existing(folder)
     check_finished_or_tokens(root)
     at, format = find_any(root)
+    dataset = at.relative_to(root)
+    dataset = "" if dataset == "." else dataset
+    files, left_out = choose(root.local, dataset, links)  # before it is verified, so that later changes are noticed
     if check:
         report = verify(root.local, progress=None)
         if report.errors:
@@ -93,13 +98,11 @@ def shipment(folder: Path, url: str, check: bool) -> Shipment:
                 f"is not uploaded: {report.errors} error(s), the first: {first}. actshard verify lists all of them.",
                 path=folder,
             )
-    dataset = at.relative_to(root)
-    dataset = "" if dataset == "." else dataset
-    stages = _stages(_files(root.local), dataset, formats.get(format).manifest)
+    stages = _stages(files, dataset, formats.get(format).manifest)
     digests = {file.name: _digest(file.path) for stage in stages for file in stage}
     has_card = any(file.name == CARD for file in stages[0])
     card = None if has_card else _card(at, format, stages, url)
-    return Shipment(root.local, dataset, format, stages, digests, card, _notes(stages))
+    return Shipment(root.local, dataset, format, stages, digests, card, _notes(stages), left_out, links)
 
 
 def check_finished_or_tokens(root: Location) -> None:
@@ -108,41 +111,6 @@ def check_finished_or_tokens(root: Location) -> None:
         check_finished(root)
     except ArgumentError:
         return
-
-
-def _files(folder: Path) -> list[LocalFile]:
-    """Regular files below a folder in the order of names, links followed, without those of writers."""
-    found: list[LocalFile] = []
-    inside: set[tuple[int, int]] = set()
-
-    def visit(at: Path, above: str) -> None:
-        state = at.stat()
-        if (state.st_dev, state.st_ino) in inside:
-            raise ArgumentError("a link leads back to a folder above it", path=at)
-        inside.add((state.st_dev, state.st_ino))
-        with os.scandir(at) as entries:
-            listed = sorted(entries, key=lambda entry: entry.name)
-        for entry in listed:
-            if entry.name in (FOLDER, PARTS, BUILDING, PUSHING) or (
-                entry.name.startswith(".") and entry.name.endswith(".part")
-            ):
-                continue
-            if entry.is_dir():
-                visit(at / entry.name, f"{above}{entry.name}/")
-            elif entry.is_file():
-                found.append(LocalFile(above + entry.name, at / entry.name, entry.stat().st_size))
-            else:
-                raise ArgumentError("expected files and folders, found a broken link or a device", path=at / entry.name)
-        inside.remove((state.st_dev, state.st_ino))
-
-    with boundary(folder, "look at"):
-        visit(folder, "")
-    for file in found:
-        try:
-            file.name.encode()
-        except UnicodeEncodeError:
-            raise ArgumentError("expected a UTF-8 file name", path=file.path) from None
-    return found
 
 
 def _stages(files: list[LocalFile], dataset: str, manifest: tuple[str, ...]) -> tuple[tuple[LocalFile, ...], ...]:

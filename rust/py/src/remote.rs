@@ -17,6 +17,9 @@ use pyo3::types::PyBytes;
 use crate::{detach, errors};
 use actshard_remote::store::Standing;
 
+/// Body, key, whether another object must not be replaced, the size of the one that is there, and the SHA-256 of the bytes.
+type Job<'py> = (Bound<'py, PyAny>, String, bool, Option<u64>, Option<String>);
+
 /// Time between two calls of `progress`.
 const TOLD: Duration = Duration::from_millis(200);
 
@@ -176,21 +179,17 @@ impl RemoteStore {
         })
     }
 
-    /// Writes objects from files or bytes: each with its key, whether another object must not be replaced, and the size of the one
-    /// that is there. `progress` is called with the number of bytes so far. Returns "sent", "there" or "refused" for each.
-    fn upload(
-        &self,
-        py: Python<'_>,
-        jobs: Vec<(Bound<'_, PyAny>, String, bool, Option<u64>)>,
-        progress: Option<Py<PyAny>>,
-    ) -> PyResult<Vec<&'static str>> {
+    /// Writes objects from files or bytes: each with its key, whether another object must not be replaced, the size of the one
+    /// that is there, and the SHA-256 that a file's bytes must have. `progress` is called with the number of bytes so far. Returns
+    /// "sent", "there" or "refused" for each.
+    fn upload(&self, py: Python<'_>, jobs: Vec<Job<'_>>, progress: Option<Py<PyAny>>) -> PyResult<Vec<&'static str>> {
         detach::guarded(py, || {
-            let job = |(body, key, only_new, found): (Bound<'_, PyAny>, String, bool, Option<u64>)| {
+            let job = |(body, key, only_new, found, sha256): Job<'_>| {
                 let body = match body.cast::<PyBytes>() {
                     Ok(bytes) => UploadBody::Memory(bytes.as_bytes().to_vec().into()),
                     Err(_) => UploadBody::File(body.extract()?),
                 };
-                Ok(UploadJob { body, key, only_new, found })
+                Ok(UploadJob { body, key, only_new, found, sha256 })
             };
             let jobs = jobs.into_iter().map(job).collect::<PyResult<Vec<UploadJob>>>()?;
             let sent = AtomicU64::new(0);

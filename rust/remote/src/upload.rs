@@ -65,6 +65,8 @@ pub struct UploadJob {
     pub only_new: bool,
     /// The size of the object of this key that is there, if one is.
     pub found: Option<u64>,
+    /// The SHA-256 that its bytes had when they were checked: others are not written.
+    pub sha256: Option<String>,
 }
 
 /// What became of an [`UploadJob`].
@@ -121,6 +123,10 @@ async fn read(file: &Arc<File>, at: u64, len: u64, location: &Location) -> Resul
     let made = tokio::task::spawn_blocking(work).await;
     made.map_err(|_| Error::new(Kind::Internal, "a read that panicked").at(location))?
         .map_err(|error| shrunk(&error, location))
+}
+
+fn changed(location: &Location) -> Error {
+    Error::new(Kind::Format, "changed while it was uploaded: push again").at(location)
 }
 
 fn shrunk(error: &std::io::Error, location: &Location) -> Error {
@@ -247,9 +253,15 @@ impl<'a> Uploader<'a> {
         if size <= if job.only_new { WHOLE } else { PART } {
             let _gate = self.pass(size).await;
             let bytes = read(&file, 0, size, &local).await?;
+            if job.sha256.as_ref().is_some_and(|sha256| *sha256 != hex(&Sha256::digest(&bytes))) {
+                return Err(changed(&local));
+            }
             return self.whole(job, bytes, &location).await;
         }
-        let sha256 = digest(&file, size, &local).await?;
+        let sha256 = match &job.sha256 {
+            Some(sha256) => sha256.clone(), // the parts are compared with it before they become an object
+            None => digest(&file, size, &local).await?,
+        };
         if job.found.is_some() || job.only_new {
             match self.stored(&job.key, size, &sha256).await.map_err(|failure| failure.writing(&location))? {
                 FoundContent::Same => return Ok(self.counted(size, Uploaded::There)),
@@ -344,7 +356,7 @@ impl<'a> Uploader<'a> {
         let mut made: Vec<(usize, String)> = try_join_all(workers).await?.into_iter().flatten().collect();
         made.sort_unstable();
         if hex(&ordered.into_inner().digest.finalize()) != sha256 {
-            return Err(Error::new(Kind::Format, "changed while it was uploaded").at(local));
+            return Err(changed(local));
         }
         let parts = made.into_iter().map(|(_, part)| part).collect();
         self.complete(key, &id, parts, size, sha256).await.map_err(failed)?;

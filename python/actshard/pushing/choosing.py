@@ -1,0 +1,147 @@
+"""Which files of a folder are uploaded: no hidden files, nothing from outside of the folder.
+
+A hidden file is uploaded if a format has files of its name, or if the dataset's metadata name it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actshard._json import parse_json
+from actshard.errors import ActshardError, ArgumentError, boundary
+from actshard.work import BUILDING, FOLDER, PARTS, PUSHING
+
+_OF_FORMATS = frozenset({".zarray", ".zattrs", ".zgroup", ".zmetadata", ".success", ".gitattributes"})
+"""Hidden files of formats, and the hub's list of large files."""
+_OF_WRITERS = frozenset({FOLDER, PARTS, BUILDING, PUSHING})
+_MOST_METADATA = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A file to upload.
+
+    Attributes:
+        name: its name below the folder, joined by ``/``.
+        path: its path.
+        size: its size.
+        state: its time of modification and inode.
+    """
+
+    name: str
+    path: Path
+    size: int
+    state: tuple[int, int]
+
+
+def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tuple[str, ...]]:
+    """Returns the files to upload in the order of names, and the names of those that are left out; folders end with ``/``.
+
+    Args:
+        folder: the folder.
+        dataset: the dataset's folder relative to it; ``""``: the folder.
+        links: whether to follow links that lead outside of the folder.
+
+    Raises:
+        ArgumentError: such a link, a link to a folder above it, a broken link, a device, or a name that is not UTF-8.
+    """
+    made = _Choice(folder, dataset, links)
+    with boundary(folder, "look at"):
+        made.visit(folder, "")
+    for file in made.files:
+        try:
+            file.name.encode()
+        except UnicodeEncodeError:
+            raise ArgumentError("expected a UTF-8 file name", path=file.path) from None
+    return made.files, tuple(made.left_out)
+
+
+class _Choice:
+    """The files of a folder so far."""
+
+    def __init__(self, folder: Path, dataset: str, links: bool) -> None:
+        self.folder, self.links = folder, links
+        self.start = f"{dataset}/" if dataset else ""
+        self.base = os.path.realpath(folder)
+        self.files: list[LocalFile] = []
+        self.left_out: list[str] = []
+        self.inside: set[tuple[int, int]] = set()
+        self.named: set[str] | None = None
+
+    def visit(self, at: Path, above: str) -> None:
+        """Adds the files below a folder."""
+        state = at.stat()
+        if (state.st_dev, state.st_ino) in self.inside:
+            raise ArgumentError("a link leads back to a folder above it", path=at)
+        self.inside.add((state.st_dev, state.st_ino))
+        with os.scandir(at) as entries:
+            listed = sorted(entries, key=lambda entry: entry.name)
+        for entry in listed:
+            name = above + entry.name
+            if entry.name in _OF_WRITERS or (entry.name.startswith(".") and entry.name.endswith(".part")):
+                continue
+            if _is_hidden(entry.name) and not self._is_wanted(entry, name):
+                self.left_out.append(f"{name}/" if entry.is_dir(follow_symlinks=False) else name)
+                continue
+            if entry.is_symlink():
+                self._check_link(at / entry.name)
+            if entry.is_dir():
+                self.visit(at / entry.name, f"{name}/")
+            elif entry.is_file():
+                found = entry.stat()
+                self.files.append(LocalFile(name, at / entry.name, found.st_size, (found.st_mtime_ns, found.st_ino)))
+            else:
+                raise ArgumentError("expected files and folders, found a broken link or a device", path=at / entry.name)
+        self.inside.remove((state.st_dev, state.st_ino))
+
+    def _is_wanted(self, entry: os.DirEntry[str], name: str) -> bool:
+        if entry.name in _OF_FORMATS and entry.is_file():
+            return True
+        if not name.startswith(self.start):
+            return False
+        if self.named is None:
+            self.named = _named(self.folder / self.start)
+        within = f"/{name[len(self.start) :]}/"
+        return any(f"/{text}/" in within or (entry.is_dir() and f"/{text}/".startswith(within)) for text in self.named)
+
+    def _check_link(self, path: Path) -> None:
+        target = os.path.realpath(path)
+        if not self.links and os.path.commonpath([self.base, target]) != self.base:
+            raise ArgumentError(
+                f"leads to {target}, outside of the folder: its files are not published without being asked for. Pass links=True "
+                "(--links) to upload them, or remove the link",
+                path=path,
+            )
+
+
+def _is_hidden(name: str) -> bool:
+    """Hidden files and folders, and copies that editors make."""
+    return name.startswith(".") or name.endswith("~") or (name.startswith("#") and name.endswith("#"))
+
+
+def _named(folder: Path) -> set[str]:
+    """Texts of a dataset's metadata that contain the name of a hidden file."""
+    found: set[str] = set()
+    for path in [*folder.glob("*.json"), folder / ".zmetadata"]:
+        try:
+            if path.is_file() and path.stat().st_size <= _MOST_METADATA:
+                found.update(_texts(parse_json(path.read_bytes().decode(), "metadata")))
+        except (ActshardError, ValueError):
+            continue
+    return {text for text in found if any(_is_hidden(part) for part in text.split("/") if part not in ("", ".", ".."))}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value.strip("/")
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield key.strip("/")
+            yield from _texts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner)
