@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+import actshard
 from actshard import codes
 
 ROOT = Path(__file__).parents[1]
@@ -59,3 +64,33 @@ def test_the_page_of_benchmarks_equals_the_records_that_it_names() -> None:
     rows, _ = report["load"](records)
     tables = [line for line in page.splitlines() if line.startswith("| ")]
     assert len(tables) == len(rows) + page.count("## ") - page.count("## Machine"), "every row is in one table"
+
+
+def described(shape: str) -> Any:
+    """The shape or value that a comment begins with; None if it begins with words."""
+    try:
+        return ast.literal_eval(shape.partition(";")[0].strip())
+    except (SyntaxError, ValueError):
+        return None
+
+
+def test_the_blocks_of_the_page_of_arrays_run_as_written(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    columns = {"label": np.arange(200) % 2, "verb": [f"verb {i // 10}" for i in range(200)]}
+    with actshard.create(tmp_path / "data", "zarr", layers=[2, 5], d_model=64) as writer:
+        writer.append(rng.normal(size=(200, 2, 12, 64)).astype(np.float32), columns=columns)
+    names: dict[str, Any] = {"np": np, "actshard": actshard, "store": actshard.open(tmp_path / "data")}
+    checked = 0
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/arrays.md").read_text(), re.DOTALL):
+        for statement in ast.parse(block).body:
+            source = ast.get_source_segment(block, statement) or ""
+            comment = block.splitlines()[(statement.end_lineno or 0) - 1].partition("# ")[2]
+            if not isinstance(statement, ast.Expr):
+                exec(source, names)
+                continue
+            found, expected = eval(source, names), described(comment)
+            if expected is not None:
+                checked += 1
+                listed = isinstance(expected, list)
+                assert (found.tolist() if listed else getattr(found, "shape", found)) == expected, source
+    assert checked > 15

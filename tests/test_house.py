@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("finding",),
     ("stats", "quality", "caching"),
     ("stream",),
+    ("arrays",),
     ("store",),
     ("opening",),
     ("writing", "verifying", "merging"),
@@ -192,12 +193,12 @@ def test_detecting_imports_no_writer() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True)
 
 
-def test_importing_actshard_loads_nothing_of_urls() -> None:
+def test_importing_actshard_loads_nothing_of_urls_and_arrays() -> None:
     code = """
         import sys
         import actshard
         loaded = {name for name in sys.modules if name.startswith("actshard.")}
-        assert not loaded & {"actshard.staging", "actshard.pushing", "actshard.caching"}, loaded
+        assert not loaded & {"actshard.staging", "actshard.pushing", "actshard.caching", "actshard.arrays"}, loaded
         assert "tempfile" not in sys.modules
         assert {"stage", "push", "cache_info"} <= set(dir(actshard))
         assert actshard.stage is actshard.staging.stage

@@ -50,6 +50,7 @@ from actshard.verifying import Report, verify
 from actshard.writing import Writer, create
 
 if TYPE_CHECKING:
+    from actshard.arrays import LayerArray, Ragged, RowArray
     from actshard.caching import CacheInfo, cache_info, clear_cache
     from actshard.pushing import Pushed, push
     from actshard.staging import Staged, stage
@@ -73,6 +74,7 @@ __all__ = [
     "HeaderError",
     "InternalError",
     "InterruptedReadError",
+    "LayerArray",
     "LayerError",
     "LockedError",
     "MissingExtraError",
@@ -83,7 +85,9 @@ __all__ = [
     "OutOfRangeError",
     "OverflowWarning",
     "Pushed",
+    "Ragged",
     "Report",
+    "RowArray",
     "Staged",
     "Stats",
     "Store",
@@ -108,11 +112,12 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
+    "LayerArray": "arrays", "Ragged": "arrays", "RowArray": "arrays",
     "CacheInfo": "caching", "cache_info": "caching", "clear_cache": "caching",
     "Pushed": "pushing", "push": "pushing",
     "Staged": "staging", "stage": "staging",
 }  # fmt: skip
-"""Names of remote data and the modules they come from: who reads local files does not wait for these to load."""
+"""Names that load on first use, and their modules: remote data, which most programs do not read, and layers as arrays."""
 
 
 def __getattr__(name: str) -> Any:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard._native import Rows
+    from actshard.arrays import LayerArray
 
 _SAMPLES = 8
 """Number of rows that :attr:`Store.identity` hashes."""
@@ -280,6 +281,23 @@ class Store:
         if lost:
             self._overflowed(lost, layer, dtype)
         return rows
+
+    def layer(self, layer: int, *, dtype: DTypeLike | None = None) -> LayerArray:
+        """Returns one layer as an array over (example, token, element), which reads nothing until it is indexed.
+
+        ``acts = store.layer(5)`` supports ``acts[17]``, ``acts[17, -1]``, ``acts[mask, 0]``, ``np.asarray(acts)``.
+        ``acts.rows()`` is the two-dimensional array of all rows; ``acts.ragged()`` returns values and offsets.
+
+        Args:
+            layer: a name from :attr:`layers`.
+            dtype: dtype of what is read, as in :meth:`gather`.
+
+        Raises:
+            LayerError, DtypeError: the dataset has no such layer; the dtype is not supported.
+        """
+        from actshard.arrays import LayerArray
+
+        return LayerArray(self, layer, dtype)
 
     def last_tokens(
         self,

@@ -1,0 +1,482 @@
+"""Rows of one layer as arrays: ``store.layer(5)`` and what it gives.
+
+Three objects, each a thin reading of the one below; none holds rows, and none knows a format.
+
+- :class:`LayerArray`: axes (example, token, element). Indexing resolves the key to example and token numbers and reads them with
+  one call of the store: a whole example is a view where the store has one, everything else is one parallel gather.
+- :class:`RowArray`: axes (row, element), the same rows in stored order. It resolves row numbers to examples and tokens.
+- :class:`Ragged`: values and offsets, for Arrow and awkward.
+
+A key is resolved in three steps, in one direction: *parts* (one index per axis: an ellipsis is expanded, a two-dimensional mask
+becomes two lists), *numbers* (each part becomes an int, an array, or stays a slice; negative numbers are counted from the end),
+and *rows* (the numbers are broadcast as numpy does it: two lists go pairwise, a list and a slice make a grid). Lengths are read
+only if the key depends on them: ``acts[3]``, ``acts[:, -1]`` and ``acts[[1, 2], 0]`` need none.
+
+Examples may have different numbers of tokens. A slice of tokens is then resolved per example, as if each example were indexed by
+itself; the result must be rectangular.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import cached_property
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from actshard import _arguments
+from actshard.errors import ArgumentError, ArgumentTypeError, OutOfRangeError, OverflowWarning
+from actshard.stream.selection import COMPARED, column
+
+if TYPE_CHECKING:
+    from actshard.stream.readable import Readable
+
+_EXPECTED = "expected an integer, a slice, integers or a bool mask"
+
+
+class Ragged(NamedTuple):
+    """Rows of several examples, one after another: the layout of Arrow's and awkward's lists.
+
+    Attributes:
+        values: ``(rows, d_model)``, read-only if it is a view.
+        offsets: ``(n + 1,)`` int64: example i has the rows ``values[offsets[i]:offsets[i + 1]]``.
+    """
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    def __repr__(self) -> str:
+        return (
+            f"<actshard.Ragged: {len(self.offsets) - 1} examples, values {self.values.shape} {self.values.dtype}, "
+            f"offsets {self.offsets.dtype}>"
+        )
+
+
+class _Lazy:
+    """What both arrays share: a layer of a store, read as ``dtype``. Reads nothing until indexed."""
+
+    ndim: int
+
+    def __init__(self, store: Readable, layer: int, dtype: DTypeLike | None = None) -> None:
+        self._store = store
+        self._layer = store.layers[store.group_of(layer)]
+        self._asked = None if dtype is None else _arguments.dtype(dtype)[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._store, self._layer, self._asked)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    @property
+    def store(self) -> Readable:
+        """The store that is read."""
+        return self._store
+
+    @property
+    def layer(self) -> int:
+        """The layer's name."""
+        return self._layer
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Numpy dtype of what is read."""
+        return self._store.dtype if self._asked is None else self._asked
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(self._counts.sum()) * self._store.d_model
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements as :attr:`dtype`."""
+        return self.size * self.itemsize
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        """Tokens per example in this layer. Costs no memory where all examples have the same."""
+        return self._store.tokens_in(self._layer)
+
+    def __repr__(self) -> str:
+        return (
+            f"<actshard.{type(self).__name__} of {self._store.path}, layer {self._layer}: {self._shown()} {self.dtype}>"
+        )
+
+    def _shown(self) -> str:
+        raise NotImplementedError
+
+    def _whole(self, examples: NDArray[np.int64], dtype: np.dtype[Any] | None) -> NDArray[Any]:
+        """All tokens of these examples, one after another, ``(rows, d_model)``: a view of one example if possible, else a copy."""
+        if self._store.contents.layers_differ:  # reading an example that lacks the layer is an error
+            examples = examples[self._lengths(examples) > 0]
+        if len(examples) == 1 and dtype is None:
+            return self._store.sequence(int(examples[0]), self._layer)
+        lost: list[int] = []
+        group = self._store.group_of(self._layer)
+        rows: NDArray[Any] = self._store.rows.gather_whole(group, examples, None, dtype, lost)
+        if lost:
+            said = f"{self._store.path}: layer {self._layer}: {lost[0]} finite values became infinite as {dtype}."
+            warnings.warn(OverflowWarning(f"{said} Use a wider dtype="), stacklevel=5)
+        return rows
+
+    def _lengths(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of these examples, without counting the others."""
+        return self._store.rows.tokens_of(self._store.group_of(self._layer), examples)
+
+    def _gather(self, examples: Any, tokens: Any) -> NDArray[Any]:
+        """One row per (example, token), with the shape of the indices: a copy."""
+        return self._store.gather(self._layer, examples, tokens, dtype=self._asked)
+
+    def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+        """Everything, as ``dtype``."""
+        raise NotImplementedError
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        wanted = self.dtype if dtype is None else _arguments.numpy_type(dtype, "dtype=")
+        direct = {wanted.kind, self._store.dtype.kind} <= set("fV") and wanted in _arguments.NUMPY_BY_NAME.values()
+        made = self._read(wanted if direct and wanted != self._store.dtype else self._asked)
+        owned = made.base is None or made.flags.writeable
+        if copy is False and (owned or made.dtype != wanted):
+            raise ArgumentError(f"copy=False: the rows are not one block of mapped memory as {wanted}. Use copy=None.")
+        return made.astype(wanted, copy=bool(copy) and not owned)
+
+
+class LayerArray(_Lazy):
+    """One layer of a store as an array over (example, token, element). :meth:`Store.layer` creates it. Reads nothing until indexed.
+
+    ``acts[17]`` is ``(T, d_model)``, ``acts[17, -1]`` is ``(d_model,)``, ``acts[[1, 5, 5], -1]``, ``acts[mask, 0]`` and
+    ``acts[:, -1]`` are ``(n, d_model)``. Integers, slices, lists, masks, negative numbers and ``...`` mean the same as for a numpy
+    array. ``np.asarray(acts)`` reads the layer in parallel.
+
+    Results are copies, except whole examples and slices of one: those are read-only views where :meth:`Store.sequence` has one.
+    Thread-safe, usable after ``fork``, and pickled as its store's path.
+    """
+
+    ndim = 3
+
+    @property
+    def shape(self) -> tuple[int, int | None, int]:
+        """``(examples, tokens, d_model)``; tokens is None if examples have different numbers of tokens.
+
+        For pickle shards, whose lengths are only in the data, the first use reads every shard once.
+        """
+        return len(self), self._each, self._store.d_model
+
+    @cached_property
+    def _each(self) -> int | None:
+        """The number of tokens of all examples; None if they differ."""
+        counts = self._counts
+        if len(counts) and counts.strides == (0,):  # one number, broadcast
+            return int(counts[0])
+        most = int(counts.max()) if len(counts) else 0
+        return most if not len(counts) or int(counts.min()) == most else None
+
+    def __len__(self) -> int:
+        return self._store.num_examples
+
+    def _shown(self) -> str:
+        return f"({len(self)} examples, tokens, {self._store.d_model})"
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, key: Any) -> NDArray[Any]:
+        """Reads a part; see the class.
+
+        Raises:
+            OutOfRangeError: an example, token or element does not exist. It is an IndexError.
+            ArgumentError: examples with different numbers of tokens do not make an array; a mask of another shape; a type that is
+                no index.
+            Errors of :meth:`Store.gather`.
+        """
+        if type(key) is tuple and len(key) == 2 and type(key[0]) is int and type(key[1]) is int:
+            row: NDArray[Any] = self._gather(_index(key[0], len(self), "example"), key[1])[0]
+            return row
+        if type(key) is int and -len(self) <= key < len(self):
+            return self._store.sequence(key if key >= 0 else key + len(self), self._layer, dtype=self._asked)
+        parts = _parts(key, self.ndim, self._masked)
+        examples = _index(parts[0], len(self), "example")
+        tokens = parts[1] if isinstance(parts[1], slice) else self._tokens(parts[1])
+        _check_elements(examples, tokens, parts[2])
+        rows = self._rows(examples, tokens)
+        return _narrowed(rows, parts[2])
+
+    def _masked(self, mask: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The examples and tokens of a mask over both axes."""
+        expected = len(self), self._each
+        if mask.shape != expected:
+            also = "" if self._each is not None else ", as examples have different numbers of tokens. Use acts.rows()"
+            raise ArgumentError(f"mask: expected {expected} or ({expected[0]},) flags, found {mask.shape}{also}")
+        examples, tokens = np.nonzero(mask)
+        return examples, tokens
+
+    def _tokens(self, part: Any) -> Any:
+        """Tokens that are no slice, as an int or an array. The store counts negative ones from each example's end."""
+        if isinstance(part, np.ndarray) and part.dtype == bool:
+            if part.shape != (self._each,):
+                also = "" if self._each is not None else ": examples have different numbers of tokens"
+                raise ArgumentError(f"mask: expected ({self._each},) flags, one per token, found {part.shape}{also}")
+            return np.flatnonzero(part)
+        return part
+
+    def _rows(self, examples: Any, tokens: Any) -> NDArray[Any]:
+        """The rows of resolved examples and of tokens that are integers or a slice."""
+        if isinstance(tokens, slice):
+            return self._sliced(examples, tokens)
+        listed = np.arange(*examples.indices(len(self))) if isinstance(examples, slice) else np.asarray(examples)
+        if isinstance(examples, slice):
+            listed = listed.reshape(-1, *[1] * np.ndim(tokens))
+        try:
+            shape = np.broadcast_shapes(listed.shape, np.shape(tokens))
+        except ValueError:
+            raise ArgumentError(
+                f"examples {listed.shape} and tokens {np.shape(tokens)} cannot be broadcast together. "
+                "acts[np.ix_(examples, tokens)] reads a grid"
+            ) from None
+        rows = self._gather(listed if listed.ndim else examples, tokens)
+        return rows.reshape(*shape, self._store.d_model)
+
+    def _sliced(self, examples: Any, tokens: slice) -> NDArray[Any]:
+        """The same slice of each example."""
+        d_model = self._store.d_model
+        if isinstance(examples, int):
+            return self._part_of(examples, tokens)
+        listed = np.arange(*examples.indices(len(self))) if isinstance(examples, slice) else examples
+        flat = np.ascontiguousarray(listed).reshape(-1)
+        lengths, which = np.unique(self._lengths(flat), return_inverse=True)
+        ranges = [range(*tokens.indices(int(t))) for t in lengths] or [range(*tokens.indices(self._each or 0))]
+        taken = {len(r) for r in ranges}
+        if len(taken) > 1:
+            raise ArgumentError(
+                f"these examples have {min(taken)} to {max(taken)} tokens there, which is no array. Use acts.rows() for all rows, "
+                "acts.ragged() for values and offsets, or acts[i] for one example",
+                path=self._store.path,
+            )
+        (count,) = taken
+        shape = (*listed.shape, count, d_model)
+        if all(r == range(int(t)) for r, t in zip(ranges, lengths, strict=False)) and len(lengths):
+            return self._whole(flat, self._asked).reshape(shape)
+        starts = np.array([r.start for r in ranges], np.int64)[which]
+        numbers = starts[:, None] + np.arange(count) * ranges[0].step
+        return self._gather(np.broadcast_to(flat[:, None], numbers.shape), numbers).reshape(shape)
+
+    def _part_of(self, example: int, tokens: slice) -> NDArray[Any]:
+        """A slice of one example: of the view, if there is one."""
+        store = self._store
+        if tokens == slice(None):
+            return store.sequence(example, self._layer, dtype=self._asked)
+        if self._asked is None and (view := store.rows.view(store.group_of(self._layer), example)) is not None:
+            return view[tokens]
+        held = int(self._lengths(np.array([example]))[0])
+        numbers = np.arange(*tokens.indices(held))
+        return self._gather(np.full(len(numbers), example), numbers)
+
+    def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+        each = self._each
+        if each is None:
+            counts = self._counts
+            raise ArgumentError(
+                f"examples have {counts.min()} to {counts.max()} tokens, which is no array. Use acts.rows() for all rows, "
+                "(rows, d_model), or acts.ragged() for values and offsets",
+                path=self._store.path,
+            )
+        return self._whole(np.arange(len(self)), dtype).reshape(len(self), each, self._store.d_model)
+
+    def rows(self) -> RowArray:
+        """Returns all rows, example after example, as an array over (row, element). Reads nothing until indexed."""
+        return RowArray(self._store, self._layer, self._asked)
+
+    def ragged(self, examples: ArrayLike | slice | None = None) -> Ragged:
+        """Reads whole examples of any lengths in parallel.
+
+        Args:
+            examples: integers, a mask or a slice, as in ``acts[examples]``; None means all, in order.
+
+        Returns:
+            :class:`Ragged`: values ``(rows, d_model)`` and offsets ``(n + 1,)`` int64, for
+            ``pyarrow.LargeListArray.from_arrays`` and ``awkward.contents.ListOffsetArray``. The values are a copy, except those of
+            one example: see :meth:`Store.sequence`.
+
+        Raises:
+            As ``acts[examples]``.
+        """
+        chosen = _index(slice(None) if examples is None else examples, len(self), "example")
+        listed = np.arange(*chosen.indices(len(self))) if isinstance(chosen, slice) else np.atleast_1d(chosen)
+        if listed.ndim != 1:
+            raise ArgumentError(f"examples: expected one dimension, found {listed.ndim}")
+        offsets = np.zeros(len(listed) + 1, np.int64)
+        np.cumsum(self._lengths(listed), out=offsets[1:])
+        return Ragged(self._whole(listed, self._asked), offsets)
+
+
+class RowArray(_Lazy):
+    """All rows of one layer as an array over (row, element), example after example. ``acts.rows()`` creates it.
+
+    ``rows[a:b]``, ``rows[[3, 1]]``, ``rows[mask]`` and ``rows[-1]`` mean the same as for a numpy array. They read in parallel and
+    return copies, or a read-only view where a slice lies in one example. scikit-learn, faiss and
+    ``dask.array.from_array(rows, chunks=(65536, -1))`` take it.
+    """
+
+    ndim = 2
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """One past the last row of each example."""
+        return np.cumsum(self._counts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(rows, d_model)``. For pickle shards, the first use reads every shard once."""
+        return len(self), self._store.d_model
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def _shown(self) -> str:
+        return f"(rows, {self._store.d_model})"
+
+    @cached_property
+    def examples(self) -> NDArray[np.int64]:
+        """``(rows,)`` int64, read-only: the example of each row. Computed on first use and kept."""
+        made = np.repeat(np.arange(len(self._counts)), self._counts)
+        made.flags.writeable = False
+        return made
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """``(rows,)`` int64, read-only: the position of each row among its example's stored tokens. Kept, as :attr:`examples`."""
+        made = np.arange(len(self)) - np.repeat(self._ends - self._counts, self._counts)
+        made.flags.writeable = False
+        return made
+
+    def locate(self, rows: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns (examples, tokens) of row numbers, without computing those of other rows."""
+        numbers = np.asarray(
+            _index(rows, len(self), "row") if not isinstance(rows, slice) else _numbers(rows, len(self))
+        )
+        examples = np.searchsorted(self._ends, numbers, "right")
+        return examples, numbers - (self._ends - self._counts)[examples]
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, key: Any) -> NDArray[Any]:
+        """Reads a part; see the class.
+
+        Raises:
+            OutOfRangeError: a row or element does not exist. It is an IndexError.
+            ArgumentError: a mask of another shape, or a type that is no index.
+            Errors of :meth:`Store.gather`.
+        """
+        which, elements = _parts(key, self.ndim, None)
+        chosen = _index(which, len(self), "row")
+        _check_elements(chosen, 0, elements)
+        if isinstance(chosen, slice):
+            read = self._run(range(*chosen.indices(len(self))))
+        else:
+            read = self._gather(*self.locate(chosen)).reshape(*np.shape(chosen), self._store.d_model)
+        return _narrowed(read, elements)
+
+    def _run(self, numbers: range) -> NDArray[Any]:
+        """Rows of a slice. Neighbouring ones are read as whole examples, so that a block costs no index per row."""
+        if numbers.step == 1 and len(numbers):
+            first, last = np.searchsorted(self._ends, (numbers[0], numbers[-1]), "right").tolist()
+            begin = int(self._ends[first] - self._counts[first])
+            spare = int(self._ends[last]) - begin - len(numbers)
+            if spare * 4 <= len(numbers):  # little is read for nothing
+                block = self._whole(np.arange(first, last + 1), self._asked)
+                return block[numbers[0] - begin : numbers[-1] + 1 - begin]
+        return self._gather(*self.locate(np.arange(numbers.start, numbers.stop, numbers.step)))
+
+    def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+        return self._whole(np.arange(self._store.num_examples), dtype)
+
+
+def _parts(key: Any, ndim: int, masked: Any) -> list[Any]:
+    """One index per axis; axes that the key does not name are whole."""
+    given = list(key) if isinstance(key, tuple) else [key]
+    given = [_plain(part) for part in given]
+    if (
+        masked is not None
+        and given
+        and isinstance(given[0], np.ndarray)
+        and given[0].dtype == bool
+        and given[0].ndim == 2
+    ):
+        given[:1] = masked(given[0])
+    dots = [i for i, part in enumerate(given) if part is Ellipsis]
+    if len(dots) > 1:
+        raise ArgumentError("an index has at most one ellipsis ('...')")
+    if len(given) - len(dots) > ndim:
+        raise OutOfRangeError(f"too many indices: the array has {ndim} axes, found {len(given) - len(dots)}")
+    rest = [slice(None)] * (ndim - len(given) + len(dots))
+    at = dots[0] if dots else len(given)
+    return [*given[:at], *rest, *given[at + 1 :]]
+
+
+def _plain(part: Any) -> Any:
+    """A part of a key as a slice, an ellipsis, an int or an array."""
+    if isinstance(part, slice | EllipsisType) or type(part) is int:
+        return part
+    if part is None:
+        raise ArgumentTypeError(f"index: {_EXPECTED}, found None. Read first, then add an axis: acts[i][None]")
+    part = column(part)
+    if isinstance(part, bool | np.bool_):
+        raise ArgumentTypeError(f"index: {_EXPECTED}, found {part}{COMPARED}")
+    if isinstance(part, str | bytes | dict | set):
+        raise ArgumentTypeError(f"index: {_EXPECTED}, found {type(part).__name__}")
+    array = _arguments.as_array(part, f"index: {_EXPECTED}")
+    if array.dtype == bool and array.ndim:
+        return array
+    flat, _ = _arguments.index(array if array.size else array.astype(np.int64), "index")  # np.asarray([]) is float64
+    return int(flat[0]) if array.ndim == 0 else flat.reshape(array.shape)
+
+
+def _numbers(part: slice, count: int) -> NDArray[np.int64]:
+    return np.arange(*part.indices(count))
+
+
+def _index(part: Any, count: int, what: str) -> Any:
+    """A part as a slice, or as one or several checked numbers from 0 to ``count - 1``."""
+    if isinstance(part, slice):
+        return part
+    part = _plain(part)
+    if isinstance(part, np.ndarray) and part.dtype == bool:
+        if part.shape != (count,):
+            raise ArgumentError(f"mask: expected {count} flags, one per {what}, found {part.shape}")
+        return np.flatnonzero(part)
+    if isinstance(part, EllipsisType):
+        return slice(None)
+    if isinstance(part, int):
+        if not -count <= part < count:
+            raise OutOfRangeError(f"{what} {part} is out of range: there are {count}")
+        return part if part >= 0 else part + count
+    return _arguments.members(part.reshape(-1), count, what).reshape(part.shape)
+
+
+def _narrowed(rows: NDArray[Any], part: Any) -> NDArray[Any]:
+    """Rows cut to a part of their last axis."""
+    made: NDArray[Any] = rows[..., part if isinstance(part, slice) else _index(part, rows.shape[-1], "element")]
+    return made
+
+
+def _check_elements(first: Any, second: Any, elements: Any) -> None:
+    """Refuses lists of elements where numpy would pair them with other lists, or move their axis to the front."""
+    if not isinstance(elements, np.ndarray):
+        return
+    lists = any(isinstance(part, np.ndarray) for part in (first, second))
+    apart = isinstance(second, slice) and not isinstance(first, slice)
+    if lists or apart:
+        raise ArgumentError(
+            "elements: a list beside other lists or numbers is ambiguous. Index the result: acts[...][..., elements]"
+        )

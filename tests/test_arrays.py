@@ -1,0 +1,288 @@
+"""``store.layer(...)``: indexing, arrays, rows and ragged values equal those of a numpy array of the same numbers."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import actshard
+from conftest import GOLDEN, LMPROBE, SAEV, bits, saev_dump
+from served import served
+
+FOLDERS = [
+    *(saev_dump(variant) for variant in SAEV),
+    *LMPROBE,
+    *sorted(
+        p
+        for name in ("zarr", "pickle")
+        for p in (GOLDEN / name).iterdir()
+        if p.name not in ("hostile", "layouts_proto4")
+    ),
+]
+
+
+def quietly(path: Any, **more: Any) -> actshard.Store:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", actshard.ActshardWarning)
+        return actshard.open(path, **more)
+
+
+def layers_of_golden_data() -> list[Any]:
+    made = []
+    for folder in FOLDERS:
+        try:
+            store = quietly(folder)
+        except actshard.ActshardError:
+            continue
+        made += [
+            pytest.param(store, layer, id=f"{folder.parent.name}-{folder.name}-{layer}") for layer in store.layers[:2]
+        ]
+    return made
+
+
+LAYERS = layers_of_golden_data()
+
+
+def stacked(store: actshard.Store, layer: int, dtype: Any = None) -> list[np.ndarray]:
+    """Every example's rows; none for an example that lacks the layer."""
+    lengths = store.tokens_in(layer).tolist()
+    none = np.zeros((0, store.d_model), store.dtype if dtype is None else dtype)
+    return [np.array(store.sequence(i, layer, dtype=dtype)) if n else none for i, n in enumerate(lengths)]
+
+
+def same(found: np.ndarray, expected: np.ndarray) -> None:
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert np.array_equal(bits(found), bits(expected))
+
+
+def readable(store: actshard.Store) -> bool:
+    """Whether all rows have one dtype, so that numpy can hold them."""
+    try:
+        for layer in store.layers:
+            stacked(store, layer)
+    except actshard.DtypeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("store", "layer"), LAYERS)
+def test_every_golden_layer_is_an_array_of_its_sequences(store: actshard.Store, layer: int) -> None:
+    acts = store.layer(layer)
+    if not readable(store):
+        with pytest.raises(actshard.DtypeError, match="dtype="):
+            acts.ragged()
+        acts = store.layer(layer, dtype="float64")
+        expected = stacked(store, layer, "float64")
+    else:
+        expected = stacked(store, layer)
+    lengths = [len(x) for x in expected]
+    flat = np.concatenate(expected) if expected else np.zeros((0, store.d_model), acts.dtype)
+    each = lengths[0] if len(set(lengths)) == 1 else None
+    assert acts.shape == (len(store), each, store.d_model)
+    assert (acts.ndim, len(acts), acts.size, acts.nbytes) == (3, len(store), flat.size, flat.nbytes)
+    values, offsets = acts.ragged()
+    same(values, flat)
+    assert np.diff(offsets).tolist() == lengths
+    rows = acts.rows()
+    assert (rows.shape, rows.ndim, rows.size, rows.dtype) == (flat.shape, 2, flat.size, flat.dtype)
+    same(np.asarray(rows), flat)
+    assert rows.examples.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
+    assert rows.tokens.tolist() == [k for n in lengths for k in range(n)]
+    for i, x in enumerate(expected):
+        if not len(x):
+            continue
+        same(np.asarray(acts[i - len(store)]), x)
+        same(np.asarray(acts[i, 1:]), x[1:])
+        same(np.asarray(acts[i, ::-2]), x[::-2])
+        same(acts[i, -1], x[-1])
+    some = [i for i, n in enumerate(lengths) if n]
+    if some:
+        same(acts[some, -1], np.stack([expected[i][-1] for i in some]))
+    if each is not None:
+        same(np.asarray(acts), np.stack(expected))
+    else:
+        with pytest.raises(actshard.ArgumentError, match=r"acts\.rows\(\).*acts\.ragged\(\)"):
+            np.asarray(acts)
+
+
+def part(size: int) -> st.SearchStrategy[Any]:
+    """An index of one axis. Slices may exceed it; integers may be negative."""
+    number = st.integers(-size, size - 1)
+    bound = st.none() | st.integers(-2 * size, 2 * size)
+    cut = st.builds(slice, bound, bound, st.none() | st.integers(-3, 3).filter(bool))
+    return number | cut | st.lists(number, max_size=6) | st.lists(st.booleans(), min_size=size, max_size=size)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[actshard.Store, int, np.ndarray]:
+    store = quietly(saev_dump(GOLDEN / "saev" / "v21_cls_labels_multishard"))
+    layer = store.layers[1]
+    return store, layer, np.stack(stacked(store, layer))
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_keys_mean_what_they_mean_to_numpy(plain: Any, data: st.DataObject) -> None:
+    store, layer, expected = plain
+    n, t, d = expected.shape
+    key: tuple[Any, ...] = (data.draw(part(n)),)
+    if data.draw(st.booleans()):
+        key = (*key, data.draw(part(t)))
+    if len(key) == 2 and data.draw(st.booleans()):
+        key = (*key, data.draw(st.integers(-d, d - 1) | st.builds(slice, st.integers(-d, d), st.integers(-d, d))))
+    if len(key) == 1 and data.draw(st.booleans()):
+        key = (*key, ..., slice(1, None))
+    key = key[0] if len(key) == 1 and data.draw(st.booleans()) else key
+    try:
+        wanted = expected[np.array(key, np.int64) if key == [] else key]
+    except IndexError:
+        with pytest.raises((IndexError, actshard.ArgumentError)):
+            store.layer(layer)[key]
+        return
+    same(store.layer(layer)[key], wanted)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_rows_are_indexed_as_numpy_does(plain: Any, data: st.DataObject) -> None:
+    store, layer, expected = plain
+    flat = expected.reshape(-1, expected.shape[-1])
+    key = data.draw(part(len(flat)).filter(lambda key: not isinstance(key, list) or len(key) < 10))
+    wide = data.draw(st.booleans())
+    found = store.layer(layer).rows()[key, 2:-1] if wide else store.layer(layer).rows()[key]
+    taken = flat[np.array(key, np.int64) if key == [] else key]
+    same(found, taken[..., 2:-1] if wide else taken)
+
+
+def test_masks_columns_and_grids(plain: Any) -> None:
+    store, layer, expected = plain
+    acts, (n, t, _) = store.layer(layer), expected.shape
+    mask = np.arange(n) % 2 == 1
+    for given_mask in (mask, mask.tolist(), pa.array(mask), pa.chunked_array([mask])):
+        same(acts[given_mask, 0], expected[mask, 0])
+    both = np.random.default_rng(0).random((n, t)) < 0.3
+    same(acts[both], expected[both])
+    same(acts[:, np.arange(t) % 2 == 0], expected[:, ::2])
+    grid = np.ix_([0, 2], [1, 3, 1])
+    same(acts[grid], expected[grid])
+    same(acts[[[0, 1], [2, 2]], :, 0], expected[[[0, 1], [2, 2]], :, 0])
+    same(acts[:, -1, [2, 0]], expected[:, -1, [2, 0]])
+    same(np.stack(list(acts)), expected)
+    same(acts.rows()[acts.rows().examples == 2], expected[2])
+
+
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        (True, TypeError),
+        (1.0, ValueError),
+        (None, TypeError),
+        ("1", TypeError),
+        (10_000, IndexError),
+        ((0, 10_000), IndexError),
+        ((0, 0, 10_000), IndexError),
+        ((0, 0, 0, 0), IndexError),
+        (([0, 1], [0, 1, 2]), ValueError),
+        (np.ones(3, bool), ValueError),
+        (np.ones((3, 2), bool), ValueError),
+        ((0, np.ones(3, bool)), ValueError),
+        ((0, slice(None), [0, 1]), ValueError),
+        ((..., ...), ValueError),
+    ],
+)
+def test_what_is_no_index_is_refused(plain: Any, key: Any, error: type[Exception]) -> None:
+    store, layer, _ = plain
+    with pytest.raises(error) as caught:
+        store.layer(layer)[key]
+    assert isinstance(caught.value, actshard.ActshardError)
+
+
+def test_an_example_is_a_view_and_keeps_its_file(plain: Any) -> None:
+    store = quietly(plain[0].path, io="mmap")
+    acts = store.layer(plain[1])
+    one, cut = acts[2], acts[2, 1:3]
+    store.close()
+    assert not one.flags.writeable
+    assert np.shares_memory(one, cut)
+    same(one, plain[2][2])
+    with pytest.raises(actshard.ClosedError):
+        acts[0]
+
+
+def test_conversion_to_numpy_follows_copy_and_dtype(plain: Any) -> None:
+    store, layer, expected = plain
+    acts = store.layer(layer)
+    with pytest.warns(actshard.OverflowWarning, match="Use a wider dtype"):
+        halved = np.asarray(acts, np.float16)
+    with np.errstate(over="ignore"):
+        same(halved, expected.astype(np.float16))
+    same(np.asarray(acts, np.int64), expected.astype(np.int64))
+    same(np.array(acts, dtype=ml_dtypes.bfloat16), expected.astype(ml_dtypes.bfloat16))
+    same(np.asarray(store.layer(layer, dtype="float64")), expected.astype(np.float64))
+    same(store.layer(layer, dtype="float64")[:, 1], expected[:, 1].astype(np.float64))
+    same(store.layer(layer, dtype="float64")[1, 1:], expected[1, 1:].astype(np.float64))
+    with pytest.raises(ValueError, match="copy=False"):
+        acts.__array__(copy=False)
+    owned = acts.__array__(copy=True)
+    owned[:] = 0
+    same(np.ascontiguousarray(acts.rows()[1:9], np.float32), expected.reshape(-1, expected.shape[-1])[1:9])
+
+
+def test_results_go_on_through_dlpack(plain: Any) -> None:
+    store, layer, expected = plain
+    same(np.from_dlpack(store.layer(layer)[[1]]), expected[[1]])
+    same(np.from_dlpack(store.layer(layer)[1]), expected[1])
+
+
+def test_nothing_is_read_before_indexing_and_copies_are_small() -> None:
+    source = saev_dump(GOLDEN / "saev" / "v21_nocls_oneshard")
+    store = quietly(source)
+    acts = store.layer(store.layers[0])
+    copy = pickle.loads(pickle.dumps(acts))
+    assert len(pickle.dumps(acts)) < 2000
+    same(copy[0], acts[0])
+    with served(source.parent) as server:
+        far = quietly(server.web(source.name))
+        before = len(server.requests)
+        seen = far.layer(far.layers[0])
+        assert (seen.shape, repr(seen.rows())[:9]) == (acts.shape, "<actshard")
+        assert server.since(before) == []
+        same(np.asarray(seen), np.asarray(acts))
+        same(seen[[2, 0], 1], acts[[2, 0], 1])
+
+
+@pytest.mark.parametrize("name", ["lmprobe/fullseq_bf16", "pickle/numpy2_proto5", "zarr/single_minimal"])
+def test_layers_behind_a_url_equal_local_ones(name: str) -> None:
+    with served(GOLDEN) as server:
+        far, near = quietly(f"s3://{name}", storage_options=server.options), quietly(GOLDEN / name)
+        for layer in near.layers[:1]:
+            same(far.layer(layer).ragged().values, near.layer(layer).ragged().values)
+            same(far.layer(layer)[[0, 0], -1], near.layer(layer)[[0, 0], -1])
+
+
+def test_slices_of_ragged_examples_are_arrays_where_they_fit() -> None:
+    store = quietly(GOLDEN / "lmprobe" / "fullseq_f32")
+    layer, counts = store.layers[0], store.token_counts
+    assert len(set(counts.tolist())) > 1
+    acts, every = store.layer(layer), stacked(store, layer)
+    least = int(counts.min())
+    same(acts[:, :least], np.stack([x[:least] for x in every]))
+    same(acts[:, -least:], np.stack([x[-least:] for x in every]))
+    same(acts[::2, -1], np.stack([x[-1] for x in every[::2]]))
+    with pytest.raises(actshard.ArgumentError, match=r"acts\.ragged\(\)"):
+        acts[:, 1:]
+    values, offsets = acts.ragged([3, 1])
+    same(values, np.concatenate([every[3], every[1]]))
+    assert offsets.tolist() == [0, len(every[3]), len(every[3]) + len(every[1])]
+    listed = pa.LargeListArray.from_arrays(
+        offsets, pa.FixedSizeListArray.from_arrays(values.reshape(-1), store.d_model)
+    )
+    assert [len(x) for x in listed] == [len(every[3]), len(every[1])]
