@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,12 @@ class Served:
     """Status and body for names that do not exist."""
     is_listed: bool = True
     """Whether listings are allowed."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Times of the last change, in s since 1970, by path; by default, an hour that is past."""
+
+    def changed(self, path: str, form: str) -> str:
+        """The time of the last change of a file as text."""
+        return time.strftime(form, time.gmtime(self.times.get(path, 1795341600)))
 
     def web(self, path: str) -> str:
         """The URL of a file or folder on the web server."""
@@ -119,7 +126,8 @@ def served(root: Path) -> Iterator[Served]:
             if not file.is_file():
                 return self.answer(*server.absent)
             data = file.read_bytes()
-            more = {"ETag": _tag(data), "Last_Modified": "Sun, 22 Nov 2026 10:00:00 GMT", "Accept_Ranges": "bytes"}
+            more = {"ETag": _tag(data), "Accept_Ranges": "bytes"}
+            more["Last_Modified"] = server.changed(path, "%a, %d %b %Y %H:%M:%S GMT")
             more |= {name.replace("-", "_"): value for name, value in server.written.meta.get(path, {}).items()}
             wanted = self.headers.get("Range")
             if wanted is None:
@@ -146,8 +154,9 @@ def served(root: Path) -> Iterator[Served]:
                     found[name] = f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
                 else:
                     data = (folder / key).read_bytes()
+                    changed = server.changed(f"{bucket}/{key}", "%Y-%m-%dT%H:%M:%S.000Z")
                     found[key] = (
-                        f"<Contents><Key>{escape(key)}</Key><LastModified>2026-11-22T10:00:00.000Z</LastModified>"
+                        f"<Contents><Key>{escape(key)}</Key><LastModified>{changed}</LastModified>"
                         f"<ETag>{escape(_tag(data))}</ETag><Size>{len(data)}</Size></Contents>"
                     )
             after = query.get("continuation-token", "")

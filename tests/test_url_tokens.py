@@ -409,3 +409,33 @@ except KeyboardInterrupt:
             assert child.communicate(timeout=30)[0] == "interrupted\n"
         finally:
             child.kill()
+
+
+@pytest.mark.parametrize("kind", ["s3", "web"])
+@pytest.mark.parametrize("storage", ["plain", "lz4"])
+def test_a_cache_that_is_replaced_by_one_with_an_equal_ledger_is_an_error(
+    kind: str, storage: Any, server: Served, tmp_path: Path
+) -> None:
+    """The ledger counts rows and elements: it says nothing of another order of the same documents."""
+    lengths = [3, 50, 7, 40, 100, 200]
+    for name, order, first in (("a", lengths, 0), ("b", lengths[::-1], 1_000_000)):
+        with tokens.CacheWriter(tmp_path / name, {"input_ids": np.int32, "mask": np.int32}, storage=storage) as writer:
+            writer.append(
+                [{key: np.arange(first, first + n, dtype=np.int32) for key in ("input_ids", "mask")} for n in order]
+            )
+    assert (tmp_path / "a/shard_ledger.json").read_bytes() == (tmp_path / "b/shard_ledger.json").read_bytes()
+    put(server, tmp_path / "a")
+    far, near = open_at(kind, server), tokens.open_cache(tmp_path / "a")
+    partly = open_at(kind, server)
+    assert np.array_equal(partly.view("input_ids").offsets, near.view("input_ids").offsets)
+    shutil.rmtree(server.root / "lab/acts/run")
+    put(server, tmp_path / "b")
+    now = time.time()
+    for file in (server.root / "lab/acts/run").rglob("*"):
+        server.times[str(file.relative_to(server.root))] = now
+    for cache in (far, partly, pickle.loads(pickle.dumps(far))):
+        with pytest.raises(actshard.FormatError, match="was replaced after it was opened"):
+            cache[1]
+    with pytest.raises(actshard.FormatError, match="was replaced after it was opened"):
+        partly.view("input_ids").elements()  # at offsets of before
+    equal(open_at(kind, server), tokens.open_cache(tmp_path / "b"))

@@ -10,8 +10,8 @@ use actshard_core::{Error, Kind, Result};
 use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 
-use crate::client::Tag;
 use crate::failure::{Cause, Failure};
+use crate::known::ObjectFacts;
 use crate::reading::Link;
 use crate::runtime::{ForkLock, wait};
 
@@ -68,16 +68,16 @@ pub struct RemoteObject {
     pub(crate) link: Arc<Link>,
     pub(crate) location: Location,
     pub(crate) key: String,
-    pub(crate) size: u64,
-    pub(crate) tag: ForkLock<Tag>,
+    /// What was known when it was opened.
+    pub(crate) opened: ObjectFacts,
     /// Its first bytes, if they came when it was opened; dropped by the first read past them.
     pub(crate) head: ForkLock<Option<Head>>,
 }
 
 impl RemoteObject {
     fn check(&self, at: u64, len: usize) -> Result<()> {
-        if at.checked_add(len as u64).is_none_or(|end| end > self.size) {
-            let text = format!("expected {len} bytes, found the end of the object at {}", self.size);
+        if at.checked_add(len as u64).is_none_or(|end| end > self.opened.size) {
+            let text = format!("expected {len} bytes, found the end of the object at {}", self.opened.size);
             return Err(Error::new(Kind::Truncated, text).at(&self.location).byte(at));
         }
         Ok(())
@@ -104,12 +104,12 @@ impl Source for RemoteObject {
     }
 
     fn size(&self) -> u64 {
-        self.size
+        self.opened.size
     }
 
     fn version(&self) -> Option<Version> {
-        let tag = self.tag.with(|tag| tag.clone()).filter(|tag| !tag.is_empty())?;
-        Some(Version::Tag(tag.text(self.size).into()))
+        let latest = self.link.known.with(|known| known.latest(&self.key, &self.opened))?;
+        (!latest.tag.is_empty()).then(|| Version::Tag(latest.tag.text(latest.size).into()))
     }
 
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
@@ -125,7 +125,7 @@ impl Source for RemoteObject {
             return Ok(());
         }
         self.head.with(|head| *head = None);
-        let reading = self.link.reading(&self.key, Some(self.size), &self.tag);
+        let reading = self.link.reading(&self.key, Some(&self.opened));
         let one = |(at, into)| async move { reading.fill(at, into).await.map_err(|failure| (at, failure)) };
         let all = async {
             let mut left = pieces.into_iter();

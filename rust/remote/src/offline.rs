@@ -70,7 +70,7 @@ mod tests {
         let mut known = Known::default();
         let tag = Tag::new(Some("e"), None);
         let objects = vec![ListedObject { key: "a/b".to_string(), size: 3, tag }];
-        known.record("", Listing { objects, folders: vec!["a".to_string()], deep: true });
+        known.record("", Listing { objects, folders: vec!["a".to_string()], deep: true, ..Listing::default() });
         known
     }
 

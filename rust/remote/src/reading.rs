@@ -1,7 +1,6 @@
 //! Reads ranges of one object into memory: slow requests are sent twice, broken bodies go on at the byte where they broke, and
 //! every answer must belong to the object that was opened.
 
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,8 +12,10 @@ use futures_util::future::{BoxFuture, Either, FutureExt, select};
 use tokio::time::{sleep, timeout};
 
 use crate::client::pace::Pace;
-use crate::client::{Answer, Client, Expected, Tag, checked, wire};
+use crate::client::times::ServerDate;
+use crate::client::{Answer, Client, Expected, checked, wire};
 use crate::failure::{Cause, Failure};
+use crate::known::{Known, ObjectFacts};
 use crate::options::RequestLimits;
 use crate::runtime::{ForkLock, reserve};
 
@@ -34,19 +35,31 @@ pub struct Reading<'a> {
     pub limits: &'a RequestLimits,
     /// The object's key.
     pub key: &'a str,
-    /// Its size, if it is known.
-    pub size: Option<u64>,
-    /// Its tag; set by the first answer if no listing had one.
-    pub tag: &'a ForkLock<Tag>,
-    /// The first answers' tags of all objects that no listing had an ETag of, so that two readers do not see two versions.
-    pub first_tags: &'a ForkLock<HashMap<String, Tag>>,
+    /// The object as it was opened; `None` before.
+    pub opened: Option<&'a ObjectFacts>,
+    /// What the store knows: each answer is compared with it, so that two readers do not see two versions.
+    pub known: &'a ForkLock<Known>,
+}
+
+/// The first bytes of an object, and what came with them.
+pub struct Beginning {
+    /// The bytes.
+    pub bytes: Vec<u8>,
+    /// The object's size and tag.
+    pub facts: ObjectFacts,
+    /// When the server answered.
+    pub date: Option<ServerDate>,
+}
+
+/// What is said where a fork lost what a store knows.
+pub fn lost() -> Failure {
+    Failure::new(Cause::Refused, "was being opened when this process was forked: open it again")
 }
 
 impl<'a> Reading<'a> {
     fn expected(&self) -> Result<Expected, Failure> {
-        let lost = || Failure::new(Cause::Refused, "was being opened when this process was forked: open it again");
-        let tag = self.tag.with(|tag| tag.clone()).ok_or_else(lost)?;
-        Ok(Expected { size: self.size, tag: Some(tag).filter(|tag| !tag.is_empty()) })
+        let Some(opened) = self.opened else { return Ok(Expected::default()) };
+        Ok(self.known.with(|known| known.latest(self.key, opened)).ok_or_else(lost)?.expected())
     }
 
     /// One answer, checked against what is known of the object and against the answers before.
@@ -54,22 +67,10 @@ impl<'a> Reading<'a> {
         let expected = self.expected()?;
         let end = Instant::now() + self.limits.patience;
         let answer = wire::until(end, checked(self.client, self.key, range, &expected)).await?;
-        let same = self.tag.with(|tag| {
-            if !tag.agrees(&answer.tag) {
-                return false;
-            }
-            if tag.etag.is_none() && answer.tag.etag.is_some() {
-                let first = self.first_tags.with(|tags| match tags.get(self.key) {
-                    Some(first) => first.agrees(&answer.tag),
-                    None => tags.insert(self.key.to_string(), answer.tag.clone()).is_none(),
-                });
-                *tag = answer.tag.clone();
-                return first != Some(false);
-            }
-            true
-        });
-        if same == Some(false) {
-            return Err(Failure::changed("its ETag is another one"));
+        if let Some(opened) = self.opened {
+            let found = answer.facts();
+            let same = self.known.with(|known| known.again(self.key, opened, &found)).ok_or_else(lost)?;
+            same.map_err(Failure::changed)?;
         }
         Ok(answer)
     }
@@ -147,22 +148,22 @@ impl<'a> Reading<'a> {
 
     /// Asks for a byte of an object that is known: fails unless it is there, and the same.
     pub async fn still(self) -> Result<(), Failure> {
-        match self.size {
+        match self.opened.map(|opened| opened.size) {
             Some(0) => self.first(0..1).await.map(drop),
             _ => self.fill(0, &mut [0]).await,
         }
     }
 
-    /// The first bytes of an object that nothing is known of, with its size and tag.
-    pub async fn open(self, most: u64) -> Result<(Vec<u8>, u64, Tag), Failure> {
+    /// The first bytes of an object that nothing is known of.
+    pub async fn open(self, most: u64) -> Result<Beginning, Failure> {
         let mut broken = 0;
         loop {
             let answer = self.first(0..most).await?;
-            let (size, tag) = (answer.size, answer.tag.clone());
-            let mut head = vec![0; size.min(most) as usize];
-            let mut done = 0;
-            let Err(failure) = self.body_of_open(answer, &mut head, &mut done).await else {
-                return Ok((head, size, tag));
+            let (facts, date) = (answer.facts(), answer.date);
+            let (mut bytes, mut done) = (vec![0; facts.size.min(most) as usize], 0);
+            let sized = Reading { opened: Some(&facts), ..self };
+            let Err(failure) = sized.body(answer, 0, &mut bytes, &mut done).await else {
+                return Ok(Beginning { bytes, facts, date });
             };
             broken += 1;
             if !failure.is_temporary() || broken >= self.limits.tries {
@@ -170,11 +171,6 @@ impl<'a> Reading<'a> {
             }
             sleep(self.pace.backoff(broken - 1)).await;
         }
-    }
-
-    async fn body_of_open(self, answer: Answer, head: &mut [u8], done: &mut usize) -> Result<(), Failure> {
-        let sized = Reading { size: Some(answer.size), ..self };
-        sized.body(answer, 0, head, done).await
     }
 }
 
@@ -187,8 +183,8 @@ pub struct Link {
     pub pace: Arc<Pace>,
     /// Limits of requests.
     pub limits: RequestLimits,
-    /// Tags of first answers.
-    pub first_tags: ForkLock<HashMap<String, Tag>>,
+    /// What is known of the objects.
+    pub known: ForkLock<Known>,
 }
 
 impl Link {
@@ -201,9 +197,9 @@ impl Link {
         error
     }
 
-    /// A reading of one object.
-    pub fn reading<'a>(&'a self, key: &'a str, size: Option<u64>, tag: &'a ForkLock<Tag>) -> Reading<'a> {
-        let (client, first_tags) = (&*self.client, &self.first_tags);
-        Reading { client, pace: &self.pace, limits: &self.limits, key, size, tag, first_tags }
+    /// A reading of one object, which was opened with these facts.
+    pub fn reading<'a>(&'a self, key: &'a str, opened: Option<&'a ObjectFacts>) -> Reading<'a> {
+        let client = &*self.client;
+        Reading { client, pace: &self.pace, limits: &self.limits, key, opened, known: &self.known }
     }
 }

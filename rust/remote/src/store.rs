@@ -19,11 +19,11 @@ use crate::client::pace::{Counts, Pace};
 use crate::client::web::WebClient;
 use crate::client::{Client, ListedObject};
 use crate::failure::{Cause, Failure};
-use crate::known::{Known, KnownName, ObjectFacts};
+use crate::known::{Known, KnownName, NEWER, ObjectFacts};
 use crate::object::{Head, HeadShare, LARGEST, PARALLEL, RemoteObject, SHORT_PARALLEL};
 use crate::offline;
 use crate::options::Options;
-use crate::reading::Link;
+use crate::reading::{Beginning, Link, lost};
 use crate::runtime::{ForkLock, wait};
 use crate::state::State;
 use crate::upload::{UploadJob, Uploaded, Uploader};
@@ -74,7 +74,6 @@ pub struct RemoteStore {
     url: crate::options::Secret,
     options: Options,
     link: Arc<Link>,
-    known: ForkLock<Known>,
     heads: ForkLock<Heads>,
     /// Listings are refused.
     unlistable: AtomicBool,
@@ -98,17 +97,17 @@ impl RemoteStore {
             Provider::Http => Box::new(WebClient::new(&address, &settings, Arc::clone(&pace))),
             Provider::Hub => Box::new(HubClient::new(&address, &settings, revision, Arc::clone(&pace))),
         };
-        let link = Arc::new(Link { client, pace, limits, first_tags: ForkLock::default() });
+        let link = Arc::new(Link { client, pace, limits, known: ForkLock::new(known) });
         let url = crate::options::Secret(url.to_string());
-        let (known, heads, unlistable) = (ForkLock::new(known), ForkLock::default(), AtomicBool::new(false));
-        Ok(RemoteStore { address, url, options, link, known, heads, unlistable, cache: None })
+        let (heads, unlistable) = (ForkLock::default(), AtomicBool::new(false));
+        Ok(RemoteStore { address, url, options, link, heads, unlistable, cache: None })
     }
 
     /// The same store, whose objects are read through a cache on disk of at most `limit` bytes.
     /// With `HF_HUB_OFFLINE`, a dataset of the hub has the files that it had when it was last listed with this cache.
     pub fn cached(self, folder: &Path, limit: u64) -> Result<RemoteStore> {
         let store = RemoteStore { cache: Some(DiskCache::open(folder, limit)?), ..self };
-        let is_new = store.known.with(|known| *known == Known::default()).unwrap_or_default();
+        let is_new = store.link.known.with(|known| *known == Known::default()).unwrap_or_default();
         if is_new
             && store.link.client.ready().is_err()
             && let Some((commit, known)) = store.listing_file().and_then(|file| offline::recall(&file))
@@ -173,7 +172,7 @@ impl RemoteStore {
     /// What another process needs to open the same store without a request: URL, options, revision and known objects.
     /// Contains the options' secrets.
     pub fn state(&self) -> Result<Vec<u8>> {
-        let known = self.known.with(|known| known.pack()).unwrap_or_default();
+        let known = self.known(&self.root(), |known| known.pack())?;
         let cache = self.cache.as_ref().map(|cache| (cache.chosen().to_path_buf(), cache.limit()));
         let (url, options, revision) = (self.url.0.clone(), self.options.pairs(), self.revision());
         let mut heads: Vec<(String, Vec<u8>)> = vec![];
@@ -206,8 +205,13 @@ impl RemoteStore {
         }
     }
 
-    fn look_up(&self, key: &str) -> KnownName {
-        self.known.with(|known| known.find(key)).unwrap_or(KnownName::Unknown)
+    /// Works on what is known; an error where a fork lost it.
+    fn known<R>(&self, location: &Location, work: impl FnOnce(&mut Known) -> R) -> Result<R> {
+        self.link.known.with(work).ok_or_else(|| lost().at(location))
+    }
+
+    fn look_up(&self, key: &str) -> Result<KnownName> {
+        self.known(&self.location(key), |known| known.find(key))
     }
 
     fn uploader<'a>(
@@ -232,7 +236,7 @@ impl RemoteStore {
     pub fn upload(&self, jobs: &[UploadJob], sent: &AtomicU64, stop: &Stop) -> Result<Vec<Uploaded>> {
         let name = |key: &str| self.location(key);
         let made = self.uploader(&name, sent)?.run(jobs, stop);
-        self.known.with(|known| *known = Known::default());
+        self.link.known.with(Known::forget);
         made
     }
 
@@ -240,7 +244,7 @@ impl RemoteStore {
     pub fn remove(&self, keys: &[String], stop: &Stop) -> Result<()> {
         let name = |key: &str| self.location(key);
         let made = self.uploader(&name, &AtomicU64::new(0))?.remove(keys, stop);
-        self.known.with(|known| *known = Known::default());
+        self.link.known.with(Known::forget);
         made
     }
 
@@ -266,7 +270,7 @@ impl RemoteStore {
             let names = known.names(key)?;
             Some(names.map(|(name, size)| Found { name: name.to_string(), size }).collect())
         };
-        if let Some(found) = self.known.with(names).flatten() {
+        if let Some(found) = self.known(folder, names)? {
             return Ok(found);
         }
         // The hub lists all below a folder in as few requests as one level: from the dataset's root, once.
@@ -283,16 +287,16 @@ impl RemoteStore {
         })?;
         if listing.objects.is_empty() && listing.folders.is_empty() {
             // No folder, or an object.
-            self.known.with(|known| known.record_empty(from));
+            self.known(folder, |known| known.record_empty(from))?;
             return Ok(vec![]);
         }
         let mut own = Known::default();
         own.record(from, listing.clone());
-        let all = self.known.with(|known| {
+        let all = self.known(folder, |known| {
             known.record(from, listing);
             from_root.then(|| known.clone())
-        });
-        if let (Some(Some(all)), Some(commit), Some(file)) = (all, self.revision(), self.listing_file()) {
+        })?;
+        if let (Some(all), Some(commit), Some(file)) = (all, self.revision(), self.listing_file()) {
             offline::remember(&file, &commit, &all);
         }
         Ok(names(&mut own).unwrap_or_default())
@@ -332,8 +336,9 @@ impl RemoteStore {
     /// What a name is. The first bytes of metadata are kept for reading.
     pub fn stat(&self, location: &Location, stop: &Stop) -> Result<Standing> {
         let key = self.key(location)?;
-        match self.look_up(key) {
+        match self.look_up(key)? {
             KnownName::Object(object) => return Ok(Standing::Object(object.size)),
+            KnownName::Newer => return Err(Failure::changed(NEWER).at(location)),
             KnownName::Folder => return Ok(Standing::Folder),
             KnownName::Absent => return Ok(Standing::Absent),
             KnownName::Unknown => {}
@@ -361,9 +366,6 @@ impl RemoteStore {
         match wait(self.probe(key, access), stop)?.ok_or_else(interrupted)? {
             Ok((facts, head)) => {
                 let size = facts.size;
-                if self.known.with(|known| known.insert(key, &facts)) == Some(false) {
-                    return Err(Failure::changed("two answers are of different versions").at(location));
-                }
                 self.heads.with(|heads| {
                     if heads.len() >= MOST_HEADS {
                         heads.clear();
@@ -393,11 +395,11 @@ impl RemoteStore {
         let Some(folder) = location_above(location) else { return Ok(false) };
         let Some(above) = location_above(&folder) else { return Ok(false) };
         let (folder, beside) = (self.key(&folder)?, self.key(&above)?);
-        if folder == self.address.key || !self.is_in_root(beside) || self.look_up(folder) != KnownName::Unknown {
+        if folder == self.address.key || !self.is_in_root(beside) || self.look_up(folder)? != KnownName::Unknown {
             return Ok(false);
         }
         self.has_names(&above, stop)?;
-        Ok(self.look_up(folder) == KnownName::Absent)
+        Ok(self.look_up(folder)? == KnownName::Absent)
     }
 
     fn stat_of_hub(&self, location: &Location, stop: &Stop) -> Result<Standing> {
@@ -411,7 +413,8 @@ impl RemoteStore {
 
     /// Whether the listing of a folder shows that a key does not exist.
     fn is_unlisted_in(&self, folder: &Location, key: &str, stop: &Stop) -> bool {
-        self.has_names(folder, stop).is_ok_and(|names| names.is_some()) && self.look_up(key) == KnownName::Absent
+        self.has_names(folder, stop).is_ok_and(|names| names.is_some())
+            && self.look_up(key).is_ok_and(|known| known == KnownName::Absent)
     }
 
     fn object(&self, location: &Location, key: &str, facts: ObjectFacts, head: Option<Head>) -> Box<dyn Source> {
@@ -419,8 +422,7 @@ impl RemoteStore {
             link: Arc::clone(&self.link),
             location: location.clone(),
             key: key.to_string(),
-            size: facts.size,
-            tag: ForkLock::new(facts.tag),
+            opened: facts,
             head: ForkLock::new(head),
         })
     }
@@ -431,8 +433,7 @@ impl RemoteStore {
         let whole = if access == Access::Once { HeadShare::take(LARGEST) } else { None };
         let share = whole.or_else(|| HeadShare::take(HEAD));
         let most = share.as_ref().map_or(HEAD, HeadShare::bytes);
-        let tag = ForkLock::default();
-        let (head, size, tag) = self.link.reading(key, None, &tag).open(most).await?;
+        let Beginning { bytes: head, facts, date } = self.link.reading(key, None).open(most).await?;
         if self.address.provider == Provider::Http && is_page(key, &head) {
             let text = "the server sent a web page, as some do for names that do not exist";
             return Err(Failure { code: Some("WebPage".to_string()), ..Failure::new(Cause::Status(404), text) });
@@ -441,7 +442,9 @@ impl RemoteStore {
             share.shrink(head.len() as u64);
             Head { bytes: head.into(), _share: Arc::new(share) }
         });
-        Ok((ObjectFacts { size, tag }, kept))
+        let first = self.link.known.with(|known| known.first(key, &facts, date)).ok_or_else(lost)?;
+        first.map_err(Failure::changed)?;
+        Ok((facts, kept))
     }
 
     /// Probes objects, many at once.
@@ -452,15 +455,11 @@ impl RemoteStore {
                 Ok(key) => key,
                 Err(error) => return (i, Err(error)),
             };
-            let opened = self.probe(key, access).await.and_then(|(facts, head)| {
-                // Two threads may open an object at once, and it may be replaced between their answers.
-                if self.known.with(|known| known.insert(key, &facts)) == Some(false) {
-                    return Err(Failure::changed("two answers are of different versions"));
-                }
+            let opened = self.probe(key, access).await.map(|(facts, head)| {
                 if let Some(head) = &head {
                     self.keep_header(key, &head.bytes);
                 }
-                Ok(self.object(location, key, facts, head))
+                self.object(location, key, facts, head)
             });
             (i, opened.map_err(|failure| self.link.error(&failure, location)))
         };
@@ -478,7 +477,7 @@ impl RemoteStore {
         let is_absent = |answer: &ProbeAnswer| matches!(answer, Some(Err(error)) if error.kind == Kind::NotFound);
         let absent: Vec<usize> = (0..answers.len()).filter(|i| is_absent(&answers[*i])).collect();
         let Some(Ok(key)) = absent.first().map(|i| self.key(locations[*i])) else { return };
-        match self.known.with(|known| known.nearest(key)).flatten() {
+        match self.link.known.with(|known| known.nearest(key)).flatten() {
             Some((known, facts)) => {
                 if let Err(failure) = self.is_still(&known, facts).await {
                     let error = failure.at(&self.location(&known));
@@ -493,8 +492,7 @@ impl RemoteStore {
 
     /// Asks the server for a byte of a known object: fails unless it is there, and the same.
     async fn is_still(&self, key: &str, facts: ObjectFacts) -> Result<(), Failure> {
-        let (size, tag) = (facts.size, ForkLock::new(facts.tag));
-        self.link.reading(key, Some(size), &tag).still().await
+        self.link.reading(key, Some(&facts)).still().await
     }
 
     /// The cache on disk, and the origin of this store's objects in it. None if that cannot be known: without credentials, for
@@ -508,17 +506,18 @@ impl RemoteStore {
     /// Whether equal tags mean equal bytes. A time of writing, in seconds, does not, nor does a weak ETag.
     fn has_strong_tag(&self, location: &Location) -> bool {
         let known = self.key(location).map(|key| self.look_up(key));
-        matches!(known, Ok(KnownName::Object(object)) if object.tag.if_match().is_some())
+        matches!(known, Ok(Ok(KnownName::Object(object))) if object.tag.if_match().is_some())
     }
 
     fn open_known(&self, location: &Location) -> Result<Option<Box<dyn Source>>> {
         let key = self.key(location)?;
-        let detail = match self.look_up(key) {
+        let detail = match self.look_up(key)? {
             KnownName::Object(facts) => {
                 let head = self.heads.with(|heads| heads.get(key).cloned()).flatten();
                 return Ok(Some(self.object(location, key, facts, head)));
             }
             KnownName::Unknown => return Ok(None),
+            KnownName::Newer => return Err(Failure::changed(NEWER).at(location)),
             KnownName::Absent => Error::new(Kind::NotFound, "expected an object, found nothing"),
             KnownName::Folder => Error::new(Kind::NotAFile, "expected an object, found a folder"),
         };
@@ -592,7 +591,8 @@ impl Store for RemoteStore {
     fn look(&self, location: &Location) -> Result<()> {
         let missing = || Error::new(Kind::NotFound, "expected a file, found nothing").at(location);
         let (key, stop) = (self.key(location)?, Stop::default());
-        match self.look_up(key) {
+        match self.look_up(key)? {
+            KnownName::Newer => Err(Failure::changed(NEWER).at(location)),
             KnownName::Object(facts) => {
                 let still = wait(self.is_still(key, facts), &stop)?.ok_or_else(interrupted)?;
                 still.map_err(|failure| if failure.cause == Cause::Gone { missing() } else { failure.at(location) })

@@ -6,6 +6,7 @@ pub mod pace;
 pub mod put;
 pub mod resolved;
 mod spoken;
+pub mod times;
 pub mod web;
 pub mod wire;
 pub mod write_side;
@@ -17,6 +18,7 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::stream::BoxStream;
 
+use self::times::ServerDate;
 use crate::failure::{Cause, Failure};
 
 /// Pages of one listing, of 1,000 names each.
@@ -81,6 +83,8 @@ pub struct Answer {
     pub tag: Tag,
     /// The object's size.
     pub size: u64,
+    /// When the server made it.
+    pub date: Option<ServerDate>,
     /// The bytes that follow.
     pub range: Range<u64>,
     /// The bytes.
@@ -122,6 +126,8 @@ pub struct Listing {
     pub folders: Vec<String>,
     /// Whether it contains everything below the folder, not only what is directly inside.
     pub deep: bool,
+    /// When the server made its first page.
+    pub date: Option<ServerDate>,
 }
 
 /// A provider's protocol. Requests are repeated below this trait, bodies above it.
@@ -233,7 +239,7 @@ pub async fn checked(
         // A range of an empty object is refused by its rules.
         Err(failure) if failure.status() == Some(416) && range.start == 0 && failure.size == Some(0) => {
             let body = Box::pin(futures_util::stream::empty());
-            Answer { tag: Tag::default(), size: 0, range: 0..0, body }
+            Answer { tag: Tag::default(), size: 0, date: None, range: 0..0, body }
         }
         Err(failure) => {
             return Err(match failure.status() {

@@ -15,6 +15,7 @@ use object_store::path::Path;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, RetryConfig};
 
 use super::pace::Pace;
+use super::times::ServerDate;
 use super::wire::Wire;
 use super::write_side::WriteSide;
 use super::{Answer, Client, Expected, ListedObject, Listing, PAGES, Puts, Tag, possible};
@@ -230,8 +231,9 @@ impl BucketClient {
         };
         let found = self.made()?.store.get_opts(&path, options).await.map_err(|error| Failure::of_store(&error))?;
         let (tag, size, range) = (tag_of(&found.meta), found.meta.size, found.range.clone());
+        let date = found.extensions.get::<ServerDate>().copied();
         let body = found.into_stream().map(|chunk| chunk.map_err(|error| Failure::of_store(&error)));
-        Ok(Answer { tag, size, range, body: Box::pin(body) })
+        Ok(Answer { tag, size, date, range, body: Box::pin(body) })
     }
 
     async fn names(&self, folder: &str, deep: bool) -> Result<Listing, Failure> {
@@ -245,6 +247,7 @@ impl BucketClient {
                 PaginatedListOptions { delimiter, page_token: token.clone(), ..PaginatedListOptions::default() };
             let page = pages.list_paginated(prefix.as_deref(), options).await;
             let page = page.map_err(|error| Failure::of_store(&error))?;
+            listing.date = listing.date.or(page.result.extensions.get::<ServerDate>().copied());
             for meta in page.result.objects {
                 let (size, tag) = (possible(meta.size)?, tag_of(&meta));
                 listing.objects.push(ListedObject { key: meta.location.into(), size, tag });

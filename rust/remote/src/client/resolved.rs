@@ -11,9 +11,9 @@ use reqwest::header::{ACCEPT_ENCODING, AUTHORIZATION, HeaderName, IF_MATCH, RANG
 
 use futures_util::StreamExt;
 
+use super::times::{ServerDate, seconds_of};
 use super::wire::Wire;
 use super::{Answer, Expected, Tag};
-use crate::credentials::aws::time_of;
 use crate::failure::{Cause, Failure};
 use crate::options::{LONGEST, Secret};
 
@@ -193,18 +193,9 @@ fn lifetime(url: &Url, date: Option<&str>) -> Duration {
     if let Some(seconds) = number("X-Amz-Expires") {
         return Duration::from_secs(seconds).min(LONGEST);
     }
-    let now = date.and_then(date_of).unwrap_or_else(SystemTime::now);
-    let now = now.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let here = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let now = date.and_then(seconds_of).map_or_else(here, Duration::from_secs);
     number("Expires").map_or(UNKNOWN, |end| Duration::from_secs(end).saturating_sub(now).min(LONGEST))
-}
-
-/// Parses the header `Date`: `Sun, 06 Nov 1994 08:49:37 GMT`.
-fn date_of(text: &str) -> Option<SystemTime> {
-    const MONTHS: &str = "JanFebMarAprMayJunJulAugSepOctNovDec";
-    let mut words = text.split_once(", ")?.1.split(' ');
-    let (day, month, year, time) = (words.next()?, words.next()?, words.next()?, words.next()?);
-    let month = MONTHS.find(month).filter(|at| at.is_multiple_of(3) && month.len() == 3)? / 3 + 1;
-    time_of(&format!("{year}-{month:02}-{day:0>2}T{time}Z"))
 }
 
 /// The range, size and tag of an answer.
@@ -241,9 +232,11 @@ fn answer_of(answer: HttpResponse, place: &Resolved, wanted: &WantedBytes<'_>) -
         (None, false) => wanted.expected.tag.clone().unwrap_or(own),
         (_, true) => own,
     };
+    // A commit of the hub does not change.
+    let date = answer.extensions().get::<ServerDate>().copied().filter(|_| wanted.own_etag);
     let body = answer.into_body().bytes_stream();
     let body = body.map(|chunk| chunk.map_err(|error| Failure::of_transport(&error)));
-    Ok(Answer { tag, size, range, body: Box::pin(body) })
+    Ok(Answer { tag, size, date, range, body: Box::pin(body) })
 }
 
 /// Parses `bytes FIRST-LAST/SIZE`.
@@ -279,6 +272,5 @@ mod tests {
             lifetime(&url("Expires=784115377"), Some("Sun, 06 Nov 1994 08:49:37 GMT")),
             Duration::from_secs(3600)
         );
-        assert_eq!((date_of("soon"), date_of("Sun, 06 anF 1994 08:49:37 GMT")), (None, None));
     }
 }

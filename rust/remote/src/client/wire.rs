@@ -15,6 +15,7 @@ use tokio::time::{sleep, timeout};
 use super::PAGE;
 use super::pace::Pace;
 use super::spoken::Spoken;
+use super::times::ServerDate;
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
 
@@ -139,8 +140,11 @@ impl Wire {
         // reqwest's own limit covers the wait for the headers as well, but its error does not say which.
         let sent = timeout(self.limits.connect + self.limits.stall, HttpService::call(&self.http, request));
         let answer = sent.await.map_err(|_| Failure::new(Cause::Broken, "no answer in time"))?;
-        let answer = answer.map_err(|error| Failure::of_transport(&error))?;
+        let mut answer = answer.map_err(|error| Failure::of_transport(&error))?;
         self.pace.answered(started.elapsed());
+        if let Some(date) = ServerDate::of(answer.headers()) {
+            answer.extensions_mut().insert(date);
+        }
         let status = answer.status().as_u16();
         if Wire::header(answer.headers(), "content-range").is_some_and(is_absurd) {
             return Err(Failure::new(Cause::Protocol, "an answer whose range is that of no object"));

@@ -8,5 +8,6 @@ mod faults;
 mod hub;
 mod processes;
 mod server;
+mod times;
 mod values;
 mod web;

@@ -72,6 +72,10 @@ struct State {
     /// `If-Match` is ignored.
     ignores_match: bool,
     page: usize,
+    /// The server's clock in seconds of an hour; without it, answers have no date and objects are old.
+    now: Option<u64>,
+    /// When objects were written, by that clock.
+    written: BTreeMap<String, u64>,
 }
 
 /// The server. It ends with the process.
@@ -112,6 +116,9 @@ impl Fake {
     pub fn put(&self, key: &str, bytes: Vec<u8>) {
         let mut state = self.state.lock().unwrap();
         *state.versions.entry(key.to_string()).or_default() += 1;
+        if let Some(now) = state.now {
+            state.written.insert(key.to_string(), now);
+        }
         state.objects.insert(key.to_string(), bytes);
     }
 
@@ -131,6 +138,15 @@ impl Fake {
 
     pub fn set_bare_listings(&self) {
         self.state.lock().unwrap().bare_listings = true;
+    }
+
+    pub fn set_clock(&self, now: u64) {
+        self.state.lock().unwrap().now = Some(now);
+    }
+
+    /// Sets the time of an object.
+    pub fn set_written(&self, key: &str, at: u64) {
+        self.state.lock().unwrap().written.insert(key.to_string(), at);
     }
 
     pub fn ignore_match(&self) {
@@ -199,6 +215,10 @@ pub fn read(source: &dyn Source, at: u64, len: usize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
+fn time(second: u64) -> String {
+    format!("Sun, 22 Nov 2026 10:{:02}:{:02} GMT", second / 60, second % 60)
+}
+
 fn etag(state: &State, key: &str) -> String {
     let version = state.versions.get(key).copied().unwrap_or(0);
     format!("{:x}-{version}", state.objects[key].len() + key.len() * 7919)
@@ -240,7 +260,9 @@ fn serve(
             *times -= 1;
             fault.clone()
         });
-        (answer(&mut state, &path, query, &headers, away, away_port, fault.as_ref()), fault)
+        let mut made = answer(&mut state, &path, query, &headers, away, away_port, fault.as_ref());
+        made.headers.extend(state.now.map(|now| ("Date".to_string(), time(now))));
+        (made, fault)
     };
     let Reply { mut status, mut headers, mut body } = answer;
     match &fault {
@@ -383,10 +405,8 @@ fn hub(state: &mut State, path: &str, query: &str, headers: &BTreeMap<String, St
 
 fn file(state: &State, key: &str, headers: &BTreeMap<String, String>, fault: Option<&Fault>, prefix: &str) -> Reply {
     let (bytes, tag) = (&state.objects[key], format!("\"{prefix}{}\"", etag(state, key)));
-    let mut made = vec![
-        ("ETag".to_string(), tag.clone()),
-        ("Last-Modified".to_string(), "Sun, 06 Nov 2022 08:49:37 GMT".to_string()),
-    ];
+    let written = state.written.get(key).map_or("Sun, 06 Nov 2022 08:49:37 GMT".to_string(), |at| time(*at));
+    let mut made = vec![("ETag".to_string(), tag.clone()), ("Last-Modified".to_string(), written)];
     if headers.get("if-match").is_some_and(|wanted| *wanted != tag) && !state.ignores_match {
         return plain(412, "<Error><Code>PreconditionFailed</Code><Message>no</Message></Error>".to_string());
     }
@@ -439,7 +459,15 @@ fn list(state: &State, query: &str) -> Reply {
                 false => format!("<ETag>&quot;{}&quot;</ETag>", etag(state, key)),
             };
             let size = state.objects[*key].len();
-            write!(xml, "<Contents><Key>{key}</Key><LastModified>2022-11-06T08:49:37.000Z</LastModified>{tag}<Size>{size}</Size></Contents>").unwrap();
+            let written = match state.written.get(*key) {
+                Some(at) => format!("2026-11-22T10:{:02}:{:02}.000Z", at / 60, at % 60),
+                None => "2022-11-06T08:49:37.000Z".to_string(),
+            };
+            write!(
+                xml,
+                "<Contents><Key>{key}</Key><LastModified>{written}</LastModified>{tag}<Size>{size}</Size></Contents>"
+            )
+            .unwrap();
         }
     }
     if more {

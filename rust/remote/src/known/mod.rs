@@ -1,11 +1,25 @@
-//! What a store knows of its objects from listings and answers: sizes and tags, and the content of folders.
+//! What a store knows of its objects: one place, without input or output. Everything that is listed or answered passes here.
+//!
+//! A name is, for a store and its copies:
+//! - *unknown*: the server has to be asked. A 404 leaves it unknown; a refusal too.
+//! - *an object*, by a listing or by its first answer, of a size and a tag: strong, weak, a time only, or none. That stays: later
+//!   answers must agree, and later listings do not replace it. A tag without an ETag is completed by the first answer that has one.
+//! - *newer*: an object that was first seen when the store was open, and was written after that ([`opening`]). That stays, too.
+//! - *a folder*: names below it were listed.
+//! - *absent*: the folder that it would be in was listed without it, or is absent itself.
+//!
+//! Only [`Known::forget`], after objects were written, goes back.
+
+mod opening;
+mod packed;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 
-use serde::{Deserialize, Serialize};
-
-use crate::client::{Expected, Listing, Tag};
+use self::opening::Opening;
+pub use self::packed::PackedKnown;
+use crate::client::times::ServerDate;
+use crate::client::{Answer, Expected, Listing, Tag};
 
 /// The size and tag of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -21,6 +35,28 @@ impl ObjectFacts {
     pub fn expected(&self) -> Expected {
         Expected { size: Some(self.size), tag: Some(self.tag.clone()).filter(|tag| !tag.is_empty()) }
     }
+
+    /// Fails if another answer cannot be of the same version.
+    fn agrees(&self, found: &ObjectFacts) -> Result<(), String> {
+        if self.size != found.size {
+            return Err(format!("it had {} bytes, now {}", self.size, found.size));
+        }
+        if self.tag.agrees(&found.tag) { Ok(()) } else { Err("its ETag is another one".to_string()) }
+    }
+
+    /// Takes over an ETag.
+    fn complete(&mut self, found: &ObjectFacts) {
+        if self.tag.etag.is_none() && found.tag.etag.is_some() || self.tag.is_empty() {
+            self.tag = found.tag.clone();
+        }
+    }
+}
+
+impl Answer {
+    /// The object that it is of.
+    pub fn facts(&self) -> ObjectFacts {
+        ObjectFacts { size: self.size, tag: self.tag.clone() }
+    }
 }
 
 /// What is known of a name.
@@ -28,6 +64,8 @@ impl ObjectFacts {
 pub enum KnownName {
     /// An object.
     Object(ObjectFacts),
+    /// An object that was written after the store was opened.
+    Newer,
     /// A folder.
     Folder,
     /// Nothing has this name.
@@ -35,6 +73,9 @@ pub enum KnownName {
     /// It was not listed.
     Unknown,
 }
+
+/// Said of objects that were written after the store was opened.
+pub const NEWER: &str = "it was written after the first file was read: open the dataset again";
 
 /// Names, each with its size if it is an object.
 type Names<'a> = Box<dyn Iterator<Item = (&'a str, Option<u64>)> + 'a>;
@@ -49,6 +90,10 @@ pub struct Known {
     deep: BTreeSet<String>,
     /// Keys below which a listing found nothing. They may be objects.
     empty: BTreeSet<String>,
+    /// Objects that were written after the first answer.
+    newer: BTreeSet<String>,
+    /// The first answer.
+    opening: Option<Opening>,
 }
 
 /// A key's folder and name.
@@ -64,7 +109,7 @@ impl Known {
     /// What is known of a key.
     pub fn find(&self, key: &str) -> KnownName {
         if let Some(object) = self.objects.get(key) {
-            return KnownName::Object(object.clone());
+            return if self.newer.contains(key) { KnownName::Newer } else { KnownName::Object(object.clone()) };
         }
         if self.listed.contains_key(key) {
             let found = self.names(key).is_some_and(|mut names| names.next().is_some());
@@ -105,24 +150,55 @@ impl Known {
         Some(Box::new(folders.iter().map(|name| (name.as_str(), None)).chain(direct)))
     }
 
-    /// Records an object. One that is known already stays: of two answers that contradict each other, the second is an error,
-    /// false.
-    pub fn insert(&mut self, key: &str, object: &ObjectFacts) -> bool {
-        let known = self.objects.entry(key.to_string()).or_insert_with(|| object.clone());
-        if known.size != object.size || !known.tag.agrees(&object.tag) {
-            return false;
+    /// The first answer for an object, if none was known: fails, in words for the user, if it cannot be of the version that the
+    /// store is of.
+    pub fn first(&mut self, key: &str, found: &ObjectFacts, date: Option<ServerDate>) -> Result<(), String> {
+        if let Some(known) = self.objects.get_mut(key) {
+            // Two threads may open an object at once, and it may be replaced between their answers.
+            known.agrees(found).map_err(|_| "two answers are of different versions".to_string())?;
+            known.complete(found);
+        } else {
+            self.objects.insert(key.to_string(), found.clone());
+            self.compare_time(key, &found.tag, date);
         }
-        if known.tag.etag.is_none() {
-            known.tag = object.tag.clone();
+        if self.newer.contains(key) { Err(NEWER.to_string()) } else { Ok(()) }
+    }
+
+    /// Marks an object as newer than the store, if it is. The first answer opens the store.
+    fn compare_time(&mut self, key: &str, tag: &Tag, date: Option<ServerDate>) {
+        match (self.opening, date) {
+            (Some(opening), _) if opening.is_before(tag, date) => drop(self.newer.insert(key.to_string())),
+            (None, Some(date)) => self.opening = Some(Opening::new(date, [tag])),
+            _ => {}
         }
-        true
+    }
+
+    /// A further answer for an object that was opened with these facts: fails, in words for the user, if it is of another version.
+    pub fn again(&mut self, key: &str, opened: &ObjectFacts, found: &ObjectFacts) -> Result<(), String> {
+        opened.agrees(found)?;
+        if let Some(known) = self.objects.get_mut(key) {
+            known.agrees(found)?;
+            known.complete(found);
+        }
+        Ok(())
+    }
+
+    /// What the next answer for an object must agree with, which was opened with these facts.
+    pub fn latest(&self, key: &str, opened: &ObjectFacts) -> ObjectFacts {
+        self.objects.get(key).filter(|known| opened.agrees(known).is_ok()).unwrap_or(opened).clone()
+    }
+
+    /// Forgets everything, because objects were written.
+    pub fn forget(&mut self) {
+        *self = Known::default();
     }
 
     /// The known object whose key shares the most folders with a key.
     pub fn nearest(&self, key: &str) -> Option<(String, ObjectFacts)> {
         let shared = |other: &str| key.bytes().zip(other.bytes()).take_while(|(a, b)| a == b).count();
-        let before = self.objects.range::<str, _>((Bound::Unbounded, Bound::Excluded(key))).next_back();
-        let after = self.objects.range::<str, _>((Bound::Included(key), Bound::Unbounded)).next();
+        let is_older = |(other, _): &(&String, &ObjectFacts)| !self.newer.contains(*other);
+        let before = self.objects.range::<str, _>((Bound::Unbounded, Bound::Excluded(key))).rfind(is_older);
+        let after = self.objects.range::<str, _>((Bound::Included(key), Bound::Unbounded)).find(is_older);
         let nearest = before.into_iter().chain(after).max_by_key(|(other, _)| shared(other))?;
         Some((nearest.0.clone(), nearest.1.clone()))
     }
@@ -134,6 +210,9 @@ impl Known {
 
     /// Records what a folder contains. Objects that are known already keep their tags: a newer one must not pass unnoticed.
     pub fn record(&mut self, folder: &str, listing: Listing) {
+        if let (None, Some(date)) = (self.opening, listing.date) {
+            self.opening = Some(Opening::new(date, listing.objects.iter().map(|object| &object.tag)));
+        }
         let mut folders = listing.folders;
         self.listed.entry(folder.to_string()).or_default();
         if listing.deep {
@@ -164,50 +243,12 @@ impl Known {
             let (above, name) = split(&object.key);
             let marks = object.size == 0
                 && (object.key == folder || self.listed.get(above).is_some_and(|folders| folders.contains(name)));
-            if !marks {
-                self.objects.entry(object.key).or_insert(ObjectFacts { size: object.size, tag: object.tag });
+            if !marks && !self.objects.contains_key(&object.key) {
+                self.compare_time(&object.key, &object.tag, listing.date);
+                self.objects.insert(object.key, ObjectFacts { size: object.size, tag: object.tag });
             }
         }
     }
-
-    /// A form for pickles: keys are shortened by what they share with the one before.
-    pub fn pack(&self) -> PackedKnown {
-        let mut before = "";
-        let mut objects = Vec::with_capacity(self.objects.len());
-        for (key, object) in &self.objects {
-            let same = before.char_indices().zip(key.chars()).take_while(|((_, a), b)| a == b);
-            let shared = same.last().map_or(0, |((at, c), _)| at + c.len_utf8());
-            let strong = object.tag.if_match().is_some();
-            let modified = object.tag.modified.clone().filter(|_| !strong);
-            objects.push((shared, key[shared..].to_string(), object.size, object.tag.etag.clone(), modified));
-            before = key;
-        }
-        PackedKnown { objects, listed: self.listed.clone(), deep: self.deep.clone(), empty: self.empty.clone() }
-    }
-
-    /// The content of a packed form; `None` if it is damaged.
-    pub fn unpack(packed: PackedKnown) -> Option<Known> {
-        let (mut before, mut objects) = (String::new(), BTreeMap::new());
-        for (shared, rest, size, etag, modified) in packed.objects {
-            let key = format!("{}{rest}", before.get(..shared)?);
-            objects.insert(key.clone(), ObjectFacts { size, tag: Tag { etag, modified } });
-            before = key;
-        }
-        Some(Known { objects, listed: packed.listed, deep: packed.deep, empty: packed.empty })
-    }
-}
-
-/// Bytes shared with the key before, the rest of the key, size, ETag and time.
-type PackedObject = (usize, String, u64, Option<Box<str>>, Option<Box<str>>);
-
-/// [`Known`] in a pickled store.
-#[derive(Debug, Default, Serialize, Deserialize)]
-pub struct PackedKnown {
-    objects: Vec<PackedObject>,
-    listed: BTreeMap<String, BTreeSet<String>>,
-    deep: BTreeSet<String>,
-    #[serde(default)]
-    empty: BTreeSet<String>,
 }
 
 #[cfg(test)]
@@ -228,7 +269,7 @@ mod tests {
     fn one_level_tells_nothing_of_the_next() {
         let mut known = Known::default();
         let objects = vec![object("run", 0), object("run/meta.json", 5)];
-        known.record("run", Listing { objects, folders: vec!["run/layer".to_string()], deep: false });
+        known.record("run", Listing { objects, folders: vec!["run/layer".to_string()], ..Listing::default() });
         assert_eq!(names(&known, "run").unwrap(), [("layer".to_string(), None), ("meta.json".to_string(), Some(5))]);
         assert_eq!(known.find("run/layer"), KnownName::Folder);
         assert_eq!(known.find("run/other"), KnownName::Absent);
@@ -242,7 +283,7 @@ mod tests {
     fn a_deep_listing_tells_everything_below() {
         let mut known = Known::default();
         let objects = vec![object("run/a/b/c", 1), object("run/a/b", 0), object("run/x", 2)];
-        known.record("run", Listing { objects, folders: vec![], deep: true });
+        known.record("run", Listing { objects, deep: true, ..Listing::default() });
         assert_eq!(names(&known, "run").unwrap(), [("a".to_string(), None), ("x".to_string(), Some(2))]);
         assert_eq!(names(&known, "run/a").unwrap(), [("b".to_string(), None)]);
         assert_eq!(names(&known, "run/a/b").unwrap(), [("c".to_string(), Some(1))]);
@@ -265,7 +306,7 @@ mod tests {
     fn packed_and_unpacked_it_is_the_same() {
         let mut known = Known::default();
         let objects = (0..1000).map(|i| object(&format!("run/é{i:05}.bin"), i)).collect();
-        known.record("run", Listing { objects, folders: vec!["run/f".to_string()], deep: false });
+        known.record("run", Listing { objects, folders: vec!["run/f".to_string()], ..Listing::default() });
         let text = serde_json::to_string(&known.pack()).unwrap();
         assert!(text.len() < 30 * 1000, "{}", text.len());
         assert_eq!(Known::unpack(serde_json::from_str(&text).unwrap()).unwrap(), known);
