@@ -118,6 +118,8 @@ def create(
     part: tuple[int, int] | None = None,
     resume: bool = False,
     exist_ok: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    scratch: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Writer:
     """Returns a writer for a new dataset, which the format's own system can read.
@@ -127,7 +129,9 @@ def create(
 
     Args:
         path: the dataset's folder. For saev the folder of dumps (``.../saev/shards`` for saev itself): the dataset is
-            ``path/<HASH>``, which :attr:`Writer.path` contains after closing.
+            ``path/<HASH>``, which :attr:`Writer.path` contains after closing. Or a URL, ``s3://``, ``gs://``, ``az://`` or
+            ``hf://``: the dataset is written to ``scratch``, uploaded as by :func:`actshard.push` when it is closed, and removed
+            there. That takes as much disk as the dataset.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
         layers: names of the layers (integers), in the order of the arrays' layer axis.
         d_model: elements per row.
@@ -145,6 +149,9 @@ def create(
         resume: continue an unfinished dataset after its committed examples (``writer.committed``). Starts a new dataset if there
             is none; accepts a finished one (``writer.complete``).
         exist_ok: accept a finished dataset instead of raising: ``writer.complete`` is True and nothing can be appended.
+        storage_options: options of a URL, as for :func:`actshard.open`.
+        scratch: folder for the dataset of a URL until it is uploaded; None: the folder of temporary files. ``resume`` continues
+            what an interrupted call left in the same ``scratch``, the upload included.
         options: options of the format; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
             ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``.
             pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``.
@@ -160,10 +167,20 @@ def create(
     """
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
+    far = None
     if isinstance(path, str) and "://" in path:
-        raise ArgumentError(
-            "path: expected a local folder, found a URL. Write to a local folder, then upload it with actshard.push(folder, url)."
-        )
+        from actshard.pushing.scratch import Scratch  # only if it is used
+
+        if part is not None:
+            raise ArgumentError(
+                "part: parts are written to local folders, merged there, and uploaded with actshard.push"
+            )
+        far = Scratch(path, storage_options, scratch, f"create {format}")
+        path = far.folder
+    else:
+        for name, value in (("scratch", scratch), ("storage_options", storage_options)):
+            if value is not None:
+                raise ArgumentError(f"{name}: expected a URL as path to use it for, found a local path")
     target = make_target(
         path,
         format,
@@ -177,11 +194,15 @@ def create(
         part=part,
         options=options,
     )
-    return Writer(
-        target,
-        resume=_arguments.switch(resume, "resume"),
-        exist_ok=_arguments.switch(exist_ok, "exist_ok"),
-        pad=_arguments.switch(pad, "pad"),
-        truncate=_arguments.switch(truncate, "truncate"),
-        overflow=overflow,
-    )
+    settings: dict[str, Any] = {
+        "resume": _arguments.switch(resume, "resume"),
+        "exist_ok": _arguments.switch(exist_ok, "exist_ok"),
+        "pad": _arguments.switch(pad, "pad"),
+        "truncate": _arguments.switch(truncate, "truncate"),
+        "overflow": overflow,
+    }
+    if far is not None:
+        from actshard.writing.uploading import UploadingWriter
+
+        return UploadingWriter(target, far, **settings)
+    return Writer(target, **settings)

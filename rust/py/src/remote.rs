@@ -113,6 +113,11 @@ impl RemoteStore {
         detach::guarded(py, || Ok(self.store.revision()))
     }
 
+    /// A digest of what distinguishes servers whose objects have equal URLs: endpoint and account.
+    fn origin(&self, py: Python<'_>) -> PyResult<String> {
+        detach::guarded(py, || detach::detached(py, |watch| threads::wait_for(&|stop| self.store.origin(stop), watch)))
+    }
+
     /// The URL of a key, without secrets.
     fn text(&self, py: Python<'_>, key: &str) -> PyResult<String> {
         detach::guarded(py, || Ok(self.store.location(key).to_string()))

@@ -90,7 +90,8 @@ impl Failure {
             (1..=64).contains(&code.len()) && code.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
         };
         let code = header("x-error-code").or_else(|| header("x-ms-error-code")).map(str::to_string);
-        let text = header("x-error-message").map(str::to_string).or_else(|| between(&body, "<Message>", "</Message>"));
+        let text =
+            header("x-error-message").map(str::to_string).or_else(|| short_between(&body, "<Message>", "</Message>"));
         let text = text.unwrap_or_else(|| {
             if body.trim_start().starts_with('<') {
                 String::new()
@@ -100,15 +101,15 @@ impl Failure {
         });
         Failure {
             cause: Cause::Status(status),
-            code: code.or_else(|| between(&body, "<Code>", "</Code>")).filter(is_word),
+            code: code.or_else(|| short_between(&body, "<Code>", "</Code>")).filter(is_word),
             text: shown(&text),
             after: wait_of(status, headers),
             region: header("x-amz-bucket-region")
                 .map(str::to_string)
-                .or_else(|| between(&body, "<Region>", "</Region>")),
+                .or_else(|| short_between(&body, "<Region>", "</Region>")),
             size: header("content-range")
                 .and_then(|range| range.strip_prefix("bytes */")?.parse().ok())
-                .or_else(|| between(&body, "<ActualObjectSize>", "</ActualObjectSize>")?.parse().ok()),
+                .or_else(|| short_between(&body, "<ActualObjectSize>", "</ActualObjectSize>")?.parse().ok()),
             is_away: false,
             is_foreign: false,
         }
@@ -326,10 +327,15 @@ fn certificates(texts: &[String]) -> Option<String> {
     ))
 }
 
-fn between(text: &str, start: &str, end: &str) -> Option<String> {
+/// The text between two others, the first of each.
+pub(crate) fn between<'a>(text: &'a str, start: &str, end: &str) -> Option<&'a str> {
     let (_, rest) = text.split_once(start)?;
-    let (found, _) = rest.split_once(end)?;
-    (found.len() <= 300).then(|| found.to_string())
+    rest.split_once(end).map(|(found, _)| found)
+}
+
+/// As [`between`], if it is short.
+fn short_between(text: &str, start: &str, end: &str) -> Option<String> {
+    between(text, start, end).filter(|found| found.len() <= 300).map(str::to_string)
 }
 
 /// The first part of a text, without the queries of URLs, which may be signatures.

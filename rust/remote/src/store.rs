@@ -11,6 +11,7 @@ use actshard_core::source::{Access, LinkPace, Source, Store, Wishes};
 use actshard_core::threads::{Stop, interrupted};
 use actshard_core::{Error, Kind, Result};
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use sha2::{Digest, Sha256};
 
 use crate::address::{Provider, StoreUrl};
 use crate::client::hub::HubClient;
@@ -26,7 +27,7 @@ use crate::options::Options;
 use crate::reading::{Beginning, Link, lost};
 use crate::runtime::{ForkLock, wait};
 use crate::state::State;
-use crate::upload::{UploadJob, Uploaded, Uploader};
+use crate::upload::{UploadJob, Uploaded, Uploader, hex};
 
 /// Bytes that the first request for an unknown object asks for.
 const HEAD: u64 = 64 << 10;
@@ -143,6 +144,12 @@ impl RemoteStore {
     /// The commit of a dataset of the hub, once it is known.
     pub fn revision(&self) -> Option<String> {
         self.link.client.revision()
+    }
+
+    /// A digest of what distinguishes servers whose objects have equal URLs: endpoint and account. Makes no request.
+    pub fn origin(&self, stop: &Stop) -> Result<String> {
+        let origin = wait(async { self.link.client.origin() }, stop)?.ok_or_else(interrupted)?;
+        origin.map(|text| hex(&Sha256::digest(text))).map_err(|failure| self.link.error(&failure, &self.root()))
     }
 
     /// Whether it can list names; web servers cannot, and buckets may refuse it.

@@ -99,7 +99,8 @@ struct OrderedParts {
     next: usize,
 }
 
-fn hex(digest: &[u8]) -> String {
+/// Hexadecimal digits.
+pub(crate) fn hex(digest: &[u8]) -> String {
     digest.iter().fold(String::new(), |mut text, byte| {
         let _ = write!(text, "{byte:02x}");
         text

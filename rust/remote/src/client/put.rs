@@ -23,7 +23,7 @@ use super::wire::Wire;
 use super::write_side::WriteSide;
 use super::{Puts, StoredObject};
 use crate::address::Provider;
-use crate::failure::Failure;
+use crate::failure::{Failure, between};
 
 /// The name of the metadata: letters alone, which all stores and proxies pass on.
 const DIGEST: &str = "actshardsha256";
@@ -109,8 +109,7 @@ impl BucketClient {
 
 /// The text of the first element of a name.
 fn tag(xml: &str, name: &str) -> Option<String> {
-    let (_, rest) = xml.split_once(&format!("<{name}>"))?;
-    let (text, _) = rest.split_once(&format!("</{name}>"))?;
+    let text = between(xml, &format!("<{name}>"), &format!("</{name}>"))?;
     let plain = [("&lt;", "<"), ("&gt;", ">"), ("&quot;", "\""), ("&#34;", "\""), ("&apos;", "'"), ("&#39;", "'")];
     let text = plain.iter().fold(text.to_string(), |text, (from, to)| text.replace(from, to));
     Some(text.replace("&amp;", "&"))

@@ -1,0 +1,132 @@
+"""Private local folders of datasets whose destination is a URL: written there, pushed, removed.
+
+.. code-block:: text
+
+    <scratch>/actshard-<digest>/<name>    the dataset; the digest is that of the user, the URL, its server and the kind of call
+
+The folder has the same name in the same call of the same user, which continues what an interrupted one left. Errors about it name
+the URL: users never chose its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from actshard import _arguments
+from actshard.errors import ActshardError, ArgumentError, DiskFullError, ExistsError, UnsupportedError, boundary
+from actshard.location import Location
+from actshard.storage import Remote
+from actshard.work import PUSHING
+
+
+class Scratch:
+    """The scratch folder of a URL.
+
+    Args:
+        url: the destination.
+        options: its ``storage_options``.
+        above: the user's ``scratch=``; None: the folder of temporary files.
+        what: the kind of call, so that two kinds do not continue each other.
+
+    Attributes:
+        root: the destination.
+        folder: the folder of the dataset; the last name of the URL.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None, above: Any, what: str) -> None:
+        self.root, self.options = Location.of_any(url, options), options
+        self.url = url
+        if not isinstance(self.root.storage, Remote) or not self.root.lists:
+            raise UnsupportedError("cannot be written: expected s3://, gs://, az:// or hf://", path=self.root)
+        self.native = self.root.storage.native
+        self.above = Path(tempfile.gettempdir()) if above is None else _arguments.local_path(above, "scratch")
+        said = f"{os.getuid()}\n{self.root}\n{self.native.origin()}\n{what}"
+        self._own = self.above / f"actshard-{hashlib.sha256(said.encode()).hexdigest()[:24]}"
+        self.folder = self._own / (self.root.name or "dataset")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an interrupted call left something."""
+        return os.path.lexists(self.folder)
+
+    def check_free(self, resume: bool, exist_ok: bool) -> None:
+        """Raises ExistsError, before anything is written, if the destination or the scratch folder contains something."""
+        if resume:
+            return
+        if self.has_work and not exist_ok:
+            raise ExistsError(
+                "an earlier call was interrupted, or its upload failed; its result is on this machine. Pass resume=True "
+                "(--resume) to continue it, or another scratch= to begin anew",
+                path=self.root,
+            )
+        if exist_ok or str(self.root).startswith("hf://"):
+            return  # a repository may not exist yet
+        start = f"{self.native.root}/" if self.native.root else ""
+        found = [key for key, _ in self.native.everything() if key.rpartition("/")[2] != "README.md"]
+        if found and not any(key.endswith(PUSHING) for key in found):
+            raise ExistsError(
+                f"contains other objects ({found[0][len(start) :]}). Choose another URL, or pass resume=True to complete an "
+                "interrupted call.",
+                path=self.root,
+            )
+
+    def make(self) -> None:
+        """Creates the folder, for this user alone.
+
+        Raises:
+            ArgumentError: something else has its name.
+        """
+        with boundary(self.above, "make a folder in"):
+            self.above.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self._own.mkdir(mode=0o700)
+            found = self._own.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise ArgumentError(
+                f"scratch: expected a private folder of this user named {self._own.name}, or none, found something else. Remove "
+                "it, or choose another scratch folder",
+                path=self.above,
+            )
+
+    def remove_if_empty(self) -> None:
+        """Removes the folder if nothing was written."""
+        with contextlib.suppress(OSError):
+            self._own.rmdir()
+
+    def place_of(self, path: Path) -> Path:
+        """The URL of a path in the folder, as users see it."""
+        below = path.relative_to(self.folder).as_posix()
+        return self.root.place if below == "." else self.root.joinpath(below).place
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Errors about the scratch folder name the URL."""
+        try:
+            yield
+        except ActshardError as error:
+            own = os.fspath(self._own)
+            inside = error.path is not None and os.fspath(error.path).startswith(own)
+            if inside:
+                error.path = self.root.place
+            detail = error.detail.replace(os.fspath(self.folder), str(self.root)).replace(own, str(self.root))
+            if inside and isinstance(error, DiskFullError):
+                detail += f" (in the scratch folder, {self.above}; scratch= chooses another)"
+            error.detail, error.args = detail, (detail,)
+            if isinstance(error, OSError) and error.filename is not None and str(error.filename).startswith(own):
+                error.filename = str(self.root)
+            raise
+
+    def push(self) -> None:
+        """Uploads the dataset and removes the folder."""
+        from actshard.pushing import push
+
+        push(self.folder, self.url, self.options)
+        shutil.rmtree(self._own, ignore_errors=True)

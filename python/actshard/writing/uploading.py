@@ -1,0 +1,98 @@
+"""Writers whose dataset is a URL: into a private local folder, pushed when the dataset is finished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from actshard.errors import ExistsError, MissingFileError, UnknownFormatError
+from actshard.finding import check_finished, find
+from actshard.formats.target import Target
+from actshard.location import Location
+from actshard.pushing.scratch import Scratch
+from actshard.writing.existing import check_same
+from actshard.writing.writer import Writer
+
+
+class UploadingWriter(Writer):
+    """As :class:`Writer`; :meth:`close` finishes the dataset in the scratch folder, uploads it and removes it there.
+
+    A dataset that is finished in the scratch folder, whose upload failed, is uploaded when it is resumed.
+    """
+
+    def __init__(self, target: Target, scratch: Scratch, **settings: Any) -> None:
+        self._scratch = scratch
+        self._uploaded = False
+        self._local = target.root
+        there = _there(target, scratch, settings)
+        if there is not None:
+            self.format, self._target, self._sink, self._stage, self._staged = target.format, target, None, None, []
+            self._appended = check_same(target, there.place)
+            self._local = scratch.folder.joinpath(there.relative_to(scratch.root))
+            self.complete = self._uploaded = True
+            return
+        scratch.make()
+        try:
+            with scratch.named():
+                super().__init__(target, **settings)
+        finally:
+            scratch.remove_if_empty()
+        self._upload()
+
+    @property
+    def path(self) -> Path:
+        """The URL of the dataset; for saev that of its folder once it is finished."""
+        return self._scratch.place_of(self._local) if self.complete else self._scratch.root.place
+
+    @path.setter
+    def path(self, path: Path) -> None:
+        self._local = path
+
+    def append(self, *given: Any, **more: Any) -> None:
+        """As :meth:`Writer.append`."""
+        with self._scratch.named():
+            super().append(*given, **more)
+
+    def flush(self) -> int:
+        """As :meth:`Writer.flush`."""
+        with self._scratch.named():
+            return super().flush()
+
+    def close(self) -> None:
+        """Finishes the dataset and uploads it. After an error, the same call continues.
+
+        Raises:
+            FormatError, ExistsError, FileAccessError: the upload failed, as :func:`actshard.push` does. The dataset stays in the
+                scratch folder: ``create`` with ``resume=True`` uploads it.
+        """
+        with self._scratch.named():
+            super().close()
+        self._upload()
+
+    def _upload(self) -> None:
+        if self.complete and not self._uploaded:
+            with self._scratch.named():
+                self._scratch.push()
+            self._uploaded = True
+
+
+def _there(target: Target, scratch: Scratch, settings: dict[str, Any]) -> Location | None:
+    """The finished dataset at the destination, if this call accepts one and does not continue another.
+
+    Raises:
+        ExistsError: the destination contains other objects, and the call neither continues nor accepts a dataset.
+        UnfinishedError: it contains an unfinished upload, whose scratch folder is not here.
+    """
+    scratch.check_free(settings["resume"], settings["exist_ok"])
+    if scratch.has_work or not (settings["resume"] or settings["exist_ok"]):
+        return None
+    try:
+        if not scratch.root.exists():
+            return None
+        check_finished(scratch.root)
+        at, name = find(scratch.root)
+    except (MissingFileError, UnknownFormatError):  # what is there is looked at again before the upload
+        return None
+    if name != target.format:
+        raise ExistsError(f"contains another dataset: format: expected {target.format}, found {name}", path=at)
+    return at
