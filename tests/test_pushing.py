@@ -25,6 +25,7 @@ from actshard.finding import find_any
 from actshard.location import Location
 from actshard.pushing.buckets import Bucket
 from conftest import GOLDEN
+from hub import hub as hub_server
 from served import Served, served
 from test_urls import quietly, same
 
@@ -252,6 +253,21 @@ def test_two_pushes_at_once_are_not_mixed(
     else:
         push(server, other)
         same(quietly("s3://bucket/run", storage_options=server.keys), quietly(other))
+
+
+def test_no_digest_is_asked_for_twice(server: Served, tmp_path: Path) -> None:
+    other = with_equal_metadata(SAEV, tmp_path / "other")
+    push(server, SAEV)
+
+    def heads(folder: Path, **more: Any) -> int:
+        before = len(server.requests)
+        push(server, folder, **more)
+        return sum(method == "HEAD" for method, *_ in server.requests[before:])
+
+    files = len(contents(SAEV))
+    assert heads(SAEV) == files
+    # Once before, and once after the data were written; and the marker before each of two metadata files.
+    assert heads(other, overwrite=True) <= 2 * files + 2
 
 
 def test_a_readme_that_is_there_is_kept(server: Served, tmp_path: Path) -> None:
@@ -600,6 +616,7 @@ class Hub:
     def __init__(self) -> None:
         self.commits: list[dict[str, Any]] = []
         self.error: Exception | None = None
+        self.exists = True
         hub = self
 
         class HfApi:
@@ -607,9 +624,11 @@ class Hub:
                 hub.given = given
 
             def create_repo(self, *_: Any, **given: Any) -> None:
-                hub.repository = given
+                hub.repository, hub.exists = given, True
 
             def dataset_info(self, *_: Any, **__: Any) -> Any:
+                if not hub.exists:
+                    raise type("RepositoryNotFoundError", (Exception,), {})
                 return types.SimpleNamespace(sha="0" * 40)
 
             def create_commit(self, *words: Any, **given: Any) -> None:
@@ -628,7 +647,8 @@ class Hub:
 def test_the_hub_gets_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub.module)
-    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {".gitattributes": 10})
+    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {".gitattributes": (10, "")})
+    hub.exists = False
     done = actshard.push(SAEV, "hf://datasets/lab/acts/run", {"token": "hf_secret"})
     (commit,) = hub.commits
     assert commit["repository"] == "lab/acts"
@@ -637,7 +657,7 @@ def test_the_hub_gets_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names = {f"run/{name}" for name in contents(SAEV)}
     assert {name for _, name, _ in commit["operations"]} == names | {"run/README.md"}
     assert done.sent_files == len(names)
-    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {"run/other": 3})
+    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {"run/other": (3, "")})
     with pytest.raises(actshard.ExistsError, match="contains other files"):
         actshard.push(SAEV, "hf://datasets/lab/acts/run", {"token": "hf_secret"})
     actshard.push(SAEV, "hf://datasets/lab/acts/run", overwrite=True)
@@ -645,6 +665,52 @@ def test_the_hub_gets_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     hub.error = RuntimeError("403 Forbidden")
     with pytest.raises(actshard.FileAccessError, match=r"^hf://datasets/lab/acts/run: cannot write: RuntimeError: 403"):
         actshard.push(SAEV, "hf://datasets/lab/acts/run", overwrite=True)
+
+
+def test_a_push_to_the_hub_replaces_nothing_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+    near = GOLDEN / "zarr/single_minimal/activations.zarr"
+    other = tmp_path / "other"
+    shutil.copytree(near, other)
+    chunks = sorted((other / "arrays/activations").glob("[0-9]*"))
+    chunks[0].unlink()
+    chunks[1].write_bytes(bytes(chunks[1].stat().st_size))
+    with hub_server() as lab:
+        options = {"endpoint": lab.url, "token": "hf_good"}
+
+        def to(folder: Path, url: str = "hf://datasets/lab/acts", **more: Any) -> actshard.Pushed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return actshard.push(folder, url, options, **more)
+
+        with pytest.raises(actshard.MissingFileError, match="expected a branch named 'TYPO'"):
+            to(near, "hf://datasets/lab/acts@TYPO")
+        assert not lab.repositories
+        done = to(near)
+        assert done.sent_files == done.files == len(contents(near))
+        repository = lab.repositories["lab/acts"]
+        with pytest.raises(actshard.MissingFileError, match="expected a branch named 'TYPO'"):
+            to(near, "hf://datasets/lab/acts@TYPO")
+        repository.commit({**repository.commits[repository.names["main"]], "README.md": b"the lab wrote this"})
+        (other / "README.md").write_text("local")
+        before = dict(repository.names)
+        assert to(near).sent_files == 0
+        with pytest.raises(actshard.ExistsError, match="contains other files"):
+            to(other)
+        assert repository.names == before
+        done = to(other, overwrite=True)
+        assert done.sent_files == 2  # a chunk and README.md
+        there = repository.commits[repository.names["main"]]
+        assert there == contents(other)
+        same(quietly("hf://datasets/lab/acts", storage_options=options), quietly(other))
+        repository.commit({name: data for name, data in there.items() if name != ".zgroup"})
+        assert to(other).sent_files == 1
+        monkeypatch.setattr("actshard.pushing.hub._PER_FOLDER", 1)
+        with pytest.raises(actshard.ArgumentError, match="the hub takes 1 in a folder"):
+            to(other)
 
 
 @pytest.mark.parametrize(

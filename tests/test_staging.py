@@ -460,3 +460,74 @@ def test_a_damaged_marker_is_none(field: str, server: Served, tmp_path: Path) ->
     marker.write_text(json.dumps(json.loads(marker.read_text()) | {field: None}))
     with pytest.raises(actshard.ExistsError, match="were not staged"):
         actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+
+
+def test_a_file_that_was_changed_after_it_was_staged_is_noticed_and_kept(server: Served, tmp_path: Path) -> None:
+    url = put(server, SAEV)
+    made = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    shard = made.path / "acts000001.bin"
+    for edit in (bytes(shard.stat().st_size), b"edited by me"):
+        shard.write_bytes(edit)
+        with pytest.raises(actshard.ExistsError, match=r"changed after they were staged: acts000001\.bin"):
+            actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+        assert shard.read_bytes() == edit
+    before = len(server.requests)
+    shard.rename(tmp_path / "mine.bin")
+    actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert {name for name in fetched(server, before) if name.startswith("acts")} <= {"acts000001.bin"}
+    assert files(made.path) == files(SAEV)
+    shard.touch()  # equal bytes: nothing of the user's is lost
+    actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert files(made.path) == files(SAEV)
+
+
+def test_a_damaged_file_is_not_carried_into_the_next_copy(server: Served, tmp_path: Path) -> None:
+    url = put(server, ZARR)
+    made = actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    chunk = next(f for f in sorted(made.path.rglob("1.0.0.0")))
+    wrong = bytes(chunk.stat().st_size)
+    chunk.write_bytes(wrong)
+    source = server.root / "bucket/run" / ZARR.name / ".zattrs"
+    source.write_bytes(source.read_bytes() + b" ")
+    with pytest.raises(actshard.ExistsError, match="changed after they were staged"):
+        actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert chunk.read_bytes() == wrong
+    chunk.unlink()
+    actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    assert files(made.path) == files(server.root / "bucket/run" / ZARR.name)
+
+
+def test_the_same_url_of_another_server_is_another_source(server: Served, tmp_path: Path) -> None:
+    url = put(server, SAEV)
+    actshard.stage(url, tmp_path / "copy", storage_options=server.options)
+    shutil.copytree(server.root, tmp_path / "second")
+    with served(tmp_path / "second") as second:
+        for check in (True, False):
+            with pytest.raises(actshard.ExistsError, match="from another server"):
+                actshard.stage(url, tmp_path / "copy", storage_options=second.options, check=check)
+    assert "127.0.0.1" not in (tmp_path / "copy" / staging.MARKER).read_text()
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_files_that_are_replaced_while_they_are_staged_are_noticed(
+    near: bool, server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = put(server, SAEV)
+    folder = server.root / "bucket/run" / SAEV.name
+    (folder / "empty.txt").write_bytes(b"")
+    name = "acts000001.bin" if near else "empty.txt"
+    copy = staging._native.copy_ranges
+
+    def replaced(ranges: Any) -> None:
+        copy(ranges)
+        if not (tmp_path / "done").exists():
+            (tmp_path / "done").touch()
+            (folder / name).write_bytes(bytes((folder / name).stat().st_size) or b"full")
+
+    monkeypatch.setattr(staging._native, "copy_ranges", replaced)
+    where, options = (folder, None) if near else (url, server.options)
+    with pytest.raises(actshard.FormatError, match=f"{name}: was replaced while it was staged"):
+        actshard.stage(where, tmp_path / "copy", storage_options=options)
+    actshard.stage(where, tmp_path / "copy", storage_options=options)
+    made = actshard.stage(where, tmp_path / "copy", storage_options=options)
+    assert files(made.path) == files(folder)

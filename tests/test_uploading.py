@@ -53,7 +53,7 @@ def test_objects_arrive_with_their_digests(server: Served, local: Path) -> None:
     store = native(server)
     assert store.upload(jobs(local), None) == ["sent"] * 3
     assert same(server, local)
-    assert sorted(size for _, size in store.everything()) == [0, 500, LARGE]
+    assert sorted(size for _, size, _ in store.everything()) == [0, 500, LARGE]
     digests = store.digests(["run/small", "run/large", "run/none"])
     assert digests == [hashlib.sha256((local / n).read_bytes()).hexdigest() for n in ("small", "large")] + [None]
     assert sum("partNumber" in query for _, _, query in server.requests) == 3

@@ -17,6 +17,7 @@ moved into the new one.
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import itertools
 import json
 import os
@@ -25,7 +26,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -33,6 +34,7 @@ import actshard._native as _native
 from actshard import _arguments, formats
 from actshard.converting import convert
 from actshard.errors import (
+    ActshardError,
     ArgumentError,
     ArgumentTypeError,
     DiskFullError,
@@ -128,7 +130,7 @@ def stage(
 
     Raises:
         ExistsError: the folder contains something else, or a copy of another source or of other layers; or the new copy has a file
-            of the same name as one of your own in it.
+            of the same name as one of your own in it; or a file of the copy was changed after it was staged.
         DiskFullError: there is not enough free space. Nothing was downloaded.
         UnsupportedError: a web server; or ``layers`` of a format that actshard does not write.
         Errors of :func:`actshard.open`.
@@ -167,6 +169,10 @@ class _Marker:
     files: dict[str, int]
     """Sizes of the copy's files."""
     losses: list[str]
+    times: dict[str, int] = field(default_factory=dict)
+    """Times of modification of the copy's files, in nanoseconds."""
+    origin: str | None = None
+    """A digest of the server, where URLs of two servers can be equal."""
 
     def result(self, target: Path, fetched: int = 0) -> Staged:
         """As returned to users."""
@@ -180,6 +186,15 @@ class _Marker:
         base = os.path.join(target, self.inside)  # noqa: PTH118 -- many files: Path would cost time
         return all(_size(f"{base}/{name}") == size for name, size in self.files.items())
 
+    def is_as_staged(self, target: Path, name: str) -> bool:
+        """Whether a file was not written since it was staged."""
+        return _state(f"{target}/{self.inside}/{name}") == (self.files.get(name), self.times.get(name))
+
+    def changed(self, target: Path) -> list[str]:
+        """Files of the copy that were written since they were staged."""
+        base = target / self.inside
+        return [n for n in self.files if not self.is_as_staged(target, n) and os.path.lexists(base / n)]
+
 
 def _read_json(path: Path) -> _Marker | None:
     """A marker or plan; None if there is none, or it is damaged."""
@@ -190,6 +205,7 @@ def _read_json(path: Path) -> _Marker | None:
         made["listed"] = {name: (int(size), str(tag)) for name, (size, tag) in made["listed"].items()}
         made["files"] = {str(name): int(size) for name, size in made["files"].items()}
         made["losses"] = [str(loss) for loss in made["losses"]]
+        made["times"] = {str(name): int(time) for name, time in made.get("times", {}).items()}
         if not all(isinstance(made[name], str) for name in ("source", "below", "inside")):
             return None
         return _Marker(**made)
@@ -202,6 +218,14 @@ def _size(path: str) -> int:
         return os.stat(path).st_size  # noqa: PTH116 -- called for each of many files: Path would cost time
     except OSError:
         return -1
+
+
+def _state(path: str) -> tuple[int | None, int | None]:
+    try:
+        found = os.stat(path)  # noqa: PTH116 -- as above
+    except OSError:
+        return None, None
+    return found.st_size, found.st_mtime_ns
 
 
 def _target(folder: Any) -> Path:
@@ -310,7 +334,8 @@ def _staged(
         if done is None:
             assert listed is not None
             _check_target(source, target, layers)
-            done = _download(source, listed, target, work, layers, progress or (lambda what, n, total: None))
+            tell = progress or (lambda what, n, total: None)
+            done = _download(source, listed, target, work, layers, tell, again)
         for name in ("new", "parts", "plan.json"):
             remove(work / name)
         return done
@@ -398,13 +423,26 @@ def _complete(source: Location, target: Path, layers: tuple[int, ...] | None, li
     marker = _read_json(target / MARKER)
     if marker is None or not _same(marker, source, layers) or not marker.is_whole(target):
         return None
-    if listed is not None and _within(listed, marker.below) != marker.listed:
+    if listed is not None and (_within(listed, marker.below) != marker.listed or marker.changed(target)):
         return None
     return marker.result(target)
 
 
 def _same(marker: _Marker, source: Location, layers: tuple[int, ...] | None) -> bool:
-    return marker.source == str(source) and marker.layers == (None if layers is None else list(layers))
+    origin = _origin(source)
+    elsewhere = marker.origin is not None and origin is not None and marker.origin != origin
+    named = marker.source == str(source) and marker.layers == (None if layers is None else list(layers))
+    return named and not elsewhere
+
+
+def _origin(source: Location) -> str | None:
+    """A digest of endpoint and account. None if it is not known, and for the hub: there the commit identifies the files."""
+    if not isinstance(source.storage, Remote) or str(source).startswith("hf://"):
+        return None
+    try:
+        return source.storage.native.origin()
+    except ActshardError:  # options that cannot be used: the first request explains it
+        return None
 
 
 def _check_target(source: Location, target: Path, layers: tuple[int, ...] | None) -> None:
@@ -421,6 +459,8 @@ def _check_target(source: Location, target: Path, layers: tuple[int, ...] | None
             raise ExistsError("contains files that were not staged. Choose another folder", path=target)
     elif not _same(marker, source, layers):
         what = "all layers" if marker.layers is None else f"layers {', '.join(map(str, marker.layers))}"
+        if marker.origin is not None and marker.origin != _origin(source):
+            what += " (from another server)"
         raise ExistsError(f"contains {what} of {marker.source}. Choose another folder, or remove this one", path=target)
 
 
@@ -434,6 +474,7 @@ def _download(
     work: Path,
     layers: tuple[int, ...] | None,
     tell: StageProgress,
+    again: Callable[[], Location],
 ) -> Staged:
     if not _holds_cache(listed):
         check_finished(source)
@@ -451,6 +492,7 @@ def _download(
     marker = _Marker(
         str(source), _revision(source), None if layers is None else list(layers), below, inside, wanted, {}, []
     )
+    marker = replace(marker, origin=_origin(source))
     old = _read_json(work / "plan.json")
     if old is None or not _same(old, source, layers) or (old.below, old.inside) != (below, inside):
         remove(work / "new")
@@ -467,6 +509,7 @@ def _download(
     _copy(place, missing, base, work / "parts", tell)
     if str(source).startswith("hf://"):
         _check_digests(base, {n: wanted[n][1] for n in missing})
+    _check_versions(again, base, below, {n: wanted[n] for n in missing})
     files = {n: size for n, (size, _) in wanted.items()}
     return _put(marker, files, sum(missing.values()), target, work)
 
@@ -500,7 +543,7 @@ def _link(base: Path, wanted: Listed, target: Path, source: Location) -> None:
         return
     for name, (size, version) in wanted.items():
         near, far = f"{target}/{marker.inside}/{name}", base / name
-        if marker.listed.get(name) == (size, version) and _size(near) == size and not far.exists():
+        if marker.listed.get(name) == (size, version) and marker.is_as_staged(target, name) and not far.exists():
             make_folder(far.parent)
             with contextlib.suppress(OSError):
                 os.link(near, far)
@@ -553,6 +596,22 @@ def _batches(missing: Mapping[str, int], parts: Path) -> Iterator[list[_Range]]:
         yield batch
 
 
+def _check_versions(again: Callable[[], Location], base: Path, below: str, copied: Listed) -> None:
+    """Compares files with a new listing where reading does not notice a replacement: local ones, and empty ones."""
+    source = again()
+    if str(source).startswith("hf://"):  # of one commit
+        return
+    asked = {n: entry for n, entry in copied.items() if source.is_local or entry[0] == 0}
+    if not asked:
+        return
+    found = _within(_list(source), below)
+    wrong = [name for name, entry in asked.items() if found.get(name) != entry]
+    for name in wrong:
+        remove(base / name)
+    if wrong:
+        raise FormatError("was replaced while it was staged. Stage again", path=source / below / wrong[0])
+
+
 def _check_digests(base: Path, tags: Mapping[str, str]) -> None:
     """Compares files of the hub with their SHA-256, where it is their tag (large files)."""
     for name, tag in tags.items():
@@ -596,9 +655,19 @@ def _convert(
 
 def _check_others(new: Path, target: Path) -> None:
     """Raises if files of the user in the folder could not be carried over into the new copy."""
-    others = _others(target)
-    if others and _read_json(target / MARKER) is None:
+    others, marker = _others(target), _read_json(target / MARKER)
+    if others and marker is None:
         raise ExistsError("contains files that were not staged. Choose another folder", path=target)
+    edited = (
+        [] if marker is None else [name for name in marker.changed(target) if not _are_equal(marker, name, new, target)]
+    )
+    if edited:
+        listed = ", ".join(edited[:20]) + (f" and {len(edited) - 20} more" if len(edited) > 20 else "")
+        raise ExistsError(
+            f"contains files that were changed after they were staged: {listed}. Move them away to have them staged again, or "
+            "choose another folder",
+            path=target,
+        )
     taken = [name for name in others if any(_is_taken(new, name, above) for above in (name, *_above(name)))]
     if taken:
         listed = ", ".join(taken[:20]) + (f" and {len(taken) - 20} more" if len(taken) > 20 else "")
@@ -606,6 +675,11 @@ def _check_others(new: Path, target: Path) -> None:
             f"contains files of yours whose names the new copy needs: {listed}. Move them, or choose another folder",
             path=target,
         )
+
+
+def _are_equal(marker: _Marker, name: str, new: Path, target: Path) -> bool:
+    near, far = target / marker.inside / name, new / marker.inside / name
+    return near.is_file() and far.is_file() and filecmp.cmp(near, far, shallow=False)
 
 
 def _is_taken(new: Path, name: str, above: str) -> bool:
@@ -622,7 +696,8 @@ def _above(name: str) -> list[str]:
 def _put(marker: _Marker, files: dict[str, int], fetched: int, target: Path, work: Path) -> Staged:
     """Gives the copy its name, in place of an older one."""
     new, old = work / "new", work / "old"
-    made = replace(marker, files=files)
+    times = {name: _state(f"{new}/{marker.inside}/{name}")[1] or 0 for name in files}
+    made = replace(marker, files=files, times=times)
     if not made.is_whole(new):
         raise FormatError("expected a complete copy, found files that are missing. Stage again", path=target)
     _write(new / MARKER, made)

@@ -42,7 +42,11 @@ class Bucket:
         self.native: RemoteStore = root.storage.native
         self.start = f"{self.native.root}/" if self.native.root else ""
         self.marker = self.start + ship.below(PUSHING)
-        self.there = dict(self.native.everything())
+        self.there: dict[str, int] = {}
+        self._etags: dict[str, str] = {}
+        self._asked: dict[tuple[str, str], str | None] = {}
+        """Digests by key and ETag: none is asked for twice."""
+        self._list()
         self.mine = {self.start + file.name: (file.size, ship.digests[file.name]) for file in ship.files}
         self.digests: dict[str, str | None] = {}
         self.text = b""
@@ -86,7 +90,8 @@ class Bucket:
                 key = self.start + file.name
                 size = self.there.get(key)
                 digest = self.ship.digests[file.name]
-                jobs.append((str(file.path), key, number > 0 and size is None, size, digest))
+                known = key in self.digests  # to have other bytes: it is not asked for again
+                jobs.append((str(file.path), key, number > 0 and size is None, None if known else size, digest))
             if number == 0 and self.ship.card is not None and card not in self.there:
                 jobs.append((self.ship.card, card, False, None, None))
             sizes = [file.size for file in sent] + [len(self.ship.card or b"")] * (len(jobs) - len(sent))
@@ -97,11 +102,22 @@ class Bucket:
         if not finished:
             self.native.remove([self.marker])
 
+    def _list(self) -> None:
+        listed = self.native.everything()
+        self.there = {key: size for key, size, _ in listed}
+        self._etags = {key: etag for key, _, etag in listed}
+
     def _right(self) -> set[str]:
-        """Keys of the dataset's objects that are there with its bytes."""
-        found = [key for key in self.mine if key in self.there]
-        self.digests = dict(zip(found, self.native.digests(found), strict=True))
-        return {key for key in found if self.digests[key] == self.mine[key][1] and self.there[key] == self.mine[key][0]}
+        """Keys of the dataset's objects that are there with its bytes. Asks for the digests of objects of equal size."""
+        found = [key for key, (size, _) in self.mine.items() if self.there.get(key) == size]
+        self.digests = self._digests(found)
+        return {key for key in found if self.digests[key] == self.mine[key][1]}
+
+    def _digests(self, keys: list[str]) -> dict[str, str | None]:
+        new = [key for key in keys if not self._etags.get(key) or (key, self._etags[key]) not in self._asked]
+        made = dict(zip(new, self.native.digests(new), strict=True))
+        self._asked |= {(key, self._etags[key]): digest for key, digest in made.items() if self._etags.get(key)}
+        return {key: made[key] if key in made else self._asked[key, self._etags[key]] for key in keys}
 
     def _others(self) -> list[str]:
         """Keys of objects that are not part of the dataset."""
@@ -115,11 +131,11 @@ class Bucket:
         """
         card = self.start + CARD
         data = self.mine.keys() - self.manifest.keys() - {card}
-        wrong = {key for key in self.digests if key not in right and key != card}
+        wrong = {key for key in self.mine if key in self.there and key not in right and key != card}
         if not wrong and self.mine.keys() - {card} <= self.there.keys():
             return True
         # Azure's large blobs carry no digest although push wrote them: they may be another dataset's.
-        replaced = all(self.digests[key] is None for key in wrong) and not str(self.root).startswith("az:")
+        replaced = not any(self._digests(sorted(wrong)).values()) and not str(self.root).startswith("az:")
         return bool(self.manifest) and self.manifest.keys() <= right and bool(data & right) and (replaced or not wrong)
 
     def _state(self) -> dict[str, object] | None:
@@ -168,7 +184,7 @@ class Bucket:
         before = {key: size for key, size in self.there.items() if key != self.marker}
         self.text = self._text(replaces)
         self._send([(self.text, self.marker, not over, None, None)], [0], None)
-        self.there = dict(self.native.everything())
+        self._list()
         after = {key: size for key, size in self.there.items() if key != self.marker}
         if after != before and not self.overwrite:
             self.native.remove([self.marker])
@@ -177,11 +193,11 @@ class Bucket:
     def _check_marker(self, taken: bool) -> None:
         """Before the manifest is written: no other push has begun here. If another dataset was here, its push may still run."""
         wrong = self.native.digests([self.marker]) != [hashlib.sha256(self.text).hexdigest()] and (
-            self.marker not in dict(self.native.everything())
+            self.marker not in {key for key, *_ in self.native.everything()}
             or self.native.read(self.marker, 0, _MARKER_BYTES) != self.text
         )
         if taken and not wrong:
-            self.there = dict(self.native.everything())
+            self._list()
             right = self._right()
             data = [key for key in self.mine if key not in self.manifest]
             differs = [key for key in data if key not in right and self.digests.get(key, "") is not None]
@@ -233,7 +249,7 @@ class Bucket:
 
     def _check(self) -> None:
         """Compares names and sizes with those of a new listing."""
-        self.there = dict(self.native.everything())
+        self._list()
         for file in self.ship.files:
             size = self.there.get(self.start + file.name)
             if self.start + file.name in self.mine and size != file.size:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import actshard._native as _native
@@ -14,13 +15,19 @@ from actshard.errors import (
     ArgumentError,
     ExistsError,
     FileAccessError,
+    FormatError,
     MissingExtraError,
     MissingFileError,
 )
 from actshard.location import Location
+from actshard.pushing.choosing import LocalFile
 from actshard.pushing.planning import CARD, Shipment
 from actshard.storage import Remote
 
+_PER_FOLDER, _PER_COMMIT = 10_000, 25_000
+"""Files that the hub takes (https://huggingface.co/docs/hub/storage-limits)."""
+_MOST_OF_GIT = 64 << 20
+"""Files from 10 MB on are never in git itself."""
 _URL = re.compile(r"hf://datasets/([^/@]+/[^/@]+)(?:@(.+?))?/?")
 
 
@@ -56,55 +63,106 @@ def push_to_hub(
         token=given.get("token") or given.get("hf_token"),
         library_name="actshard",
     )
-    with _explained(root):
-        api.create_repo(repository, repo_type="dataset", private=private, exist_ok=True)
-        if branch != "main" and not branch.startswith("refs/"):
-            api.create_branch(repository, repo_type="dataset", branch=branch, exist_ok=True)
-        parent = api.dataset_info(repository, revision=branch).sha
+    _check_numbers(root, ship)
+    parent = _parent(api, root, repository, branch, private)
     there = _there(native)
     mine = {start + file.name: file for file in ship.files}
-    others = [key for key in there if key.startswith(start) and key.rpartition("/")[2] not in (CARD, ".gitattributes")]
-    manifest = {start + name: digest for name, digest in ship.sums.items()}
-    if others and not overwrite and not _is_same(root, manifest, there):
+    kept = {start + CARD, ".gitattributes"}
+    others = [key for key in there if key.startswith(start) and key not in mine and key not in kept]
+    right = {
+        key for key, file in mine.items() if key in there and _is_right(file, ship.digests[file.name], *there[key])
+    }
+    wrong = [key for key in mine if key in there and key not in right and key not in kept]
+    if not overwrite and (others or wrong):
         raise ExistsError(
-            f"contains other files ({others[0][len(start) :]}). Choose another URL, or pass overwrite=True (--overwrite), which "
-            "removes everything below it.",
+            f"contains other files ({[*others, *wrong][0][len(start) :]}). Choose another URL, or pass overwrite=True "
+            "(--overwrite), which removes everything below it.",
             path=root,
         )
-    operations: list[Any] = [CommitOperationAdd(key, str(file.path)) for key, file in mine.items()]
+    new = {key: f for key, f in mine.items() if key not in right and (overwrite or key not in kept or key not in there)}
+    operations: list[Any] = [CommitOperationAdd(key, str(file.path)) for key, file in new.items()]
+    for (key, file), operation in zip(new.items(), operations, strict=True):
+        _check_digest(operation, ship.digests[file.name], root.joinpath(key[len(start) :]))
     if ship.card is not None and start + CARD not in there:
         operations.append(CommitOperationAdd(start + CARD, ship.card))
-    if overwrite:
-        operations += [CommitOperationDelete(key) for key in others if key not in mine]
+    operations += [CommitOperationDelete(key) for key in others]
     progress(0)
-    with _explained(root):
-        api.create_commit(
-            repository,
-            operations,
-            commit_message=f"Upload a {ship.format} dataset with actshard",
-            repo_type="dataset",
-            revision=branch,
-            parent_commit=parent,
-        )
-    new = [file for key, file in mine.items() if there.get(key) != file.size]
+    ship.check_unchanged()
+    if operations:
+        with _explained(root):
+            api.create_commit(
+                repository,
+                operations,
+                commit_message=f"Upload a {ship.format} dataset with actshard",
+                repo_type="dataset",
+                revision=branch,
+                parent_commit=parent,
+            )
     progress(sum(file.size for file in ship.files))
-    return len(new), sum(file.size for file in new)
+    return len(new), sum(file.size for file in new.values())
 
 
-def _there(native: _native.RemoteStore) -> dict[str, int]:
-    """Keys and sizes of all files at the branch's commit; none in a new repository."""
+def _check_numbers(root: Location, ship: Shipment) -> None:
+    """Raises ArgumentError for more files than the hub takes."""
+    folders = Counter(file.name.rpartition("/")[0] for file in ship.files)
+    most, count = max(folders.items(), key=lambda item: item[1], default=("", 0))
+    if count > _PER_FOLDER or len(ship.files) > _PER_COMMIT:
+        what = f"{count:,} files in {most or 'its folder'}" if count > _PER_FOLDER else f"{len(ship.files):,} files"
+        raise ArgumentError(
+            f"the dataset has {what}; the hub takes {_PER_FOLDER:,} in a folder and about {_PER_COMMIT:,} in a commit. Convert it "
+            "to fewer, larger files (another format, or larger chunks)",
+            path=root,
+        )
+
+
+def _parent(api: Any, root: Location, repository: str, branch: str, private: bool) -> str:
+    """The commit to build on. Creates a repository that does not exist, but no branch: its name may be mistyped."""
+    missing = None
     try:
-        return dict(native.everything())
+        with _explained(root, {"RepositoryNotFoundError", "RevisionNotFoundError"}):
+            found: str = api.dataset_info(repository, revision=branch).sha
+            return found
+    except Exception as error:
+        if isinstance(error, ActshardError):
+            raise
+        missing = type(error).__name__
+    if missing == "RevisionNotFoundError" or branch != "main":
+        raise MissingFileError(
+            f"expected a branch named {branch!r}, found none. Create it first "
+            f"(huggingface_hub.HfApi().create_branch({repository!r}, repo_type='dataset', branch={branch!r})), or push to main",
+            path=root,
+        )
+    with _explained(root):
+        api.create_repo(repository, repo_type="dataset", private=private, exist_ok=True)
+        made: str = api.dataset_info(repository, revision=branch).sha
+        return made
+
+
+def _there(native: _native.RemoteStore) -> dict[str, tuple[int, str]]:
+    """Sizes and digests of all files at the branch's commit; none in a new repository."""
+    try:
+        return {key: (size, oid) for key, size, oid in native.everything()}
     except MissingFileError:
         return {}
 
 
-def _is_same(root: Location, manifest: Mapping[str, str], there: Mapping[str, int]) -> bool:
-    """Whether the repository's files have this dataset's manifest."""
-    if not manifest or not manifest.keys() <= there.keys():
+def _is_right(file: LocalFile, digest: str, size: int, oid: str) -> bool:
+    """Whether the hub has a file's bytes: it tells the SHA-256 of large files, and git's digest of the others."""
+    if size != file.size:
         return False
-    found = {key: root.storage.read(key, 0, there[key]) for key in manifest}
-    return all(hashlib.sha256(data).hexdigest() == manifest[key] for key, data in found.items())
+    if len(oid) == 64:
+        return oid == digest
+    if file.size > _MOST_OF_GIT:
+        return False
+    git = hashlib.sha1(b"blob %d\0" % size + file.path.read_bytes(), usedforsecurity=False)
+    return oid == git.hexdigest()
+
+
+def _check_digest(operation: Any, digest: str, place: Location) -> None:
+    """Raises FormatError if a file is another one than when it was verified."""
+    found = getattr(getattr(operation, "upload_info", None), "sha256", None)
+    if found is not None and found.hex() != digest:
+        raise FormatError("changed while it was uploaded: push again", path=place)
 
 
 _SECRETS = (
@@ -123,13 +181,15 @@ def without_secrets(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _explained(root: Location) -> Iterator[None]:
-    """Turns errors of huggingface_hub into one line without its request's headers."""
+def _explained(root: Location, passed: Collection[str] = ()) -> Iterator[None]:
+    """Turns errors of huggingface_hub into one line without its request's headers; those of ``passed`` classes are left."""
     try:
         yield
     except ActshardError:
         raise
     except Exception as error:
+        if type(error).__name__ in passed:
+            raise
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, MemoryError | RecursionError):
             raise

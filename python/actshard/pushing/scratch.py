@@ -70,7 +70,7 @@ class Scratch:
         if exist_ok or str(self.root).startswith("hf://"):
             return  # a repository may not exist yet
         start = f"{self.native.root}/" if self.native.root else ""
-        found = [key for key, _ in self.native.everything() if key.rpartition("/")[2] != "README.md"]
+        found = [key for key, *_ in self.native.everything() if key.rpartition("/")[2] != "README.md"]
         if found and not any(key.endswith(PUSHING) for key in found):
             raise ExistsError(
                 f"contains other objects ({found[0][len(start) :]}). Choose another URL, or pass resume=True to complete an "

@@ -176,11 +176,12 @@ impl RemoteStore {
         })
     }
 
-    /// Keys and sizes of everything below the URL, as it is now.
-    fn everything(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
+    /// Keys, sizes and ETags (or "") of everything below the URL, as it is now.
+    fn everything(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, String)>> {
         detach::guarded(py, || {
             let found = detach::detached(py, |watch| threads::wait_for(&|stop| self.store.everything(stop), watch))?;
-            Ok(found.into_iter().map(|object| (object.key, object.size)).collect())
+            let etag = |tag: Option<Box<str>>| tag.map_or_else(String::new, String::from);
+            Ok(found.into_iter().map(|object| (object.key, object.size, etag(object.tag.etag))).collect())
         })
     }
 
