@@ -1,12 +1,14 @@
-"""A lookalike of Azure Blob Storage for tests: containers that are folders, listings in pages, and ranges.
+"""A lookalike of Azure Blob Storage for tests: containers that are folders, listings in pages, ranges, and writing in blocks.
 
-No emulator of Azure can be installed with pip, cargo or apt. Written from the service's REST reference (List Blobs, Get Blob,
-version 2023-11-03): enough for reading, without checking signatures.
+No emulator of Azure can be installed with pip, cargo or apt. Written from the service's REST reference (List Blobs, Get Blob, Put
+Blob, Put Block, Put Block List, Blob Batch, version 2023-11-03), without checking signatures.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import re
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from served import ManyConnections
@@ -21,6 +24,7 @@ from served import ManyConnections
 ACCOUNT = "lab"
 WRITTEN = "Sun, 22 Nov 2026 10:00:00 GMT"
 PAGE = 50
+KEY = base64.b64encode(b"hushhush, a key").decode()
 
 
 @dataclass
@@ -31,6 +35,20 @@ class Azure:
     port: int = 0
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     signed: list[bool] = field(default_factory=list)
+    meta: dict[str, dict[str, str]] = field(default_factory=dict)
+    """User metadata by container and name."""
+    blocks: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Uncommitted blocks by container and name, which the service removes after a week."""
+    failing: list[int] = field(default_factory=list)
+    """Statuses to answer writes with first."""
+    lost: int = 0
+    """Number of writes that are done and answered with 500."""
+    lock: Any = field(default_factory=threading.Lock)
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """As ``options``, with an account key, which writing needs."""
+        return {name: value for name, value in self.options.items() if name != "anon"} | {"account_key": KEY}
 
     @property
     def options(self) -> dict[str, object]:
@@ -87,7 +105,7 @@ def azure(root: Path) -> Iterator[Azure]:
                 "Last-Modified": WRITTEN,
                 "Accept-Ranges": "bytes",
                 "x-ms-blob-type": "BlockBlob",
-            }
+            } | found.meta.get(path, {})
             if not wanted:
                 return self.answer(200, data, headers)
             first, _, last = wanted.removeprefix("bytes=").partition("-")
@@ -97,6 +115,85 @@ def azure(root: Path) -> Iterator[Azure]:
             return self.answer(
                 206, data[start:end], headers | {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"}
             )
+
+        def refuse(self, status: int, code: str) -> None:
+            body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
+            self.answer(status, body.encode(), {"x-ms-error-code": code})
+
+        def written(self) -> tuple[str, dict[str, str], bytes] | None:
+            """Container and name, query and body of a request that writes; None if it was answered."""
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            url = urllib.parse.urlsplit(self.path)
+            query = dict(urllib.parse.parse_qsl(url.query))
+            account, _, path = urllib.parse.unquote(url.path).strip("/").partition("/")
+            found.requests.append((self.command, path, url.query))
+            if account != ACCOUNT or not (found.root / path.partition("/")[0]).is_dir():
+                return self.refuse(404, "ContainerNotFound")
+            if "Authorization" not in self.headers and "sig" not in query:
+                return self.refuse(403, "AuthenticationFailed")
+            if found.failing:
+                return self.refuse(found.failing.pop(0), "ServerBusy")
+            return path, query, body
+
+        def store(self, path: str, data: bytes) -> None:
+            file = found.root / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+            named = {name.lower(): value for name, value in self.headers.items()}
+            found.meta[path] = {name: value for name, value in named.items() if name.startswith("x-ms-meta-")}
+            found.blocks.pop(path, None)
+            self.done(data)
+
+        def done(self, data: bytes = b"") -> None:
+            if found.lost > 0:
+                found.lost -= 1
+                return self.refuse(500, "InternalError")
+            self.answer(201, b"", {"ETag": f'"{_tag(data)}"', "Last-Modified": WRITTEN})
+
+        def do_PUT(self) -> None:
+            with found.lock:
+                asked = self.written()
+                if asked is None:
+                    return None
+                path, query, body = asked
+                if query.get("comp") == "block":
+                    found.blocks.setdefault(path, {})[query["blockid"]] = body
+                    return self.done()
+                if query.get("comp") == "blocklist":
+                    names = re.findall(r"<(?:Latest|Uncommitted)>([^<]*)</", body.decode())
+                    blocks = found.blocks.get(path, {})
+                    if any(name not in blocks for name in names):
+                        return self.refuse(400, "InvalidBlockList")
+                    return self.store(path, b"".join(blocks[name] for name in names))
+                if self.headers.get("x-ms-blob-type") != "BlockBlob":
+                    return self.refuse(400, "MissingRequiredHeader")
+                if self.headers.get("If-None-Match") == "*" and (found.root / path).is_file():
+                    return self.refuse(409, "BlobAlreadyExists")
+                return self.store(path, body)
+
+        def do_POST(self) -> None:
+            """Blob Batch: requests that delete, each answered by a part."""
+            with found.lock:
+                asked = self.written()
+                if asked is None:
+                    return None
+                if asked[1].get("comp") != "batch":
+                    return self.refuse(400, "InvalidQueryParameterValue")
+                parts = []
+                for part in asked[2].decode().split("--batch_")[1:-1]:
+                    number, url = re.findall(r"(?i)content-id: (\d+)", part)[0], re.findall(r"DELETE /(\S*)", part)[0]
+                    path = urllib.parse.unquote(url.partition("?")[0]).removeprefix(f"{ACCOUNT}/")
+                    found.requests.append(("DELETE", path, ""))
+                    there = (found.root / path).is_file()
+                    (found.root / path).unlink(missing_ok=True)
+                    found.meta.pop(path, None)
+                    status = "202 Accepted" if there else "404 The specified blob does not exist."
+                    parts.append(
+                        f"--answer\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\nHTTP/1.1 {status}\r\n"
+                        "x-ms-version: 2023-11-03\r\n\r\n"
+                    )
+                body = "".join(parts) + "--answer--\r\n"
+                self.answer(202, body.encode(), {"Content-Type": "multipart/mixed; boundary=answer"})
 
         def list(self, container: str, query: dict[str, str]) -> None:
             """List Blobs: names in order, at most PAGE per answer, the rest by marker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 import time
 import urllib.parse
@@ -41,6 +42,12 @@ class Served:
             "secret": "hushhush",
             "region": "x",
         }
+
+    @property
+    def google(self) -> dict[str, object]:
+        """storage_options of ``gs://FOLDER/...`` that can write: an account whose tokens the server does not check."""
+        account = {"private_key": "hushhush", "private_key_id": "1", "client_email": "lab", "disable_oauth": True}
+        return {"google_service_account_key": json.dumps(account), "google_base_url": f"http://127.0.0.1:{self.port}"}
 
     absent: tuple[int, bytes] = (404, b"<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
     """Status and body for names that do not exist."""

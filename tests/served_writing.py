@@ -1,4 +1,7 @@
-"""The writing half of the tests' S3 server: PUT, conditional PUT, uploads in parts, DELETE, and a fault at any request."""
+"""The writing half of the tests' S3 server: PUT, conditional PUT, uploads in parts, DELETE, and a fault at any request.
+
+Google's XML protocol is the same with other headers (https://cloud.google.com/storage/docs/xml-api/reference-headers).
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,8 @@ class WriteHandler(BaseHTTPRequestHandler):
         self.answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
 
     def metadata(self) -> dict[str, str]:
-        return {name.lower(): value for name, value in self.headers.items() if name.lower().startswith("x-amz-meta-")}
+        ours = ("x-amz-meta-", "x-goog-meta-")
+        return {name.lower(): value for name, value in self.headers.items() if name.lower().startswith(ours)}
 
     def store(self, path: str, data: bytes, meta: dict[str, str]) -> None:
         file = self.root / path
@@ -111,6 +115,8 @@ class WriteHandler(BaseHTTPRequestHandler):
         self.written.puts.append(path)
 
     def is_damaged(self) -> bool:
+        if self.headers.get("Authorization", "").startswith("Bearer"):  # Google's protocol has no such checksum
+            return False
         sent = self.headers.get("x-amz-checksum-sha256")
         return sent is None or base64.b64decode(sent) != hashlib.sha256(self.body).digest()
 
@@ -128,7 +134,7 @@ class WriteHandler(BaseHTTPRequestHandler):
                 return self.answer(200, ETag=tag)
             if not (self.root / path.partition("/")[0]).is_dir():
                 return self.error(404, "NoSuchBucket")
-            if self.headers.get("If-None-Match") == "*":
+            if self.headers.get("If-None-Match") == "*" or self.headers.get("x-goog-if-generation-match") == "0":
                 if not self.written.conditional:
                     return self.error(501, "NotImplemented")
                 if (self.root / path).exists():

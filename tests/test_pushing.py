@@ -27,7 +27,7 @@ from actshard.pushing.buckets import Bucket
 from conftest import GOLDEN
 from hub import hub as hub_server
 from served import Served, served
-from test_urls import quietly, same
+from test_urls import places, quietly, same
 
 SAEV = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
 
@@ -142,20 +142,57 @@ def test_a_push_that_ends_anywhere_is_not_readable_and_is_continued(server: Serv
         same(quietly("s3://bucket/run", storage_options=server.keys), near)
 
 
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
 @pytest.mark.parametrize("fault", ["503", "before", "after", "cut"])
-def test_a_fault_at_any_request_is_survived(server: Served, fault: str) -> None:
+def test_a_fault_at_any_request_is_survived(server: Served, fault: str, scheme: str) -> None:
     near, at = quietly(SAEV), 0
+    options = server.keys if scheme == "s3" else server.google
     while True:
         shutil.rmtree(server.root / "bucket/run", ignore_errors=True)
         server.written.meta.clear()
         server.written.count, server.written.faults = 0, {at: fault}
-        push(server, SAEV)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            actshard.push(SAEV, f"{scheme}://bucket/run", options)
         if server.written.faults:
             break
         assert not (server.root / "bucket/run/.actshard-pushing.json").exists()
         at += 1
     assert at > 8
     same(quietly("s3://bucket/run", storage_options=server.keys), near)
+
+
+@pytest.mark.parametrize("folder", places()[::3])
+def test_what_is_pushed_to_google_opens_with_equal_values(server: Served, folder: Path, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        url, options, large = "gs://bucket/run", server.google, big(tmp_path)
+        actshard.push(folder, url, options, verify=False)
+        same(quietly(url, storage_options=options), quietly(folder))
+        assert not actshard.verify(url, storage_options=options).errors or actshard.verify(folder).errors
+        assert actshard.push(folder, url, options, verify=False).sent_files == 0
+        with pytest.raises(actshard.ExistsError, match="overwrite=True"):
+            actshard.push(large, url, options)
+        server.written.refuse = (lambda method, query: "partNumber=2" in query, 403)
+        with pytest.raises(actshard.FileAccessError, match="403") as caught:
+            actshard.push(large, url, options, overwrite=True)
+        assert "hushhush" not in str(caught.value)
+        assert not server.written.uploads
+        server.written.refuse = None
+        actshard.push(large, url, options)
+    same(quietly(url, storage_options=options), quietly(large))
+    with actshard.create(
+        "gs://bucket/made", "zarr", layers=[3], d_model=4, storage_options=options, scratch=tmp_path / "scratch"
+    ) as writer:
+        writer.append(np.ones((2, 1, 5, 4), np.float32))
+    assert quietly("gs://bucket/made", storage_options=options).num_examples == 2
+
+
+def big(tmp_path: Path) -> Path:
+    """A dataset with a shard that is sent in parts."""
+    with actshard.create(tmp_path / "big", "pickle", layers=[0], d_model=512, shard_bytes="40MB") as writer:
+        writer.append(np.random.default_rng(0).standard_normal((1, 1, 9000, 512), np.float32))
+    return tmp_path / "big"
 
 
 def test_another_dataset_is_not_replaced(server: Served, tmp_path: Path) -> None:
