@@ -24,15 +24,15 @@ ROOT = Path(actshard.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes"),
     ("_arguments", "storage"),
-    ("location", "epochs"),
+    ("location", "epochs", "chosen"),
     ("_json", "work"),
     ("walking",),
     ("tokens",),
     ("formats",),
     ("finding",),
-    ("stats", "quality", "caching"),
+    ("stats", "quality", "caching", "absent"),
     ("stream",),
-    ("arrays",),
+    ("arrays", "choosing"),
     ("store",),
     ("opening",),
     ("verifying", "merging"),
@@ -199,7 +199,8 @@ def test_importing_actshard_loads_nothing_of_urls_and_arrays() -> None:
         import sys
         import actshard
         loaded = {name for name in sys.modules if name.startswith("actshard.")}
-        assert not loaded & {"actshard.staging", "actshard.pushing", "actshard.caching", "actshard.arrays"}, loaded
+        lazy = {"actshard." + name for name in ("staging", "pushing", "caching", "arrays", "choosing", "chosen")}
+        assert not loaded & lazy, loaded & lazy
         assert "tempfile" not in sys.modules
         assert {"stage", "push", "cache_info"} <= set(dir(actshard))
         assert actshard.stage is actshard.staging.stage
@@ -277,6 +278,8 @@ def test_user_data_is_read_through_locations_only() -> None:
 
 
 PICKLED = {
+    "arrays": "LayerArray RowArray",
+    "chosen": "Chosen",
     "codes": "Remark",
     "compat.levanter": "CausalLmDataset ChatDataset LmDataConfig PackedTokenDataset PrebuiltLmDataset TokenSeqDataset TreeCache "
     "_Training _Prepared",

@@ -21,20 +21,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import cached_property
-from types import EllipsisType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
-from actshard.errors import ArgumentError, ArgumentTypeError, OutOfRangeError, OverflowWarning
-from actshard.stream.selection import COMPARED, column
+from actshard.errors import ArgumentError, OutOfRangeError, OverflowWarning
+from actshard.stream.selection import index_of, plain_index
 
 if TYPE_CHECKING:
     from actshard.stream.readable import Readable
-
-_EXPECTED = "expected an integer, a slice, integers or a bool mask"
 
 
 class Ragged(NamedTuple):
@@ -200,12 +197,12 @@ class LayerArray(_Lazy):
             Errors of :meth:`Store.gather`.
         """
         if type(key) is tuple and len(key) == 2 and type(key[0]) is int and type(key[1]) is int:
-            row: NDArray[Any] = self._gather(_index(key[0], len(self), "example"), key[1])[0]
+            row: NDArray[Any] = self._gather(index_of(key[0], len(self), "example"), key[1])[0]
             return row
         if type(key) is int and -len(self) <= key < len(self):
             return self._store.sequence(key if key >= 0 else key + len(self), self._layer, dtype=self._asked)
         parts = _parts(key, self.ndim, self._masked)
-        examples = _index(parts[0], len(self), "example")
+        examples = index_of(parts[0], len(self), "example")
         tokens = parts[1] if isinstance(parts[1], slice) else self._tokens(parts[1])
         _check_elements(examples, tokens, parts[2])
         rows = self._rows(examples, tokens)
@@ -310,7 +307,7 @@ class LayerArray(_Lazy):
         Raises:
             As ``acts[examples]``.
         """
-        chosen = _index(slice(None) if examples is None else examples, len(self), "example")
+        chosen = index_of(slice(None) if examples is None else examples, len(self), "example")
         listed = np.arange(*chosen.indices(len(self))) if isinstance(chosen, slice) else np.atleast_1d(chosen)
         if listed.ndim != 1:
             raise ArgumentError(f"examples: expected one dimension, found {listed.ndim}")
@@ -362,7 +359,7 @@ class RowArray(_Lazy):
     def locate(self, rows: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns (examples, tokens) of row numbers, without computing those of other rows."""
         numbers = np.asarray(
-            _index(rows, len(self), "row") if not isinstance(rows, slice) else _numbers(rows, len(self))
+            index_of(rows, len(self), "row") if not isinstance(rows, slice) else _numbers(rows, len(self))
         )
         examples = np.searchsorted(self._ends, numbers, "right")
         return examples, numbers - (self._ends - self._counts)[examples]
@@ -379,7 +376,7 @@ class RowArray(_Lazy):
             Errors of :meth:`Store.gather`.
         """
         which, elements = _parts(key, self.ndim, None)
-        chosen = _index(which, len(self), "row")
+        chosen = index_of(which, len(self), "row")
         _check_elements(chosen, 0, elements)
         if isinstance(chosen, slice):
             read = self._run(range(*chosen.indices(len(self))))
@@ -405,7 +402,7 @@ class RowArray(_Lazy):
 def _parts(key: Any, ndim: int, masked: Any) -> list[Any]:
     """One index per axis; axes that the key does not name are whole."""
     given = list(key) if isinstance(key, tuple) else [key]
-    given = [_plain(part) for part in given]
+    given = [plain_index(part) for part in given]
     if (
         masked is not None
         and given
@@ -424,49 +421,13 @@ def _parts(key: Any, ndim: int, masked: Any) -> list[Any]:
     return [*given[:at], *rest, *given[at + 1 :]]
 
 
-def _plain(part: Any) -> Any:
-    """A part of a key as a slice, an ellipsis, an int or an array."""
-    if isinstance(part, slice | EllipsisType) or type(part) is int:
-        return part
-    if part is None:
-        raise ArgumentTypeError(f"index: {_EXPECTED}, found None. Read first, then add an axis: acts[i][None]")
-    part = column(part)
-    if isinstance(part, bool | np.bool_):
-        raise ArgumentTypeError(f"index: {_EXPECTED}, found {part}{COMPARED}")
-    if isinstance(part, str | bytes | dict | set):
-        raise ArgumentTypeError(f"index: {_EXPECTED}, found {type(part).__name__}")
-    array = _arguments.as_array(part, f"index: {_EXPECTED}")
-    if array.dtype == bool and array.ndim:
-        return array
-    flat, _ = _arguments.index(array if array.size else array.astype(np.int64), "index")  # np.asarray([]) is float64
-    return int(flat[0]) if array.ndim == 0 else flat.reshape(array.shape)
-
-
 def _numbers(part: slice, count: int) -> NDArray[np.int64]:
     return np.arange(*part.indices(count))
 
 
-def _index(part: Any, count: int, what: str) -> Any:
-    """A part as a slice, or as one or several checked numbers from 0 to ``count - 1``."""
-    if isinstance(part, slice):
-        return part
-    part = _plain(part)
-    if isinstance(part, np.ndarray) and part.dtype == bool:
-        if part.shape != (count,):
-            raise ArgumentError(f"mask: expected {count} flags, one per {what}, found {part.shape}")
-        return np.flatnonzero(part)
-    if isinstance(part, EllipsisType):
-        return slice(None)
-    if isinstance(part, int):
-        if not -count <= part < count:
-            raise OutOfRangeError(f"{what} {part} is out of range: there are {count}")
-        return part if part >= 0 else part + count
-    return _arguments.members(part.reshape(-1), count, what).reshape(part.shape)
-
-
 def _narrowed(rows: NDArray[Any], part: Any) -> NDArray[Any]:
     """Rows cut to a part of their last axis."""
-    made: NDArray[Any] = rows[..., part if isinstance(part, slice) else _index(part, rows.shape[-1], "element")]
+    made: NDArray[Any] = rows[..., part if isinstance(part, slice) else index_of(part, rows.shape[-1], "element")]
     return made
 
 

@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard.absent import Closed, Without, short
 from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
     from actshard._native import Rows
     from actshard.arrays import LayerArray
+    from actshard.chosen import Chosen
 
 _SAMPLES = 8
 """Number of rows that :attr:`Store.identity` hashes."""
@@ -73,7 +75,7 @@ class Store:
         self._contents = contents
         self._reopen = reopen
         self._groups = {layer: i for i, layer in enumerate(contents.layers)}
-        self._rows: Rows | _Without = contents.rows if contents.rows is not None else _Without(contents)
+        self._rows: Rows | Without = contents.rows if contents.rows is not None else Without(contents)
         self._table: pa.Table | None = None
         self._extras: dict[str, Any] = {}
         self._dtype = contents.dtype
@@ -137,9 +139,7 @@ class Store:
         if self._token_counts is None and self.layers:
             return self._rows.tokens_of(0, wanted).reshape(shape)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
-            raise OutOfRangeError(
-                f"an example is out of range: the dataset has {self.num_examples} examples", path=self.path
-            )
+            raise self._out_of_range(wanted)
         return self.token_counts[wanted].reshape(shape)
 
     def tokens_in(self, layer: int) -> NDArray[np.int64]:
@@ -153,13 +153,16 @@ class Store:
         return self.num_examples
 
     def __repr__(self) -> str:
+        whole = self._contents.whole
+        of = "" if whole is None else f" of {whole.num_examples}"
         return (
-            f"<actshard.Store {self.format} {str(self.path)!r}: {self.num_examples} examples, "
-            f"layers {_short(self.layers)}, d_model {self.d_model}, {self.dtype}>"
+            f"<actshard.Store {self.format} {str(self.path)!r}: {self.num_examples}{of} examples, "
+            f"layers {short(self.layers)}, d_model {self.d_model}, {self.dtype}>"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._reopen
+        chosen = self._contents.chosen
+        return self._reopen if chosen is None else (_filtered, (*self._reopen, chosen))
 
     def __enter__(self) -> Store:
         return self
@@ -175,14 +178,14 @@ class Store:
         Later reads of rows, labels and columns raise ClosedError. Attributes such as layers, metadata and num_examples remain
         available.
         """
-        closed = _Closed(self.path)
+        closed = Closed(self.path)
         held = [self._rows, self._extras.get("logits"), self._extras.get("router")]
         self._rows = closed
         self._table = None
         self._extras = {"logits": closed, "router": closed, "labels": closed}
         for one in held:
             for rows in (one.values, one.indices) if isinstance(one, Logits) else (getattr(one, "rows", one),):
-                if rows is not None and not isinstance(rows, _Without):
+                if rows is not None and not isinstance(rows, Without):
                     rows.close()
 
     def group_of(self, layer: int) -> int:
@@ -203,7 +206,7 @@ class Store:
                 name = operator.index(layer)
         if name in self._groups:
             return self._groups[name]
-        what = f"layer {layer!r:.100} is not stored; the layers are {_short(self.layers, 200)}"
+        what = f"layer {layer!r:.100} is not stored; the layers are {short(self.layers, 200)}"
         if isinstance(layer, list | tuple | np.ndarray):
             what += ". For several layers use stream(), or sequences() with one layer per example."
         raise LayerError(what, path=self.path)
@@ -281,6 +284,63 @@ class Store:
         if lost:
             self._overflowed(lost, layer, dtype)
         return rows
+
+    def filter(self, examples: Any) -> Store:
+        """Returns a store of some of the examples, numbered from 0: it reads, streams, converts and pickles like any store.
+
+        Reads no rows. Memory: none for a slice or evenly spaced numbers, otherwise 8 bytes per chosen example. Keep this store
+        open while the result is in use.
+
+        Args:
+            examples: a pyarrow expression over :attr:`table` (``pc.field("label") == 1``), a function of the table, one bool per
+                example, integers in any order (repeated and negative ones as in numpy), or a slice. An expression that is null
+                for an example leaves it out.
+
+        Raises:
+            ArgumentError, OutOfRangeError: the argument is none of these; a mask of another length; an unknown column; a number
+                without an example.
+        """
+        from actshard.choosing import resolve
+
+        self._check_not_closed()
+        return self._choose(resolve(self, examples))
+
+    def split(self, test: float = 0.2, *, by: str | ArrayLike | None = None, seed: int = 0) -> tuple[Store, Store]:
+        """Returns two stores, for training and for testing: ``train, test = store.split(test=0.2, by="verb")``.
+
+        The split depends only on the arguments, on any machine. With ``by`` it depends on the groups' values, not on the order in
+        which examples are stored. Both stores keep the stored order.
+
+        Args:
+            test: share of test examples, 0 to 1, or their number. With ``by``, the nearest number that whole groups make.
+            by: name of a column, or one value per example: examples with equal values are in the same store. Null is a value.
+            seed: another seed gives another split.
+
+        Raises:
+            ArgumentError: there are fewer than two groups, or an argument is invalid.
+            NotStoredError: the dataset has no such column.
+        """
+        from actshard.choosing import split
+
+        self._check_not_closed()
+        train, held_out = split(self, test, by, seed)
+        return self._choose(train), self._choose(held_out)
+
+    def _choose(self, positions: Chosen) -> Store:
+        from actshard.choosing import choose
+
+        return Store(choose(self._contents, positions), io=self.io, reopen=self._reopen)
+
+    def whole(self) -> Store:
+        """Returns the opened dataset that this store is a part of; itself if it is no part."""
+        whole = self._contents.whole
+        return self if whole is None else Store(whole, io=self.io, reopen=self._reopen)
+
+    @property
+    def chosen(self) -> NDArray[np.int64] | None:
+        """``(num_examples,)`` int64: the examples' numbers in the opened dataset; None for the dataset itself."""
+        chosen = self._contents.chosen
+        return None if chosen is None else chosen.array()
 
     def layer(self, layer: int, *, dtype: DTypeLike | None = None) -> LayerArray:
         """Returns one layer as an array over (example, token, element), which reads nothing until it is indexed.
@@ -551,7 +611,7 @@ class Store:
         return Stats.of(self._open_rows().stats(group, selection, tell))
 
     def _open_rows(self) -> Rows:
-        if isinstance(self._rows, _Without):
+        if isinstance(self._rows, Without):
             self._rows.gather()
         return self._rows
 
@@ -591,7 +651,7 @@ class Store:
         return self._contents.columns(_arguments.listed(names, "names: expected a list of columns"))
 
     def _check_not_closed(self) -> None:
-        if isinstance(self._rows, _Closed):
+        if isinstance(self._rows, Closed):
             self._rows.gather()
 
     @property
@@ -600,10 +660,12 @@ class Store:
         if self._identity is None:
             shape = [self.format, list(self.layers), self.d_model, self.dtype.name, self.num_examples]
             digest = hashlib.sha256(json.dumps(shape).encode())
-            n = self.num_examples
+            n, whole, chosen = self.num_examples, self._contents.whole or self._contents, self._contents.chosen
+            if chosen is not None and chosen.numbers != range(whole.num_examples):
+                digest.update(chosen.digest())
             # For shards that are decoded as a whole, only the first example: opening has decoded its shard. Last tokens, because
             # the first tokens of texts may be equal in all datasets of a model.
-            few = range(min(n, 1)) if self._contents.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
+            few = range(min(n, 1)) if whole.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
             for example in few:
                 try:
                     digest.update(self._rows.gather(0, example, None, None, None).tobytes())
@@ -634,7 +696,7 @@ class Store:
         if "labels" not in self._extras:
             self._extras["labels"] = self._contents.labels()
         found = self._extras["labels"]
-        if isinstance(found, _Closed):
+        if isinstance(found, Closed):
             found.gather()
         labels: NDArray[np.uint8] | None = found
         return labels
@@ -652,7 +714,7 @@ class Store:
             NotStoredError: the dataset contains no logits.
         """
         logits = self._extra("logits", self._contents.logits, "logits")
-        if isinstance(logits, _Closed):
+        if isinstance(logits, Closed):
             logits.gather()
         assert isinstance(logits, Logits)
         return logits.values.gather(0, examples, None, None, None), logits.indices.gather(0, examples, None, None, None)
@@ -672,12 +734,12 @@ class Store:
             LayerError: no router tensor for this layer; the message lists the layers.
         """
         router = self._extra("router", self._contents.router, "router tensors")
-        if isinstance(router, _Closed):
+        if isinstance(router, Closed):
             router.gather()
         assert isinstance(router, Router)
         if isinstance(layer, bool | np.bool_ | float | np.floating) or layer not in router.layers:
             raise LayerError(
-                f"router of layer {layer!r} is not stored; the router's layers are {_short(router.layers)}",
+                f"router of layer {layer!r} is not stored; the router's layers are {short(router.layers)}",
                 path=self.path,
             )
         rows: NDArray[Any] = router.rows.gather(router.layers.index(layer), examples, None, None, None)
@@ -732,30 +794,6 @@ class Store:
         }
 
 
-class _Without:
-    """Replaces the rows of a dataset without hidden states: every read raises NotStoredError."""
-
-    def __init__(self, contents: Contents) -> None:
-        self._path = contents.path
-
-    def gather(self, *_: Any) -> NoReturn:
-        raise NotStoredError("the dataset contains no hidden states", path=self._path)
-
-    view = gather_whole = tokens_of = stored_types = gather
-
-
-class _Closed(_Without):
-    """Replaces the rows of a closed store: every read raises ClosedError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def gather(self, *_: Any) -> NoReturn:
-        raise ClosedError("the store was closed", path=self._path)
-
-    view = gather_whole = tokens_of = stored_types = gather
-
-
-def _short(layers: Sequence[int], at_most: int = 12) -> str:
-    shown = ", ".join(map(str, layers[:at_most]))
-    return f"[{shown}, ... {len(layers)} in all]" if len(layers) > at_most else f"[{shown}]"
+def _filtered(make: Callable[..., Store], args: tuple[Any, ...], chosen: Chosen) -> Store:
+    """A filtered store, opened again."""
+    return make(*args)._choose(chosen)

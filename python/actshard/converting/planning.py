@@ -167,16 +167,18 @@ def ask(
             ids = np.flatnonzero(array)
         else:
             ids = _arguments.index(examples, "examples")[0]
-    if ids is not None:
-        if ids.size and (ids.min() < 0 or ids.max() >= store.num_examples):
-            raise OutOfRangeError(
-                f"examples: expected numbers from 0 to {store.num_examples - 1}, found one out of range",
-                path=store.path,
-            )
-        if not ids.size:
-            raise ArgumentError("examples: expected at least one")
-        if np.array_equal(ids, np.arange(store.num_examples)):
-            ids = None
+    if ids is not None and ids.size and (ids.min() < 0 or ids.max() >= store.num_examples):
+        raise OutOfRangeError(
+            f"examples: expected numbers from 0 to {store.num_examples - 1}, found one out of range",
+            path=store.path,
+        )
+    kept = store.contents.chosen
+    if kept is not None:  # the dataset and its numbers, so that columns keep their own numbering
+        ids, store = kept.array() if ids is None else kept.array()[ids], store.whole()
+    if ids is not None and not ids.size:
+        raise ArgumentError("examples: expected at least one")
+    if ids is not None and np.array_equal(ids, np.arange(store.num_examples)):
+        ids = None
     return Asked(store, format, chosen, names, ids, tokens, pad, truncate, choose(store, columns))
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard._native import Rows
+    from actshard.chosen import Chosen
 
 
 @dataclass(frozen=True)
@@ -118,3 +119,7 @@ class Contents:
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None
     logits: Callable[[], Logits | None] = lambda: None
     router: Callable[[], Router | None] = lambda: None
+    whole: Contents | None = None
+    """The dataset, if these are some of its examples."""
+    chosen: Chosen | None = None
+    """Their numbers in ``whole``."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard import _arguments
 from actshard._arguments import is_one_of, listed
-from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError
+from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError, OutOfRangeError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,6 +42,45 @@ def column(values: Any) -> Any:
     if str(getattr(values, "type", getattr(values, "dtype", ""))).lower() in ("bool", "boolean"):
         values = values.fill_null(False)
     return values.to_numpy(zero_copy_only=False) if hasattr(values, "type") else values.to_numpy()
+
+
+_EXPECTED = "expected an integer, a slice, integers or a bool mask"
+
+
+def plain_index(part: Any) -> Any:
+    """A part of a key as a slice, an ellipsis, an int or an array."""
+    if isinstance(part, slice | EllipsisType) or type(part) is int:
+        return part
+    if part is None:
+        raise ArgumentTypeError(f"index: {_EXPECTED}, found None. Read first, then add an axis: acts[i][None]")
+    part = column(part)
+    if isinstance(part, bool | np.bool_):
+        raise ArgumentTypeError(f"index: {_EXPECTED}, found {part}{COMPARED}")
+    if isinstance(part, str | bytes | dict | set):
+        raise ArgumentTypeError(f"index: {_EXPECTED}, found {type(part).__name__}")
+    array = _arguments.as_array(part, f"index: {_EXPECTED}")
+    if array.dtype == bool and array.ndim:
+        return array
+    flat, _ = _arguments.index(array if array.size else array.astype(np.int64), "index")  # np.asarray([]) is float64
+    return int(flat[0]) if array.ndim == 0 else flat.reshape(array.shape)
+
+
+def index_of(part: Any, count: int, what: str) -> Any:
+    """A part as a slice, or as one or several checked numbers from 0 to ``count - 1``."""
+    if isinstance(part, slice):
+        return part
+    part = plain_index(part)
+    if isinstance(part, np.ndarray) and part.dtype == bool:
+        if part.shape != (count,):
+            raise ArgumentError(f"mask: expected {count} flags, one per {what}, found {part.shape}")
+        return np.flatnonzero(part)
+    if isinstance(part, EllipsisType):
+        return slice(None)
+    if isinstance(part, int):
+        if not -count <= part < count:
+            raise OutOfRangeError(f"{what} {part} is out of range: there are {count}")
+        return part if part >= 0 else part + count
+    return _arguments.members(part.reshape(-1), count, what).reshape(part.shape)
 
 
 def select(

@@ -19,6 +19,7 @@ from actshard.finding import check_finished, existing_anywhere, find_any
 from actshard.formats.report import Finding, Report
 from actshard.location import Location
 from actshard.opening import open_quietly
+from actshard.store import Store
 from actshard.walking import find_cache, is_cache_itself
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
@@ -43,7 +44,7 @@ CODES: Mapping[str, tuple[str, str, str]] = _Codes()
 
 
 def verify(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Store,
     *,
     format: str | None = None,
     deep: bool = False,
@@ -57,7 +58,8 @@ def verify(
     files in a local folder; a web server cannot list files, so files that the metadata do not name are not looked for.
 
     Args:
-        path: path or URL of the dataset, as for :func:`actshard.open`.
+        path: path or URL of the dataset, as for :func:`actshard.open`, or a store. Of a filtered store, the files
+            of the whole dataset are checked, and with ``deep`` the values of its examples, which are numbered as in the dataset.
         format: name of the format, as for :func:`actshard.open`; None detects it.
         deep: read every row and report NaN and infinite values, constant rows and columns, and duplicate examples.
         progress: called with (what, done, total) from time to time.
@@ -71,17 +73,30 @@ def verify(
         MissingFileError: the path does not exist.
         ArgumentError: ``format`` is not a known format.
     """
-    root = existing_anywhere(path, storage_options, cache)
+    store = path if isinstance(path, Store) else None
+    if store is not None:
+        if storage_options or cache or format not in (None, store.format):
+            raise ArgumentError(
+                "storage_options, cache, format: expected none of them with an open store, which has its own"
+            )
+        path, format = store.path, store.format
+    root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # a store's path, or the caller's
     names = (*formats.names(), *formats.of_tokens())
     if format is not None and format not in names:
         raise ArgumentError(f"format must be one of {', '.join(names)}, not {format!r}")
     report = Report(root.place, format, bool(deep))
     with report.noting(root):
-        _check(root, format, report, progress or (lambda what, done, total: None))
+        _check(root, format, report, progress or (lambda what, done, total: None), store)
     return report
 
 
-def _check(root: Location, format: str | None, report: Report, tell: Callable[[str, int, int], object]) -> None:
+def _check(
+    root: Location,
+    format: str | None,
+    report: Report,
+    tell: Callable[[str, int, int], object],
+    store: Store | None = None,
+) -> None:
     if not root.lists:
         report.add("not-listed", root, "a folder on a web server")
     of_tokens = format in formats.of_tokens()
@@ -100,7 +115,7 @@ def _check(root: Location, format: str | None, report: Report, tell: Callable[[s
     with report.noting(root):
         known.check(root.place, report, tell)
     try:
-        store = open_quietly(root, format, "auto")
+        store = store or open_quietly(root, format, "auto")
     except ActshardError as error:
         if not report.errors:
             report.error(error, root)

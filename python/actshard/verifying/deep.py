@@ -58,7 +58,7 @@ def _rows(store: Store, layer: int, found: dict[str, Any], report: Report) -> No
         count, places = found[key]
         if not count:
             continue
-        shown = ", ".join(f"({e}, {t})" for e, t in places[:_FEW]) + (", ..." if count > _FEW else "")
+        shown = ", ".join(f"({_named(store, e)}, {t})" for e, t in places[:_FEW]) + (", ..." if count > _FEW else "")
         report.add(
             code,
             store.path,
@@ -104,8 +104,14 @@ def _duplicates(store: Store, hashes: NDArray[np.uint64], report: Report) -> Non
     real = [(a, b) for a, b in pairs if _alike(store, store.layers, a, b)]
     if real:
         count = len(real) if same.size <= _COMPARED else int(same.size)
-        shown = ", ".join(f"{b} = {a}" for a, b in real[:_FEW])
+        shown = ", ".join(f"{_named(store, b)} = {_named(store, a)}" for a, b in real[:_FEW])
         report.add("duplicate-example", store.path, f"{count:,} examples equal another one in every layer: {shown}")
+
+
+def _named(store: Store, example: int) -> int:
+    """An example's number in the dataset."""
+    chosen = store.contents.chosen
+    return example if chosen is None else chosen.at(example)
 
 
 def _alike(store: Store, layers: Sequence[int], a: int, b: int) -> bool:

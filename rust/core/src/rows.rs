@@ -1,5 +1,7 @@
 //! The rows of a dataset in any layout: the type that a binding holds.
 
+pub mod chosen;
+
 use std::iter::once;
 use std::sync::Arc;
 
@@ -18,6 +20,7 @@ use crate::layout::spans::Spans;
 use crate::layout::strided::Strided;
 use crate::layout::table::Table;
 use crate::layout::{Address, Layout, check_example};
+use crate::rows::chosen::{Chosen, named};
 use crate::source::Io;
 use crate::threads::{Stop, Watch};
 
@@ -35,6 +38,8 @@ pub enum Rows {
     /// Pickle shards, which must be parsed before their rows are known, and the requested type of rows, if any
     /// ([`Rows::read_as`]).
     Shards(Arc<Shards>, Option<DType>),
+    /// Some examples of other rows.
+    Chosen(Arc<Rows>, Chosen),
 }
 
 /// Examples that should be read together because they are decoded together.
@@ -59,6 +64,7 @@ macro_rules! with_layout {
                 let $layout = &shards.prepare(Some($examples), $watch)?;
                 $body
             }
+            Rows::Chosen(..) => Err(Error::new(Kind::Internal, "a choice of examples has no layout")),
         }
     };
 }
@@ -84,7 +90,7 @@ macro_rules! with_origin {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
             }
-            Rows::Shards(..) => $shards(),
+            Rows::Shards(..) | Rows::Chosen(..) => $shards(),
         }
     }};
 }
@@ -95,6 +101,7 @@ impl Rows {
         match self {
             Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.row(),
             Rows::Chunked(files, _) => files.row(),
+            Rows::Chosen(of, _) => of.row(),
             Rows::Shards(shards, None) => shards.row(),
             Rows::Shards(shards, Some(dtype)) => {
                 let Row { width, .. } = shards.row();
@@ -109,6 +116,7 @@ impl Rows {
             Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.release(),
             Rows::Chunked(files, _) => files.release(),
             Rows::Shards(shards, _) => shards.release(),
+            Rows::Chosen(of, _) => of.release(),
         }
     }
 
@@ -120,6 +128,7 @@ impl Rows {
             Rows::Spans(_, layout) => layout.examples(),
             Rows::Chunked(_, layout) => layout.examples(),
             Rows::Shards(shards, _) => shards.examples(),
+            Rows::Chosen(_, chosen) => chosen.len(),
         }
     }
 
@@ -131,6 +140,7 @@ impl Rows {
             Rows::Spans(_, layout) => layout.groups(),
             Rows::Chunked(_, layout) => layout.groups(),
             Rows::Shards(shards, _) => shards.groups(),
+            Rows::Chosen(of, _) => of.groups(),
         }
     }
 
@@ -140,6 +150,7 @@ impl Rows {
             Rows::Strided(..) | Rows::Table(..) | Rows::Spans(..) => false,
             Rows::Chunked(files, _) => files.decodes(),
             Rows::Shards(shards, _) => shards.specs().iter().any(|s| s.compressed),
+            Rows::Chosen(of, _) => of.decodes(),
         }
     }
 
@@ -151,6 +162,7 @@ impl Rows {
             }
             Rows::Chunked(files, _) => files.wishes().map(|w| w.unit_bytes),
             Rows::Shards(..) => None,
+            Rows::Chosen(of, _) => of.unit_bytes(),
         }
     }
 
@@ -168,12 +180,22 @@ impl Rows {
                 let bounds = layout.bounds();
                 if bounds.len() as u64 > layout.examples() { Units::Examples } else { Units::Between(bounds) }
             }
+            Rows::Chosen(of, chosen) => match of.units()? {
+                Units::Examples => Units::Examples,
+                Units::Between(bounds) => {
+                    let bounds = chosen.bounds(&bounds);
+                    if bounds.len() as u64 > chosen.len() { Units::Examples } else { Units::Between(bounds) }
+                }
+            },
             _ => Units::Examples,
         })
     }
 
     /// Numbers of tokens stored for these examples, each in its group.
     pub fn tokens_of(&self, groups: Ints<'_>, examples: &[i64], watch: Watch<'_>) -> Result<Vec<i64>> {
+        if let Rows::Chosen(of, chosen) = self {
+            return of.tokens_of(groups, &chosen.of(examples)?, watch).map_err(named);
+        }
         with_layout!(self, &mut examples.iter().copied(), watch, layout => {
             let each = examples.iter().enumerate().map(|(i, &e)| {
                 let group = usize::try_from(groups.get(i)).ok().filter(|g| *g < layout.groups());
@@ -196,6 +218,13 @@ impl Rows {
                 let prepared = shards.prepare(None, watch)?;
                 (0..prepared.examples()).map(|e| prepared.tokens_anywhere(e) as i64).collect()
             }
+            Rows::Chosen(of, chosen) => match &**of {
+                Rows::Shards(shards, _) => {
+                    let prepared = shards.prepare(Some(&mut chosen.all()), watch)?;
+                    chosen.all().map(|e| prepared.tokens_anywhere(e as u64) as i64).collect()
+                }
+                of => of.tokens_of(Ints::One(0), &chosen.all().collect::<Vec<_>>(), watch)?,
+            },
         })
     }
 
@@ -220,6 +249,7 @@ impl Rows {
                 prepared.check_types(once((group as i64, example)))?;
                 one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))
             }
+            Rows::Chosen(of, chosen) => of.view(io, group, chosen.get(example)?, watch).map_err(named),
         }
     }
 
@@ -229,6 +259,7 @@ impl Rows {
             Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.wishes().is_none(),
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_none(),
             Rows::Shards(..) => false,
+            Rows::Chosen(of, _) => of.reads_blocks(),
         }
     }
 
@@ -238,11 +269,17 @@ impl Rows {
             Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.wishes().is_some(),
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_some(),
             Rows::Shards(..) => false,
+            Rows::Chosen(of, _) => of.comes_from_far(),
         }
     }
 
     /// Whether all of these rows are in the page cache and, if `mapped`, in mapped files; false if that cannot be known.
     pub fn are_cached(&self, groups: Ints<'_>, pick: Pick<'_>, items: usize, mapped: bool) -> bool {
+        if let Rows::Chosen(of, chosen) = self {
+            return chosen
+                .translated(pick, items, |pick| Ok(of.are_cached(groups, pick, items, mapped)))
+                .unwrap_or(false);
+        }
         with_origin!(self, groups, origin => are_cached(origin, pick, items, mapped), || false)
     }
 
@@ -256,6 +293,9 @@ impl Rows {
         out: &mut [u8],
         how: (&mut BlockReader, &Stop),
     ) -> Result<()> {
+        if let Rows::Chosen(of, chosen) = self {
+            return chosen.translated(pick, items, |pick| of.gather_in_blocks(groups, pick, items, cast, out, how));
+        }
         let none = || Err(Error::new(Kind::Internal, "pickle shards are not read in blocks"));
         with_origin!(self, groups, origin => gather_in_blocks(origin, pick, items, cast, out, how), none)
     }
@@ -313,6 +353,9 @@ impl Rows {
                 }
                 Ok(())
             }
+            Rows::Chosen(of, chosen) => {
+                chosen.translated(pick, items, |pick| of.gather(groups, pick, items, cast, out, watch))
+            }
         }
     }
 
@@ -323,6 +366,7 @@ impl Rows {
             Rows::Shards(shards, _) if Cast::between(DType::F32, dtype).is_ok() => {
                 Some(Rows::Shards(Arc::clone(shards), Some(dtype)))
             }
+            Rows::Chosen(of, chosen) => Some(Rows::Chosen(Arc::new(of.read_as(dtype)?), chosen.clone())),
             _ => None,
         }
     }
@@ -333,6 +377,13 @@ impl Rows {
             Rows::Shards(shards, _) => {
                 Ok(shards.prepare(None, watch)?.classes().iter().map(|class| TYPES_OF_SHARDS[*class]).collect())
             }
+            Rows::Chosen(of, chosen) => match &**of {
+                Rows::Shards(shards, _) => {
+                    let prepared = shards.prepare(Some(&mut chosen.all()), watch)?;
+                    Ok(prepared.classes().iter().map(|class| TYPES_OF_SHARDS[*class]).collect())
+                }
+                of => of.stored_types(watch),
+            },
             _ => Ok(vec![self.row().dtype]),
         }
     }
@@ -344,6 +395,7 @@ impl Rows {
                 let prepared = shards.prepare(Some(&mut examples.iter().copied()), watch)?;
                 examples.iter().map(|example| prepared.type_of(group, *example)).collect()
             }
+            Rows::Chosen(of, chosen) => of.types_of(group, &chosen.of(examples)?, watch).map_err(named),
             _ => Ok(vec![self.row().dtype; examples.len()]),
         }
     }

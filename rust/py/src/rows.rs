@@ -16,6 +16,7 @@ use actshard_core::layout::table::{Lists, TableBuilder};
 use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::Rows as Dataset;
+use actshard_core::rows::chosen::Chosen;
 use actshard_core::source::{Io, Store};
 use actshard_core::{DType, Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyUntypedArray};
@@ -117,6 +118,15 @@ enum DecodedBy {
     Core(NamedPlace, Vec<u8>, bool),
     /// A Python function that calls another library: indices in, bytes out.
     Python(Py<PyAny>),
+}
+
+/// The examples of [`Rows::choose`].
+#[derive(FromPyObject)]
+enum ChosenBy {
+    /// First, step, count.
+    Range(i64, i64, u64),
+    /// Native 64-bit integers.
+    Numbers(PyBackedBytes),
 }
 
 /// Chunks decoded by Python.
@@ -361,6 +371,23 @@ impl Rows {
             })?;
             let descr = helper(py, "stored")?.call1((shards.row().dtype.name(),))?.extract()?;
             Rows::new(py, Dataset::Shards(Arc::new(shards), None), io, descr)
+        })
+    }
+
+    /// Some of the dataset's examples, renumbered from 0, as a handle of its own: `(first, step, count)`, or int64 numbers as
+    /// bytes, which are not copied. Numbers are those of the whole dataset, also if this is a choice already.
+    fn choose(&self, py: Python<'_>, examples: ChosenBy) -> PyResult<Rows> {
+        detach::guarded(py, || {
+            let dataset = self.dataset(py)?;
+            let whole = match &*dataset {
+                Dataset::Chosen(of, _) => Arc::clone(of),
+                _ => dataset,
+            };
+            let chosen = detach::detached(py, |_| match examples {
+                ChosenBy::Range(first, step, count) => Chosen::range(first, step, count, whole.examples()),
+                ChosenBy::Numbers(numbers) => Chosen::listed(Arc::new(numbers), whole.examples()),
+            })?;
+            Rows::new(py, Dataset::Chosen(whole, chosen), self.mode(), self.stored(py))
         })
     }
 

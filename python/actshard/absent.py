@@ -1,0 +1,42 @@
+"""Stand-ins for rows that a store cannot read, and the layers that it names in messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from actshard.errors import ClosedError, NotStoredError
+from actshard.formats.contents import Contents
+
+
+class Without:
+    """Replaces the rows of a dataset without hidden states: every read raises NotStoredError."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._path = contents.path
+
+    def gather(self, *_: Any) -> NoReturn:
+        """Raises NotStoredError."""
+        raise NotStoredError("the dataset contains no hidden states", path=self._path)
+
+    view = gather_whole = tokens_of = stored_types = gather
+
+
+class Closed(Without):
+    """Replaces the rows of a closed store: every read raises ClosedError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def gather(self, *_: Any) -> NoReturn:
+        """Raises ClosedError."""
+        raise ClosedError("the store was closed", path=self._path)
+
+    view = gather_whole = tokens_of = stored_types = gather
+
+
+def short(layers: Sequence[int], at_most: int = 12) -> str:
+    """Layers for messages: the first few, and their number."""
+    shown = ", ".join(map(str, layers[:at_most]))
+    return f"[{shown}, ... {len(layers)} in all]" if len(layers) > at_most else f"[{shown}]"

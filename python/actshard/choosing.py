@@ -1,0 +1,206 @@
+"""``store.filter`` and ``store.split``: which examples a user's words choose, and the contents of a filtered store.
+
+A filtered store is a :class:`~actshard.Store` like any other. The choice lives in one place, ``Chosen`` in its
+``Contents``: numbers of the dataset's examples, made once from an expression, a function, a mask, integers or a slice. From there
+it goes one way:
+
+- rows: ``Rows.choose`` of the binding gives rows whose examples are renumbered. Every read translates numbers before it reaches a
+  layout, so gathers, views, streams and statistics of all formats work unchanged. A range is three numbers, a list 8 bytes an
+  example, shared by Python and Rust.
+- columns, labels, lengths, logits, router: those of the dataset, cut to the chosen examples when they are read.
+- everything else, such as layers, metadata and files, is the dataset's.
+
+A choice of a choice is a choice of the dataset: there is never more than one translation. Conversion and verification, which need
+a dataset's own numbering, take the dataset and the numbers (``Contents.whole``, ``Contents.chosen``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _arguments
+from actshard.chosen import Chosen
+from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.formats.contents import Contents, Logits, Router
+from actshard.stream.selection import index_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard._native import Rows
+    from actshard.stream.readable import Readable
+
+_NUMBER = "actshard:example"
+"""Name of the column of numbers that is added to the table for an expression."""
+
+
+def choose(contents: Contents, positions: Chosen) -> Contents:
+    """The contents of the examples at these positions; reads nothing."""
+    whole = contents.whole or contents
+    chosen = positions if contents.chosen is None else positions.within(contents.chosen)
+
+    def cut(make: Callable[[], NDArray[Any] | None]) -> Callable[[], NDArray[Any] | None]:
+        def picked() -> NDArray[Any] | None:
+            values = make()
+            return None if values is None else chosen.pick(values)
+
+        return picked
+
+    def some(rows: Rows) -> Rows:
+        return rows.choose(chosen.native)
+
+    def logits() -> Logits | None:
+        found = whole.logits()
+        return None if found is None else Logits(some(found.values), some(found.indices))
+
+    def router() -> Router | None:
+        found = whole.router()
+        return None if found is None else Router(found.layers, some(found.rows))
+
+    rows = None if contents.rows is None else some(contents.rows)
+    few = rows is not None and whole.units is not None  # counts the chosen examples only
+    return replace(
+        whole,
+        whole=whole,
+        chosen=chosen,
+        num_examples=len(chosen),
+        rows=rows,
+        token_counts=rows.token_counts if rows is not None and few else lambda: chosen.pick(whole.token_counts()),
+        columns=lambda names: chosen.pick_rows(whole.columns(names)),
+        content_lengths=cut(whole.content_lengths),
+        labels=cut(whole.labels),
+        logits=logits,
+        router=router,
+        one_row_each=whole.one_row_each or None,
+        units=None,
+        unit_columns=None,
+        head_columns=None,
+        column_batches=None,
+    )
+
+
+def resolve(store: Readable, examples: Any) -> Chosen:
+    """The positions that the argument of :meth:`Store.filter` chooses."""
+    if callable(examples):
+        examples = examples(store.table)
+        if examples is None:
+            raise ArgumentError("filter: expected a function that returns flags or integers, found None as its result")
+    if isinstance(examples, range) and (not examples or 0 <= min(examples) <= max(examples) < store.num_examples):
+        return Chosen.of(examples)
+    if _is_expression(examples):
+        return Chosen.of(_matching(store, examples))
+    found = index_of(examples, store.num_examples, "example")
+    if isinstance(found, slice):
+        return Chosen.of(range(store.num_examples)[found])
+    if isinstance(found, int):
+        raise ArgumentTypeError(
+            f"filter: expected several examples, found the integer {found}. [{found}] keeps one example."
+        )
+    if found.ndim != 1:
+        raise ArgumentError(f"filter: expected one dimension, found {found.ndim}")
+    return Chosen.of(found)
+
+
+def _is_expression(value: Any) -> bool:
+    module = sys.modules.get("pyarrow.compute")
+    return module is not None and isinstance(value, module.Expression)
+
+
+def _matching(store: Readable, expression: Any) -> NDArray[np.int64]:
+    """Numbers of the examples for which a pyarrow expression over the table is true, ascending."""
+    import pyarrow as pa
+
+    table = store.table
+    numbered = table.append_column(_NUMBER, pa.array(np.arange(store.num_examples)))
+    try:
+        kept = numbered.filter(expression)[_NUMBER]
+    except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        names = ", ".join(table.column_names[:20])
+        said = str(error).partition("\n")[0]
+        raise ArgumentError(f"filter: {said:.300}. The columns are: {names:.500}", path=store.path) from error
+    return np.sort(kept.to_numpy())  # threads evaluate it: the order is not promised
+
+
+def split(store: Readable, test: float, by: Any, seed: int) -> tuple[Chosen, Chosen]:
+    """The positions of the training and the test examples, both ascending."""
+    n, seed = store.num_examples, _arguments.whole(seed, "seed")
+    wanted = _wanted(test, n)
+    if by is None:
+        sizes, codes, order = np.ones(n, np.int64), np.arange(n), np.argsort(_scrambled(n, seed), kind="stable")
+    else:
+        codes, keys = _groups(store, by)
+        sizes, order = (
+            np.bincount(codes, minlength=len(keys)),
+            np.array(sorted(range(len(keys)), key=_rank(keys, seed)), np.int64),
+        )
+    if len(sizes) < 2:
+        what = "examples" if by is None else f"groups of by={by!r:.40}"
+        raise ArgumentError(f"split: expected at least two {what}, found {len(sizes)}", path=store.path)
+    taken = np.cumsum(sizes[order])[:-1]
+    last = int(np.argmin(np.abs(taken - wanted)))
+    in_test = np.zeros(len(sizes), np.bool_)
+    in_test[order[: last + 1]] = True
+    flags = in_test[codes]
+    return Chosen.of(np.flatnonzero(~flags)), Chosen.of(np.flatnonzero(flags))
+
+
+def _wanted(test: Any, n: int) -> float:
+    """The number of test examples that is asked for."""
+    if isinstance(test, float | np.floating) and 0 < test < 1:
+        return float(test) * n
+    if isinstance(test, int | np.integer) and not isinstance(test, bool) and 0 < test < n:
+        return float(test)
+    raise ArgumentError(f"test: expected a share between 0 and 1, or 1 to {n - 1} examples, found {test!r:.80}")
+
+
+def _scrambled(n: int, seed: int) -> NDArray[np.uint64]:
+    """A pseudo-random number for each position: the generator splitmix64, whose state is the seed and the position."""
+    key = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "little")
+    with np.errstate(over="ignore"):
+        x = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))
+
+
+def _groups(store: Readable, by: Any) -> tuple[NDArray[np.int64], list[Any]]:
+    """The group of each example as an index, and the groups' values."""
+    import pyarrow as pa
+
+    try:
+        column: pa.ChunkedArray | pa.Array
+        if isinstance(by, str):
+            column = store.read_columns([by])[by]
+        else:
+            column = (
+                by
+                if isinstance(by, pa.Array | pa.ChunkedArray)
+                else pa.array(_arguments.listed(by, "by: expected a column"))
+            )
+        encoded = pa.chunked_array([column] if isinstance(column, pa.Array) else column).combine_chunks()
+        if isinstance(encoded, pa.ChunkedArray):  # more than 2 GiB of text
+            encoded = encoded.unify_dictionaries().combine_chunks()
+        encoded = encoded.dictionary_encode(null_encoding="encode")
+    except (pa.ArrowException, TypeError) as error:
+        raise ArgumentError(f"by: expected a column of numbers or texts, found {error!s:.200}") from error
+    if len(encoded) != store.num_examples:
+        raise ArgumentError(f"by: expected {store.num_examples} values, one per example, found {len(encoded)}")
+    return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
+
+
+def _rank(keys: list[Any], seed: int) -> Callable[[int], tuple[bytes, str]]:
+    """The place of a group in a pseudo-random order, which depends on its value and the seed only."""
+
+    def rank(i: int) -> tuple[bytes, str]:
+        text = json.dumps(keys[i], default=str, sort_keys=True)
+        return hashlib.blake2b(f"{seed}\0{text}".encode(), digest_size=16).digest(), text
+
+    return rank
