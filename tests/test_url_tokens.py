@@ -136,8 +136,26 @@ def test_opening_reads_the_ledger_only(kind: str, server: Served) -> None:
     put(server, LEVANTER / "chat_llama3style/cache/train")
     cache = open_at(kind, server)
     assert (len(cache), cache.num_tokens) == (20, 1986)
-    assert server.since(0) == ["lab/acts/run/shard_ledger.json"]
+    marker = ["lab/acts/run/.actshard-pushing.json"] if kind == "s3" else []
+    assert server.since(0) == ["lab/acts/run/shard_ledger.json", *marker]
     assert str(cache.path) == (server.web("lab/acts/run") if kind == "web" else "s3://lab/acts/run")
+
+
+def test_a_cache_that_is_being_replaced_does_not_open(server: Served) -> None:
+    put(server, LEVANTER / "chat_llama3style/cache/train")
+    cache = open_at("s3", server)
+    marker = server.root / "lab/acts/run/.actshard-pushing.json"
+    marker.write_text("{}")
+    with pytest.raises(actshard.UnfinishedError, match="is being uploaded"):
+        open_at("s3", server)
+    with pytest.raises(actshard.UnfinishedError, match="is being uploaded"):
+        tokens.open_cache("s3://lab/acts", storage_options=server.options)
+    before = len(server.requests)
+    pickle.loads(pickle.dumps(cache))
+    assert server.since(before) == []
+    marker.unlink()
+    server.is_listed, server.absent = False, (403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>")
+    assert len(open_at("s3", server)) == 20
 
 
 def test_opening_on_the_hub_asks_for_the_commit_its_files_and_the_ledger(server: Served, lab: Hub) -> None:
@@ -169,16 +187,16 @@ def test_a_cache_of_a_thousand_shards_opens_without_a_request_for_a_shard(server
         shutil.copytree(server.root / "lab/one", root / shards[n])
     (root / "shard_ledger.json").write_text(json.dumps(ledger))
     cache = tokens.open_cache("s3://lab/many", storage_options=server.options)
-    assert server.since(0) == ["lab/many/shard_ledger.json"]
+    assert server.since(0) == ["lab/many/shard_ledger.json", "lab/many/.actshard-pushing.json"]
     windows = tokens.TokenSeqDataset(cache, 100)
     assert len(windows) == 2226
     # The first shard has the field's dtype, and shapes if rows have several axes.
-    assert [path.split("/")[2:] for path in server.since(1)] == [
+    assert [path.split("/")[2:] for path in server.since(2)] == [
         [shards[0], "input_ids", name, "zarr.json"] for name in ("data", "shapes")
     ]
     # Windows 14 and 15 are shard 7.
     assert windows.get_batch([14]).tobytes() == np.tile(np.arange(40, dtype=np.int32), 3)[:100].tobytes()
-    touched = {path.split("/")[2] for path in server.since(1)}
+    touched = {path.split("/")[2] for path in server.since(2)}
     assert touched == {shards[0], shards[7]}
     assert not any("list-type" in query for _, _, query in server.requests)
     before = len(server.requests)

@@ -20,16 +20,19 @@ from actshard.codes import Remark
 from actshard.errors import (
     ActshardWarning,
     ArgumentError,
+    FileAccessError,
     FormatError,
     NotStoredError,
     OutOfRangeError,
+    UnfinishedError,
     UnsupportedError,
 )
 from actshard.location import Location, network_io
-from actshard.storage import Memory
+from actshard.storage import Memory, Remote
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
 from actshard.walking import find_cache
+from actshard.work import PUSHING
 
 TOKENS = "input_ids"
 
@@ -58,7 +61,7 @@ def open_cache(
 
     Raises:
         MissingFileError: there is no cache.
-        UnfinishedError: its writer has not finished.
+        UnfinishedError: its writer has not finished, or it is being uploaded to its bucket.
         FormatError: the ledger or an array is invalid.
         FileAccessError: the store cannot be read.
     """
@@ -93,7 +96,9 @@ class TokenCache:
         if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
             raise ArgumentError(f"io must be 'auto', 'mmap' or 'pread', not {io!r}")
         root = find_cache(path, storage_options, cache)
-        self._begin(root, io, memory, ledgers.read(root))
+        ledger = ledgers.read(root)
+        _check_pushed(root)
+        self._begin(root, io, memory, ledger)
 
     def _begin(self, root: Location, io: str, memory: int | str, ledger: Ledger) -> None:
         if isinstance(root.storage, Memory):
@@ -253,6 +258,23 @@ class TokenCache:
     def view(self, field: str) -> JaggedView:
         """The rows of one field."""
         return JaggedView(self, field)
+
+
+def _check_pushed(root: Location) -> None:
+    """Raises UnfinishedError for a cache in a bucket that is being replaced: its ledger may still be the old one.
+
+    One request. Web servers are not asked: each of their 404s would take several.
+    """
+    if not isinstance(root.storage, Remote) or not root.lists or str(root).startswith("hf://"):
+        return  # commits of the hub are complete
+    try:
+        found = root.storage.glance((root / PUSHING).key)
+    except FileAccessError:  # it refuses names that it does not list
+        return
+    if found:
+        raise UnfinishedError(
+            "is being uploaded, or its upload was interrupted: the same actshard.push completes it", path=root
+        )
 
 
 def _reopen(root: Location, io: str, memory: int | str, ledger: Ledger | None = None) -> TokenCache:
