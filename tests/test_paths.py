@@ -35,7 +35,7 @@ BAD = {
     "s3://bucket/x": "remote paths are not supported",
     "gs://bucket/cache/train": "remote paths are not supported",
     "hf://datasets/a/b": "remote paths are not supported",
-    Path("s3://bucket/x"): "remote paths are not supported",  # pathlib changed s3:// to s3:/
+    Path("s3://bucket/x"): "Pass a URL as a str",  # pathlib changed s3:// to s3:/
     "a\0b": "null",
     "a\ud800b": "lone surrogate",
     "x" * 5000: "too long",
@@ -75,7 +75,9 @@ def test_secrets_of_urls_are_in_no_message() -> None:
         "https:/host/x?X-Sig=SECRET#SECRET",
         "s3://SECRET@",
     ):
-        with pytest.raises(actshard.ArgumentError, match="remote paths are not supported") as caught:
+        with pytest.raises(
+            actshard.ArgumentError, match=r"remote paths are not supported|Pass a URL as a str"
+        ) as caught:
             local_path(url)
         assert "SECRET" not in str(caught.value)
         assert "host/x" in str(caught.value) or "@" in url

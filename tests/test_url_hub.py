@@ -166,6 +166,19 @@ def test_offline_a_dataset_that_was_opened_with_a_cache_opens_again(
     assert not lab.requests
 
 
+def test_offline_an_earlier_commit_opens_by_its_name(lab: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also when a later commit was opened, of which nothing was read."""
+    first = lab.add("lab/acts", lmprobe())
+    wanted = [row.tobytes() for row in read_all(quietly("hf://datasets/lab/acts", cache=tmp_path / "cache"))]
+    files = dict(lab.repositories["lab/acts"].commits[first])
+    shard = next(name for name in sorted(files) if name.endswith(".safetensors"))
+    lab.repositories["lab/acts"].commit({**files, shard: files[shard][:-1] + bytes([files[shard][-1] ^ 1])})
+    quietly("hf://datasets/lab/acts", cache=tmp_path / "cache")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    again = quietly(f"hf://datasets/lab/acts@{first}", cache=tmp_path / "cache")
+    assert [row.tobytes() for row in read_all(again)] == wanted
+
+
 def test_what_is_not_a_dataset_is_told(lab: Hub) -> None:
     for url in ("hf://lab/acts", "hf://datasets/acts", "hf://models/lab/acts", "hf://datasets/"):
         with pytest.raises(actshard.ActshardError, match="hf://") as caught:

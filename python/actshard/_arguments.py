@@ -168,7 +168,11 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
         raise ArgumentTypeError(f"{what}: expected a path, found {type(value).__name__}")
     if not name:
         raise ArgumentError(f"{what}: expected a path, found an empty string")
-    if _URL.match(name):
+    if (url := _URL.match(name)) and not name.startswith("/", url.end()):
+        raise ArgumentError(
+            f"{what}: found {_shortened(name)} with one slash: pathlib.Path removes the other one. Pass a URL as a str."
+        )
+    if url:
         raise ArgumentError(f"{what}: remote paths are not supported: {_shortened(name)}. {remedy}")
     try:
         os.fsencode(name)

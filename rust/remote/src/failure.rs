@@ -82,8 +82,8 @@ impl Failure {
         Failure::new(Cause::Changed, format!("was replaced after it was opened: {text}"))
     }
 
-    /// An answer with a status other than success.
-    pub fn of_answer(status: u16, headers: &HeaderMap, body: &[u8]) -> Failure {
+    /// An answer with a status other than success. `hide` takes secrets out of its texts before they are cut.
+    pub fn of_answer(status: u16, headers: &HeaderMap, body: &[u8], hide: impl Fn(&str) -> String) -> Failure {
         let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         let body = String::from_utf8_lossy(body);
         let is_word = |code: &String| {
@@ -101,8 +101,8 @@ impl Failure {
         });
         Failure {
             cause: Cause::Status(status),
-            code: code.or_else(|| short_between(&body, "<Code>", "</Code>")).filter(is_word),
-            text: shown(&text),
+            code: code.or_else(|| short_between(&body, "<Code>", "</Code>")).map(|code| hide(&code)).filter(is_word),
+            text: shown(&hide(&text)),
             after: wait_of(status, headers),
             region: header("x-amz-bucket-region")
                 .map(str::to_string)
@@ -390,7 +390,7 @@ mod tests {
     fn a_line_has_the_status_the_code_and_what_to_do_and_no_secret() {
         let body =
             b"<Error><Code>AccessDenied</Code><Message>Denied\nhttp://h/k?X-Amz-Signature=abc x</Message></Error>";
-        let failure = Failure::of_answer(403, &HeaderMap::new(), body);
+        let failure = Failure::of_answer(403, &HeaderMap::new(), body, str::to_string);
         let error = failure.at(&Location::object("s3://bucket", "key"));
         assert_eq!(error.kind, Kind::Access);
         let line = error.to_string();

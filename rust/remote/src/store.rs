@@ -111,7 +111,8 @@ impl RemoteStore {
         let is_new = store.link.known.with(|known| *known == Known::default()).unwrap_or_default();
         if is_new
             && store.link.client.ready().is_err()
-            && let Some((commit, known)) = store.listing_file().and_then(|file| offline::recall(&file))
+            && let Some((commit, known)) =
+                store.listing_file(&store.address.revision).and_then(|file| offline::recall(&file))
         {
             let cache = store.cache;
             return Ok(RemoteStore { cache, ..RemoteStore::with(&store.url.0, store.options, Some(commit), known)? });
@@ -120,10 +121,10 @@ impl RemoteStore {
     }
 
     /// Where the listing of a dataset of the hub is kept for later processes without a network.
-    fn listing_file(&self) -> Option<PathBuf> {
+    fn listing_file(&self, revision: &str) -> Option<PathBuf> {
         let cache = self.cache.as_ref().filter(|_| self.address.provider == Provider::Hub)?;
         let origin = self.link.client.origin().ok()?;
-        offline::file_of(cache.folder(), &origin, &self.address.bucket, &self.address.revision, &self.address.key)
+        offline::file_of(cache.folder(), &origin, &self.address.bucket, revision, &self.address.key)
     }
 
     /// The cache on disk.
@@ -303,8 +304,13 @@ impl RemoteStore {
             known.record(from, listing);
             from_root.then(|| known.clone())
         })?;
-        if let (Some(all), Some(commit), Some(file)) = (all, self.revision(), self.listing_file()) {
-            offline::remember(&file, &commit, &all);
+        if let (Some(all), Some(commit)) = (all, self.revision()) {
+            // By the commit's name too: when a branch moves on, what was read of the commit before still opens as `@COMMIT`.
+            for revision in [&self.address.revision, &commit] {
+                if let Some(file) = self.listing_file(revision) {
+                    offline::remember(&file, &commit, &all);
+                }
+            }
         }
         Ok(names(&mut own).unwrap_or_default())
     }

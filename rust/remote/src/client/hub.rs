@@ -226,7 +226,8 @@ impl Client for HubClient {
 
     fn ready(&self) -> Result<(), Failure> {
         if self.offline {
-            let text = "HF_HUB_OFFLINE is set: no request may be made";
+            let text = "HF_HUB_OFFLINE is set, and this is not in the cache: no request may be made. What was read at an earlier \
+                        commit opens as hf://datasets/ORG/NAME@COMMIT";
             return Err(Failure::new(Cause::Refused, text));
         }
         Ok(())

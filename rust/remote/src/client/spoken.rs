@@ -1,9 +1,9 @@
 //! What a request says in confidence. A server may repeat it in its answer, parts of which messages show.
 
-use object_store::client::HttpRequest;
-use percent_encoding::percent_decode_str;
+use std::collections::HashSet;
 
-use crate::failure::Failure;
+use object_store::client::HttpRequest;
+use percent_encoding::{NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
 /// Headers with secrets.
 const HEADERS: &[&str] = &["authorization", "proxy-authorization", "x-amz-security-token", "cookie"];
@@ -36,8 +36,29 @@ const PARAMETERS: &[&str] = &[
 ];
 /// Shorter texts are left: they are parts of ordinary words.
 const SHORTEST: usize = 4;
+/// Parts of this many bytes of a longer secret are hidden as well: an answer may be cut within it.
+const PART: usize = 8;
 /// The longest form that is looked at.
 const FORM: usize = 64 << 10;
+/// The longest secret that is looked at, and the longest text.
+const LONGEST: usize = 16 << 10;
+/// How JSON and XML write characters that tokens have.
+const ESCAPES: &[(&str, &str)] = &[
+    ("\\/", "/"),
+    ("\\u002b", "+"),
+    ("\\u003d", "="),
+    ("&#43;", "+"),
+    ("&#47;", "/"),
+    ("&#61;", "="),
+    ("&#x2b;", "+"),
+    ("&#x2B;", "+"),
+    ("&#x2f;", "/"),
+    ("&#x2F;", "/"),
+    ("&#x3d;", "="),
+    ("&#x3D;", "="),
+    ("&amp;", "&"),
+    ("&quot;", "\""),
+];
 
 /// Secrets of a request, the longest first.
 pub struct Spoken(Vec<String>);
@@ -52,7 +73,17 @@ impl Spoken {
         };
         for name in HEADERS {
             let Some(value) = request.headers().get(*name).and_then(|value| value.to_str().ok()) else { continue };
-            value.split([' ', ',', '=', ':']).for_each(&mut add);
+            let mut before = "";
+            for word in value.split([' ', ',', '=', ':']) {
+                match before {
+                    // Names of headers.
+                    "SignedHeaders" => {}
+                    // The rest is a date, a region and a service, which errors speak of.
+                    "Credential" => add(word.split('/').next().unwrap_or_default()),
+                    _ => add(word),
+                }
+                before = word;
+            }
         }
         let form = request.body().as_bytes().filter(|body| request.method().as_str() == "POST" && body.len() <= FORM);
         let form = form.map(|body| String::from_utf8_lossy(body).into_owned()).unwrap_or_default();
@@ -62,15 +93,43 @@ impl Spoken {
                 add(value);
             }
         }
+        let authority = request.uri().authority().map(ToString::to_string).unwrap_or_default();
+        if let Some((user, _)) = authority.rsplit_once('@') {
+            user.split(':').for_each(&mut add);
+        }
+        let escaped: Vec<_> = made.iter().map(|text| utf8_percent_encode(text, NON_ALPHANUMERIC).to_string()).collect();
+        made.extend(escaped);
         made.retain(|text| text.len() >= SHORTEST && !WORDS.contains(&text.as_str()));
         made.sort_unstable_by_key(|text| std::cmp::Reverse(text.len()));
         made.dedup();
         Spoken(made)
     }
 
-    /// A failure without the secrets.
-    pub fn hide(&self, failure: Failure) -> Failure {
-        let hidden = |text: String| self.0.iter().fold(text, |text, secret| text.replace(secret.as_str(), "***"));
-        Failure { code: failure.code.map(hidden), text: hidden(failure.text), ..failure }
+    /// A text of the answer without the secrets, whole or in part. For texts that are not cut yet.
+    pub fn hide(&self, text: &str) -> String {
+        let mut text: String = text.chars().take(LONGEST).collect();
+        for (escape, character) in ESCAPES {
+            text = text.replace(escape, character);
+        }
+        let bytes = text.as_bytes();
+        let mut secret = vec![false; bytes.len()];
+        for whole in &self.0 {
+            let part = whole.len().min(PART);
+            let parts: HashSet<&[u8]> = whole.as_bytes().windows(part).take(LONGEST).collect();
+            for (at, window) in bytes.windows(part).enumerate() {
+                if parts.contains(window) {
+                    secret[at..at + part].fill(true);
+                }
+            }
+        }
+        let mut made = String::new();
+        for (at, character) in text.char_indices() {
+            if !secret[at] {
+                made.push(character);
+            } else if at == 0 || !secret[at - 1] {
+                made.push_str("***");
+            }
+        }
+        made
     }
 }

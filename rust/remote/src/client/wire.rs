@@ -102,9 +102,9 @@ impl Wire {
                 self.rest(held, end, why).await?;
             }
             self.pace.count_request();
-            let failure = match self.once(request.clone()).await {
+            let failure = match self.once(&request).await {
                 Ok(answer) => return Ok(answer),
-                Err(failure) => Spoken::of(&request).hide(failure),
+                Err(failure) => failure,
             };
             let failure = Failure { is_foreign: names_reasons && failure.is_unnamed(), ..failure };
             tried += 1;
@@ -135,10 +135,10 @@ impl Wire {
         Ok(())
     }
 
-    async fn once(&self, request: HttpRequest) -> Result<HttpResponse, Failure> {
+    async fn once(&self, request: &HttpRequest) -> Result<HttpResponse, Failure> {
         let started = Instant::now();
         // reqwest's own limit covers the wait for the headers as well, but its error does not say which.
-        let sent = timeout(self.limits.connect + self.limits.stall, HttpService::call(&self.http, request));
+        let sent = timeout(self.limits.connect + self.limits.stall, HttpService::call(&self.http, request.clone()));
         let answer = sent.await.map_err(|_| Failure::new(Cause::Broken, "no answer in time"))?;
         let mut answer = answer.map_err(|error| Failure::of_transport(&error))?;
         self.pace.answered(started.elapsed());
@@ -153,8 +153,8 @@ impl Wire {
             return Ok(answer);
         }
         let (parts, body) = answer.into_parts();
-        let body = body.bytes_stream();
-        Err(Failure::of_answer(status, &parts.headers, &first(body).await))
+        let (body, spoken) = (first(body.bytes_stream()).await, Spoken::of(request));
+        Err(Failure::of_answer(status, &parts.headers, &body, |text| spoken.hide(text)))
     }
 
     /// The whole body of an answer, up to a limit.

@@ -193,3 +193,31 @@ fn what_a_server_repeats_of_a_request_is_in_no_message() {
         assert!(if n == 0 { !text.contains("swordfish") } else { !text.contains(TOKEN) }, "{text}");
     }
 }
+
+/// Tokens longer than what a message shows, cut ones, and ones that JSON or XML have escaped.
+#[test]
+fn no_part_of_a_long_token_is_in_a_message() {
+    let token: String = (0..300u32)
+        .map(|n| char::from(b"abcdefghijkmnpqrstuvwxyz0123456789+/"[(n * n % 36 + n / 36) as usize % 36]))
+        .collect();
+    let said = [
+        format!("invalid token {token}"),
+        format!("{{\"error\": \"invalid token \\\"{}\\\"\"}}", token.replace('/', "\\/")),
+        format!("<Error><Code>InvalidToken</Code><Message>{}</Message></Error>", &token[..250]),
+        format!("<Error><Message>the token {} is old</Message></Error>", token[100..200].replace('+', "&#43;")),
+        format!("{}{token}", "x".repeat(8 << 10).replace('x', " .")),
+    ];
+    for text in said {
+        let fake = Fake::new([("run/a.bin", noise(1000, 1))]);
+        fake.fault("a.bin", Fault::Status(403, vec![], Box::leak(text.clone().into_boxed_str())), 1000);
+        for store in [fake.web("run/a.bin", &[("token", &token)]), fake.s3("run/a.bin", &[("session_token", &token)])] {
+            let error = open(&store, &store.root()).unwrap_err();
+            let seen = format!("{error} {error:?}");
+            assert!(seen.contains("403"), "{seen}");
+            assert!(
+                token.as_bytes().windows(8).all(|part| !seen.contains(std::str::from_utf8(part).unwrap())),
+                "{seen}"
+            );
+        }
+    }
+}
