@@ -339,9 +339,9 @@ def tokenize_command(
 
 @app.command("merge")
 def merge_command(
-    path: Annotated[Path, typer.Argument(help="Folder of the parts, or a new folder with --part.", show_default=False)],
+    path: Annotated[str, typer.Argument(help="Folder of the parts, or a new folder with --part.", show_default=False)],
     part: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option("--part", help="A dataset to merge; it is not changed. Repeatable, in this order."),
     ] = None,
     physical: Annotated[
@@ -424,7 +424,7 @@ def cache_clear_command(folder: CacheFolder = None, json: JsonOption = False) ->
 
 @app.command("push")
 def push_command(
-    folder: Annotated[Path, typer.Argument(help="The dataset's folder.", show_default=False)],
+    folder: Annotated[str, typer.Argument(help="The dataset's folder.", show_default=False)],
     url: Annotated[
         str, typer.Argument(help="s3://BUCKET/RUN, gs://, az:// or hf://datasets/ORG/NAME.", show_default=False)
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
@@ -12,7 +11,7 @@ from actshard.cli._progress import progress
 from actshard.pushing import Pushed, push
 
 
-def run(folder: Path, url: str, *, quiet: bool, **options: Any) -> Pushed:
+def run(folder: str, url: str, *, quiet: bool, **options: Any) -> Pushed:
     """Uploads a dataset and shows progress."""
     with progress("uploading", quiet=quiet) as watch:
         return push(folder, url, progress=lambda done, total: watch.counts(done, total, done), **options)

@@ -29,7 +29,7 @@ impl ObjectKey {
     /// `origin` distinguishes servers whose objects have equal locations: the address of a bucket's server, or the query of a
     /// web address.
     pub fn new(origin: &str, location: &Location, version: &Version, size: u64) -> ObjectKey {
-        let text = without_credentials(&location.to_string());
+        let text = without_revision(&without_credentials(&location.to_string()));
         let version = match version {
             Version::Tag(tag) => format!("tag {tag}"),
             file @ Version::File(..) => format!("{file:?}"),
@@ -60,6 +60,17 @@ pub fn geometry_of(name: &str) -> Option<Geometry> {
     let first = u32::from_str_radix(digest.get(..8)?, 16).ok()?;
     let size = size.parse().ok().filter(|size| (1..=LARGEST).contains(size))?;
     (digest.len() == 64).then_some(Geometry { size, seed: first.swap_bytes() })
+}
+
+/// Removes the revision of a dataset of the hub: the tags of its objects are digests of their bytes, so that what was read at one
+/// commit is there for the next one.
+fn without_revision(text: &str) -> String {
+    let Some(rest) = text.strip_prefix("hf://datasets/") else { return text.to_string() };
+    let mut parts = rest.splitn(3, '/');
+    let (owner, name) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+    let name = name.split('@').next().unwrap_or_default();
+    let key = parts.next().map(|key| format!("/{key}")).unwrap_or_default();
+    format!("hf://datasets/{owner}/{name}{key}")
 }
 
 fn is_web(text: &str) -> bool {
@@ -97,6 +108,22 @@ mod tests {
 
     fn at(origin: &str) -> String {
         ObjectKey::new(origin, &Location::object("s3://b", "k"), &Version::Tag("v".into()), 9).name
+    }
+
+    #[test]
+    fn revisions_of_the_hub_share_what_has_one_digest() {
+        let of = |store: &str, key_: &str, tag: &str| key(store, key_, tag, 9).name;
+        let main = of("hf://datasets/lab/acts", "a/b@c", "d");
+        assert_eq!(of("hf://datasets/lab/acts@v1", "a/b@c", "d"), main);
+        for other in [
+            of("hf://datasets/lab/acts", "a/b", "d"),
+            of("hf://datasets/lab/act", "a/b@c", "d"),
+            of("hf://datasets/lab/acts@v1", "a/b@c", "e"),
+            of("s3://datasets/lab/acts", "a/b@c", "d"),
+        ] {
+            assert_ne!(other, main);
+        }
+        assert_ne!(of("s3://b@v1", "k", "d"), of("s3://b", "k", "d"));
     }
 
     #[test]
