@@ -153,6 +153,7 @@ def test_errors_name_the_numbering(store: actshard.Store) -> None:
         part.sequence(2, layer)
     assert repr(part).startswith("<actshard.Store lmprobe")
     assert f"2 of {len(store)} examples" in repr(part)
+    assert part.info()["examples"] == 2
 
 
 def test_a_range_costs_nothing_and_a_list_8_bytes_an_example(store: actshard.Store) -> None:
@@ -350,6 +351,46 @@ def test_closing_a_part_leaves_the_dataset_open(store: actshard.Store) -> None:
     with pytest.raises(actshard.ClosedError):
         part.filter([0])
     same(other.sequence(0, layer), whole.sequence(2, layer))
+
+
+@pytest.mark.parametrize("make", [np.asarray, list, pa.array, lambda flags: pa.chunked_array([flags])])
+def test_masks_choose_examples_in_every_call(make: Any, tmp_path: Path) -> None:
+    store = quietly(GOLDEN / "lmprobe" / "fullseq_logits_router")
+    layer, flags = store.layers[0], np.arange(len(store)) % 3 == 0
+    mask, numbers = make(flags.tolist()), np.flatnonzero(flags)
+    same(store.gather(layer, mask, 0), store.gather(layer, numbers, 0))
+    same(store.last_tokens(layer, mask), store.last_tokens(layer, numbers))
+    same(store.logits(mask)[0], store.logits(numbers)[0])
+    same(store.router(store.contents.router_layers[0], mask), store.router(store.contents.router_layers[0], numbers))
+    assert store.tokens_of(mask).tolist() == store.token_counts[numbers].tolist()
+    assert len(store.sequences(mask, layer)) == len(numbers)
+    same(store.layer(layer)[mask, 0], store.gather(layer, numbers, 0))
+    assert store.filter(mask).chosen.tolist() == numbers.tolist()
+    assert actshard.convert(store, tmp_path / "some", "zarr", examples=mask).examples == len(numbers)
+
+
+@pytest.mark.parametrize("number", [True, 1.0, np.True_, np.float64(1)])
+def test_flags_and_floats_are_no_integers(store: actshard.Store, number: Any) -> None:
+    layer = store.layers[0]
+    for call in (
+        lambda: store.gather(number, 0, 0),
+        lambda: store.gather(layer, number, 0),
+        lambda: store.gather(layer, 0, number),
+        lambda: store.sequence(number, layer),
+        lambda: store.sequences([number], layer),
+        lambda: store.last_tokens(layer, number),
+        lambda: store.tokens_of(number),
+        lambda: store.layer(number),
+        lambda: store.layer(layer)[number],
+        lambda: store.layer(layer)[0, number],
+        lambda: store.filter(number),
+        lambda: store.split(seed=number),
+        lambda: store.stream(layer, number),
+        lambda: store.stream(number, 4),
+        *(lambda k=k: store.stream(layer, 4, **{k: number}) for k in ("seed", "epoch", "rank", "world_size", "memory")),
+    ):
+        with pytest.raises(actshard.ActshardError):
+            call()
 
 
 def test_masks_of_a_part_have_its_length(store: actshard.Store) -> None:

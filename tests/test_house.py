@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("finding",),
     ("stats", "quality", "caching", "absent"),
     ("stream",),
-    ("arrays", "choosing"),
+    ("arrays", "choosing", "describing"),
     ("store",),
     ("opening",),
     ("verifying", "merging"),

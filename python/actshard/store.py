@@ -32,7 +32,6 @@ from actshard.errors import (
     OverflowWarning,
 )
 from actshard.formats.contents import Contents, Logits, Router
-from actshard.location import Location
 from actshard.stats import Stats
 from actshard.stream import Scale, Shuffle, Stream
 from actshard.stream.selection import COMPARED, Mask, Tokens, column, select
@@ -135,7 +134,7 @@ class Store:
         Raises:
             OutOfRangeError: an example is out of range.
         """
-        wanted, shape = _arguments.index(examples, "examples")
+        wanted, shape = _arguments.index(self._numbers(examples), "examples")
         if self._token_counts is None and self.layers:
             return self._rows.tokens_of(0, wanted).reshape(shape)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= self.num_examples):
@@ -705,7 +704,7 @@ class Store:
         """Reads the top-k logits at each example's last token.
 
         Args:
-            examples: integers; None means all, in order.
+            examples: integers or a mask, as in :meth:`gather`; None means all, in order.
 
         Returns:
             Values ``(n, k)`` and token indices ``(n, k)`` in the stored dtypes, copies.
@@ -717,6 +716,7 @@ class Store:
         if isinstance(logits, Closed):
             logits.gather()
         assert isinstance(logits, Logits)
+        examples = self._numbers(examples)
         return logits.values.gather(0, examples, None, None, None), logits.indices.gather(0, examples, None, None, None)
 
     def router(self, layer: int, examples: ArrayLike | None = None) -> NDArray[Any]:
@@ -724,7 +724,7 @@ class Store:
 
         Args:
             layer: one of the router's layers.
-            examples: integers; None means all, in order.
+            examples: integers or a mask, as in :meth:`gather`; None means all, in order.
 
         Returns:
             ``(n, experts)`` in the stored dtype, a copy.
@@ -742,7 +742,7 @@ class Store:
                 f"router of layer {layer!r} is not stored; the router's layers are {short(router.layers)}",
                 path=self.path,
             )
-        rows: NDArray[Any] = router.rows.gather(router.layers.index(layer), examples, None, None, None)
+        rows: NDArray[Any] = router.rows.gather(router.layers.index(layer), self._numbers(examples), None, None, None)
         return rows
 
     def _extra(self, name: str, make: Any, what: str) -> Any:
@@ -754,44 +754,9 @@ class Store:
 
     def info(self) -> dict[str, Any]:
         """Returns the properties that ``actshard info`` prints, as plain Python values."""
-        present = missing = total = 0
-        Location.at(self.path).list_below()
-        for file in self._contents.files():
-            found = None
-            with contextlib.suppress(ActshardError):
-                found = Location.at(file).found()
-            if found is None:
-                missing += 1
-            else:
-                present += 1
-                total += found.size
-        each = self._contents.tokens_each
-        known = self._contents.counts_are_cheap or self._token_counts is not None
-        counts = self.token_counts if each is None and known else None
-        return {
-            "format": self.format,
-            "path": str(self.path),
-            "model": self._contents.model,
-            "examples": self.num_examples,
-            "tokens": (None if each is None else each * self.num_examples) if counts is None else int(counts.sum()),
-            "tokens_per_example": (None if each is None else [each, each] if self.num_examples else [0, 0])
-            if counts is None
-            else [int(counts.min()), int(counts.max())]
-            if len(counts)
-            else [0, 0],
-            "layers": list(self.layers),
-            "d_model": self.d_model,
-            "dtype": str(self.dtype),
-            "shards": present,
-            "missing_shards": missing,
-            "bytes": total,
-            "io": self.io,
-            "columns": list(self._contents.column_names),
-            "also": list(self._contents.extras),
-            "provenance": self._contents.provenance,
-            "warnings": [str(w) for w in self.warnings],
-            "warning_codes": [w.code for w in self.warnings],
-        }
+        from actshard.describing import info_of
+
+        return info_of(self, counted=self._token_counts is not None)
 
 
 def _filtered(make: Callable[..., Store], args: tuple[Any, ...], chosen: Chosen) -> Store:

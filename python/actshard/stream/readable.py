@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     import actshard._native as _native
+    from actshard.codes import Remark
     from actshard.formats.contents import Contents
 
 
@@ -28,11 +29,15 @@ class Readable(Protocol):
     d_model: int
     num_examples: int
     special_tokens: int
+    io: str
+    warnings: tuple[Remark, ...]
 
     @property
     def contents(self) -> Contents: ...
     @property
     def dtype(self) -> np.dtype[Any]: ...
+    @property
+    def token_counts(self) -> NDArray[np.int64]: ...
     @property
     def identity(self) -> str: ...
     @property
