@@ -196,6 +196,8 @@ def test_masks_columns_and_grids(plain: Any) -> None:
         ((0, np.ones(3, bool)), ValueError),
         ((0, slice(None), [0, 1]), ValueError),
         ((..., ...), ValueError),
+        (slice("a"), TypeError),
+        ((0, slice(None, None, 0)), ValueError),
     ],
 )
 def test_what_is_no_index_is_refused(plain: Any, key: Any, error: type[Exception]) -> None:

@@ -133,6 +133,9 @@ def test_expressions_functions_and_columns_choose_examples(store: actshard.Store
         ([0.5], ValueError, "integers"),
         ("label", TypeError, "found str"),
         (lambda table: None, ValueError, "function"),
+        (slice("a"), TypeError, "slice: expected an integer"),
+        (slice(True), TypeError, "slice: expected an integer"),
+        (slice(0, 9, 0), ValueError, "step"),
     ],
 )
 def test_what_chooses_no_examples_is_refused(
@@ -309,6 +312,25 @@ def test_groups_never_straddle(store: actshard.Store, keys: list[Any], share: fl
 def test_a_share_that_is_none_is_refused(store: actshard.Store, share: Any) -> None:
     with pytest.raises(actshard.ArgumentError, match="test: expected"):
         store.split(test=share)
+
+
+def test_groups_are_values_however_a_column_encodes_them(store: actshard.Store) -> None:
+    part = store.filter(slice(0, 6))
+    plain = ["a", "b", None, "a", "c", None]
+    twice = pa.DictionaryArray.from_arrays(pa.array([0, 1, None, 2, 3, None]), pa.array(["a", "b", "a", "c"]))
+    apart = pa.chunked_array([["a", "b"], pa.array([None, "a", "c", None], pa.string())])
+    for seed in range(8):
+        wanted = part.split(test=0.4, by=plain, seed=seed)[1].contents.chosen.array().tolist()
+        for by in (twice, apart, np.array(plain, object)):
+            assert part.split(test=0.4, by=by, seed=seed)[1].contents.chosen.array().tolist() == wanted
+
+
+def test_a_dataset_without_hidden_states_is_filtered() -> None:
+    whole = quietly(GOLDEN / "lmprobe" / "logits_only")
+    part = whole.filter([2, 0])
+    same(part.logits()[0], whole.logits([2, 0])[0])
+    assert part.token_counts.tolist() == whole.token_counts[[2, 0]].tolist()
+    assert part.table["text"].to_pylist() == [whole.table["text"].to_pylist()[i] for i in (2, 0)]
 
 
 def test_columns_that_cannot_group_are_refused(store: actshard.Store) -> None:

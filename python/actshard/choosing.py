@@ -33,8 +33,6 @@ from actshard.formats.contents import Contents, Logits, Router
 from actshard.stream.selection import index_of
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from actshard._native import Rows
     from actshard.stream.readable import Readable
 
@@ -176,19 +174,15 @@ def _groups(store: Readable, by: Any) -> tuple[NDArray[np.int64], list[Any]]:
     import pyarrow as pa
 
     try:
-        column: pa.ChunkedArray | pa.Array
-        if isinstance(by, str):
-            column = store.read_columns([by])[by]
-        else:
-            column = (
-                by
-                if isinstance(by, pa.Array | pa.ChunkedArray)
-                else pa.array(_arguments.listed(by, "by: expected a column"))
-            )
-        encoded = pa.chunked_array([column] if isinstance(column, pa.Array) else column).combine_chunks()
-        if isinstance(encoded, pa.ChunkedArray):  # more than 2 GiB of text
-            encoded = encoded.unify_dictionaries().combine_chunks()
-        encoded = encoded.dictionary_encode(null_encoding="encode")
+        column: Any = store.read_columns([by])[by] if isinstance(by, str) else by
+        if not isinstance(column, pa.Array | pa.ChunkedArray):
+            column = pa.array(_arguments.listed(column, "by: expected a column"))
+        chunked = pa.chunked_array([column]) if isinstance(column, pa.Array) else column
+        if pa.types.is_dictionary(chunked.type):  # a dictionary may hold a value twice
+            chunked = chunked.cast(chunked.type.value_type)
+        if pa.types.is_string(chunked.type):  # chunks of more than 2 GiB together
+            chunked = chunked.cast(pa.large_string())
+        encoded = chunked.combine_chunks().dictionary_encode(null_encoding="encode")
     except (pa.ArrowException, TypeError) as error:
         raise ArgumentError(f"by: expected a column of numbers or texts, found {error!s:.200}") from error
     if len(encoded) != store.num_examples:

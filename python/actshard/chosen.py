@@ -70,7 +70,12 @@ class Chosen:
         """The chosen rows of a table."""
         if isinstance(self.numbers, range) and self.numbers.step == 1:
             return table.slice(self.numbers.start, len(self))
-        return table.take(self.array())
+        numbers = self.array()
+        if (np.diff(numbers) > 0).all():  # chunk by chunk; take() fails for texts of more than 2 GiB together
+            flags = np.zeros(table.num_rows, np.bool_)
+            flags[numbers] = True
+            return table.filter(flags)
+        return table.take(numbers)
 
     def within(self, outer: Chosen) -> Chosen:
         """These positions of another choice, as numbers of the dataset."""

@@ -49,7 +49,14 @@ _EXPECTED = "expected an integer, a slice, integers or a bool mask"
 
 def plain_index(part: Any) -> Any:
     """A part of a key as a slice, an ellipsis, an int or an array."""
-    if isinstance(part, slice | EllipsisType) or type(part) is int:
+    if isinstance(part, EllipsisType) or type(part) is int:
+        return part
+    if isinstance(part, slice):
+        for bound in (part.start, part.stop, part.step):
+            if bound is not None:
+                _arguments.whole(bound, "slice", -(1 << 62), wrong_type=ArgumentTypeError)
+        if part.step == 0:
+            raise ArgumentError("slice: expected a step other than 0")
         return part
     if part is None:
         raise ArgumentTypeError(f"index: {_EXPECTED}, found None. Read first, then add an axis: acts[i][None]")
@@ -67,9 +74,9 @@ def plain_index(part: Any) -> Any:
 
 def index_of(part: Any, count: int, what: str) -> Any:
     """A part as a slice, or as one or several checked numbers from 0 to ``count - 1``."""
+    part = plain_index(part)
     if isinstance(part, slice):
         return part
-    part = plain_index(part)
     if isinstance(part, np.ndarray) and part.dtype == bool:
         if part.shape != (count,):
             raise ArgumentError(f"mask: expected {count} flags, one per {what}, found {part.shape}")
