@@ -307,6 +307,31 @@ def test_no_digest_is_asked_for_twice(server: Served, tmp_path: Path) -> None:
     assert heads(other, overwrite=True) <= 2 * files + 2
 
 
+def test_a_generated_card_is_replaced_with_its_dataset(server: Served) -> None:
+    zarr, card = GOLDEN / "zarr/single_minimal/activations.zarr", server.root / "bucket/run/README.md"
+    push(server, zarr)
+    push(server, SAEV, overwrite=True)
+    assert "| format | saev" in card.read_text()
+    card.write_text(card.read_text() + "by hand")
+    server.written.meta.pop("bucket/run/README.md")
+    push(server, zarr, overwrite=True)
+    assert card.read_text().endswith("by hand")
+
+
+def test_names_that_objects_cannot_have_are_refused_first(server: Served, tmp_path: Path) -> None:
+    shutil.copytree(SAEV, tmp_path / "mine")
+    (tmp_path / "mine/a\nb").write_text("x")
+    with pytest.raises(actshard.ArgumentError, match="without control characters"):
+        push(server, tmp_path / "mine")
+    assert not server.requests
+
+
+def test_a_push_says_that_it_must_list(server: Served) -> None:
+    server.is_listed = False
+    with pytest.raises(actshard.FileAccessError, match="permission to list names"):
+        push(server, SAEV)
+
+
 def test_a_readme_that_is_there_is_kept(server: Served, tmp_path: Path) -> None:
     shutil.copytree(SAEV, tmp_path / "mine")
     (tmp_path / "mine/README.md").write_text("new")
@@ -339,6 +364,8 @@ def test_a_broken_or_unfinished_dataset_is_not_pushed(server: Served, tmp_path: 
     shutil.copytree(SAEV, tmp_path / "broken")
     (tmp_path / "broken/acts000001.bin").unlink()
     with pytest.raises(actshard.FormatError, match=r"is not uploaded: .*acts000001\.bin"):
+        push(server, tmp_path / "broken")
+    with pytest.raises(actshard.FormatError, match=r"is not uploaded: 1 error, the first: "):
         push(server, tmp_path / "broken")
     writer = actshard.create(tmp_path / "begun", "pickle", layers=[0], d_model=2)
     writer.append(np.ones((1, 1, 3, 2), np.float32))
@@ -505,127 +532,6 @@ def test_a_folder_above_the_dataset_is_pushed_whole(server: Served, tmp_path: Pa
     push(server, tmp_path / "run/saev/shards")
     assert server.requests[-1][1] == f"bucket/run/{SAEV.name}/.actshard-pushing.json"
     same(quietly("s3://bucket/run", storage_options=server.keys), quietly(SAEV))
-
-
-@pytest.mark.parametrize("format", formats.written())
-def test_a_conversion_goes_to_a_url(server: Served, tmp_path: Path, format: str) -> None:
-    near = GOLDEN / "pickle/numpy2_proto5"
-    options = {"target_options": server.keys, "scratch": tmp_path / "scratch"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        local = actshard.convert(SAEV, tmp_path / "local", format)
-        server.written.refuse = (lambda method, query: method == "PUT", 403)
-        with pytest.raises(actshard.FileAccessError, match="403"):
-            actshard.convert(SAEV, "s3://bucket/run", format, **options)
-        assert list((tmp_path / "scratch").iterdir())
-        server.written.refuse = None
-        done = actshard.convert(SAEV, "s3://bucket/run", format, resume=True, **options)
-    assert str(done.path).startswith("s3://bucket/run")
-    assert done.examples == local.examples
-    assert not list((tmp_path / "scratch").iterdir())
-    same(quietly(str(done.path), storage_options=server.keys), quietly(local.path))
-    with pytest.raises(actshard.ExistsError, match="contains other objects"):
-        actshard.convert(near, "s3://bucket/run", format, **options)
-    with pytest.raises(actshard.ArgumentError, match="scratch: expected a URL"):
-        actshard.convert(near, tmp_path / "x", format, scratch=tmp_path)
-
-
-@pytest.mark.parametrize("format", formats.written())
-def test_a_conversion_that_is_interrupted_is_told_by_its_url(server: Served, tmp_path: Path, format: str) -> None:
-    options = {"target_options": server.keys, "scratch": tmp_path / "scratch"}
-    server.written.refuse = (lambda method, query: method == "PUT", 403)
-    with pytest.raises(actshard.FileAccessError):
-        actshard.convert(SAEV, "s3://bucket/run", format, **options)
-    server.written.refuse = None
-    with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: .*Pass resume=True") as caught:
-        actshard.convert(SAEV, "s3://bucket/run", format, **options)
-    assert "scratch/" not in str(caught.value)
-    if format != "saev":  # whose folder holds several dumps
-        with pytest.raises(actshard.ActshardError, match=r"^s3://bucket/run: ") as caught:
-            actshard.convert(SAEV, "s3://bucket/run", format, resume=True, layers=[0], **options)
-        assert "scratch/" not in str(caught.value)
-    (own,) = (tmp_path / "scratch").iterdir()
-    assert own.stat().st_mode & 0o777 == 0o700
-    actshard.convert(SAEV, "s3://bucket/run", format, resume=True, **options)
-    assert not list((tmp_path / "scratch").iterdir())
-    for there in ("link", "open"):
-        if there == "link":
-            (tmp_path / "elsewhere").mkdir()
-            own.symlink_to(tmp_path / "elsewhere")
-        else:
-            own.unlink()
-            own.mkdir(mode=0o777)
-            own.chmod(0o777)
-        with pytest.raises(actshard.ArgumentError, match="scratch: expected a private folder"):
-            actshard.convert(SAEV, "s3://bucket/run", format, resume=True, **options)
-    assert not list((tmp_path / "elsewhere").iterdir())
-    with pytest.raises(actshard.UnsupportedError, match="cannot be written"):
-        actshard.convert(SAEV, server.web("bucket/run"), format)
-
-
-def write(server: Served, scratch: Path, format: str, examples: range = range(6), **more: Any) -> actshard.Writer:
-    """Writes examples to a URL, without closing."""
-    writer = actshard.create(
-        "s3://bucket/run", format, layers=[0, 3], d_model=8, storage_options=server.keys, scratch=scratch, **more
-    )
-    for i in examples:
-        writer.append(np.full((1, 2, 5, 8), i, np.float32))
-    return writer
-
-
-OWN = {"saev": {"metadata": {"family": "clip", "ckpt": "c", "data": {}, "dataset": "d", "pixel_agg": None}}}
-
-
-@pytest.mark.parametrize("format", formats.written())
-def test_a_writer_writes_to_a_url(server: Served, tmp_path: Path, format: str) -> None:
-    own, scratch = OWN.get(format, {}), tmp_path / "scratch"
-    with write(server, scratch, format, **own) as writer:
-        assert str(writer.path) == "s3://bucket/run"
-        assert "scratch" not in repr(writer)
-    assert writer.complete
-    assert str(writer.path).startswith("s3://bucket/run")
-    assert not list(scratch.iterdir())
-    store = quietly(str(writer.path), storage_options=server.keys)
-    assert store.num_examples == 6
-    assert (store.sequence(5, 3) == 5).all()
-    with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: contains other objects"):
-        write(server, scratch, format, range(0), **own)
-    puts = len(server.written.puts)
-    again = write(server, scratch, format, range(0), exist_ok=True, **own)
-    assert again.complete
-    assert len(again) == again.committed == 6
-    again.close()
-    assert len(server.written.puts) == puts
-    with pytest.raises(actshard.ArgumentError, match="parts are written to local folders"):
-        write(server, scratch, format, range(0), part=(0, 2), **own)
-    with pytest.raises(actshard.ArgumentError, match="scratch: expected a URL"):
-        actshard.create(tmp_path / "x", format, layers=[0], d_model=2, scratch=scratch)
-
-
-@pytest.mark.parametrize("format", formats.written())
-def test_a_writer_to_a_url_is_resumed(server: Served, tmp_path: Path, format: str) -> None:
-    own, scratch = OWN.get(format, {}), tmp_path / "scratch"
-    writer = write(server, scratch, format, range(3), **own)
-    writer.abort()
-    with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: .*resume=True") as caught:
-        write(server, scratch, format, range(0), **own)
-    assert "scratch/" not in str(caught.value)
-    writer = write(server, scratch, format, range(0), resume=True, **own)
-    assert writer.committed == 3
-    for i in range(3, 6):
-        writer.append(np.full((1, 2, 5, 8), i, np.float32))
-    server.written.refuse = (lambda method, query: method == "PUT", 403)
-    with pytest.raises(actshard.FileAccessError, match="403"):
-        writer.close()
-    server.written.refuse = None
-    done = write(server, scratch, format, range(0), resume=True, **own)
-    assert done.complete
-    assert not list(scratch.iterdir())
-    store = quietly(str(done.path), storage_options=server.keys)
-    assert [int(store.sequence(i, 0)[0, 0]) for i in range(6)] == list(range(6))
-    if format != "saev":  # whose folder holds several dumps
-        with pytest.raises(actshard.ExistsError, match="contains another dataset: num_examples: expected 7"):
-            write(server, scratch, format, range(0), resume=True, num_examples=7, **own)
 
 
 def test_the_command_pushes(server: Served, tmp_path: Path) -> None:

@@ -531,3 +531,24 @@ def test_files_that_are_replaced_while_they_are_staged_are_noticed(
     actshard.stage(where, tmp_path / "copy", storage_options=options)
     made = actshard.stage(where, tmp_path / "copy", storage_options=options)
     assert files(made.path) == files(folder)
+
+
+def test_the_working_folder_is_not_replaced(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = put(server, SAEV)
+    (tmp_path / "run/below").mkdir(parents=True)
+    for where in ("run", "run/below"):
+        monkeypatch.chdir(tmp_path / where)
+        with pytest.raises(actshard.ExistsError, match="is the working folder of this process"):
+            actshard.stage(url, "." if where == "run" else "..", storage_options=server.options)
+        assert Path.cwd() == tmp_path / where
+    with pytest.raises(actshard.ArgumentError, match="expected a folder below /"):
+        actshard.stage(url, "/", storage_options=server.options)
+    monkeypatch.chdir(tmp_path)
+    made = actshard.stage(url, "run/new", storage_options=server.options)
+    assert files(made.path) == files(SAEV)
+
+
+def test_bytes_of_pickle_shards_are_counted(server: Served, tmp_path: Path) -> None:
+    url = put(server, GOLDEN / "pickle/numpy2_proto5")
+    layer = quietly(GOLDEN / "pickle/numpy2_proto5").layers[0]
+    assert actshard.stage(url, tmp_path / "copy", layer, storage_options=server.options).fetched > 0

@@ -235,6 +235,8 @@ def _target(folder: Any) -> Path:
         if left:
             raise ArgumentError(f"folder: expected a variable of the environment, found none named {left.group()}")
     path = _arguments.local_path(folder, "folder")
+    if not path.name:
+        raise ArgumentError("folder: expected a folder below /, found /")
     return Path(os.path.realpath(path.parent)) / path.name if not path.is_symlink() else path.resolve()
 
 
@@ -451,6 +453,11 @@ def _check_target(source: Location, target: Path, layers: tuple[int, ...] | None
         return
     if os.path.ismount(target):  # it cannot be renamed
         raise ExistsError("is a mount point, which cannot be replaced. Choose a folder below it", path=target)
+    if _is_working_folder(target):
+        raise ExistsError(
+            "is the working folder of this process, or above it, and would be replaced. Choose a folder below the working folder",
+            path=target,
+        )
     if not target.is_dir():
         raise ExistsError("expected a folder, or nothing, found a file. Choose another folder", path=target)
     marker = _read_json(target / MARKER)
@@ -462,6 +469,13 @@ def _check_target(source: Location, target: Path, layers: tuple[int, ...] | None
         if marker.origin is not None and marker.origin != _origin(source):
             what += " (from another server)"
         raise ExistsError(f"contains {what} of {marker.source}. Choose another folder, or remove this one", path=target)
+
+
+def _is_working_folder(target: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(target.resolve())
+    except OSError:  # it was removed
+        return False
 
 
 # -- the download ---------------------------------------------------------------------------------------------------------
@@ -634,10 +648,10 @@ def _convert(
     new, layers = work / "new", marker.layers
     if old is None or old.listed != marker.listed:
         remove(new)
+    before = _received(place)
     store = open_quietly(place, name, "auto", "160MiB")
     for layer in layers or ():
         store.group_of(layer)
-    before = _received(place)
     counts = store.token_counts if store.contents.counts_are_cheap else None
     if counts is not None:
         _check_space(target, int(counts.sum()) * len(layers or ()) * store.d_model * store.dtype.itemsize)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from actshard import formats
 from actshard._native import RemoteStore
-from actshard.errors import ActshardError, ArgumentError, ExistsError, FormatError
+from actshard.errors import ActshardError, ArgumentError, ExistsError, FileAccessError, FormatError
 from actshard.location import Location
-from actshard.pushing.planning import CARD, Shipment
+from actshard.pushing.planning import CARD, LICENSE, Shipment
 from actshard.storage import Remote
 from actshard.work import PUSHING
 
@@ -25,6 +26,7 @@ Job = tuple[str | bytes, str, bool, int | None, str | None]
 _MOST_REMOVED = 50_000
 """Names of objects to remove that the marker holds."""
 _MARKER_BYTES = 32 << 20
+_CARD_BYTES = 64 << 10
 
 
 class Bucket:
@@ -75,6 +77,8 @@ class Bucket:
         card = self.start + CARD
         if card in self.there and not (self.overwrite or replaces):
             self.mine.pop(card, None)  # somebody's words
+        elif replaces and self._is_generated(card):
+            del self.there[card]
         if not finished:
             self._remove_others(right, replaces)
         with contextlib.suppress(ActshardError):  # listing them may not be allowed
@@ -102,8 +106,22 @@ class Bucket:
         if not finished:
             self.native.remove([self.marker])
 
+    def _is_generated(self, card: str) -> bool:
+        """Whether a ``README.md`` that is to be replaced by another generated one is that of the earlier push, unedited."""
+        if self.ship.card is None or card not in self.there:
+            return False
+        data = self.native.read(card, 0, _CARD_BYTES)
+        made = self._digests([card])[card] == hashlib.sha256(data).hexdigest()
+        return made and data.startswith(f"---\n{LICENSE}\n".encode())
+
     def _list(self) -> None:
-        listed = self.native.everything()
+        try:
+            listed = self.native.everything()
+        except FileAccessError as error:
+            if re.search(r"\b40[13]\b", error.detail):
+                error.detail += ". A push lists what is there: the credentials also need the permission to list names"
+                error.args = (error.detail,)
+            raise
         self.there = {key: size for key, size, _ in listed}
         self._etags = {key: etag for key, _, etag in listed}
 

@@ -47,7 +47,7 @@ def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tu
         links: whether to follow links that lead outside of the folder.
 
     Raises:
-        ArgumentError: such a link, a link to a folder above it, a broken link, a device, or a name that is not UTF-8.
+        ArgumentError: such a link, a link to a folder above it, a broken link, a device, or a name that objects cannot have.
     """
     made = _Choice(folder, dataset, links)
     with boundary(folder, "look at"):
@@ -57,6 +57,10 @@ def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tu
             file.name.encode()
         except UnicodeEncodeError:
             raise ArgumentError("expected a UTF-8 file name", path=file.path) from None
+        if any(ord(letter) < 32 or ord(letter) == 127 for letter in file.name):
+            raise ArgumentError(
+                "expected a file name without control characters, which objects cannot have", path=file.path
+            )
     return made.files, tuple(made.left_out)
 
 

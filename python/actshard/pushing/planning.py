@@ -17,6 +17,7 @@ from actshard.pushing.choosing import LocalFile, choose
 from actshard.verifying import verify
 
 CARD = "README.md"
+LICENSE = "# license: choose one, https://huggingface.co/docs/hub/repositories-licenses"
 _SMALL_FILE = 256 << 10
 _MANY_FILES = 10_000
 
@@ -93,9 +94,9 @@ def shipment(folder: Path, url: str, check: bool, links: bool) -> Shipment:
     if check:
         report = verify(root.local, progress=None)
         if report.errors:
-            first = next(f for f in report.findings if f.severity == "error")
+            count, first = len(report.errors), report.errors[0]
             raise FormatError(
-                f"is not uploaded: {report.errors} error(s), the first: {first}. actshard verify lists all of them.",
+                f"is not uploaded: {count} error{'s' * (count > 1)}, the first: {first}. actshard verify lists all of them.",
                 path=folder,
             )
     stages = _stages(files, dataset, formats.get(format).manifest)
@@ -168,7 +169,7 @@ def _card(at: Location, format: str, stages: tuple[tuple[LocalFile, ...], ...], 
         opening = f"cache = actshard.tokens.open_cache({url!r})"
     size = sum(file.size for stage in stages for file in stage)
     rows.append(("bytes", f"{size:,}"))
-    header = ["---", "# license: choose one, https://huggingface.co/docs/hub/repositories-licenses", "tags:"]
+    header = ["---", LICENSE, "tags:"]
     header += [f"- {tag}" for tag in tags] + lines + ["---"]
     title = (at.name or "dataset").replace("\n", " ")
     cells = [f"| {name} | {text.replace('|', '/')} |" for name, text in rows]

@@ -51,6 +51,7 @@ class Scratch:
         said = f"{os.getuid()}\n{self.root}\n{self.native.origin()}\n{what}"
         self._own = self.above / f"actshard-{hashlib.sha256(said.encode()).hexdigest()[:24]}"
         self.folder = self._own / (self.root.name or "dataset")
+        self._made_above = False
 
     @property
     def has_work(self) -> bool:
@@ -84,6 +85,7 @@ class Scratch:
         Raises:
             ArgumentError: something else has its name.
         """
+        self._made_above = not self.above.exists()
         with boundary(self.above, "make a folder in"):
             self.above.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):
@@ -100,6 +102,8 @@ class Scratch:
         """Removes the folder if nothing was written."""
         with contextlib.suppress(OSError):
             self._own.rmdir()
+            if self._made_above:
+                self.above.rmdir()
 
     def place_of(self, path: Path) -> Path:
         """The URL of a path in the folder, as users see it."""
@@ -129,4 +133,5 @@ class Scratch:
         from actshard.pushing import push
 
         push(self.folder, self.url, self.options)
-        shutil.rmtree(self._own, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.remove_if_empty()
