@@ -162,6 +162,14 @@ def test_rows_are_indexed_as_numpy_does(plain: Any, data: st.DataObject) -> None
     same(found, taken[..., 2:-1] if wide else taken)
 
 
+def test_empty_parts_are_empty_arrays_without_a_warning(plain: Any) -> None:
+    store, layer, expected = plain
+    _ = store.table  # a store that has a table in memory warns of empty lists
+    for key in ((0, slice(3, 3)), ([], -1), (slice(0, 0), 1), ([], slice(None)), (slice(0, 0), [0, 1])):
+        same(store.layer(layer)[key], expected[key if key[0] != [] else (np.zeros(0, int), key[1])])
+    assert store.layer(layer).rows()[4:4].shape == (0, store.d_model)
+
+
 def test_masks_columns_and_grids(plain: Any) -> None:
     store, layer, expected = plain
     acts, (n, t, _) = store.layer(layer), expected.shape

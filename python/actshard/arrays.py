@@ -132,6 +132,9 @@ class _Lazy:
 
     def _gather(self, examples: Any, tokens: Any) -> NDArray[Any]:
         """One row per (example, token), with the shape of the indices: a copy."""
+        if not np.size(examples) or not np.size(tokens):  # the store warns of empty lists; an empty slice is no mistake
+            self._store.check_open()
+            return np.empty((0, self._store.d_model), self.dtype)
         return self._store.gather(self._layer, examples, tokens, dtype=self._asked)
 
     def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
