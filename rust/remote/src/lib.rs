@@ -8,7 +8,7 @@
 //! 2. [`failure`]: what went wrong, and what to do. [`credentials`]: those that object_store does not find.
 //! 3. [`client`]: the protocols. One place sends requests, with retries ([`client::wire`]); one place checks answers
 //!    ([`client::checked`]).
-//! 4. [`upload`]: files to objects. [`known`]: sizes and tags. [`state`]: what travels in pickles. [`offline`]: what opens without a
+//! 4. [`upload`]: files to objects. [`known`]: all that is known of names, without requests. [`state`]: what travels in pickles. [`offline`]: what opens without a
 //!    network. [`reading`]: ranges into memory. [`object`]: the `Source`.
 //!    [`store`]: the `Store`.
 //!

@@ -225,7 +225,7 @@ impl BucketClient {
     async fn ask(&self, key: &str, range: Range<u64>, expected: &Expected) -> Result<Answer, Failure> {
         let path = parsed(key)?;
         let options = GetOptions {
-            range: Some(GetRange::Bounded(range)),
+            range: (!range.is_empty()).then_some(GetRange::Bounded(range)),
             if_match: expected.tag.as_ref().and_then(Tag::if_match),
             ..GetOptions::default()
         };

@@ -173,11 +173,11 @@ fn is_refused(failure: &Failure) -> bool {
 
 fn headers(wanted: &WantedBytes<'_>, home: bool) -> Vec<(HeaderName, String)> {
     let last = wanted.range.end.saturating_sub(1).max(wanted.range.start);
-    let mut made = vec![
-        (RANGE, format!("bytes={}-{last}", wanted.range.start)),
-        // Ranges of a compressed answer would be ranges of other bytes.
-        (ACCEPT_ENCODING, "identity".to_string()),
-    ];
+    // Ranges of a compressed answer would be ranges of other bytes.
+    let mut made = vec![(ACCEPT_ENCODING, "identity".to_string())];
+    if !wanted.range.is_empty() {
+        made.push((RANGE, format!("bytes={}-{last}", wanted.range.start)));
+    }
     if let Some(token) = wanted.token.filter(|_| home) {
         made.push((AUTHORIZATION, format!("Bearer {}", token.0)));
     }

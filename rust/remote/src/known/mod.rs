@@ -94,6 +94,8 @@ pub struct Known {
     newer: BTreeSet<String>,
     /// The first answer.
     opening: Option<Opening>,
+    /// The server refused to list names. Not pickled: copies may have other credentials.
+    unlistable: bool,
 }
 
 /// A key's folder and name.
@@ -186,6 +188,16 @@ impl Known {
     /// What the next answer for an object must agree with, which was opened with these facts.
     pub fn latest(&self, key: &str, opened: &ObjectFacts) -> ObjectFacts {
         self.objects.get(key).filter(|known| opened.agrees(known).is_ok()).unwrap_or(opened).clone()
+    }
+
+    /// Records that the server refuses to list names.
+    pub fn refuse_listings(&mut self) {
+        self.unlistable = true;
+    }
+
+    /// Whether names can be listed, as far as is known.
+    pub fn lists(&self) -> bool {
+        !self.unlistable
     }
 
     /// Forgets everything, because objects were written.

@@ -51,6 +51,6 @@ impl Known {
             before = key;
         }
         let PackedKnown { listed, deep, empty, newer, opening, .. } = packed;
-        Some(Known { objects, listed, deep, empty, newer, opening })
+        Some(Known { objects, listed, deep, empty, newer, opening, unlistable: false })
     }
 }

@@ -83,6 +83,21 @@ fn a_404_of_a_web_server_is_asked_for_again() {
 }
 
 #[test]
+fn a_stat_asks_a_web_server_again_too() {
+    let fake = fake();
+    let store = fake.web("run", &[]);
+    open(&store, &store.root().join(".zarray")).unwrap();
+    fake.fault("run/0.0", page(404, PAGE), 1);
+    let found = store.stat(&store.root().join("0.0"), &Stop::default()).unwrap();
+    assert!(matches!(found, Standing::Object(1000)), "{found:?}");
+    let found = store.stat(&store.root().join("0.9"), &Stop::default()).unwrap();
+    assert!(matches!(found, Standing::Absent), "{found:?}");
+    fake.fault("/web/", page(404, PAGE), 1000);
+    let error = store.stat(&store.root().join("0.8"), &Stop::default()).unwrap_err();
+    assert!(error.kind == Kind::Format && error.detail.contains("it is gone"), "{error}");
+}
+
+#[test]
 fn two_first_readers_of_an_object_see_one_version() {
     let fake = fake();
     let store = fake.s3("run", &[]);

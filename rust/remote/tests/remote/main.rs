@@ -6,6 +6,7 @@ mod absence;
 mod buckets;
 mod faults;
 mod hub;
+mod model;
 mod processes;
 mod server;
 mod times;

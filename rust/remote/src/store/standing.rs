@@ -1,0 +1,159 @@
+//! What a name is: an object, a folder, nothing, or what the server refuses to say.
+
+use actshard_core::location::Location;
+use actshard_core::source::{Access, Store};
+use actshard_core::threads::{Stop, interrupted};
+use actshard_core::{Error, Kind, Result};
+
+use super::RemoteStore;
+use crate::address::Provider;
+use crate::failure::{Cause, Failure};
+use crate::known::{KnownName, NEWER};
+use crate::runtime::wait;
+
+/// What a name is.
+#[derive(Clone, Debug)]
+pub enum Standing {
+    /// An object of this size.
+    Object(u64),
+    /// A folder.
+    Folder,
+    /// Nothing.
+    Absent,
+    /// The server refuses to say, with this error: it does not list names, and refuses objects that do not exist and those that
+    /// may not be read alike.
+    Denied(Error),
+}
+
+impl RemoteStore {
+    /// Whether a folder has names. None if names cannot be listed.
+    fn has_names(&self, folder: &Location, stop: &Stop) -> Result<Option<bool>> {
+        if !self.lists() {
+            return Ok(None);
+        }
+        match self.scan(folder, false, stop) {
+            Ok(found) => Ok(Some(!found.is_empty())),
+            Err(_) if !self.lists() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What a name is. The first bytes of metadata are kept for reading.
+    pub fn stat(&self, location: &Location, stop: &Stop) -> Result<Standing> {
+        let key = self.key(location)?;
+        match self.look_up(key)? {
+            KnownName::Object(object) => return Ok(Standing::Object(object.size)),
+            KnownName::Newer => return Err(Failure::changed(NEWER).at(location)),
+            KnownName::Folder => return Ok(Standing::Folder),
+            KnownName::Absent => return Ok(Standing::Absent),
+            KnownName::Unknown => {}
+        }
+        let name = key.rsplit('/').next().unwrap_or_default();
+        let is_root = *location == self.root();
+        // The URL is nearly always that of a folder, whose listing is needed next; names with a dot are those of objects.
+        let is_folder = if is_root { !name.ends_with(".parquet") } else { !name.contains('.') };
+        if is_folder || self.address.provider == Provider::Hub {
+            match self.has_names(location, stop)? {
+                Some(true) => return Ok(Standing::Folder),
+                // Its folder is known by the names in it.
+                None if is_root => return Ok(Standing::Folder),
+                _ => {}
+            }
+            if self.address.provider == Provider::Hub {
+                return self.stat_of_hub(location, stop);
+            }
+        }
+        let is_metadata = is_metadata(name);
+        if is_metadata && self.is_in_absent_folder(location, stop)? {
+            return Ok(Standing::Absent);
+        }
+        let access = if is_metadata { Access::Once } else { Access::Kept };
+        match wait(self.probe_twice(key, access), stop)?.ok_or_else(interrupted)?? {
+            Ok((facts, head)) => {
+                if let Some(head) = head.filter(|_| is_metadata) {
+                    self.keep_head(key, head);
+                }
+                Ok(Standing::Object(facts.size))
+            }
+            Err(failure) if failure.is_absence() || failure.is_denial() => {
+                if !is_metadata && self.has_names(location, stop)? == Some(true) {
+                    return Ok(Standing::Folder);
+                }
+                let above = location_above(location);
+                if failure.is_absence() || above.is_some_and(|above| self.is_unlisted_in(&above, key, stop)) {
+                    return Ok(Standing::Absent);
+                }
+                let error = self.link.error(&failure, location);
+                if self.lists() { Err(error) } else { Ok(Standing::Denied(error)) }
+            }
+            Err(failure) => Err(self.link.error(&failure, location)),
+        }
+    }
+
+    /// Whether the folder of a key does not exist. Lists what is beside that folder, once: the folder itself may hold a million
+    /// chunks.
+    fn is_in_absent_folder(&self, location: &Location, stop: &Stop) -> Result<bool> {
+        let Some(folder) = location_above(location) else { return Ok(false) };
+        let Some(above) = location_above(&folder) else { return Ok(false) };
+        let (folder, beside) = (self.key(&folder)?, self.key(&above)?);
+        if folder == self.address.key || !self.is_in_root(beside) || self.look_up(folder)? != KnownName::Unknown {
+            return Ok(false);
+        }
+        self.has_names(&above, stop)?;
+        Ok(self.look_up(folder)? == KnownName::Absent)
+    }
+
+    fn stat_of_hub(&self, location: &Location, stop: &Stop) -> Result<Standing> {
+        match self.open_many(&[location], Access::Kept, stop).pop() {
+            Some(Ok(source)) => Ok(Standing::Object(source.size())),
+            Some(Err(error)) if error.kind == Kind::NotFound => Ok(Standing::Absent),
+            Some(Err(error)) => Err(error),
+            None => Err(interrupted()),
+        }
+    }
+
+    /// Whether the listing of a folder shows that a key does not exist.
+    fn is_unlisted_in(&self, folder: &Location, key: &str, stop: &Stop) -> bool {
+        self.has_names(folder, stop).is_ok_and(|names| names.is_some())
+            && self.look_up(key).is_ok_and(|known| known == KnownName::Absent)
+    }
+
+    /// Asks the server, whatever is known: absent chunks have fill values only while their array is there.
+    pub(super) fn look_at(&self, location: &Location) -> Result<()> {
+        let missing = || Error::new(Kind::NotFound, "expected a file, found nothing").at(location);
+        let (key, stop) = (self.key(location)?, Stop::default());
+        match self.look_up(key)? {
+            KnownName::Newer => Err(Failure::changed(NEWER).at(location)),
+            KnownName::Object(facts) => {
+                let still = wait(self.is_still(key, facts), &stop)?.ok_or_else(interrupted)?;
+                still.map_err(|failure| if failure.cause == Cause::Gone { missing() } else { failure.at(location) })
+            }
+            // A commit does not change.
+            KnownName::Folder if self.address.provider == Provider::Hub => Ok(()),
+            KnownName::Folder => {
+                let listing = wait(self.link.client.list(key, false), &stop)?.ok_or_else(interrupted)?;
+                let listing = listing.map_err(|failure| failure.at(location))?;
+                let is_there = !(listing.objects.is_empty() && listing.folders.is_empty());
+                is_there.then_some(()).ok_or_else(missing)
+            }
+            KnownName::Absent => Err(missing()),
+            KnownName::Unknown => match self.stat(location, &stop)? {
+                Standing::Object(_) | Standing::Folder => Ok(()),
+                Standing::Absent => Err(missing()),
+                Standing::Denied(error) => Err(error),
+            },
+        }
+    }
+}
+
+fn location_above(location: &Location) -> Option<Location> {
+    let Location::Object(object) = location else { return None };
+    let above = object.key.rsplit_once('/').map_or("", |(above, _)| above);
+    Some(Location::object(object.store.clone(), above))
+}
+
+/// Whether a file is small, or read whole: its bytes come with the first request.
+fn is_metadata(name: &str) -> bool {
+    let dotted = [".zgroup", ".zarray", ".zattrs", ".zmetadata"];
+    [".json", ".jsonl", ".parquet"].iter().any(|end| name.ends_with(end)) || dotted.contains(&name)
+}
