@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 import actshard
 from actshard.converting import plan
+from actshard.formats.saev.write import SaevTarget
+from actshard.writing import sink
 from conftest import GOLDEN, bits, refuses, saev_dump
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
@@ -188,6 +191,43 @@ def test_shards_are_as_large_as_they_were(tmp_path: Path) -> None:
         writer.append(np.arange(150 * 24, dtype=np.float32).reshape(150, 1, 3, 8))
     actshard.convert(tmp_path / "src", tmp_path / "d", "pickle", verify=True)
     assert len(list((tmp_path / "d").glob("shard_*"))) == 1
+
+
+def test_blocks_wait_for_the_disk_while_the_next_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks are handed over although none of them is written yet; no more exist."""
+    values = np.arange(10 * 3 * 8, dtype=np.float32).reshape(10, 1, 3, 8)
+    with actshard.create(tmp_path / "src", "pickle", layers=[0], d_model=8) as writer:
+        writer.append(values)
+    monkeypatch.setattr(SaevTarget, "block_bytes", 3 * 32)
+    handed, held, written, third = 0, 0, 0, threading.Event()
+    memory, writing = sink.Sink.memory, SaevTarget.write
+
+    def count(done: int, total: int, size: int) -> None:
+        nonlocal handed
+        handed += 1
+        if handed == 3:
+            third.set()
+
+    def taken(self: sink.Sink, rows: int) -> Any:
+        nonlocal held
+        made = memory(self, rows)
+        held += 1
+        assert held - written <= 3
+        assert made.ctypes.data % 4096 == 0
+        return made
+
+    def write(self: SaevTarget, block: Any) -> None:
+        nonlocal written
+        assert third.wait(20)
+        writing(self, block)
+        written += 1
+
+    monkeypatch.setattr(sink.Sink, "memory", taken)
+    monkeypatch.setattr(SaevTarget, "write", write)
+    actshard.convert(tmp_path / "src", tmp_path / "d", "saev", progress=count)
+    monkeypatch.undo()
+    assert handed == written == 10
+    actshard.convert(tmp_path / "src", tmp_path / "d", "saev", exist_ok=True, verify=True)
 
 
 def test_the_plan_is_what_happens(tmp_path: Path, ragged: Path) -> None:

@@ -10,8 +10,11 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -521,3 +524,116 @@ def test_an_extraction_that_contradicts_its_shards_is_a_warning_and_a_finding(
         (warning,) = actshard.open(folder).warnings
     assert "extraction_config" in warning
     assert [f.code for f in actshard.verify(folder).findings] == ["claim"]
+
+
+def read_ahead(store: actshard.Store, example: int) -> None:
+    """Reads an example's shard ahead, and waits for the thread to end."""
+    tasks = Path("/proc/self/task")
+    before = set(tasks.iterdir())
+    store.rows.read_ahead(example)
+    deadline = time.monotonic() + 20
+    while not set(tasks.iterdir()) <= before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("gz", [True, False])
+def test_a_shard_read_ahead_is_not_read_again(tmp_path: Path, gz: bool, io: str) -> None:
+    store = opened(dataset(tmp_path / "d", gz=gz), io)
+    read_ahead(store, 13)
+    kept, away = tmp_path / "d" / f"shard_0003.pkl{'.gz' if gz else ''}", tmp_path / "away"
+    kept.rename(away)
+    assert store.tokens_of([13, 14]).tolist() == [3, 4]
+    away.rename(kept)  # rows of plain shards are read in place
+    assert np.array_equal(store.sequence(13, 9), values(13, 9))
+    assert store.rows.inflated == (2 if gz else 0)
+
+
+@pytest.mark.parametrize("gz", [True, False])
+def test_a_shard_read_ahead_is_forgotten_for_another_and_on_request(tmp_path: Path, gz: bool, io: str) -> None:
+    folder = dataset(tmp_path / "d", gz=gz)
+    for forget in (18, None, 1 << 40):  # another shard; none; an example that does not exist does not count
+        store = opened(folder, io)
+        read_ahead(store, 13)
+        store.rows.read_ahead(forget)
+        lost = next(folder.glob("shard_0003*"))
+        data = lost.read_bytes()
+        lost.unlink()
+        if forget == 1 << 40:
+            assert store.tokens_of([13]).tolist() == [3]
+        else:
+            with pytest.raises(actshard.MissingFileError, match="shard_0003"):
+                store.tokens_of([13])
+        lost.write_bytes(data)
+        assert np.array_equal(store.sequence(13, 3), values(13, 3))
+    rows = store.rows
+    store.close()
+    rows.read_ahead(0)
+
+
+@pytest.mark.parametrize("gz", [True, False])
+def test_errors_of_a_shard_read_ahead_are_those_of_reading_it(tmp_path: Path, gz: bool, io: str) -> None:
+    folder = dataset(tmp_path / "d", gz=gz)
+    file = next(folder.glob("shard_0003*"))
+    good = file.read_bytes()
+    for bad in (good[:-5], b"", good[:40] + b"xxxx" + good[44:], None):
+        file.unlink() if bad is None else file.write_bytes(bad)
+        found = []
+        for ahead in (False, True):
+            store = opened(folder, io)
+            if ahead:
+                read_ahead(store, 13)
+            with pytest.raises(actshard.ActshardError) as caught:
+                store.sequence(13, 9)
+            found.append((type(caught.value), str(caught.value)))
+            assert np.array_equal(store.sequence(18, 9), values(18, 9))
+        assert found[0] == found[1]
+
+
+def test_a_forked_child_reads_the_shard_that_its_parent_reads_ahead(tmp_path: Path) -> None:
+    folder = dataset(tmp_path / "d")
+    for _ in range(20):
+        store = opened(folder)
+        store.rows.read_ahead(13)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)  # a hang is a failure
+            os._exit(0 if np.array_equal(store.sequence(13, 9), values(13, 9)) else 3)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert np.array_equal(store.sequence(13, 9), values(13, 9))
+
+
+@pytest.mark.parametrize("gz", [True, False])
+@pytest.mark.parametrize("examples", [None, list(range(24))[::-1], [0, 23, 7, 12, 1, 18, 6]])
+def test_conversions_read_each_shard_ahead(tmp_path: Path, gz: bool, examples: list[int] | None) -> None:
+    folder = dataset(tmp_path / "d", gz=gz)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        actshard.convert(folder, tmp_path / "made.zarr", "zarr", examples=examples, verify=True)
+    made = actshard.open(tmp_path / "made.zarr")
+    for e, of in enumerate(range(24) if examples is None else examples):
+        assert np.array_equal(made.sequence(e, 9), values(of, 9))
+
+
+def test_a_conversion_that_fails_forgets_the_shard_read_ahead(tmp_path: Path) -> None:
+    store = opened(dataset(tmp_path / "d"))
+    told: list[int | None] = []
+
+    class Rows:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(rows, name)
+
+        def read_ahead(self, example: int | None) -> None:
+            told.append(example)
+            rows.read_ahead(example)
+
+    def stop(done: int, total: int, size: int) -> None:
+        raise KeyboardInterrupt
+
+    rows = store.contents.rows
+    object.__setattr__(store.contents, "rows", Rows())
+    store._rows = store.contents.rows
+    with pytest.raises(KeyboardInterrupt) as caught:
+        actshard.convert(store, tmp_path / "made.zarr", "zarr", progress=stop)
+    assert told == [6, None]
+    del caught

@@ -311,8 +311,20 @@ def blocks(
     """Yields blocks of the source's examples from position ``begin`` on.
 
     Each block is (ids, counts, unit): int64 ids ``(n,)``, int64 tokens to take ``(n, layers)`` (-1: the example lacks the layer),
-    and the number of the source's unit (shard) that contains all of them, or None. A block never crosses a unit.
+    and the number of the source's unit (shard) that contains all of them, or None. A block never crosses a unit. The next unit
+    is read while the caller uses a block.
     """
+    rows = asked.store.rows
+    try:
+        yield from _blocks(asked, target, begin, block_bytes)
+    finally:
+        if asked.store.contents.units is not None:
+            rows.read_ahead(None)
+
+
+def _blocks(
+    asked: Asked, target: Target, begin: int, block_bytes: int | None
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int | None]]:
     store, rows = asked.store, asked.store.rows
     groups = asked.groups
     most = max(1, (block_bytes or target.block_bytes) // target.row_bytes)
@@ -341,13 +353,16 @@ def blocks(
                 )
         if target.tokens is not None:
             fitted(asked, target, counts[:, 0], at)
+        at += len(ids)
+        if units is not None and at < asked.count:
+            # The unit of these examples is decoded by now.
+            rows.read_ahead(int(asked.ids(at, at + 1)[0]))
         ends = np.cumsum(np.maximum(lengths_of(target, counts), 0).sum(axis=1))
         first, before = 0, 0
         while first < len(ids):
             last = max(first + 1, int(np.searchsorted(ends, before + most, "right")))
             yield ids[first:last], counts[first:last], unit
             first, before = last, int(ends[last - 1])
-        at += len(ids)
 
 
 def _lacking(asked: Asked, ids: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,6 +1,6 @@
 """Writes blocks of examples on a background thread, commits them periodically, and finishes the dataset.
 
-A bounded queue connects the caller's thread and the writing thread: one block is written while the next is filled.
+A bounded queue connects the caller's thread and the writing thread: one block is written while others are filled or wait.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ COMMIT_BYTES = 1 << 30
 """Approximate bytes between two commits: the most that a crash loses."""
 MEMORY = 192 << 20
 """Maximum bytes of three blocks; if they are larger, two are used."""
+_PAGE = 4096
+"""Alignment of blocks in bytes: direct writes copy other memory first."""
 _TOKENS, _BY_LAYER, _OWN = "actshard.tokens", "actshard.tokens_by_layer", "actshard.own_tokens"
 """Names of the columns in the journal's tables that contain lengths."""
 
@@ -77,9 +79,11 @@ class Sink:
             self.journal.lock.release()
             raise
         self.committed = self._handed = self.journal.examples
-        self._queue: queue.Queue[tuple[str, Block | None] | None] = queue.Queue(1)
+        blocks = 2 if 3 * target.block_bytes > MEMORY else 3
+        # All blocks may wait: those of a shard that was decoded whole come faster than a disk writes.
+        self._queue: queue.Queue[tuple[str, Block | None] | None] = queue.Queue(blocks)
         self._free: queue.Queue[NDArray[np.uint8] | None] = queue.Queue()
-        for _ in range(2 if 3 * target.block_bytes > MEMORY else 3):
+        for _ in range(blocks):
             self._free.put(None)
         self._thread = threading.Thread(target=self._work, name="actshard-writer", daemon=True)
         self._thread.start()
@@ -151,11 +155,12 @@ class Sink:
                 break
             except queue.Empty:
                 self.check()
-        if held is None or held.size < need:
-            held = np.empty(max(need, min(self.target.block_bytes, 4 * need)), np.uint8)
+        if held is None or held.size < need + _PAGE:
+            held = np.empty(max(need, min(self.target.block_bytes, 4 * need)) + _PAGE, np.uint8)
         dtype = self.target.dtype
         assert dtype is not None
-        return held[:need].view(dtype).reshape(rows, self.target.spec.d_model)
+        first = -held.ctypes.data % _PAGE
+        return held[first : first + need].view(dtype).reshape(rows, self.target.spec.d_model)
 
     def put(self, block: Block) -> None:
         """Queues a block for writing and takes ownership of its memory. The block may have new columns."""

@@ -120,6 +120,15 @@ impl Rows {
         }
     }
 
+    /// Begins to read the shard of an example that is needed next, if shards are read whole; `None` forgets it. Only a hint.
+    pub fn read_ahead(&self, example: Option<i64>) {
+        match (self, example) {
+            (Rows::Shards(shards, _), Some(example)) => shards.read_ahead(example),
+            (Rows::Shards(shards, _), None) => shards.forget_ahead(),
+            _ => {}
+        }
+    }
+
     /// Number of examples.
     pub fn examples(&self) -> u64 {
         match self {

@@ -490,6 +490,18 @@ impl Rows {
         })
     }
 
+    /// Begins to read the shard of an example that is needed next, if shards are read whole; None forgets it. Only a hint: never
+    /// raises, and does nothing after `close`.
+    fn read_ahead(&self, py: Python<'_>, example: Option<i64>) -> PyResult<()> {
+        detach::guarded(py, || {
+            let Ok(dataset) = self.dataset(py) else { return Ok(()) };
+            detach::detached(py, |_| {
+                dataset.read_ahead(example);
+                Ok(())
+            })
+        })
+    }
+
     /// Whether reads decode files or parts of them.
     #[getter]
     fn decodes(&self, py: Python<'_>) -> PyResult<bool> {

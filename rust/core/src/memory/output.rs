@@ -1,5 +1,6 @@
 //! Memory for results, recycled when its owner drops it.
 
+use std::cmp::Reverse;
 use std::sync::Mutex;
 
 use memmap2::MmapMut;
@@ -35,16 +36,23 @@ enum Allocation {
     Sparse(MmapMut),
 }
 
+/// The number of the smallest block of at least `len` bytes and without much waste; of equal ones the last. Not the last of all:
+/// of two sizes in use, the smaller would take the larger's block, and the larger fits no other.
+fn fitting(blocks: impl Iterator<Item = usize>, len: usize) -> Option<usize> {
+    let most = (len + len / 4).max(2 * GRAIN);
+    let fits = blocks.enumerate().filter(|(_, size)| (len..=most).contains(size));
+    fits.min_by_key(|(at, size)| (*size, Reverse(*at))).map(|(at, _)| at)
+}
+
 impl Output {
-    /// A block of `len` bytes: the most recently freed one that fits without much waste, or a new one. If none fits, the
-    /// oldest is unmapped first, so that a program whose sizes change keeps no useless memory.
+    /// A block of `len` bytes: the smallest freed one that fits, the most recent of equal ones, or a new one if none fits
+    /// without much waste. Then the oldest is unmapped first, so that a program whose sizes change keeps no useless memory.
     pub fn new(len: usize) -> std::io::Result<Output> {
         if len < RECYCLE_FROM {
             return Ok(Output { memory: Allocation::Heap(vec![0; len.div_ceil(8)]), len });
         }
         if let Ok(mut freed) = FREED.try_lock() {
-            let most = (len + len / 4).max(2 * GRAIN);
-            if let Some(at) = freed.iter().rposition(|map| (len..=most).contains(&map.len())) {
+            if let Some(at) = fitting(freed.iter().map(|map| map.len()), len) {
                 return Ok(Output { memory: Allocation::Pages(Some(freed.remove(at))), len });
             }
             if !freed.is_empty() {
@@ -126,6 +134,16 @@ mod tests {
             let output = Output::new(len).unwrap();
             assert!(output.capacity() >= len && output.capacity() <= (len + len / 4).max(2 * GRAIN), "{len}");
         }
+    }
+
+    #[test]
+    fn the_smallest_block_that_fits_is_taken_and_of_equal_ones_the_last() {
+        let freed = [104, 96, 8, 96, 104, 200].map(|mib| mib << 20);
+        let taken = |mib: usize| fitting(freed.into_iter(), mib << 20);
+        assert_eq!(
+            [93, 96, 97, 104, 105, 150, 170, 201, 7, 5].map(taken),
+            [Some(3), Some(3), Some(4), Some(4), None, None, Some(5), None, Some(2), None]
+        );
     }
 
     #[test]

@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, RwLock, TryLockError};
 
+use super::ahead::NextShard;
 use super::index::{ShardIndex, TYPES, class_of};
 use super::spec::ShardSpec;
-use super::stored::{ShardBytes, Stored, block_for, hex, sha256};
+use super::stored::{ShardBytes, ShardRead, Stored, block_for, hex};
 
 use crate::codec::cache::{Cache, Cached, Lookup, Turn};
 use crate::codec::flight::Waited;
@@ -55,9 +56,6 @@ struct Fresh {
     version: Option<Version>,
 }
 
-/// The bytes of a shard's file, and the file's version.
-type ShardRead = (Stored, Option<Version>);
-
 /// What is known of a shard after its first read.
 #[derive(Debug)]
 struct KnownShard {
@@ -88,6 +86,8 @@ pub struct Shards {
     decoded: Cache<Loaded, usize>,
     /// For compressed shards of a slow store: the inflated size that they claim plus one, or 0 before it is known.
     claims: Vec<AtomicU64>,
+    /// The shard that is needed next.
+    ahead: NextShard,
     /// Shards inflated so far, for tests: rows in a random order must not inflate per row.
     inflated: AtomicU64,
 }
@@ -146,6 +146,7 @@ impl Shards {
             rows: TYPES.map(|dtype| Row { width: 0, dtype, bytes: 0 }),
             class: None,
             decoded: Cache::new(decoded_memory),
+            ahead: NextShard::default(),
             inflated: AtomicU64::new(0),
         };
         for s in 0..shards.specs.len() {
@@ -176,6 +177,7 @@ impl Shards {
 
     /// Closes cached files and drops decoded shards.
     pub fn release(&self) {
+        self.ahead.clear();
         self.slots.clear();
         self.decoded.make_room(self.decoded.budget());
     }
@@ -410,14 +412,19 @@ impl Shards {
         mine: Vec<(usize, MayWait<'_>)>,
         watch: Watch<'_>,
     ) -> Result<Vec<(usize, Arc<Loaded>)>> {
+        let (mut ready, mut rest) = (vec![], vec![]);
+        for (i, turn) in mine {
+            match self.ahead.take(which[i], &mut *watch)? {
+                None if self.wishes.is_some() => rest.push((i, turn)),
+                read => ready.push((i, turn, read)),
+            }
+        }
+        let mut loaded = self.look_into(which, ready, &mut *watch)?;
         // For a slow store, requests all bytes before the first shard is parsed, as far as they fit in memory.
-        let Some(wishes) = self.wishes else {
-            return self.look_into(which, mine.into_iter().map(|(i, turn)| (i, turn, None)).collect(), watch);
-        };
+        let (mine, Some(wishes)) = (rest, self.wishes) else { return Ok(loaded) };
         let locations: Vec<&Location> = mine.iter().map(|(i, _)| &self.specs[which[*i]].location).collect();
         let opened = self.store.open_together(&locations, Access::Once, &mut *watch)?;
         let mut coming = mine.into_iter().zip(opened).peekable();
-        let mut loaded = vec![];
         while coming.peek().is_some() {
             let (mut some, mut sources, mut versions, mut blocks, mut bytes) = (vec![], vec![], vec![], vec![], 0u64);
             while let Some(((i, turn), source)) = coming.next_if(|(_, source)| {
@@ -435,8 +442,8 @@ impl Shards {
             }
             let places = sources.iter().zip(&mut blocks).map(|(source, block)| (&**source, 0, block.bytes_mut()));
             read_all(places.collect(), &wishes, &mut *watch)?;
-            let stored = blocks.into_iter().map(Stored::Buffer).zip(versions);
-            let some = some.into_iter().zip(stored).map(|((i, turn), stored)| (i, turn, Some(stored)));
+            let read = blocks.into_iter().zip(versions).map(|(block, of)| ShardRead::new(Stored::Buffer(block), of));
+            let some = some.into_iter().zip(read).map(|((i, turn), read)| (i, turn, Some(read)));
             loaded.extend(self.look_into(which, some.collect(), &mut *watch)?);
         }
         Ok(loaded)
@@ -536,9 +543,32 @@ impl Shards {
                 // All of it will be read sequentially.
                 map.will_need(0, map.bytes().len());
             }
-            Ok((stored, version))
+            Ok(ShardRead::new(stored, version))
         };
         read().map_err(|e: Error| if e.location.is_none() { e.at(&spec.location) } else { e })
+    }
+
+    /// Begins to read the shard of an example, which is needed next, on a thread of its own, unless it is decoded. A hint: errors
+    /// are reported when the shard is used.
+    pub fn read_ahead(self: &Arc<Shards>, example: i64) {
+        let example = u64::try_from(example).ok().filter(|example| *example < self.examples());
+        let Some(s) = example.map(|example| self.shard_of(example)) else { return };
+        if self.kept(s).is_some() {
+            return;
+        }
+        let shards = Arc::clone(self);
+        self.ahead.read(s, move |wanted, dropped| {
+            let mut read = shards.stored(s, &mut || dropped.is_set()).ok()?;
+            if shards.specs[s].sha256.is_some() {
+                read.hash(&mut || wanted.is_set() || dropped.is_set());
+            }
+            Some(read)
+        });
+    }
+
+    /// Forgets a shard that was read ahead and not used.
+    pub fn forget_ahead(&self) {
+        self.ahead.clear();
     }
 
     /// Fails if the file's size differs from the metadata.
@@ -561,11 +591,12 @@ impl Shards {
         Ok(())
     }
 
-    fn read(&self, s: usize, (stored, version): ShardRead, watch: Watch<'_>) -> Result<Fresh> {
+    fn read(&self, s: usize, read: ShardRead, watch: Watch<'_>) -> Result<Fresh> {
         let spec = &self.specs[s];
+        let bytes = read.stored.bytes();
         let verify = |watch: Watch<'_>| -> Result<()> {
             let Some(expected) = spec.sha256 else { return Ok(()) };
-            let found = sha256(stored.bytes(), watch)?;
+            let found = read.sha256(watch)?;
             if found == expected {
                 return Ok(());
             }
@@ -579,7 +610,7 @@ impl Shards {
             )
             .finds(Finding::Checksum))
         };
-        if spec.compressed != inflate::is_gzip(stored.bytes()) {
+        if spec.compressed != inflate::is_gzip(bytes) {
             verify(watch)?;
             let (said, found) =
                 if spec.compressed { ("true", "one without gzip's first bytes") } else { ("false", "a gzip file") };
@@ -592,18 +623,19 @@ impl Shards {
         }
         if !spec.compressed {
             // Rows of a plain shard are read in place, so its checksum is verified once per file, not per read.
-            if !self.is_same(s, version.as_ref()) {
+            if !self.is_same(s, read.version.as_ref()) {
                 verify(watch)?;
             }
-            let tree = machine::parse(stored.bytes())?;
-            let (index, aside) = ShardIndex::build(spec, &self.groups, &tree, stored.bytes(), false)?;
+            let tree = machine::parse(bytes)?;
+            let (index, aside) = ShardIndex::build(spec, &self.groups, &tree, bytes, false)?;
             let loaded = Arc::new(Loaded { index: Arc::new(index), main: None, aside });
+            let ShardRead { stored, version, .. } = read;
             return Ok(Fresh { loaded, tree, bytes: ShardBytes::Stored(stored), version });
         }
         // Before inflating everything, check that the beginning is a pickle, and that no value in it is too large.
-        let limit = self.limit(s, stored.bytes().len() as u64);
+        let limit = self.limit(s, bytes.len() as u64);
         const FRONT: usize = 64 << 10;
-        let front = inflate::front(stored.bytes(), FRONT);
+        let front = inflate::front(bytes, FRONT);
         let refused = match machine::least(&front) {
             // A file shorter than this is cheap to inflate, so its error comes from inflating it.
             Ok(least) if least > limit && front.len() == FRONT => Some(inflate::too_large(limit)),
@@ -616,9 +648,10 @@ impl Shards {
             return Err(error);
         }
         // A wrong checksum explains damage, so of two errors the checksum's is reported.
-        let main = Arc::new(inflate::inflate_beside(stored.bytes(), limit, &verify, &mut *watch)?);
+        let main = Arc::new(inflate::inflate_beside(bytes, limit, &verify, &mut *watch)?);
         self.inflated.fetch_add(1, Ordering::Relaxed);
-        drop(stored);
+        let version = read.version.clone();
+        drop(read);
         if watch() {
             return Err(Error::new(Kind::Interrupted, "interrupted"));
         }

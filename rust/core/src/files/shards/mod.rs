@@ -10,6 +10,7 @@
 //!
 //! Threads that need the same shard wait for the first of them to read it ([`crate::codec::flight`]).
 
+mod ahead;
 mod index;
 mod load;
 mod prepared;

@@ -10,7 +10,7 @@ use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::source::fetch::read_all;
 use crate::source::mmap::Map;
-use crate::source::{Access, RangeRead, Source, Store, Wishes};
+use crate::source::{Access, RangeRead, Source, Store, Version, Wishes};
 use crate::threads::{Stop, Watch};
 
 pub(super) enum ShardBytes {
@@ -98,15 +98,44 @@ pub fn read_file(
 /// Bytes hashed between two calls of the watch.
 const HASHED_AT_ONCE: usize = 4 << 20;
 
-pub(super) fn sha256(bytes: &[u8], watch: Watch<'_>) -> Result<[u8; 32]> {
-    let mut sha = Sha256::new();
-    for (i, piece) in bytes.chunks(HASHED_AT_ONCE).enumerate() {
+/// The bytes of a shard's file, its version, and the checksum of its first bytes.
+pub(super) struct ShardRead {
+    pub(super) stored: Stored,
+    pub(super) version: Option<Version>,
+    sha: Sha256,
+    hashed: usize,
+}
+
+impl ShardRead {
+    pub(super) fn new(stored: Stored, version: Option<Version>) -> ShardRead {
+        ShardRead { stored, version, sha: Sha256::new(), hashed: 0 }
+    }
+
+    /// Hashes bytes until the watch returns true; returns whether all are hashed.
+    pub(super) fn hash(&mut self, watch: Watch<'_>) -> bool {
+        (self.sha, self.hashed) = hash(self.stored.bytes(), self.sha.clone(), self.hashed, watch);
+        self.hashed == self.stored.bytes().len()
+    }
+
+    /// The SHA-256 of all bytes.
+    pub(super) fn sha256(&self, watch: Watch<'_>) -> Result<[u8; 32]> {
+        match hash(self.stored.bytes(), self.sha.clone(), self.hashed, watch) {
+            (sha, hashed) if hashed == self.stored.bytes().len() => Ok(sha.finalize().into()),
+            _ => Err(Error::new(Kind::Interrupted, "interrupted")),
+        }
+    }
+}
+
+/// Hashes bytes from an offset on until the watch returns true; returns the offset reached.
+fn hash(bytes: &[u8], mut sha: Sha256, mut at: usize, watch: Watch<'_>) -> (Sha256, usize) {
+    for (i, piece) in bytes[at..].chunks(HASHED_AT_ONCE).enumerate() {
         if i > 0 && watch() {
-            return Err(Error::new(Kind::Interrupted, "interrupted"));
+            break;
         }
         sha.update(piece);
+        at += piece.len();
     }
-    Ok(sha.finalize().into())
+    (sha, at)
 }
 
 pub(super) fn hex(bytes: &[u8]) -> String {
