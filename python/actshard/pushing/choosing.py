@@ -29,13 +29,13 @@ class LocalFile:
         name: its name below the folder, joined by ``/``.
         path: its path.
         size: its size.
-        state: its time of modification and inode.
+        modified: its time of modification in nanoseconds.
     """
 
     name: str
     path: Path
     size: int
-    state: tuple[int, int]
+    modified: int
 
 
 def choose(folder: Path, dataset: str, links: bool) -> tuple[list[LocalFile], tuple[str, ...]]:
@@ -97,7 +97,7 @@ class _Choice:
                 self.visit(at / entry.name, f"{name}/")
             elif entry.is_file():
                 found = entry.stat()
-                self.files.append(LocalFile(name, at / entry.name, found.st_size, (found.st_mtime_ns, found.st_ino)))
+                self.files.append(LocalFile(name, at / entry.name, found.st_size, found.st_mtime_ns))
             else:
                 raise ArgumentError("expected files and folders, found a broken link or a device", path=at / entry.name)
         self.inside.remove((state.st_dev, state.st_ino))

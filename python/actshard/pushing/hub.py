@@ -117,15 +117,15 @@ def _check_numbers(root: Location, ship: Shipment) -> None:
 
 def _parent(api: Any, root: Location, repository: str, branch: str, private: bool) -> str:
     """The commit to build on. Creates a repository that does not exist, but no branch: its name may be mistyped."""
-    missing = None
+    passed = ("RepositoryNotFoundError", "RevisionNotFoundError")
     try:
-        with _explained(root, {"RepositoryNotFoundError", "RevisionNotFoundError"}):
+        with _explained(root, passed):
             found: str = api.dataset_info(repository, revision=branch).sha
             return found
     except Exception as error:
-        if isinstance(error, ActshardError):
-            raise
         missing = type(error).__name__
+        if missing not in passed:
+            raise
     if missing == "RevisionNotFoundError" or branch != "main":
         raise MissingFileError(
             f"expected a branch named {branch!r}, found none. Create it first "
