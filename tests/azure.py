@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from served import ManyConnections
+from served import ManyConnections, part_of
 
 ACCOUNT = "lab"
 WRITTEN = "Sun, 22 Nov 2026 10:00:00 GMT"
@@ -108,8 +108,7 @@ def azure(root: Path) -> Iterator[Azure]:
             } | found.meta.get(path, {})
             if not wanted:
                 return self.answer(200, data, headers)
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            start, end = int(first), min(int(last) + 1 if last else len(data), len(data))
+            start, end = part_of(wanted, len(data))
             if start >= len(data):
                 return self.answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
             return self.answer(

@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from served import ManyConnections
+from served import ManyConnections, part_of
 
 LARGE = 512
 """Files from this size on are "LFS files", which another origin serves."""
@@ -133,9 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = self.headers.get("Range")
         if wanted is None:
             return self.answer(kind, 200, data, more)
-        first, _, last = wanted.removeprefix("bytes=").partition("-")
-        start = int(first) if first else max(len(data) - int(last), 0)
-        end = min(int(last) + 1 if first and last else len(data), len(data))
+        start, end = part_of(wanted, len(data))
         if start >= len(data):
             return self.answer(kind, 416, b"", {"Content-Range": f"bytes */{len(data)}"})
         return self.answer(kind, 206, data[start:end], more | {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"})

@@ -78,6 +78,13 @@ def _tag(data: bytes) -> str:
     return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
 
 
+def part_of(wanted: str, size: int) -> tuple[int, int]:
+    """The first byte of a header ``Range``, and the one after its last; the first may lie after the end."""
+    first, _, last = wanted.removeprefix("bytes=").partition("-")
+    start = int(first) if first else max(size - int(last), 0)
+    return start, min(int(last) + 1 if first and last else size, size)
+
+
 class ManyConnections(ThreadingHTTPServer):
     """A server that takes as many connections at once as a reader makes; more than the backlog would wait for seconds."""
 
@@ -139,9 +146,7 @@ def served(root: Path) -> Iterator[Served]:
             wanted = self.headers.get("Range")
             if wanted is None:
                 return self.answer(200, data, **more)
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            start = int(first) if first else max(len(data) - int(last), 0)
-            end = min(int(last) + 1 if first and last else len(data), len(data))
+            start, end = part_of(wanted, len(data))
             if start >= len(data):
                 return self.answer(416, b"", Content_Range=f"bytes */{len(data)}")
             return self.answer(206, data[start:end], Content_Range=f"bytes {start}-{end - 1}/{len(data)}", **more)

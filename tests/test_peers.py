@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 import actshard
 from conftest import GOLDEN, saev_dump
+from served import served
 from zarr_files import change, write_store
 
 pytestmark = pytest.mark.peers
@@ -374,3 +377,42 @@ def test_torch_tensors_are_appended(torch: Any, tmp_path: Path, dtype: str) -> N
         got = torch.from_numpy(store.sequence(e, 5).astype(np.float32))
         assert torch.equal(got, rows[e % 3, 1].detach().float())
     assert store.table["label"].to_pylist() == [0, 1, 2, 0, 1, 2]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::actshard.ActshardWarning", "ignore:The numcodecs:DeprecationWarning", "ignore:Numcodecs"
+)
+@pytest.mark.parametrize("kind", ["v2_lzma", "v2_delta_gzip", "shards"])
+def test_zarr_codecs_of_the_package_decode_what_a_url_serves(kind: str, tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    path = tmp_path / "bucket/run.zarr"
+    if kind == "shards":
+        lzma = pytest.importorskip("zarr.codecs.numcodecs").LZMA()
+        rows = np.random.default_rng(0).normal(size=(4, 2, 6, 8)).astype("f4")
+        root = zarr.open_group(path, mode="w", zarr_format=3)
+        shape: Any = {"shape": rows.shape, "chunks": (1, 1, 6, 8), "shards": (2, 2, 6, 8)}
+        root.create_array("arrays/activations", dtype="f4", compressors=[lzma], **shape)[:] = rows
+        root.create_array("arrays/seq_len", shape=(4,), chunks=(4,), dtype="i4")[:] = [6, 5, 4, 3]
+    else:
+        shutil.copytree(GOLDEN / f"zarr_codecs/{kind}.zarr", path)
+    near = actshard.open(path)
+    chunk = next(p for p in sorted((path / "arrays/activations").rglob("*")) if p.is_file() and p.name[-1] == "0")
+    with served(tmp_path) as server:
+        far = actshard.open("s3://bucket/run.zarr", storage_options=server.options)
+        again = pickle.loads(pickle.dumps(far))
+        for store in (far, again):
+            for layer in near.layers:
+                for e in range(len(near)):
+                    assert store.sequence(e, layer).tobytes() == near.sequence(e, layer).tobytes()
+        server.failing[str(chunk.relative_to(tmp_path))] = [403] * 50
+        far = actshard.open("s3://bucket/run.zarr", storage_options=server.options)
+        with pytest.raises(actshard.FileAccessError, match="403"):
+            far.gather(near.layers[0], 0, 0)
+        server.failing.clear()
+        chunk.unlink()  # missing, beside its metadata: fill values
+        store = actshard.open("s3://bucket/run.zarr", storage_options=server.options)
+        assert not store.gather(near.layers[0], 0, 0).any()
+        store = actshard.open("s3://bucket/run.zarr", storage_options=server.options)
+        shutil.rmtree(path)
+        with pytest.raises(actshard.ActshardError, match="arrays/activations"):
+            store.gather(near.layers[0], 0, 0)

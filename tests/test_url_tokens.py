@@ -22,6 +22,7 @@ import pytest
 
 import actshard
 from actshard import tokens
+from actshard.compat import levanter
 from conftest import GOLDEN
 from hub import Hub, hub
 from served import Served, served
@@ -158,17 +159,17 @@ def test_a_cache_that_is_being_replaced_does_not_open(server: Served) -> None:
     assert len(open_at("s3", server)) == 20
 
 
-def test_opening_on_the_hub_asks_for_the_commit_its_files_and_the_ledger(server: Served, lab: Hub) -> None:
+def test_opening_on_the_hub_asks_for_the_commit_and_the_ledger(server: Served, lab: Hub) -> None:
     put(server, LEVANTER / "serial_rank2/cache")
     cache = open_at("hf", server, lab)
     assert len(cache) == 9
-    assert {kind for kind, _, _ in lab.requests} == {"info", "tree", "resolve", "small"}
-    files = [path for kind, path, _ in lab.requests if kind in ("resolve", "small")]
-    assert all(path.endswith("shard_ledger.json") for path in files), files
+    assert [path.rpartition("/")[2] for _, path, _ in lab.requests[:2]] == ["main", "shard_ledger.json"]
+    assert all(path.endswith("shard_ledger.json") for _, path, _ in lab.requests[1:])
+    assert len(lab.requests) <= 3, lab.requests
 
 
-def test_a_cache_of_a_thousand_shards_opens_without_a_request_for_a_shard(server: Served) -> None:
-    """Nor for their listing. A window opens its own shard."""
+def many_shards(server: Served) -> tuple[Path, list[str]]:
+    """A cache of 1,113 shards, of which three are there."""
     shards = [f"train-{n:05d}-of-01113" for n in range(1113)]
     with tokens.CacheWriter(server.root / "lab/one", {"input_ids": np.int32}) as writer:
         writer.append([{"input_ids": np.arange(40, dtype=np.int32)} for _ in range(5)])
@@ -186,6 +187,32 @@ def test_a_cache_of_a_thousand_shards_opens_without_a_request_for_a_shard(server
     for n in (0, 7, 1112):
         shutil.copytree(server.root / "lab/one", root / shards[n])
     (root / "shard_ledger.json").write_text(json.dumps(ledger))
+    return root, shards
+
+
+def test_a_cache_of_a_thousand_shards_opens_on_the_hub_without_their_listing(server: Served, lab: Hub) -> None:
+    root, shards = many_shards(server)
+    lab.add("lab/acts", root)
+    commit = lab.repositories["lab/acts"].names["main"]
+    files = lab.repositories["lab/acts"].commits[commit]
+    one = {name.partition("/")[2]: data for name, data in files.items() if name.startswith(shards[0])}
+    for shard in shards:
+        files.update({f"{shard}/{name}": data for name, data in one.items()})
+    cache = tokens.open_cache("hf://datasets/lab/acts")
+    assert len(cache) == 5 * len(shards)
+    assert len(lab.requests) <= 3, lab.requests
+    assert not lab.count("tree")
+    again = pickle.loads(pickle.dumps(cache))
+    assert len(lab.requests) <= 3, "a copy asks for nothing"
+    for found in (cache, again):
+        assert np.array_equal(found[5 * 700]["input_ids"], np.arange(40, dtype=np.int32))
+    lab.repositories["lab/acts"].commit({"README.md": b"empty"})
+    assert np.array_equal(cache[1]["input_ids"], np.arange(40, dtype=np.int32)), "it stays at its commit"
+
+
+def test_a_cache_of_a_thousand_shards_opens_without_a_request_for_a_shard(server: Served) -> None:
+    """Nor for their listing. A window opens its own shard."""
+    _, shards = many_shards(server)
     cache = tokens.open_cache("s3://lab/many", storage_options=server.options)
     assert server.since(0) == ["lab/many/shard_ledger.json", "lab/many/.actshard-pushing.json"]
     windows = tokens.TokenSeqDataset(cache, 100)
@@ -457,3 +484,30 @@ def test_a_cache_that_is_replaced_by_one_with_an_equal_ledger_is_an_error(
     with pytest.raises(actshard.FormatError, match="was replaced after it was opened"):
         partly.view("input_ids").elements()  # at offsets of before
     equal(open_at(kind, server), tokens.open_cache(tmp_path / "b"))
+
+
+def test_a_configuration_reads_caches_behind_urls(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"ENDPOINT_URL": server.web(""), "SKIP_SIGNATURE": "true", "REGION": "x"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value.rstrip("/"))
+    shutil.copytree(LEVANTER / "chat_llama3style/cache", server.root / "lab/caches/chat")
+    component = tokens.DatasetComponent(format=tokens.ChatFormat())
+    options: Any = {"tokenizer": "passthrough", "vocab_size": 100_000, "components": {"chat": component}}
+    for kind in (tokens.LmDataConfig, levanter.LmDataConfig):
+        far = kind(cache_dir="s3://lab/caches", **options)
+        near = kind(cache_dir=str(server.root / "lab/caches"), **options)
+        assert [plan.state for plan in far.plans()] == [plan.state for plan in near.plans()]
+        assert [plan.state for plan in far.build()] == ["done"]
+        assert str(far.cache_path("chat", "train")) == "s3://lab/caches/chat/train"
+    far = tokens.LmDataConfig(cache_dir="s3://lab/caches", **options)
+    near = tokens.LmDataConfig(cache_dir=str(server.root / "lab/caches"), **options)
+    a, b = (config.train_set(64, 4, key=1).get_batch(range(16)) for config in (far, near))
+    assert a.tokens.tobytes() == b.tokens.tobytes()
+    (tmp_path / "a.jsonl").write_text('{"input_ids": [1]}')
+    source = tokens.UrlDatasetSourceConfig((str(tmp_path / "a.jsonl"),))
+    options["components"] = {"new": tokens.DatasetComponent(source, format=tokens.PrebuiltFormat())}
+    with pytest.raises(
+        actshard.ArgumentError, match=r"s3://lab/caches/new/train: caches are built in local folders.*push"
+    ):
+        tokens.LmDataConfig(cache_dir="s3://lab/caches", **options).build()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -20,6 +21,7 @@ import actshard
 from actshard.location import Location
 from conftest import GOLDEN
 from served import Served, served
+from zarr_files import change
 
 DATASETS = {
     "saev": ["saev/v21_cls_labels_multishard/saev/shards/*", "saev/v20_late_names/**/metadata.json"],
@@ -425,14 +427,62 @@ def test_opening_takes_few_requests_and_copies_take_none(folder: Path, most: int
     name = f"data{folder.suffix}"
     shutil.copytree(folder, server.root / "bucket" / name)
     if most is None:
-        most = 2 * len(list(folder.glob("arrays/*/.zarray"))) + 5
+        most = len(list(folder.glob("arrays/*/.zarray"))) - 1 + 3  # small arrays, and three more
     far = quietly(f"s3://bucket/{name}", storage_options=server.options)
     assert len(server.requests) <= most, "\n".join(map(str, server.requests))
     server.requests.clear()
     again = pickle.loads(pickle.dumps(far))
-    # One optional file of Zarr that does not exist is asked for again.
-    assert len(server.requests) <= (folder.suffix == ".zarr"), "\n".join(map(str, server.requests))
+    assert not server.requests, "\n".join(map(str, server.requests))
     assert len(again) == len(far)
+
+
+def test_a_table_of_zarr_takes_a_request_a_file(server: Served) -> None:
+    shutil.copytree(CONSOLIDATED, server.root / "bucket/run.zarr")
+    far = quietly("s3://bucket/run.zarr", storage_options=server.options)
+    server.requests.clear()
+    assert far.table.equals(quietly(CONSOLIDATED).table)
+    files = [path for _, path, query in server.requests if "list-type" not in query]
+    assert len(files) == len(set(files))
+    assert len(server.requests) - len(files) <= 1, "arrays/ is listed, for arrays that consolidated metadata lack"
+
+
+def test_zarr_without_consolidated_metadata_opens_in_few_requests(server: Served) -> None:
+    for name, most in (("single_minimal", 6), ("v3_sharded", 5)):
+        shutil.copytree(GOLDEN / "zarr" / name / "activations.zarr", server.root / "bucket" / name)
+        server.requests.clear()
+        quietly(f"s3://bucket/{name}", storage_options=server.options)
+        assert len(server.requests) <= most, "\n".join(map(str, server.requests))
+        assert not any("activations%2F&" in query for _, _, query in server.requests), "chunks are not listed"
+
+
+def test_consolidated_metadata_that_are_out_of_date_are_not_used(server: Served) -> None:
+    copy = server.root / "bucket/run.zarr"
+    shutil.copytree(CONSOLIDATED, copy)
+    change(copy / ".zmetadata", lambda all: all["metadata"]["arrays/activations/.zarray"].update(dtype="<i2"))
+    change(copy / ".zmetadata", lambda all: all["metadata"]["arrays/split/.zarray"].update(fill_value=3))
+    change(copy / ".zattrs", lambda attributes: attributes.update(model_id="another"))
+    far, near = quietly("s3://bucket/run.zarr", storage_options=server.options), quietly(copy)
+    same(far, near)
+    assert far.info()["model"] == near.info()["model"] == "another"
+    assert [str(warning) for warning in far.warnings] == [str(warning) for warning in near.warnings]
+
+
+def test_small_chunks_are_absent_only_beside_their_metadata(server: Served) -> None:
+    copy = server.root / "bucket/run.zarr"
+    shutil.copytree(CONSOLIDATED, copy)
+    url, options = "s3://bucket/run.zarr", server.options
+    (copy / "arrays/split/0").unlink()
+    assert quietly(url, storage_options=options).table.equals(quietly(copy).table)
+    for refusal in (403, 500):
+        server.failing["arrays/split/0"] = [refusal] * 50
+        with pytest.raises(actshard.FileAccessError, match=str(refusal)):
+            _ = quietly(url, storage_options=options | {"max_retries": 1}).table
+    server.failing.clear()
+    far = quietly(url, storage_options=options)
+    assert "split" in far.contents.column_names
+    shutil.rmtree(copy)
+    with pytest.raises(actshard.ActshardError, match=r"run\.zarr"):
+        _ = far.table
 
 
 def test_a_copy_whose_cache_cannot_be_used_says_so(server: Served, tmp_path: Path) -> None:
@@ -446,3 +496,54 @@ def test_a_copy_whose_cache_cannot_be_used_says_so(server: Served, tmp_path: Pat
         again = pickle.loads(state)
     assert [warning.message.code for warning in caught] == ["disk-cache"]  # type: ignore[union-attr]
     same(again, quietly(SAEV))
+
+
+@pytest.mark.parametrize("status", [503, 401])
+def test_a_server_that_fails_is_told_in_one_line_and_not_asked_by_each_format(status: int, server: Served) -> None:
+    server.absent = (status, b"")
+    with pytest.raises(actshard.FileAccessError, match=rf"^http.*{status}") as caught:
+        actshard.open(server.web("run"), storage_options={"max_retries": 1})
+    assert len(server.requests) <= 2
+    assert len(str(caught.value)) < 300
+    with pytest.raises(actshard.FileAccessError, match=r"^http://127\.0\.0\.1:1/run.*connect"):
+        actshard.open("http://127.0.0.1:1/run", storage_options={"max_retries": 0})
+
+
+def test_what_needs_a_listing_is_told_so_and_not_as_missing(server: Served) -> None:
+    shutil.copytree(INDEX.parent.parent, server.root / "lm")
+    with pytest.raises(actshard.UnsupportedError, match=r"lm/index: .*URL of the index file"):
+        actshard.open(server.web("lm"), "lmprobe")
+    with pytest.raises(actshard.UnknownFormatError, match="URL of the index file"):
+        actshard.open(server.web("lm"))
+    run = GOLDEN / "zarr/run_20260122_101112"
+    shutil.copytree(run, server.root / "run")
+    same(quietly(server.web("run"), "zarr"), quietly(run))
+    (server.root / "run/shards/shard-0000.zarr/.zmetadata").unlink()
+    with pytest.raises(actshard.UnsupportedError, match=r"shard-0000\.zarr/arrays: .*list"):
+        actshard.open(server.web("run"), "zarr")
+    shutil.copytree(run / "shards", server.root / "above/shards")
+    with pytest.raises(actshard.UnsupportedError, match=r"above: .*names cannot be listed.*URL"):
+        actshard.open(server.web("above"), "zarr")
+
+
+def test_a_refused_file_of_rows_is_not_taken_as_left_out(server: Served) -> None:
+    shutil.copytree(GOLDEN / "hallulens_v1/full_capture/capture", server.root / "bucket/run")
+    server.is_listed, server.absent = False, DENIED
+    server.failing["prompt_activations.npy"] = [403] * 50
+    with pytest.raises(actshard.FileAccessError, match=r"prompt_activations\.npy: .*403"):
+        quietly("s3://bucket/run", storage_options=server.options)
+
+
+@pytest.mark.parametrize("path", [SAEV, CONSOLIDATED], ids=["saev", "zarr"])
+def test_a_server_that_answers_every_name_with_json_is_recognised_by_content(path: Path, server: Served) -> None:
+    shutil.copytree(path, server.root / "run")
+    server.absent = (200, b'{"error": "not found"}')
+    near = quietly(path)
+    read: Any = None
+    with contextlib.suppress(actshard.ActshardError):  # refused, rather than something else read
+        far = quietly(server.web("run"))
+        read = [far.sequence(e, layer).tobytes() for layer in far.layers for e in range(len(far))]
+    assert read in (
+        None if path == CONSOLIDATED else [],
+        [near.sequence(e, layer).tobytes() for layer in near.layers for e in range(len(near))],
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from actshard.errors import ActshardError
+from actshard.errors import ActshardError, UnsupportedError
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -16,8 +16,15 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
     """The properties as plain Python values. ``counted``: whether the store's ``token_counts`` are in memory."""
     contents = store.contents
     present = missing = total = 0
-    Location.at(store.path).list_below()
-    for file in contents.files():
+    root = Location.at(store.path)
+    root.list_below()
+    try:
+        files, are_known = contents.files(), True
+    except UnsupportedError:
+        if root.lists:
+            raise
+        files, are_known = [], False
+    for file in files:
         found = None
         with contextlib.suppress(ActshardError):
             found = Location.at(file).found()
@@ -43,9 +50,9 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
         "layers": list(store.layers),
         "d_model": store.d_model,
         "dtype": str(store.dtype),
-        "shards": present,
-        "missing_shards": missing,
-        "bytes": total,
+        "shards": present if are_known else None,
+        "missing_shards": missing if are_known else None,
+        "bytes": total if are_known else None,
         "io": store.io,
         "columns": list(contents.column_names),
         "also": list(contents.extras),

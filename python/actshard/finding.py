@@ -210,6 +210,10 @@ def detect(root: Location) -> str:
 def _evidence(name: str, root: Location) -> Evidence:
     try:
         return formats.detect(name, root.place)
+    except FileAccessError as error:
+        if root.is_remote:
+            raise  # a server that does not answer, or refuses: the other formats would wait for it as long
+        return Evidence(False, f"a {name} dataset", str(error))
     except (ActshardError, OSError) as error:
         return Evidence(False, f"a {name} dataset", str(error))
 

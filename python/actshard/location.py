@@ -16,11 +16,11 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -91,7 +91,7 @@ CACHE_BYTES = 20 << 30
 """Default limit of a cache on disk whose folder is given."""
 
 
-def _is_remote(value: Any) -> bool:
+def is_url(value: Any) -> bool:
     """Whether a value is a URL of a kind that can be opened."""
     try:
         return isinstance(value, str) and "://" in value and _native.is_remote(value)
@@ -161,7 +161,7 @@ class Location:
             ArgumentTypeError: not a path.
             ArgumentError: an unknown kind of URL, an invalid file name, or an unknown option.
         """
-        if _is_remote(value):
+        if is_url(value):
             storage = Remote(_native.RemoteStore(value, _pairs(storage_options), _cache_of(cache)))
             if why := storage.native.cache_warning():
                 warnings.warn(ActshardWarning(f"cache: {why}", code="disk-cache"), stacklevel=4)
@@ -204,6 +204,11 @@ class Location:
     def is_local(self) -> bool:
         """Whether this is a path in this machine's file system."""
         return self.storage.local
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether this is behind a URL."""
+        return isinstance(self.storage, Remote)
 
     @property
     def lists(self) -> bool:
@@ -297,9 +302,24 @@ class Location:
 
     def look_ahead(self) -> None:
         """Prepares to look for a file that probably exists and is then read: in a remote store that is a single request."""
-        if isinstance(self.storage, Remote) and not self.storage.glance(self.key) and self.lists:
+        if isinstance(self.storage, Remote) and not self.storage.glance(self.key):
+            self.parent.look_into()
+
+    def look_into(self) -> None:
+        """Lists a folder of a remote store, if that is possible, so that it is known which of its files exist."""
+        if self.is_remote and self.lists:
             with contextlib.suppress(UnsupportedError):  # the bucket refuses to list names
-                self.parent.count(1)  # so that its other names are known as well
+                self.count(1)
+
+    def check_still_there(self) -> None:
+        """Raises MissingFileError or FormatError if a file that was read before is no longer there, or was replaced.
+
+        A remote store remembers what it has seen: only here it asks again.
+        """
+        if isinstance(self.storage, Remote):
+            self.storage.native.look(self.key)
+        else:
+            self.stat()
 
     def kind(self) -> Kind | None:
         """Returns ``"file"``, ``"folder"``, ``"other"``, or None if the location does not exist.
@@ -414,6 +434,11 @@ class Location:
             raise TruncatedFileError(f"expected {start + wanted} bytes, found {start + len(data)}", path=self)
         return data
 
+    def read_at_most(self, limit: int) -> bytes | Literal[False] | None:
+        """Reads a whole remote object, in the request that finds out about it. None if it does not exist, False if it is larger."""
+        assert isinstance(self.storage, Remote)
+        return self.storage.native.fetch([self.key], limit)[0]
+
     def read_utf8(self) -> str:
         """Reads a UTF-8 text file. Converts line breaks to Unix line breaks.
 
@@ -472,3 +497,36 @@ class Location:
         if found.kind != "file":
             raise NotAFileError("expected a regular file, found a folder or a special file", path=self)
         return found
+
+
+def read_together(places: Sequence[Location]) -> Iterator[bytes | None]:
+    """Yields the contents of files of one storage, None for those that do not exist. Remote ones are asked for all at once.
+
+    Raises:
+        FileAccessError: a file cannot be read.
+    """
+    for first in range(0, len(places), _TOGETHER):
+        some = places[first : first + _TOGETHER]
+        storage = some[0].storage
+        if isinstance(storage, Remote):
+            yield from storage.fetch([place.key for place in some])
+        else:
+            yield from (_read_or_none(place) for place in some)
+
+
+_TOGETHER = 64
+
+
+def _read_or_none(place: Location) -> bytes | None:
+    try:
+        return place.read()
+    except MissingFileError:
+        return None
+
+
+def read_ahead(places: Iterable[Location]) -> None:
+    """Reads small files of a remote store, all at once, for later calls. Failures are left to those. Other storages: nothing."""
+    remote = [place for place in places if place.is_remote]
+    with contextlib.suppress(ActshardError):
+        for _ in read_together(remote):
+            pass

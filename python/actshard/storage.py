@@ -10,7 +10,7 @@ import os
 import stat as modes
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -262,6 +262,25 @@ class Remote:
             return data
         return kept[start : start + length]
 
+    def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Reads objects whole, all at once, and keeps small ones as :meth:`read` does. None for those that do not exist.
+
+        Raises:
+            FileAccessError: an object cannot be read. A refusal is no absence.
+        """
+        found: dict[str, bytes | None] = {key: self.small[key] for key in keys if key in self.small}
+        lacking = [key for key in dict.fromkeys(keys) if key not in found]
+        for first in range(0, len(lacking), _AT_ONCE):
+            some = lacking[first : first + _AT_ONCE]
+            for key, data in zip(some, self.native.fetch(some, _GLANCE), strict=True):
+                if data is False:
+                    found[key] = self.read(key, 0, self.stat(key).size)
+                    continue
+                found[key] = data
+                if data is not None and sum(map(len, self.small.values())) < _SMALLS:
+                    self.small[key] = data
+        return [found[key] for key in keys]
+
     def glance(self, key: str) -> bool:
         """Reads an object that may exist in the request that finds out, for later calls; returns whether it exists."""
         if key not in self.small:
@@ -300,6 +319,8 @@ _SMALL = 1 << 20
 _GLANCE = 4 << 20
 """The first request for an unknown object asks for so many bytes."""
 _SMALLS = 16 << 20
+_AT_ONCE = 64
+"""Objects that are read at once."""
 _PICKLED = 1 << 20
 _WHOLE = 8 << 20
 """Larger objects are read in ranges by pyarrow."""

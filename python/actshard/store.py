@@ -753,7 +753,11 @@ class Store:
         return self._extras[name]
 
     def info(self) -> dict[str, Any]:
-        """Returns the properties that ``actshard info`` prints, as plain Python values."""
+        """Returns the properties that ``actshard info`` prints, as plain Python values.
+
+        ``shards``, ``missing_shards`` and ``bytes`` are None if that would take a request for each of many chunks: a web server
+        cannot list them.
+        """
         from actshard.describing import info_of
 
         return info_of(self, counted=self._token_counts is not None)

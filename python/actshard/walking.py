@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from actshard.errors import ActshardError, ArgumentError, MissingFileError, UnfinishedError, UnsupportedError
+from actshard.errors import ActshardError, ArgumentError, MissingFileError, UnfinishedError
 from actshard.location import Location
 from actshard.work import is_building
 
@@ -67,9 +66,7 @@ def walk(root: Location, kind: Callable[[Location], str | None], depth: int = _D
 
 
 def _is_cache_below(folder: Location) -> bool:
-    if not folder.is_local:
-        with contextlib.suppress(UnsupportedError):  # the bucket refuses to list this folder
-            folder.count(1)  # one listing tells whether it is a cache, and which folders to visit next
+    folder.look_into()  # one listing tells whether it is a cache, and which folders to visit next
     return is_cache_itself(folder)
 
 

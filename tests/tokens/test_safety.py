@@ -421,12 +421,9 @@ class TestDisk:
     ) -> None:
         path = records("a.jsonl", [1])
         monkeypatch.chdir(tmp_path)
-        source = tokens.UrlDatasetSourceConfig((str(path),))
-        components = {"a": tokens.DatasetComponent(source, format=IDS)}
         for call in (
             lambda: tokens.build_cache(path, url, format=IDS),
             lambda: tokens.CacheWriter(url, {"a": np.int32}),
-            lambda: tokens.LmDataConfig(cache_dir=url, components=components).build(),
             lambda: tokens.LmDataConfig.from_yaml(f"{url}.yaml"),
         ):
             with pytest.raises(actshard.ArgumentError, match="remote paths are not supported"):

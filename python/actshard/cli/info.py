@@ -38,7 +38,8 @@ def show(store: Store) -> None:
         low, high = about["tokens_per_example"]
         tokens = f"{about['tokens']:,} ({low} each)" if low == high else f"{about['tokens']:,} ({low} to {high} each)"
     dtype = f"{about['dtype']} ({size(store.d_model * store.dtype.itemsize)} per row)"
-    shards = f"{about['shards']:,}"
+    not_counted = "[dim]not counted: names cannot be listed[/]"
+    shards = not_counted if about["shards"] is None else f"{about['shards']:,}"
     if about["missing_shards"]:
         shards += f" [yellow]({about['missing_shards']:,} more are missing)[/]"
     lines: list[tuple[str, Any]] = [
@@ -53,7 +54,7 @@ def show(store: Store) -> None:
         ("d_model", f"{store.d_model:,}"),
         ("dtype", dtype),
         ("shards", shards),
-        ("bytes", size(about["bytes"])),
+        ("bytes", not_counted if about["bytes"] is None else size(about["bytes"])),
         ("read by", about["io"]),
         *([("also", ", ".join(about["also"]))] if about["also"] else []),
         ("columns", escape(", ".join(about["columns"]))),

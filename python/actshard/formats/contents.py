@@ -76,7 +76,7 @@ class Contents:
     """Returns tokens stored per example, (n,) int64. Called once, when first needed."""
     rows: Rows | None
     """Addressed by (position in ``layers``, example, token). None for a dataset without hidden states."""
-    column_names: tuple[str, ...]
+    column_names: Sequence[str]
     """Columns of the table; expensive ones are left out."""
     columns: Callable[[Sequence[str]], pa.Table]
     """Reads columns by name, including those not in ``column_names``."""

@@ -24,7 +24,7 @@ from actshard.errors import (
     MissingExtraError,
     MissingFileError,
 )
-from actshard.location import Location
+from actshard.location import Location, is_url
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.building import Build, BuildOptions, Watch
 from actshard.tokens.cache import TokenCache, open_cache
@@ -96,12 +96,13 @@ Weights = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
 
 @dataclass(frozen=True)
 class LmDataConfig:
-    """Levanter's ``data:`` block. Names and defaults are Levanter's (June 2026). Paths are local.
+    """Levanter's ``data:`` block. Names and defaults are Levanter's (June 2026). Sources are local; caches may be URLs.
 
     Attributes:
         tokenizer: a folder with ``tokenizer.json``, or ``"passthrough"``.
         vocab_size: vocabulary size of ``"passthrough"``.
-        cache_dir: folder of the components' caches, each in a subfolder with its name.
+        cache_dir: folder of the components' caches, each in a subfolder with its name. Or its URL, for caches that exist; options
+            of its storage are those of the environment.
         enforce_eos: whether to append eos to texts.
         components: datasets by name.
         train_weights: weights of the mixture by name, or a list of (first step, weights); default: 1 for all.
@@ -226,15 +227,27 @@ class LmDataConfig:
         return load_tokenizer(self.tokenizer, vocab_size=self.vocab_size)
 
     def cache_path(self, name: str, split: str) -> Path:
-        """Path at which Levanter expects a cache."""
+        """Path at which Levanter expects a cache; behind a URL, its location, which has the methods of a path that are needed."""
         component = self.components[name]
         if component.cache_dir is not None:
-            root = local_path(component.cache_dir, f"components.{name}.cache_dir")
+            root = self._root(component.cache_dir, f"components.{name}.cache_dir")
         elif self.cache_dir is not None:
-            root = local_path(self.cache_dir, "cache_dir") / name
+            root = self._root(self.cache_dir, "cache_dir") / name
         else:
             raise ArgumentError(f"component '{name}': expected a cache_dir, here or in the configuration, found none")
         return root if component.flat_cache else root / split
+
+    def _root(self, given: str, what: str) -> Path:
+        if not is_url(given):
+            return local_path(given, what)
+        if given not in self._roots:
+            self._roots[given] = Location.of_any(given)
+        return self._roots[given].place
+
+    @cached_property
+    def _roots(self) -> dict[str, Location]:
+        """Locations of URLs. What is known of a store is asked for once."""
+        return {}
 
     def _has_weight(self, name: str) -> bool:
         return any(weights.get(name, 0) > 0 for weights in self._stages())
@@ -291,6 +304,13 @@ class LmDataConfig:
         """Builds one cache of :meth:`plans`. Options are those of :meth:`build`."""
         if not plan.sources:
             return plan
+        if Location.at(plan.path).is_remote:
+            if plan.state == "done":
+                return plan
+            raise ArgumentError(
+                "caches are built in local folders: build it with a local cache_dir, and upload it with actshard.push",
+                path=plan.path,
+            )
         form = self.components[plan.component].format
         build = Build(
             plan.sources,

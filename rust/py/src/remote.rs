@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 
 use actshard_core::disk_cache::DiskCache;
 use actshard_core::location::Location;
-use actshard_core::source::{Access, RangeRead, Source, Store, Version};
+use actshard_core::source::{Access, RangeRead, Source, Store, Version, fetch};
 use actshard_core::threads::{self, Watch};
 use actshard_core::{Error, Kind};
 use actshard_remote::upload::{UploadBody, UploadJob, Uploaded};
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBool, PyBytes};
 
 use crate::{detach, errors};
 use actshard_remote::store::Standing;
@@ -30,7 +30,45 @@ pub struct RemoteStore {
     pub store: Arc<actshard_remote::RemoteStore>,
 }
 
+/// What [`RemoteStore::fetch`] finds.
+enum FetchedObject {
+    Bytes(Vec<u8>),
+    Absent,
+    Larger,
+}
+
 impl RemoteStore {
+    fn fetched(&self, keys: &[String], most: u64, watch: Watch<'_>) -> actshard_core::Result<Vec<FetchedObject>> {
+        let locations: Vec<Location> = keys.iter().map(|key| self.store.location(key)).collect();
+        let names: Vec<&Location> = locations.iter().collect();
+        let open = |stop: &threads::Stop| Ok(self.store.open_many(&names, Access::Once, stop));
+        let (mut sources, mut found) = (vec![], vec![]);
+        for opened in threads::wait_for(&open, &mut *watch)? {
+            let (source, object) = match opened {
+                Ok(source) if source.size() > most => (None, FetchedObject::Larger),
+                Ok(source) => {
+                    let mut bytes = vec![];
+                    let none = |_| Error::new(Kind::NoMemory, "no memory for an object").at(source.location());
+                    bytes.try_reserve_exact(source.size() as usize).map_err(none)?;
+                    bytes.resize(source.size() as usize, 0);
+                    (Some(source), FetchedObject::Bytes(bytes))
+                }
+                Err(error) if error.kind == Kind::NotFound => (None, FetchedObject::Absent),
+                Err(error) => return Err(error),
+            };
+            sources.push(source);
+            found.push(object);
+        }
+        let each = sources.iter().zip(&mut found).filter_map(|(source, object)| match (source, object) {
+            (Some(source), FetchedObject::Bytes(bytes)) => Some((&**source, 0, &mut bytes[..])),
+            _ => None,
+        });
+        if let Some(wishes) = self.store.wishes() {
+            fetch::read_all(each.collect(), &wishes, watch)?;
+        }
+        Ok(found)
+    }
+
     fn opened(&self, key: &str, watch: Watch<'_>) -> actshard_core::Result<Box<dyn Source>> {
         let location = self.store.location(key);
         let open = |stop: &threads::Stop| Ok(self.store.open_many(&[&location], Access::Once, stop).pop());
@@ -243,6 +281,28 @@ impl RemoteStore {
     fn sweep(&self, py: Python<'_>, keys: Vec<String>) -> PyResult<usize> {
         detach::guarded(py, || {
             detach::detached(py, |watch| threads::wait_for(&|stop| self.store.sweep(&keys, stop), watch))
+        })
+    }
+
+    /// Whole objects, all asked for at once: their bytes, None for those that do not exist, and False for those of more than
+    /// `most` bytes.
+    fn fetch<'py>(&self, py: Python<'py>, keys: Vec<String>, most: u64) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        detach::guarded(py, || {
+            let found = detach::detached(py, |watch| self.fetched(&keys, most, watch))?;
+            let object = |found: FetchedObject| match found {
+                FetchedObject::Bytes(bytes) => PyBytes::new(py, &bytes).into_any(),
+                FetchedObject::Absent => py.None().into_bound(py),
+                FetchedObject::Larger => PyBool::new(py, false).to_owned().into_any(),
+            };
+            Ok(found.into_iter().map(object).collect())
+        })
+    }
+
+    /// Asks the server whether a known object is still there, and the same.
+    fn look(&self, py: Python<'_>, key: &str) -> PyResult<()> {
+        detach::guarded(py, || {
+            let location = self.store.location(key);
+            detach::detached(py, |watch| threads::wait_for(&|_| self.store.look(&location), watch))
         })
     }
 

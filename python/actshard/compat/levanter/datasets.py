@@ -138,7 +138,7 @@ class TreeCache(Dataset):
     @staticmethod
     def build_or_load(cache_dir: str | os.PathLike[str], shard_source: Any, processor: Any, options: Any = None) -> Any:
         """Opens an existing cache. Cannot build one with Levanter's processors; use :func:`build_lm_dataset_cache`."""
-        if ledgers.exists(Location.of(cache_dir, "cache_dir")):
+        if ledgers.exists(Location.of_any(cache_dir)):
             return TreeCache.load(cache_dir)
         raise ArgumentError(
             "cache_dir: expected a finished cache, found none. Levanter's processors run in Levanter only: use "

@@ -53,8 +53,17 @@ class SampleArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def exists(self) -> bool:
-        """Whether the file exists. Merges leave some out."""
-        return self.path.is_named()
+        """Whether the file exists. Merges leave some out.
+
+        Raises:
+            FileAccessError: a server refuses the name, which then may exist: without the file, rows would be others.
+        """
+        if not self.path.is_remote:
+            return self.path.is_named()
+        try:
+            return self.path.stat().kind == "file"
+        except MissingFileError:
+            return False
 
     def size(self) -> int:
         """Size of the file in bytes."""

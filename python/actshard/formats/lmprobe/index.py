@@ -294,8 +294,15 @@ class Index:
         return addresses
 
 
+UNLISTED = (
+    "names cannot be listed there, which finds the index: give the URL of the index file (.../index/NAME.parquet)"
+)
+
+
 def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
     """The index files in order. All parts of a numbered set must exist."""
+    if not found and not root.lists:
+        raise UnsupportedError(UNLISTED, path=root / "index")
     if not found:
         raise MissingFileError("expected an index, found no parquet file", path=root / "index")
     if len(found) == 1 and _PART.fullmatch(found[0].name) is None:

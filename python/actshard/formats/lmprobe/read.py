@@ -35,7 +35,7 @@ from actshard.errors import (
     UnsupportedError,
 )
 from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
-from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, Index, find_parts
+from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, UNLISTED, Index, find_parts
 from actshard.location import Location
 
 # Names in lmprobe's code first, those in the text second.
@@ -51,7 +51,7 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, looked_for, "a file")
     _, parts = find_parts(path)
     if not parts:
-        return Evidence(False, looked_for, "no index/*.parquet")
+        return Evidence(False, looked_for, "no index/*.parquet" if path.lists else f"that {UNLISTED}")
     import pyarrow.parquet as pq
 
     try:

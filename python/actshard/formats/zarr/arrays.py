@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, MissingFileError, TruncatedFileError, UnsupportedError
 from actshard.formats.zarr.meta import ArrayMeta, json_mapping, json_object
 from actshard.formats.zarr.package import PackageArray
-from actshard.location import Location
+from actshard.location import Location, read_ahead, read_together
 
 MOST_UNSTORED = 256 << 20
 """Memory in bytes that a store's small arrays may take without stored data, as fill values of missing chunks."""
@@ -70,6 +70,8 @@ class ZarrStore:
         self.warnings: list[Remark] = []
         self._consolidated: dict[str, Any] = {}
         self._consolidated_in = path / (".zmetadata" if self.version == 2 else "zarr.json")
+        if self.version == 2 and path.lists:
+            read_ahead([file for file in (path / ".zmetadata", path / ".zattrs") if path.is_remote and exists(file)])
         if self.version == 3:
             root = json_object(path / "zarr.json")
             self.attributes = json_mapping(root, "attributes", path / "zarr.json")
@@ -91,6 +93,17 @@ class ZarrStore:
                     )
             elif isinstance(self._consolidated.get(".zattrs"), dict):
                 self.attributes = self._consolidated[".zattrs"]
+
+    def read_ahead(self, *choices: Sequence[str]) -> None:
+        """Reads the metadata of arrays in a remote store, all at once: those of the first choice of which one exists."""
+        if not self.path.is_remote:
+            return
+        name = "/.zarray" if self.version == 2 else ""
+        listed = {key.removesuffix(name) for key in self._consolidated if key.endswith(name)}
+        if not listed and self.path.lists:
+            listed = {f"arrays/{found}" for found in self.names("arrays")}
+        nodes = next((there for choice in choices if (there := [n for n in choice if n in listed])), [])
+        read_ahead([self.path / node / (name[1:] or "zarr.json") for node in nodes])
 
     def array(self, node: str) -> ArrayMeta | None:
         """An array's metadata; None if there is no such array."""
@@ -209,6 +222,10 @@ def _dtype(name: str | None, fields: Fields) -> np.dtype[Any] | None:
         raise fields.error("dtype", "an element type that numpy supports on this platform") from error
 
 
+ChunkSizes = Mapping[tuple[int, ...], int]
+"""Sizes of existing chunk files by grid position."""
+
+
 class Spare:
     """Memory budget of a store's small arrays, beyond what their stored bytes account for."""
 
@@ -236,33 +253,39 @@ class Spare:
         return size
 
 
-def read_constant(meta: ArrayMeta) -> int | None:
+def read_constant(meta: ArrayMeta, files: ChunkSizes) -> int | None:
     """The fill value of an integer array without any chunks; None for other arrays."""
-    if meta.dtype is None or meta.dtype.kind not in "iu" or meta.chunk_files():
+    if meta.dtype is None or meta.dtype.kind not in "iu" or files:
         return None
     _check_is_there(meta)
     return int(meta.fill)
 
 
-def read_whole(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | list[str]:
+def read_whole(
+    meta: ArrayMeta, spare: Spare | None = None, files: ChunkSizes | None = None
+) -> NDArray[Any] | list[str]:
     """Reads a small array like :func:`read_array`, and fixed-length strings as a list, too."""
-    found = read_array(meta, spare)
+    found = read_array(meta, spare, files)
     if isinstance(found, np.ndarray) and found.dtype.kind in "SU":
         return [_text(item) for item in found.ravel().tolist()]
     return found
 
 
-def read_array(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | list[str]:
+def read_array(
+    meta: ArrayMeta, spare: Spare | None = None, files: ChunkSizes | None = None
+) -> NDArray[Any] | list[str]:
     """Reads a small array: a numpy array, or a list for variable-length strings. Only existing chunks are opened.
 
     Args:
         meta: the array.
         spare: the memory budget shared by the store's arrays.
+        files: sizes of the existing chunk files by grid position; None looks for them.
 
     Raises:
         FormatError: the array needs more memory than its chunks account for, or a chunk is damaged.
     """
-    files = meta.chunk_files()
+    if files is None:
+        files = meta.stored()
     size = (spare or Spare()).take(meta, files)
     if not files:
         _check_is_there(meta)
@@ -270,7 +293,7 @@ def read_array(meta: ArrayMeta, spare: Spare | None = None) -> NDArray[Any] | li
         found = _read_plain(meta, meta.dtype, files)
     elif meta.dtype is not None and (why := _native.zarr_problem(meta.folder, meta.json)) is not None:
         package = PackageArray(meta, why)
-        found = _joined(meta, meta.dtype, files, lambda at: package.file(list(at)))
+        found = _joined(meta, meta.dtype, ((at, package.file(list(at))) for at in _inside(meta, files)))
     else:
         raw = _native.read_zarr(meta.folder, meta.json, [list(at) for at in files], max(size, 1))
         if isinstance(raw, list):
@@ -292,33 +315,44 @@ def _text(item: str | bytes) -> str:
 
 
 def _joined(
-    meta: ArrayMeta,
-    dtype: np.dtype[Any],
-    files: Mapping[tuple[int, ...], int],
-    chunk: Callable[[tuple[int, ...]], bytes | None],
+    meta: ArrayMeta, dtype: np.dtype[Any], chunks: Iterable[tuple[tuple[int, ...], bytes | None]]
 ) -> NDArray[Any]:
-    """Assembles an array from its chunks; missing ones are filled."""
+    """Assembles an array from its chunks inside the grid; missing ones are filled."""
     made = np.full(meta.shape, meta.fill, dtype)
-    for at in files:
+    for at, raw in chunks:
         inside = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, meta.outer, meta.shape, strict=True))
-        if all(s.start < s.stop for s in inside) and (raw := chunk(at)) is not None:
+        if raw is not None:
             part = np.frombuffer(raw, dtype).reshape(meta.outer)
             made[inside] = part[tuple(slice(0, s.stop - s.start) for s in inside)]
     return made
 
 
-def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any], files: Mapping[tuple[int, ...], int]) -> NDArray[Any]:
+def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any], files: ChunkSizes) -> NDArray[Any]:
     stored = dtype.newbyteorder("S") if meta.swapped else dtype
     size = math.prod(meta.chunks) * dtype.itemsize
+    places = _inside(meta, files)
 
-    def chunk(at: tuple[int, ...]) -> bytes:
-        path = meta.path_of(at)
-        if files[at] != size:
-            kind = TruncatedFileError if files[at] < size else FormatError
-            raise kind(
-                f"expected {size} bytes, a whole chunk, found {files[at]}", path=path, offset=min(files[at], size)
-            )
-        raw = path.read(0, size)
-        return np.frombuffer(raw, stored).astype(dtype).tobytes() if meta.swapped else raw
+    for at in places:  # before any is read: they may be large
+        _check_size(meta, at, files[at], size)
 
-    return _joined(meta, dtype, files, chunk)
+    def chunks() -> Iterator[tuple[tuple[int, ...], bytes]]:
+        for at, raw in zip(places, read_together([meta.path_of(at) for at in places]), strict=True):
+            if raw is None:
+                raise MissingFileError("expected a chunk, found nothing", path=meta.path_of(at))
+            _check_size(meta, at, len(raw), size)
+            yield at, np.frombuffer(raw, stored).astype(dtype).tobytes() if meta.swapped else raw
+
+    return _joined(meta, dtype, chunks())
+
+
+def _check_size(meta: ArrayMeta, at: tuple[int, ...], found: int, size: int) -> None:
+    if found != size:
+        kind = TruncatedFileError if found < size else FormatError
+        raise kind(
+            f"expected {size} bytes, a whole chunk, found {found}", path=meta.path_of(at), offset=min(found, size)
+        )
+
+
+def _inside(meta: ArrayMeta, files: ChunkSizes) -> list[tuple[int, ...]]:
+    """Positions inside the grid: files of an older, larger array may be left over."""
+    return [at for at in files if all(i < n for i, n in zip(at, meta.grid, strict=True))]

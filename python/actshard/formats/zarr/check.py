@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from actshard._json import Fields, exists, read_json
-from actshard.errors import ActshardError
+from actshard.errors import ActshardError, UnsupportedError
 from actshard.formats.report import Report
 from actshard.formats.zarr.arrays import read_whole
 from actshard.formats.zarr.member import Member, by_i
@@ -109,7 +109,15 @@ def _stores(root: Location, report: Report) -> list[Location]:
 
 def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
     """Checks that chunk files are inside the grid and have the right size, and that all stored tokens have chunks."""
-    files = array.chunk_files()
+    try:
+        files = array.chunk_files()
+    except UnsupportedError:
+        if array.folder.lists:
+            raise
+        report.add(
+            "not-listed", array.folder, "chunks on a server that cannot list them: only those that are read are checked"
+        )
+        return
     report.count("files", len(files))
     report.count("bytes", sum(files.values()))
     grid = [math.ceil(n / c) for n, c in zip(array.shape, array.outer, strict=True)]

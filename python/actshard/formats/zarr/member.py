@@ -16,8 +16,8 @@ from actshard._json import Fields, read_json, read_lines, show, utf8
 from actshard.codes import Remark
 from actshard.errors import ActshardWarning, FormatError, UnsupportedError
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
-from actshard.formats.zarr.meta import ArrayMeta
-from actshard.location import Location
+from actshard.formats.zarr.meta import ArrayMeta, stored
+from actshard.location import Location, read_ahead
 
 ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
@@ -29,6 +29,9 @@ UNSTORED_SAMPLES = 1 << 24
 SAMPLES_PER_FILE = 1 << 10
 """Samples allowed per chunk file."""
 
+
+_SMALL_TEXT = 1 << 20
+"""Texts up to this size are read from a remote store all at once."""
 
 TEXTS = ("extra_metadata.jsonl", "prompts.jsonl", "responses.jsonl")
 """Usual files in ``text/``, asked for by name where names cannot be listed."""
@@ -44,7 +47,16 @@ class Member:
     def __post_init__(self) -> None:
         self.store = ZarrStore(self.path)
         self.version = self.store.version
-        one, prompt, response = (self.store.array(node) for node in (ACTIVATIONS, PROMPT, RESPONSE))
+        self.store.read_ahead(
+            [ACTIVATIONS, "arrays/seq_len"], [PROMPT, RESPONSE, "arrays/prompt_len", "arrays/response_len"]
+        )
+        if not self.path.lists:
+            self.store.names(
+                "arrays"
+            )  # raises unless consolidated metadata tell them: one wrong 404 must not hide the lengths
+        one = self.store.array(ACTIVATIONS)
+        # Ordinary stores are not asked for the others, which takes requests.
+        prompt, response = (self.store.array(node) if one is None else None for node in (PROMPT, RESPONSE))
         if one is not None:
             self.arrays = [one]
         elif prompt is not None or response is not None:
@@ -91,6 +103,7 @@ class Member:
 
     def _read_attributes(self) -> None:
         config = self.path / "meta" / "config.json"
+        config.parent.look_into()
         self.metadata: dict[str, Any] = {}
         if config.kind() == "file":
             self.metadata |= Fields(read_json(config), config).value
@@ -172,11 +185,12 @@ class Member:
             raise meta.error(f"expected [{self.rows}], one length per sample, found {list(meta.shape)}", field="shape")
         if meta.dtype is None or meta.dtype.kind not in "iu":
             raise meta.error(f"expected integers, found {meta.dtype or 'strings'}", field="dtype")
-        if (same := read_constant(meta)) is not None and self.lines is None:
+        files = meta.stored()
+        if (same := read_constant(meta, files)) is not None and self.lines is None:
             if not 0 <= same <= longest:
                 raise meta.error(f"expected lengths of 0 to {longest}, found {same}, and no chunks", field="fill_value")
             return same
-        values = np.asarray(read_whole(meta, self.spare))[: self.n]
+        values = np.asarray(read_whole(meta, self.spare, files))[: self.n]
         if values.size and values.min() < 0:
             at = int(np.flatnonzero(values < 0)[0])
             raise FormatError(
@@ -224,7 +238,9 @@ class Member:
     def small(self) -> dict[str, ArrayMeta]:
         """Arrays with one entry per sample, by name."""
         found = {}
-        for name in self.store.names("arrays"):
+        names = self.store.names("arrays")
+        self.store.read_ahead([f"arrays/{name}" for name in names])
+        for name in names:
             if f"arrays/{name}" in (ACTIVATIONS, PROMPT, RESPONSE):
                 continue
             meta = self.store.array(f"arrays/{name}")
@@ -248,9 +264,10 @@ class Member:
         """Columns by name, each a pyarrow array or a list of ``n`` values."""
         made: dict[str, Any] = {}
         spare = Spare()
-        for name, meta in self.small.items():
-            if wanted(name):
-                made[name] = _column(read_whole(meta, spare), self.n)
+        asked = {name: meta for name, meta in self.small.items() if wanted(name)}
+        read_ahead(path for path in self.texts if path.is_remote and path.stat().size <= _SMALL_TEXT)
+        for (name, meta), files in zip(asked.items(), stored(list(asked.values())), strict=True):
+            made[name] = _column(read_whole(meta, spare, files), self.n)
         if self.lines is not None:
             rows = [(row, number, line) for number, line in self.lines if (row := line.get("sample_index")) is not None]
             _join(made, rows, self.n, wanted, self.path / "meta" / "index.jsonl", complete=False)
@@ -262,8 +279,8 @@ class Member:
 def _check_samples(array: ArrayMeta) -> None:
     """Raises FormatError for more samples than chunk files account for, so that memory per sample is bounded by stored data."""
     n, per = array.shape[0], array.outer[0]
-    if n <= UNSTORED_SAMPLES:
-        return
+    if n <= UNSTORED_SAMPLES or array.folder.is_remote:
+        return  # of a remote store, millions of names are not listed: there, lengths are bounded by their own chunks
     wanted = -(-n // (per * SAMPLES_PER_FILE))
     found = array.chunks_in.count(wanted)
     if found >= wanted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from actshard._json import Fields, exists, read_json, show
 from actshard.errors import FormatError, MissingFileError, NotAFileError, UnsupportedError
-from actshard.location import Location
+from actshard.location import Location, read_together
 from actshard.storage import Entry, Kind, Stat
 
 
@@ -84,14 +85,33 @@ class ArrayMeta:
                     found[at] = entry.size if entry.size is not None else _size(folder / entry.name, entry.kind, 0)
         return found
 
+    def stored(self) -> dict[tuple[int, ...], int]:
+        """As :meth:`chunk_files`, for chunks inside the grid only. See :func:`stored`."""
+        return stored([self])[0]
+
+    def _named(self) -> dict[tuple[int, ...], Location] | None:
+        """All chunk files of a small array of a remote store, which are asked for by name; None if their folder is to be listed."""
+        item = 1 if self.dtype is None else self.dtype.itemsize
+        count = math.prod(self.grid)
+        few = (
+            count <= (_FEW if self.folder.lists else _ASKED_FOR) and count * math.prod(self.outer) * item <= _MOST_BYTES
+        )
+        if not (few and self.folder.is_remote):
+            return None
+        return {at: self.path_of(at) for at in itertools.product(*map(range, self.grid))}
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Numbers of files (chunks, or shards) along the axes."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.outer, strict=True))
+
     def _asked_for(self) -> dict[tuple[int, ...], int]:
         """As :meth:`chunk_files`, in a store that cannot list names."""
-        grid = [-(-n // c) for n, c in zip(self.shape, self.outer, strict=True)]
-        if math.prod(grid) > _ASKED_FOR:
+        if math.prod(self.grid) > _ASKED_FOR:
             self.chunks_in.entries()  # raises the error that says why
             raise UnsupportedError("names cannot be listed", path=self.chunks_in)
         found = {}
-        for at in itertools.product(*map(range, grid)):
+        for at in itertools.product(*map(range, self.grid)):
             path = self.path_of(at)
             if (state := _asked(path)) is not None:
                 found[at] = _size(path, state.kind, state.size)
@@ -134,6 +154,35 @@ _INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 
 _ASKED_FOR = 64
 """Most chunk files that are asked for by name where they cannot be listed."""
+
+_FEW = 8
+"""Most chunk files that are asked for by name where they can be listed, which is a request more."""
+_MOST_BYTES = 4 << 20
+"""Most bytes of an array that are asked for before it is known which chunks exist."""
+
+
+def stored(arrays: Sequence[ArrayMeta]) -> list[dict[tuple[int, ...], int]]:
+    """Sizes of the existing chunk files of small arrays, inside their grids.
+
+    Those of a remote store are read, too, all at once, so that reading the arrays takes no further request.
+
+    Raises:
+        NotAFileError, FileAccessError, UnsupportedError: as :meth:`ArrayMeta.chunk_files`.
+        MissingFileError, FormatError: a chunk does not exist, and neither does the array, or its metadata were replaced.
+    """
+    named = [array._named() for array in arrays]
+    paths = [path for each in named if each for path in each.values()]
+    size = {path: None if data is None else len(data) for path, data in zip(paths, read_together(paths), strict=True)}
+    found = []
+    for array, names in zip(arrays, named, strict=True):
+        if names is None:
+            found.append(array.chunk_files())
+            continue
+        there = {at: n for at, path in names.items() if (n := size[path]) is not None}
+        if len(there) < len(names):
+            array.metadata.check_still_there()
+        found.append(there)
+    return found
 
 
 def _asked(path: Location) -> Stat | None:

@@ -5,11 +5,12 @@ The package is the extra ``zarr``. It brings numcodecs, which supports all codec
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import lzma
 import math
-import os
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,7 @@ MOST_WIDER = 8
 
 
 class PackageArray:
-    """An array read by the package, opened on first use, and again in a forked child.
+    """An array whose chunks the package decodes. It is opened for each: its objects would not survive a fork.
 
     Raises:
         UnsupportedError: a codec is not on the list of safe codecs.
@@ -45,29 +46,17 @@ class PackageArray:
         if unknown:
             raise UnsupportedError(f"codec '{unknown[0]}' is not supported", path=meta.metadata)
         self.meta = meta
-        self._live: tuple[int, Any] | None = None
         try:
             import zarr  # noqa: F401 -- raises now, not at the first read
         except ImportError as error:
             raise MissingExtraError.of(f"reading this array ({why})", "zarr", meta.metadata) from error
 
-    def _array(self) -> Any:
+    def _array(self, given: Mapping[str, bytes]) -> Any:
+        """The package's array of chunks that were read, by key."""
         import zarr
 
-        if self._live is None or self._live[0] != os.getpid():
-            self._check_metadata_files()
-            self._live = (os.getpid(), zarr.open_group(str(self.meta.store.local), mode="r")[self.meta.node])
-        return self._live[1]
-
-    def _check_metadata_files(self) -> None:
-        """Rejects special files. The package opens all metadata files on the path, and a named pipe would block it."""
-        folder = self.meta.store
-        for part in (".", *self.meta.node.split("/")):
-            folder = folder / part
-            for name in (".zarray", ".zattrs", ".zgroup", ".zmetadata", "zarr.json"):
-                path = folder / name
-                if path.kind() not in (None, "file"):
-                    raise NotAFileError("expected a regular file, found a folder or a special file", path=path)
+        files = _class_of_files()(self.meta, given)
+        return zarr.open_array(files, mode="r", zarr_format=3 if files.metadata == "zarr.json" else 2)
 
     def chunk(self, indices: list[int]) -> bytes | None:
         """Decodes a chunk in C order and native byte order, padded with the fill value. None if the file is missing."""
@@ -81,16 +70,14 @@ class PackageArray:
         meta = self.meta
         assert meta.dtype is not None
         path = meta.path_of(tuple(i * s // o for i, s, o in zip(indices, shape, meta.outer, strict=True)))
-        found = path.found("read")
-        if found is None:
+        data = None if "sharding_indexed" in meta.codecs else self._encoded(path)
+        if data is None and ("sharding_indexed" not in meta.codecs or not _is_file(path)):
             return None
-        if found.kind != "file":
-            raise NotAFileError("expected a regular file, a chunk, found a folder or a special file", path=path)
-        self._check_size(path, found.size)
         whole = np.full(shape, meta.fill, meta.dtype)
         where = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(indices, shape, meta.shape, strict=True))
         try:
-            whole[tuple(slice(0, s.stop - s.start) for s in where)] = self._array()[where]
+            array = self._array({} if data is None else {path.key: data})
+            whole[tuple(slice(0, s.stop - s.start) for s in where)] = array[where]
         except (ActshardError, MemoryError):
             raise
         except Exception as error:  # codecs raise any exception for damaged data
@@ -98,17 +85,19 @@ class PackageArray:
             raise FormatError(f"the zarr package cannot decode this chunk: {error}", path=path, code=code) from error
         return whole.tobytes()
 
-    def _check_size(self, path: Location, length: int) -> None:
-        """Raises FormatError if compressed data would exceed the chunk's size when decoded. The package has no such limit."""
+    def _encoded(self, path: Location) -> bytes | None:
+        """Reads a chunk; None if it does not exist.
+
+        Raises:
+            FormatError: it would exceed its size when decoded. The package has no such limit.
+        """
         meta = self.meta
         assert meta.dtype is not None
-        if "sharding_indexed" in meta.codecs:
-            return
         limit = MOST_WIDER * math.prod(meta.outer) * meta.dtype.itemsize + (64 << 10)
-        if length > limit:
-            raise FormatError(f"expected at most {limit} encoded bytes, found {length}", path=path)
+        data = _read(path, limit)
+        if data is None:
+            return None
         name, configuration = _outermost(json.loads(meta.json))
-        data = path.read()
         size: int | None = None
         if name in ("gzip", "zlib", "bz2", "zstd"):
             _native.check_decoded_size(name, data, limit, path)
@@ -122,6 +111,102 @@ class PackageArray:
             raise FormatError(
                 f"{name}: expected at most {limit} decoded bytes by the chunk's shape, found more", path=path
             )
+        return data
+
+
+def _is_file(path: Location) -> bool:
+    """Whether a chunk exists.
+
+    Raises:
+        NotAFileError: a folder or a special file has its name.
+    """
+    found = path.found("read")
+    if found is not None and found.kind != "file":
+        raise NotAFileError("expected a regular file, a chunk, found a folder or a special file", path=path)
+    return found is not None
+
+
+def _read(path: Location, limit: int) -> bytes | None:
+    """Reads a chunk of at most ``limit`` bytes; None if it does not exist."""
+    if path.is_remote:
+        data = path.read_at_most(limit)
+    elif not _is_file(path):
+        return None
+    else:
+        data = path.read() if path.stat().size <= limit else False
+    if data is False:
+        raise FormatError(f"expected at most {limit} encoded bytes, found more", path=path)
+    return data
+
+
+@functools.cache
+def _class_of_files() -> Any:
+    """A store of the package for the files of one array, in any storage."""
+    from zarr.abc.store import OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
+    from zarr.core.buffer import default_buffer_prototype
+
+    class ArrayFiles(Store):  # type: ignore[misc]  # zarr is no dependency: its types are unknown
+        """The array's checked metadata, chunks that were read, and parts of shards, which are read when they are needed."""
+
+        supports_writes = supports_deletes = supports_listing = False
+
+        def __init__(self, meta: ArrayMeta, given: Mapping[str, bytes]) -> None:
+            super().__init__(read_only=True)
+            self.meta, self.given = meta, given
+            self.metadata = "zarr.json" if json.loads(meta.json).get("zarr_format") == 3 else ".zarray"
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        def __hash__(self) -> int:
+            return id(self)
+
+        async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+            data = self._bytes(key, byte_range)
+            return None if data is None else (prototype or default_buffer_prototype()).buffer.from_bytes(data)
+
+        def _bytes(self, key: str, part: Any) -> bytes | None:
+            if key == self.metadata:
+                return self.meta.json
+            if key.startswith(".z") or key == "zarr.json":
+                return None
+            path = self.meta.folder.joinpath(key)
+            data = self.given.get(path.key)
+            if data is None and not _is_file(path):
+                return None
+            size = path.stat().size if data is None else len(data)
+            first, last = 0, size
+            if isinstance(part, RangeByteRequest):
+                first, last = part.start, part.end
+            elif isinstance(part, OffsetByteRequest):
+                first = part.offset
+            elif isinstance(part, SuffixByteRequest):
+                first = max(size - part.suffix, 0)
+            return path.read(first, max(last - first, 0)) if data is None else data[first:last]
+
+        async def get_partial_values(self, prototype: Any, key_ranges: Any) -> list[Any]:
+            return [await self.get(key, prototype, part) for key, part in key_ranges]
+
+        async def exists(self, key: str) -> bool:
+            return self._bytes(key, None) is not None
+
+        async def set(self, key: str, value: Any) -> None:
+            raise NotImplementedError
+
+        async def delete(self, key: str) -> None:
+            raise NotImplementedError
+
+        async def list(self) -> AsyncIterator[str]:
+            for key in (self.metadata,):
+                yield key
+
+        def list_prefix(self, prefix: str) -> AsyncIterator[str]:
+            return self.list()
+
+        def list_dir(self, prefix: str) -> AsyncIterator[str]:
+            return self.list()
+
+    return ArrayFiles
 
 
 def _outermost(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:

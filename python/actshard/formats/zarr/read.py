@@ -28,8 +28,9 @@ decoded by the zarrs crate or, for codecs that it lacks, by the zarr package. Th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ from actshard.codes import Remark
 from actshard.errors import (
     MissingFileError,
     NotStoredError,
+    UnsupportedError,
 )
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
@@ -61,9 +63,12 @@ def detect(path: Location) -> Evidence:
     if path.kind() != "folder":
         return Evidence(False, looked_for, "a file")
     if is_group(path):
-        found = [node for node in (ACTIVATIONS, PROMPT, RESPONSE) if _is_array(path / node)]
-        if found or (path / ".zmetadata").exists():
-            return Evidence(True, looked_for, f"a Zarr group with {found[0] if found else 'consolidated metadata'}")
+        if _is_consolidated(path):
+            return Evidence(True, looked_for, "a Zarr group with consolidated metadata")
+        newer = (path / "zarr.json").kind() == "file"
+        found = next((node for node in (ACTIVATIONS, PROMPT, RESPONSE) if _is_array(path / node, newer)), None)
+        if found is not None:
+            return Evidence(True, looked_for, f"a Zarr group with {found}")
         return Evidence(False, looked_for, "a Zarr group without these arrays")
     if _is_array(path):
         return Evidence(False, looked_for, "a single Zarr array; open the store that contains it")
@@ -76,7 +81,7 @@ def detect(path: Location) -> Evidence:
     stores = stores_in(path / "shards")
     if stores:
         return Evidence(True, looked_for, f"{len(stores)} Zarr groups in shards/")
-    return Evidence(False, looked_for, "neither")
+    return Evidence(False, looked_for, "neither" if path.lists else "neither, where names cannot be listed")
 
 
 def is_group(path: Location) -> bool:
@@ -88,13 +93,36 @@ def is_group(path: Location) -> bool:
     )
 
 
-def _is_array(path: Location) -> bool:
-    if (path / ".zarray").kind() == "file":
+def _is_consolidated(path: Location) -> bool:
+    """Whether consolidated metadata show what is there, so that nothing else has to be looked for."""
+    if (path / ".zmetadata").exists():
         return True
+    if not path.is_remote or (path / "zarr.json").kind() != "file":
+        return False
+    root = read_json(path / "zarr.json")
+    consolidated = root.get("consolidated_metadata") if isinstance(root, dict) else None
+    listed = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    return isinstance(listed, dict) and any(node in listed for node in (ACTIVATIONS, PROMPT, RESPONSE))
+
+
+def _is_array(path: Location, newer: bool = False) -> bool:
+    """Whether a folder is an array. With ``newer``, metadata of version 3 are looked for first."""
+    if newer and _is_newer_array(path):
+        return True
+    return (path / ".zarray").kind() == "file" or (not newer and _is_newer_array(path))
+
+
+def _is_newer_array(path: Location) -> bool:
     if (path / "zarr.json").kind() != "file":
         return False
     value = read_json(path / "zarr.json")
     return isinstance(value, dict) and value.get("node_type") == "array"
+
+
+_UNLISTED = (
+    "expected a Zarr group, or a run with a manifest.json, found neither; names cannot be listed there, which finds "
+    "other stores: give the URL of one"
+)
 
 
 def stores_in(folder: Location) -> list[Location]:
@@ -156,7 +184,7 @@ def open(path: Location, options: Options) -> Contents:
         num_examples=n,
         token_counts=counts,
         rows=rows,
-        column_names=_column_names(members),
+        column_names=_LaterNames(members) if path.is_remote else _column_names(members),
         columns=lambda names: _columns(path, members, names),
         files=lambda: [a.path_of(at).place for a in arrays for at in a.chunk_files()],
         model=None if model is None else utf8(model),
@@ -237,6 +265,8 @@ def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
     listing = path / "manifest.json"
     if not exists(listing):
         stores = stores_in(path / "shards")
+        if not stores and not path.lists:
+            raise UnsupportedError(_UNLISTED, path=path)
         if not stores:
             raise MissingFileError("expected a Zarr group, or a run with shards/*.zarr, found neither", path=path)
         members = [Member(store) for store in stores]
@@ -254,7 +284,7 @@ def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
         if store in seen:
             raise fields.error("path", "a different store for each shard")
         seen.add(store)
-        if store.kind() != "folder":
+        if store.lists and store.kind() != "folder":
             raise MissingFileError(f"expected a Zarr store, which {listing.name} lists, found none", path=store)
         member = Member(store)
         if fields.has("n_samples"):
@@ -271,6 +301,27 @@ def _run(path: Location) -> tuple[list[Member], dict[str, Any], bool]:
     if manifest.has("n_samples") and manifest.integer("n_samples", minimum=0) != start:
         raise manifest.error("n_samples", f"{start}, the sum over the shards")
     return members, manifest.value, True
+
+
+class _LaterNames(Sequence[str]):
+    """Names of columns, looked up when they are first needed: they are in as many files as there are columns."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return _column_names(self._members)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, at: int | slice) -> str | tuple[str, ...]:
+        return self._names[at]
 
 
 def _column_names(members: Sequence[Member]) -> tuple[str, ...]:

@@ -321,8 +321,10 @@ impl Store for RemoteStore {
     fn open_many(&self, locations: &[&Location], access: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>> {
         let mut answers: Vec<Option<Result<Box<dyn Source>>>> =
             locations.iter().map(|location| self.open_known(location).transpose()).collect();
-        // The hub's listing at the pinned commit is one request for all names, a probe is two for each.
-        if self.address.provider == Provider::Hub && answers.iter().any(Option::is_none) {
+        // The hub's listing at the pinned commit is one request for all names, a probe is two for each. One file that is read once,
+        // such as the ledger of a token cache, is asked for: a listing of many shards has many pages.
+        let lacking = answers.iter().filter(|answer| answer.is_none()).count();
+        if self.address.provider == Provider::Hub && lacking > usize::from(access == Access::Once) {
             if let Err(error) = self.scan(&self.root(), true, stop) {
                 let failed = |location: &&Location| Err(Error { location: Some((*location).clone()), ..error.clone() });
                 return answers.into_iter().zip(locations).map(|(a, l)| a.unwrap_or_else(|| failed(l))).collect();
