@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,3 +149,38 @@ def test_a_writer_to_a_url_is_resumed(server: Served, tmp_path: Path, format: st
     if format != "saev":  # whose folder holds several dumps
         with pytest.raises(actshard.ExistsError, match="contains another dataset: num_examples: expected 7"):
             write(server, scratch, format, range(0), resume=True, num_examples=7, **own)
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+import actshard
+options = {"endpoint_url": sys.argv[1], "key": "k", "secret": "s", "region": "x"}
+writer = actshard.create(
+    "s3://bucket/run", "pickle", layers=[0], d_model=8, resume=True, scratch=sys.argv[2], storage_options=options
+)
+for i in range(writer.committed, 6):
+    writer.append(np.full((1, 1, 5, 8), i, np.float32))
+    if writer.flush() == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+writer.close()
+"""
+
+
+def test_a_killed_writer_to_a_url_is_continued_by_the_same_call(server: Served, tmp_path: Path) -> None:
+    def run(until: int) -> int:
+        words = [sys.executable, "-W", "ignore", "-c", KILLED, f"http://127.0.0.1:{server.port}", str(tmp_path / "s")]
+        return subprocess.run([*words, str(until)], check=False, timeout=60).returncode
+
+    assert run(2) == -signal.SIGKILL
+    assert run(4) == -signal.SIGKILL
+    assert not server.requests or not server.written.puts
+    server.written.refuse = (lambda method, query: method == "PUT" and len(server.written.puts) >= 2, 403)
+    assert run(-1) == 1
+    with pytest.raises(actshard.UnfinishedError):
+        quietly("s3://bucket/run", storage_options=server.keys)
+    server.written.refuse = None
+    assert run(-1) == 0
+    store = quietly("s3://bucket/run", storage_options=server.keys)
+    assert [int(store.sequence(i, 0)[0, 0]) for i in range(6)] == list(range(6))
+    assert not any((tmp_path / "s").iterdir())
