@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -30,6 +30,8 @@ class Served:
     """Lengths to cut bodies to first, by the end of a path."""
     silent: set[str] = field(default_factory=set)
     """Ends of paths that are not answered until the server ends."""
+    together: threading.Barrier | None = None
+    """Requests for ranges wait here for each other."""
     ended: threading.Event = field(default_factory=threading.Event)
     written: Written = field(default_factory=Written)
 
@@ -146,6 +148,9 @@ def served(root: Path) -> Iterator[Served]:
             wanted = self.headers.get("Range")
             if wanted is None:
                 return self.answer(200, data, **more)
+            if server.together is not None:
+                with suppress(threading.BrokenBarrierError):
+                    server.together.wait()
             start, end = part_of(wanted, len(data))
             if start >= len(data):
                 return self.answer(416, b"", Content_Range=f"bytes */{len(data)}")

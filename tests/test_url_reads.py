@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def test_a_stream_of_a_layer_reads_no_bytes_of_the_layer_beside_it(tmp_path: Pat
         for options in ({"shuffle": "window"}, {"shuffle": "window", "memory": "256KiB"}, {}):
             assert _epoch(store, **options) == want
             assert EXAMPLES * RUN <= _read(server) <= 1.1 * EXAMPLES * RUN
+
+
+def test_the_rows_of_the_identity_are_asked_for_together(tmp_path: Path) -> None:
+    key = _made(tmp_path)
+    with served(tmp_path) as server:
+        store = actshard.open(f"s3://{key}", storage_options=server.options)
+        server.together = together = threading.Barrier(EXAMPLES // 2, timeout=10)
+        assert store.identity == actshard.open(tmp_path / key).identity
+        assert not together.broken
 
 
 def test_the_second_epoch_comes_from_the_cache_without_a_request(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ use actshard_core::disk_cache::DiskCache;
 use actshard_core::source::copying::{self, CopiedRange};
 use actshard_core::source::local::Local;
 use actshard_core::source::{Io, Store};
+use actshard_core::threads::{self, Stop};
 use pyo3::prelude::*;
 
 use crate::detach;
@@ -35,9 +36,9 @@ pub fn copy_ranges(py: Python<'_>, ranges: Vec<(NamedPlace, PathBuf, u64, u64)>)
 #[pyfunction]
 pub fn disk_cache_info(py: Python<'_>, folder: PathBuf) -> PyResult<Option<(u64, u64, u64)>> {
     detach::guarded(py, || {
-        detach::detached(py, |_| {
-            let Some(cache) = DiskCache::existing(&folder)? else { return Ok(None) };
-            cache.info().map(|info| Some((info.bytes, info.objects, info.limit)))
+        detach::detached(py, |watch| {
+            let info = |_: &Stop| DiskCache::existing(&folder)?.map(|cache| cache.info()).transpose();
+            Ok(threads::wait_for(&info, watch)?.map(|info| (info.bytes, info.objects, info.limit)))
         })
     })
 }
@@ -46,9 +47,12 @@ pub fn disk_cache_info(py: Python<'_>, folder: PathBuf) -> PyResult<Option<(u64,
 #[pyfunction]
 pub fn clear_disk_cache(py: Python<'_>, folder: PathBuf) -> PyResult<bool> {
     detach::guarded(py, || {
-        detach::detached(py, |_| match DiskCache::existing(&folder)? {
-            Some(cache) => cache.clear().map(|()| true),
-            None => Ok(false),
+        detach::detached(py, |watch| {
+            let clear = |_: &Stop| match DiskCache::existing(&folder)? {
+                Some(cache) => cache.clear().map(|()| true),
+                None => Ok(false),
+            };
+            threads::wait_for(&clear, watch)
         })
     })
 }

@@ -88,12 +88,14 @@ impl RemoteStore {
         cache: Option<(PathBuf, u64)>,
     ) -> PyResult<RemoteStore> {
         detach::guarded(py, || {
-            let made = detach::detached(py, |_| {
+            let made = detach::detached(py, |watch| {
                 let store = actshard_remote::RemoteStore::open(url, actshard_remote::Options::new(options))?;
-                match &cache {
-                    Some((folder, limit)) => store.cached(folder, *limit),
-                    None => Ok(store),
-                }
+                let Some((folder, limit)) = &cache else { return Ok(store) };
+                // Others may hold the lock of the cache.
+                let open =
+                    |_: usize, store: actshard_remote::RemoteStore, _: &threads::Stop| store.cached(folder, *limit);
+                let made = threads::map_each_waiting([store], 1, &open, watch)?.pop();
+                made.ok_or_else(|| Error::new(Kind::Internal, "a store that was not opened"))
             });
             Ok(RemoteStore { store: Arc::new(made?) })
         })

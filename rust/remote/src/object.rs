@@ -12,7 +12,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 
 use crate::failure::{Cause, Failure};
 use crate::known::ObjectFacts;
-use crate::reading::Link;
+use crate::reading::{Link, Pieces};
 use crate::runtime::{ForkLock, wait};
 
 /// The longest piece of a read; longer ranges are several requests.
@@ -113,20 +113,34 @@ impl Source for RemoteObject {
     }
 
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
-        let mut pieces: Vec<(u64, &mut [u8])> = vec![];
+        // Reads that follow each other are one request, up to its longest.
+        let mut pieces: Vec<(u64, Pieces<'_>)> = vec![];
         for read in reads {
             self.check(read.at, read.into.len())?;
             let copied = self.copy_head(read.at, read.into);
-            let at = read.at + copied as u64;
-            let chunks = read.into[copied..].chunks_mut(LARGEST as usize).enumerate();
-            pieces.extend(chunks.map(|(i, into)| (at + i as u64 * LARGEST, into)));
+            let (mut at, mut rest) = (read.at + copied as u64, &mut read.into[copied..]);
+            while !rest.is_empty() {
+                let room = match pieces.last() {
+                    Some((first, last)) if first + last.bytes() as u64 == at => LARGEST as usize - last.bytes(),
+                    _ => 0,
+                };
+                if room == 0 {
+                    pieces.push((at, Pieces::default()));
+                }
+                let room = if room == 0 { LARGEST as usize } else { room };
+                let (now, later) = rest.split_at_mut(rest.len().min(room));
+                (at, rest) = (at + now.len() as u64, later);
+                if let Some((_, last)) = pieces.last_mut() {
+                    last.push(now);
+                }
+            }
         }
         if pieces.is_empty() {
             return Ok(());
         }
         self.head.with(|head| *head = None);
         let reading = self.link.reading(&self.key, Some(&self.opened));
-        let one = |(at, into)| async move { reading.fill(at, into).await.map_err(|failure| (at, failure)) };
+        let one = |(at, mut into)| async move { reading.fill(at, &mut into).await.map_err(|failure| (at, failure)) };
         let all = async {
             let mut left = pieces.into_iter();
             let mut flying: FuturesUnordered<_> = left.by_ref().take(PARALLEL).map(one).collect();

@@ -92,45 +92,57 @@ impl<'a> Reading<'a> {
         }
     }
 
-    /// Fills a buffer from an offset.
-    pub async fn fill(self, at: u64, into: &mut [u8]) -> Result<(), Failure> {
-        let _permit = reserve(into.len() as u64).await;
-        let (mut done, mut broken) = (0, 0);
-        while done < into.len() {
-            let before = done;
-            let answer = self.first(at + done as u64..at + into.len() as u64).await?;
-            let long = self.pace.fly((into.len() - done) as u64);
-            let Err(failure) = self.body(answer, at, into, &mut done).await else { break };
+    /// Fills memory with the bytes from an offset.
+    pub async fn fill(self, at: u64, into: &mut Pieces<'_>) -> Result<(), Failure> {
+        let _permit = reserve(into.left() as u64).await;
+        let (mut broken, mut progress) = (0, Progress::default());
+        while into.left() > 0 {
+            let before = into.done;
+            let answer = self.first(at + into.done as u64..at + into.len as u64).await?;
+            let long = self.pace.fly(into.left() as u64);
+            let Err(failure) = self.body(answer, at, into, &mut progress).await else { break };
             drop(long);
-            if done - before >= PROGRESS {
+            if into.done - before >= PROGRESS {
                 broken = 0;
             }
             broken += 1;
-            if !failure.is_temporary() || broken >= self.limits.tries {
-                return Err(failure);
-            }
+            self.may_go_on(failure, broken, &mut progress, into.done)?;
             sleep(self.pace.backoff(broken - 1)).await;
         }
         Ok(())
     }
 
-    /// Copies a body to its place. Another request takes over if nothing arrives for a while.
-    async fn body(self, mut answer: Answer, at: u64, into: &mut [u8], done: &mut usize) -> Result<(), Failure> {
+    /// Fails unless another request may help.
+    fn may_go_on(&self, failure: Failure, broken: u32, progress: &mut Progress, done: usize) -> Result<(), Failure> {
+        let tired = broken >= self.limits.tries || progress.is_late(done, self.limits.patience);
+        if failure.is_temporary() && !tired { Ok(()) } else { Err(failure) }
+    }
+
+    /// Copies a body to its place. Another request takes over if nothing arrives for a while; a body that arrives too slowly
+    /// fails.
+    async fn body(
+        self,
+        mut answer: Answer,
+        at: u64,
+        into: &mut Pieces<'_>,
+        progress: &mut Progress,
+    ) -> Result<(), Failure> {
         let mut other: Option<BoxFuture<'a, Result<Answer, Failure>>> = None;
-        let end = at + into.len() as u64;
-        while *done < into.len() {
+        let (end, patience) = (at + into.len as u64, self.limits.patience);
+        let mut own = Progress::since(into.done);
+        while into.left() > 0 {
             let chunk = match other.take() {
                 None => match timeout(self.pace.patience().max(PAUSE), answer.body.next()).await {
                     Ok(chunk) => chunk,
                     Err(_) => {
-                        other = self.pace.may_hedge().then(|| self.ask(at + *done as u64..end).boxed());
+                        other = self.pace.may_hedge().then(|| self.ask(at + into.done as u64..end).boxed());
                         continue;
                     }
                 },
                 Some(waiting) => match select(answer.body.next(), waiting).await {
                     Either::Left((chunk, _)) => chunk,
                     Either::Right((Ok(newer), _)) => {
-                        answer = newer;
+                        (answer, own) = (newer, Progress::since(into.done));
                         continue;
                     }
                     Either::Right((Err(failure), _)) if failure.is_temporary() => continue,
@@ -139,9 +151,12 @@ impl<'a> Reading<'a> {
             };
             let chunk = chunk.ok_or_else(|| Failure::new(Cause::Broken, "the answer ended early"))??;
             self.pace.received(chunk.len() as u64);
-            let len = chunk.len().min(into.len() - *done);
-            into[*done..*done + len].copy_from_slice(&chunk[..len]);
-            *done += len;
+            into.put(&chunk);
+            // Each byte resets the limits of waits: a server that sends few of them would never end.
+            if into.left() > 0 && (own.is_late(into.done, patience / 2) | progress.is_late(into.done, patience)) {
+                let text = format!("the answer is too slow: less than 64 KiB in {} s", patience.as_secs_f64() / 2.0);
+                return Err(Failure::new(Cause::Broken, text));
+            }
         }
         Ok(())
     }
@@ -150,26 +165,96 @@ impl<'a> Reading<'a> {
     pub async fn still(self) -> Result<(), Failure> {
         match self.opened.map(|opened| opened.size) {
             Some(0) => self.first(0..1).await.map(drop),
-            _ => self.fill(0, &mut [0]).await,
+            _ => self.fill(0, &mut Pieces::of(&mut [0])).await,
         }
     }
 
     /// The first bytes of an object that nothing is known of.
     pub async fn open(self, most: u64) -> Result<Beginning, Failure> {
-        let mut broken = 0;
+        let (mut broken, mut progress) = (0, Progress::default());
         loop {
             let answer = self.first(0..most).await?;
             let (facts, date) = (answer.facts(), answer.date);
-            let (mut bytes, mut done) = (vec![0; facts.size.min(most) as usize], 0);
+            let mut bytes = vec![0; facts.size.min(most) as usize];
             let sized = Reading { opened: Some(&facts), ..self };
-            let Err(failure) = sized.body(answer, 0, &mut bytes, &mut done).await else {
+            let Err(failure) = sized.body(answer, 0, &mut Pieces::of(&mut bytes), &mut progress).await else {
                 return Ok(Beginning { bytes, facts, date });
             };
             broken += 1;
-            if !failure.is_temporary() || broken >= self.limits.tries {
-                return Err(failure);
-            }
+            self.may_go_on(failure, broken, &mut progress, 0)?;
             sleep(self.pace.backoff(broken - 1)).await;
+        }
+    }
+}
+
+/// Memory for consecutive bytes of an object, in one or several pieces.
+#[derive(Debug, Default)]
+pub struct Pieces<'a> {
+    pieces: Vec<&'a mut [u8]>,
+    /// The piece that is being filled, and its bytes so far.
+    filling: (usize, usize),
+    len: usize,
+    done: usize,
+}
+
+impl<'a> Pieces<'a> {
+    /// One piece.
+    pub fn of(piece: &'a mut [u8]) -> Pieces<'a> {
+        let mut made = Pieces::default();
+        made.push(piece);
+        made
+    }
+
+    /// Adds a piece behind the others.
+    pub fn push(&mut self, piece: &'a mut [u8]) {
+        self.len += piece.len();
+        self.pieces.push(piece);
+    }
+
+    /// Bytes of all pieces.
+    pub fn bytes(&self) -> usize {
+        self.len
+    }
+
+    fn left(&self) -> usize {
+        self.len - self.done
+    }
+
+    /// Copies the next bytes; those that do not fit are left out.
+    fn put(&mut self, mut bytes: &[u8]) {
+        let (mut number, mut filled) = self.filling;
+        while let Some(piece) = self.pieces.get_mut(number)
+            && !bytes.is_empty()
+        {
+            let rest = &mut piece[filled..];
+            let (now, later) = bytes.split_at(rest.len().min(bytes.len()));
+            rest[..now.len()].copy_from_slice(now);
+            (filled, bytes, self.done) = (filled + now.len(), later, self.done + now.len());
+            if filled == piece.len() {
+                (number, filled) = (number + 1, 0);
+            }
+        }
+        self.filling = (number, filled);
+    }
+}
+
+/// When a body last was [`PROGRESS`] further.
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress(Option<(Instant, usize)>);
+
+impl Progress {
+    fn since(done: usize) -> Progress {
+        Progress(Some((Instant::now(), done)))
+    }
+
+    /// Takes note of the bytes so far; whether the last step takes longer than a limit.
+    fn is_late(&mut self, done: usize, limit: Duration) -> bool {
+        match self.0 {
+            Some((since, from)) if done < from + PROGRESS => since.elapsed() > limit,
+            _ => {
+                *self = Progress::since(done);
+                false
+            }
         }
     }
 }

@@ -27,6 +27,10 @@ use crate::threads::{self, Watch};
 /// Bytes of shard indexes that an array caches.
 const INDEX_MEMORY: u64 = 32 << 20;
 
+/// Bytes of the indexes of shards whose chunks are read together, and of an entry in one.
+const INDEXES: u64 = 64 << 20;
+const ENTRY: u64 = 16;
+
 /// Bytes of a crc32c.
 const CRC: u64 = 4;
 /// Bytes read at once to compute a checksum.
@@ -328,6 +332,25 @@ impl CodedArray {
         numbers(decode_unit(encoded, chain, location)?, len, location)
     }
 
+    /// Chunks that are read together: as many as have their shards' indexes in [`INDEXES`].
+    fn groups<'i, 'a>(&self, parsed: &ParsedArray, mut indices: &'i [&'a [u64]]) -> Vec<&'i [&'a [u64]]> {
+        let Some(ArrayShards { codec, .. }) = self.shards(parsed) else { return vec![indices] };
+        let entries = codec.counts.iter().fold(1u64, |n, count| n.saturating_mul(*count));
+        let most = usize::try_from(INDEXES / entries.saturating_mul(ENTRY).max(1)).unwrap_or(usize::MAX).max(1);
+        let mut groups = vec![];
+        while !indices.is_empty() {
+            let mut shards = BTreeSet::new();
+            let fits = |each: &&&[u64]| {
+                shards.insert(codec.outer(each));
+                shards.len() <= most
+            };
+            let (some, rest) = indices.split_at(indices.iter().take_while(fits).count());
+            groups.push(some);
+            indices = rest;
+        }
+        groups
+    }
+
     fn parsed(&self) -> Result<&ParsedArray> {
         self.array.as_ref().map_err(Clone::clone)
     }
@@ -356,7 +379,10 @@ impl Decode for CodedArray {
     ) -> Result<Vec<Option<Vec<u8>>>> {
         let parsed = self.parsed()?;
         let indices: Vec<&[u64]> = which.iter().map(|(indices, _)| *indices).collect();
-        let found = parsed.chunks(&*self.store, self.shards(parsed), &indices, wishes, watch)?;
+        let mut found = vec![];
+        for some in self.groups(parsed, &indices) {
+            found.extend(parsed.chunks(&*self.store, self.shards(parsed), some, wishes, &mut *watch)?);
+        }
         let each = found.into_iter().zip(which);
         each.map(|(made, (_, location))| made.map(|made| numbers(made, len, location)).transpose()).collect()
     }

@@ -15,13 +15,11 @@ use super::geometry::{BLOCK, CLOCK, Geometry, HEAD, SECTOR, decode_head, encode_
 use super::key::{ObjectKey, geometry_of};
 use super::object::{CachedObject, erase, fill};
 use super::system::{ByteLocks, open_rw};
-use crate::threads::Stop;
+use crate::threads::{Stop, is_abandoned};
 
 /// Bytes of the file.
 const LEN: u64 = 32;
 const MAGIC: u64 = 0x3165_6863_6163_7361;
-/// Longest wait for the lock: it is held for milliseconds, or by a child of a killed process.
-const PATIENCE: Duration = Duration::from_secs(5);
 /// Part of the limit that is freed at once.
 const SLACK: u64 = 256;
 /// Most passes over all objects for one request: the first one clears clocks, and may begin in the middle.
@@ -134,14 +132,19 @@ impl<'a> Books<'a> {
     pub fn open(folder: &'a Folder, stop: &Stop) -> io::Result<Books<'a>> {
         open_rw(&folder.lock(), true)?;
         let lock = ByteLocks::open(&folder.lock())?;
-        let (began, mut pause) = (Instant::now(), 20);
+        let (began, patience, mut pause) = (Instant::now(), folder.lock_patience(), 20);
         while !lock.try_lock(0)? {
-            if stop.is_set() || began.elapsed() > PATIENCE {
+            if stop.is_set() || is_abandoned() {
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            if began.elapsed() >= patience {
+                folder.waited_for_lock(true);
                 return Err(io::ErrorKind::WouldBlock.into());
             }
             std::thread::sleep(Duration::from_micros(pause));
             pause = (pause * 2).min(2_000);
         }
+        folder.waited_for_lock(false);
         let mut books = Books { folder, lock, used: 0, doubt: false };
         let known = books.sealed()?;
         books.lock.file().write_all_at(&[0; LEN as usize], 0)?;

@@ -16,6 +16,12 @@ const PATIENCE: u32 = 10_000;
 /// The wait after one that was in vain, in ms: the holder may be a child of a killed process, and hold its lock for hours.
 const IMPATIENCE: u32 = 100;
 
+/// Longest wait for the lock of the budget: it is held for milliseconds, or by a stopped process, or by a child of a killed one.
+const LOCK_PATIENCE: Duration = Duration::from_secs(5);
+/// Seconds after a wait that was in vain in which waits are short: as long as the lock is held for by one who works.
+const HURRY: u32 = 60;
+const SHORT_WAIT: Duration = Duration::from_millis(20);
+
 /// The position of the clock: objects in the order of their names, and the next block.
 #[derive(Debug, Default)]
 pub struct Hand {
@@ -40,6 +46,8 @@ pub struct Folder {
     pub hits: AtomicU64,
     pub misses: AtomicU64,
     patience: AtomicU32,
+    /// Until when waits for the lock of the budget are short, in seconds as [`Folder::now`] counts them.
+    hurried: AtomicU32,
     started: Instant,
 }
 
@@ -56,6 +64,7 @@ impl Folder {
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
             patience: AtomicU32::new(PATIENCE),
+            hurried: AtomicU32::new(0),
             started: Instant::now(),
         }
     }
@@ -124,6 +133,19 @@ impl Folder {
     /// Records whether the last wait ended with bytes.
     pub fn waited(&self, in_vain: bool) {
         self.patience.store(if in_vain { IMPATIENCE } else { PATIENCE }, Ordering::Relaxed);
+    }
+
+    /// How long to wait for the lock of the budget now.
+    pub fn lock_patience(&self) -> Duration {
+        if self.now() < self.hurried.load(Ordering::Relaxed) { SHORT_WAIT } else { LOCK_PATIENCE }
+    }
+
+    /// Records whether a wait for the lock of the budget was in vain: then waits for it are short for a while.
+    pub fn waited_for_lock(&self, in_vain: bool) {
+        let until = if in_vain { self.now() + HURRY } else { 0 };
+        if in_vain || self.hurried.load(Ordering::Relaxed) != 0 {
+            self.hurried.store(until, Ordering::Relaxed);
+        }
     }
 
     /// Seconds since the folder was opened, at least 1.

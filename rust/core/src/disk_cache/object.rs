@@ -6,7 +6,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::folder::Folder;
-use super::geometry::{BLOCK, CLOCK, Geometry, HEAD, SECTOR};
+use super::geometry::{BLOCK, CLOCK, Geometry, HEAD, PAGE, SECTOR};
 use super::key::ObjectKey;
 use super::system::{ByteLocks, open_rw, punch};
 
@@ -66,6 +66,16 @@ impl CachedObject {
         let mut sum = [0; 4];
         at < self.geometry.size
             && fill(&self.state, self.geometry.sums_at(at / SECTOR), &mut sum).is_ok_and(|there| there && sum != [0; 4])
+    }
+
+    /// For each page of a range of whole pages inside one block, whether it was stored.
+    pub fn stored_pages(&self, at: u64, len: usize) -> Vec<bool> {
+        let mut sums = vec![0; len.div_ceil(SECTOR as usize) * 4];
+        if !fill(&self.state, self.geometry.sums_at(at / SECTOR), &mut sums).unwrap_or(false) {
+            sums.fill(0);
+        }
+        let page = (PAGE / SECTOR) as usize * 4;
+        sums.chunks(page).map(|page| page.chunks_exact(4).all(|sum| sum != [0; 4])).collect()
     }
 
     fn read_in_block(&self, at: u64, into: &mut [u8]) -> io::Result<bool> {

@@ -1,10 +1,13 @@
 //! A source whose reads go through the cache.
 //!
-//! A read that is not cached is cut at pages; the missing pages are locked by blocks, counted, downloaded together, stored, and
-//! copied. Blocks that another reader is filling are waited for afterwards, when no lock is held, so readers cannot wait for
-//! each other in a circle. Whatever fails in the cache, the bytes come from the inner source.
+//! A read that is not cached is cut at blocks; the missing pages are locked by blocks, counted, downloaded together, stored, and
+//! copied. They are downloaded into memory of which all threads together have a bounded amount, and not into the caller's: other
+//! threads of a program may change that before it is stored. Blocks that another reader is filling are waited for afterwards,
+//! when no lock is held, so readers cannot wait for each other in a circle. Whatever fails in the cache, the bytes come from the
+//! inner source.
 
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -22,11 +25,13 @@ use crate::source::descriptors::Share;
 use crate::source::{RangeRead, Source, Version};
 use crate::threads::Stop;
 use crate::threads::fork::SharedLock;
+use crate::threads::shared::SharedBytes;
 
 /// Largest read of the inner source.
 const LARGEST: u64 = BLOCK;
-/// Bytes downloaded together.
-const TOGETHER: u64 = 256 << 20;
+/// Bytes downloaded together, and those of all threads of this process.
+const TOGETHER: u64 = 32 << 20;
+static DOWNLOADED: SharedBytes = SharedBytes::new(128 << 20);
 /// Downloads of at least this many neighbouring bytes belong to a scan, whose blocks are evicted first.
 const SCAN: u64 = 1 << 20;
 /// Attempts to open an object that others remove.
@@ -46,15 +51,21 @@ pub struct DiskSource {
     next: AtomicU64,
 }
 
-/// A part of a read, inside one page.
+/// A part of a read: a part of one page, or whole pages of one block.
 struct MissingPart<'a> {
     at: u64,
     into: &'a mut [u8],
+    /// Whether it is whole pages.
+    whole: bool,
 }
 
 impl MissingPart<'_> {
-    fn page(&self) -> u64 {
-        self.at / PAGE
+    fn end(&self) -> u64 {
+        self.at + self.into.len() as u64
+    }
+
+    fn pages(&self) -> Range<u64> {
+        self.at / PAGE..self.end().div_ceil(PAGE)
     }
 
     fn block(&self) -> u64 {
@@ -182,21 +193,20 @@ impl DiskSource {
         stop: &Stop,
     ) -> Result<WaveEnd<'a>> {
         let (mut mine, mut theirs, mut last) = (vec![], vec![], None);
-        let asked = parts.len();
+        let bytes = |parts: &[MissingPart<'_>]| parts.iter().map(|part| part.into.len()).sum::<usize>();
+        let asked = bytes(&parts);
         for part in parts {
             let (block, locked) = match last {
                 Some((block, locked)) if block == part.block() => (block, locked),
                 _ => (part.block(), self.try_lock(locks, part.block())),
             };
             last = Some((block, locked));
-            // Others may have stored it since the first look.
-            if object.read(part.at, part.into) {
-                continue;
-            }
-            if locked { mine.push(part) } else { theirs.push(part) }
+            // Others may have stored some of it since the first look.
+            let missing = missing(object, part);
+            if locked { mine.extend(missing) } else { theirs.extend(missing) }
         }
         if mine.is_empty() {
-            let moved = theirs.len() < asked;
+            let moved = bytes(&theirs) < asked;
             if moved {
                 self.folder.waited(false);
             }
@@ -212,12 +222,14 @@ impl DiskSource {
 
     /// Makes room for the pages of parts; returns the last block that has room.
     fn reserve(&self, object: &CachedObject, parts: &[MissingPart<'_>], stop: &Stop) -> io::Result<Option<u64>> {
-        let mut wanted: Vec<(u64, u64)> = vec![];
-        for page in parts.chunk_by(|a, b| a.page() == b.page()) {
-            let (block, units) = (page[0].block(), self.key.geometry.page_units(page[0].page()));
+        let (mut wanted, mut next): (Vec<(u64, u64)>, u64) = (vec![], 0);
+        for part in parts {
+            let pages = part.pages();
+            let units = (pages.start.max(next)..pages.end).map(|page| self.key.geometry.page_units(page)).sum::<u64>();
+            next = next.max(pages.end);
             match wanted.last_mut() {
-                Some((last, sum)) if *last == block => *sum += units,
-                _ => wanted.push((block, units)),
+                Some((last, sum)) if *last == part.block() => *sum += units,
+                _ => wanted.push((part.block(), units)),
             }
         }
         let mut books = Books::open(&self.folder, stop)?;
@@ -240,15 +252,18 @@ impl DiskSource {
         scan: bool,
         stop: &Stop,
     ) -> Result<()> {
-        let ranges = self.ranges(&parts);
-        let buffers: Result<Vec<Vec<u8>>> = ranges.iter().map(|(_, len)| zeroed(*len as usize)).collect();
+        let (ranges, range_of) = self.ranges(&parts);
+        let bytes = ranges.iter().map(|range| range.end - range.start).sum();
+        let Some(_held) = DOWNLOADED.take(bytes, stop)? else { return Ok(()) };
+        let buffers: Result<Vec<Vec<u8>>> =
+            ranges.iter().map(|range| zeroed((range.end - range.start) as usize)).collect();
         let Ok(mut buffers) = buffers else {
             // No memory for whole pages: exactly the bytes that were asked.
             let mut reads: Vec<_> = parts.into_iter().map(|part| RangeRead { at: part.at, into: part.into }).collect();
             return self.inner.read_many(&mut reads, stop);
         };
         let mut reads: Vec<_> =
-            ranges.iter().zip(&mut buffers).map(|((at, _), into)| RangeRead { at: *at, into }).collect();
+            ranges.iter().zip(&mut buffers).map(|(range, into)| RangeRead { at: range.start, into }).collect();
         self.inner.read_many(&mut reads, stop)?;
         if stop.is_set() {
             return Ok(());
@@ -256,53 +271,95 @@ impl DiskSource {
         if let Some(StorePlace { object, last: Some(last) }) = place
             && self.inner.version().as_ref() == Some(&self.version)
         {
-            for ((at, _), bytes) in ranges.iter().zip(&buffers) {
-                let stored = bytes.len().min(((last + 1) * BLOCK).saturating_sub(*at) as usize);
-                if let Err(error) = object.write(*at, &bytes[..stored]) {
+            for (range, bytes) in ranges.iter().zip(&buffers) {
+                let stored = bytes.len().min(((last + 1) * BLOCK).saturating_sub(range.start) as usize);
+                if let Err(error) = object.write(range.start, &bytes[..stored]) {
                     self.folder.failed("write", &error);
                     break;
                 }
                 if !scan && (stored as u64) < SCAN && stored > 0 {
-                    object.touch(&self.folder, *at, stored as u64);
+                    object.touch(&self.folder, range.start, stored as u64);
                 }
             }
         }
-        for part in parts {
-            let n = ranges.partition_point(|(at, _)| *at <= part.at) - 1;
-            let from = (part.at - ranges[n].0) as usize;
+        for (part, n) in parts.into_iter().zip(range_of) {
+            let from = (part.at - ranges[n].start) as usize;
             part.into.copy_from_slice(&buffers[n][from..from + part.into.len()]);
         }
         Ok(())
     }
 
-    /// Offsets and lengths of the pages of parts, neighbours merged.
-    fn ranges(&self, parts: &[MissingPart<'_>]) -> Vec<(u64, u64)> {
-        let mut ranges: Vec<(u64, u64)> = vec![];
-        for page in parts.chunk_by(|a, b| a.page() == b.page()) {
-            let (at, len) = (page[0].page() * PAGE, self.key.geometry.page_len(page[0].page()));
+    /// The pages of parts, neighbours merged, and the number of each part's range.
+    fn ranges(&self, parts: &[MissingPart<'_>]) -> (Vec<Range<u64>>, Vec<usize>) {
+        let (mut ranges, mut range_of): (Vec<Range<u64>>, Vec<usize>) = (vec![], vec![]);
+        for part in parts {
+            let Range { start, end } = part.pages();
+            let (start, end) = (start * PAGE, (end * PAGE).min(self.key.geometry.size));
             match ranges.last_mut() {
-                Some((first, sum)) if *first + *sum == at && *sum + len <= LARGEST => *sum += len,
-                _ => ranges.push((at, len)),
+                Some(last) if start <= last.end && end.max(last.end) - last.start <= LARGEST => {
+                    last.end = last.end.max(end);
+                }
+                _ => ranges.push(start..end),
             }
+            range_of.push(ranges.len() - 1);
         }
-        ranges
+        (ranges, range_of)
     }
 }
 
-/// The number of parts whose pages are downloaded together.
-fn wave(parts: &[MissingPart<'_>]) -> usize {
-    let pages = parts.chunk_by(|a, b| a.page() == b.page());
-    pages.take((TOGETHER / PAGE) as usize).map(<[_]>::len).sum()
+/// Reads the pages of a part that are stored; returns the others.
+fn missing<'a>(object: &CachedObject, part: MissingPart<'a>) -> Vec<MissingPart<'a>> {
+    let MissingPart { mut at, mut into, whole } = part;
+    if !whole {
+        return if object.read(at, into) { vec![] } else { vec![MissingPart { at, into, whole }] };
+    }
+    let mut lacking = vec![];
+    for run in object.stored_pages(at, into.len()).chunk_by(|a, b| a == b) {
+        let n = into.len().min(run.len() * PAGE as usize);
+        let (mut mine, others) = std::mem::take(&mut into).split_at_mut(n);
+        let end = at + mine.len() as u64;
+        if !run[0] {
+            lacking.push(MissingPart { at, into: mine, whole });
+        } else if !object.read(at, mine) {
+            // Some are damaged, or evicted now.
+            while !mine.is_empty() {
+                let n = mine.len().min(PAGE as usize);
+                let (page, rest) = std::mem::take(&mut mine).split_at_mut(n);
+                let here = end - (page.len() + rest.len()) as u64;
+                if !object.read(here, page) {
+                    lacking.push(MissingPart { at: here, into: page, whole });
+                }
+                mine = rest;
+            }
+        }
+        (at, into) = (end, others);
+    }
+    lacking
 }
 
-/// Cuts a read at pages.
-fn cut<'a>(read: &'a mut RangeRead<'_>, parts: &mut Vec<MissingPart<'a>>) {
+/// The number of parts that are downloaded together.
+fn wave(parts: &[MissingPart<'_>]) -> usize {
+    let (mut pages, mut next) = (0, 0);
+    let fits = |part: &&MissingPart<'_>| {
+        let Range { start, end } = part.pages();
+        pages += end.saturating_sub(start.max(next));
+        next = next.max(end);
+        pages <= TOGETHER / PAGE
+    };
+    parts.iter().take_while(fits).count().max(1)
+}
+
+/// Cuts a read at blocks, and at the pages of which it has only a part.
+fn cut<'a>(read: &'a mut RangeRead<'_>, size: u64, parts: &mut Vec<MissingPart<'a>>) {
     let (mut at, mut into) = (read.at, &mut *read.into);
     while !into.is_empty() {
-        let (now, rest) = into.split_at_mut(into.len().min((PAGE - at % PAGE) as usize));
-        let len = now.len() as u64;
-        parts.push(MissingPart { at, into: now });
-        (at, into) = (at + len, rest);
+        let len = into.len() as u64;
+        let pages = if at + len == size { len } else { len / PAGE * PAGE };
+        let whole = at % PAGE == 0 && pages > 0;
+        let n = if whole { pages.min(BLOCK - at % BLOCK) } else { len.min(PAGE - at % PAGE) };
+        let (now, rest) = into.split_at_mut(n as usize);
+        parts.push(MissingPart { at, into: now, whole });
+        (at, into) = (at + n, rest);
     }
 }
 
@@ -340,7 +397,7 @@ impl Source for DiskSource {
                 }
                 _ => {
                     self.folder.misses.fetch_add(1, Ordering::Relaxed);
-                    cut(read, &mut parts);
+                    cut(read, size, &mut parts);
                 }
             }
         }
@@ -432,6 +489,36 @@ mod tests {
         assert_eq!((read(0, 1 << 20), read(1 << 19, 9), read(0, 9)), (1, 1, 0));
         drop(other);
         assert_eq!((read(0, 1 << 20), read(0, 1 << 20)), (1, 0));
+    }
+
+    #[test]
+    fn a_lock_that_stays_held_is_waited_for_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = DiskCache::open(folder.path(), 64 << 20).unwrap();
+        let calls = Arc::<AtomicU64>::default();
+        let source = cache.source(Box::new(Zeros(Location::object("s3://b", "k"), Arc::clone(&calls))));
+        let read = |at: u64| {
+            source.read(at, &mut [1; 9]).unwrap();
+            calls.swap(0, Ordering::Relaxed)
+        };
+        let (long, other) = (cache.folder.lock_patience(), ByteLocks::open(&cache.folder.lock()).unwrap());
+        assert!(other.try_lock(0).unwrap());
+        // Instead of the first wait, which is long.
+        cache.folder.waited_for_lock(true);
+        assert!(cache.folder.lock_patience() * 100 < long);
+        // Nothing is stored, and nobody waits long again.
+        assert_eq!((read(0), read(0), read(PAGE)), (1, 1, 1));
+        assert!(cache.folder.lock_patience() * 100 < long);
+        drop(other);
+        assert_eq!((read(0), read(0)), (1, 0));
+        assert_eq!(cache.folder.lock_patience(), long);
+        // A stop ends the wait.
+        let stop = Stop::default();
+        stop.set();
+        let other = ByteLocks::open(&cache.folder.lock()).unwrap();
+        assert!(other.try_lock(0).unwrap());
+        assert!(Books::open(&cache.folder, &stop).is_err());
+        assert_eq!(cache.folder.lock_patience(), long);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use crate::files::Files;
 use crate::files::open::OpenFile;
 use crate::layout::Layout;
 use crate::layout::row::Row;
-use crate::source::fetch::{SCRATCH, WantedRange, fetch};
+use crate::source::fetch::{Delivery, SCRATCH, WantedRange, deliver};
 use crate::source::{self, Source, Wishes};
 use crate::threads::{self, Stop, Watch};
 
@@ -94,8 +94,7 @@ fn gather_wave<L: Layout + ?Sized>(
     let job = GatherJob { files: &files, only: job.only.clone(), opened: true, ..*job };
     let mut rest = entries;
     while !rest.is_empty() {
-        // Row by row, so that each extent is inside one row of the output.
-        let Cut { files, seen, read, filled, done } = job.cut(rest, first, false)?;
+        let Cut { files, seen, read, filled, done } = job.cut(rest, first, out.is_dense())?;
         rest = &rest[done..];
         for extent in &filled {
             job.fill(&files[extent.file as usize], job.target(extent, &mut out));
@@ -106,6 +105,20 @@ fn gather_wave<L: Layout + ?Sized>(
     Ok(())
 }
 
+/// Where the bytes of an extent go.
+struct ExtentPlace<'a> {
+    /// Whether they are the output's as they are.
+    as_is: bool,
+    swapped: bool,
+    bytes: &'a mut [u8],
+}
+
+impl ExtentPlace<'_> {
+    fn direct(&mut self) -> Option<&mut [u8]> {
+        self.as_is.then_some(&mut *self.bytes)
+    }
+}
+
 fn copy_read<L: Layout + ?Sized>(
     job: &GatherJob<'_, L>,
     files: &[Arc<OpenFile>],
@@ -114,20 +127,41 @@ fn copy_read<L: Layout + ?Sized>(
     wishes: &Wishes,
     watch: Watch<'_>,
 ) -> Result<()> {
+    let swapped = |extent: &Extent| files[extent.file as usize].place().swapped;
+    let as_is = |extent: &Extent| job.cast.convert.is_none() && !swapped(extent);
     extents.sort_unstable_by_key(|extent| extent.dst);
+    if out.is_dense() {
+        join(&mut extents, wishes.largest, as_is);
+    }
     let len_of = |e: &Extent| e.len as usize / job.cast.from_size * job.cast.to_size;
     let ranges: Vec<(usize, usize)> = extents.iter().map(|extent| (extent.dst, len_of(extent))).collect();
     let overlap = || Error::new(Kind::Internal, "rows that share a place in the output");
     let places = out.ranges(&ranges, job.out_row()).ok_or_else(overlap)?;
-    let wanted = extents.iter().zip(places).map(|(extent, place)| {
+    let wanted = extents.iter().zip(places).map(|(extent, bytes)| {
         let range = source::ByteRange { at: extent.src, len: u64::from(extent.len) };
-        let swapped = files[extent.file as usize].place().swapped;
-        WantedRange { source: extent.file as usize, range, to: (swapped, place) }
+        let to = ExtentPlace { as_is: as_is(extent), swapped: swapped(extent), bytes };
+        WantedRange { source: extent.file as usize, range, to }
     });
     let sources: Vec<Option<&dyn Source>> = files.iter().map(|file| file.source()).collect();
-    let each = |(swapped, place): (bool, &mut [u8]), bytes: &[u8]| {
-        job.cast.swapped_if(swapped).apply(bytes, place);
+    let each = |to: ExtentPlace<'_>, bytes: &[u8]| {
+        job.cast.swapped_if(to.swapped).apply(bytes, to.bytes);
         Ok(())
     };
-    fetch(&sources, wanted.collect(), wishes, &each, watch)
+    deliver(&sources, wanted.collect(), wishes, &Delivery { each: &each, place: ExtentPlace::direct }, watch)
+}
+
+/// Joins neighbours in both the file and the output that are copied as they are, up to `most` bytes.
+fn join(extents: &mut Vec<Extent>, most: u64, as_is: impl Fn(&Extent) -> bool) {
+    extents.dedup_by(|next, last| {
+        let len = u64::from(last.len) + u64::from(next.len);
+        let follows = next.file == last.file
+            && next.src == last.src + u64::from(last.len)
+            && next.dst == last.dst + last.len as usize
+            && len <= most.min(u64::from(u32::MAX))
+            && as_is(last);
+        if follows {
+            last.len = len as u32;
+        }
+        follows
+    });
 }

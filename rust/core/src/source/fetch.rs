@@ -3,18 +3,20 @@
 //! Ranges are sorted by source and offset. Bytes that need no network are handed over first. Of the others, ranges closer than a
 //! gap are read together, up to the sources' largest read; longer ranges are split. The gap is chosen for each call from the
 //! offsets themselves ([`best_gap`]): a larger one saves waiting, and costs bytes. The number of reads in flight is the
-//! sources' `parallel`, limited by [`SCRATCH`].
+//! sources' `parallel`. Long ranges go straight to their places; other bytes in flight are bounded for the whole process.
 
 use std::ops::Range;
 
 use super::{ByteRange, LinkPace, RangeRead, Source, Wishes};
 use crate::error::{Error, Kind, Result};
 use crate::memory::zeroed;
+use crate::threads::shared::{SharedBytes, TakenBytes};
 use crate::threads::{self, Stop, Watch};
 
-/// Bytes in flight per call, gaps included, and separately bytes decoded before rows are copied out. A single longer range
-/// is allowed.
+/// Bytes decoded before rows are copied out, per call; and bytes of ranges that are read together.
 pub const SCRATCH: u64 = 256 << 20;
+/// Bytes that all calls of this process hold together for reads which do not go to their places directly.
+static HELD: SharedBytes = SharedBytes::new(SCRATCH);
 
 /// Seconds that the two ends need to send, receive and hand over one read, whatever its size: about 60 us were measured.
 const PER_READ: f64 = 60e-6;
@@ -23,6 +25,8 @@ const NEAR_PART: u64 = 1 << 20;
 const NEAR_THREADS: usize = 8;
 /// So many parts are read by the calling thread.
 const NEAR_INLINE: usize = 4;
+/// Ranges of at least this many bytes, on average, are read into their places: shorter ones are copied faster than listed.
+const IN_PLACE: u64 = 32 << 10;
 
 /// A requested range.
 #[derive(Debug)]
@@ -33,6 +37,14 @@ pub struct WantedRange<T> {
     pub range: ByteRange,
     /// Its destination, as the caller defines it.
     pub to: T,
+}
+
+/// What to do with ranges.
+pub struct Delivery<'a, T> {
+    /// Takes a range's bytes, on threads that may block.
+    pub each: &'a (dyn Fn(T, &[u8]) -> Result<()> + Sync),
+    /// The memory, as long as the range, that takes its bytes as they are: then `each` may not be called.
+    pub place: fn(&mut T) -> Option<&mut [u8]>,
 }
 
 /// One read of a source, and the ranges that it covers.
@@ -47,44 +59,39 @@ struct Request<T> {
 /// returns that of the first range, in order of source and offset.
 pub fn fetch<T: Send>(
     sources: &[Option<&dyn Source>],
-    mut wanted: Vec<WantedRange<T>>,
+    wanted: Vec<WantedRange<T>>,
     wishes: &Wishes,
     each: &(dyn Fn(T, &[u8]) -> Result<()> + Sync),
     watch: Watch<'_>,
 ) -> Result<()> {
+    deliver(sources, wanted, wishes, &Delivery { each, place: |_| None }, watch)
+}
+
+/// [`fetch`] for ranges that may have places of their own.
+pub fn deliver<T: Send>(
+    sources: &[Option<&dyn Source>],
+    mut wanted: Vec<WantedRange<T>>,
+    wishes: &Wishes,
+    delivery: &Delivery<'_, T>,
+    watch: Watch<'_>,
+) -> Result<()> {
     wanted.sort_by_key(|each| (each.source, each.range.at));
-    let wanted = hand_over_near(sources, wanted, each, &mut *watch)?;
+    let wanted = hand_over_near(sources, wanted, delivery, &mut *watch)?;
     let largest = wishes.largest.clamp(1, SCRATCH);
     let grain = Grain { sources, bytes: wishes.grain.max(1) };
     let gap = best_gap(&wanted, &grain, wishes, largest);
-    let (long, together): (Vec<_>, Vec<_>) =
-        requests(wanted, &grain, gap, largest).into_iter().partition(|request| request.len > largest);
-    let most = together.iter().map(|request| request.len).max().unwrap_or(1).max(1);
-    let at_once = usize::try_from(SCRATCH / most).unwrap_or(usize::MAX).min(wishes.parallel.max(1));
-    threads::for_each_waiting(
-        together,
-        at_once,
-        &|_, request: Request<T>, stop| {
-            let source = source_of(sources, request.source)?;
-            let mut block = zeroed::<u8>(request.len as usize)?;
-            source.read_many(&mut [RangeRead { at: request.at, into: &mut block }], stop)?;
-            if stop.is_set() { Ok(()) } else { request.hand_over(&block, each) }
-        },
-        &mut *watch,
-    )?;
-    for request in long {
-        let mut block = zeroed::<u8>(request.len as usize)?;
-        read_all(vec![(source_of(sources, request.source)?, request.at, &mut block)], wishes, &mut *watch)?;
-        request.hand_over(&block, each)?;
-    }
-    Ok(())
+    let one = |_: usize, request: Request<T>, stop: &Stop| {
+        let source = source_of(sources, request.source)?;
+        request.read(source, largest, delivery, stop)
+    };
+    threads::for_each_waiting(requests(wanted, &grain, gap, largest), wishes.parallel.max(1), &one, watch)
 }
 
 /// Hands over ranges that need no network, such as those in a cache on disk; returns the others, in order.
 fn hand_over_near<T: Send>(
     sources: &[Option<&dyn Source>],
     wanted: Vec<WantedRange<T>>,
-    each: &(dyn Fn(T, &[u8]) -> Result<()> + Sync),
+    delivery: &Delivery<'_, T>,
     watch: Watch<'_>,
 ) -> Result<Vec<WantedRange<T>>> {
     let mut parts: Vec<Vec<WantedRange<T>>> = vec![];
@@ -103,16 +110,15 @@ fn hand_over_near<T: Send>(
             }
         }
     }
+    let work = |_: usize, part: Vec<WantedRange<T>>, stop: &Stop| hand_over_part(sources, part, delivery, stop);
     let missed = match parts.len() {
         0 => return Ok(lacking),
         // Few bytes are read before threads have started; readers of streams are threads of their own.
         1..=NEAR_INLINE => {
-            parts.into_iter().map(|part| hand_over_part(sources, part, each)).collect::<Result<Vec<_>>>()?
+            let here = |part| work(0, part, &Stop::default());
+            parts.into_iter().map(here).collect::<Result<Vec<_>>>()?
         }
-        _ => {
-            let work = |_: usize, part: Vec<WantedRange<T>>, _: &Stop| hand_over_part(sources, part, each);
-            threads::map_each_waiting(parts, NEAR_THREADS, &work, watch)?
-        }
+        _ => threads::map_each_waiting(parts, NEAR_THREADS, &work, watch)?,
     };
     let before = lacking.len();
     lacking.extend(missed.into_iter().flatten());
@@ -126,14 +132,31 @@ fn hand_over_near<T: Send>(
 fn hand_over_part<T>(
     sources: &[Option<&dyn Source>],
     part: Vec<WantedRange<T>>,
-    each: &(dyn Fn(T, &[u8]) -> Result<()> + Sync),
+    delivery: &Delivery<'_, T>,
+    stop: &Stop,
 ) -> Result<Vec<WantedRange<T>>> {
-    let longest = part.iter().map(|wanted| wanted.range.len as usize).max().unwrap_or(0);
-    let (mut block, mut missed) = (zeroed::<u8>(longest)?, vec![]);
-    for wanted in part {
-        let into = &mut block[..wanted.range.len as usize];
-        if source_of(sources, wanted.source)?.read_if_near(RangeRead { at: wanted.range.at, into })? {
-            each(wanted.to, &block[..wanted.range.len as usize])?;
+    let (mut held, mut block, mut missed): (Option<TakenBytes<'_>>, _, _) = (None, vec![], vec![]);
+    for mut wanted in part {
+        let (source, at, len) = (source_of(sources, wanted.source)?, wanted.range.at, wanted.range.len as usize);
+        if let Some(into) = (delivery.place)(&mut wanted.to) {
+            if !source.read_if_near(RangeRead { at, into })? {
+                missed.push(wanted);
+            }
+            continue;
+        }
+        if block.len() < len {
+            // A thread never waits for more while it holds some.
+            drop(held.take());
+            if len as u64 > NEAR_PART {
+                held = HELD.take(len as u64, stop)?;
+                if held.is_none() {
+                    return Ok(vec![]); // stopped
+                }
+            }
+            block = zeroed::<u8>(len)?;
+        }
+        if source.read_if_near(RangeRead { at, into: &mut block[..len] })? {
+            (delivery.each)(wanted.to, &block[..len])?;
         } else {
             missed.push(wanted);
         }
@@ -146,11 +169,16 @@ pub fn read_all<'a>(places: Vec<(&'a dyn Source, u64, &'a mut [u8])>, wishes: &W
     let largest = wishes.largest.clamp(1, SCRATCH);
     let mut reads: Vec<(&dyn Source, RangeRead<'a>)> = vec![];
     for (source, at, into) in places {
-        let cut = into.chunks_mut(largest as usize).enumerate();
-        reads.extend(cut.map(|(i, into)| (source, RangeRead { at: at + i as u64 * largest, into })));
+        reads.extend(cut(at, into, largest).map(|read| (source, read)));
     }
     let one = |_: usize, (source, read): (&dyn Source, RangeRead<'_>), stop: &Stop| source.read_many(&mut [read], stop);
     threads::for_each_waiting(reads, wishes.parallel.max(1), &one, watch)
+}
+
+/// Reads of at most `largest` bytes.
+fn cut(at: u64, into: &mut [u8], largest: u64) -> impl Iterator<Item = RangeRead<'_>> {
+    let each = into.chunks_mut(largest as usize).enumerate();
+    each.map(move |(i, into)| RangeRead { at: at + i as u64 * largest, into })
 }
 
 fn source_of<'a>(sources: &[Option<&'a dyn Source>], number: usize) -> Result<&'a dyn Source> {
@@ -159,6 +187,58 @@ fn source_of<'a>(sources: &[Option<&'a dyn Source>], number: usize) -> Result<&'
 }
 
 impl<T> Request<T> {
+    /// Reads its ranges into their places; if they have none, into a block, from which they are handed over.
+    fn read(mut self, source: &dyn Source, largest: u64, delivery: &Delivery<'_, T>, stop: &Stop) -> Result<()> {
+        if let Some(gaps) = self.gaps(delivery.place) {
+            return self.read_in_place(gaps, source, delivery.place, stop);
+        }
+        let Some(_held) = HELD.take(self.len, stop)? else { return Ok(()) };
+        let mut block = zeroed::<u8>(self.len as usize)?;
+        let mut reads: Vec<_> = cut(self.at, &mut block, largest).collect();
+        source.read_many(&mut reads, stop)?;
+        if stop.is_set() { Ok(()) } else { self.hand_over(&block, delivery.each) }
+    }
+
+    /// Bytes between its ranges, if these are long, do not overlap, and have places.
+    fn gaps(&mut self, place: fn(&mut T) -> Option<&mut [u8]>) -> Option<u64> {
+        if self.len < IN_PLACE * self.wanted.len() as u64 {
+            return None;
+        }
+        let (mut end, mut gaps) = (self.at, self.len);
+        for wanted in &mut self.wanted {
+            let ByteRange { at, len } = wanted.range;
+            let fits = at >= end && place(&mut wanted.to).is_some_and(|place| place.len() as u64 == len);
+            gaps = gaps.checked_sub(len).filter(|_| fits)?;
+            end = at + len;
+        }
+        Some(gaps)
+    }
+
+    /// Reads its ranges into their places, and what lies between them into memory that is dropped.
+    fn read_in_place(
+        &mut self,
+        gaps: u64,
+        source: &dyn Source,
+        place: fn(&mut T) -> Option<&mut [u8]>,
+        stop: &Stop,
+    ) -> Result<()> {
+        let Some(_held) = HELD.take(gaps, stop)? else { return Ok(()) };
+        let mut dropped = zeroed::<u8>(gaps as usize)?;
+        let (mut rest, mut at, end) = (&mut dropped[..], self.at, self.at + self.len);
+        let mut reads = Vec::with_capacity(self.wanted.len() * 2 + 1);
+        for wanted in &mut self.wanted {
+            let (before, others) = std::mem::take(&mut rest).split_at_mut((wanted.range.at - at) as usize);
+            reads.push(RangeRead { at, into: before });
+            reads.extend(place(&mut wanted.to).map(|into| RangeRead { at: wanted.range.at, into }));
+            (rest, at) = (others, wanted.range.at + wanted.range.len);
+        }
+        if at < end {
+            reads.push(RangeRead { at, into: rest });
+        }
+        reads.retain(|read| !read.into.is_empty());
+        source.read_many(&mut reads, stop)
+    }
+
     fn hand_over(self, block: &[u8], each: &(dyn Fn(T, &[u8]) -> Result<()> + Sync)) -> Result<()> {
         for WantedRange { range, to, .. } in self.wanted {
             let from = (range.at - self.at) as usize;

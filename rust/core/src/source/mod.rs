@@ -137,7 +137,8 @@ pub trait Source: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Fills all buffers; waits until that is done or `stop` is set.
+    /// Fills all buffers; waits until that is done or `stop` is set. Buffers for bytes that follow each other should be
+    /// neighbours in `reads`: a slow source makes one request for them.
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()>;
 
     /// Fills a buffer with bytes that are read once, without taking room in the page cache for them, if that is possible: the

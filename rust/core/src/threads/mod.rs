@@ -1,5 +1,6 @@
 //! Threads: a pool for computation ([`run`]), separate threads for blocking work ([`run_waiting`]), and one way of handing
 //! out parts to both (`handout`). [`map`] and [`for_each`] hand out parts that own an item, usually a chunk of an output.
+//! [`shared`] bounds the memory of all threads together.
 
 pub mod fork;
 mod handout;
@@ -8,6 +9,7 @@ mod pipeline;
 mod pool;
 #[cfg(target_os = "linux")]
 mod seat;
+pub mod shared;
 pub(crate) mod sync;
 mod waiting;
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::array::{BlockCache, HeldFile, StagedFiles, TokenArray};
 use super::meta::{METADATA, Meta};
-use super::staged::{Needed, stage};
+use super::staged::{Needed, first_of, stage};
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::open::View;
@@ -201,6 +201,7 @@ impl Field {
         watch: Watch<'_>,
     ) -> Result<usize> {
         let all = starts[self.parts.len()];
+        let ranges = first_of(ranges, None);
         let mut pieces = vec![];
         for (range, (start, n)) in ranges.iter().enumerate() {
             // Ranges out of bounds are errors of the read.

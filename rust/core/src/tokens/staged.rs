@@ -37,6 +37,19 @@ struct NeededPiece<'a> {
     file: usize,
 }
 
+/// Numbers whose files are opened and whose places are looked up together: what is not fetched then is looked up again.
+const LOOKED_UP: usize = 1 << 27;
+
+/// The first of these ranges (their first numbers and lengths), at least one.
+pub fn first_of(ranges: &[(u64, usize)], most: Option<usize>) -> &[(u64, usize)] {
+    let (mut sum, most) = (0usize, most.unwrap_or(LOOKED_UP));
+    let fits = |(_, n): &&(u64, usize)| {
+        sum = sum.saturating_add(*n);
+        sum <= most
+    };
+    &ranges[..ranges.iter().take_while(fits).count().max(1).min(ranges.len())]
+}
+
 /// Fetches the data of ranges in order until [`SCRATCH`] is full, at least of the first; returns their number.
 pub fn stage(
     needed: &[Needed],
@@ -172,5 +185,20 @@ impl Source for Fetched {
 
     fn unchanged(&self) -> Result<()> {
         self.source.unchanged()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_ranges_are_looked_up() {
+        let ranges = [(0, 5), (9, 0), (20, 6), (30, 1)];
+        for (most, n) in [(0, 1), (4, 1), (5, 2), (10, 2), (11, 3), (12, 4)] {
+            assert_eq!(first_of(&ranges, Some(most)).len(), n);
+        }
+        assert_eq!(first_of(&ranges, None).len(), 4);
+        assert!(first_of(&[], None).is_empty());
     }
 }

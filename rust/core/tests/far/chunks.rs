@@ -223,6 +223,53 @@ fn no_more_reads_are_on_their_way_than_wished() {
     }
 }
 
+#[test]
+fn chunks_longer_than_the_largest_read_are_read_at_once() {
+    let made = Made { shape: [16, 1, 32, 64], chunk: [1, 1, 32, 64], coding: Coding::Zstd, holes: 0 };
+    let mut memory = Memory::new(made.objects(), Wishes { parallel: 8, largest: 1000, ..WISHES });
+    memory.latency = Duration::from_millis(5);
+    let store = Arc::new(memory);
+    let at = all_rows(&made);
+    assert_eq!(gather(&made.far(&store, 1 << 20), 0, &at, &mut || false).unwrap(), expected(&made, 0, &at));
+    let (reads, most) = (store.reads(), store.most.load(Ordering::Relaxed));
+    assert!(reads.len() >= 32 && reads.iter().all(|(_, _, len)| *len <= 1000), "{}", reads.len());
+    assert!((5..=8).contains(&most), "{most} reads at once");
+}
+
+/// A chunk of each of twenty shards whose indexes have 4 MiB.
+#[test]
+fn indexes_of_few_shards_are_held_at_once() {
+    const PER: u64 = 1 << 18;
+    let mut shard: Vec<u8> = [5u32; 8].iter().flat_map(|n| n.to_le_bytes()).collect();
+    let mut index = vec![ABSENT; PER as usize];
+    index[0] = (0, 32);
+    shard.extend(encode(&index));
+    let (shards, n) = (20, 20 * PER);
+    let metadata = format!(
+        r#"{{"zarr_format":3,"node_type":"array","shape":[{n},1,1,8],"data_type":"uint32","chunk_grid":{{"name":"regular","configuration":{{"chunk_shape":[{PER},1,1,8]}}}},"chunk_key_encoding":{{"name":"default"}},"fill_value":0,"codecs":[{{"name":"sharding_indexed","configuration":{{"chunk_shape":[1,1,1,8],"codecs":[{{"name":"bytes","configuration":{{"endian":"little"}}}}],"index_codecs":[{{"name":"bytes","configuration":{{"endian":"little"}}}},{{"name":"crc32c"}}],"index_location":"end"}}}}]}}"#
+    );
+    let objects = (0..shards).map(|i| (format!("acts/c/{i}/0/0/0"), shard.clone()));
+    let store = Arc::new(Memory::new(objects, Wishes { parallel: 64, ..WISHES }));
+    let far: Arc<dyn Store> = Arc::new(Handle(Arc::clone(&store)));
+    let coded = CodedArray::of(Arc::clone(&far), &at("acts"), metadata.as_bytes(), true);
+    let array = ChunkArray {
+        folder: at("acts"),
+        metadata: at("acts/zarr.json"),
+        naming: Naming::default_of(true),
+        shape: [n, 1, 1, 8],
+        chunk: [1, 1, 1, 8],
+        fill: vec![0; 4],
+        content: Content::Coded(Box::new(coded)),
+    };
+    let files = ChunkFiles::of(far, vec![array], 8, DType::U32, 1 << 20).unwrap();
+    let member = Member { examples: n, parts: files.grids() };
+    let rows = Rows::Chunked(files, Chunked::new(1, vec![member], vec![Lengths::Same(1)]).unwrap());
+    let firsts: Vec<(i64, i64)> = (0..shards).map(|i| (i * PER as i64, 0)).collect();
+    assert_eq!(gather(&rows, 0, &firsts, &mut || false).unwrap(), vec![5; 20 * 8]);
+    // 64 MiB of them: sixteen, then four.
+    assert_eq!(store.opens(), 2);
+}
+
 /// Four examples of two chunks each; each shard has two examples.
 const SMALL: Made = Made { shape: [4, 1, 4, 8], chunk: [1, 1, 2, 8], coding: Coding::Plain, holes: 0 };
 

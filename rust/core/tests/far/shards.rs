@@ -106,3 +106,27 @@ fn views_of_a_plain_shard_share_one_mapping() {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     assert_eq!(maps.lines().filter(|line| line.contains(&*copy.path().to_string_lossy())).count(), 1);
 }
+
+#[test]
+fn one_size_that_cannot_be_read_leaves_the_others_bounded() {
+    let folder = golden().join("numpy2_proto5");
+    // One shard, and three copies of another, each alone: this memory has room for none. Without their sizes, the copies would be
+    // read together.
+    let opens = |fails: bool| {
+        let store = Arc::new(Memory::of_folder(&folder, WISHES));
+        let (mut shards, layers) = specs(&folder, &at);
+        for copy in ["a", "b"] {
+            store.put(copy, Some(store.get("shard_0002.pkl.gz")));
+            shards.push(ShardSpec { location: at(copy), ..shards[1].clone() });
+        }
+        let far = Shards::of(Arc::new(Handle(Arc::clone(&store))), true, shards, layers, 1, &mut || false).unwrap();
+        *store.fails_once.lock().unwrap() = fails.then(|| "shard_0002.pkl.gz".to_string());
+        store.opens();
+        all_rows(&Rows::Shards(Arc::new(far), Some(DType::F32)), 0);
+        assert!(store.fails_once.lock().unwrap().is_none());
+        store.opens()
+    };
+    let usual = opens(false);
+    assert!(usual >= 4, "{usual}");
+    assert_eq!(opens(true), usual);
+}

@@ -26,6 +26,8 @@ pub struct Memory {
     pub latency: Duration,
     /// Reads of this object fail.
     pub broken: Option<&'static str>,
+    /// The next read of this object fails.
+    pub fails_once: Mutex<Option<String>>,
     /// Set if objects were replaced after they were opened.
     pub replaced: AtomicBool,
     /// Numbers of calls that opened objects, and of objects opened.
@@ -45,6 +47,7 @@ impl Memory {
             wishes,
             latency: Duration::ZERO,
             broken: None,
+            fails_once: Mutex::default(),
             replaced: AtomicBool::new(false),
             opens: AtomicUsize::new(0),
             opened: AtomicUsize::new(0),
@@ -188,7 +191,8 @@ impl Source for Object {
             if stop.is_set() {
                 return Ok(());
             }
-            if self.store.broken.is_some_and(|key| key == self.key) {
+            let fails = self.store.fails_once.lock().unwrap().take_if(|key| *key == self.key).is_some();
+            if fails || self.store.broken.is_some_and(|key| key == self.key) {
                 return Err(Error::new(Kind::Access, "cannot read: 503").at(&self.location).byte(read.at));
             }
             let from = read.at as usize;

@@ -76,6 +76,53 @@ fn a_body_that_always_breaks_is_an_error() {
     assert!(error.kind == Kind::Access && error.to_string().contains("byte 7: cannot read"), "{error}");
 }
 
+/// The server would send for hours: each byte ends a wait before its limit.
+#[test]
+fn a_body_that_drips_is_asked_for_again_and_then_an_error() {
+    let drip = Fault::Drip(1000, Duration::from_millis(50));
+    let options = [("retry_timeout", "1"), ("read_timeout", "1")];
+    let fake = fake();
+    let store = fake.s3("run", &options);
+    store.list(&store.root()).unwrap();
+    let source = open(&store, &store.location("run/a")).unwrap();
+    fake.fault("run/a", drip.clone(), 1);
+    assert_eq!(read(&*source, 0, LEN).unwrap(), noise(LEN, 1));
+    fake.seen();
+    fake.fault("run/a", drip.clone(), 1000);
+    let error = read(&*source, 0, LEN).unwrap_err();
+    assert!(error.kind == Kind::Access && error.to_string().contains("too slow"), "{error}");
+    assert!((2..=4).contains(&fake.seen().len()));
+    // The first bytes of an object that nothing is known of.
+    let store = fake.s3("run", &options);
+    let error = open(&store, &store.location("run/a")).unwrap_err();
+    assert!(error.kind == Kind::Access && error.to_string().contains("too slow"), "{error}");
+}
+
+#[test]
+fn reads_that_follow_each_other_are_one_request() {
+    let fake = fake();
+    let store = fake.s3("run", &[]);
+    store.list(&store.root()).unwrap();
+    let source = open(&store, &store.location("run/a")).unwrap();
+    fake.seen();
+    // Also if the body breaks inside of one of them.
+    for fault in [None, Some(Fault::Cut(20_000)), Some(Fault::Cut(70_000))] {
+        let mut into = [vec![0; 20_000], vec![], vec![0; 30_000], vec![0; 50_000], vec![0; 10]];
+        let at = [100, 20_100, 20_100, 50_100, 200_000];
+        let mut reads: Vec<_> = at.into_iter().zip(&mut into).map(|(at, into)| RangeRead { at, into }).collect();
+        let broken = usize::from(fault.is_some());
+        if let Some(fault) = fault {
+            fake.fault("run/a", fault, 1);
+        }
+        source.read_many(&mut reads, &Stop::default()).unwrap();
+        assert_eq!(fake.seen().len(), 2 + broken);
+        let bytes = noise(LEN, 1);
+        for (at, into) in at.into_iter().zip(&into) {
+            assert!(into[..] == bytes[at as usize..at as usize + into.len()]);
+        }
+    }
+}
+
 #[test]
 fn a_server_that_asks_to_wait_too_long_is_not_waited_for() {
     let fake = fake();

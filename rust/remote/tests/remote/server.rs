@@ -32,6 +32,8 @@ pub enum Fault {
     Late(Duration),
     /// The rest of the body comes this much later.
     Stall(usize, Duration),
+    /// After so many bytes of the body, the others come one by one, so long apart.
+    Drip(usize, Duration),
     /// A header with this value is added.
     Header(&'static str, &'static str),
     /// The range is ignored: 200 and everything.
@@ -292,6 +294,14 @@ fn serve(
             to.write_all(&body[..at]).ok()?;
             std::thread::sleep(time);
             to.write_all(&body[at..]).ok()?;
+        }
+        Some(Fault::Drip(at, pause)) => {
+            let (first, rest) = body.split_at(at.min(body.len()));
+            to.write_all(first).ok()?;
+            for byte in rest {
+                to.write_all(&[*byte]).ok()?;
+                std::thread::sleep(pause);
+            }
         }
         _ => to.write_all(&body).ok()?,
     }

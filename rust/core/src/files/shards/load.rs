@@ -18,10 +18,10 @@ use crate::layout::row::Row;
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::parse::pickle::{Tree, machine};
-use crate::source::fetch::{SCRATCH, WantedRange, fetch, read_all};
+use crate::source::fetch::{SCRATCH, read_all};
 use crate::source::local::Local;
 use crate::source::slots::Slots;
-use crate::source::{Access, ByteRange, Io, Source, Store, Version, Wishes};
+use crate::source::{Access, Io, RangeRead, Source, Store, Version, Wishes};
 use crate::threads::{self, Stop, Watch};
 
 /// A shard that is loaded.
@@ -345,20 +345,20 @@ impl Shards {
         let which: Vec<usize> = which.iter().copied().filter(unknown).collect();
         let locations: Vec<&Location> = which.iter().map(|s| &self.specs[*s].location).collect();
         let opened = self.store.open_together(&locations, Access::Once, &mut *watch)?;
-        let sources: Vec<Option<&dyn Source>> = opened.iter().map(|source| source.as_deref().ok()).collect();
-        let ends = sources.iter().enumerate().filter_map(|(i, source)| {
-            let len = source.as_ref()?.size();
-            Some(WantedRange { source: i, range: ByteRange { at: len.checked_sub(4)?, len: 4 }, to: (which[i], len) })
-        });
-        let take = |(s, len): (usize, u64), last: &[u8]| {
-            let last = last.first_chunk::<4>().copied().unwrap_or_default();
-            self.claims[s].store(self.claimed(s, last, len).saturating_add(1), Ordering::Relaxed);
+        let asked = which.iter().zip(&opened).filter_map(|(s, source)| Some((*s, source.as_deref().ok()?)));
+        let ask = |_: usize, (s, source): (usize, &dyn Source), stop: &Stop| {
+            let (len, mut last) = (source.size(), [0; 4]);
+            let Some(at) = len.checked_sub(4) else { return Ok(()) };
+            let claimed = match source.read_many(&mut [RangeRead { at, into: &mut last }], stop) {
+                Ok(()) if stop.is_set() => return Ok(()),
+                Ok(()) => self.claimed(s, last, len),
+                // It may inflate to anything that is allowed; the others are read as they claim.
+                Err(_) => self.limit(s, len),
+            };
+            self.claims[s].store(claimed.saturating_add(1), Ordering::Relaxed);
             Ok(())
         };
-        match fetch(&sources, ends.collect(), &wishes, &take, watch) {
-            Err(error) if error.kind == Kind::Interrupted => Err(error),
-            _ => Ok(()),
-        }
+        threads::for_each_waiting(asked, wishes.parallel, &ask, watch)
     }
 
     /// Bytes to which a shard may inflate.
