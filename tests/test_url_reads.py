@@ -26,9 +26,9 @@ def _made(folder: Path) -> str:
 
 
 def _read(server: Served) -> int:
-    """Bytes of shards that were asked for since the last call."""
+    """Bytes of shards that were asked for since the last call. A slow answer is asked for twice."""
     total = 0
-    for _, path, wanted in server.requests:
+    for _, path, wanted in set(server.requests):
         if path.endswith(".bin") and wanted.startswith("bytes="):
             first, last = map(int, wanted.removeprefix("bytes=").split("-"))
             total += last - first + 1

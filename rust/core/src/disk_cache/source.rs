@@ -113,9 +113,9 @@ impl DiskSource {
 
     /// Fills parts, in the order of their offsets, from the cache or the inner source.
     fn fill(&self, mut parts: Vec<MissingPart<'_>>, scan: bool, stop: &Stop) -> Result<()> {
-        parts.sort_by_key(|part| part.at);
         let (mut waits, mut pause) = (None, 200);
         while !parts.is_empty() {
+            parts.sort_by_key(|part| part.at);
             if stop.is_set() {
                 return Ok(());
             }
@@ -131,7 +131,9 @@ impl DiskSource {
                 (waits, pause) = (None, 200);
             } else if waits.get_or_insert_with(Instant::now).elapsed() > self.folder.patience() {
                 self.folder.waited(true);
-                self.download(end.theirs, None, scan, stop)?;
+                let mut theirs = end.theirs;
+                theirs.sort_by_key(|part| part.at);
+                self.download(theirs, None, scan, stop)?;
                 (parts, waits) = (rest, None);
                 continue;
             } else {
@@ -205,6 +207,8 @@ impl DiskSource {
             let missing = missing(object, part);
             if locked { mine.extend(missing) } else { theirs.extend(missing) }
         }
+        // Of reads that overlap, what lacks of one may lie behind another.
+        mine.sort_by_key(|part| part.at);
         if mine.is_empty() {
             let moved = bytes(&theirs) < asked;
             if moved {
