@@ -91,7 +91,7 @@ fn a_body_that_drips_is_asked_for_again_and_then_an_error() {
     fake.fault("run/a", drip.clone(), 1000);
     let error = read(&*source, 0, LEN).unwrap_err();
     assert!(error.kind == Kind::Access && error.to_string().contains("too slow"), "{error}");
-    assert!((2..=4).contains(&fake.seen().len()));
+    assert!((2..=6).contains(&fake.seen().len()));
     // The first bytes of an object that nothing is known of.
     let store = fake.s3("run", &options);
     let error = open(&store, &store.location("run/a")).unwrap_err();
@@ -115,7 +115,10 @@ fn reads_that_follow_each_other_are_one_request() {
             fake.fault("run/a", fault, 1);
         }
         source.read_many(&mut reads, &Stop::default()).unwrap();
-        assert_eq!(fake.seen().len(), 2 + broken);
+        // A slow answer is asked for twice.
+        let asked: std::collections::BTreeSet<_> =
+            fake.seen().iter().map(|seen| seen.headers["range"].clone()).collect();
+        assert_eq!(asked.len(), 2 + broken);
         let bytes = noise(LEN, 1);
         for (at, into) in at.into_iter().zip(&into) {
             assert!(into[..] == bytes[at as usize..at as usize + into.len()]);
