@@ -186,3 +186,12 @@ def test_what_cannot_be_written_is_told(server: Served, local: Path) -> None:
         store.upload([(b"", "x", False, None, None)], None)
     with pytest.raises(actshard.MissingFileError):
         native(server).upload([(os.fspath(local / "none"), "run/none", False, None, None)], None)
+
+
+def test_an_object_that_was_overwritten_is_read_anew(server: Served) -> None:
+    """Also its beginning, which is kept so that copies need no request for it."""
+    store = native(server)
+    for text in (b'{"v": 1, "old": true}', b'{"v": 22}'):
+        assert store.upload([(text, "run/meta.json", False, None, None)], None) == ["sent"]
+        assert store.stat("run/meta.json") is not None
+        assert [bytes(store.read("run/meta.json", 0, 100)) for _ in range(2)] == [text] * 2

@@ -547,3 +547,32 @@ def test_a_server_that_answers_every_name_with_json_is_recognised_by_content(pat
         None if path == CONSOLIDATED else [],
         [near.sequence(e, layer).tobytes() for layer in near.layers for e in range(len(near))],
     )
+
+
+HALLULENS = GOLDEN / "hallulens_v1/full_capture/capture"
+
+
+@pytest.mark.parametrize("name", ["prompt_activations.npy", "response_activations.npy"])
+def test_a_file_of_rows_that_is_refused_is_not_taken_as_absent(name: str, server: Served) -> None:
+    shutil.copytree(HALLULENS, server.root / "bucket/run")
+    server.is_listed, near = False, quietly(HALLULENS)
+    far = quietly("s3://bucket/run", "hallulens", storage_options=server.options)
+    assert [far.sequence(0, far.layers[0]).tobytes()] == [near.sequence(0, near.layers[0]).tobytes()]
+    server.failing[name] = [403]
+    with pytest.raises(actshard.FileAccessError, match=f"{name}.*403"):
+        quietly("s3://bucket/run", "hallulens", storage_options=server.options)
+    server.failing.clear()
+    server.absent = (404, b"<html>a proxy</html>")
+    server.failing[name] = [404]
+    far = quietly(server.web("bucket/run"), "hallulens")
+    assert list(far.token_counts) == list(near.token_counts)
+
+
+def test_optional_files_that_are_refused_are_named(server: Served) -> None:
+    path = sorted(GOLDEN.glob("saev/v21_cls_labels_multishard/saev/shards/*"))[0]
+    shutil.copytree(path, server.root / "bucket/run")
+    server.is_listed = False
+    server.failing["labels.bin"] = [403] * 9
+    far = quietly("s3://bucket/run", "saev", storage_options=server.options)
+    assert far.labels is None
+    assert [str(warning) for warning in far.warnings if "labels.bin" in warning and warning.code == "not-listed"]

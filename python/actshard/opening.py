@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from actshard import _arguments, formats
+from actshard.codes import Remark
 from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
 from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find
 from actshard.formats.contents import Options
 from actshard.location import Location, network_io
+from actshard.storage import Remote
 from actshard.store import Store
 
 
@@ -108,6 +110,7 @@ def _opened(
     if together is not None and not chosen.opens_several:
         several = ", ".join(f.description for f in map(formats.get, formats.names()) if f.opens_several)
         raise ArgumentError(f"path: a list of folders is for {several}, not for {name}. Open one path.", path=root)
+    before = _refused(root)
     try:
         if together is None:
             contents = chosen.open(root.place, options)
@@ -117,7 +120,16 @@ def _opened(
         if error.path is None:  # some errors of the core name no file
             error.path = root.place
         raise
-    return Store(contents, io=mode, reopen=(open_quietly, (together or root, name, io, decoded_memory, checksums)))
+    store = Store(contents, io=mode, reopen=(open_quietly, (together or root, name, io, decoded_memory, checksums)))
+    if refused := sorted(_refused(root) - before):
+        text = f"the server refuses these names, and does not list any; taken as absent: {', '.join(refused)}"
+        store.warnings = (*store.warnings, Remark("not-listed", text))
+    return store
+
+
+def _refused(root: Location) -> set[str]:
+    """Names of a remote store that it refuses, which may be absent."""
+    return set(root.storage.denied) if isinstance(root.storage, Remote) else set()
 
 
 def _common(paths: Sequence[Location]) -> Location:

@@ -235,18 +235,18 @@ impl Known {
             }));
             folders.dedup();
         }
+        // Not by what is known already: another listing may have told of a folder, and not of those above it.
+        let mut climbed = BTreeSet::new();
         for below in &folders {
             // Each folder on the way, for stores that list objects only.
             let mut at = below.as_str();
-            while is_inside(at, folder) && !at.is_empty() {
+            while is_inside(at, folder) && !at.is_empty() && climbed.insert(at) {
                 let (above, name) = split(at);
-                let is_new = self.listed.entry(above.to_string()).or_default().insert(name.to_string());
-                if listing.deep {
-                    self.listed.entry(at.to_string()).or_default();
-                }
-                if !is_new || !listing.deep || above == folder {
+                self.listed.entry(above.to_string()).or_default().insert(name.to_string());
+                if !listing.deep {
                     break;
                 }
+                self.listed.entry(at.to_string()).or_default();
                 at = above;
             }
         }
@@ -303,6 +303,16 @@ mod tests {
         assert_eq!(known.find("run/a/b"), KnownName::Folder);
         assert_eq!(known.find("run/none/x"), KnownName::Absent);
         assert_eq!(known.find("other"), KnownName::Unknown);
+    }
+
+    #[test]
+    fn a_deep_listing_tells_of_folders_whose_inside_was_listed_before() {
+        let mut known = Known::default();
+        known.record("run/a", Listing { folders: vec!["run/a/b".to_string()], ..Listing::default() });
+        let objects = vec![object("run/a/b/c", 1), object("run/x", 2)];
+        known.record("run", Listing { objects, deep: true, ..Listing::default() });
+        assert_eq!(names(&known, "run").unwrap(), [("a".to_string(), None), ("x".to_string(), Some(2))]);
+        assert_eq!(names(&known, "run/a").unwrap(), [("b".to_string(), None)]);
     }
 
     #[test]

@@ -225,15 +225,21 @@ impl RemoteStore {
     pub fn upload(&self, jobs: &[UploadJob], sent: &AtomicU64, stop: &Stop) -> Result<Vec<Uploaded>> {
         let name = |key: &str| self.location(key);
         let made = self.uploader(&name, sent)?.run(jobs, stop);
-        self.link.known.with(Known::forget);
+        self.forget();
         made
+    }
+
+    /// Forgets what was known of objects, their beginnings included: they are about to differ.
+    fn forget(&self) {
+        self.link.known.with(Known::forget);
+        self.heads.with(Heads::clear);
     }
 
     /// Removes objects.
     pub fn remove(&self, keys: &[String], stop: &Stop) -> Result<()> {
         let name = |key: &str| self.location(key);
         let made = self.uploader(&name, &AtomicU64::new(0))?.remove(keys, stop);
-        self.link.known.with(Known::forget);
+        self.forget();
         made
     }
 
