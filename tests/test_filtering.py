@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
+from actshard.formats.report import Report
 from conftest import GOLDEN, saev_dump
 from served import served
 from test_arrays import LAYERS, quietly, readable, same, stacked
@@ -245,6 +246,30 @@ def test_verify_takes_a_part_and_names_its_examples_as_the_dataset_does(tmp_path
     clean = actshard.verify(store.filter([0, 1]), deep=True)
     assert clean.ok
     assert not any(f.code == "nan" for f in clean.findings)
+
+
+def test_verify_does_not_call_sound_data_broken_because_a_store_was_closed() -> None:
+    path = GOLDEN / "lmprobe" / "fullseq_f32"
+    with quietly(path) as whole:
+        part = whole.filter([0, 1])
+    for closed in (part, whole):
+        with pytest.raises(actshard.ClosedError):
+            actshard.verify(closed, deep=True)
+        assert actshard.verify(closed).ok, "only the files are checked"
+
+
+@pytest.mark.parametrize("error", [actshard.ClosedError, actshard.NoMemoryError, actshard.InterruptedReadError])
+def test_errors_that_say_nothing_about_the_files_are_no_findings(tmp_path: Path, error: type[Exception]) -> None:
+    report = Report(tmp_path, None, True)
+
+    def fail() -> None:
+        raise error("stop")
+
+    with pytest.raises(error):
+        report.field(tmp_path, fail)
+    with pytest.raises(error), report.noting(tmp_path):
+        fail()
+    assert report.findings == []
 
 
 def test_parts_behind_a_url_read_what_local_ones_read(store: actshard.Store, tmp_path: Path) -> None:

@@ -10,8 +10,20 @@ from typing import Any
 
 from actshard._json import show
 from actshard.codes import ERROR, WARNING, findings
-from actshard.errors import ActshardError, InternalError, boundary, place_of
+from actshard.errors import (
+    ActshardError,
+    ClosedError,
+    InternalError,
+    InterruptedReadError,
+    NoMemoryError,
+    boundary,
+    place_of,
+)
 from actshard.location import Location
+
+NOT_OF_DATA = (ClosedError, InterruptedReadError, NoMemoryError)
+"""Errors that say nothing about the files: the caller closed a store, cancelled, or has too little memory. They are raised, as a
+finding would call sound data broken."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +128,13 @@ class Report:
         self.checked[what] = self.checked.get(what, 0) + n
 
     def error(self, error: ActshardError, path: Path | Location, code: str | None = None) -> None:
-        """Adds an exception as a finding, unless the same code or message was already reported for its file."""
+        """Adds an exception as a finding, unless the same code or message was already reported for its file.
+
+        Raises:
+            The error itself, if it is one of :data:`NOT_OF_DATA`.
+        """
+        if isinstance(error, NOT_OF_DATA):
+            raise error
         code = code or error.code or "format"
         where = error.path or place_of(path)
         place = None if error.offset is None else f"byte {error.offset}"

@@ -16,7 +16,7 @@ from actshard import formats
 from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find_any
-from actshard.formats.report import Finding, Report
+from actshard.formats.report import NOT_OF_DATA, Finding, Report
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
@@ -72,6 +72,8 @@ def verify(
     Raises:
         MissingFileError: the path does not exist.
         ArgumentError: ``format`` is not a known format.
+        ClosedError: with ``deep``, the store was closed, or the one that it was filtered from.
+        NoMemoryError, InterruptedReadError: the check could not be finished; nothing is known about the rest of the files.
     """
     store = path if isinstance(path, Store) else None
     if store is not None:
@@ -79,6 +81,10 @@ def verify(
             raise ArgumentError(
                 "storage_options, cache, format: expected none of them with an open store, which has its own"
             )
+        if (
+            deep and store.layers
+        ):  # before long work; without deep only the files are checked, which needs no open store
+            store.check_open()
         path, format = store.path, store.format
     root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # a store's path, or the caller's
     names = (*formats.names(), *formats.of_tokens())
@@ -117,7 +123,7 @@ def _check(
     try:
         store = store or open_quietly(root, format, "auto")
     except ActshardError as error:
-        if not report.errors:
+        if not report.errors or isinstance(error, NOT_OF_DATA):
             report.error(error, root)
         return
     for warning in store.warnings:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.errors import ActshardError
-from actshard.formats.report import Report
+from actshard.formats.report import NOT_OF_DATA, Report
 from actshard.store import Store
 
 _FEW = 8
@@ -117,5 +117,7 @@ def _named(store: Store, example: int) -> int:
 def _alike(store: Store, layers: Sequence[int], a: int, b: int) -> bool:
     try:
         return all(store.sequence(a, la).tobytes() == store.sequence(b, la).tobytes() for la in layers)
+    except NOT_OF_DATA:
+        raise
     except ActshardError:
         return False
