@@ -86,6 +86,30 @@ def test_a_conversion_that_is_interrupted_is_told_by_its_url(server: Served, tmp
         actshard.convert(SAEV, server.web("bucket/run"), format)
 
 
+def test_an_upload_that_is_refused_raises_its_own_error(server: Served, tmp_path: Path) -> None:
+    options = {"target_options": server.keys, "scratch": tmp_path / "scratch"}
+    with write(server, tmp_path / "scratch", "zarr") as whole:
+        pass
+    with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: contains other objects"):
+        actshard.convert(SAEV, "s3://bucket/run", "zarr", exist_ok=True, **options)
+    again = write(server, tmp_path / "scratch", "zarr", range(0), exist_ok=True)
+    assert again.complete
+    with pytest.raises(actshard.ClosedError, match=r"^s3://bucket/run: ") as caught:
+        again.append(np.zeros((1, 2, 5, 8), np.float32))
+    assert "scratch/" not in str(caught.value)
+    late = actshard.create(
+        "s3://bucket/late", "zarr", layers=[0], d_model=8, storage_options=server.keys, scratch=tmp_path / "scratch"
+    )
+    late.append(np.zeros((1, 1, 5, 8), np.float32))
+    actshard.convert(SAEV, "s3://bucket/late", "lmprobe", **options)
+    with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/late: contains other objects"):
+        late.close()
+    server.written.refuse = (lambda method, query: method == "PUT", 403)
+    with pytest.raises(actshard.FileAccessError, match=r"^s3://bucket/new.*403"):
+        actshard.convert(SAEV, "s3://bucket/new", "zarr", **options)
+    assert whole.complete
+
+
 def write(server: Served, scratch: Path, format: str, examples: range = range(6), **more: Any) -> actshard.Writer:
     """Writes examples to a URL, without closing."""
     writer = actshard.create(

@@ -117,7 +117,8 @@ class Scratch:
             yield
         except ActshardError as error:
             own = os.fspath(self._own)
-            inside = error.path is not None and os.fspath(error.path).startswith(own)
+            # as text: errors of the upload have remote locations, of which os.fspath raises
+            inside = error.path is not None and str(error.path).startswith(own)
             if inside:
                 error.path = self.root.place
             detail = error.detail.replace(os.fspath(self.folder), str(self.root)).replace(own, str(self.root))
