@@ -576,3 +576,13 @@ def test_optional_files_that_are_refused_are_named(server: Served) -> None:
     far = quietly("s3://bucket/run", "saev", storage_options=server.options)
     assert far.labels is None
     assert [str(warning) for warning in far.warnings if "labels.bin" in warning and warning.code == "not-listed"]
+
+
+def test_a_chunk_far_longer_than_its_array_is_refused_by_its_size(server: Served) -> None:
+    shutil.copytree(CONSOLIDATED, server.root / "bucket/run")
+    with (server.root / "bucket/run/arrays/seq_len/0").open("wb") as file:
+        file.truncate(64 << 20)
+    with pytest.raises(actshard.FormatError, match=r"seq_len/0.*found 67108864"):
+        list(quietly("s3://bucket/run", storage_options=server.options).token_counts)
+    # Of at most 4 MiB each.
+    assert sum("seq_len/0" in path for _, path, _ in server.requests) <= 4

@@ -499,34 +499,42 @@ class Location:
         return found
 
 
-def read_together(places: Sequence[Location]) -> Iterator[bytes | None]:
+def read_together(places: Sequence[Location], limit: int | None = None) -> Iterator[bytes | None]:
     """Yields the contents of files of one storage, None for those that do not exist. Remote ones are asked for all at once.
 
     Raises:
         FileAccessError: a file cannot be read.
+        FormatError: a file is longer than ``limit``, which protects memory: remote sizes are not known before.
     """
     for first in range(0, len(places), _TOGETHER):
         some = places[first : first + _TOGETHER]
         storage = some[0].storage
         if isinstance(storage, Remote):
-            yield from storage.fetch([place.key for place in some])
+            for place, data in zip(some, storage.fetch([place.key for place in some], limit), strict=True):
+                if data is False:
+                    raise FormatError(f"expected at most {limit} bytes, found {place.stat().size}", path=place)
+                yield data
         else:
-            yield from (_read_or_none(place) for place in some)
+            yield from (_read_or_none(place, limit) for place in some)
 
 
 _TOGETHER = 64
 
 
-def _read_or_none(place: Location) -> bytes | None:
+def _read_or_none(place: Location, limit: int | None) -> bytes | None:
     try:
-        return place.read()
+        return place.read(limit=limit)
     except MissingFileError:
         return None
+
+
+_AHEAD = 4 << 20
+"""A file that is read ahead is kept if it is no longer than this."""
 
 
 def read_ahead(places: Iterable[Location]) -> None:
     """Reads small files of a remote store, all at once, for later calls. Failures are left to those. Other storages: nothing."""
     remote = [place for place in places if place.is_remote]
     with contextlib.suppress(ActshardError):
-        for _ in read_together(remote):
+        for _ in read_together(remote, _AHEAD):
             pass

@@ -262,19 +262,22 @@ class Remote:
             return data
         return kept[start : start + length]
 
-    def fetch(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Reads objects whole, all at once, and keeps small ones as :meth:`read` does. None for those that do not exist.
+    def fetch(self, keys: Sequence[str], limit: int | None = None) -> list[bytes | Literal[False] | None]:
+        """Reads objects whole, all at once, and keeps small ones as :meth:`read` does.
+
+        Returns None for those that do not exist, False for those longer than ``limit``, of which 4 MiB at most are received.
 
         Raises:
             FileAccessError: an object cannot be read. A refusal is no absence.
         """
-        found: dict[str, bytes | None] = {key: self.small[key] for key in keys if key in self.small}
+        found: dict[str, bytes | Literal[False] | None] = {key: self.small[key] for key in keys if key in self.small}
         lacking = [key for key in dict.fromkeys(keys) if key not in found]
         for first in range(0, len(lacking), _AT_ONCE):
             some = lacking[first : first + _AT_ONCE]
             for key, data in zip(some, self.native.fetch(some, _GLANCE), strict=True):
                 if data is False:
-                    found[key] = self.read(key, 0, self.stat(key).size)
+                    size = self.stat(key).size
+                    found[key] = False if limit is not None and size > limit else self.read(key, 0, size)
                     continue
                 found[key] = data
                 if data is not None and sum(map(len, self.small.values())) < _SMALLS:

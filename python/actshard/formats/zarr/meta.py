@@ -172,7 +172,10 @@ def stored(arrays: Sequence[ArrayMeta]) -> list[dict[tuple[int, ...], int]]:
     """
     named = [array._named() for array in arrays]
     paths = [path for each in named if each for path in each.values()]
-    size = {path: None if data is None else len(data) for path, data in zip(paths, read_together(paths), strict=True)}
+    size = {
+        path: None if data is None else len(data)
+        for path, data in zip(paths, read_together(paths, 2 * _MOST_BYTES), strict=True)
+    }
     found = []
     for array, names in zip(arrays, named, strict=True):
         if names is None:
