@@ -365,7 +365,7 @@ class RowArray(_Lazy):
             index_of(rows, len(self), "row") if not isinstance(rows, slice) else _numbers(rows, len(self))
         )
         examples = np.searchsorted(self._ends, numbers, "right")
-        return examples, numbers - (self._ends - self._counts)[examples]
+        return examples, numbers - (self._ends[examples] - self._counts[examples])
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         return (self[i] for i in range(len(self)))
