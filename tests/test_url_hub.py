@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import actshard
+from actshard import tokens
 from conftest import GOLDEN
 from hub import Hub, hub
 from test_urls import places, quietly, same
@@ -163,6 +164,18 @@ def test_offline_a_dataset_that_was_opened_with_a_cache_opens_again(
     (tmp_path / "cache/listings").rename(tmp_path / "away")
     with pytest.raises(actshard.ActshardError, match="HF_HUB_OFFLINE"):
         quietly("hf://datasets/lab/acts", cache=tmp_path / "cache")
+    assert not lab.requests
+
+
+def test_offline_a_token_cache_that_was_opened_with_a_cache_opens_again(
+    lab: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also if nothing but its ledger was read."""
+    lab.add("lab/tokens", sorted(GOLDEN.glob("levanter/**/shard_ledger.json"))[0].parent)
+    length = len(tokens.open_cache("hf://datasets/lab/tokens", cache=tmp_path / "cache"))
+    lab.requests.clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert len(tokens.open_cache("hf://datasets/lab/tokens", cache=tmp_path / "cache")) == length > 0
     assert not lab.requests
 
 

@@ -328,9 +328,11 @@ impl Store for RemoteStore {
         let mut answers: Vec<Option<Result<Box<dyn Source>>>> =
             locations.iter().map(|location| self.open_known(location).transpose()).collect();
         // The hub's listing at the pinned commit is one request for all names, a probe is two for each. One file that is read once,
-        // such as the ledger of a token cache, is asked for: a listing of many shards has many pages.
+        // such as the ledger of a token cache, is asked for: a listing of many shards has many pages. A cache on disk needs the
+        // listing: without a network, only what was listed opens.
         let lacking = answers.iter().filter(|answer| answer.is_none()).count();
-        if self.address.provider == Provider::Hub && lacking > usize::from(access == Access::Once) {
+        let asked = usize::from(access == Access::Once && self.cache.is_none());
+        if self.address.provider == Provider::Hub && lacking > asked {
             if let Err(error) = self.scan(&self.root(), true, stop) {
                 let failed = |location: &&Location| Err(Error { location: Some((*location).clone()), ..error.clone() });
                 return answers.into_iter().zip(locations).map(|(a, l)| a.unwrap_or_else(|| failed(l))).collect();
