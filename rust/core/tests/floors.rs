@@ -35,6 +35,7 @@ const CORE: &[&str] = &[
 const REMOTE: &[&str] = &[
     "runtime",
     "checks",
+    "clock",
     "address",
     "options",
     "failure",

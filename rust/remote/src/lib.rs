@@ -17,6 +17,7 @@
 pub mod address;
 pub mod checks;
 pub mod client;
+pub mod clock;
 pub mod credentials;
 pub mod failure;
 pub mod known;

@@ -14,6 +14,7 @@ use tokio::time::{sleep, timeout};
 use crate::client::pace::Pace;
 use crate::client::times::ServerDate;
 use crate::client::{Answer, Client, Expected, checked, wire};
+use crate::clock::Clock;
 use crate::failure::{Cause, Failure};
 use crate::known::{Known, ObjectFacts};
 use crate::options::RequestLimits;
@@ -95,26 +96,26 @@ impl<'a> Reading<'a> {
     /// Fills memory with the bytes from an offset.
     pub async fn fill(self, at: u64, into: &mut Pieces<'_>) -> Result<(), Failure> {
         let _permit = reserve(into.left() as u64).await;
-        let (mut broken, mut progress) = (0, Progress::default());
+        let (mut broken, mut clock, mut progress) = (0, Clock::default(), Progress::default());
         while into.left() > 0 {
             let before = into.done;
-            let answer = self.first(at + into.done as u64..at + into.len as u64).await?;
+            let answer = clock.watch(self.first(at + into.done as u64..at + into.len as u64)).await?;
             let long = self.pace.fly(into.left() as u64);
-            let Err(failure) = self.body(answer, at, into, &mut progress).await else { break };
+            let Err(failure) = self.body(answer, at, into, &mut clock, &mut progress).await else { break };
             drop(long);
             if into.done - before >= PROGRESS {
                 broken = 0;
             }
             broken += 1;
-            self.may_go_on(failure, broken, &mut progress, into.done)?;
-            sleep(self.pace.backoff(broken - 1)).await;
+            self.may_go_on(failure, broken, progress.is_late(into.done, &clock, self.limits.patience))?;
+            clock.watch(sleep(self.pace.backoff(broken - 1))).await;
         }
         Ok(())
     }
 
     /// Fails unless another request may help.
-    fn may_go_on(&self, failure: Failure, broken: u32, progress: &mut Progress, done: usize) -> Result<(), Failure> {
-        let tired = broken >= self.limits.tries || progress.is_late(done, self.limits.patience);
+    fn may_go_on(&self, failure: Failure, broken: u32, is_late: bool) -> Result<(), Failure> {
+        let tired = broken >= self.limits.tries || is_late;
         if failure.is_temporary() && !tired { Ok(()) } else { Err(failure) }
     }
 
@@ -125,24 +126,25 @@ impl<'a> Reading<'a> {
         mut answer: Answer,
         at: u64,
         into: &mut Pieces<'_>,
+        clock: &mut Clock,
         progress: &mut Progress,
     ) -> Result<(), Failure> {
         let mut other: Option<BoxFuture<'a, Result<Answer, Failure>>> = None;
         let (end, patience) = (at + into.len as u64, self.limits.patience);
-        let mut own = Progress::since(into.done);
+        let mut own = Progress::since(into.done, clock);
         while into.left() > 0 {
             let chunk = match other.take() {
-                None => match timeout(self.pace.patience().max(PAUSE), answer.body.next()).await {
+                None => match clock.watch(timeout(self.pace.patience().max(PAUSE), answer.body.next())).await {
                     Ok(chunk) => chunk,
                     Err(_) => {
                         other = self.pace.may_hedge().then(|| self.ask(at + into.done as u64..end).boxed());
                         continue;
                     }
                 },
-                Some(waiting) => match select(answer.body.next(), waiting).await {
+                Some(waiting) => match clock.watch(select(answer.body.next(), waiting)).await {
                     Either::Left((chunk, _)) => chunk,
                     Either::Right((Ok(newer), _)) => {
-                        (answer, own) = (newer, Progress::since(into.done));
+                        (answer, own) = (newer, Progress::since(into.done, clock));
                         continue;
                     }
                     Either::Right((Err(failure), _)) if failure.is_temporary() => continue,
@@ -153,7 +155,9 @@ impl<'a> Reading<'a> {
             self.pace.received(chunk.len() as u64);
             into.put(&chunk);
             // Each byte resets the limits of waits: a server that sends few of them would never end.
-            if into.left() > 0 && (own.is_late(into.done, patience / 2) | progress.is_late(into.done, patience)) {
+            if into.left() > 0
+                && (own.is_late(into.done, clock, patience / 2) | progress.is_late(into.done, clock, patience))
+            {
                 let text = format!("the answer is too slow: less than 64 KiB in {} s", patience.as_secs_f64() / 2.0);
                 return Err(Failure::new(Cause::Broken, text));
             }
@@ -171,18 +175,19 @@ impl<'a> Reading<'a> {
 
     /// The first bytes of an object that nothing is known of.
     pub async fn open(self, most: u64) -> Result<Beginning, Failure> {
-        let (mut broken, mut progress) = (0, Progress::default());
+        let (mut broken, mut clock, mut progress) = (0, Clock::default(), Progress::default());
         loop {
-            let answer = self.first(0..most).await?;
+            let answer = clock.watch(self.first(0..most)).await?;
             let (facts, date) = (answer.facts(), answer.date);
             let mut bytes = vec![0; facts.size.min(most) as usize];
             let sized = Reading { opened: Some(&facts), ..self };
-            let Err(failure) = sized.body(answer, 0, &mut Pieces::of(&mut bytes), &mut progress).await else {
+            let Err(failure) = sized.body(answer, 0, &mut Pieces::of(&mut bytes), &mut clock, &mut progress).await
+            else {
                 return Ok(Beginning { bytes, facts, date });
             };
             broken += 1;
-            self.may_go_on(failure, broken, &mut progress, 0)?;
-            sleep(self.pace.backoff(broken - 1)).await;
+            self.may_go_on(failure, broken, progress.is_late(0, &clock, self.limits.patience))?;
+            clock.watch(sleep(self.pace.backoff(broken - 1))).await;
         }
     }
 }
@@ -238,21 +243,21 @@ impl<'a> Pieces<'a> {
     }
 }
 
-/// When a body last was [`PROGRESS`] further.
+/// The time that was waited when a body last was [`PROGRESS`] further.
 #[derive(Clone, Copy, Debug, Default)]
-struct Progress(Option<(Instant, usize)>);
+struct Progress(Option<(Duration, usize)>);
 
 impl Progress {
-    fn since(done: usize) -> Progress {
-        Progress(Some((Instant::now(), done)))
+    fn since(done: usize, clock: &Clock) -> Progress {
+        Progress(Some((clock.waited(), done)))
     }
 
     /// Takes note of the bytes so far; whether the last step takes longer than a limit.
-    fn is_late(&mut self, done: usize, limit: Duration) -> bool {
+    fn is_late(&mut self, done: usize, clock: &Clock, limit: Duration) -> bool {
         match self.0 {
-            Some((since, from)) if done < from + PROGRESS => since.elapsed() > limit,
+            Some((since, from)) if done < from + PROGRESS => clock.waited() - since > limit,
             _ => {
-                *self = Progress::since(done);
+                *self = Progress::since(done, clock);
                 false
             }
         }

@@ -16,6 +16,7 @@ use super::PAGE;
 use super::pace::Pace;
 use super::spoken::Spoken;
 use super::times::ServerDate;
+use crate::clock::Clock;
 use crate::failure::{Cause, Failure};
 use crate::options::RequestLimits;
 
@@ -92,6 +93,7 @@ impl Wire {
             return Err(Failure::new(Cause::Refused, "an address that is no URL"));
         }
         let end = DEADLINE.try_with(|end| *end).unwrap_or_else(|_| Instant::now() + self.limits.patience);
+        let (patience, mut clock) = (end.saturating_duration_since(Instant::now()), Clock::default());
         let repeatable = request.method().is_safe();
         // The answer to a HEAD has no body, so no reason either.
         let names_reasons = self.names_reasons && request.method().as_str() == "GET";
@@ -99,10 +101,11 @@ impl Wire {
         let mut tried = 0;
         loop {
             if let Some((held, why)) = self.pace.held(&host) {
-                self.rest(held, end, why).await?;
+                let left = patience.saturating_sub(clock.waited());
+                clock.watch(self.rest(held, left, why)).await?;
             }
             self.pace.count_request();
-            let failure = match self.once(&request).await {
+            let failure = match clock.watch(self.once(&request)).await {
                 Ok(answer) => return Ok(answer),
                 Err(failure) => failure,
             };
@@ -117,14 +120,14 @@ impl Wire {
                 self.pace.hold(&host, after.min(self.limits.patience), &failure);
             }
             let wait = failure.after.unwrap_or_else(|| self.pace.backoff(tried - 1));
-            self.rest(wait, end, tired(failure, tried)).await?;
+            let left = patience.saturating_sub(clock.waited());
+            clock.watch(self.rest(wait, left, tired(failure, tried))).await?;
             self.pace.count_retry();
         }
     }
 
     /// Waits, unless that takes longer than the rest of the time: then the last failure is the answer.
-    async fn rest(&self, wait: Duration, end: Instant, failure: Failure) -> Result<(), Failure> {
-        let left = end.saturating_duration_since(Instant::now());
+    async fn rest(&self, wait: Duration, left: Duration, failure: Failure) -> Result<(), Failure> {
         if wait > left {
             let asked =
                 failure.after.map(|after| format!("{} (the server asks to wait {} s)", failure.text, after.as_secs()));
@@ -165,9 +168,9 @@ impl Wire {
     async fn whole(&self, body: HttpResponseBody, most: usize) -> Result<Vec<u8>, Failure> {
         use futures_util::StreamExt;
         let (mut stream, mut made) = (body.bytes_stream(), vec![]);
-        let end = Instant::now() + self.limits.patience;
-        while let Some(chunk) = stream.next().await {
-            if Instant::now() > end {
+        let mut clock = Clock::default();
+        while let Some(chunk) = clock.watch(stream.next()).await {
+            if clock.waited() > self.limits.patience {
                 return Err(Failure::new(Cause::Broken, "an answer that does not end in time"));
             }
             let chunk = chunk.map_err(|error| Failure::of_transport(&error))?;
