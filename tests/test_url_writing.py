@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,12 +61,13 @@ def test_a_conversion_that_is_interrupted_is_told_by_its_url(server: Served, tmp
     server.written.refuse = None
     with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: .*Pass resume=True") as caught:
         actshard.convert(SAEV, "s3://bucket/run", format, **options)
-    assert "scratch/" not in str(caught.value)
-    if format != "saev":  # whose folder holds several dumps
-        with pytest.raises(actshard.ActshardError, match=r"^s3://bucket/run: ") as caught:
-            actshard.convert(SAEV, "s3://bucket/run", format, resume=True, layers=[0], **options)
-        assert "scratch/" not in str(caught.value)
     (own,) = (tmp_path / "scratch").iterdir()
+    assert f"lies in {own}. " in str(caught.value)
+    if format != "saev":  # whose folder holds several dumps
+        with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: ") as caught:
+            actshard.convert(SAEV, "s3://bucket/run", format, resume=True, layers=[0], **options)
+        assert f"earlier call lies in {own} and may be removed. There: contains" in str(caught.value)
+        assert "remove this" not in str(caught.value)
     assert own.stat().st_mode & 0o777 == 0o700
     actshard.convert(SAEV, "s3://bucket/run", format, resume=True, **options)
     assert not list((tmp_path / "scratch").iterdir())
@@ -108,6 +110,33 @@ def test_an_upload_that_is_refused_raises_its_own_error(server: Served, tmp_path
     with pytest.raises(actshard.FileAccessError, match=r"^s3://bucket/new.*403"):
         actshard.convert(SAEV, "s3://bucket/new", "zarr", **options)
     assert whole.complete
+
+
+def test_a_left_result_that_is_another_dataset_is_told_by_its_folder(server: Served, tmp_path: Path) -> None:
+    options = {"target_options": server.keys, "scratch": tmp_path / "scratch"}
+    near = GOLDEN / "pickle/numpy2_proto5"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        actshard.convert(near, "s3://bucket/run", "lmprobe", **options)
+        with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: contains other objects"):
+            actshard.convert(near, "s3://bucket/run", "lmprobe", examples=[0], exist_ok=True, **options)
+        (left,) = (tmp_path / "scratch").iterdir()
+        for more in ({"exist_ok": True}, {"resume": True}):
+            with pytest.raises(actshard.ExistsError) as caught:
+                actshard.convert(near, "s3://bucket/run", "lmprobe", **more, **options)
+            assert str(caught.value).startswith(
+                f"s3://bucket/run: the unfinished result of an earlier call lies in {left} and may be removed. There: contains"
+            )
+            assert "this one" not in str(caught.value)
+        with pytest.raises(actshard.ExistsError, match="remove that folder to begin anew"):
+            actshard.convert(near, "s3://bucket/run", "lmprobe", **options)
+        shutil.rmtree(left)
+        puts = len(server.written.puts)
+        actshard.convert(near, "s3://bucket/run", "lmprobe", exist_ok=True, **options)
+        assert len(server.written.puts) == puts
+        with pytest.raises(actshard.ExistsError, match="format: expected zarr, found lmprobe"):
+            actshard.convert(near, "s3://bucket/run", "zarr", exist_ok=True, **options)
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 def write(server: Served, scratch: Path, format: str, examples: range = range(6), **more: Any) -> actshard.Writer:
@@ -156,7 +185,10 @@ def test_a_writer_to_a_url_is_resumed(server: Served, tmp_path: Path, format: st
     writer.abort()
     with pytest.raises(actshard.ExistsError, match=r"^s3://bucket/run: .*resume=True") as caught:
         write(server, scratch, format, range(0), **own)
-    assert "scratch/" not in str(caught.value)
+    (left,) = scratch.iterdir()
+    assert f"lies in {left}. " in str(caught.value)
+    with pytest.raises(actshard.ExistsError, match=r"There: contains 3 examples.*resume=True to continue it$"):
+        write(server, scratch, format, range(0), exist_ok=True, **own)
     writer = write(server, scratch, format, range(0), resume=True, **own)
     assert writer.committed == 3
     for i in range(3, 6):

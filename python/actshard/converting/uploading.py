@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from actshard import _arguments
-from actshard.errors import ArgumentError
+from actshard.errors import ActshardError, ArgumentError, ExistsError
+from actshard.finding import find
+from actshard.location import Location
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +41,8 @@ def _to_url(convert: F, src: Any, target: tuple[str, Any, Any], format: str, giv
     exist_ok = _arguments.switch(given.get("exist_ok", False), "exist_ok")
     scratch = Scratch(url, options, above, f"convert {format}")
     scratch.check_free(resume, exist_ok)
+    if (resume or exist_ok) and not scratch.has_work:
+        _refuse_another_format(scratch.root, format)
     scratch.make()
     try:
         with scratch.named():
@@ -48,3 +52,15 @@ def _to_url(convert: F, src: Any, target: tuple[str, Any, Any], format: str, giv
     with scratch.named():
         scratch.push()
     return replace(made, path=scratch.place_of(made.path), seconds=time.perf_counter() - began)
+
+
+def _refuse_another_format(root: Location, format: str) -> None:
+    """Raises ExistsError, before anything is converted, for a dataset at the destination that cannot be the result."""
+    try:
+        at, name = find(root)
+    except ActshardError:  # what is there is looked at again before the upload
+        return
+    if name != format:
+        raise ExistsError(
+            f"contains other objects: a dataset, format: expected {format}, found {name}. Choose another URL", path=at
+        )

@@ -5,7 +5,7 @@
     <scratch>/actshard-<digest>/<name>    the dataset; the digest is that of the user, the URL, its server and the kind of call
 
 The folder has the same name in the same call of the same user, which continues what an interrupted one left. Errors about it name
-the URL: users never chose its name.
+the URL: users never chose its name. Those about what an earlier call left there also name the folder.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -25,6 +26,11 @@ from actshard.errors import ActshardError, ArgumentError, DiskFullError, ExistsE
 from actshard.location import Location
 from actshard.storage import Remote
 from actshard.work import PUSHING
+
+_ADVICE = re.compile(
+    r"(\. Choose another folder|, or remove (it|this one|the folder)\b|, or choose another folder).*", re.DOTALL
+)
+"""What local messages advise to do with a folder."""
 
 
 class Scratch:
@@ -64,8 +70,8 @@ class Scratch:
             return
         if self.has_work and not exist_ok:
             raise ExistsError(
-                "an earlier call was interrupted, or its upload failed; its result is on this machine. Pass resume=True "
-                "(--resume) to continue it, or another scratch= to begin anew",
+                f"an earlier call was interrupted, or its upload failed; its result lies in {self._own}. Pass resume=True "
+                "(--resume) to continue it, or remove that folder to begin anew",
                 path=self.root,
             )
         if exist_ok or str(self.root).startswith("hf://"):
@@ -112,7 +118,7 @@ class Scratch:
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
-        """Errors about the scratch folder name the URL."""
+        """Errors about the scratch folder name the URL; those about another result in it also name the folder, to be removed."""
         try:
             yield
         except ActshardError as error:
@@ -122,6 +128,10 @@ class Scratch:
             if inside:
                 error.path = self.root.place
             detail = error.detail.replace(os.fspath(self.folder), str(self.root)).replace(own, str(self.root))
+            if inside and isinstance(error, ExistsError):
+                # The advice was about a folder of the user; with a URL before it, it would be to remove what is there.
+                said = _ADVICE.sub("", detail)
+                detail = f"the unfinished result of an earlier call lies in {own} and may be removed. There: {said}"
             if inside and isinstance(error, DiskFullError):
                 detail += f" (in the scratch folder, {self.above}; scratch= chooses another)"
             error.detail, error.args = detail, (detail,)
