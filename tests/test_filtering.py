@@ -400,6 +400,19 @@ def test_closing_a_part_leaves_the_dataset_open(store: actshard.Store) -> None:
     same(other.sequence(0, layer), whole.sequence(2, layer))
 
 
+@pytest.mark.parametrize(("name", "read"), [("lmprobe/fullseq_f32", "token_counts"), ("pickle/numpy2_proto5", "table")])
+def test_a_part_says_that_the_store_it_was_filtered_from_was_closed(name: str, read: str, tmp_path: Path) -> None:
+    with quietly(GOLDEN / name) as whole:
+        part = whole.filter([1])
+    for call in (lambda: getattr(part, read), lambda: actshard.convert(part, tmp_path / "made", "zarr")):
+        with pytest.raises(actshard.ClosedError, match="filtered from was closed: keep it open") as caught:
+            call()
+        assert caught.value.path == whole.path
+    part.close()
+    with pytest.raises(actshard.ClosedError, match="the store was closed"):
+        part.sequence(0, part.layers[0])
+
+
 @pytest.mark.parametrize("make", [np.asarray, list, pa.array, lambda flags: pa.chunked_array([flags])])
 def test_masks_choose_examples_in_every_call(make: Any, tmp_path: Path) -> None:
     store = quietly(GOLDEN / "lmprobe" / "fullseq_logits_router")

@@ -21,20 +21,22 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _arguments
 from actshard.chosen import Chosen
-from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.errors import ArgumentError, ArgumentTypeError, ClosedError
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.stream.selection import index_of
 
 if TYPE_CHECKING:
     from actshard._native import Rows
     from actshard.stream.readable import Readable
+
+_Read = TypeVar("_Read")
 
 _NUMBER = "actshard:example"
 """Name of the column of numbers that is added to the table for an expression."""
@@ -45,9 +47,16 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
     whole = contents.whole or contents
     chosen = positions if contents.chosen is None else positions.within(contents.chosen)
 
+    def of_whole(read: Callable[[], _Read]) -> _Read:
+        """What the dataset's store reads. Its ClosedError would sound as if this part, which is open, were closed."""
+        try:
+            return read()
+        except ClosedError as error:
+            raise whole_closed(whole) from error
+
     def cut(make: Callable[[], NDArray[Any] | None]) -> Callable[[], NDArray[Any] | None]:
         def picked() -> NDArray[Any] | None:
-            values = make()
+            values = of_whole(make)
             return None if values is None else chosen.pick(values)
 
         return picked
@@ -56,11 +65,11 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
         return rows.choose(chosen.native)
 
     def logits() -> Logits | None:
-        found = whole.logits()
+        found = of_whole(whole.logits)
         return None if found is None else Logits(some(found.values), some(found.indices))
 
     def router() -> Router | None:
-        found = whole.router()
+        found = of_whole(whole.router)
         return None if found is None else Router(found.layers, some(found.rows))
 
     rows = None if contents.rows is None else some(contents.rows)
@@ -71,8 +80,10 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
         chosen=chosen,
         num_examples=len(chosen),
         rows=rows,
-        token_counts=rows.token_counts if rows is not None and few else lambda: chosen.pick(whole.token_counts()),
-        columns=lambda names: chosen.pick_rows(whole.columns(names)),
+        token_counts=rows.token_counts
+        if rows is not None and few
+        else lambda: chosen.pick(of_whole(whole.token_counts)),
+        columns=lambda names: chosen.pick_rows(of_whole(lambda: whole.columns(names))),
         content_lengths=cut(whole.content_lengths),
         labels=cut(whole.labels),
         logits=logits,
@@ -83,6 +94,22 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
         head_columns=None,
         column_batches=None,
     )
+
+
+def whole_closed(whole: Contents) -> ClosedError:
+    """The error of a part that needs the dataset's store, which was closed."""
+    return ClosedError(
+        "the store that this one was filtered from was closed: keep it open, or open the dataset again", path=whole.path
+    )
+
+
+def check_whole_open(whole: Contents) -> None:
+    """Raises the error of :func:`whole_closed` if the dataset's store was closed."""
+    try:
+        if whole.rows is not None:
+            whole.rows.tokens_of(0, np.empty(0, np.int64))
+    except ClosedError as error:
+        raise whole_closed(whole) from error
 
 
 def resolve(store: Readable, examples: Any) -> Chosen:

@@ -331,9 +331,18 @@ class Store:
         return Store(choose(self._contents, positions), io=self.io, reopen=self._reopen)
 
     def whole(self) -> Store:
-        """Returns the opened dataset that this store is a part of; itself if it is no part."""
+        """Returns the opened dataset that this store is a part of; itself if it is no part.
+
+        Raises:
+            ClosedError: the dataset's store was closed.
+        """
+        from actshard.choosing import check_whole_open
+
         whole = self._contents.whole
-        return self if whole is None else Store(whole, io=self.io, reopen=self._reopen)
+        if whole is None:
+            return self
+        check_whole_open(whole)
+        return Store(whole, io=self.io, reopen=self._reopen)
 
     @property
     def chosen(self) -> NDArray[np.int64] | None:
