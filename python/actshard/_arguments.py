@@ -170,7 +170,7 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
         raise ArgumentError(f"{what}: expected a path, found an empty string")
     if (url := _URL.match(name)) and not name.startswith("/", url.end()):
         raise ArgumentError(
-            f"{what}: found {_shortened(name)} with one slash: pathlib.Path removes the other one. Pass a URL as a str."
+            f"{what}: found {_shortened(name)} as a path with one slash: pathlib.Path removes the other one. Pass a URL as a str."
         )
     if url:
         raise ArgumentError(f"{what}: remote paths are not supported: {_shortened(name)}. {remedy}")

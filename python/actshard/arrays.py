@@ -19,6 +19,7 @@ itself; the result must be rectangular.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,7 +53,7 @@ class Ragged(NamedTuple):
         )
 
 
-class _Lazy:
+class _Lazy(ABC):
     """What both arrays share: a layer of a store, read as ``dtype``. Reads nothing until indexed."""
 
     ndim: int
@@ -66,8 +67,9 @@ class _Lazy:
         return type(self), (self._store, self._layer, self._asked)
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[Any, ...]:
-        raise NotImplementedError
+        """Lengths of the axes."""
 
     @property
     def store(self) -> Readable:
@@ -109,8 +111,9 @@ class _Lazy:
             f"<actshard.{type(self).__name__} of {self._store.path}, layer {self._layer}: {self._shown()} {self.dtype}>"
         )
 
+    @abstractmethod
     def _shown(self) -> str:
-        raise NotImplementedError
+        """The shape, for ``repr``."""
 
     def _whole(self, examples: NDArray[np.int64], dtype: np.dtype[Any] | None) -> NDArray[Any]:
         """All tokens of these examples, one after another, ``(rows, d_model)``: a view of one example if possible, else a copy."""
@@ -137,9 +140,9 @@ class _Lazy:
             return np.empty((0, self._store.d_model), self.dtype)
         return self._store.gather(self._layer, examples, tokens, dtype=self._asked)
 
+    @abstractmethod
     def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
         """Everything, as ``dtype``."""
-        raise NotImplementedError
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         wanted = self.dtype if dtype is None else _arguments.numpy_type(dtype, "dtype=")

@@ -222,7 +222,7 @@ def _size(path: str) -> int:
 
 def _state(path: str) -> tuple[int | None, int | None]:
     try:
-        found = os.stat(path)  # noqa: PTH116 -- as above
+        found = os.stat(path)  # noqa: PTH116 -- called for each staged file: Path would cost time
     except OSError:
         return None, None
     return found.st_size, found.st_mtime_ns

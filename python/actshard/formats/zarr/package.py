@@ -191,10 +191,10 @@ def _class_of_files() -> Any:
             return self._bytes(key, None) is not None
 
         async def set(self, key: str, value: Any) -> None:
-            raise NotImplementedError
+            raise NotImplementedError  # zarr's base class demands it; this store is read-only, so zarr never calls it
 
         async def delete(self, key: str) -> None:
-            raise NotImplementedError
+            raise NotImplementedError  # zarr's base class demands it; this store is read-only, so zarr never calls it
 
         async def list(self) -> AsyncIterator[str]:
             for key in (self.metadata,):
