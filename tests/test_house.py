@@ -24,7 +24,7 @@ ROOT = Path(actshard.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes"),
     ("_arguments", "storage"),
-    ("location", "epochs", "chosen"),
+    ("location", "epochs", "chosen", "layers"),
     ("_json", "work"),
     ("walking",),
     ("tokens",),

@@ -254,7 +254,7 @@ def test_a_folder_with_something_else_is_refused_and_stays(server: Served, tmp_p
 
 def test_arguments_that_are_wrong_are_told(server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, options = put(server, SAEV), {"storage_options": server.options}
-    for layers in ([], [1, 1], ["a"], [1.5]):
+    for layers in ([], [1, 1], [1.5]):
         with pytest.raises(actshard.ArgumentError, match="layers: expected"):
             actshard.stage(url, tmp_path / "copy", layers, **options)  # type: ignore[arg-type]
     with pytest.raises(actshard.LayerError):

@@ -552,15 +552,15 @@ def test_arguments_that_make_no_sense_are_refused() -> None:
         (5, {"memory": "many"}),
         (5, {"interleave": True}),
         ([], {}),
-        ("some", {}),
         (2.5, {}),
         (None, {}),
         (5, {"reuse": True, "buffers": [1, 2]}),
     ):
         with pytest.raises(actshard.ArgumentError):
             store.stream(layer, **{"batch_size": 4, **options})  # type: ignore[arg-type]
-    with pytest.raises(actshard.LayerError):
-        store.stream(99, 4)
+    for layer in (99, "some", "5", ["5"]):
+        with pytest.raises(actshard.LayerError):
+            store.stream(layer, 4)
     with pytest.raises(actshard.DtypeError):
         store.stream(5, 4, dtype="int32")
     with pytest.raises(actshard.NotStoredError, match="no hidden states"):

@@ -359,8 +359,8 @@ def test_what_cannot_be_held_is_refused(
     ("arguments", "match"),
     [
         ({"format": "parquet"}, "one of saev"),
-        ({"layers": []}, "distinct integers"),
-        ({"layers": [1, 1]}, "distinct integers"),
+        ({"layers": []}, "layers: expected at least one"),
+        ({"layers": [1, 1]}, "different names"),
         ({"d_model": 0}, "d_model"),
         ({"part": (3, 2)}, "part"),
         ({"chunk": 3}, "not an option of zarr; options are chunk_tokens"),

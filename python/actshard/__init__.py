@@ -41,6 +41,7 @@ from actshard.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from actshard.layers import Layer
 from actshard.merging import merge
 from actshard.opening import open
 from actshard.stats import Stats
@@ -74,6 +75,7 @@ __all__ = [
     "HeaderError",
     "InternalError",
     "InterruptedReadError",
+    "Layer",
     "LayerArray",
     "LayerError",
     "LockedError",

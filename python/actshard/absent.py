@@ -1,8 +1,7 @@
-"""Stand-ins for rows that a store cannot read, and the layers that it names in messages."""
+"""Stand-ins for rows that a store cannot read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,9 +33,3 @@ class Closed(Without):
         raise ClosedError("the store was closed", path=self._path)
 
     view = gather_whole = tokens_of = stored_types = gather
-
-
-def short(layers: Sequence[int], at_most: int = 12) -> str:
-    """Layers for messages: the first few, and their number."""
-    shown = ", ".join(map(str, layers[:at_most]))
-    return f"[{shown}, ... {len(layers)} in all]" if len(layers) > at_most else f"[{shown}]"

@@ -29,6 +29,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments
 from actshard.errors import ArgumentError, OutOfRangeError, OverflowWarning
+from actshard.layers import Layer, plain
 from actshard.stream.selection import index_of, plain_index
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class _Lazy(ABC):
 
     ndim: int
 
-    def __init__(self, store: Readable, layer: int, dtype: DTypeLike | None = None) -> None:
+    def __init__(self, store: Readable, layer: Layer, dtype: DTypeLike | None = None) -> None:
         self._store = store
         self._layer = store.layers[store.group_of(layer)]
         self._asked = None if dtype is None else _arguments.dtype(dtype)[0]
@@ -77,7 +78,7 @@ class _Lazy(ABC):
         return self._store
 
     @property
-    def layer(self) -> int:
+    def layer(self) -> Layer:
         """The layer's name."""
         return self._layer
 
@@ -107,9 +108,7 @@ class _Lazy(ABC):
         return self._store.tokens_in(self._layer)
 
     def __repr__(self) -> str:
-        return (
-            f"<actshard.{type(self).__name__} of {self._store.path}, layer {self._layer}: {self._shown()} {self.dtype}>"
-        )
+        return f"<actshard.{type(self).__name__} of {self._store.path}, layer {plain(self._layer)}: {self._shown()} {self.dtype}>"
 
     @abstractmethod
     def _shown(self) -> str:
@@ -125,7 +124,9 @@ class _Lazy(ABC):
         group = self._store.group_of(self._layer)
         rows: NDArray[Any] = self._store.rows.gather_whole(group, examples, None, dtype, lost)
         if lost:
-            said = f"{self._store.path}: layer {self._layer}: {lost[0]} finite values became infinite as {dtype}."
+            said = (
+                f"{self._store.path}: layer {plain(self._layer)}: {lost[0]} finite values became infinite as {dtype}."
+            )
             warnings.warn(OverflowWarning(f"{said} Use a wider dtype="), stacklevel=5)
         return rows
 

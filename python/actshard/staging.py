@@ -36,7 +36,6 @@ from actshard.converting import convert
 from actshard.errors import (
     ActshardError,
     ArgumentError,
-    ArgumentTypeError,
     DiskFullError,
     ExistsError,
     FormatError,
@@ -48,6 +47,7 @@ from actshard.errors import (
     boundary,
 )
 from actshard.finding import check_finished, find_any, of_tokens
+from actshard.layers import Layer, listing, several
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.storage import Remote
@@ -88,7 +88,7 @@ class Staged:
     path: Path
     source: str
     revision: str | None
-    layers: tuple[int, ...] | None
+    layers: tuple[Layer, ...] | None
     files: int
     bytes: int
     fetched: int
@@ -102,7 +102,7 @@ class Staged:
 def stage(
     url: str | os.PathLike[str],
     folder: str | os.PathLike[str],
-    layers: Sequence[int] | int | None = None,
+    layers: Sequence[Layer] | Layer | None = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
     check: bool = True,
@@ -160,7 +160,7 @@ class _Marker:
 
     source: str
     revision: str | None
-    layers: list[int] | None
+    layers: list[Layer] | None
     below: str
     """The dataset, relative to the source."""
     inside: str
@@ -240,19 +240,10 @@ def _target(folder: Any) -> Path:
     return Path(os.path.realpath(path.parent)) / path.name if not path.is_symlink() else path.resolve()
 
 
-def _layers(layers: Any) -> tuple[int, ...] | None:
+def _layers(layers: Any) -> tuple[Layer, ...] | None:
     if layers is None:
         return None
-    if isinstance(layers, int) and not isinstance(layers, bool):
-        return (layers,)
-    found = _arguments.listed(layers, "layers: expected names of layers")
-    try:
-        names = [int(name.__index__()) for name in found]
-    except AttributeError:
-        raise ArgumentTypeError(f"layers: expected integers, found {found!r:.80}") from None
-    if not names or len(set(names)) < len(names):
-        raise ArgumentError(f"layers: expected different names of layers, found {names}")
-    return tuple(names)
+    return several(layers)
 
 
 # -- the source -----------------------------------------------------------------------------------------------------------
@@ -308,7 +299,7 @@ def _staged(
     source: Location,
     again: Callable[[], Location],
     target: Path,
-    layers: tuple[int, ...] | None,
+    layers: tuple[Layer, ...] | None,
     check: bool,
     progress: StageProgress | None,
 ) -> Staged:
@@ -420,7 +411,7 @@ def _kept(target: Path, number: int) -> Path:
     return target.with_name(f".{target.name}.actshard-kept-{number}")
 
 
-def _complete(source: Location, target: Path, layers: tuple[int, ...] | None, listed: Listed | None) -> Staged | None:
+def _complete(source: Location, target: Path, layers: tuple[Layer, ...] | None, listed: Listed | None) -> Staged | None:
     """The copy in the folder, if it is whole, and equal to the listing; None: it is not compared."""
     marker = _read_json(target / MARKER)
     if marker is None or not _same(marker, source, layers) or not marker.is_whole(target):
@@ -430,7 +421,7 @@ def _complete(source: Location, target: Path, layers: tuple[int, ...] | None, li
     return marker.result(target)
 
 
-def _same(marker: _Marker, source: Location, layers: tuple[int, ...] | None) -> bool:
+def _same(marker: _Marker, source: Location, layers: tuple[Layer, ...] | None) -> bool:
     origin = _origin(source)
     elsewhere = marker.origin is not None and origin is not None and marker.origin != origin
     named = marker.source == str(source) and marker.layers == (None if layers is None else list(layers))
@@ -447,7 +438,7 @@ def _origin(source: Location) -> str | None:
         return None
 
 
-def _check_target(source: Location, target: Path, layers: tuple[int, ...] | None) -> None:
+def _check_target(source: Location, target: Path, layers: tuple[Layer, ...] | None) -> None:
     """Raises unless the folder is missing, empty, or an older copy."""
     if not os.path.lexists(target):
         return
@@ -465,7 +456,7 @@ def _check_target(source: Location, target: Path, layers: tuple[int, ...] | None
         if any(target.iterdir()):
             raise ExistsError("contains files that were not staged. Choose another folder", path=target)
     elif not _same(marker, source, layers):
-        what = "all layers" if marker.layers is None else f"layers {', '.join(map(str, marker.layers))}"
+        what = "all layers" if marker.layers is None else f"layers {listing(marker.layers)}"
         if marker.origin is not None and marker.origin != _origin(source):
             what += " (from another server)"
         raise ExistsError(f"contains {what} of {marker.source}. Choose another folder, or remove this one", path=target)
@@ -486,7 +477,7 @@ def _download(
     listed: Listed,
     target: Path,
     work: Path,
-    layers: tuple[int, ...] | None,
+    layers: tuple[Layer, ...] | None,
     tell: StageProgress,
     again: Callable[[], Location],
 ) -> Staged:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import actshard._native as _native
 from actshard import _arguments
-from actshard.absent import Closed, Without, short
+from actshard.absent import Closed, Without
 from actshard.codes import Remark
 from actshard.errors import (
     ActshardError,
@@ -32,6 +31,7 @@ from actshard.errors import (
     OverflowWarning,
 )
 from actshard.formats.contents import Contents, Logits, Router
+from actshard.layers import Layer, is_one, one, plain, short, stored
 from actshard.stats import Stats
 from actshard.stream import Scale, Shuffle, Stream
 from actshard.stream.selection import COMPARED, Mask, Tokens, column, select
@@ -59,7 +59,8 @@ class Store:
     Attributes:
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"``, ``"pickle"`` or another installed format.
         path: the opened path.
-        layers: layer *names*, in stored order. Negative numbers are names too.
+        layers: layer *names*, in stored order: integers (negative ones are names too), or texts such as
+            ``"blocks.5.hook_resid_post"`` where the dataset has them.
         d_model: elements per row; 0 for a dataset without hidden states.
         dtype: numpy dtype of stored rows; bfloat16 is ``ml_dtypes.bfloat16``. Pickle shards may contain several dtypes: this is
             the first array's, and reading examples of another dtype requires ``dtype=``.
@@ -73,14 +74,14 @@ class Store:
     def __init__(self, contents: Contents, *, io: str, reopen: tuple[Callable[..., Store], tuple[Any, ...]]) -> None:
         self._contents = contents
         self._reopen = reopen
-        self._groups = {layer: i for i, layer in enumerate(contents.layers)}
+        self.layers = stored(contents.layers, contents.path)
+        self._groups = {layer: i for i, layer in enumerate(self.layers)}
         self._rows: Rows | Without = contents.rows if contents.rows is not None else Without(contents)
         self._table: pa.Table | None = None
         self._extras: dict[str, Any] = {}
         self._dtype = contents.dtype
         self.format = contents.format
         self.path: Path = contents.path
-        self.layers = contents.layers
         self.d_model = contents.d_model
         self._token_counts: NDArray[np.int64] | None = None
         self._identity: str | None = None
@@ -141,7 +142,7 @@ class Store:
             raise self._out_of_range(wanted)
         return self.token_counts[wanted].reshape(shape)
 
-    def tokens_in(self, layer: int) -> NDArray[np.int64]:
+    def tokens_in(self, layer: Layer) -> NDArray[np.int64]:
         """Returns the number of stored tokens per example in one layer, ``(num_examples,)`` int64; 0 if an example lacks it."""
         group, each = self._group(layer), self._contents.tokens_each
         if each is not None:
@@ -182,12 +183,12 @@ class Store:
         self._rows = closed
         self._table = None
         self._extras = {"logits": closed, "router": closed, "labels": closed}
-        for one in held:
-            for rows in (one.values, one.indices) if isinstance(one, Logits) else (getattr(one, "rows", one),):
+        for has in held:
+            for rows in (has.values, has.indices) if isinstance(has, Logits) else (getattr(has, "rows", has),):
                 if rows is not None and not isinstance(rows, Without):
                     rows.close()
 
-    def group_of(self, layer: int) -> int:
+    def group_of(self, layer: Layer) -> int:
         """Returns the index of a layer in :attr:`layers`.
 
         Raises:
@@ -195,16 +196,13 @@ class Store:
         """
         return self._group(layer)
 
-    def _group(self, layer: int) -> int:
+    def _group(self, layer: Any) -> int:
         if type(layer) is int and (found := self._groups.get(layer)) is not None:
             return found
         # True and 1.0 compare equal to 1 but are not layer names.
-        name: Any = None
-        if not isinstance(layer, bool | np.bool_ | float | np.floating):
-            with contextlib.suppress(TypeError):
-                name = operator.index(layer)
-        if name in self._groups:
-            return self._groups[name]
+        with contextlib.suppress(ArgumentTypeError):
+            if (found := self._groups.get(one(layer))) is not None:
+                return found
         what = f"layer {layer!r:.100} is not stored; the layers are {short(self.layers, 200)}"
         if isinstance(layer, list | tuple | np.ndarray):
             what += ". For several layers use stream(), or sequences() with one layer per example."
@@ -235,15 +233,15 @@ class Store:
 
     def _overflowed(self, found: list[int], layer: Any, dtype: Any) -> None:
         warnings.warn(
-            f"{self.path}: layer {layer}: {found[0]} finite values became infinite as {np.dtype(_arguments.dtype(dtype)[0])}. "
-            "Use a wider dtype=.",
+            f"{self.path}: layer {plain(layer)}: {found[0]} finite values became infinite as "
+            f"{np.dtype(_arguments.dtype(dtype)[0])}. Use a wider dtype=.",
             OverflowWarning,
             stacklevel=3,
         )
 
     def gather(
         self,
-        layer: int,
+        layer: Layer,
         examples: ArrayLike,
         tokens: ArrayLike,
         *,
@@ -350,7 +348,7 @@ class Store:
         chosen = self._contents.chosen
         return None if chosen is None else chosen.array()
 
-    def layer(self, layer: int, *, dtype: DTypeLike | None = None) -> LayerArray:
+    def layer(self, layer: Layer, *, dtype: DTypeLike | None = None) -> LayerArray:
         """Returns one layer as an array over (example, token, element), which reads nothing until it is indexed.
 
         ``acts = store.layer(5)`` supports ``acts[17]``, ``acts[17, -1]``, ``acts[mask, 0]``, ``np.asarray(acts)``.
@@ -369,7 +367,7 @@ class Store:
 
     def last_tokens(
         self,
-        layer: int,
+        layer: Layer,
         examples: ArrayLike | None = None,
         *,
         out: Any = None,
@@ -407,7 +405,7 @@ class Store:
             self._overflowed(lost, layer, dtype)
         return rows
 
-    def sequence(self, example: int, layer: int, *, out: Any = None, dtype: DTypeLike | None = None) -> NDArray[Any]:
+    def sequence(self, example: int, layer: Layer, *, out: Any = None, dtype: DTypeLike | None = None) -> NDArray[Any]:
         """Reads all stored tokens of one example.
 
         Args:
@@ -444,7 +442,7 @@ class Store:
         return copy
 
     def sequences(
-        self, examples: ArrayLike, layer: int | Sequence[int], *, dtype: DTypeLike | None = None
+        self, examples: ArrayLike, layer: Layer | Sequence[Layer], *, dtype: DTypeLike | None = None
     ) -> list[NDArray[Any]]:
         """Reads all stored tokens of several examples in parallel.
 
@@ -493,7 +491,7 @@ class Store:
 
     def stream(
         self,
-        layer: int | Sequence[int] | Literal["all"],
+        layer: Layer | Sequence[Layer] | Literal["all"],
         batch_size: int,
         *,
         shuffle: Shuffle = None,
@@ -591,7 +589,7 @@ class Store:
 
     def stats(
         self,
-        layer: int,
+        layer: Layer,
         *,
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),
@@ -623,8 +621,8 @@ class Store:
             self._rows.gather()
         return self._rows
 
-    def _groups_of(self, layer: int | Sequence[int], n: int) -> int | NDArray[np.int64]:
-        if isinstance(layer, int | np.integer | str) or not np.iterable(layer):
+    def _groups_of(self, layer: Layer | Sequence[Layer], n: int) -> int | NDArray[np.int64]:
+        if is_one(layer) or not np.iterable(layer):
             return self._group(layer)
         groups = np.array([self._group(x) for x in layer], np.int64)
         if groups.size != n:
@@ -734,7 +732,7 @@ class Store:
         examples = self._numbers(examples)
         return logits.values.gather(0, examples, None, None, None), logits.indices.gather(0, examples, None, None, None)
 
-    def router(self, layer: int, examples: ArrayLike | None = None) -> NDArray[Any]:
+    def router(self, layer: Layer, examples: ArrayLike | None = None) -> NDArray[Any]:
         """Reads the router logits of a mixture-of-experts layer.
 
         Args:
@@ -752,7 +750,7 @@ class Store:
         if isinstance(router, Closed):
             router.gather()
         assert isinstance(router, Router)
-        if isinstance(layer, bool | np.bool_ | float | np.floating) or layer not in router.layers:
+        if not is_one(layer) or layer not in router.layers:
             raise LayerError(
                 f"router of layer {layer!r} is not stored; the router's layers are {short(router.layers)}",
                 path=self.path,

@@ -140,7 +140,7 @@ def stats_command(
     store = actshard.open(_place(path, storage_option, cache), format)
     named = _layers_named(store, layer or "all")
     found = verb.run(
-        store, store.layers if named == "all" else [named] if isinstance(named, int) else named, tokens, quiet=json
+        store, store.layers if named == "all" else named if isinstance(named, list) else [named], tokens, quiet=json
     )
     _print(json, lambda: verb.as_dict(found), lambda: verb.show(store, found))
 
@@ -184,16 +184,15 @@ def bench_stream_command(
 
 def _layers_named(store: actshard.Store, words: str) -> Any:
     """Parses ``--layer`` for a stream."""
-    if words == "all":
+    from actshard.cli._layers import of_store
+
+    if words == "all" and "all" not in store.layers:
         return "all"
     if not words:
         if not store.layers:
             raise actshard.NotStoredError("the dataset contains no hidden states", path=store.path)
         return store.layers[0]
-    try:
-        names = [int(word) for word in words.split(",")]
-    except ValueError:
-        raise actshard.ArgumentError(f'--layer: expected integers, or "all", found {words!r}') from None
+    names = of_store(words, store.layers, "--layer")
     return names[0] if len(names) == 1 else names
 
 
@@ -244,10 +243,11 @@ def convert_command(
 ) -> None:
     """Convert a dataset to another format. Resumable; --dry-run lists everything that would be lost."""
     from actshard.cli import convert as verb
+    from actshard.cli._layers import renamed
     from actshard.cli._places import options_named
 
     own = {
-        "layers": verb.layers_named(layer),
+        "layers": renamed(layer, "--layer"),
         "examples": verb.examples_named(examples),
         "columns": verb.columns_named(columns),
         "tokens": tokens,

@@ -16,19 +16,6 @@ from actshard.errors import ArgumentError
 from actshard.location import Location
 
 
-def layers_named(words: str) -> list[int] | dict[int, int] | None:
-    """Parses ``--layer``: ``3,7`` or ``-1=23,-2=22``."""
-    if not words:
-        return None
-    try:
-        pairs = [word.split("=") for word in words.split(",")]
-        if any(len(p) > 1 for p in pairs):
-            return {int(p[0]): int(p[-1]) for p in pairs}
-        return [int(p[0]) for p in pairs]
-    except ValueError:
-        raise ArgumentError(f"--layer: expected integers, or old=new, found {words!r}") from None
-
-
 def columns_named(words: str) -> list[str] | dict[str, str] | None:
     """Parses ``--columns``: ``text,label=verb``, or JSON for names with commas or equals signs."""
     if not words:

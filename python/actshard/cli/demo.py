@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 import actshard
 from actshard.cli._format import console, size
+from actshard.layers import Layer
 
 DATASET = Path(actshard.__file__).parent / "_demo" / "minilm-tense"
 RIDGE = 10.0
 _BAR = 40
 
 
-def probe_accuracy(store: actshard.Store, layer: int) -> float:
+def probe_accuracy(store: actshard.Store, layer: Layer) -> float:
     """Returns the accuracy of a ridge classifier on last tokens, trained on half of the verbs and tested on the other half."""
     verbs = np.array(store.table["verb"].to_pylist())
     past = np.array(store.table["label"].to_pylist()) == 1

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from actshard.cli._format import console, one_line
+from actshard.layers import plain
 from actshard.store import Store
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def show(store: Store, n: int) -> None:
         layers if len(layers) <= _LAYERS_AT_MOST else layers[: _LAYERS_AT_MOST // 2] + layers[-_LAYERS_AT_MOST // 2 :]
     )
     for layer in shown:
-        grid.add_column(f"|h| {layer}", justify="right")
+        grid.add_column(f"|h| {escape(plain(layer))}", justify="right")
     for row in found:
         cells = [str(row["example"])]
         cells += [

@@ -7,6 +7,7 @@ from typing import Any
 from rich.markup import escape
 
 from actshard.cli._format import one_line, show_facts, size
+from actshard.layers import listing
 from actshard.location import Location
 from actshard.staging import origin
 from actshard.storage import Remote
@@ -50,7 +51,7 @@ def show(store: Store) -> None:
         ("model", escape(str(about["model"])) if about["model"] else "[dim]not recorded[/]"),
         ("examples", f"{about['examples']:,}"),
         ("tokens", tokens),
-        ("layers", ", ".join(map(str, store.layers)) or "[dim]none: no hidden states[/]"),
+        ("layers", escape(listing(store.layers)) or "[dim]none: no hidden states[/]"),
         ("d_model", f"{store.d_model:,}"),
         ("dtype", dtype),
         ("shards", shards),
@@ -65,5 +66,5 @@ def show(store: Store) -> None:
 
 def _text(staged: dict[str, Any]) -> str:
     commit = f" at commit {staged['revision']}" if staged["revision"] else ""
-    layers = "" if staged["layers"] is None else f", layers {', '.join(map(str, staged['layers']))}"
+    layers = "" if staged["layers"] is None else f", layers {listing(staged['layers'])}"
     return f"{staged['source']}{commit}{layers}"

@@ -7,18 +7,15 @@ from collections.abc import Sequence
 from rich.markup import escape
 
 from actshard.cli._format import console, size
+from actshard.cli._layers import several
 from actshard.cli._places import options_named
 from actshard.cli._progress import progress
-from actshard.errors import ArgumentError
 from actshard.staging import Staged, stage
 
 
 def run(source: str, folder: str, layers: str, options: Sequence[str] | None, *, check: bool, quiet: bool) -> Staged:
     """Stages a dataset and shows progress."""
-    try:
-        names = [int(name) for name in layers.split(",")] if layers else None
-    except ValueError:
-        raise ArgumentError(f"--layers: expected integers, found {layers!r}") from None
+    names = several(layers, "--layers") if layers else None
     with progress("staging", quiet=quiet) as watch:
         return stage(
             source, folder, names, storage_options=options_named(options) or None, check=check, progress=watch.stage

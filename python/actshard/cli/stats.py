@@ -6,24 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from actshard.cli._format import console
 from actshard.cli._progress import progress
+from actshard.layers import Layer, plain
 from actshard.stats import Stats
 from actshard.store import Store
 
 
-def run(store: Store, layers: Sequence[int], tokens: Any, *, quiet: bool) -> dict[int, Stats]:
+def run(store: Store, layers: Sequence[Layer], tokens: Any, *, quiet: bool) -> dict[Layer, Stats]:
     """Computes the statistics of layers and shows progress."""
-    made = {}
+    made: dict[Layer, Stats] = {}
     for layer in layers:
-        with progress(f"layer {layer}", quiet=quiet) as watch:
+        with progress(f"layer {plain(layer)}", quiet=quiet) as watch:
             made[layer] = store.stats(layer, tokens=tokens, progress=watch.counts)
     return made
 
 
-def as_dict(found: dict[int, Stats]) -> dict[str, Any]:
+def as_dict(found: dict[Layer, Stats]) -> dict[str, Any]:
     """Returns plain values: numbers, and a list of ``d_model`` values per statistic. NaN is null."""
     return {str(layer): _plain(stats) for layer, stats in found.items()}
 
@@ -39,7 +41,7 @@ def _number(value: float) -> float | None:
     return value if np.isfinite(value) else None  # JSON has no NaN
 
 
-def show(store: Store, found: dict[int, Stats]) -> None:
+def show(store: Store, found: dict[Layer, Stats]) -> None:
     """Prints a row per layer: statistics over its columns."""
     grid = Table(box=None, pad_edge=False)
     for name in ("layer", "rows", "mean norm", "mean", "std", "min", "max", "NaN", "infinite"):
@@ -55,7 +57,7 @@ def show(store: Store, found: dict[int, Stats]) -> None:
             float(stats.max.max(initial=-np.inf)),
         )
         grid.add_row(
-            str(layer),
+            escape(plain(layer)),
             f"{stats.rows:,}",
             *(f"{value:.4g}" for value in values),
             f"{int(stats.nan.sum()):,}",

@@ -58,7 +58,7 @@ def _open(dataset: str | PathLike[str]) -> actshard.Store:
 
 def _layers(store: actshard.Store, layers: list[int] | None) -> list[int]:
     if layers is None:
-        return sorted(store.layers)
+        return sorted(int(layer) for layer in store.layers)
     if missing := set(layers) - set(store.layers):
         raise ArgumentError(f"Layers {sorted(missing)} not in dataset. Available: {sorted(store.layers)}")
     return sorted(layers)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from actshard import formats
 from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
+from actshard.layers import Layer
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -65,7 +66,7 @@ class Columns:
         self._unit: tuple[int, pa.Table] | None = None
         self._window: _Window | None = None
         self._logits = wanted and store.contents.has_logits
-        self.routers: tuple[int, ...] = store.contents.router_layers if wanted else ()
+        self.routers: tuple[Layer, ...] = store.contents.router_layers if wanted else ()
         self.labels = labels
         self._numbers = (
             (not whole or not self.carrying.numbered_by_order(store.contents)) if numbers is None else numbers

@@ -19,6 +19,7 @@ from actshard.converting.columns import Columns, NumbersMatterError, choose, dro
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError, UnsupportedError
 from actshard.formats.carrying import ORIGIN, checked_origin
 from actshard.formats.target import PATCH_LABELS, TEXTS, Target
+from actshard.layers import Layer, plain, several
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
@@ -52,8 +53,8 @@ class Asked:
 
     store: Store
     format: str
-    layers: tuple[int, ...]
-    names: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    names: tuple[Layer, ...]
     """Names of the layers in the result."""
     examples: NDArray[np.int64] | None
     """Example numbers to convert; None: all, in order."""
@@ -135,7 +136,7 @@ def ask(
     store: Store,
     format: str,
     *,
-    layers: Sequence[int] | Mapping[int, int] | None,
+    layers: Layer | Sequence[Layer] | Mapping[Any, Layer] | None,
     examples: ArrayLike | slice | None,
     tokens: str,
     pad: bool,
@@ -151,12 +152,9 @@ def ask(
         raise ArgumentError(f"tokens: expected {', '.join(map(repr, TOKENS))}, found {tokens!r}")
     pad, truncate = _arguments.switch(pad, "pad"), _arguments.switch(truncate, "truncate")
     if isinstance(layers, Mapping):
-        chosen, names = tuple(layers), tuple(layers.values())
+        chosen, names = several(tuple(layers)), several(tuple(layers.values()))
     else:
-        chosen = store.layers if layers is None else tuple(_arguments.index(layers, "layers")[0].tolist())
-        names = chosen
-    if not chosen:
-        raise ArgumentError("layers: expected at least one, found none")
+        chosen = names = store.layers if layers is None else several(layers)
     for layer in chosen:
         store.group_of(layer)
     ids: NDArray[np.int64] | None = None
@@ -411,6 +409,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
                     f"{int((counts - target.tokens)[long].sum()):,} tokens are left out",
                 )
             )
+    made += _renamed(asked)
     if not target.holds_partial_layers and asked.pad and store.contents.lacks_layers:
         made.append(Loss("layers", "layers that an example lacks are filled with zeros"))
     if target.empty_examples is not None and (counts == 0).any():
@@ -449,6 +448,14 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
     if keeps_as_columns and (store.contents.has_logits or store.contents.router_layers):
         made.append(Loss("layout", "logits and router tensors become columns, which store.logits() does not read"))
     return made
+
+
+def _renamed(asked: Asked) -> list[Loss]:
+    """Names that are texts and are replaced."""
+    pairs = zip(asked.layers, asked.names, strict=True)
+    renamed = [f"{plain(a)} becomes {plain(b)}" for a, b in pairs if a != b and isinstance(a, str)]
+    more = f", and {len(renamed) - 12} more" if len(renamed) > 12 else ""
+    return [Loss("layers", f"names are replaced: {', '.join(renamed[:12])}{more}")] if renamed else []
 
 
 def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:

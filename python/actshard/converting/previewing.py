@@ -26,6 +26,7 @@ from actshard.converting.planning import (
 from actshard.converting.running import overflowed, overflows
 from actshard.errors import ActshardError, ArgumentError, NotStoredError, boundary
 from actshard.formats.target import Target
+from actshard.layers import Layer
 from actshard.store import Store
 
 _ROWS_LOOKED_AT = 256 << 20
@@ -39,7 +40,7 @@ class Plan:
     format: str
     path: Path
     examples: int
-    layers: tuple[int, ...]
+    layers: tuple[Layer, ...]
     rows: int
     dtype: str | None
     shards: int
@@ -67,7 +68,7 @@ def plan(
     dst: str | os.PathLike[str],
     format: str | None = None,
     *,
-    layers: Sequence[int] | Mapping[int, int] | None = None,
+    layers: Layer | Sequence[Layer] | Mapping[Any, Layer] | None = None,
     examples: ArrayLike | slice | None = None,
     columns: Iterable[str] | Mapping[str, str] | None = None,
     tokens: str = "all",

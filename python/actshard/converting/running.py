@@ -31,6 +31,7 @@ from actshard.converting.planning import (
 from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
 from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
+from actshard.layers import Layer, plain
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
@@ -83,7 +84,7 @@ def convert(
     dst: str | os.PathLike[str],
     format: str,
     *,
-    layers: Sequence[int] | Mapping[int, int] | None = None,
+    layers: Layer | Sequence[Layer] | Mapping[Any, Layer] | None = None,
     examples: ArrayLike | slice | None = None,
     columns: Iterable[str] | Mapping[str, str] | None = None,
     tokens: str = "all",
@@ -116,7 +117,8 @@ def convert(
         dst: the folder to create; for saev the folder of dumps, in which the dataset is ``<HASH>``. Or a URL: the result is
             written to ``scratch``, uploaded as by :func:`actshard.push`, and removed from ``scratch``.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
-        layers: names of layers to convert, in this order; a mapping renames them: ``{-1: 23}``. None: all.
+        layers: names of layers to convert, in this order; a mapping renames them: ``{-1: 23}``,
+            ``{"blocks.5.hook_resid_post": 5}``. None: all.
         examples: integers, a slice or a bool per example: the examples to convert, in this order. None: all.
         columns: names of columns to convert, in this order; a mapping renames them: ``{"label": "verb"}``. None: all. Logits,
             router tensors and patch labels that are not columns are always converted.
@@ -348,7 +350,7 @@ def _blocks(
             if not target.holds_partial_layers and (counts < 0).any() and not asked.pad:
                 example, layer = (int(x[0]) for x in np.nonzero(counts < 0))
                 raise ArgumentError(
-                    f"example {at + example}: lacks layer {asked.layers[layer]}, and {target.format} requires all layers. "
+                    f"example {at + example}: lacks layer {plain(asked.layers[layer])}, and {target.format} requires all layers. "
                     "Select other layers= or examples=, or pass pad=True (--pad) to fill the layer with zeros."
                 )
         if target.tokens is not None:
@@ -521,8 +523,9 @@ def _difference(asked: Asked, target: Target, path: Path, some: NDArray[np.int64
         if not same.all():
             row = int(np.flatnonzero(~same.all(axis=1))[0])
             pair = int(np.searchsorted(np.cumsum(has), row, "right"))
+            layer = asked.names[int(np.flatnonzero(held)[pair]) % len(asked.layers)]
             said = (
-                f"example {int(examples[pair])}, layer {asked.names[int(np.flatnonzero(held)[pair]) % len(asked.layers)]}, token "
+                f"example {int(examples[pair])}, layer {plain(layer)}, token "
                 f"{row - int(np.cumsum(has)[pair] - has[pair])}: differs from its source in {store_name(asked.store)}"
             )
             return said, 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.layers import Layer
 from actshard.location import Location, network_io
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Logits:
 class Router:
     """Router logits of mixture-of-experts layers, addressed by (position in ``layers``, example)."""
 
-    layers: tuple[int, ...]
+    layers: tuple[Layer, ...]
     rows: Rows
 
 
@@ -68,7 +69,8 @@ class Contents:
     format: str
     path: Path
     metadata: dict[str, Any]
-    layers: tuple[int, ...]
+    layers: tuple[Layer, ...]
+    """Names in stored order: all integers, or all texts."""
     d_model: int
     dtype: np.dtype[Any]
     num_examples: int
@@ -115,7 +117,7 @@ class Contents:
     types_may_differ: bool = False
     """Whether rows may be stored in several float dtypes, of which ``dtype`` is the first. Reading them requires ``dtype=``."""
     has_logits: bool = False
-    router_layers: tuple[int, ...] = ()
+    router_layers: tuple[Layer, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None
     logits: Callable[[], Logits | None] = lambda: None
     router: Callable[[], Router | None] = lambda: None

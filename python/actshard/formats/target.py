@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._arguments import NUMPY_BY_NAME, name_of
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError
+from actshard.layers import Layer
 from actshard.work import FOLDER, PARTS
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Spec:
     """A dataset to write, independent of its format."""
 
     path: Path
-    layers: tuple[int, ...]
+    layers: tuple[Layer, ...]
     d_model: int
     dtype: np.dtype[Any] | None
     """None: the dtype of the first rows appended."""
@@ -121,6 +122,8 @@ class Target(ABC):
     """Whether metadata can mark special tokens, such as CLS."""
     holds_partial_layers = False
     """Whether an example may lack a layer, or have different tokens in different layers."""
+    holds_named_layers = False
+    """Whether layers may have texts as names; otherwise they are integers."""
     holds_labels = False
     """Whether patch labels have a separate place."""
     holds_logits = False
@@ -426,7 +429,7 @@ def list_column(name: str, values: NDArray[Any]) -> tuple[pa.Field, pa.Array]:
     return pa.field(name, column.type, metadata=metadata), column
 
 
-def uniform(lengths: NDArray[np.int64], format: str, layers: Sequence[int]) -> NDArray[np.int64]:
+def uniform(lengths: NDArray[np.int64], format: str, layers: Sequence[Layer]) -> NDArray[np.int64]:
     """Returns tokens per example, for formats in which all layers have the same tokens."""
     first = lengths[:, 0]
     if (lengths != first[:, None]).any() or (first < 0).any():

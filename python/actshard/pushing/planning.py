@@ -11,6 +11,7 @@ from pathlib import Path
 from actshard import formats
 from actshard.errors import ArgumentError, FormatError, boundary
 from actshard.finding import check_finished, existing, find_any
+from actshard.layers import listing
 from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.pushing.choosing import LocalFile, choose
@@ -159,7 +160,7 @@ def _card(at: Location, format: str, stages: tuple[tuple[LocalFile, ...], ...], 
         lines = ["size_categories:", f"- {next((text for most, text in _CATEGORIES if count < most), '10M<n<100M')}"]
         rows += [
             ("examples", f"{count:,}"),
-            ("layers", ", ".join(map(str, store.layers)) or "none"),
+            ("layers", listing(store.layers) or "none"),
             ("d_model", str(store.d_model)),
             ("dtype", str(store.dtype)),
             ("columns", ", ".join(store.contents.column_names) or "none"),

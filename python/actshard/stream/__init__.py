@@ -21,6 +21,7 @@ from actshard.errors import (
     NotStoredError,
     OverflowWarning,
 )
+from actshard.layers import Layer, array_of, is_one, listing, one, short
 from actshard.location import Location
 from actshard.stats import is_deviation
 from actshard.stream.selection import Mask, Tokens, select
@@ -47,8 +48,8 @@ class Batch:
         activations: ``(b, d_model)``; ``(b, n_layers, d_model)`` for several aligned layers.
         examples: ``(b,)`` int64, the example number of each row.
         tokens: ``(b,)`` int64, the token's position among the example's stored tokens (for saev with CLS, 0 is CLS).
-        layers: int64 layer names: ``(b,)``, one per row, for interleaved layers; otherwise ``(n_layers,)``, the layers of
-            the second axis or the only layer.
+        layers: layer names, int64 or numpy strings as in ``store.layers``: ``(b,)``, one per row, for interleaved layers;
+            otherwise ``(n_layers,)``, the layers of the second axis or the only layer.
         labels: ``(b,)`` uint8 patch labels; None if the dataset has no labels. With ``tokens="all"`` int16, and -1 for
             special tokens, which have no label.
     """
@@ -56,7 +57,7 @@ class Batch:
     activations: Any
     examples: NDArray[np.int64]
     tokens: NDArray[np.int64]
-    layers: NDArray[np.int64]
+    layers: NDArray[Any]
     labels: NDArray[Any] | None
 
     def __len__(self) -> int:
@@ -64,7 +65,7 @@ class Batch:
 
     def __repr__(self) -> str:
         labels = "" if self.labels is None else f", labels {self.labels.dtype}"
-        layers = sorted(set(self.layers.tolist()))
+        layers = short(sorted(set(self.layers.tolist())))
         return f"<actshard.Batch: {tuple(self.activations.shape)} {self.activations.dtype}, layers {layers}{labels}>"
 
 
@@ -85,7 +86,7 @@ class Stream(Epochs[Batch]):
     def __init__(
         self,
         store: Readable,
-        layer: int | Sequence[int] | Literal["all"],
+        layer: Layer | Sequence[Layer] | Literal["all"],
         batch_size: int,
         *,
         shuffle: Shuffle = None,
@@ -106,7 +107,7 @@ class Stream(Epochs[Batch]):
         buffers: Sequence[Any] | None = None,
     ) -> None:
         interleave, drop_last = _arguments.switch(interleave, "interleave"), _arguments.switch(drop_last, "drop_last")
-        reuse, one = _arguments.switch(reuse, "reuse"), isinstance(layer, int | np.integer)
+        reuse, one = _arguments.switch(reuse, "reuse"), is_one(layer) and layer != "all"
         self._layers = _layers_of(store, layer)
         groups = [store.group_of(x) for x in self._layers]
         if interleave and one:
@@ -188,7 +189,7 @@ class Stream(Epochs[Batch]):
         return self._native.locate(rows)
 
     @property
-    def layers(self) -> tuple[int, ...]:
+    def layers(self) -> tuple[Layer, ...]:
         """Names of the layers of this stream."""
         return tuple(self._layers)
 
@@ -293,18 +294,24 @@ class Stream(Epochs[Batch]):
         return found
 
 
-def _layers_of(store: Readable, layer: int | Sequence[int] | Literal["all"]) -> list[int]:
+def _layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) -> list[Layer]:
     """The requested layers as a list of names."""
-    if isinstance(layer, int | np.integer):
-        layer = [layer]
-    elif not _arguments.is_one_of(layer, ("all",)) and (isinstance(layer, str) or not np.iterable(layer)):
+    if _arguments.is_one_of(layer, ("all",)):
+        if not store.layers:
+            raise NotStoredError("the dataset contains no hidden states", path=store.path)
+        if "all" in store.layers:
+            raise ArgumentError(
+                'layer: a layer of this dataset is named "all". Use ["all"] for it, store.layers for all'
+            )
+        return list(store.layers)
+    if is_one(layer):
+        return [one(layer)]
+    if not np.iterable(layer):
         raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
-    names = store.layers if isinstance(layer, str) else _arguments.listed(layer, "layer: expected names")
-    if not names and isinstance(layer, str):
-        raise NotStoredError("the dataset contains no hidden states", path=store.path)
+    names = _arguments.listed(layer, "layer: expected names")
     if not names:
         raise ArgumentError("layer: expected at least one layer")
-    return [int(x) if isinstance(x, np.integer) else x for x in names]
+    return [one(x) if is_one(x) else x for x in names]
 
 
 def _norm_of(store: Readable, scale: Scale) -> float | None:
@@ -321,7 +328,7 @@ class _RowLoop(Loop[Batch]):
 
     def __init__(self, stream: Stream, first: int, every: int, held: list[Any] | None) -> None:
         self._source = stream
-        self._layers = np.array(stream.layers, np.int64)
+        self._layers = array_of(stream.layers)
         self._overflows = 0
         # Held until the loop ends, as the files are, even if the store is closed.
         self._labels = None if stream._tokens == "special" else stream.store.labels
@@ -348,7 +355,7 @@ class _RowLoop(Loop[Batch]):
         """Warns once per loop, because overflow usually affects many batches."""
         if not self._overflows:
             stream = self._source
-            named = ", ".join(map(str, stream.layers))
+            named = listing(stream.layers)
             warnings.warn(
                 f"{stream.store.path}: layers {named}: {more} finite values became infinite as {stream.dtype}, and later "
                 "batches may overflow too. Use a wider dtype= or a smaller scale=.",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from actshard import _arguments
 from actshard._arguments import is_one_of, listed
 from actshard.errors import ArgumentError, ArgumentTypeError, FileAccessError, NotStoredError, OutOfRangeError
+from actshard.layers import Layer, plain
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -91,7 +92,7 @@ def index_of(part: Any, count: int, what: str) -> Any:
 
 
 def select(
-    store: Readable, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int] = (), keep: Mask = None
+    store: Readable, layers: Sequence[Layer], tokens: Tokens, ignore_labels: Sequence[int] = (), keep: Mask = None
 ) -> _Native:
     """Returns the selection in the form that ``_native.Stream`` expects.
 
@@ -108,7 +109,7 @@ def select(
 
 
 def _select(
-    store: Readable, layers: Sequence[int], tokens: Tokens, ignore_labels: Sequence[int], keep: Mask
+    store: Readable, layers: Sequence[Layer], tokens: Tokens, ignore_labels: Sequence[int], keep: Mask
 ) -> _Native:
     if not is_one_of(tokens, ("content", "all", "last", "special")):
         raise ArgumentError(f'tokens: expected "content", "all", "last" or "special", found {tokens!r}')
@@ -165,14 +166,14 @@ def _select(
     return first, np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(wanted, np.bool_)
 
 
-def _stored(store: Readable, layers: Sequence[int]) -> NDArray[np.int64]:
+def _stored(store: Readable, layers: Sequence[Layer]) -> NDArray[np.int64]:
     """Tokens per example. Raises NotStoredError if layers store different numbers."""
     first, *others = (store.tokens_in(layer) for layer in (layers if store.contents.layers_differ else layers[:1]))
     for layer, other in zip(layers[1:], others, strict=False):
         if len(differ := np.flatnonzero(first != other)):
             i = int(differ[0])
             raise NotStoredError(
-                f"example {i} has {first[i]} tokens in layer {layers[0]} and {other[i]} in layer {layer}: "
+                f"example {i} has {first[i]} tokens in layer {plain(layers[0])} and {other[i]} in layer {plain(layer)}: "
                 "these layers cannot be streamed together; use one stream per layer",
                 path=store.path,
             )

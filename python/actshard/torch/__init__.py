@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike
 
 from actshard.epochs import Epochs
 from actshard.errors import ArgumentError, ArgumentTypeError, InternalError, OutOfRangeError, UnsupportedError
+from actshard.layers import Layer
 from actshard.stream import Stream
 from actshard.stream.selection import Mask, Tokens
 from actshard.tokens.stream import Examples
@@ -241,7 +242,7 @@ class Dataset(data.Dataset):
     def __init__(
         self,
         store: Store,
-        layer: int,
+        layer: Layer,
         *,
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),

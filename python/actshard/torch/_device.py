@@ -72,7 +72,7 @@ class CudaCopies:
 
     def send(self, batch: Tensors) -> tuple[Tensors, CopyEvent]:
         with torch.cuda.stream(self._side):
-            made = {name: host.to(self._device, non_blocking=True) for name, host in batch.items()}
+            made = {name: _sent(host, self._device, non_blocking=True) for name, host in batch.items()}
             event: CopyEvent = self._side.record_event()
         return made, event
 
@@ -82,7 +82,13 @@ class CudaCopies:
         for made in batch.values():
             # The memory belongs to the side stream. Without this, it could be given to a later copy while the
             # consumer's kernels still read it.
-            made.record_stream(current)
+            if isinstance(made, torch.Tensor):
+                made.record_stream(current)
+
+
+def _sent(value: Any, device: torch.device, **options: bool) -> Any:
+    """A tensor on the device; a list of layer names as it is."""
+    return value.to(device, **options) if isinstance(value, torch.Tensor) else value
 
 
 @dataclass(eq=False)
@@ -102,6 +108,9 @@ class HostSlot:
         """The batch as tensors in pinned memory."""
         held: Tensors = {}
         for name, value in tensors(batch).items():
+            if isinstance(value, list):  # names of layers
+                held[name] = value
+                continue
             size = value.numel() * value.element_size()
             written = name == "activations" and self.rows is not None
             if not written and (name not in self.others or self.others[name].numel() < size):
@@ -154,7 +163,7 @@ class DeviceStream:
         return made
 
     def _plain(self) -> Iterator[Tensors]:
-        return ({name: host.to(self.device) for name, host in tensors(batch).items()} for batch in self.stream)
+        return ({name: _sent(host, self.device) for name, host in tensors(batch).items()} for batch in self.stream)
 
     def _slot(self, number: int, backend: CopyBackend) -> HostSlot:
         stream = self.stream

@@ -42,7 +42,8 @@ def tensor(array: NDArray[Any]) -> torch.Tensor:
 def tensors(batch: Any) -> dict[str, Any]:
     """Returns a batch as a dict of tensors that share its memory.
 
-    Keys for activations: activations, examples, tokens, layers, and labels if the dataset has labels. Keys for a token
+    Keys for activations: activations, examples, tokens, layers (a list, if the names are texts), and labels if the dataset has
+    labels. Keys for a token
     dataset: the names of its arrays (``tokens``, ``loss_weight``, ``segment_ids``).
     """
     if not isinstance(batch, Batch):
@@ -51,7 +52,8 @@ def tensors(batch: Any) -> dict[str, Any]:
         "activations": tensor(batch.activations),
         "examples": tensor(batch.examples),
         "tokens": tensor(batch.tokens),
-        "layers": tensor(batch.layers),
+        # torch has no strings
+        "layers": batch.layers.tolist() if batch.layers.dtype.kind == "U" else tensor(batch.layers),
     }
     if batch.labels is not None:
         made["labels"] = tensor(batch.labels)

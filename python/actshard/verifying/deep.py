@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from actshard.errors import ActshardError
 from actshard.formats.report import NOT_OF_DATA, Report
+from actshard.layers import Layer, plain
 from actshard.store import Store
 
 _FEW = 8
@@ -48,7 +49,7 @@ def _tell(tell: Any, number: int, total: int, rows: int) -> None:
     tell("layers", number, total)
 
 
-def _rows(store: Store, layer: int, found: dict[str, Any], report: Report) -> None:
+def _rows(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> None:
     for key, code, what in (
         ("nan_rows", "nan", f"{found['nan']:,} NaN values"),
         ("infinite_rows", "infinite", f"{found['infinite']:,} infinite values"),
@@ -63,18 +64,21 @@ def _rows(store: Store, layer: int, found: dict[str, Any], report: Report) -> No
             code,
             store.path,
             f"{count:,} of {found['rows']:,} rows with {what}; (example, token): {shown}",
-            place=f"layer {layer}",
+            place=f"layer {plain(layer)}",
         )
 
 
-def _columns(store: Store, layer: int, found: dict[str, Any], report: Report) -> None:
+def _columns(store: Store, layer: Layer, found: dict[str, Any], report: Report) -> None:
     magnitudes, differences = found["magnitudes"], found["differences"]
     dead = np.flatnonzero(magnitudes == 0)
     constant = np.flatnonzero((differences == 0) & (magnitudes != 0)) if found["rows"] > 1 else np.zeros(0, np.int64)
     for code, columns in (("dead-dimension", dead), ("constant-dimension", constant)):
         if 0 < columns.size < store.d_model or (columns.size and code == "dead-dimension"):
             report.add(
-                code, store.path, f"{columns.size} of {store.d_model} columns: {_list(columns)}", place=f"layer {layer}"
+                code,
+                store.path,
+                f"{columns.size} of {store.d_model} columns: {_list(columns)}",
+                place=f"layer {plain(layer)}",
             )
     every = int(np.bitwise_or.reduce(magnitudes)) if magnitudes.size else 0
     dtype = found["dtype"]
@@ -84,7 +88,7 @@ def _columns(store: Store, layer: int, found: dict[str, Any], report: Report) ->
                 "wide-dtype",
                 store.path,
                 f"all {dtype} values are exactly representable in {narrower}",
-                place=f"layer {layer}",
+                place=f"layer {plain(layer)}",
             )
 
 
@@ -114,7 +118,7 @@ def _named(store: Store, example: int) -> int:
     return example if chosen is None else chosen.at(example)
 
 
-def _alike(store: Store, layers: Sequence[int], a: int, b: int) -> bool:
+def _alike(store: Store, layers: Sequence[Layer], a: int, b: int) -> bool:
     try:
         return all(store.sequence(a, la).tobytes() == store.sequence(b, la).tobytes() for la in layers)
     except NOT_OF_DATA:

@@ -13,8 +13,9 @@ from numpy.typing import DTypeLike
 
 from actshard import _arguments, formats
 from actshard._json import parse_json
-from actshard.errors import ArgumentError, FormatError
+from actshard.errors import ArgumentError, ArgumentTypeError, FormatError
 from actshard.formats.target import Spec, Target
+from actshard.layers import Layer, checked, is_one, several, short
 from actshard.work import PARTS
 from actshard.writing.writer import Writer
 
@@ -31,7 +32,7 @@ def make_target(
     path: str | os.PathLike[str],
     format: str,
     *,
-    layers: Sequence[int],
+    layers: Sequence[Layer],
     d_model: int,
     dtype: DTypeLike | None,
     metadata: Mapping[str, Any] | None,
@@ -55,9 +56,14 @@ def make_target(
             raise ArgumentError(f"{name}: expected JSON values: {error.detail}") from error
         except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"{name}: expected JSON values: {error}") from error
-    names, shape = _arguments.index(layers, "layers")
-    if not names.size or len(shape) != 1 or len(set(names.tolist())) < names.size:
-        raise ArgumentError(f"layers: expected a list of distinct integers, found {layers!r}")
+    if is_one(layers):
+        raise ArgumentTypeError(f"layers: expected a list of names, found {layers!r:.100}")
+    names = checked(several(layers))
+    if isinstance(names[0], str) and not formats.get(format).target().holds_named_layers:
+        raise ArgumentError(
+            f"layers: expected integers, which {format} stores as names, found {short(names)}. "
+            f"Number them: convert(layers={{{names[0]!r}: 0, ...}}), create(layers=range({len(names)}))"
+        )
     for name, value in (
         ("d_model", d_model),
         ("num_examples", num_examples),
@@ -78,7 +84,7 @@ def make_target(
         root = part_folder(root, index, count)
     spec = Spec(
         path=root,
-        layers=tuple(names.tolist()),
+        layers=names,
         d_model=int(d_model),
         dtype=None if dtype is None else _arguments.dtype(dtype)[0],
         metadata=told["metadata"],
@@ -105,7 +111,7 @@ def create(
     path: str | os.PathLike[str],
     format: str,
     *,
-    layers: Sequence[int],
+    layers: Sequence[Layer],
     d_model: int,
     dtype: DTypeLike | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -133,7 +139,8 @@ def create(
             ``hf://``: the dataset is written to ``scratch``, uploaded as by :func:`actshard.push` when it is closed, and removed
             there. That takes as much disk as the dataset.
         format: ``"saev"``, ``"lmprobe"``, ``"zarr"`` or ``"pickle"``.
-        layers: names of the layers (integers), in the order of the arrays' layer axis.
+        layers: names of the layers, in the order of the arrays' layer axis: integers, or texts for formats that store
+            them (zarr).
         d_model: elements per row.
         dtype: dtype to store; appended arrays are cast to it. None: the dtype of the first append, without any cast.
         metadata: values that the format stores: saev's ``family``, ``ckpt``, ``data``, ``dataset``, ``pixel_agg``; a Zarr store's

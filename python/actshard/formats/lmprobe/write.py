@@ -40,6 +40,7 @@ from actshard.formats.target import (
     positive,
     uniform,
 )
+from actshard.layers import Layer
 from actshard.work import make_folder, rename, sync_folders
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class LmprobeTarget(Target):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def _working(self, layer: int, kind: str, shard: int) -> Path:
+    def _working(self, layer: Layer, kind: str, shard: int) -> Path:
         return self.root / "tensors" / f".{kind}-{layer}-{shard}.part"
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
@@ -362,7 +363,7 @@ class LmprobeTarget(Target):
         self._rest, self._weight = [], 0
         return shards, shards + 1, rows * self.row_bytes + shards * self.header
 
-    def _complete(self, working: Path, name: str, layer: int, rows: int) -> Path:
+    def _complete(self, working: Path, name: str, layer: Layer, rows: int) -> Path:
         """Writes the header of a complete shard and renames the shard."""
         path = working.with_name(name)
         if not working.exists():

@@ -27,6 +27,7 @@ decoded by the zarrs crate or, for codecs that it lacks, by the zarr package. Th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -40,6 +41,7 @@ from actshard._json import Fields, exists, read_json, show, utf8
 from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import (
+    ArgumentError,
     MissingFileError,
     NotStoredError,
     UnsupportedError,
@@ -48,6 +50,7 @@ from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import native
 from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, TEXTS, Member
+from actshard.layers import Layer, checked
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -226,19 +229,20 @@ def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: b
     return made | ({"stores": len(members)} if len(members) > 1 or manifest else {})
 
 
-def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark]) -> tuple[int, ...]:
+def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark]) -> tuple[Layer, ...]:
     """Layer names from the attribute ``layers``, which actshard writes; otherwise numbers from 0."""
     said = [named for named in (metadata.get("layers"), member.metadata.get("layers")) if named is not None]
     for named in said:
-        if isinstance(named, list) and len(named) == member.num_layers == len(
-            {x for x in named if type(x) is int and abs(x) < 1 << 30}
-        ):
-            return tuple(named)
+        if isinstance(named, list) and len(named) == member.num_layers:
+            with contextlib.suppress(ArgumentError):
+                names = checked(named)
+                if isinstance(names[0], str) or all(abs(x) < 1 << 30 for x in names if isinstance(x, int)):
+                    return names
     if said:
         warnings.append(
             Remark(
                 "claim",
-                f"attribute 'layers': expected {member.num_layers} different integers, found {show(said[0])}; layers are "
+                f"attribute 'layers': expected {member.num_layers} different integers or texts, found {show(said[0])}; layers are "
                 "numbered from 0",
             )
         )

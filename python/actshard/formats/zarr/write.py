@@ -46,6 +46,7 @@ class ZarrTarget(Target):
     }
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
+    holds_named_layers = True
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)

@@ -1,0 +1,110 @@
+"""Names of layers: integers, or texts such as ``blocks.5.hook_resid_post``. All layers of a dataset have names of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _arguments
+from actshard.errors import ArgumentError, ArgumentTypeError, FormatError
+
+Layer = int | str
+"""A layer's name, as in ``store.layers``."""
+
+_LONGEST = 1000
+"""Characters of a name."""
+
+
+def is_one(value: Any) -> bool:
+    """Whether a value is one name, rather than several."""
+    return isinstance(value, int | np.integer | str) and not isinstance(value, bool)
+
+
+def one(value: Any, what: str = "layer") -> Layer:
+    """Returns a name as int or str.
+
+    Raises:
+        ArgumentTypeError: another type, such as a bool or a float.
+    """
+    if not is_one(value):
+        raise ArgumentTypeError(f"{what}: expected a layer's name, an integer or a text, found {value!r:.100}")
+    return str(value) if isinstance(value, str) else int(value)
+
+
+def several(values: Any, what: str = "layers") -> tuple[Layer, ...]:
+    """Returns names as a tuple; one name is a tuple of one.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: no names, equal names, or other types.
+    """
+    listed = [values] if is_one(values) else _listed(values, what)
+    names = tuple(one(value, what) for value in listed)
+    if not names:
+        raise ArgumentError(f"{what}: expected at least one, found none")
+    if len(set(names)) < len(names):
+        raise ArgumentError(f"{what}: expected different names of layers, found {short(names)}")
+    return names
+
+
+def _listed(values: Any, what: str) -> list[Any]:
+    if isinstance(values, bytes | dict | set | bool | float) or not np.iterable(values):
+        raise ArgumentTypeError(f"{what}: expected names of layers, found {values!r:.100}")
+    return _arguments.listed(values, f"{what}: expected names of layers")
+
+
+def checked(names: Iterable[Any]) -> tuple[Layer, ...]:
+    """Returns the names of a dataset's layers.
+
+    Raises:
+        ArgumentError: names of both kinds, equal names, or a text that is empty, too long, or contains a null character.
+    """
+    made = tuple(names)
+    if not made:
+        return ()
+    made = several(made)
+    if len({type(name) for name in made}) > 1:
+        raise ArgumentError(f"layers: expected only integers or only texts, found {short(made)}")
+    for name in made:
+        if isinstance(name, str) and (not 0 < len(name) <= _LONGEST or "\0" in name):
+            raise ArgumentError(
+                f"layers: expected 1 to {_LONGEST} characters without null characters, found {name!r:.100}"
+            )
+    return made
+
+
+def stored(names: Iterable[Any], path: Any) -> tuple[Layer, ...]:
+    """:func:`checked` for a dataset at ``path``. Raises FormatError."""
+    try:
+        return checked(names)
+    except ArgumentError as error:
+        raise FormatError(error.detail, path=path) from error
+
+
+def array_of(names: Sequence[Layer]) -> NDArray[Any]:
+    """Names as an array: int64, or numpy strings."""
+    return np.array(names, np.str_ if names and isinstance(names[0], str) else np.int64)
+
+
+def named(text: str, names: Sequence[Layer]) -> Layer | None:
+    """The one of ``names`` that is written as ``text``, as on a command line; None if there is none."""
+    return next((name for name in names if str(name) == text), None)
+
+
+def plain(name: Layer) -> str:
+    """A name for messages and tables: without quotes, on one line."""
+    text = str(name)
+    return text if text.isprintable() else repr(text)[1:-1]
+
+
+def listing(names: Sequence[Layer], between: str = ", ") -> str:
+    """All names for messages and tables, on one line."""
+    return between.join(map(plain, names))
+
+
+def short(names: Sequence[Layer], at_most: int = 12) -> str:
+    """Names for messages: the first few, quoted if they are texts, and their number."""
+    shown = ", ".join(f"{name!r:.80}" for name in names[:at_most])
+    return f"[{shown}, ... {len(names)} in all]" if len(names) > at_most else f"[{shown}]"
