@@ -35,7 +35,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("arrays", "choosing", "describing"),
     ("store",),
     ("opening",),
-    ("verifying", "merging"),
+    ("verifying", "merging", "mixing"),
     ("pushing",),
     ("writing",),
     ("converting",),
@@ -199,7 +199,7 @@ def test_importing_actshard_loads_nothing_of_urls_and_arrays() -> None:
         import sys
         import actshard
         loaded = {name for name in sys.modules if name.startswith("actshard.")}
-        lazy = {"actshard." + name for name in ("staging", "pushing", "caching", "arrays", "choosing", "chosen")}
+        lazy = {"actshard." + name for name in ("staging", "pushing", "caching", "arrays", "choosing", "chosen", "mixing")}
         assert not loaded & lazy, loaded & lazy
         assert "tempfile" not in sys.modules
         assert {"stage", "push", "cache_info"} <= set(dir(actshard))

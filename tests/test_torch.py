@@ -273,3 +273,22 @@ def test_examples_of_a_token_dataset_by_number(tmp_path: Path) -> None:
     loader = DataLoader(items, batch_size=4, sampler=[5, 1, 7, 7, 0], collate_fn=actshard.torch.collate)
     found = [batch["tokens"].numpy() for batch in loader]
     assert np.array_equal(np.concatenate(found), dataset.get_batch([5, 1, 7, 7, 0]).tokens)
+
+
+@pytest.mark.parametrize(("workers", "method"), [(0, None), (2, "fork"), (2, "spawn")])
+def test_loaders_give_the_batches_of_mixtures(workers: int, method: Any) -> None:
+    store = actshard.open(SAEV)
+
+    def mixed() -> actshard.MixedStream:
+        return actshard.mix([(store, 2), (store.filter(slice(None, None, 2)), 1)], exhausted="repeat").stream(5, 6)
+
+    def listed(batch: Any) -> tuple[Any, ...]:
+        made = batch if isinstance(batch, dict) else actshard.torch.tensors(batch)
+        return (*plain(made), made["sources"].tolist())
+
+    reference = mixed()
+    want = [[listed(b) for b in reference] for _ in range(2)]
+    loader = DataLoader(
+        actshard.torch.IterableDataset(mixed()), batch_size=None, num_workers=workers, multiprocessing_context=method
+    )
+    assert [[listed(b) for b in loader] for _ in range(2)] == want

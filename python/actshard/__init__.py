@@ -53,6 +53,7 @@ from actshard.writing import Writer, create
 if TYPE_CHECKING:
     from actshard.arrays import LayerArray, Ragged, RowArray
     from actshard.caching import CacheInfo, cache_info, clear_cache
+    from actshard.mixing import MixedBatch, MixedStores, MixedStream, mix
     from actshard.pushing import Pushed, push
     from actshard.staging import Staged, stage
 
@@ -81,6 +82,9 @@ __all__ = [
     "LockedError",
     "MissingExtraError",
     "MissingFileError",
+    "MixedBatch",
+    "MixedStores",
+    "MixedStream",
     "NoMemoryError",
     "NotAFileError",
     "NotStoredError",
@@ -107,6 +111,7 @@ __all__ = [
     "convert",
     "create",
     "merge",
+    "mix",
     "open",
     "push",
     "stage",
@@ -116,10 +121,11 @@ __all__ = [
 _ON_FIRST_USE = {
     "LayerArray": "arrays", "Ragged": "arrays", "RowArray": "arrays",
     "CacheInfo": "caching", "cache_info": "caching", "clear_cache": "caching",
+    "MixedBatch": "mixing", "MixedStream": "mixing", "MixedStores": "mixing", "mix": "mixing",
     "Pushed": "pushing", "push": "pushing",
     "Staged": "staging", "stage": "staging",
 }  # fmt: skip
-"""Names that load on first use, and their modules: remote data, which most programs do not read, and layers as arrays."""
+"""Names that load on first use, and their modules: remote data, which most programs do not read, layers as arrays, and mixtures."""
 
 
 def __getattr__(name: str) -> Any:

@@ -159,7 +159,7 @@ def split(store: Readable, test: float, by: Any, seed: int) -> tuple[Chosen, Cho
     n, seed = store.num_examples, _arguments.whole(seed, "seed")
     wanted = _wanted(test, n)
     if by is None:
-        sizes, codes, order = np.ones(n, np.int64), np.arange(n), np.argsort(_scrambled(n, seed), kind="stable")
+        sizes, codes, order = np.ones(n, np.int64), np.arange(n), np.argsort(scrambled(n, seed), kind="stable")
     else:
         codes, keys = _groups(store, by)
         sizes, order = (
@@ -186,7 +186,7 @@ def _wanted(test: Any, n: int) -> float:
     raise ArgumentError(f"test: expected a share between 0 and 1, or 1 to {n - 1} examples, found {test!r:.80}")
 
 
-def _scrambled(n: int, seed: int) -> NDArray[np.uint64]:
+def scrambled(n: int, seed: int | str) -> NDArray[np.uint64]:
     """A pseudo-random number for each position: the generator splitmix64, whose state is the seed and the position."""
     key = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "little")
     with np.errstate(over="ignore"):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from actshard.epochs import Epochs
 from actshard.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from actshard.mixing import MixedBatch
 from actshard.stream import Batch
 from actshard.tokens.stream import arrays
 
@@ -42,9 +43,9 @@ def tensor(array: NDArray[Any]) -> torch.Tensor:
 def tensors(batch: Any) -> dict[str, Any]:
     """Returns a batch as a dict of tensors that share its memory.
 
-    Keys for activations: activations, examples, tokens, layers (a list, if the names are texts), and labels if the dataset has
-    labels. Keys for a token
-    dataset: the names of its arrays (``tokens``, ``loss_weight``, ``segment_ids``).
+    Keys for activations: activations, examples, tokens, layers (a list, if the names are texts), labels if the dataset has
+    labels, and sources for a mixture. Keys for a token dataset: the names of its arrays (``tokens``, ``loss_weight``,
+    ``segment_ids``).
     """
     if not isinstance(batch, Batch):
         return {name: tensor(array) for name, array in arrays(batch).items()}
@@ -57,6 +58,8 @@ def tensors(batch: Any) -> dict[str, Any]:
     }
     if batch.labels is not None:
         made["labels"] = tensor(batch.labels)
+    if isinstance(batch, MixedBatch):
+        made["sources"] = tensor(batch.sources)
     return made
 
 

@@ -1,0 +1,382 @@
+"""Mixtures: batches in which each of several stores has a fixed share of the rows.
+
+A mixed batch has a constant number of rows of each store: the shares of ``batch_size``, rounded by largest remainders. So
+each source is a stream of its own with a constant batch size, and batch ``t`` of the mixture, counted over all epochs, is made of
+batch ``t`` of every source, counted over all of that source's epochs. Everything follows from that one number:
+
+- the state to resume is the mixture's epoch and batch;
+- ranks and workers divide the sources as they divide any stream;
+- a source that is read through begins its next epoch, in another order, wherever the mixture is in its own. Over many epochs
+  each row of a source is read as often as any other row of that source.
+
+Rows of a batch are interleaved in a pseudo-random order that depends on the seed, epoch, batch and rank, so that halves of a batch
+have about the same shares. Sources read into buffers of their own; one copy brings the rows to their places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _arguments
+from actshard.choosing import scrambled
+from actshard.epochs import Epochs, Loop, Reader
+from actshard.errors import ArgumentError, ArgumentTypeError, InternalError
+from actshard.store import Store
+from actshard.stream import Batch, Shuffle, Stream
+
+_RING = 3
+"""Number of arrays of a stream with ``reuse=True``, as for streams of one store."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class MixedBatch(Batch):
+    """One batch of a mixture.
+
+    Attributes:
+        sources: ``(b,)`` int64, the index of each row's store in :attr:`MixedStores.stores`. ``examples`` and ``tokens`` are
+            numbers in that store.
+    """
+
+    sources: NDArray[np.int64]
+
+
+class MixedStores:
+    """Several stores with a share each. :func:`mix` creates it.
+
+    Attributes:
+        stores: the stores, in the order given.
+        shares: their shares as given, divided by their sum.
+        seed, exhausted: the arguments of :func:`mix`.
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], weights: Sequence[Fraction], seed: int, exhausted: Literal["stop", "repeat"]
+    ) -> None:
+        self.stores = tuple(stores)
+        self.seed, self.exhausted = seed, exhausted
+        self._weights = tuple(weights)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Share of each store; they add up to 1."""
+        whole = sum(self._weights)
+        return tuple(float(weight / whole) for weight in self._weights)
+
+    def __repr__(self) -> str:
+        named = [f"{share:.3g} of {store.path}" for share, store in zip(self.shares, self.stores, strict=True)]
+        more = f", and {len(named) - 4} more" if len(named) > 4 else ""
+        return f"<actshard.MixedStores: {', '.join(named[:4])}{more}; exhausted={self.exhausted!r}>"
+
+    def stream(
+        self,
+        layer: Any,
+        batch_size: int,
+        *,
+        shuffle: Shuffle = "window",
+        epoch: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        memory: int | str = "1GiB",
+        reuse: bool = False,
+        **options: Any,
+    ) -> MixedStream:
+        """Returns a stream of mixed batches; it resumes, pickles and feeds loaders like :meth:`Store.stream`.
+
+        Every batch has ``batch_size`` rows, and exactly ``stream.counts`` of them from each store. Rows that do not fill a last
+        batch of their store are left out of that store's epoch (``drop_last``).
+
+        Args:
+            layer: one layer's name, or several, which every store has.
+            batch_size: rows per batch, over all stores.
+            shuffle: order of each store's rows. ``None``: stored order, and each batch holds the stores one after another.
+            epoch: the first epoch. With ``exhausted="stop"`` an epoch ends with the store that ends first, with ``"repeat"``
+                with the one that ends last.
+            rank: this rank.
+            world_size: number of ranks; all have equally many batches.
+            memory: bound on windows, divided among the stores by their shares.
+            reuse: batches share three arrays; a batch is valid until the next one is requested.
+            options: other arguments of :meth:`Store.stream`, for every store: ``tokens``, ``keep`` (a function), ``dtype``, ...
+
+        Raises:
+            ArgumentError: the stores have different layers, widths or dtypes (``dtype=`` converts); a store gets no row of a batch,
+                or has too few rows for one.
+            Errors of :meth:`Store.stream`.
+        """
+        for name in sorted({"drop_last", "buffers", "seed"} & options.keys()):
+            also = "; give it to actshard.mix" if name == "seed" else ""
+            raise ArgumentError(f"{name}: not an argument of a mixture's stream{also}")
+        size = _arguments.whole(batch_size, "batch_size", 1)
+        bound = _arguments.size(memory, "memory")
+        counts = _counts(self._weights, size)
+        named = {"shuffle": shuffle, "rank": rank, "world_size": world_size, **options}
+        sources = [
+            store.stream(
+                layer,
+                count,
+                seed=_seed_of(self.seed, i),
+                drop_last=True,
+                reuse=True,
+                memory=max(1, bound * count // size),
+                **named,
+            )
+            for i, (store, count) in enumerate(zip(self.stores, counts, strict=True))
+        ]
+        _check_alike(sources)
+        # Never read: it makes arrays of whole batches, from memory that is used again.
+        whole = self.stores[0].stream(layer, size, reuse=True, **named)
+        return MixedStream(self, sources, whole, epoch=_arguments.whole(epoch, "epoch"), reuse=reuse)
+
+
+class MixedStream(Epochs[MixedBatch]):
+    """Batches of a mixture. :meth:`MixedStores.stream` creates it and documents the arguments.
+
+    Attributes:
+        mixture: the mixture.
+        counts: number of rows of each store in every batch.
+        batch_size: their sum.
+        layers: names of the layers.
+        dtype: numpy dtype of activations.
+        batch_shape: shape of a batch's activations.
+        epoch: the current epoch, or the next one if no loop is active.
+    """
+
+    def __init__(self, mixture: MixedStores, sources: list[Stream], whole: Stream, *, epoch: int, reuse: bool) -> None:
+        self.mixture = mixture
+        self.counts = tuple(source.batch_size for source in sources)
+        self.batch_size = whole.batch_size
+        self.layers, self.dtype, self.batch_shape = whole.layers, whole.dtype, whole.batch_shape
+        self.rank, self.world_size = whole.rank, whole.world_size
+        self._sources, self._whole = sources, whole
+        self._reuse = _arguments.switch(reuse, "reuse")
+        lengths = [len(source) for source in sources]
+        for length, source in zip(lengths, sources, strict=True):
+            if not length:
+                raise ArgumentError(
+                    f"batch_size: a batch takes {source.batch_size} rows of this store on each of {source.world_size} ranks, "
+                    f"and it has {source.num_rows}. Use a smaller batch_size or share.",
+                    path=source.store.path,
+                )
+        self._length = min(lengths) if mixture.exhausted == "stop" else max(lengths)
+        super().__init__(epoch)
+
+    def __len__(self) -> int:
+        """Number of batches per epoch and rank; the same on every rank."""
+        return self._length
+
+    def __repr__(self) -> str:
+        return (
+            f"<actshard.MixedStream of {len(self.counts)} stores: {len(self)} batches of {self.batch_shape} {self.dtype}, "
+            f"rows {', '.join(map(str, self.counts[:8]))}{', ...' if len(self.counts) > 8 else ''}, epoch {self.epoch}>"
+        )
+
+    def _count(self) -> int:
+        return self._length
+
+    def _place(self) -> Path:
+        return self.mixture.stores[0].path
+
+    def _ready(self) -> None:
+        for source in self._sources:
+            source._ready()
+
+    def _loop(self, first: int, every: int, held: list[Any] | None) -> _MixLoop:
+        return _MixLoop(self, first, every)
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "mixture": [source._settings() for source in self._sources],
+            "exhausted": self.mixture.exhausted,
+            "seed": self.mixture.seed,
+        }
+
+
+class _MixLoop(Loop[MixedBatch]):
+    """The iterator of one loop over a mixture."""
+
+    def __init__(self, stream: MixedStream, first: int, every: int) -> None:
+        self._source = stream
+        whole = stream._whole._native
+        self._ring = itertools.cycle([whole.empty() for _ in range(_RING)]) if stream._reuse else None
+        super().__init__(stream, first, every)
+
+    def _start(self) -> Reader:
+        return _Together(self._source, self._epoch, self._next, self._every)
+
+    def _made(self, found: tuple[int, list[Batch]]) -> MixedBatch:
+        number, parts = found
+        stream = self._source
+        sources = _places(stream, self._epoch, number)
+        places: list[Any]
+        if stream._whole.shuffle is None:
+            bounds = np.cumsum([0, *stream.counts]).tolist()
+            places = [slice(first, last) for first, last in itertools.pairwise(bounds)]
+        else:
+            places = [np.flatnonzero(sources == i) for i in range(len(parts))]
+        activations = stream._whole._native.empty() if self._ring is None else next(self._ring)
+        for place, part in zip(places, parts, strict=True):
+            activations[place] = part.activations
+
+        def joined(name: str) -> NDArray[Any]:
+            values = [getattr(part, name) for part in parts]
+            made = np.empty(len(sources), np.result_type(*values))
+            for place, value in zip(places, values, strict=True):
+                made[place] = value
+            return made
+
+        by_row = stream._whole._options["interleaved"]
+        return MixedBatch(
+            activations,
+            joined("examples"),
+            joined("tokens"),
+            joined("layers") if by_row else parts[0].layers,
+            None if any(part.labels is None for part in parts) else joined("labels"),
+            sources,
+        )
+
+
+class _Together:
+    """Reads one batch of every source at a time. Each source reads ahead on its own threads."""
+
+    def __init__(self, stream: MixedStream, epoch: int, first: int, every: int) -> None:
+        self._length, self._before = len(stream), epoch * len(stream)
+        self._at, self._every = first, every
+        self._sources = [_Share(source.afresh()) for source in stream._sources]
+
+    def next(self) -> tuple[int, list[Batch]] | None:
+        number = self._at
+        if number >= self._length:
+            return None
+        parts = [source.batch(self._before + number, self._every) for source in self._sources]
+        self._at += self._every
+        return number, parts
+
+    def ready(self) -> bool:
+        return self._at < self._length and all(source.ready(self._before + self._at) for source in self._sources)
+
+    def release(self, number: int) -> None:
+        """Mixtures write into arrays of their own: there is nothing to give back."""
+
+    def stop(self) -> None:
+        for source in self._sources:
+            source.stream.close()
+
+
+class _Share:
+    """One store's stream, read epoch after epoch."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self._epoch = -1
+        self._loop: Any = None
+
+    def batch(self, number: int, every: int) -> Batch:
+        """Batch ``number``, counted over all epochs; the following call asks for ``number + every``."""
+        epoch, at = divmod(number, len(self.stream))
+        if epoch != self._epoch:
+            self.stream.close()
+            self.stream.set_epoch(epoch)
+            self._loop, self._epoch = self.stream.batches_from(at, every), epoch
+        for batch in self._loop:
+            found: Batch = batch
+            return found
+        raise InternalError(f"batch {at} of epoch {epoch} is missing", path=self.stream.store.path)
+
+    def ready(self, number: int) -> bool:
+        """Whether :meth:`batch` would return without waiting."""
+        return number // len(self.stream) == self._epoch and self._loop is not None and self._loop.ready()
+
+
+def mix(
+    stores: Mapping[Store, float] | Iterable[tuple[Store, float]],
+    *,
+    seed: int = 0,
+    exhausted: Literal["stop", "repeat"] = "stop",
+) -> MixedStores:
+    """Mixes stores by shares of rows: ``actshard.mix({a: 0.7, b: 0.3}).stream(5, 16384)``.
+
+    Shares are exact in every batch, up to rounding to whole rows; they need not add up to 1.
+
+    Args:
+        stores: shares by store, or pairs (store, share).
+        seed: another seed gives other orders.
+        exhausted: when a store has no more rows: ``"stop"`` ends the epoch, and the next one continues the other stores where they
+            were; ``"repeat"`` begins that store again in another order, until every store was read at least once.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: no stores; a share that is not a positive number; an argument is invalid.
+    """
+    pairs = _arguments.listed(
+        stores.items() if isinstance(stores, Mapping) else stores, "stores: expected shares by store"
+    )
+    if not pairs:
+        raise ArgumentError("stores: expected at least one store, found none")
+    weights = []
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ArgumentTypeError(f"stores: expected pairs (store, share), found {pair!r:.80}")
+        store, share = pair
+        if not isinstance(store, Store):
+            raise ArgumentTypeError(f"stores: expected open stores (actshard.open), found {type(store).__name__}")
+        number = isinstance(share, int | float | np.integer | np.floating) and not isinstance(share, bool)
+        if not number or not 0 < share < float("inf"):
+            raise ArgumentError(f"share of {store.path}: expected a positive number, found {share!r:.80}")
+        weights.append(Fraction(float(share)))
+    if not _arguments.is_one_of(exhausted, ("stop", "repeat")):
+        raise ArgumentError(f'exhausted: expected "stop" or "repeat", found {exhausted!r:.80}')
+    return MixedStores([store for store, _ in pairs], weights, _arguments.whole(seed, "seed"), exhausted)
+
+
+def _counts(weights: Sequence[Fraction], batch_size: int) -> list[int]:
+    """Rows of each source in a batch, by largest remainders; ties go to the first."""
+    whole = sum(weights)
+    exact = [weight * batch_size / whole for weight in weights]
+    counts = [int(rows) for rows in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
+    for i in by_remainder[: batch_size - sum(counts)]:
+        counts[i] += 1
+    if 0 in counts:
+        i = counts.index(0)
+        raise ArgumentError(
+            f"batch_size: {batch_size} rows leave none for source {i}, whose share is {float(exact[i] / batch_size):.3g}. "
+            "Use a larger batch_size."
+        )
+    return counts
+
+
+def _seed_of(seed: int, source: int) -> int:
+    """A seed for each source, so that equal stores are not read in one order."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{source}".encode()).digest()[:7], "little")
+
+
+def _check_alike(sources: Sequence[Stream]) -> None:
+    """Refuses sources whose rows do not fit into one batch."""
+    first = sources[0]
+    for other in sources[1:]:
+        for what, mine, theirs, remedy in (
+            ("layers", first.layers, other.layers, "Name the layers that both have."),
+            ("d_model", first.store.d_model, other.store.d_model, "Rows of different widths cannot be in one batch."),
+            ("dtype", first.dtype, other.dtype, f"dtype={first.dtype.name!r} converts."),
+        ):
+            if mine != theirs:
+                raise ArgumentError(
+                    f"{what}: expected {mine}, as in {first.store.path}, found {theirs}. {remedy}",
+                    path=other.store.path,
+                )
+
+
+def _places(stream: MixedStream, epoch: int, number: int) -> NDArray[np.int64]:
+    """The source of each row of a batch."""
+    sources = np.repeat(np.arange(len(stream.counts)), stream.counts)
+    if stream._whole.shuffle is None:
+        return sources
+    order = scrambled(stream.batch_size, f"{stream.mixture.seed}/{epoch}/{number}/{stream.rank}")
+    return sources[np.argsort(order, kind="stable")]
