@@ -48,7 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 FORMATS: tuple[tuple[str, ...], ...] = (
     ("contents", "tables", "target", "report"),
-    ("carrying", "merging"),
+    ("carrying", "merging", "per_token"),
     ("format",),
     ("registry",),
     ("",),  # the folder itself: imported by plugins

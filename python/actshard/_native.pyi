@@ -9,6 +9,7 @@ __all__ = [
     "Addresses",
     "Batches",
     "BlockCache",
+    "IndexRecords",
     "RemoteStore",
     "Rows",
     "Stream",
@@ -153,6 +154,22 @@ class Addresses:
     ) -> None: ...
 
 @final
+class IndexRecords:
+    def __new__(
+        cls,
+        files: Sequence[str | PathLike[str]],
+        shards: list[int],
+        *,
+        num_examples: int,
+        record_bytes: int,
+        layers: int,
+        row_bytes: int,
+        last: bool,
+        split: str,
+        io: str,
+    ) -> IndexRecords: ...
+
+@final
 class Rows:
     @staticmethod
     def strided(
@@ -184,6 +201,17 @@ class Rows:
         parts: list[tuple[int | NDArray[np.uint32], NDArray[np.uint64], int | NDArray[np.uint32], int]],
         *,
         num_groups: int,
+        width: int,
+        dtype: str,
+        descr: np.dtype[Any],
+        io: str,
+    ) -> Rows: ...
+    @staticmethod
+    def indexed(
+        files: Sequence[str | PathLike[str]],
+        index: IndexRecords,
+        *,
+        column: int | None,
         width: int,
         dtype: str,
         descr: np.dtype[Any],

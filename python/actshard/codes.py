@@ -224,6 +224,13 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "write the index again",
         ),
         Code(
+            "address-overlap",
+            ERROR,
+            "Two examples or tokens have the same row.",
+            "At least one of them reads rows of another.",
+            "write the index again",
+        ),
+        Code(
             "duplicate-sample",
             ERROR,
             "A sample number, line or shard occurs twice.",

@@ -15,6 +15,7 @@ use crate::files::table::FileTable;
 use crate::gather::blocks::{BlockReader, gather_in_blocks};
 use crate::gather::{Ints, Origin, Out, Pick, are_cached, gather};
 use crate::layout::chunked::Chunked;
+use crate::layout::records::Records;
 use crate::layout::row::Row;
 use crate::layout::spans::Spans;
 use crate::layout::strided::Strided;
@@ -33,6 +34,8 @@ pub enum Rows {
     Table(FileTable, Table),
     /// Listed files; each example begins at its own row.
     Spans(FileTable, Spans),
+    /// Listed files; addresses from an index file of records.
+    Records(FileTable, Records),
     /// Arrays cut into chunk files.
     Chunked(ChunkFiles, Chunked),
     /// Pickle shards, which must be parsed before their rows are known, and the requested type of rows, if any
@@ -59,6 +62,7 @@ macro_rules! with_layout {
             Rows::Strided(_, $layout) => $body,
             Rows::Table(_, $layout) => $body,
             Rows::Spans(_, $layout) => $body,
+            Rows::Records(_, $layout) => $body,
             Rows::Chunked(_, $layout) => $body,
             Rows::Shards(shards, _) => {
                 let $layout = &shards.prepare(Some($examples), $watch)?;
@@ -86,6 +90,10 @@ macro_rules! with_origin {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
             }
+            Rows::Records(files, layout) => {
+                let $origin = &Origin { files, layout, groups, only };
+                $body
+            }
             Rows::Chunked(files, layout) => {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
@@ -99,7 +107,9 @@ impl Rows {
     /// The properties of a row.
     pub fn row(&self) -> Row {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.row(),
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
+                files.row()
+            }
             Rows::Chunked(files, _) => files.row(),
             Rows::Chosen(of, _) => of.row(),
             Rows::Shards(shards, None) => shards.row(),
@@ -113,7 +123,9 @@ impl Rows {
     /// Closes cached files and drops cached decoded bytes. Reads in progress finish; a later read opens its files again.
     pub fn release(&self) {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.release(),
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
+                files.release()
+            }
             Rows::Chunked(files, _) => files.release(),
             Rows::Shards(shards, _) => shards.release(),
             Rows::Chosen(of, _) => of.release(),
@@ -135,6 +147,7 @@ impl Rows {
             Rows::Strided(_, layout) => layout.examples(),
             Rows::Table(_, layout) => layout.examples(),
             Rows::Spans(_, layout) => layout.examples(),
+            Rows::Records(_, layout) => layout.examples(),
             Rows::Chunked(_, layout) => layout.examples(),
             Rows::Shards(shards, _) => shards.examples(),
             Rows::Chosen(_, chosen) => chosen.len(),
@@ -147,6 +160,7 @@ impl Rows {
             Rows::Strided(_, layout) => layout.groups(),
             Rows::Table(_, layout) => layout.groups(),
             Rows::Spans(_, layout) => layout.groups(),
+            Rows::Records(_, layout) => layout.groups(),
             Rows::Chunked(_, layout) => layout.groups(),
             Rows::Shards(shards, _) => shards.groups(),
             Rows::Chosen(of, _) => of.groups(),
@@ -156,7 +170,7 @@ impl Rows {
     /// Whether reading decodes: then switching between files is expensive.
     pub fn decodes(&self) -> bool {
         match self {
-            Rows::Strided(..) | Rows::Table(..) | Rows::Spans(..) => false,
+            Rows::Strided(..) | Rows::Table(..) | Rows::Spans(..) | Rows::Records(..) => false,
             Rows::Chunked(files, _) => files.decodes(),
             Rows::Shards(shards, _) => shards.specs().iter().any(|s| s.compressed),
             Rows::Chosen(of, _) => of.decodes(),
@@ -166,7 +180,7 @@ impl Rows {
     /// Bytes that a window should read in one request from these sources; `None` for local files.
     pub fn unit_bytes(&self) -> Option<u64> {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => {
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
                 files.wishes().map(|w| w.unit_bytes)
             }
             Rows::Chunked(files, _) => files.wishes().map(|w| w.unit_bytes),
@@ -206,10 +220,11 @@ impl Rows {
             return of.tokens_of(groups, &chosen.of(examples)?, watch).map_err(named);
         }
         with_layout!(self, &mut examples.iter().copied(), watch, layout => {
+            layout.unchanged()?;
             let each = examples.iter().enumerate().map(|(i, &e)| {
                 let group = usize::try_from(groups.get(i)).ok().filter(|g| *g < layout.groups());
                 let group = group.ok_or_else(|| Error::new(Kind::Internal, "a group that is not there"))?;
-                Ok(layout.tokens(group, check_example(e, layout.examples())?) as i64)
+                Ok(layout.count(group, check_example(e, layout.examples())?)? as i64)
             });
             each.collect()
         })
@@ -217,12 +232,16 @@ impl Rows {
 
     /// Tokens stored per example.
     pub fn token_counts(&self, watch: Watch<'_>) -> Result<Vec<i64>> {
-        let all = |l: &dyn Layout| (0..l.examples()).map(|e| l.tokens(0, e) as i64).collect();
+        let all = |l: &dyn Layout| -> Result<Vec<i64>> {
+            l.unchanged()?;
+            (0..l.examples()).map(|e| Ok(l.count(0, e)? as i64)).collect()
+        };
         Ok(match self {
-            Rows::Strided(_, layout) => all(layout),
-            Rows::Table(_, layout) => all(layout),
-            Rows::Spans(_, layout) => all(layout),
-            Rows::Chunked(_, layout) => all(layout),
+            Rows::Strided(_, layout) => all(layout)?,
+            Rows::Table(_, layout) => all(layout)?,
+            Rows::Spans(_, layout) => all(layout)?,
+            Rows::Records(_, layout) => all(layout)?,
+            Rows::Chunked(_, layout) => all(layout)?,
             Rows::Shards(shards, _) => {
                 let prepared = shards.prepare(None, watch)?;
                 (0..prepared.examples()).map(|e| prepared.tokens_anywhere(e) as i64).collect()
@@ -249,6 +268,7 @@ impl Rows {
             Rows::Strided(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Spans(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
+            Rows::Records(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Chunked(files, layout) => {
                 one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows))
             }
@@ -265,7 +285,9 @@ impl Rows {
     /// Whether neighbouring rows are best read in large blocks, from local files: neither decoded nor sent by a slow source.
     pub fn reads_blocks(&self) -> bool {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.wishes().is_none(),
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
+                files.wishes().is_none()
+            }
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_none(),
             Rows::Shards(..) => false,
             Rows::Chosen(of, _) => of.reads_blocks(),
@@ -275,7 +297,9 @@ impl Rows {
     /// Whether a slow source sends neighbouring rows, which need no decoding.
     pub fn comes_from_far(&self) -> bool {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) => files.wishes().is_some(),
+            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
+                files.wishes().is_some()
+            }
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_some(),
             Rows::Shards(..) => false,
             Rows::Chosen(of, _) => of.comes_from_far(),
@@ -328,6 +352,9 @@ impl Rows {
                 gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Spans(files, layout) => {
+                gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
+            }
+            Rows::Records(files, layout) => {
                 gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Chunked(files, layout) => {
@@ -418,6 +445,7 @@ fn one_view(
 ) -> Result<Option<(View, u64)>> {
     let mut whole: Option<(Address, u64)> = None;
     let mut apart = false;
+    layout.unchanged()?;
     layout.runs(group, example, &mut |run| match &mut whole {
         None => whole = Some((run.at, run.rows)),
         Some((at, rows)) if at.file == run.at.file && at.row + *rows == run.at.row => *rows += run.rows,

@@ -226,6 +226,7 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<handle::Rows>()?;
     m.add_class::<rows::Addresses>()?;
+    m.add_class::<rows::IndexRecords>()?;
     m.add_class::<stream::Stream>()?;
     m.add_class::<stream::Batches>()?;
     m.add_class::<ZarrMeta>()?;

@@ -5,11 +5,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::arrays::coded::{self, CodedArray, Decode};
 use actshard_core::arrays::naming::Naming;
+use actshard_core::files::Files;
 use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content};
 use actshard_core::files::shards::{ShardSpec, Shards};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Pick};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
+use actshard_core::layout::records::{RecordIndex, RecordRows, RecordSizes, RecordSplit, Records};
 use actshard_core::layout::spans::{PartSpans, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::{Lists, TableBuilder};
@@ -87,6 +89,51 @@ impl Addresses {
                 None => None,
             };
             self.with(py, |b| b.push(shards, rows, lists))
+        })
+    }
+}
+
+/// An index of fixed-size records, which several [`Rows`] share: of states, and of per-token columns.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct IndexRecords {
+    index: Arc<RecordIndex>,
+}
+
+#[pymethods]
+impl IndexRecords {
+    /// Opens index files. `shards` are the sizes of the files that the records refer to; `split` names the split of an example's
+    /// states over several index files: "contiguous" or "head-tail".
+    #[new]
+    #[pyo3(signature = (files, shards, *, num_examples, record_bytes, layers, row_bytes, last, split, io))]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+    fn new(
+        py: Python<'_>,
+        files: Vec<NamedPlace>,
+        shards: Vec<u64>,
+        num_examples: u64,
+        record_bytes: usize,
+        layers: u64,
+        row_bytes: u64,
+        last: bool,
+        split: &str,
+        io: &str,
+    ) -> PyResult<IndexRecords> {
+        detach::guarded(py, || {
+            let io = io_of(py, io)?;
+            let split = match split {
+                "contiguous" => RecordSplit::Contiguous,
+                "head-tail" => RecordSplit::HeadTail,
+                _ => return Err(errors::raise(py, &Error::new(Kind::Internal, "unknown split of states"))),
+            };
+            let sizes =
+                RecordSizes { examples: num_examples, record_bytes, files: shards, layers, row_bytes, last, split };
+            let index = detach::detached(py, |_| {
+                let store = files.first().map(|place| store_of(place, io));
+                let store = store.ok_or_else(|| Error::new(Kind::Internal, "no index file"))?;
+                let locations: Vec<Location> = files.into_iter().map(|place| place.location).collect();
+                RecordIndex::open(&*store, &locations, sizes)
+            })?;
+            Ok(IndexRecords { index: Arc::new(index) })
         })
     }
 }
@@ -270,6 +317,41 @@ impl Rows {
                 };
                 let files = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
                 Ok(Dataset::Spans(files, layout))
+            })
+        })
+    }
+
+    /// Rows found by an index of records: the states, a group per layer and one of last rows, or (`column`) one of the per-token
+    /// columns, with a single group.
+    #[staticmethod]
+    #[pyo3(signature = (files, index, *, column, width, dtype, descr, io))]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+    fn indexed(
+        py: Python<'_>,
+        files: Vec<NamedPlace>,
+        index: &IndexRecords,
+        column: Option<usize>,
+        width: u64,
+        dtype: &str,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        detach::guarded(py, || {
+            let rows = column.map_or(RecordRows::States, RecordRows::Column);
+            RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+                let store = remote_store(&files)?;
+                let layout = Records::new(Arc::clone(&index.index), rows)?;
+                let steps = layout.steps();
+                let file = |(place, step): (&NamedPlace, u64)| RowFile {
+                    location: place.location.clone(),
+                    rows: RowsIn::Apart { step },
+                };
+                let listed = files.iter().cycle().zip(steps).map(file).collect();
+                let table = file_table(store, listed, width, dtype, io)?;
+                if index.index.sizes().files.len() != files.len() || table.row().bytes as u64 != layout.row_bytes() {
+                    return Err(Error::new(Kind::Internal, "an index of other files or rows"));
+                }
+                Ok(Dataset::Records(table, layout))
             })
         })
     }

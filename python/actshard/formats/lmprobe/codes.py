@@ -27,13 +27,6 @@ FINDINGS = (
         "do not use it as last-token activations",
     ),
     Code(
-        "address-overlap",
-        ERROR,
-        "Two examples or tokens have the same row.",
-        "At least one of them reads rows of another.",
-        _INDEX,
-    ),
-    Code(
         "last-token-address",
         ERROR,
         "The two addresses of a last token differ.",

@@ -31,6 +31,11 @@ pub enum RowsIn {
         /// Whether elements are byte-swapped.
         swapped: bool,
     },
+    /// Rows some bytes apart, addressed by byte: a column of wider rows, or tensors that alternate with others.
+    Apart {
+        /// Bytes from one row of a run to the next.
+        step: u64,
+    },
     /// Described by the file's own header.
     Found(Arc<dyn FindRows>),
 }
@@ -98,6 +103,13 @@ impl Files for FileTable {
         Ok(open.into_iter().flatten().collect())
     }
 
+    fn stride(&self, file: u64) -> u64 {
+        match usize::try_from(file).ok().and_then(|n| self.files.get(n)).map(|file| &file.rows) {
+            Some(RowsIn::Apart { step }) => *step,
+            _ => 1,
+        }
+    }
+
     fn wishes(&self) -> Option<Wishes> {
         // A store's measurements change.
         self.wishes.and_then(|_| self.store.wishes())
@@ -145,6 +157,7 @@ impl FileTable {
     fn place(&self, number: u64, spec: &RowFile, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
         let source = opened?;
         let FoundRows { start, rows, swapped } = match &spec.rows {
+            RowsIn::Apart { step } => return self.apart(spec, source, *step),
             RowsIn::Raw(rows) => FoundRows { start: 0, rows: *rows, swapped: false },
             RowsIn::At { start, rows, swapped } => FoundRows { start: *start, rows: *rows, swapped: *swapped },
             RowsIn::Found(finder) => self.find(number, &*source, &**finder)?,
@@ -161,6 +174,17 @@ impl FileTable {
             return Err(Error::new(Kind::Truncated, format!("{need}, found {len}")).at(&spec.location).byte(len));
         }
         Ok(OpenFile::new(Body::Stored(source), place.swapped_if(swapped)))
+    }
+
+    /// A file whose rows are addressed by byte.
+    fn apart(&self, spec: &RowFile, source: Box<dyn Source>, step: u64) -> Result<OpenFile> {
+        let (end, used) = (source.size(), self.row.bytes);
+        if end >= 1 << 40 {
+            let detail = format!("expected a file of less than 1 TiB, found {end} bytes");
+            return Err(Error::new(Kind::Unsupported, detail).at(&spec.location));
+        }
+        let place = Place { start: 0, end, unit: 1, step, used, column: 0, swapped: false };
+        Ok(OpenFile::new(Body::Stored(source), place))
     }
 
     /// The rows of a file: cached for this version of the file, or found now.

@@ -114,6 +114,7 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
         }
         let &Origin { files, layout, groups, ref only } = origin;
         groups.check_len(items, "groups")?;
+        layout.unchanged()?;
         let row_bytes = files.row().bytes;
         let (address_bits, decodes) = (files.address_bits(), files.decodes());
         let only = only.clone();

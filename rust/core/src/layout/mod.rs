@@ -6,6 +6,7 @@
 pub mod chunked;
 pub mod grid;
 mod packed;
+pub mod records;
 pub mod row;
 pub mod spans;
 pub mod strided;
@@ -40,6 +41,16 @@ pub trait Layout: Send + Sync {
     fn examples(&self) -> u64;
     /// Tokens stored for an example in a group; both are in range.
     fn tokens(&self, group: usize, example: u64) -> u64;
+    /// The same for a user: fails if the index entry of the example is damaged. Then [`Layout::tokens`] is 1, so that a read
+    /// of the example reaches its entry, and fails too.
+    fn count(&self, group: usize, example: u64) -> Result<u64> {
+        Ok(self.tokens(group, example))
+    }
+    /// Fails if the file that addresses are read from has changed such that reading it would be unsafe or wrong. Called before
+    /// each read of rows or lengths.
+    fn unchanged(&self) -> Result<()> {
+        Ok(())
+    }
     /// The row of one token.
     fn locate(&self, group: usize, example: i64, token: i64) -> Result<Address>;
     /// The row of an example's last token.

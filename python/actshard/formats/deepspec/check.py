@@ -1,0 +1,235 @@
+"""Checks of DeepSpec target caches; see docs/formats/deepspec.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import ActshardError
+from actshard.formats.deepspec.manifest import COLUMNS, MANIFEST, TOKEN_BYTES, Manifest
+from actshard.formats.deepspec.read import check_whole
+from actshard.formats.format import Tell
+from actshard.formats.report import Report
+from actshard.location import Location
+
+_SHOWN = 20
+"""Findings of one kind per index file, at most."""
+_BATCH = 1 << 16
+"""Records read at once."""
+_OFFSETS = (*(f"{name}_offset" for name in COLUMNS), "target_hidden_states_offset", "target_last_hidden_states_offset")
+_HEAD = (("sample_id", "<u8"), ("shard_id", "<u4"), ("seq_len", "<u4"))
+_MIDDLE: dict[int, tuple[str, ...]] = {56: (), 60: ("context_len",), 64: ("context_start", "context_len")}
+RECORDS = {
+    size: np.dtype([*_HEAD, *((name, "<u4") for name in middle), *((name, "<u8") for name in _OFFSETS)])
+    for size, middle in _MIDDLE.items()
+}
+"""Records by their size."""
+
+
+def share_of(
+    split: str, tokens: NDArray[np.int64], rank: int, ranks: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First token and number of rows of a rank's states: contiguous shares, or chunks from both ends."""
+    if ranks > 1 and split == "head-tail":
+        return np.zeros_like(tokens), 2 * -(-tokens // (2 * ranks))
+    base, more = tokens // ranks, tokens % ranks
+    return rank * base + np.minimum(rank, more), base + (rank < more)
+
+
+class _Spans:
+    """Where examples lie in shards, for the check of overlaps and gaps."""
+
+    def __init__(self) -> None:
+        self.parts: list[NDArray[np.int64]] = []
+
+    def add(self, rank: int, first: int, shard: NDArray[Any], begin: NDArray[Any], end: NDArray[Any]) -> None:
+        """Adds valid examples ``first + i``."""
+        numbers = np.arange(first, first + len(shard))
+        self.parts.append(np.stack([shard, begin, end, numbers, np.full(len(shard), rank)], axis=1).astype(np.int64))
+
+    def check(
+        self, shards: list[Location], sizes: list[int], indexes: list[Location], record: int, report: Report
+    ) -> None:
+        """Reports overlapping examples, and bytes of shards that belong to no example."""
+        every = np.concatenate(self.parts) if self.parts else np.empty((0, 5), np.int64)
+        every = every[np.lexsort((every[:, 1], every[:, 0]))]
+        for number, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
+            a, b = np.searchsorted(every[:, 0], [number, number + 1])
+            here = every[a:b]
+            ends = np.maximum.accumulate(here[:, 2]) if len(here) else here[:, 2]
+            covered = np.concatenate([[0], ends])
+            begins = np.concatenate([here[:, 1], [size if size < 1 << 61 else covered[-1]]])
+            for i in np.flatnonzero(begins[:-1] < covered[:-1])[:_SHOWN].tolist():
+                other = here[int(np.argmax(here[:i, 2]))]
+                report.add(
+                    "address-overlap",
+                    indexes[int(here[i, 4])],
+                    f"bytes {here[i, 1]} to {here[i, 2]} of {shard.name}, as example {other[3]} has {other[1]} to {other[2]}",
+                    "bytes of its own for every example",
+                    f"record {here[i, 3]}, byte {here[i, 3] * record}",
+                )
+            unused = int(np.maximum(begins - covered, 0).sum())
+            if unused:
+                at = int(covered[int(np.argmax(begins > covered))])
+                report.add("layout", shard, f"{unused} bytes that belong to no example", place=f"byte {at}")
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Checks the manifest, sizes of files, every record, and that examples do not overlap."""
+    check_whole(root)
+    try:
+        said = Manifest.of(root)
+    except ActshardError as error:
+        report.error(error, root / MANIFEST, "unsupported" if error.code == "unsupported" else "metadata")
+        return
+    shards, sizes = _shards(root, said, report)
+    spans = _Spans()
+    indexes = [root / name for name in said.index_names]
+    lengths: NDArray[np.int64] | None = None
+    for rank, index in enumerate(indexes):
+        with report.noting(index):
+            lengths = _check_index(index, rank, said, sizes, lengths, spans, report, tell)
+    spans.check(shards, sizes, indexes, said.record_bytes, report)
+    if root.lists:
+        listed = {*said.shard_names, *said.index_names}
+        for entry in (*root.entries("shard-*.bin"), *root.entries("samples*.idx")):
+            if entry.name not in listed:
+                report.add("unlisted-file", root / entry.name, "a file that the manifest does not list")
+
+
+def _shards(root: Location, said: Manifest, report: Report) -> tuple[list[Location], list[int]]:
+    shards = [root / name for name in said.shard_names]
+    sizes = []
+    for shard in shards:
+        size = 1 << 61  # a missing shard is one finding, not one per example
+        with report.noting(shard):
+            size = shard.regular().size
+            report.count("files")
+            report.count("bytes", size)
+        sizes.append(size)
+    return shards, sizes
+
+
+def _records(index: Location, said: Manifest) -> Iterator[tuple[int, NDArray[Any]]]:
+    """Records in batches, each with the number of its first."""
+    dtype = RECORDS[said.record_bytes]
+    for first in range(0, said.num_examples, _BATCH):
+        n = min(_BATCH, said.num_examples - first)
+        yield first, np.frombuffer(index.read(first * said.record_bytes, n * said.record_bytes), dtype)
+
+
+def _check_index(
+    index: Location,
+    rank: int,
+    said: Manifest,
+    sizes: list[int],
+    others: NDArray[np.int64] | None,
+    spans: _Spans,
+    report: Report,
+    tell: Tell,
+) -> NDArray[np.int64] | None:
+    """Checks every record of one index file. Returns lengths of examples, to compare with the other ranks'."""
+    size = index.regular().size
+    if size != said.num_examples * said.record_bytes:
+        expected = f"{said.num_examples * said.record_bytes} bytes: {said.num_examples} records of {said.record_bytes}"
+        report.add("count-claim", index, size, expected)
+        return others
+    lengths = np.zeros(said.num_examples, np.int64)
+    shown: dict[str, int] = {}
+    for first, records in _records(index, said):
+        tell("records", first, said.num_examples)
+        lengths[first : first + len(records)] = records["seq_len"]
+        fields = list(_expected(records, first, rank, said, sizes))
+        if others is not None:
+            same = others[first : first + len(records)]
+            fields.insert(0, ("seq_len", records["seq_len"] == same, same, "count-claim"))
+        wrong = np.zeros(len(records), bool)
+        for name, fits, expected, code in fields:
+            for i in np.flatnonzero(~fits & ~wrong).tolist():
+                shown[name] = shown.get(name, 0) + 1
+                if shown[name] <= _SHOWN:
+                    at = first + i
+                    byte = at * said.record_bytes + RECORDS[said.record_bytes].fields[name][1]  # type: ignore[index]
+                    want = expected if isinstance(expected, str) else str(expected[i])
+                    report.add(code, index, int(records[name][i]), want, f"record {at}, byte {byte}, field '{name}'")
+            wrong |= ~fits
+        begin = records["input_ids_offset"].astype(np.int64)
+        end = begin + _bytes(records, rank, said)
+        room = np.array([*sizes, 0], np.int64)[np.minimum(records["shard_id"], len(sizes))]
+        for i in np.flatnonzero(~wrong & (end > room)).tolist():
+            shown["end"] = shown.get("end", 0) + 1
+            if shown["end"] <= _SHOWN:
+                shard = index.parent / said.shard_names[int(records["shard_id"][i])]
+                want = f"{end[i]} bytes, where example {first + i} ends"
+                report.add("truncated", shard, f"{room[i]} bytes", want, f"byte {room[i]}")
+        # Also those with tensors in wrong places: they may lie on other examples' bytes.
+        begin, end = _extent(records, rank, said)
+        for run in _runs((records["shard_id"] < len(sizes)) & (end <= room)):
+            spans.add(rank, first + run.start, records["shard_id"][run], begin[run], end[run])
+    return lengths if others is None else others
+
+
+def _runs(flags: NDArray[np.bool_]) -> Iterator[slice]:
+    """Consecutive true values, as slices."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]])))
+    return (slice(int(a), int(b)) for a, b in edges.reshape(-1, 2))
+
+
+def _bytes(records: NDArray[Any], rank: int, said: Manifest) -> NDArray[np.int64]:
+    """Bytes of examples. Numbers of damaged records may wrap; they are not used."""
+    tokens = records["seq_len"].astype(np.int64)
+    _, held = share_of(said.split, tokens, rank, len(said.index_names))
+    rows = said.row_bytes * (len(said.layer_ids) + said.last)
+    made: NDArray[np.int64] = tokens * TOKEN_BYTES + held * rows
+    return made
+
+
+def _expected(
+    records: NDArray[Any], first: int, rank: int, said: Manifest, sizes: list[int]
+) -> Iterator[tuple[str, NDArray[np.bool_], Any, str]]:
+    """Fields of records: name, whether each is right, the expected value, the code of a finding."""
+    numbers = np.arange(first, first + len(records), dtype=np.uint64)
+    yield "sample_id", records["sample_id"] == numbers, numbers, "duplicate-sample"
+    yield "seq_len", records["seq_len"] > 0, "a positive number", "format"
+    yield "shard_id", records["shard_id"] < len(sizes), f"a shard, 0 to {len(sizes) - 1}", "address-out-of-range"
+    tokens = records["seq_len"].astype(np.int64)
+    start, held = share_of(said.split, tokens, rank, len(said.index_names))
+    for name, want in (("context_start", start), ("context_len", held)):
+        if name in (records.dtype.names or ()):
+            yield name, records[name] == want, want, "format"
+    # As floats, because a hostile length makes sums beyond 64 bits; then the integers below cannot wrap.
+    inside = records["input_ids_offset"].astype(np.float64) + _float_bytes(records, rank, said) < 2.0**62
+    yield "input_ids_offset", inside, "an example that ends below byte 2^62", "address-out-of-range"
+    at = np.where(inside, records["input_ids_offset"], 0).astype(np.int64)
+    lengths = (4 * tokens, tokens, tokens, held * said.row_bytes * len(said.layer_ids))
+    for name, length in zip(_OFFSETS[1:], lengths, strict=True):
+        at = at + np.where(inside, length, 0)
+        yield name, records[name] == at.astype(np.uint64), at, "format"
+
+
+def _extent(records: NDArray[Any], rank: int, said: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First byte of each example's first tensor and last of its last; an end of 2^62 where it is beyond that."""
+    tokens = records["seq_len"].astype(np.int64)
+    _, held = share_of(said.split, tokens, rank, len(said.index_names))
+    row = said.row_bytes
+    lengths = (4 * tokens, tokens, tokens, held * (row * len(said.layer_ids)), held * (row * said.last))
+    begin = np.full(len(records), 1 << 62, np.int64)
+    end = np.zeros(len(records), np.int64)
+    for name, length in zip(_OFFSETS, lengths, strict=True):
+        inside = records[name] < 1 << 61
+        at = np.where(inside, records[name], 0).astype(np.int64)
+        begin = np.where(inside, np.minimum(begin, at), begin)
+        end = np.maximum(end, np.where(inside & (length < 1 << 61) & (length >= 0), at + length, 1 << 62))
+    return begin, end
+
+
+def _float_bytes(records: NDArray[Any], rank: int, said: Manifest) -> NDArray[np.float64]:
+    tokens = records["seq_len"].astype(np.int64)
+    _, held = share_of(said.split, tokens, rank, len(said.index_names))
+    made: NDArray[np.float64] = tokens * float(TOKEN_BYTES) + held * (
+        float(said.row_bytes) * (len(said.layer_ids) + said.last)
+    )
+    return made

@@ -1,0 +1,293 @@
+"""DeepSpec target caches: golden caches of every version read bit for bit; damaged ones are refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import actshard
+from conftest import refuses
+from draft_files import DRAFT, Expected, caches, check_reads, copied, edit_json, opened
+
+CACHES = caches("deepspec")
+SINGLE = DRAFT / "deepspec_v2_single"
+ERRORS = DRAFT / "errors"
+
+
+@pytest.mark.parametrize("golden", CACHES, ids=lambda p: p.name)
+def test_golden_caches_read_bit_for_bit(golden: Path, io: str) -> None:
+    said = json.loads((golden / "expected.json").read_text())
+    store = opened(golden, io)
+    assert store.format == "deepspec"
+    last = [] if "nolast" in golden.name else ["last"]
+    assert (list(store.layers), store.d_model, len(store)) == (said["layers"] + last, said["d_model"], said["examples"])
+    check_reads(store, Expected(golden))
+    assert actshard.verify(golden, deep=True).codes() <= {"duplicate-example"}
+    again = pickle.loads(pickle.dumps(store))
+    assert np.array_equal(again.last_tokens(store.layers[0]), store.last_tokens(store.layers[0]))
+
+
+def test_last_hidden_states_are_views_and_layers_are_copies() -> None:
+    store = opened(SINGLE)
+    assert not store.sequence(1, "last").flags.writeable
+    assert store.sequence(1, 9).flags.writeable
+
+
+def test_columns_of_the_first_examples_and_of_a_part() -> None:
+    store = opened(SINGLE)
+    ids = store.table["input_ids"].to_pylist()
+    head = store.contents.head_columns
+    assert head is not None
+    assert head(["input_ids"], 3)["input_ids"].to_pylist() == ids[:3]
+    assert store.filter([5, 2]).table["input_ids"].to_pylist() == [ids[5], ids[2]]
+    assert store.table.schema.names == ["input_ids", "attention_mask", "loss_mask"]
+    with refuses(actshard.NotStoredError, SINGLE):
+        store.read_columns(["text"])
+
+
+REFUSED: dict[str, tuple[type[actshard.ActshardError], str]] = {
+    "missing_shard": (actshard.MissingFileError, "shard-00000.bin"),
+    "index_short": (actshard.FormatError, r"expected 224 bytes \(4 records of 56\), found 168"),
+    "index_ragged": (actshard.FormatError, "found 221"),
+    "unfinished": (actshard.UnfinishedError, "1 of 1 ranks have not finished"),
+    "record_size": (actshard.FormatError, "'index_record_size': expected 56, as of version 2, found 64"),
+    "version_5": (actshard.UnsupportedError, "'version': expected 2, 3 or 4, found 5"),
+    "hidden_dtype": (actshard.UnsupportedError, "'hidden_dtype'"),
+    "layers_unsorted": (actshard.FormatError, "'target_layer_ids': expected ascending layers"),
+    "outside": (actshard.FormatError, r"'shards\[0\].file_name': expected the name of a file in the folder"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_damaged_metadata_are_refused_on_opening(case: str) -> None:
+    kind, said = REFUSED[case]
+    path = ERRORS / f"deepspec_{case}"
+    with pytest.raises(kind, match=said) as caught:
+        opened(path)
+    with refuses(kind, caught.value.path, said):
+        opened(path)
+    assert not actshard.verify(path).ok
+
+
+DAMAGED: dict[str, tuple[list[int], str, str]] = {
+    "truncated_shard": ([3], "ends at byte 594 of shard 0, which has 584 bytes", "truncated"),
+    "ids_swapped": ([1, 2], "record 1: sample_id: expected 1, found 2", "duplicate-sample"),
+    "id_twice": ([3], "record 3: sample_id: expected 3, found 2", "duplicate-sample"),
+    "zero_length": ([1], "record 1: seq_len: expected a positive number, found 0", "format"),
+    "no_such_shard": ([2], "record 2: shard_id: expected a shard, 0 to 0, found 7", "address-out-of-range"),
+    "offset_huge": ([2], "target_hidden_states_offset: expected", "format"),
+    "seq_len_huge": ([2], "record 2: attention_mask_offset: expected", "format"),
+    "misordered": ([1], "record 1: ", "format"),
+    "wrong_width": ([0, 1, 2, 3], "record 0: target_last_hidden_states_offset: expected", "format"),
+    "overlap": ([2], "record 2: attention_mask_offset: expected 20 .*, found 12", "address-overlap"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_records_are_named_and_other_examples_read(case: str, io: str) -> None:
+    bad, said, code = DAMAGED[case]
+    path = ERRORS / f"deepspec_{case}"
+    store = opened(path, io)
+    for layer in store.layers:
+        for i in range(len(store)):
+            if i not in bad:
+                assert store.sequence(i, layer).shape == (store.tokens_of([i])[0], 8)
+                continue
+            reads: list[Callable[[], object]] = [
+                lambda i=i, layer=layer: store.sequence(i, layer),
+                lambda i=i, layer=layer: store.sequences([0, i], layer),
+                lambda i=i, layer=layer: store.gather(layer, i, 0),
+                lambda i=i, layer=layer: store.last_tokens(layer, i),
+                lambda i=i: store.tokens_of([i]),
+                lambda i=i: store.read_columns(["loss_mask"]),
+                lambda: store.token_counts,
+                lambda layer=layer: list(store.stream(layer, 4)),
+            ]
+            for read in reads:
+                with pytest.raises((actshard.FormatError, actshard.TruncatedFileError)) as caught:
+                    read()
+                assert caught.value.path == path / "samples.idx"
+                assert "\n" not in str(caught.value)
+    with pytest.raises(actshard.ActshardError, match=said):
+        store.sequence(bad[0], store.layers[-1])
+    found = actshard.verify(path)
+    assert code in found.codes()
+    assert not found.ok
+
+
+def test_a_cache_without_examples_opens() -> None:
+    store = opened(ERRORS / "deepspec_empty")
+    assert len(store) == 0
+    assert store.token_counts.tolist() == []
+    assert store.table.num_rows == 0
+    with pytest.raises(actshard.OutOfRangeError):
+        store.sequence(0, "last")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_samples", -1),
+        ("num_samples", 1 << 61),
+        ("num_shards", 2),
+        ("hidden_size", 0),
+        ("hidden_size", 1 << 40),
+        ("target_layer_ids", []),
+        ("target_layer_ids", [-2]),
+        ("target_layer_ids", ["1"]),
+        ("target_layer_ids", [1, True]),
+        ("token_dtype", "int64"),
+        ("mask_dtype", None),
+        ("shards", [{"shard_id": 1, "file_name": "shard-00000.bin"}]),
+        ("shards", [{"shard_id": 0, "file_name": "/etc/passwd"}]),
+        ("shards", [{"shard_id": 0, "file_name": ""}]),
+        ("version", True),
+        ("version", 3),
+    ],
+)
+def test_fields_that_are_wrong_are_refused_by_name(tmp_path: Path, field: str, value: object) -> None:
+    path = copied(SINGLE, tmp_path / "cache")
+    edit_json(path / "manifest.json", **{field: value})
+    with pytest.raises(actshard.ActshardError) as caught:
+        opened(path, format="deepspec")
+    assert "\n" not in str(caught.value)
+    assert not actshard.verify(path, format="deepspec").ok
+
+
+def test_fields_of_ranks_are_checked(tmp_path: Path) -> None:
+    for number, fields in enumerate(
+        (
+            {"index_files": ["samples.cp000.idx"]},
+            {"index_files": ["samples.cp000.idx", "../samples.cp001.idx"]},
+            {"context_layout": "zigzag"},
+            {"cache_context_parallel_size": 1 << 20},
+            {"stores_target_last_hidden_states": 1},
+        )
+    ):
+        path = copied(DRAFT / "deepspec_v4_64_cp2", tmp_path / str(number))
+        edit_json(path / "manifest.json", **fields)
+        with refuses(actshard.FormatError, path / "manifest.json", next(iter(fields))):
+            opened(path)
+
+
+def test_a_repeated_layer_has_a_name_of_its_own(tmp_path: Path) -> None:
+    path = copied(SINGLE, tmp_path / "cache")
+    edit_json(path / "manifest.json", target_layer_ids=[1, 9, 9])
+    store = opened(path)
+    assert store.layers == (1, 9, "9 (2)", "last")
+    assert np.array_equal(store.last_tokens("9 (2)").view(np.uint16), opened(SINGLE).last_tokens(17).view(np.uint16))
+    assert "layout" in actshard.verify(path).codes()
+
+
+def head_tail(path: Path, lengths: list[int], ranks: int, record: int) -> list[np.ndarray]:
+    """Writes a cache in the head-tail layout by its definition; returns each example's states ``(tokens, 2, 4)``."""
+    rng = np.random.default_rng(0)
+    whole = [rng.integers(0, 1 << 15, (n, 2, 4), dtype=np.uint16) for n in lengths]
+    path.mkdir()
+    for rank in range(ranks):
+        index, shard = b"", b""
+        for number, states in enumerate(whole):
+            n = len(states)
+            padded = -(-n // (2 * ranks)) * 2 * ranks
+            chunks = np.split(np.concatenate([states, np.full((padded - n, 2, 4), 0xFFFF, np.uint16)]), 2 * ranks)
+            mine = np.concatenate([chunks[rank], chunks[2 * ranks - 1 - rank]])
+            first = len(shard)
+            offsets = np.cumsum([first, 4 * n, n, n, mine[:, :1].nbytes]).tolist()
+            shard += np.arange(n, dtype="<i4").tobytes() + bytes([1] * n) + bytes([number % 2] * n)
+            shard += mine[:, :1].tobytes() + mine[:, 1:].tobytes()
+            middle = struct.pack("<II", 0, len(mine)) if record == 64 else struct.pack("<I", len(mine))
+            index += struct.pack("<QII", number, rank, n) + middle + struct.pack("<5Q", *offsets)
+        (path / f"shard-{rank:05}.bin").write_bytes(shard)
+        (path / f"samples.cp{rank:03}.idx").write_bytes(index)
+    manifest = json.loads((DRAFT / "deepspec_v4_64_cp2/manifest.json").read_text())
+    manifest |= {
+        "cache_context_parallel_size": ranks,
+        "context_layout": "native_head_tail",
+        "hidden_size": 4,
+        "index_files": [f"samples.cp{rank:03}.idx" for rank in range(ranks)],
+        "index_record_size": record,
+        "num_samples": len(lengths),
+        "num_shards": ranks,
+        "shards": [{"file_name": f"shard-{rank:05}.bin", "shard_id": rank} for rank in range(ranks)],
+        "target_layer_ids": [7],
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return whole
+
+
+@pytest.mark.parametrize("record", [60, 64])
+def test_chunks_from_both_ends_are_joined_in_token_order(tmp_path: Path, record: int, io: str) -> None:
+    whole = head_tail(tmp_path / "cache", [1, 5, 8, 9, 16, 23], 2, record)
+    store = opened(tmp_path / "cache", io)
+    assert store.token_counts.tolist() == [len(x) for x in whole]
+    for i, states in enumerate(whole):
+        assert np.array_equal(store.sequence(i, 7).view(np.uint16), states[:, 0])
+        assert np.array_equal(store.sequence(i, "last").view(np.uint16), states[:, 1])
+        for token in range(len(states)):
+            assert np.array_equal(store.gather("last", i, token).view(np.uint16)[0], states[token, 1])
+    assert store.table["input_ids"].to_pylist() == [list(range(len(x))) for x in whole]
+    assert actshard.verify(tmp_path / "cache").findings == []
+
+
+def test_a_shard_or_index_truncated_after_opening_is_an_error(tmp_path: Path, io: str) -> None:
+    path = copied(SINGLE, tmp_path / "cache")
+    store = opened(path, io)
+    before = store.last_tokens("last")
+    store.last_tokens(9)
+    os.truncate(path / "shard-00000.bin", 100)
+    with refuses(actshard.TruncatedFileError, path / "shard-00000.bin"):
+        store.sequences([6, 7], 9)
+    shutil.copy(SINGLE / "shard-00000.bin", path)
+    os.truncate(path / "samples.idx", 56)
+    if io == "mmap":
+        with refuses(actshard.TruncatedFileError, path / "samples.idx"):
+            store.last_tokens("last")
+        with refuses(actshard.TruncatedFileError, path / "samples.idx"):
+            _ = store.token_counts
+    else:  # the index was read
+        assert np.array_equal(store.last_tokens("last"), before)
+
+
+def test_examples_that_share_bytes_are_found(tmp_path: Path) -> None:
+    """Each record is sound by itself: readers cannot notice."""
+    path = copied(SINGLE, tmp_path / "cache")
+    index = bytearray((path / "samples.idx").read_bytes())
+    for field in range(5):
+        at = 5 * 56 + 16 + 8 * field
+        (offset,) = struct.unpack_from("<Q", index, at)
+        struct.pack_into("<Q", index, at, offset - 2)
+    (path / "samples.idx").write_bytes(index)
+    (found,) = [f for f in actshard.verify(path).findings if f.code == "address-overlap"]
+    assert found.place == "record 5, byte 280"
+    assert "as example 4 has" in found.found
+
+
+def test_gaps_and_unlisted_files_are_found(tmp_path: Path) -> None:
+    path = copied(SINGLE, tmp_path / "cache")
+    with (path / "shard-00000.bin").open("ab") as file:
+        file.write(b"\0" * 10)
+    (path / "shard-00001.bin").write_bytes(b"")
+    found = {f.code: f for f in actshard.verify(path).findings}
+    assert set(found) == {"layout", "unlisted-file"}
+    assert found["layout"].found == "10 bytes that belong to no example"
+    assert np.array_equal(opened(path).last_tokens(9), opened(SINGLE).last_tokens(9))
+
+
+def test_opening_reads_no_record(tmp_path: Path) -> None:
+    """A sparse index of ten million records, all damaged: opening and other examples do not notice."""
+    path = copied(SINGLE, tmp_path / "cache")
+    edit_json(path / "manifest.json", num_samples=10_000_000)
+    os.truncate(path / "samples.idx", 56 * 10_000_000)
+    store = opened(path)
+    assert len(store) == 10_000_000
+    assert np.array_equal(store.sequence(7, "last"), opened(SINGLE).sequence(7, "last"))
+    with refuses(actshard.FormatError, path / "samples.idx", "record 9999999: seq_len"):
+        store.sequence(9_999_999, "last")
