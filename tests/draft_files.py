@@ -88,6 +88,8 @@ def check_reads(store: actshard.Store, expected: Expected) -> None:
             assert sorted(np.concatenate(seen).tolist()) == list(range(len(want)))
     for batch in store.stream("all", 5, shuffle="window"):
         at = ends[batch.examples] + batch.tokens
+        assert batch.layers.tolist() == list(store.layers)
+        assert str(store.layers[0]) in repr(batch)
         for k, layer in enumerate(store.layers):
             assert np.array_equal(batch.activations[:, k].view(np.uint16), expected.bits(layer)[at])
     for name in PER_TOKEN:

@@ -1,4 +1,4 @@
-"""Names of layers: integers, or texts such as ``blocks.5.hook_resid_post``. All layers of a dataset have names of one kind."""
+"""Names of layers: integers, or texts such as ``blocks.5.hook_resid_post``. A dataset may have both: layers 3, 17 and ``"last"``."""
 
 from __future__ import annotations
 
@@ -59,14 +59,15 @@ def checked(names: Iterable[Any]) -> tuple[Layer, ...]:
     """Returns the names of a dataset's layers.
 
     Raises:
-        ArgumentError: names of both kinds, equal names, or a text that is empty, too long, or contains a null character.
+        ArgumentError: equal names, an integer and a text that are written alike, or a text that is empty, too long, or contains
+            a null character.
     """
     made = tuple(names)
     if not made:
         return ()
     made = several(made)
-    if len({type(name) for name in made}) > 1:
-        raise ArgumentError(f"layers: expected only integers or only texts, found {short(made)}")
+    if len(set(map(str, made))) < len(made):
+        raise ArgumentError(f"layers: expected names that are written differently, found {short(made)}")
     for name in made:
         if isinstance(name, str) and (not 0 < len(name) <= _LONGEST or "\0" in name):
             raise ArgumentError(
@@ -84,8 +85,9 @@ def stored(names: Iterable[Any], path: Any) -> tuple[Layer, ...]:
 
 
 def array_of(names: Sequence[Layer]) -> NDArray[Any]:
-    """Names as an array: int64, or numpy strings."""
-    return np.array(names, np.str_ if names and isinstance(names[0], str) else np.int64)
+    """Names as an array: int64, numpy strings, or objects if there are both."""
+    kinds = {type(name) for name in names}
+    return np.array(names, object if len(kinds) > 1 else np.str_ if str in kinds else np.int64)
 
 
 def named(text: str, names: Sequence[Layer]) -> Layer | None:

@@ -48,8 +48,8 @@ class Batch:
         activations: ``(b, d_model)``; ``(b, n_layers, d_model)`` for several aligned layers.
         examples: ``(b,)`` int64, the example number of each row.
         tokens: ``(b,)`` int64, the token's position among the example's stored tokens (for saev with CLS, 0 is CLS).
-        layers: layer names, int64 or numpy strings as in ``store.layers``: ``(b,)``, one per row, for interleaved layers;
-            otherwise ``(n_layers,)``, the layers of the second axis or the only layer.
+        layers: layer names as in ``store.layers``, int64, numpy strings, or objects if there are both: ``(b,)``, one per row,
+            for interleaved layers; otherwise ``(n_layers,)``, the layers of the second axis or the only layer.
         labels: ``(b,)`` uint8 patch labels; None if the dataset has no labels. With ``tokens="all"`` int16, and -1 for
             special tokens, which have no label.
     """
@@ -65,7 +65,7 @@ class Batch:
 
     def __repr__(self) -> str:
         labels = "" if self.labels is None else f", labels {self.labels.dtype}"
-        layers = short(sorted(set(self.layers.tolist())))
+        layers = short(list(dict.fromkeys(self.layers.tolist())))
         return f"<actshard.Batch: {tuple(self.activations.shape)} {self.activations.dtype}, layers {layers}{labels}>"
 
 

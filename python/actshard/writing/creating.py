@@ -59,10 +59,11 @@ def make_target(
     if is_one(layers):
         raise ArgumentTypeError(f"layers: expected a list of names, found {layers!r:.100}")
     names = checked(several(layers))
-    if isinstance(names[0], str) and not formats.get(format).target().holds_named_layers:
+    text = next((name for name in names if isinstance(name, str)), None)
+    if text is not None and not formats.get(format).target().holds_named_layers:
         raise ArgumentError(
             f"layers: expected integers, which {format} stores as names, found {short(names)}. "
-            f"Number them: convert(layers={{{names[0]!r}: 0, ...}}), create(layers=range({len(names)}))"
+            f"Number them: convert(layers={{{text!r}: 0, ...}}), create(layers=range({len(names)}))"
         )
     for name, value in (
         ("d_model", d_model),

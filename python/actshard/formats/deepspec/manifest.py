@@ -96,7 +96,7 @@ class Manifest:
         return self.fields.value
 
     @property
-    def layers(self) -> tuple[Any, ...]:
+    def layers(self) -> tuple[int | str, ...]:
         """Names of layers: ids, -1 for embeddings; a repeated id also has its number (``"9 (2)"``); then :data:`LAST`."""
         seen: dict[int, int] = {}
         made: list[int | str] = []

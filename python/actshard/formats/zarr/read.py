@@ -236,7 +236,7 @@ def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark
         if isinstance(named, list) and len(named) == member.num_layers:
             with contextlib.suppress(ArgumentError):
                 names = checked(named)
-                if isinstance(names[0], str) or all(abs(x) < 1 << 30 for x in names if isinstance(x, int)):
+                if all(abs(x) < 1 << 30 for x in names if isinstance(x, int)):
                     return names
     if said:
         warnings.append(
