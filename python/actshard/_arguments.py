@@ -241,8 +241,26 @@ def whole(
     raise kind(f"{what}: expected an integer {expected}, found {value!r:.80}")
 
 
+def refuse_bools(values: Any, array: NDArray[Any], what: str) -> None:
+    """Raises ArgumentError if a list of integers contains a bool, which ``array``, made of it, has as 0 or 1."""
+    if isinstance(values, list | tuple) and array.dtype.kind in "iu" and (bad := _bool_in(values)) is not None:
+        raise ArgumentError(f"{what}: expected integers, found {bad} among them")
+
+
+def _bool_in(values: list[Any] | tuple[Any, ...]) -> bool | None:
+    """The first bool of nested lists, which numpy reads as 0 or 1; None if there is none."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return None
+    if bool in kinds or np.bool_ in kinds:
+        return next(bool(value) for value in values if isinstance(value, bool | np.bool_))
+    nested = (value for value in values if isinstance(value, list | tuple))
+    return next((found for value in nested if (found := _bool_in(value)) is not None), None)
+
+
 def _integers(values: Any, what: str) -> NDArray[np.int64]:
     array = as_array(values, f"{what}: expected an integer or an array of integers")
+    refuse_bools(values, array, what)
     if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
         array = array.astype(np.int64)  # np.asarray([]) is float64
     if array.dtype == np.bool_:

@@ -22,6 +22,7 @@ from actshard.errors import (
 )
 from actshard.formats.contents import Evidence
 from actshard.location import Location
+from actshard.logs import LOG
 from actshard.storage import Remote
 from actshard.walking import STANDS_FOR, find_cache, is_cache_itself, walk
 from actshard.work import PARTS, PUSHING, Journal, count_parts, is_merging, unfinished
@@ -178,6 +179,9 @@ def detect(root: Location) -> str:
     """Returns the format of a dataset. Raises UnknownFormatError if no format, or more than one, recognises it."""
     evidence = {name: _evidence(name, root) for name in formats.names()}
     matches = [name for name, e in evidence.items() if e.matches]
+    LOG.debug(
+        "%s: %s", root, "; ".join(f"{name}: {'yes' if e.matches else 'no'}, {e.found}" for name, e in evidence.items())
+    )
     if len(matches) == 1:
         return matches[0]
     if matches:

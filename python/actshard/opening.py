@@ -13,7 +13,9 @@ from actshard.codes import Remark
 from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
 from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find
 from actshard.formats.contents import Options
+from actshard.layers import short
 from actshard.location import Location, network_io
+from actshard.logs import LOG
 from actshard.storage import Remote
 from actshard.store import Store
 
@@ -121,6 +123,17 @@ def _opened(
             error.path = root.place
         raise
     store = Store(contents, io=mode, reopen=(open_quietly, (together or root, name, io, decoded_memory, checksums)))
+    LOG.info(
+        "%s: opened as %s (%s), io=%s (%s): %d examples, layers %s, %s",
+        store.path,
+        name,
+        "given" if format is not None else "detected",
+        mode,
+        "given" if io != "auto" else "chosen by file system",
+        store.num_examples,
+        short(store.layers),
+        store.dtype,
+    )
     if refused := sorted(_refused(root) - before):
         text = f"the server refuses these names, and does not list any; taken as absent: {', '.join(refused)}"
         store.warnings = (*store.warnings, Remark("not-listed", text))

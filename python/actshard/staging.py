@@ -49,6 +49,7 @@ from actshard.errors import (
 from actshard.finding import check_finished, find_any, of_tokens
 from actshard.layers import Layer, listing, several
 from actshard.location import Location
+from actshard.logs import LOG
 from actshard.opening import open_quietly
 from actshard.storage import Remote
 from actshard.work import PUSHING, Lock, make_folder, remove, sync_folders, sync_tree, write_json
@@ -314,6 +315,7 @@ def _staged(
     if check and not offline:
         listed = _list(source)
     if not work.exists() and (done := _complete(source, target, layers, listed)) is not None:
+        LOG.info("%s: already staged at %s", source, target)
         return done
     make_folder(target.parent)
     with _turn(work) as waited:
@@ -324,6 +326,7 @@ def _staged(
             source = again()
             listed = _list(source)
             done = _complete(source, target, layers, listed)
+        LOG.info("%s: %s %s", source, "staging to" if done is None else "another process staged it to", target)
         if done is None:
             assert listed is not None
             _check_target(source, target, layers)
@@ -509,6 +512,7 @@ def _download(
     _keep(base, wanted, old)
     _link(base, wanted, target, source)
     missing = {n: size for n, (size, _) in wanted.items() if _size(f"{base}/{n}") != size}
+    LOG.info("%s: %d of %d files are read, the others are there", source, len(missing), len(wanted))
     _check_space(target, sum(missing.values()))
     _write(work / "plan.json", marker)
     _copy(place, missing, base, work / "parts", tell)

@@ -49,6 +49,9 @@ _SAMPLES = 8
 _SLAB_BYTES = 32 << 20
 """Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
 
+_DOORS = frozenset({"contents", "rows", "group_of", "check_open", "native_stream"})
+"""Names for the other modules of this package, which ``dir()`` leaves out."""
+
 
 class Store:
     """A dataset of activations: rows of ``d_model`` elements, addressed by (example, layer, token).
@@ -92,6 +95,9 @@ class Store:
         self.warnings = tuple(map(Remark.of, contents.warnings))
         self.io = io
         self.special_tokens = contents.special_tokens
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__()} - _DOORS)
 
     @property
     def contents(self) -> Contents:
@@ -189,7 +195,7 @@ class Store:
                     rows.close()
 
     def group_of(self, layer: Layer) -> int:
-        """Returns the index of a layer in :attr:`layers`.
+        """Returns the index of a layer in :attr:`layers`. Internal.
 
         Raises:
             LayerError: the dataset has no such layer.
@@ -576,7 +582,7 @@ class Store:
         )
 
     def check_open(self) -> None:
-        """Raises if the store was closed.
+        """Raises if the store was closed. Internal.
 
         Raises:
             ClosedError: the store was closed.
@@ -584,7 +590,7 @@ class Store:
         self._open_rows()
 
     def native_stream(self, selection: Any, options: dict[str, Any]) -> _native.Stream:
-        """Returns the binding's stream, for :class:`~actshard.Stream`."""
+        """Returns the binding's stream, for :class:`~actshard.Stream`. Internal."""
         return _native.Stream(self._open_rows(), selection, **options)
 
     def stats(

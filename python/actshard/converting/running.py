@@ -32,6 +32,7 @@ from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary
 from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
 from actshard.layers import Layer, plain
+from actshard.logs import LOG
 from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.writing.existing import check_same, complete_at
@@ -248,6 +249,14 @@ def _write(
     try:
         if begun and overflow == "allow":
             lost = overflows(asked, target, begun)
+        LOG.info(
+            "%s: converting to %s at %s, from example %d of %d",
+            asked.store.path,
+            target.format,
+            target.root,
+            begun,
+            asked.count,
+        )
         done = begun
         size = 0
         for ids, counts, unit in blocks(asked, target, begun):

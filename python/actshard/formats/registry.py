@@ -16,6 +16,7 @@ from actshard.codes import Code
 from actshard.errors import ActshardError, ActshardWarning
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
+from actshard.logs import LOG
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -86,6 +87,7 @@ def _wrong_in(format: Format) -> str | None:
 
 def _warn(point: EntryPoint, why: str) -> None:
     text = f"format plugin {point.name!r} ({point.value}) is not used: {why}"
+    LOG.info("skipped: %s", text)
     warnings.warn(ActshardWarning(text, code="plugin-not-used"), stacklevel=4)
 
 

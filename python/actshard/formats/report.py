@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,13 @@ class Report:
     _seen: set[Finding] = field(default_factory=set, init=False, repr=False, compare=False)
     _wrong: set[tuple[Path, str]] = field(default_factory=set, init=False, repr=False, compare=False)
     """Codes and messages of errors by file, so that :meth:`error` does not report them twice."""
+
+    def __repr__(self) -> str:
+        counts = collections.Counter(f"{f.severity} {f.code}" for f in self.findings)
+        shown = ", ".join(f"{n} x {what}" for what, n in counts.most_common(8)) or "no findings"
+        more = f", and {len(counts) - 8} more codes" if len(counts) > 8 else ""
+        deep = ", deep" if self.deep else ""
+        return f"<actshard.Report of {self.path} ({self.format}{deep}): {'ok' if self.ok else 'not ok'}: {shown}{more}>"
 
     @property
     def ok(self) -> bool:

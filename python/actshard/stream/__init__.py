@@ -23,6 +23,7 @@ from actshard.errors import (
 )
 from actshard.layers import Layer, array_of, is_one, listing, one, short
 from actshard.location import Location
+from actshard.logs import LOG
 from actshard.stats import is_deviation
 from actshard.stream.selection import Mask, Tokens, select
 
@@ -38,6 +39,9 @@ _MANY = 1_000
 """Requests that are worth a warning."""
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``: one with the user, one ready, one being filled."""
+
+_DOORS = frozenset({"state", "loop", "afresh", "batches_from", "resumes"})
+"""Names for the other modules of this package, which ``dir()`` leaves out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -154,6 +158,7 @@ class Stream(Epochs[Batch]):
                 f"buffers: expected at least 2, of {self._shape} {asked}: you hold one while the next is filled"
             )
         super().__init__(_arguments.whole(epoch, "epoch"))
+        LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), shuffle)
         place: object = store.path  # a Location, if it is not local
         if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:
             self._warn_of_price()
@@ -184,14 +189,17 @@ class Stream(Epochs[Batch]):
         """Number of rows that fit in ``memory``. An epoch has the fewest windows of at most this many rows."""
         return int(self._native.window)
 
-    def locate(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, rows: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns (examples, tokens) of selected rows, given their numbers in stored order. Not for interleaved layers."""
-        return self._native.locate(rows)
+        return self._native.locate(_arguments.index(rows, "rows")[0])
 
     @property
     def layers(self) -> tuple[Layer, ...]:
         """Names of the layers of this stream."""
         return tuple(self._layers)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__()} - _DOORS)
 
     def __len__(self) -> int:
         """Number of batches per epoch and rank; the same on every rank."""
@@ -338,6 +346,14 @@ class _RowLoop(Loop[Batch]):
 
     def _start(self) -> Reader:
         start = self._source._native.start
+        LOG.debug(
+            "%s: epoch %d read from batch %d of %d, every %d",
+            self._source.store.path,
+            self._epoch,
+            self._next,
+            len(self._source),
+            self._every,
+        )
         reader: Reader = start(self._epoch, self._next, self._every, self._ring, hold=self._hold)
         return reader
 

@@ -69,6 +69,7 @@ def plain_index(part: Any) -> Any:
     array = _arguments.as_array(part, f"index: {_EXPECTED}")
     if array.dtype == bool and array.ndim:
         return array
+    _arguments.refuse_bools(part, array, "index")
     flat, _ = _arguments.index(array if array.size else array.astype(np.int64), "index")  # np.asarray([]) is float64
     return int(flat[0]) if array.ndim == 0 else flat.reshape(array.shape)
 

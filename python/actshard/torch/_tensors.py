@@ -54,7 +54,7 @@ def tensors(batch: Any) -> dict[str, Any]:
         "examples": tensor(batch.examples),
         "tokens": tensor(batch.tokens),
         # torch has no strings
-        "layers": batch.layers.tolist() if batch.layers.dtype.kind == "U" else tensor(batch.layers),
+        "layers": batch.layers.tolist() if batch.layers.dtype.kind in "UO" else tensor(batch.layers),
     }
     if batch.labels is not None:
         made["labels"] = tensor(batch.labels)

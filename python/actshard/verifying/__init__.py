@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from actshard import formats
+from actshard import _arguments, formats
 from actshard.codes import findings
 from actshard.errors import ActshardError, ArgumentError, UnknownFormatError
 from actshard.finding import check_finished, existing_anywhere, find_any
@@ -75,7 +75,7 @@ def verify(
         ClosedError: with ``deep``, the store was closed, or the one that it was filtered from.
         NoMemoryError, InterruptedReadError: the check could not be finished; nothing is known about the rest of the files.
     """
-    store = path if isinstance(path, Store) else None
+    deep, store = _arguments.switch(deep, "deep"), path if isinstance(path, Store) else None
     if store is not None:
         if storage_options or cache or format not in (None, store.format):
             raise ArgumentError(

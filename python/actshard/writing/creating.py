@@ -75,12 +75,11 @@ def make_target(
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
             raise ArgumentError(f"{name}: expected a positive integer, found {value!r}")
     if part is not None:
-        try:
-            index, count = (int(x) for x in part)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"part: expected (i, n), found {part!r}") from error
-        if not 0 <= index < count <= 99_999:
-            raise ArgumentError(f"part: expected (i, n) with 0 <= i < n, found {part!r}")
+        if not isinstance(part, tuple | list) or len(part) != 2:
+            raise ArgumentError(f"part: expected (i, n), found {part!r:.100}")
+        index, count = (_arguments.whole(x, "part", most=99_999) for x in part)
+        if index >= count:
+            raise ArgumentError(f"part: expected (i, n) with 0 <= i < n, found {part!r:.100}")
         part = (index, count)
         root = part_folder(root, index, count)
     spec = Spec(

@@ -1,0 +1,80 @@
+"""What a user sees of the objects: ``dir``, ``repr``, and the logger."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> actshard.Store:
+    """A dataset with long names, many layers and long texts."""
+    path = tmp_path / "d"
+    with actshard.create(path, "zarr", layers=[f"blocks.{i}.hook_resid_post" for i in range(60)], d_model=4) as writer:
+        writer.append(np.zeros((3, 60, 2, 4), np.float32), columns={"prompt": ["x" * 10_000] * 3})
+    return actshard.open(path)
+
+
+def test_dir_shows_what_is_public(store: actshard.Store) -> None:
+    for made in (store, store.stream("all", 2)):
+        names = [name for name in dir(made) if not name.startswith("_")]
+        inside = [n for n in names if "Internal" in (inspect.getdoc(getattr(type(made), n, None)) or "")]
+        assert inside == []
+        assert {"close"} <= set(names)
+    assert {"gather", "sequence", "layers", "d_model", "table", "filter", "path", "io"} <= set(dir(store))
+    assert {"state_dict", "load_state_dict", "epoch", "batch_size", "layers"} <= set(dir(store.stream("all", 2)))
+    assert not {"contents", "rows", "group_of", "native_stream", "check_open"} & set(dir(store))
+
+
+def test_repr_of_everything_fits_a_screen(store: actshard.Store, tmp_path: Path) -> None:
+    name = store.layers[0]
+    stream = store.stream("all", 4)
+    report = actshard.verify(store.path, deep=True)
+    done = actshard.convert(store, tmp_path / "other", "zarr", layers=list(store.layers[:40]))
+    writer = actshard.create(tmp_path / "new", "zarr", layers=store.layers, d_model=4)
+    made: list[Any] = [
+        store, store.filter([0]), stream, next(iter(stream)), store.layer(name), store.layer(name).rows(),
+        store.layer(name).ragged(), store.stats(name), report, done, writer,
+    ]  # fmt: skip
+    made += [*report.findings, *done.losses]
+    for one in made:
+        text = repr(one)
+        assert len(text) < 2_000, f"{type(one).__name__}: {len(text)} characters"
+        assert text.count("\n") < 20, type(one).__name__
+
+
+def test_the_logger_tells_what_was_opened_and_decided(
+    store: actshard.Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG, "actshard"):
+        again = actshard.open(store.path)
+        stream = again.stream("all", 4, shuffle="window")
+        for _ in stream:
+            pass
+        actshard.convert(again, tmp_path / "copy", "zarr")
+        actshard.stage(store.path, tmp_path / "staged")
+        actshard.stage(store.path, tmp_path / "staged")
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert {record.name for record in caplog.records} == {"actshard"}
+    for part in (
+        "opened as zarr (detected), io=", "saev: no", "shuffle=window", "epoch 0 read from batch 0 of 2",
+        f"converting to zarr at {tmp_path / 'copy'}, from example 0 of 3", "staging to", "already staged at",
+    ):  # fmt: skip
+        assert part in said
+    batches = sum("read from batch" in line for line in said.splitlines())
+    assert batches == 1, "one line per loop, none per batch"
+
+
+def test_nothing_is_printed_unless_logging_is_configured(store: actshard.Store) -> None:
+    code = f"import actshard; s = actshard.open({str(store.path)!r}); list(s.stream('all', 4))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
