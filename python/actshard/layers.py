@@ -1,4 +1,4 @@
-"""Names of layers: integers, or texts such as ``blocks.5.hook_resid_post``. A dataset may have both: layers 3, 17 and ``"last"``."""
+"""Names of layers: integers, or texts such as ``blocks.5.hook_resid_post``, or both: layers 3, 17 and ``"last"``."""
 
 from __future__ import annotations
 
