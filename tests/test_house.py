@@ -22,7 +22,7 @@ from conftest import GOLDEN, install
 ROOT = Path(actshard.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("_native", "errors", "codes", "logs"),
+    ("_native", "errors", "codes", "logs", "late"),
     ("_arguments", "storage"),
     ("location", "epochs", "chosen", "layers"),
     ("_json", "work"),

@@ -6,6 +6,7 @@ import inspect
 import logging
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,34 @@ def test_nothing_is_printed_unless_logging_is_configured(store: actshard.Store) 
     code = f"import actshard; s = actshard.open({str(store.path)!r}); list(s.stream('all', 4))"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def _public_functions() -> dict[str, Any]:
+    """Every function, class, method and property that ``actshard`` exports, by name."""
+    made: dict[str, Any] = {}
+    for name in actshard.__all__:
+        found = getattr(actshard, name)
+        if inspect.isclass(found):
+            made[name] = found
+            for member, value in vars(found).items():
+                of = (
+                    value.fget
+                    if isinstance(value, property)
+                    else getattr(value, "__func__", getattr(value, "func", value))
+                )
+                if inspect.isfunction(of) and (not member.startswith("_") or member == "__init__"):
+                    made[f"{name}.{member}"] = of
+        elif inspect.isfunction(found):
+            made[name] = found
+    return made
+
+
+@pytest.mark.parametrize("name", _public_functions())
+def test_type_hints_resolve(name: str) -> None:
+    typing.get_type_hints(_public_functions()[name])
+
+
+def test_annotations_cost_no_import() -> None:
+    code = "import sys, actshard; print([m for m in ('pyarrow', 'actshard.arrays', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -26,6 +26,11 @@ from actshard.errors import (
     OutOfRangeError,
     UnsupportedError,
 )
+
+Io = Literal["auto", "mmap", "pread"]
+Overflow = Literal["refuse", "allow"]
+Kept = Literal["all", "content", "last"]
+"""Tokens that a conversion keeps."""
 
 NUMPY_BY_NAME: dict[str, np.dtype[Any]] = {}
 """Maps safetensors dtype names to numpy (or ml_dtypes) dtypes."""

@@ -23,7 +23,7 @@ from actshard.store import Store
 def open(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     format: str | None = None,
-    io: str = "auto",
+    io: _arguments.Io = "auto",
     *,
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,

@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import actshard._native as _native
 from actshard import _arguments
+from actshard._native import Rows
 from actshard.absent import Closed, Without
 from actshard.codes import Remark
 from actshard.errors import (
@@ -31,6 +32,7 @@ from actshard.errors import (
     OverflowWarning,
 )
 from actshard.formats.contents import Contents, Logits, Router
+from actshard.late import Late
 from actshard.layers import Layer, is_one, one, plain, short, stored
 from actshard.stats import Stats
 from actshard.stream import Scale, Shuffle, Stream
@@ -39,9 +41,10 @@ from actshard.stream.selection import COMPARED, Mask, Tokens, column, select
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from actshard._native import Rows
-    from actshard.arrays import LayerArray
+    import actshard.arrays as arrays
     from actshard.chosen import Chosen
+else:
+    pa, arrays = Late("pyarrow"), Late("actshard.arrays")
 
 _SAMPLES = 8
 """Number of rows that :attr:`Store.identity` hashes."""
@@ -354,7 +357,7 @@ class Store:
         chosen = self._contents.chosen
         return None if chosen is None else chosen.array()
 
-    def layer(self, layer: Layer, *, dtype: DTypeLike | None = None) -> LayerArray:
+    def layer(self, layer: Layer, *, dtype: DTypeLike | None = None) -> arrays.LayerArray:
         """Returns one layer as an array over (example, token, element), which reads nothing until it is indexed.
 
         ``acts = store.layer(5)`` supports ``acts[17]``, ``acts[17, -1]``, ``acts[mask, 0]``, ``np.asarray(acts)``.

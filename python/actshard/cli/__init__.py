@@ -167,7 +167,8 @@ def bench_stream_command(
     """Stream a dataset and print bytes per second, time to the first batch, and quality of the shuffle."""
     from actshard.cli import bench_stream as verb
 
-    store = actshard.open(_place(path, storage_option, cache), format, io=mode)
+    reading: Any = mode  # open() checks it
+    store = actshard.open(_place(path, storage_option, cache), format, io=reading)
     found = verb.run(
         store,
         _layers_named(store, layer),

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -25,10 +25,8 @@ from actshard.layers import Layer, array_of, is_one, listing, one, short
 from actshard.location import Location
 from actshard.logs import LOG
 from actshard.stats import is_deviation
+from actshard.stream.readable import Readable
 from actshard.stream.selection import Mask, Tokens, select
-
-if TYPE_CHECKING:
-    from actshard.stream.readable import Readable
 
 Shuffle = Literal["window", "exact"] | None
 Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None

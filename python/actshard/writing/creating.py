@@ -119,7 +119,7 @@ def create(
     tokens_per_example: int | None = None,
     pad: bool = False,
     truncate: bool = False,
-    overflow: str = "refuse",
+    overflow: _arguments.Overflow = "refuse",
     shard_bytes: int | str | None = None,
     part: tuple[int, int] | None = None,
     resume: bool = False,

@@ -23,6 +23,7 @@ from actshard.errors import (
     from_os,
 )
 from actshard.formats.target import Block, Target
+from actshard.late import Late
 from actshard.work import Journal, tidy
 from actshard.writing.columns import Fitted, together
 from actshard.writing.existing import check_same, complete_at
@@ -31,6 +32,8 @@ from actshard.writing.sink import Sink
 
 if TYPE_CHECKING:
     import pyarrow as pa
+else:
+    pa = Late("pyarrow")
 
 
 class Writer:

@@ -1,0 +1,19 @@
+"""Modules that only annotations need, imported when :func:`typing.get_type_hints` asks for them: importing actshard stays fast."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Late:
+    """Stands for a module until an attribute is needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+    def __repr__(self) -> str:
+        return f"<actshard.late.Late {self._name}>"
