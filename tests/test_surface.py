@@ -110,3 +110,19 @@ def test_annotations_cost_no_import() -> None:
     code = "import sys, actshard; print([m for m in ('pyarrow', 'actshard.arrays', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("format", "own"), [("zarr", "prompt"), ("lmprobe", "text")])
+def test_texts_are_read_by_either_name(tmp_path: Path, format: str, own: str) -> None:
+    texts = ["a", "b", "c"]
+    with actshard.create(tmp_path / "d", format, layers=[0], d_model=4) as writer:
+        writer.append(np.zeros((3, 1, 2, 4), np.float32), columns={own: texts})
+    store = actshard.open(tmp_path / "d")
+    assert own in store.table.column_names
+    for names in (["text"], ["prompt"], ["text", "prompt"]):
+        found = store.read_columns(names)
+        assert found.column_names == names
+        assert found.to_pydict() == dict.fromkeys(names, texts)
+    assert len(store.split(1, by="text")[1]) == len(store.split(1, by="prompt")[1]) == 1
+    with pytest.raises(actshard.NotStoredError, match="has no column"):
+        store.read_columns(["text", "text_preview"])

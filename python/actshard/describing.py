@@ -1,14 +1,17 @@
-"""The properties of a store that ``actshard info`` prints."""
+"""The properties of a store that ``actshard info`` prints, and its columns by name."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from actshard.errors import ActshardError, UnsupportedError
+from actshard.errors import ActshardError, NotStoredError, UnsupportedError
 from actshard.location import Location
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard.formats.contents import Contents
     from actshard.stream.readable import Readable
 
 
@@ -60,3 +63,19 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
         "warnings": [str(w) for w in store.warnings],
         "warning_codes": [w.code for w in store.warnings],
     }
+
+
+_TEXTS = {"text": "prompt", "prompt": "text"}
+"""The two names of the column of whole texts. Pickle shards have only a preview, which is not a text's other name."""
+
+
+def columns_of(contents: Contents, asked: list[Any]) -> pa.Table:
+    """Columns by the format's names; ``"text"`` and ``"prompt"`` name the texts whichever of them the format has."""
+    try:
+        return contents.columns(asked)
+    except NotStoredError:
+        stored = contents.column_names
+        own = [_TEXTS[x] if x in _TEXTS and x not in stored else x for x in map(str, asked)]
+        if own == asked or not set(own) <= set(stored):
+            raise
+        return contents.columns(list(dict.fromkeys(own))).select(own).rename_columns(asked)

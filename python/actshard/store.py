@@ -659,11 +659,15 @@ class Store:
     def read_columns(self, names: Sequence[str]) -> pa.Table:
         """Reads some columns by their names in the format. Not cached.
 
+        ``"text"`` and ``"prompt"`` name the examples' texts in every format that has them whole; the result has the name asked for.
+
         Raises:
             NotStoredError: the dataset has no such column.
         """
         self._check_not_closed()
-        return self._contents.columns(_arguments.listed(names, "names: expected a list of columns"))
+        from actshard.describing import columns_of
+
+        return columns_of(self._contents, _arguments.listed(names, "names: expected a list of columns"))
 
     def _check_not_closed(self) -> None:
         if isinstance(self._rows, Closed):
