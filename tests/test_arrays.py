@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import actshard
 from conftest import GOLDEN, LMPROBE, SAEV, bits, saev_dump
 from served import served
+from zarr_files import write_store
 
 FOLDERS = [
     *(saev_dump(variant) for variant in SAEV),
@@ -225,6 +226,104 @@ def test_an_example_is_a_view_and_keeps_its_file(plain: Any) -> None:
     same(one, plain[2][2])
     with pytest.raises(actshard.ClosedError):
         acts[0]
+
+
+def written(folder: Any, format: str, acts: np.ndarray, **options: Any) -> actshard.Store:
+    """A dataset of layers 0, 1, ... of these rows, ``(n, layers, tokens, d_model)`` or without tokens, read through mappings."""
+    with actshard.create(
+        folder / format, format, layers=range(acts.shape[1]), d_model=acts.shape[-1], **options
+    ) as writer:
+        writer.append(acts)
+    return quietly(folder / format, io="mmap")
+
+
+def viewed(found: np.ndarray, expected: np.ndarray) -> None:
+    """Read-only memory of a file, with these numbers."""
+    assert not found.flags.writeable
+    assert not found.flags.owndata
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        found.flags.writeable = True
+    same(found, expected)
+
+
+def test_a_layer_of_one_saev_shard_is_a_view_that_outlives_the_store(tmp_path: Any) -> None:
+    acts = np.random.default_rng(0).random((5, 2, 3, 4), np.float32)
+    store = written(tmp_path, "saev", acts)
+    layer = store.layer(1)
+    views = [np.asarray(layer), np.asarray(layer, np.float32), layer.__array__(copy=False)]
+    copies = [np.array(layer), layer.__array__(copy=True)]
+    flat = np.asarray(layer.rows())  # rows of other layers lie between
+    part, back = (np.asarray(store.filter(which).layer(0)) for which in (slice(1, 5, 2), slice(None, None, -1)))
+    assert np.shares_memory(views[0], views[1])
+    store.close()
+    del store, layer
+    for view in views:
+        viewed(view, acts[:, 1])
+    viewed(part, acts[1::2, 0])
+    viewed(back, acts[::-1, 0])
+    same(flat, acts[:, 1].reshape(-1, 4))
+    for copy in [*copies, flat]:
+        copy[:] = 0
+        assert copy.flags.writeable
+    same(views[0], acts[:, 1])
+
+
+def test_rows_that_follow_each_other_in_a_file_are_a_view(tmp_path: Any) -> None:
+    acts = np.random.default_rng(0).random((5, 1, 3, 4), np.float32)
+    store = written(tmp_path, "saev", acts)
+    flat = acts.reshape(-1, 4)
+    viewed(np.asarray(store.layer(0).rows()), flat)
+    viewed(store.layer(0).ragged().values, flat)
+    viewed(np.asarray(store.filter(slice(1, 4)).layer(0).rows()), flat[3:12])
+    pooled = written(tmp_path, "lmprobe", acts[:, :, 0])
+    viewed(np.asarray(pooled.layer(0).rows()), acts[:, 0, 0])
+    viewed(np.asarray(pooled.layer(0)), acts[:, 0, :1])
+    viewed(np.asarray(pooled.filter(slice(4, None, -2)).layer(0).rows()), acts[4::-2, 0, 0])
+
+
+def test_a_zarr_array_in_one_plain_chunk_is_a_view(tmp_path: Any) -> None:
+    acts = np.random.default_rng(0).random((4, 2, 3, 8)).astype(np.float16)
+    made = write_store(tmp_path / "a.zarr", acts, np.full(4, 3, np.int32), acts.shape)
+    viewed(np.asarray(quietly(made, io="mmap").layer(1)), acts[:, 1])
+    cut = quietly(write_store(tmp_path / "b.zarr", acts, np.full(4, 3, np.int32), (1, 1, 3, 8)), io="mmap").layer(1)
+    same(np.asarray(cut), acts[:, 1])
+    assert np.asarray(cut).flags.writeable
+
+
+def test_what_is_no_view_is_a_copy_or_refused(tmp_path: Any) -> None:
+    acts = np.random.default_rng(0).random((6, 1, 3, 4), np.float32)
+    one = written(tmp_path, "saev", acts)
+    several = written(tmp_path / "shards", "saev", acts, max_tokens_per_shard=6)
+    for store in (
+        several,
+        quietly(one.path, io="pread"),
+        one.filter([0, 1, 3]),
+        written(tmp_path, "lmprobe", acts),
+        written(tmp_path, "pickle", acts.astype(np.float32), shard_bytes=10_000),
+    ):
+        layer = store.layer(0)
+        expected = acts[:, 0] if len(store) == 6 else acts[[0, 1, 3], 0]
+        for array, wanted in ((layer, expected), (layer.rows(), expected.reshape(-1, 4))):
+            same(np.asarray(array), wanted)
+            assert np.asarray(array).flags.writeable
+            with pytest.raises(ValueError, match="copy=False"):
+                array.__array__(copy=False)
+    with pytest.raises(ValueError, match="copy=False"):
+        one.layer(0).__array__(np.float16, copy=False)
+    same(np.asarray(one.layer(0, dtype="float64")), acts[:, 0].astype(np.float64))
+    viewed(np.asarray(one.layer(0, dtype="float32")), acts[:, 0])
+
+
+def test_a_shortened_file_is_an_error_and_no_view(tmp_path: Any) -> None:
+    store = written(tmp_path, "saev", np.ones((5, 1, 3, 4), np.float32))
+    layer = store.layer(0)
+    _ = layer[0]
+    (shard,) = store.path.glob("*.bin")
+    with shard.open("r+b") as file:
+        file.truncate(shard.stat().st_size - 4)
+    for array in (layer, layer.rows()):
+        with pytest.raises(actshard.TruncatedFileError, match="truncated"):
+            np.asarray(array)
 
 
 def test_conversion_to_numpy_follows_copy_and_dtype(plain: Any) -> None:

@@ -145,8 +145,37 @@ class _Lazy(ABC):
     def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
         """Everything, as ``dtype``."""
 
+    @abstractmethod
+    def _view(self) -> NDArray[Any] | None:
+        """Everything as a read-only view of the mapped file; None if the bytes do not allow it."""
+
+    def _view_of_all(self) -> tuple[NDArray[Any], int, int | None] | None:
+        """A view that contains all rows, ``(r, d_model)``; the first example's row in it; rows from one example to the next."""
+        if self.dtype != self._store.dtype:
+            return None
+        found: tuple[NDArray[Any], int, int | None] | None = self._store.rows.view_all(
+            self._store.group_of(self._layer)
+        )
+        return found
+
+    def _view_of_examples(self, each: int) -> NDArray[Any] | None:
+        """All examples, of ``each`` rows, as a view ``(n, each, d_model)``."""
+        if (found := self._view_of_all()) is None:
+            return None
+        (rows, first, step), n = found, self._store.num_examples
+        if step is None:
+            return rows.reshape(n, each, -1) if len(rows) == n * each else None
+        if len(rows) != abs(step) * (n - 1) + each:
+            return None
+        row, element = rows.strides
+        # Unlike as_strided, this checks that the strides stay in the buffer.
+        shape, strides = (n, each, rows.shape[1]), (step * row, row, element)
+        return np.ndarray(shape, rows.dtype, rows.view(np.uint8).reshape(-1), first * row, strides)
+
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
         wanted = self.dtype if dtype is None else _arguments.numpy_type(dtype, "dtype=")
+        if not copy and wanted == self.dtype and (view := self._view()) is not None:
+            return view
         direct = {wanted.kind, self._store.dtype.kind} <= set("fV") and wanted in _arguments.NUMPY_BY_NAME.values()
         made = self._read(wanted if direct and wanted != self._store.dtype else self._asked)
         owned = made.base is None or made.flags.writeable
@@ -160,9 +189,12 @@ class LayerArray(_Lazy):
 
     ``acts[17]`` is ``(T, d_model)``, ``acts[17, -1]`` is ``(d_model,)``, ``acts[[1, 5, 5], -1]``, ``acts[mask, 0]`` and
     ``acts[:, -1]`` are ``(n, d_model)``. Integers, slices, lists, masks, negative numbers and ``...`` mean the same as for a numpy
-    array. ``np.asarray(acts)`` reads the layer in parallel.
+    array. ``np.asarray(acts)`` is the whole layer: a read-only view if it lies at regular distances in one memory-mapped file,
+    else a copy, read in parallel. ``np.array(acts)`` (or ``copy=True``) is always a writable copy; ``copy=False`` raises unless
+    there is a view.
 
-    Results are copies, except whole examples and slices of one: those are read-only views where :meth:`Store.sequence` has one.
+    Results of indexing are copies, except whole examples and slices of one: those are read-only views where
+    :meth:`Store.sequence` has one. Views keep their file mapped after the store is closed.
     Thread-safe, usable after ``fork``, and pickled as its store's path.
     """
 
@@ -285,15 +317,22 @@ class LayerArray(_Lazy):
         numbers = np.arange(*tokens.indices(held))
         return self._gather(np.full(len(numbers), example), numbers)
 
-    def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
-        each = self._each
-        if each is None:
+    def _even(self) -> int:
+        """The number of tokens of all examples."""
+        if self._each is None:
             counts = self._counts
             raise ArgumentError(
                 f"examples have {counts.min()} to {counts.max()} tokens, which is no array. Use acts.rows() for all rows, "
                 "(rows, d_model), or acts.ragged() for values and offsets",
                 path=self._store.path,
             )
+        return self._each
+
+    def _view(self) -> NDArray[Any] | None:
+        return self._view_of_examples(self._even())
+
+    def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+        each = self._even()
         return self._whole(np.arange(len(self)), dtype).reshape(len(self), each, self._store.d_model)
 
     def rows(self) -> RowArray:
@@ -308,8 +347,9 @@ class LayerArray(_Lazy):
 
         Returns:
             :class:`Ragged`: values ``(rows, d_model)`` and offsets ``(n + 1,)`` int64, for
-            ``pyarrow.LargeListArray.from_arrays`` and ``awkward.contents.ListOffsetArray``. The values are a copy, except those of
-            one example: see :meth:`Store.sequence`.
+            ``pyarrow.LargeListArray.from_arrays`` and ``awkward.contents.ListOffsetArray``. The values of all examples are a
+            read-only view if they follow each other in one memory-mapped file, those of one example as in
+            :meth:`Store.sequence`; else they are a copy.
 
         Raises:
             As ``acts[examples]``.
@@ -320,14 +360,16 @@ class LayerArray(_Lazy):
             raise ArgumentError(f"examples: expected one dimension, found {listed.ndim}")
         offsets = np.zeros(len(listed) + 1, np.int64)
         np.cumsum(self._lengths(listed), out=offsets[1:])
-        return Ragged(self._whole(listed, self._asked), offsets)
+        view = self.rows()._view() if examples is None else None
+        return Ragged(self._whole(listed, self._asked) if view is None else view, offsets)
 
 
 class RowArray(_Lazy):
     """All rows of one layer as an array over (row, element), example after example. ``acts.rows()`` creates it.
 
     ``rows[a:b]``, ``rows[[3, 1]]``, ``rows[mask]`` and ``rows[-1]`` mean the same as for a numpy array. They read in parallel and
-    return copies, or a read-only view where a slice lies in one example. scikit-learn, faiss and
+    return copies, or a read-only view where a slice lies in one example. ``np.asarray(rows)`` is a read-only view if all rows
+    follow each other in one memory-mapped file, else a copy. scikit-learn, faiss and
     ``dask.array.from_array(rows, chunks=(65536, -1))`` take it.
     """
 
@@ -401,6 +443,14 @@ class RowArray(_Lazy):
                 block = self._whole(np.arange(first, last + 1), self._asked)
                 return block[numbers[0] - begin : numbers[-1] + 1 - begin]
         return self._gather(*self.locate(np.arange(numbers.start, numbers.stop, numbers.step)))
+
+    def _view(self) -> NDArray[Any] | None:
+        counts = self._counts
+        if len(counts) and int(counts.min()) == int(counts.max()) == 1:  # rows at a distance are an array too
+            examples = self._view_of_examples(1)
+            return None if examples is None else examples.reshape(-1, self._store.d_model)
+        found = self._view_of_all()
+        return found[0] if found is not None and found[2] is None and len(found[0]) == len(self) else None
 
     def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
         return self._whole(np.arange(self._store.num_examples), dtype)

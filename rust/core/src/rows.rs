@@ -1,6 +1,7 @@
 //! The rows of a dataset in any layout: the type that a binding holds.
 
 pub mod chosen;
+pub mod spread;
 
 use std::iter::once;
 use std::sync::Arc;
@@ -22,7 +23,9 @@ use crate::layout::strided::Strided;
 use crate::layout::table::Table;
 use crate::layout::{Address, Layout, check_example};
 use crate::rows::chosen::{Chosen, named};
+use crate::rows::spread::{Spread, spread};
 use crate::source::Io;
+use crate::source::mmap::Paging;
 use crate::threads::{Stop, Watch};
 
 /// Which files and which layout a dataset has. An enum and not a trait object: the gather is compiled for each layout.
@@ -261,16 +264,14 @@ impl Rows {
         if io == Io::Pread {
             return Ok(None);
         }
-        let in_table = |files: &FileTable, at: Address, rows: u64| {
-            View::of(&*files.get(at.file)?, at.row, rows, files.row().bytes)
-        };
+        let in_table = |files: &FileTable, at, rows| table_view(files, at, rows, Paging::Hinted);
         match self {
             Rows::Strided(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Spans(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Records(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Chunked(files, layout) => {
-                one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows))
+                one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows, Paging::Hinted))
             }
             Rows::Shards(_, Some(_)) => Ok(None),
             Rows::Shards(shards, None) => {
@@ -279,6 +280,45 @@ impl Rows {
                 one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))
             }
             Rows::Chosen(of, chosen) => of.view(io, group, chosen.get(example)?, watch).map_err(named),
+        }
+    }
+
+    /// A view that contains the rows of all examples of a group, and their positions in it, if they are [spread evenly](spread) in
+    /// one mapped file. Never for pickle shards, which must be parsed first.
+    pub fn view_all(&self, io: Io, group: usize) -> Result<Option<(View, Spread)>> {
+        self.view_each(io, group, &mut (0..self.examples() as i64))
+    }
+
+    /// [`view_all`](Rows::view_all) of these examples.
+    fn view_each(
+        &self,
+        io: Io,
+        group: usize,
+        examples: &mut dyn Iterator<Item = i64>,
+    ) -> Result<Option<(View, Spread)>> {
+        if io == Io::Pread {
+            return Ok(None);
+        }
+        let (at, paging) = (|found: &Spread| Address { file: found.file, row: found.lowest }, Paging::Ahead);
+        let table = |files: &FileTable, found: Option<Spread>| -> Result<Option<(View, Spread)>> {
+            let Some(found) = found else { return Ok(None) };
+            Ok(table_view(files, at(&found), found.rows, paging)?.map(|view| (view, found)))
+        };
+        match self {
+            Rows::Strided(files, layout) => table(files, spread(layout, group, examples)?),
+            Rows::Table(files, layout) => table(files, spread(layout, group, examples)?),
+            Rows::Spans(files, layout) => table(files, spread(layout, group, examples)?),
+            Rows::Chunked(files, layout) => {
+                let Some(found) = spread(layout, group, examples)? else { return Ok(None) };
+                Ok(files.view(found.file, found.lowest, found.rows, paging)?.map(|view| (view, found)))
+            }
+            Rows::Shards(..) => Ok(None),
+            Rows::Chosen(of, chosen) => {
+                let mut failed = None;
+                let mut numbers = examples.map_while(|e| chosen.get(e).map_err(|error| failed = Some(error)).ok());
+                let found = of.view_each(io, group, &mut numbers).map_err(named);
+                failed.map_or(found, Err)
+            }
         }
     }
 
@@ -435,6 +475,10 @@ impl Rows {
             _ => Ok(vec![self.row().dtype; examples.len()]),
         }
     }
+}
+
+fn table_view(files: &FileTable, at: Address, rows: u64, paging: Paging) -> Result<Option<View>> {
+    View::of(&*files.get(at.file)?, at.row, rows, files.row().bytes, paging)
 }
 
 fn one_view(

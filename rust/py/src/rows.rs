@@ -734,4 +734,23 @@ impl Rows {
             buffer::over_map(py, view, &self.stored(py), &dims).map(Some)
         })
     }
+
+    /// A read-only view `(rows, width)` that contains the rows of all examples of a group, the row of the first example in it,
+    /// and the rows from one example's beginning to the next one's (None: they follow each other). None if they are not spread
+    /// evenly in one mapped file.
+    #[expect(clippy::type_complexity, reason = "a tuple in Python")]
+    fn view_all<'py>(
+        &self,
+        py: Python<'py>,
+        group: usize,
+    ) -> PyResult<Option<(Bound<'py, PyUntypedArray>, u64, Option<i64>)>> {
+        detach::guarded(py, || {
+            let dataset = self.dataset(py)?;
+            let found = detach::detached(py, |_| dataset.view_all(self.mode(), group))?;
+            let Some((view, spread)) = found else { return Ok(None) };
+            let dims = [spread.rows as usize, self.row().width];
+            let array = buffer::over_map(py, view, &self.stored(py), &dims)?;
+            Ok(Some((array, spread.first, spread.step)))
+        })
+    }
 }

@@ -33,6 +33,7 @@ use crate::layout::row::{Place, Row};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::source::local::Local;
+use crate::source::mmap::Paging;
 use crate::source::slots::{Opened, Slots};
 use crate::source::{Access, Io, Source, Store, Wishes};
 use crate::threads::{self, Watch};
@@ -206,14 +207,14 @@ impl ChunkFiles {
     }
 
     /// A view of rows of one chunk; `None` if they cannot be viewed.
-    pub fn view(&self, file: u64, address: u64, rows: u64) -> Result<Option<View>> {
+    pub fn view(&self, file: u64, address: u64, rows: u64, paging: Paging) -> Result<Option<View>> {
         if !self.views || self.split(file) > 1 {
             return Ok(None);
         }
         let open = self.get(file)?;
         // A shard may put its inner chunks at any offset.
         let aligned = open.place().start.is_multiple_of((self.row.bytes / self.row.width) as u64);
-        if aligned { View::of(&open, address, rows, self.row.bytes) } else { Ok(None) }
+        if aligned { View::of(&open, address, rows, self.row.bytes, paging) } else { Ok(None) }
     }
 
     /// An inner chunk that is read in place: its shard, and its offset in it. `None` if it is missing.

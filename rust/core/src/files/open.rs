@@ -9,7 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::layout::row::Place;
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
-use crate::source::mmap::Map;
+use crate::source::mmap::{Map, Paging};
 use crate::source::slots::Opened;
 use crate::source::{ByteRange, Ready, Source};
 
@@ -108,21 +108,21 @@ pub struct View {
 }
 
 impl View {
-    /// A view of rows; `None` if the file cannot be mapped, or the rows are not contiguous and in native byte order. Cold pages
-    /// are hinted, because the view is likely to be read from beginning to end.
-    pub fn of(file: &OpenFile, address: u64, rows: u64, row_bytes: usize) -> Result<Option<View>> {
+    /// A view of rows; `None` if the file cannot be mapped, or the rows are not contiguous and in native byte order. The view is
+    /// likely to be read from beginning to end: cold pages are hinted, unless `paging` lets the kernel read ahead.
+    pub fn of(file: &OpenFile, at: u64, rows: u64, row_bytes: usize, paging: Paging) -> Result<Option<View>> {
         let place = *file.place();
         if rows == 0 || !place.is_dense() || place.swapped || place.used != row_bytes {
             return Ok(None);
         }
-        let Some(begin) = place.offset(address, rows) else {
-            return Err(outside(file, address, rows, ""));
+        let Some(begin) = place.offset(at, rows) else {
+            return Err(outside(file, at, rows, ""));
         };
         file.unchanged()?;
         let (begin, end) = (begin as usize, begin as usize + rows as usize * row_bytes);
         let Some(source) = file.source() else { return Ok(None) };
-        let Some(map) = source.map()? else { return Ok(None) };
-        if [begin, end - 1].iter().any(|at| source.is_ready(*at as u64) == Ready::No) {
+        let Some(map) = source.map(paging)? else { return Ok(None) };
+        if paging == Paging::Hinted && [begin, end - 1].iter().any(|at| source.is_ready(*at as u64) == Ready::No) {
             source.will_need(&[ByteRange { at: begin as u64, len: (end - begin) as u64 }]);
         }
         Ok(map.bytes().get(begin..end).is_some().then_some(View { map, begin, end }))
@@ -131,7 +131,7 @@ impl View {
     /// A byte range of a mapped file; `None` if the file is not mapped or has no such range.
     pub fn range(source: &dyn Source, begin: usize, end: usize) -> Result<Option<View>> {
         source.unchanged()?;
-        let map = source.map()?.filter(|map| map.bytes().get(begin..end).is_some());
+        let map = source.map(Paging::Hinted)?.filter(|map| map.bytes().get(begin..end).is_some());
         Ok(map.map(|map| View { map, begin, end }))
     }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::descriptors::{Share, open_regular};
 use super::direct::DirectFile;
-use super::mmap::{LastMap, Map};
+use super::mmap::{LastMap, Map, Paging};
 use super::warmth::Warmth;
 use super::{Access, ByteRange, Io, RangeRead, Ready, Source, Store, Version, pread};
 use crate::error::{Error, Kind, Result};
@@ -66,7 +66,9 @@ pub fn open_to_jump(path: &Path, io: Io) -> Result<Box<dyn Source>> {
     let (file, len) = open_regular(path)?;
     let read = Positioned::new(file, path, len);
     match io {
-        Io::Mmap if len > 0 => Ok(Box::new(Mapped { map: read.mapping()?, warmth: Warmth::new(len), read })),
+        Io::Mmap if len > 0 => {
+            Ok(Box::new(Mapped { map: read.mapping(Paging::Hinted)?, warmth: Warmth::new(len), read }))
+        }
         Io::Mmap | Io::Pread => Ok(Box::new(read)),
     }
 }
@@ -90,6 +92,8 @@ struct Positioned {
     direct: DirectFile,
     /// For views, which would otherwise map the whole file each.
     mapped: LastMap,
+    /// The mapping with readahead.
+    mapped_ahead: LastMap,
 }
 
 impl Positioned {
@@ -101,14 +105,15 @@ impl Positioned {
     }
 
     fn of(file: File, location: Location, len: u64, share: Option<Share>) -> Positioned {
-        Positioned { location, file, len, share, direct: DirectFile::default(), mapped: LastMap::default() }
+        let (direct, mapped, mapped_ahead) = (DirectFile::default(), LastMap::default(), LastMap::default());
+        Positioned { location, file, len, share, direct, mapped, mapped_ahead }
     }
 
-    fn mapping(&self) -> Result<Map> {
+    fn mapping(&self, paging: Paging) -> Result<Map> {
         let bytes = usize::try_from(self.len).map_err(|_| {
             Error::new(Kind::Access, "the file exceeds this machine's address space").at(&self.location)
         })?;
-        Map::open(&self.file, bytes).map_err(|e| Error::from_io(&e, &self.location, "map"))
+        Map::open(&self.file, bytes, paging).map_err(|e| Error::from_io(&e, &self.location, "map"))
     }
 
     fn failed(&self, error: &std::io::Error, read: &RangeRead<'_>) -> Error {
@@ -133,9 +138,16 @@ impl Source for Positioned {
         version_of(&self.file).ok()
     }
 
-    fn map(&self) -> Result<Option<Map>> {
+    fn map(&self, paging: Paging) -> Result<Option<Map>> {
         self.unchanged()?;
-        if self.len == 0 { Ok(None) } else { self.mapped.get_or_open(|| self.mapping()).map(Some) }
+        if self.len == 0 {
+            return Ok(None);
+        }
+        let last = match paging {
+            Paging::Hinted => &self.mapped,
+            Paging::Ahead => &self.mapped_ahead,
+        };
+        last.get_or_open(|| self.mapping(paging)).map(Some)
     }
 
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {
@@ -232,8 +244,11 @@ impl Source for Mapped {
         Some(&self.warmth)
     }
 
-    fn map(&self) -> Result<Option<Map>> {
-        Ok(Some(self.map.clone()))
+    fn map(&self, paging: Paging) -> Result<Option<Map>> {
+        match paging {
+            Paging::Hinted => Ok(Some(self.map.clone())),
+            Paging::Ahead => self.read.map(paging),
+        }
     }
 
     fn read_many(&self, reads: &mut [RangeRead<'_>], stop: &Stop) -> Result<()> {

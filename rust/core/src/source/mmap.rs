@@ -10,7 +10,8 @@
 //! maps, and is safe against truncation *during* a read.
 //!
 //! The mapping is advised RANDOM: the default readahead (128 KiB to 8 MiB per fault) would read a hundred times more than a
-//! cold random row needs. Needed rows are hinted one by one instead ([`Map::will_need`]).
+//! cold random row needs. Needed rows are hinted one by one instead ([`Map::will_need`]). A view of a whole layer, which is read
+//! from beginning to end, has a mapping of its own with the kernel's readahead ([`Paging::Ahead`]).
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -21,6 +22,15 @@ use memmap2::{Advice, Mmap, MmapOptions};
 
 use crate::kernels::prefetch;
 
+/// How the pages of a mapping are read from the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Paging {
+    /// Only touched and hinted pages: for rows in any order.
+    Hinted,
+    /// With the kernel's readahead: for a range that is read from its beginning to its end.
+    Ahead,
+}
+
 /// A whole file, mapped read-only. Clones share the mapping, which keeps no descriptor.
 #[derive(Clone, Debug)]
 pub struct Map {
@@ -29,13 +39,15 @@ pub struct Map {
 
 impl Map {
     /// Maps the first `len` bytes of `file`; `len` is not zero.
-    pub fn open(file: &File, len: usize) -> io::Result<Map> {
+    pub fn open(file: &File, len: usize, paging: Paging) -> io::Result<Map> {
         // SAFETY: `file` is open for reading, and each caller (`Positioned::mapping`, `Shards::stored`) took `len` from it or
         // compared it with its length just before, so every page is backed. Others can still truncate or overwrite the file;
         // the module header describes the consequences.
         let inner = unsafe { MmapOptions::new().len(len).map(file)? };
-        // Only advice: if the kernel rejects it, reads are still correct.
-        let _ = inner.advise(Advice::Random);
+        if paging == Paging::Hinted {
+            // Only advice: if the kernel rejects it, reads are still correct.
+            let _ = inner.advise(Advice::Random);
+        }
         Ok(Map { inner: Arc::new(inner) })
     }
 
@@ -97,7 +109,7 @@ mod tests {
         let mut get = || {
             maps.get_or_open(|| {
                 opened += 1;
-                Map::open(&file, 9)
+                Map::open(&file, 9, Paging::Hinted)
             })
             .unwrap()
         };
@@ -116,9 +128,9 @@ mod tests {
         std::fs::write(&path, [7; 9]).unwrap();
         let file = File::open(&path).unwrap();
         let maps = LastMap::default();
-        let first = maps.get_or_open(|| Map::open(&file, 9)).unwrap();
+        let first = maps.get_or_open(|| Map::open(&file, 9, Paging::Hinted)).unwrap();
         let _held = maps.last.lock().unwrap();
-        let second = maps.get_or_open(|| Map::open(&file, 9)).unwrap();
+        let second = maps.get_or_open(|| Map::open(&file, 9, Paging::Hinted)).unwrap();
         assert!(!std::ptr::eq(first.bytes(), second.bytes()));
         assert_eq!(first.bytes(), second.bytes());
     }

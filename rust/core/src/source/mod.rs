@@ -21,7 +21,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::mmap::Map;
+use self::mmap::{Map, Paging};
 use self::warmth::Warmth;
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
@@ -133,7 +133,7 @@ pub trait Source: Debug + Send + Sync {
     }
 
     /// A mapping of all of it that outlives the source, if possible.
-    fn map(&self) -> Result<Option<Map>> {
+    fn map(&self, _paging: Paging) -> Result<Option<Map>> {
         Ok(None)
     }
 

@@ -19,6 +19,7 @@ use crate::layout::row::{Place, Row};
 use crate::layout::{Address, Layout, Run, check_example, check_group, check_token};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
+use crate::source::mmap::Paging;
 use crate::source::{Access, Source, Wishes};
 use crate::threads::Watch;
 
@@ -175,7 +176,7 @@ impl<'a> Prepared<'a> {
         if !mapped || !self.shards.maps {
             return Ok(None);
         }
-        View::of(&*self.get(at.file)?, at.row, rows, self.row().bytes)
+        View::of(&*self.get(at.file)?, at.row, rows, self.row().bytes, Paging::Hinted)
     }
 
     /// `sample_idx` of every prepared example, in order.

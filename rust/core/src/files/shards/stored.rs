@@ -9,7 +9,7 @@ use crate::error::{Error, Kind, Result};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::source::fetch::read_all;
-use crate::source::mmap::Map;
+use crate::source::mmap::{Map, Paging};
 use crate::source::{Access, RangeRead, Source, Store, Version, Wishes};
 use crate::threads::{Stop, Watch};
 
@@ -69,7 +69,7 @@ fn read_whole(source: &dyn Source, wishes: Option<&Wishes>, watch: Watch<'_>) ->
 impl Stored {
     /// All bytes of a source: mapped if `maps` is set and it can be, else read.
     pub(super) fn of(source: &dyn Source, maps: bool, wishes: Option<&Wishes>, watch: Watch<'_>) -> Result<Stored> {
-        if maps && let Some(map) = source.map()? {
+        if maps && let Some(map) = source.map(Paging::Hinted)? {
             return Ok(Stored::Map(map));
         }
         read_whole(source, wishes, watch).map(Stored::Buffer)
