@@ -1,7 +1,8 @@
-"""Layers as arrays in scikit-learn and dask."""
+"""Layers as arrays in scikit-learn, dask, xarray, faiss, torch and JAX; tables in polars and pandas."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -45,3 +46,47 @@ def test_dask_reads_chunks_of_rows(store: actshard.Store, flat: np.ndarray) -> N
     assert (lazy.shape, lazy.dtype) == (flat.shape, flat.dtype)
     assert np.array_equal(lazy.compute(), flat, equal_nan=True)
     assert np.array_equal(lazy[5:9].compute(), flat[5:9], equal_nan=True)
+
+
+def test_xarray_faiss_and_tables_take_what_a_store_gives(store: actshard.Store, flat: np.ndarray) -> None:
+    xarray: Any = pytest.importorskip("xarray")
+    faiss: Any = pytest.importorskip("faiss")
+    polars: Any = pytest.importorskip("polars")
+    pytest.importorskip("pandas")
+    acts = store.layer(store.layers[0])
+    named = xarray.DataArray(np.asarray(acts), dims=("example", "token", "element"))
+    assert np.array_equal(named.isel(token=1).values, flat.reshape(acts.shape)[:, 1], equal_nan=True)
+    rows, clean = acts.rows(), np.flatnonzero(np.isfinite(flat).all(axis=1))
+    index = faiss.IndexFlatL2(store.d_model)
+    index.add(rows[clean])
+    distances, found = index.search(rows[clean[5:8]], 1)
+    assert np.array_equal(flat[clean[found[:, 0]]], flat[clean[5:8]])
+    assert not distances.any()
+    assert polars.from_arrow(store.table).rows() == [tuple(row.values()) for row in store.table.to_pylist()]
+    assert store.table.to_pandas().to_dict("list") == store.table.to_pydict()
+
+
+def test_views_and_copies_go_on_without_a_copy_where_the_library_allows_it(tmp_path: Any) -> None:
+    torch: Any = pytest.importorskip("torch")
+    jax: Any = pytest.importorskip("jax")
+    with actshard.create(tmp_path / "saev", "saev", layers=[0], d_model=16) as writer:
+        writer.append(np.random.default_rng(0).random((8, 1, 4, 16), np.float32))
+    acts = actshard.open(tmp_path / "saev", io="mmap").layer(0)
+    view, copy = acts[2], acts[[1, 5], -1]
+    for x in (view, copy):
+        assert np.shares_memory(np.from_dlpack(x), x)
+        with pytest.warns(UserWarning, match="not writable") if x is view else warnings.catch_warnings():
+            tensor = torch.from_numpy(x)
+        assert tensor.data_ptr() == x.ctypes.data
+        moved = jax.device_put(x)
+        assert np.array_equal(np.asarray(moved), x)
+        if x.ctypes.data % 64 == 0:
+            assert moved.unsafe_buffer_pointer() == x.ctypes.data
+    try:
+        assert torch.from_dlpack(view).data_ptr() == view.ctypes.data
+    except BufferError as error:  # older versions of torch ask for a version of DLPack without read-only arrays
+        assert "readonly" in str(error)
+    with pytest.raises(BufferError, match="readonly"):
+        jax.dlpack.from_dlpack(view)
+    assert torch.from_dlpack(copy).data_ptr() == copy.ctypes.data
+    assert np.array_equal(np.asarray(jax.dlpack.from_dlpack(copy)), copy)

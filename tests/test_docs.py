@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import actshard
 from actshard import codes
@@ -79,14 +80,26 @@ def described(shape: str) -> Any:
         return None
 
 
-def test_the_blocks_of_the_page_of_arrays_run_as_written(tmp_path: Path) -> None:
+def checked_blocks(page: str, folder: Path, heavy: bool = False) -> int:
+    """Runs a page's blocks and compares results with their comments; returns the number of comparisons.
+
+    Args:
+        page: its path.
+        folder: where the page's store is written.
+        heavy: run the blocks that begin with ``# needs:`` and a list of libraries, too; else leave them out.
+    """
     rng = np.random.default_rng(0)
     columns = {"label": np.arange(200) % 2, "verb": [f"verb {i // 10}" for i in range(200)]}
-    with actshard.create(tmp_path / "data", "zarr", layers=[2, 5], d_model=64) as writer:
+    with actshard.create(folder / "data", "zarr", layers=[2, 5], d_model=64) as writer:
         writer.append(rng.normal(size=(200, 2, 12, 64)).astype(np.float32), columns=columns)
-    names: dict[str, Any] = {"np": np, "actshard": actshard, "store": actshard.open(tmp_path / "data")}
+    names: dict[str, Any] = {"np": np, "actshard": actshard, "store": actshard.open(folder / "data")}
     checked = 0
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/arrays.md").read_text(), re.DOTALL):
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        needs = re.match(r"# needs: (.*)\n", block)
+        if needs and not heavy:
+            continue
+        for library in needs[1].split(", ") if needs else ():
+            pytest.importorskip(library)
         for statement in ast.parse(block).body:
             source = ast.get_source_segment(block, statement) or ""
             comment = block.splitlines()[(statement.end_lineno or 0) - 1].partition("# ")[2]
@@ -96,6 +109,20 @@ def test_the_blocks_of_the_page_of_arrays_run_as_written(tmp_path: Path) -> None
             found, expected = eval(source, names), described(comment)
             if expected is not None:
                 checked += 1
-                listed = isinstance(expected, list)
-                assert (found.tolist() if listed else getattr(found, "shape", found)) == expected, source
-    assert checked > 15
+                if isinstance(expected, list):
+                    found = found.tolist() if hasattr(found, "tolist") else list(found)
+                assert getattr(found, "shape", found) == expected, source
+    return checked
+
+
+def test_the_blocks_of_the_page_of_arrays_run_as_written(tmp_path: Path) -> None:
+    assert checked_blocks("docs/arrays.md", tmp_path) > 15
+
+
+def test_the_light_blocks_of_the_page_of_frameworks_run_as_written(tmp_path: Path) -> None:
+    checked_blocks("docs/frameworks.md", tmp_path)
+
+
+@pytest.mark.peers
+def test_all_blocks_of_the_page_of_frameworks_run_as_written(tmp_path: Path) -> None:
+    assert checked_blocks("docs/frameworks.md", tmp_path, heavy=True) > 8

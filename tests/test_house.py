@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("writing",),
     ("converting",),
     ("staging",),
-    ("torch",),
+    ("torch", "jax", "hf"),
     ("",),  # the package itself: its public names
     ("compat", "cli"),
 )

@@ -183,6 +183,11 @@ class Stream(Epochs[Batch]):
         return self._shape
 
     @property
+    def reuses(self) -> bool:
+        """Whether a batch is valid only until the next one is requested: ``reuse=True`` or ``buffers=``."""
+        return self._reuse or self._buffers is not None
+
+    @property
     def window(self) -> int:
         """Number of rows that fit in ``memory``. An epoch has the fewest windows of at most this many rows."""
         return int(self._native.window)

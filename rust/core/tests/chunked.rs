@@ -15,6 +15,7 @@ use actshard_core::gather::{Ints, Origin, Out, Pick, gather};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
 use actshard_core::source::Io;
 use actshard_core::source::local::Local;
+use actshard_core::source::mmap::Paging;
 use actshard_core::{DType, Kind, Result};
 use proptest::prelude::*;
 
@@ -326,7 +327,7 @@ proptest! {
         prop_assert_eq!(files.decodings(), 0, "inner chunks were decoded");
         // Where a view is given, it contains the same bytes.
         let (file, row) = files.grids()[0].locate(0, 0, 0);
-        if let Some(view) = files.view(file, row, 1).unwrap() {
+        if let Some(view) = files.view(file, row, 1, Paging::Hinted).unwrap() {
             let want: Vec<u8> = (0..width).flat_map(|h| made.read([0, 0, 0, h]).to_ne_bytes()).collect();
             prop_assert_eq!(view.bytes(), &want[..]);
         }

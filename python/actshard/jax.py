@@ -1,0 +1,216 @@
+"""JAX arrays from a stream's batches, and a source of rows for grain.
+
+Requires jax, which actshard does not install. :class:`DataSource` needs numpy only.
+
+>>> stream = store.stream(5, 16384, shuffle="window", drop_last=True)
+>>> for batch in actshard.jax.batches(stream):
+...     loss = step(batch["activations"])
+>>> rows = NamedSharding(jax.make_mesh((4,), ("data",)), PartitionSpec("data"))
+>>> for batch in actshard.jax.batches(stream, sharding=rows):          # a quarter of the rows on each device
+...     loss = step(batch["activations"])
+>>> loader = grain.DataLoader(data_source=actshard.jax.DataSource(store, 5), sampler=sampler, worker_count=2)
+
+One batch is on its way to the devices while the loop body computes with the one before it. A CPU device may use the memory of a
+batch instead of copying it: JAX arrays never change, and neither do those batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from actshard.epochs import Epochs, Loop
+from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, MissingExtraError, OutOfRangeError
+from actshard.stream import Batch
+from actshard.stream.selection import Mask, Tokens
+from actshard.tokens.stream import arrays
+
+if TYPE_CHECKING:
+    from actshard.store import Store
+
+__all__ = ["DataSource", "batches"]
+
+
+def batches(stream: Epochs[Any], sharding: Any = None) -> Iterator[dict[str, Any]]:
+    """Yields the rest of a stream's epoch as dicts of JAX arrays.
+
+    Keys and shapes are those of :class:`~actshard.Batch`: activations, examples, tokens, layers, and labels if the dataset has
+    labels; for a token dataset, the names of its arrays. bfloat16 stays bfloat16. Without ``jax_enable_x64``, JAX has no 64-bit
+    types: int64 arrays become int32 after a check of their values, and float64 activations are refused.
+
+    ``stream.state_dict()`` is the position after the last batch that was yielded, not of the one that is sent ahead.
+
+    Args:
+        stream: a stream of activations or of tokens.
+        sharding: where arrays are placed. None: JAX's default device. A device, or a sharding of one device. A
+            ``NamedSharding``: the first entry of its spec splits the rows of all arrays, the others split the other axes of
+            activations; ``layers`` is replicated. With several processes, each passes the stream of its own rank, and the
+            arrays consist of the rows of all processes.
+
+    Raises:
+        ArgumentError: ``sharding`` is something else, or the rows of a batch cannot be split evenly.
+        DtypeError: float64 activations, without ``jax_enable_x64``.
+        MissingExtraError: jax is not installed.
+    """
+    if not isinstance(stream, Epochs):
+        raise ArgumentTypeError(f"stream: expected an actshard.Stream or a token stream, found {type(stream).__name__}")
+    return _read(stream, _Placing(stream, sharding))
+
+
+def _read(stream: Epochs[Any], placing: _Placing) -> Iterator[dict[str, Any]]:
+    loop = stream.loop(None)
+    try:
+        ahead = _sent(loop, placing)
+        while ahead is not None:
+            batch, ahead = ahead, None
+            if loop.ready():
+                ahead = _sent(loop, placing)
+            loop.check()
+            if not loop.reads:  # closed by the user
+                return
+            loop.hand_out()
+            yield batch
+            if ahead is None:
+                ahead = _sent(loop, placing)
+        if loop.reads:
+            loop.finish()
+    finally:
+        loop.close()
+
+
+def _sent(loop: Loop[Any], placing: _Placing) -> dict[str, Any] | None:
+    """The next batch, on its way to the devices; None at the end, or if the loop was closed."""
+    try:
+        batch = loop.take()
+    except StopIteration:
+        return None
+    return None if batch is None else placing.put(batch)
+
+
+class _Placing:
+    """Puts arrays on devices."""
+
+    def __init__(self, stream: Epochs[Any], sharding: Any) -> None:
+        try:
+            import jax
+        except ImportError as error:
+            raise MissingExtraError.of("actshard.jax.batches", "jax") from error
+        self._jax = jax
+        self._wide = bool(jax.config.jax_enable_x64)
+        self._rows = self._layers = self._activations = sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            spec = jax.sharding.PartitionSpec
+            self._rows = jax.sharding.NamedSharding(sharding.mesh, spec(*sharding.spec[:1]))
+            self._layers = jax.sharding.NamedSharding(sharding.mesh, spec())
+        elif sharding is not None and not isinstance(sharding, jax.Device | jax.sharding.SingleDeviceSharding):
+            raise ArgumentError(
+                f"sharding: expected a device, a SingleDeviceSharding or a NamedSharding, found {type(sharding).__name__}"
+            )
+        # Such a batch is overwritten while a device may still use its memory.
+        self._copies = bool(getattr(stream, "reuses", False))
+        dtype = getattr(stream, "dtype", None)
+        if dtype == np.float64 and isinstance(dtype, np.dtype) and not self._wide:
+            raise DtypeError(
+                'float64: JAX has no 64-bit types unless jax_enable_x64 is set. Pass dtype="float32" to store.stream'
+            )
+
+    def put(self, batch: Any) -> dict[str, Any]:
+        """A batch's arrays on their devices; the copies may still be under way."""
+        if not isinstance(batch, Batch):
+            return {name: self._array(name, array, self._rows) for name, array in arrays(batch).items()}
+        made = {
+            "activations": self._array("activations", batch.activations, self._activations),
+            "examples": self._array("examples", batch.examples, self._rows),
+            "tokens": self._array("tokens", batch.tokens, self._rows),
+        }
+        per_row = batch.activations.ndim == 2 and len(batch.layers) == len(batch.examples) > 1
+        made["layers"] = self._array("layers", batch.layers, self._rows if per_row else self._layers)
+        if batch.labels is not None:
+            made["labels"] = self._array("labels", batch.labels, self._rows)
+        return made
+
+    def _array(self, name: str, array: NDArray[Any], where: Any) -> Any:
+        if not self._wide and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
+            narrow = np.dtype(f"{array.dtype.kind}4")
+            if array.size and (array.min() < np.iinfo(narrow).min or array.max() > np.iinfo(narrow).max):
+                raise DtypeError(f"{name}: a value needs 64 bits, which JAX has only if jax_enable_x64 is set")
+            array = array.astype(narrow)
+        elif self._copies and name == "activations":
+            array = array.copy()
+        if not isinstance(where, self._jax.sharding.NamedSharding):
+            return self._jax.device_put(array, where)
+        try:
+            return self._jax.make_array_from_process_local_data(where, array)
+        except ValueError as error:
+            raise ArgumentError(
+                f"sharding: {name} {array.shape} cannot be split as {where.spec} over {dict(where.mesh.shape)}. Choose a "
+                "batch_size that can, and drop_last=True"
+            ) from error
+
+
+class DataSource:
+    """One layer's rows as a ``RandomAccessDataSource`` of grain: ``{"activation": (d_model,), "example", "token"}``.
+
+    Row numbers run over the selected tokens, example after example. Items are numpy arrays and integers. ``__getitems__`` reads
+    a whole batch at once, in parallel. Pickled as its store's path, for workers. ``repr`` depends only on the dataset and the
+    selection: grain compares it when it continues at a checkpoint.
+
+    Args:
+        store: an open store.
+        layer: a name from ``store.layers``.
+        tokens: as in ``store.stream``.
+        ignore_labels: as in ``store.stream``.
+        keep: as in ``store.stream``.
+        dtype: as in ``store.gather``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layer: int,
+        *,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        dtype: DTypeLike | None = None,
+    ) -> None:
+        self._store, self._layer, self._dtype = store, layer, dtype
+        # Used only to map row numbers to (example, token); it is never read.
+        self._rows = store.stream(layer, 1, tokens=tokens, ignore_labels=ignore_labels, keep=keep, dtype=dtype)
+        settings: Mapping[str, Any] = self._rows.state()["settings"]
+        self._name = (
+            f"actshard.jax.DataSource(dataset={settings['dataset']}, layer={layer!r}, tokens={tokens!r}, "
+            f"selection={settings['selection']}, rows={len(self)}, dtype={self._rows.dtype})"
+        )
+
+    def __len__(self) -> int:
+        return self._rows.num_rows
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Reads several rows in parallel. The activations are parts of one array.
+
+        Raises:
+            OutOfRangeError: a row does not exist. It is an IndexError.
+        """
+        numbers, n = np.asarray(indices), len(self)
+        if numbers.size and numbers.dtype.kind not in "iu":
+            raise ArgumentTypeError(f"index: expected integers, found {numbers.dtype}")
+        numbers = numbers.astype(np.int64)
+        outside = (numbers < -n) | (numbers >= n)
+        if outside.any():
+            raise OutOfRangeError(f"row {numbers[outside][0]} is out of range: there are {n} rows")
+        if not numbers.size:
+            return []
+        examples, tokens = self._rows.locate(np.where(numbers < 0, numbers + n, numbers))
+        rows = self._store.gather(self._layer, examples, tokens, dtype=self._dtype)
+        each = zip(rows, examples.tolist(), tokens.tolist(), strict=True)
+        return [{"activation": row, "example": e, "token": t} for row, e, t in each]

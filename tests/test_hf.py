@@ -1,0 +1,97 @@
+"""``actshard.hf.to_dataset``: rows equal those of the store, with their dtype, in memory and in a file."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import actshard
+from conftest import GOLDEN
+
+pytestmark = pytest.mark.peers
+datasets: Any = pytest.importorskip("datasets")
+from actshard.hf import to_dataset  # noqa: E402 - skipped without datasets
+
+
+def column(dataset: Any, name: str) -> np.ndarray:
+    """A column of lists of one length, as Arrow holds it."""
+    table = dataset.data.table.combine_chunks()
+    lists = table.column(name).combine_chunks()
+    lists = lists.chunk(0) if hasattr(lists, "chunks") else lists
+    assert not lists.null_count
+    return lists.flatten().to_numpy(zero_copy_only=False).reshape(len(lists), -1)
+
+
+@pytest.mark.parametrize("name", ["lmprobe/pooled_f16", "lmprobe/fullseq_f32", "pickle/float16", "zarr/single_minimal"])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_rows_equal_the_streams(tmp_path: Path, name: str, in_file: bool) -> None:
+    store = actshard.open(GOLDEN / name)
+    layer = store.layers[0]
+    wanted = list(store.stream(layer, 64))
+    made = to_dataset(store, layer, file=tmp_path / "rows.arrow" if in_file else None)
+    rows = np.concatenate([b.activations for b in wanted])
+    found = column(made, "activation")
+    assert found.dtype == rows.dtype == store.dtype
+    assert np.array_equal(found, rows, equal_nan=True)
+    assert made["example"][:] == np.concatenate([b.examples for b in wanted]).tolist()
+    assert made["token"][:] == np.concatenate([b.tokens for b in wanted]).tolist()
+    assert bool(made.cache_files) == in_file
+    formatted = made.with_format("numpy", dtype=store.dtype)[:2]["activation"]
+    assert np.array_equal(formatted, rows[:2], equal_nan=True)
+    assert formatted.dtype == rows.dtype
+    if in_file:
+        assert len(pickle.dumps(made)) < 20_000
+        assert [p.name for p in tmp_path.iterdir()] == ["rows.arrow"]
+        with pytest.raises(actshard.ExistsError, match="from_file"):
+            to_dataset(store, layer, file=tmp_path / "rows.arrow")
+
+
+def test_examples_carry_the_stores_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actshard.hf._BLOCK", 500)  # many blocks
+    store = actshard.open(GOLDEN / "lmprobe/fullseq_f32")
+    layer = store.layers[0]
+    for file in (None, tmp_path / "examples.arrow"):
+        made = to_dataset(store, layer, each="example", file=file)
+        assert made.column_names == ["activations", "example", *store.table.column_names]
+        assert made["text"][:] == store.table["text"].to_pylist()
+        for i, wanted in enumerate(store.sequences(range(len(store)), layer)):
+            found = made.data.table.column("activations")[i].values.flatten().to_numpy().reshape(-1, store.d_model)
+            assert np.array_equal(found, wanted, equal_nan=True)
+    tokens = to_dataset(store, layer, columns=["text"], tokens="last", file=tmp_path / "last.arrow")
+    assert tokens["text"][:] == store.table["text"].to_pylist()
+    assert np.array_equal(column(tokens, "activation"), store.last_tokens(layer), equal_nan=True)
+    train = to_dataset(store.filter(slice(1, 4)), layer, each="example")
+    assert train["text"][:] == store.table["text"].to_pylist()[1:4]
+
+
+def test_a_layer_that_lies_side_by_side_is_not_copied(tmp_path: Path) -> None:
+    acts = np.random.default_rng(0).random((5, 1, 3, 4), np.float32)
+    with actshard.create(tmp_path / "saev", "saev", layers=[0], d_model=4) as writer:
+        writer.append(acts)
+    store = actshard.open(tmp_path / "saev", io="mmap")
+    made = to_dataset(store, 0)
+    store.close()
+    (chunk,) = made.data.table.column("activation").chunks
+    assert chunk.values.buffers()[1].is_mutable is False
+    assert np.array_equal(column(made, "activation"), acts.reshape(-1, 4))
+
+
+def test_what_datasets_cannot_hold_is_refused_with_the_remedy() -> None:
+    store = actshard.open(GOLDEN / "lmprobe/fullseq_bf16")
+    layer = store.layers[0]
+    with pytest.raises(actshard.DtypeError, match='dtype="float32"'):
+        to_dataset(store, layer)
+    made = to_dataset(store, layer, dtype="float32")
+    wanted = np.concatenate([b.activations for b in store.stream(layer, 64, dtype="float32")])
+    assert np.array_equal(column(made, "activation"), wanted, equal_nan=True)
+    for more, error, said in (
+        ({"each": "row"}, ValueError, "each"),
+        ({"columns": ["nothing"]}, actshard.NotStoredError, "nothing"),
+        ({"each": "example", "tokens": "last"}, ValueError, "store.filter"),
+    ):
+        with pytest.raises(error, match=said):
+            to_dataset(store, layer, dtype="float32", **more)
