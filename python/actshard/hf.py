@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from actshard import _arguments
 from actshard.errors import ArgumentError, DtypeError, ExistsError, MissingExtraError, NotStoredError, boundary
+from actshard.layers import Layer
 from actshard.stream.selection import Mask, Tokens
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _OWN = {"token": ("activation", "example", "token"), "example": ("activations", 
 
 def to_dataset(
     store: Store,
-    layer: int,
+    layer: Layer,
     *,
     each: Literal["token", "example"] = "token",
     columns: Sequence[str] | None = None,
@@ -108,7 +109,7 @@ class _Rows:
     def __init__(
         self,
         store: Store,
-        layer: int,
+        layer: Layer,
         each: Literal["token", "example"],
         columns: Sequence[str] | None,
         tokens: Tokens,
@@ -124,7 +125,7 @@ class _Rows:
         )
         if self._acts.dtype.name not in ("float16", "float32", "float64"):
             raise DtypeError(
-                f'layer {layer}: datasets has no type for {self._acts.dtype}. Pass dtype="float32", which is exact, or '
+                f'layer {layer!r}: datasets has no type for {self._acts.dtype}. Pass dtype="float32", which is exact, or '
                 'dtype="float16"',
                 path=store.path,
             )

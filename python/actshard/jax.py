@@ -24,6 +24,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from actshard.epochs import Epochs, Loop
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, MissingExtraError, OutOfRangeError
+from actshard.layers import Layer
 from actshard.stream import Batch
 from actshard.stream.selection import Mask, Tokens
 from actshard.tokens.stream import arrays
@@ -37,9 +38,10 @@ __all__ = ["DataSource", "batches"]
 def batches(stream: Epochs[Any], sharding: Any = None) -> Iterator[dict[str, Any]]:
     """Yields the rest of a stream's epoch as dicts of JAX arrays.
 
-    Keys and shapes are those of :class:`~actshard.Batch`: activations, examples, tokens, layers, and labels if the dataset has
-    labels; for a token dataset, the names of its arrays. bfloat16 stays bfloat16. Without ``jax_enable_x64``, JAX has no 64-bit
-    types: int64 arrays become int32 after a check of their values, and float64 activations are refused.
+    Keys and shapes are those of :class:`~actshard.Batch`: activations, examples, tokens, layers (a list, if the names are
+    texts), and labels if the dataset has labels; for a token dataset, the names of its arrays. bfloat16 stays bfloat16. Without
+    ``jax_enable_x64``, JAX has no 64-bit types: int64 arrays become int32 after a check of their values, and float64 activations
+    are refused.
 
     ``stream.state_dict()`` is the position after the last batch that was yielded, not of the one that is sent ahead.
 
@@ -121,13 +123,16 @@ class _Placing:
         """A batch's arrays on their devices; the copies may still be under way."""
         if not isinstance(batch, Batch):
             return {name: self._array(name, array, self._rows) for name, array in arrays(batch).items()}
-        made = {
+        made: dict[str, Any] = {
             "activations": self._array("activations", batch.activations, self._activations),
             "examples": self._array("examples", batch.examples, self._rows),
             "tokens": self._array("tokens", batch.tokens, self._rows),
         }
-        per_row = batch.activations.ndim == 2 and len(batch.layers) == len(batch.examples) > 1
-        made["layers"] = self._array("layers", batch.layers, self._rows if per_row else self._layers)
+        if batch.layers.dtype.kind in "UO":  # names that are texts; JAX has none
+            made["layers"] = batch.layers.tolist()
+        else:
+            per_row = batch.activations.ndim == 2 and len(batch.layers) == len(batch.examples) > 1
+            made["layers"] = self._array("layers", batch.layers, self._rows if per_row else self._layers)
         if batch.labels is not None:
             made["labels"] = self._array("labels", batch.labels, self._rows)
         return made
@@ -170,7 +175,7 @@ class DataSource:
     def __init__(
         self,
         store: Store,
-        layer: int,
+        layer: Layer,
         *,
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),

@@ -284,7 +284,7 @@ impl Rows {
     }
 
     /// A view that contains the rows of all examples of a group, and their positions in it, if they are [spread evenly](spread) in
-    /// one mapped file. Never for pickle shards, which must be parsed first.
+    /// one mapped file. Never for shards and records, which must be parsed first.
     pub fn view_all(&self, io: Io, group: usize) -> Result<Option<(View, Spread)>> {
         self.view_each(io, group, &mut (0..self.examples() as i64))
     }
@@ -312,7 +312,7 @@ impl Rows {
                 let Some(found) = spread(layout, group, examples)? else { return Ok(None) };
                 Ok(files.view(found.file, found.lowest, found.rows, paging)?.map(|view| (view, found)))
             }
-            Rows::Shards(..) => Ok(None),
+            Rows::Shards(..) | Rows::Records(..) => Ok(None),
             Rows::Chosen(of, chosen) => {
                 let mut failed = None;
                 let mut numbers = examples.map_while(|e| chosen.get(e).map_err(|error| failed = Some(error)).ok());
