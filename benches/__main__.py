@@ -49,7 +49,7 @@ def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {}
     for name in ("numpy", "pyarrow", "safetensors", "lmprobe", "torch", "zarr", "zarrs", "tensorstore", "isal", "polars",
-                 "h5py", "datasets", "s3fs", "obstore", "huggingface_hub"):  # fmt: skip
+                 "h5py", "datasets", "s3fs", "obstore", "huggingface_hub", "scikit-learn"):  # fmt: skip
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import actshard
-from benches import data, device, larger, limits, others, pickles, remote, streams, tokens, writing, zarrs, zarrs3
+from benches import data, device, larger, limits, others, pickles, remote, streams, tokens, use, writing, zarrs, zarrs3
 from benches.measure import (
     ROW_PAGES,
     Engine,
@@ -433,6 +433,9 @@ ALL = {
     "open_index": open_index,
     "memory": memory,
     "row_files": others.row_files,
+    "use_filter": use.filtered,
+    "use_array": use.as_array,
+    "use_pca": use.pca,
     "tables": others.tables,
     "zarr_slices": zarrs.slices,
     "zarr_sixteen": zarrs.sixteen,

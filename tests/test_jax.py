@@ -53,7 +53,7 @@ def test_a_source_of_rows_reads_what_a_stream_reads_and_names_itself_alike() -> 
     with pytest.raises(actshard.ArgumentTypeError, match="integers"):
         source[True]
     with pytest.raises(actshard.ArgumentTypeError, match="integers"):
-        source[1.0]  # type: ignore[index]
+        source[1.0]
     with pytest.raises(actshard.ArgumentTypeError, match="stream"):
         batches(store)  # type: ignore[arg-type]
 

@@ -85,7 +85,7 @@ def to_dataset(
         raise ArgumentError(
             'tokens, keep: not supported with each="example"; use store.filter for some of the examples'
         )
-    made = _Rows(store, layer, each, columns, tokens, keep, dtype)
+    made = _ArrowRows(store, layer, each, columns, tokens, keep, dtype)
     if file is None:
         return datasets.Dataset(made.table(0, made.count, whole=True))
     path = _arguments.local_path(file)
@@ -103,7 +103,7 @@ def to_dataset(
     return datasets.Dataset.from_file(str(path))
 
 
-class _Rows:
+class _ArrowRows:
     """The rows of the dataset, as Arrow tables."""
 
     def __init__(
