@@ -242,7 +242,8 @@ def test_the_plan_is_what_happens(tmp_path: Path, ragged: Path) -> None:
         assert planned.bytes <= size <= planned.bytes + 60_000, format
         assert planned.rows == done.bytes // (16 * 4)
     by_format = {p.format: p for p in plan(ragged, tmp_path / "x")}
-    assert list(by_format) == list(FORMATS)
+    assert list(by_format)[:4] == list(FORMATS)
+    assert by_format["deepspec"].refused
     assert "pad=True" in (by_format["saev"].refused or "")
     assert {x.what for x in plan(ragged, tmp_path / "x", "saev", pad=True)[0].losses} == {"padding", "columns"}
     assert plan(ragged, tmp_path / "x", "zarr", dtype="float16")[0].losses[0].what == "dtype"

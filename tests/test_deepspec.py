@@ -291,3 +291,175 @@ def test_opening_reads_no_record(tmp_path: Path) -> None:
     assert np.array_equal(store.sequence(7, "last"), opened(SINGLE).sequence(7, "last"))
     with refuses(actshard.FormatError, path / "samples.idx", "record 9999999: seq_len"):
         store.sequence(9_999_999, "last")
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    """The cache's own files."""
+    names = [p for p in path.iterdir() if p.suffix in (".idx", ".bin") or p.name == "manifest.json"]
+    return {p.name: p.read_bytes() for p in names}
+
+
+@pytest.mark.parametrize("name", ["deepspec_v2_single", "deepspec_v2_ranks", "deepspec_v4_60_nolast"])
+def test_copies_are_the_original_byte_for_byte(tmp_path: Path, name: str) -> None:
+    """Manifest, index and shards are those that DeepSpec's own writer made."""
+    golden = DRAFT / name
+    done = actshard.convert(golden, tmp_path / "copy", "deepspec", verify=True)
+    assert done.losses == ()
+    want, made = files_of(golden), files_of(done.path)
+    if name == "deepspec_v2_ranks":  # four ranks, each with shards of its own
+        check_reads(opened(done.path), Expected(golden))
+        assert set(made) == {"manifest.json", "samples.idx", "shard-00000.bin"}
+        return
+    manifests = [json.loads(files.pop("manifest.json")) for files in (want, made)]
+    assert made == want
+    ours = {k: v for k, v in manifests[1].items() if k in manifests[0]}
+    assert {**manifests[0], "version": manifests[1]["version"]} == ours
+    assert set(manifests[1]) - set(manifests[0]) <= {"converted_from"}
+
+
+def test_ranks_are_joined_by_a_conversion(tmp_path: Path) -> None:
+    golden = DRAFT / "deepspec_v4_64_cp2"
+    done = actshard.convert(golden, tmp_path / "copy", "deepspec")
+    store = opened(done.path)
+    check_reads(store, Expected(golden))
+    assert (store.metadata["version"], store.metadata["cache_context_parallel_size"]) == (4, 1)
+    check_reads(opened(actshard.convert(golden, tmp_path / "two", "deepspec", version=2).path), Expected(golden))
+
+
+@pytest.mark.parametrize("format", ["lmprobe", "zarr", "pickle"])
+def test_other_formats_and_back_lose_nothing(tmp_path: Path, format: str) -> None:
+    numbered = {1: 1, 9: 9, 17: 17, "last": 40}
+    dtype = {} if format == "lmprobe" else {"dtype": "float32"}
+    there = actshard.convert(SINGLE, tmp_path / "there", format, layers=numbered, verify=True, **dtype)
+    back = actshard.convert(
+        there.path, tmp_path / "back", "deepspec", layers={v: k for k, v in numbered.items()}, dtype="bfloat16"
+    )
+    check_reads(opened(back.path), Expected(SINGLE))
+    want, made = files_of(SINGLE), files_of(back.path)
+    assert json.loads(made["manifest.json"]) == json.loads(want["manifest.json"])
+    assert {name: made[name] for name in want if name != "manifest.json"} == {
+        name: data for name, data in want.items() if name != "manifest.json"
+    }
+
+
+def appended(path: Path, **options: object) -> actshard.Writer:
+    """A writer of layers 3, 8 and last, of width 4."""
+    given: dict[str, object] = {"layers": [3, 8, "last"], "d_model": 4, "dtype": "bfloat16"}
+    return actshard.create(path, "deepspec", **(given | options))  # type: ignore[arg-type]
+
+
+def examples_of(lengths: list[int]) -> tuple[list[np.ndarray], dict[str, list[list[int]]]]:
+    """States ``(S, 3, 4)`` and columns of examples."""
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(0, 1 << 14, (n, 3, 4), np.uint16).view(actshard.open(SINGLE).dtype) for n in lengths]
+    ids = [rng.integers(0, 1 << 17, n).tolist() for n in lengths]
+    return rows, {"input_ids": ids, "loss_mask": [[k % 2 for k in range(n)] for n in lengths]}
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 1, 200, 333])
+def test_what_is_appended_comes_back_whatever_the_shards(tmp_path: Path, shard_bytes: int | None) -> None:
+    lengths = [3, 1, 7, 2, 2, 9, 1]
+    rows, columns = examples_of(lengths)
+    with appended(tmp_path / "a", shard_bytes=shard_bytes) as writer:
+        for first in range(0, 7, 2):
+            part = {name: values[first : first + 2] for name, values in columns.items()}
+            writer.append([x.transpose(1, 0, 2) for x in rows[first : first + 2]], columns=part)
+    store = opened(tmp_path / "a")
+    assert store.layers == (3, 8, "last")
+    for i, x in enumerate(rows):
+        for k, layer in enumerate(store.layers):
+            assert np.array_equal(store.sequence(i, layer).view(np.uint16), x[:, k].view(np.uint16))
+    assert {name: store.table[name].to_pylist() for name in columns} == columns
+    assert store.table["attention_mask"].to_pylist() == [[1] * n for n in lengths]
+    sizes = [p.stat().st_size for p in sorted((tmp_path / "a").glob("shard-*.bin"))]
+    assert all(size <= (shard_bytes or 1 << 40) or size in {30 * n for n in lengths} for size in sizes)
+    assert actshard.verify(tmp_path / "a", deep=True).ok
+    assert sum(sizes) == sum(30 * n for n in lengths)
+
+
+def test_an_interrupted_writer_goes_on(tmp_path: Path) -> None:
+    rows, columns = examples_of([3, 1, 7, 2])
+    given = [x.transpose(1, 0, 2) for x in rows]
+    writer = appended(tmp_path / "a", shard_bytes=200)
+    writer.append(given[:3], columns={name: values[:3] for name, values in columns.items()})
+    writer.flush()
+    writer.abort()
+    with pytest.raises(actshard.UnfinishedError):
+        opened(tmp_path / "a")
+    with appended(tmp_path / "a", shard_bytes=200, resume=True) as writer:
+        assert writer.committed == 3
+        writer.append(given[3:], columns={name: values[3:] for name, values in columns.items()})
+    with appended(tmp_path / "b", shard_bytes=200) as writer:
+        writer.append(given, columns=columns)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layers": [3, 8]}, "version 2 stores the last hidden state"),
+        ({"layers": [3, "aux", "last"]}, r"pass layer_ids=\[...\]"),
+        ({"layers": ["last"]}, "expected different integers"),
+        ({"layers": [-2, "last"]}, "at least -1"),
+        ({"version": 3}, "version: expected 2 or 4"),
+        ({"index_record_size": 64}, "index_record_size"),
+        ({"last": 9}, "last: expected one of the layers"),
+        ({"layer_ids": [1]}, "layer_ids: expected 2 integers"),
+        ({"metadata": {"num_samples": 3}}, "'num_samples' describes the files"),
+        ({"part": (0, 2)}, "part: not supported"),
+        ({"dtype": "float32"}, "deepspec supports bfloat16"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(actshard.ActshardError, match=said):
+        appended(tmp_path / "a", **options)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (None, "deepspec stores token ids"),
+        ({"loss_mask": [[1, 1, 1]]}, "deepspec stores token ids"),
+        ({"input_ids": [[1, 2]]}, "example 0: expected 3 values, one per token, found 2"),
+        ({"input_ids": [[1, 2, None]]}, "found null in example 0"),
+        ({"input_ids": [None]}, "found nothing for example 0"),
+        ({"input_ids": [[1, 2, 1 << 31]]}, "expected values that int32 holds, found 2147483648 in example 0"),
+        ({"input_ids": [[1, 2, 3]], "loss_mask": [[0, 256, 0]]}, "expected values that uint8 holds, found 256"),
+        ({"input_ids": [[0.5, 1, 2]]}, "expected lists of integers, one per token, found list<"),
+        ({"input_ids": [7]}, "expected lists of integers, one per token, found int64"),
+        ({"input_ids": [[1, 2, 3]], "text": ["a"]}, "stores input_ids, attention_mask, loss_mask only, found 'text'"),
+    ],
+)
+def test_columns_that_are_not_one_value_per_token_are_refused(
+    tmp_path: Path, columns: dict[str, list[object]] | None, said: str
+) -> None:
+    rows, _ = examples_of([3])
+    with pytest.raises(actshard.ActshardError, match=said), appended(tmp_path / "a") as writer:
+        writer.append([rows[0].transpose(1, 0, 2)], columns=columns)
+
+
+def test_layers_get_the_ids_that_are_given(tmp_path: Path) -> None:
+    there = actshard.convert(SINGLE, tmp_path / "zarr", "zarr", layers={9: 0, 1: 1, "last": 2}, dtype="float32")
+    made = actshard.convert(there.path, tmp_path / "a", "deepspec", dtype="bfloat16", last=2, layer_ids=[9, 1])
+    store, want = opened(made.path), opened(SINGLE)
+    assert store.layers == (1, 9, "last")
+    for layer in store.layers:
+        assert np.array_equal(store.last_tokens(layer).view(np.uint16), want.last_tokens(layer).view(np.uint16))
+
+
+def test_columns_without_a_place_are_told(tmp_path: Path) -> None:
+    rows, columns = examples_of([3, 2])
+    with actshard.create(tmp_path / "a", "lmprobe", layers=[3, 8], d_model=4, dtype="bfloat16") as writer:
+        writer.append(
+            [x[:, :2].transpose(1, 0, 2) for x in rows], columns={**columns, "text": ["a", "b"], "topic": [1, 2]}
+        )
+    done = actshard.convert(tmp_path / "a", tmp_path / "b", "deepspec", version=4)
+    assert "topic" in next(loss.detail for loss in done.losses if loss.what == "columns")
+    store = opened(done.path)
+    assert store.layers == (3, 8)
+    assert store.table["input_ids"].to_pylist() == columns["input_ids"]
+    with pytest.raises(actshard.ArgumentError, match="deepspec stores token ids"):
+        actshard.convert(tmp_path / "a", tmp_path / "c", "deepspec", version=4, columns=["text"])

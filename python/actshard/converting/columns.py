@@ -123,6 +123,8 @@ class Columns:
         if self._logits:
             made += map(list_column, LOGITS, self.store.logits(examples))
         made += [list_column(f"{ROUTER}{layer}", self.store.router(layer, examples)) for layer in self.routers]
+        if target.only_columns is not None:
+            made = [(field, column) for field, column in made if field.name in target.only_columns]
         if not made:
             return None
         whole = pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
@@ -283,6 +285,15 @@ def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
     names = carrying.names(store.contents) if chosen is None else chosen
     as_labels = chosen is None or chosen.get(PATCH_LABELS) == PATCH_LABELS
     return [n for n in names if n != carrying.number_column and not (n == PATCH_LABELS and as_labels)]
+
+
+def without_place(store: Store, chosen: Mapping[str, str] | None, held: Iterable[str]) -> list[str]:
+    """Columns that a target loses because it has a place for ``held`` only. The column of sample numbers does not count."""
+    carrying = formats.get(store.format).carrying()
+    names = dict.fromkeys(carrying.names(store.contents)) if chosen is None else chosen
+    new = {name: name if chosen is None else chosen[name] for name in names}
+    without = carrying.fillers(store.contents)
+    return [n for n in names if n != carrying.number_column and n not in without and new[n] not in held]
 
 
 def left_out(store: Store, chosen: Mapping[str, str]) -> list[str]:

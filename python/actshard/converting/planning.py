@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
-from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out
+from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError, UnsupportedError
 from actshard.formats.carrying import ORIGIN, checked_origin
 from actshard.formats.target import PATCH_LABELS, TEXTS, Target
@@ -418,18 +418,7 @@ def losses(asked: Asked, target: Target, columns: Columns, overflows: int = 0) -
         )
     if store.special_tokens and not target.holds_special_tokens and asked.tokens == "all":
         made.append(Loss("special_tokens", "CLS stays as token 0; only the metadata mark it"))
-    if not target.holds_columns:
-        lost = dropped(store, asked.columns)
-        if lost:
-            made.append(
-                Loss("columns", f"{format} stores none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}")
-            )
-        if store.contents.has_logits:
-            made.append(Loss("logits", f"{format} cannot store them"))
-        if store.contents.router_layers:
-            made.append(Loss("router", f"{format} cannot store them"))
-    else:
-        made += [Loss("columns", said) for said in columns.turned.values()]
+    made += _column_losses(asked, target, columns)
     if asked.columns is not None and (out := left_out(store, asked.columns)):
         made.append(Loss("columns", f"left out, as columns= does not name them: {', '.join(out)}"))
     if behind := columns.carrying.left_behind(store.contents):
@@ -456,6 +445,28 @@ def _renamed(asked: Asked) -> list[Loss]:
     renamed = [f"{plain(a)} becomes {plain(b)}" for a, b in pairs if a != b and isinstance(a, str)]
     more = f", and {len(renamed) - 12} more" if len(renamed) > 12 else ""
     return [Loss("layers", f"names are replaced: {', '.join(renamed[:12])}{more}")] if renamed else []
+
+
+def _column_losses(asked: Asked, target: Target, columns: Columns) -> list[Loss]:
+    """Columns, logits and router tensors that the target has no place for, or stores as other types."""
+    store, format = asked.store, asked.format
+    made: list[Loss] = []
+    if not target.holds_columns:
+        lost = dropped(store, asked.columns)
+        if lost:
+            made.append(
+                Loss("columns", f"{format} stores none: {', '.join(lost[:12])}{', ...' if len(lost) > 12 else ''}")
+            )
+        if store.contents.has_logits:
+            made.append(Loss("logits", f"{format} cannot store them"))
+        if store.contents.router_layers:
+            made.append(Loss("router", f"{format} cannot store them"))
+    else:
+        made += [Loss("columns", said) for said in columns.turned.values()]
+        if target.only_columns is not None and (lost := without_place(store, asked.columns, target.only_columns)):
+            more = ", ..." if len(lost) > 12 else ""
+            made.append(Loss("columns", f"{format} has no place for them: {', '.join(lost[:12])}{more}"))
+    return made
 
 
 def labels_for(asked: Asked, target: Target) -> NDArray[np.uint8] | None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike, NDArray
 
-from actshard.errors import NotStoredError
+from actshard.errors import ArgumentError, NotStoredError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -101,3 +102,66 @@ class TokenColumns:
         if not made:  # a table of no columns still has a length, which only a column gives it
             return pa.table({"": pa.nulls(last - first)}).select([])
         return pa.table(made)
+
+
+def check_lists(schema: pa.Schema, wanted: Sequence[str], format: str) -> None:
+    """Raises ArgumentError for columns that are not lists of integers or flags, NotStoredError for others than ``wanted``."""
+    import pyarrow as pa
+
+    for field in schema:
+        if field.name not in wanted:
+            raise NotStoredError(f"columns: {format} stores {', '.join(wanted)} only, found {field.name!r}")
+        kind = field.type
+        listed = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        value = kind.value_type if listed else kind
+        if pa.types.is_null(value):
+            continue
+        if not listed or not (pa.types.is_integer(value) or pa.types.is_boolean(value)):
+            raise ArgumentError(f"columns: {field.name!r}: expected lists of integers, one per token, found {kind}")
+
+
+def values_of(column: Any, name: str, first: int, dtype: DTypeLike) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Returns the values of a per-token column as a flat array, and the number of values of each example.
+
+    Args:
+        column: lists, one per example.
+        name: the column's name, for errors.
+        first: the number of the first example, for errors.
+        dtype: an integer dtype, which must hold the values exactly.
+
+    Raises:
+        ArgumentError: an example without values, a null, or a value that the dtype cannot hold.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    flat = pa.chunked_array([column]) if isinstance(column, pa.Array) else column
+    if flat.null_count:
+        bad = first + int(pc.index(pc.is_null(flat), True).as_py())
+        raise ArgumentError(f"columns: {name!r}: expected one value per token, found nothing for example {bad}")
+    counts = pc.list_value_length(flat).to_numpy().astype(np.int64)
+    values = pc.list_flatten(flat)
+    if values.null_count:
+        at = int(pc.index(pc.is_null(values), True).as_py())
+        bad = first + int(np.searchsorted(np.cumsum(counts), at, side="right"))
+        raise ArgumentError(f"columns: {name!r}: expected one value per token, found null in example {bad}")
+    found = values.to_numpy() if len(values) else np.zeros(0, np.int64)
+    if found.dtype == np.bool_:
+        found = found.astype(np.uint8)
+    info = np.iinfo(dtype)
+    if found.size and (found.min() < info.min or found.max() > info.max):
+        at = int(np.flatnonzero((found < info.min) | (found > info.max))[0])
+        bad = first + int(np.searchsorted(np.cumsum(counts), at, side="right"))
+        raise ArgumentError(
+            f"columns: {name!r}: expected values that {np.dtype(dtype)} holds, found {found[at]} in example {bad}"
+        )
+    return found.astype(dtype, copy=False), counts
+
+
+def check_counts(counts: NDArray[np.int64], tokens: NDArray[np.int64], name: str, first: int) -> None:
+    """Raises ArgumentError unless every example has as many values as tokens."""
+    if (wrong := np.flatnonzero(counts != tokens)).size:
+        i = int(wrong[0])
+        raise ArgumentError(
+            f"columns: {name!r}: example {first + i}: expected {tokens[i]} values, one per token, found {counts[i]}"
+        )

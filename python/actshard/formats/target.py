@@ -110,6 +110,10 @@ class Target(ABC):
     ragged = True
     """Whether examples may have different numbers of tokens."""
     holds_columns = True
+    only_columns: ClassVar[tuple[str, ...] | None] = None
+    """The columns that the format has a place for: a conversion leaves others out and reports them. None: any column."""
+    needs_columns: ClassVar[tuple[str, ...]] = ()
+    """Columns without which the format cannot be written."""
     unique: ClassVar[str | None] = None
     """An integer column whose values must be unique."""
     decides: ClassVar[tuple[str, ...]] = ("dtype",)

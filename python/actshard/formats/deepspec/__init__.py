@@ -14,10 +14,14 @@ class DeepspecFormat(Format):
     name: ClassVar[str] = "deepspec"
     description: ClassVar[str] = "DeepSpec target caches"
     manifest: ClassVar[tuple[str, ...]] = ("manifest.json",)
+    order: ClassVar[int] = 50
+    writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
+        "target": ".write:DeepspecTarget",
         "check": ".check:check",
+        "carrying": ".columns:DeepspecCarrying",
     }
 
     def remains(self, names: frozenset[str]) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.errors import ActshardError
-from actshard.formats.deepspec.manifest import COLUMNS, MANIFEST, TOKEN_BYTES, Manifest
+from actshard.formats.deepspec.manifest import MANIFEST, OFFSETS, RECORDS, TOKEN_BYTES, Manifest
 from actshard.formats.deepspec.read import check_whole
 from actshard.formats.format import Tell
 from actshard.formats.report import Report
@@ -19,14 +19,6 @@ _SHOWN = 20
 """Findings of one kind per index file, at most."""
 _BATCH = 1 << 16
 """Records read at once."""
-_OFFSETS = (*(f"{name}_offset" for name in COLUMNS), "target_hidden_states_offset", "target_last_hidden_states_offset")
-_HEAD = (("sample_id", "<u8"), ("shard_id", "<u4"), ("seq_len", "<u4"))
-_MIDDLE: dict[int, tuple[str, ...]] = {56: (), 60: ("context_len",), 64: ("context_start", "context_len")}
-RECORDS = {
-    size: np.dtype([*_HEAD, *((name, "<u4") for name in middle), *((name, "<u8") for name in _OFFSETS)])
-    for size, middle in _MIDDLE.items()
-}
-"""Records by their size."""
 
 
 def share_of(
@@ -205,7 +197,7 @@ def _expected(
     yield "input_ids_offset", inside, "an example that ends below byte 2^62", "address-out-of-range"
     at = np.where(inside, records["input_ids_offset"], 0).astype(np.int64)
     lengths = (4 * tokens, tokens, tokens, held * said.row_bytes * len(said.layer_ids))
-    for name, length in zip(_OFFSETS[1:], lengths, strict=True):
+    for name, length in zip(OFFSETS[1:], lengths, strict=True):
         at = at + np.where(inside, length, 0)
         yield name, records[name] == at.astype(np.uint64), at, "format"
 
@@ -218,7 +210,7 @@ def _extent(records: NDArray[Any], rank: int, said: Manifest) -> tuple[NDArray[n
     lengths = (4 * tokens, tokens, tokens, held * (row * len(said.layer_ids)), held * (row * said.last))
     begin = np.full(len(records), 1 << 62, np.int64)
     end = np.zeros(len(records), np.int64)
-    for name, length in zip(_OFFSETS, lengths, strict=True):
+    for name, length in zip(OFFSETS, lengths, strict=True):
         inside = records[name] < 1 << 61
         at = np.where(inside, records[name], 0).astype(np.int64)
         begin = np.where(inside, np.minimum(begin, at), begin)

@@ -15,6 +15,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from actshard._json import Fields, read_json, show
 from actshard.errors import FormatError, UnsupportedError
 from actshard.location import Location
@@ -30,6 +32,14 @@ TOKEN_BYTES = 6
 ITEMSIZE = 2
 LAST = "last"
 """Name of the layer of last hidden states: the target model's normed output."""
+OFFSETS = (*(f"{name}_offset" for name in COLUMNS), "target_hidden_states_offset", "target_last_hidden_states_offset")
+_HEAD = (("sample_id", "<u8"), ("shard_id", "<u4"), ("seq_len", "<u4"))
+_MIDDLE: dict[int, tuple[str, ...]] = {56: (), 60: ("context_len",), 64: ("context_start", "context_len")}
+RECORDS = {
+    size: np.dtype([*_HEAD, *((name, "<u4") for name in middle), *((name, "<u8") for name in OFFSETS)])
+    for size, middle in _MIDDLE.items()
+}
+"""Records by their size."""
 _RECORDS = {2: (56,), 3: (60, 64), 4: (60, 64)}
 """Sizes of records by version."""
 _LAYOUTS = {"contiguous": "contiguous", "native_head_tail": "head-tail"}

@@ -1,0 +1,308 @@
+"""Writes DeepSpec target caches: version 2, as DeepSpec's own ``LocalTargetCacheWriter`` does, or version 4 of its fork.
+
+Examples are written back to back to ``shard-*.bin``, and their records to the index. A shard ends before the example that would
+pass ``max_shard_bytes``. manifest.json comes last: without it no reader accepts the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard.errors import ArgumentError, FormatError
+from actshard.formats.deepspec.manifest import (
+    COLUMNS,
+    DTYPES,
+    INDEX,
+    ITEMSIZE,
+    LAST,
+    MANIFEST,
+    OFFSETS,
+    RECORDS,
+    TOKEN_BYTES,
+)
+from actshard.formats.per_token import check_counts, check_lists, values_of
+from actshard.formats.target import AllExamples, Block, Spec, Target, only, positive, uniform
+from actshard.work import sync_folders, write_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_SHARD_BYTES = 64 << 30
+"""DeepSpec's default size of a shard."""
+_SHARD = re.compile(r"shard-(\d{5,})\.bin")
+_RESERVED = (
+    *(
+        "version",
+        "num_samples",
+        "num_shards",
+        "target_layer_ids",
+        *DTYPES,
+        "index_record_size",
+        "hidden_size",
+        "shards",
+    ),
+    *("cache_context_parallel_size", "context_layout", "index_files", "stores_target_last_hidden_states"),
+)
+"""Fields of the manifest that describe the files."""
+
+
+class DeepspecTarget(Target):
+    """Writes a target cache. Layers are integers, ascending, and the last hidden state."""
+
+    format: ClassVar[str] = "deepspec"
+    makes: ClassVar[tuple[str, ...]] = (MANIFEST, "samples*.idx", "shard-*.bin")
+    own: ClassVar[Mapping[str, str]] = {
+        "version": "2 (default), or 4, the fork's: last hidden states are optional",
+        "index_record_size": "of version 4: 64 (default) or 60",
+        "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
+        "layer_ids": "target_layer_ids of the other layers, ascending (default: their names)",
+    }
+    holds_named_layers = True
+    only_columns: ClassVar[tuple[str, ...] | None] = COLUMNS
+    needs_columns: ClassVar[tuple[str, ...]] = ("input_ids",)
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec)
+        if spec.part is not None:
+            raise ArgumentError("part: not supported by deepspec; write one dataset")
+        if taken := sorted(set(_RESERVED) & spec.metadata.keys()):
+            raise ArgumentError(f"metadata: {taken[0]!r} describes the files and is written by actshard; leave it out")
+        self.version = spec.options.get("version", 2)
+        if self.version not in (2, 4) or isinstance(self.version, bool):
+            raise ArgumentError(f"version: expected 2 or 4, found {self.version!r}")
+        self.record = positive(spec.options, "index_record_size", 56 if self.version == 2 else 64)
+        if self.record not in ((56,) if self.version == 2 else (60, 64)):
+            raise ArgumentError(f"index_record_size: expected 56, or 60 or 64 with version=4, found {self.record!r}")
+        self._name_layers()
+        self.shard = self.size = 0
+        """Number of the shard that is written, and its size."""
+        self._dirty: set[Path] = set()
+
+    def _name_layers(self) -> None:
+        """Determines which layers are stored where, and their ids."""
+        layers, wanted = self.spec.layers, self.spec.options.get("last", LAST)
+        if wanted is not None and wanted not in layers and "last" in self.spec.options:
+            raise ArgumentError(f"last: expected one of the layers {list(layers)}, found {wanted!r}")
+        self.last = layers.index(wanted) if wanted in layers else None
+        if self.last is None and self.version == 2:
+            raise ArgumentError(
+                "layers: version 2 stores the last hidden state: name the layer 'last', pass last=NAME, or pass version=4, which "
+                "DeepSpec's fork reads"
+            )
+        others = [i for i in range(len(layers)) if i != self.last]
+        ids = self.spec.options.get("layer_ids")
+        if ids is None:
+            ids = [layers[i] for i in others]
+        elif not isinstance(ids, list | tuple) or len(ids) != len(others):
+            raise ArgumentError(f"layer_ids: expected {len(others)} integers, one for each other layer, found {ids!r}")
+        if not ids or any(type(x) is not int or not -1 <= x < 1 << 31 for x in ids) or len(set(ids)) < len(ids):
+            raise ArgumentError(
+                f"layers: expected different integers of at least -1 as target_layer_ids, found {list(ids)}; pass layer_ids=[...]"
+            )
+        order = sorted(range(len(ids)), key=lambda k: ids[k])
+        self.ids = [int(ids[k]) for k in order]
+        self.others = [others[k] for k in order]
+
+    @classmethod
+    def conversion_options(
+        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+    ) -> dict[str, Any]:
+        kept = {} if "version" in asked else own  # a record size belongs to its version
+        return {**kept, **asked}
+
+    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+        only(dtype, ("BF16",), "deepspec", ", as DeepSpec's reader does")
+
+    def check_columns(self, schema: pa.Schema) -> None:
+        check_lists(schema, COLUMNS, "deepspec")
+
+    def check_count(self, n: int, columns: Sequence[str]) -> None:
+        if "input_ids" not in columns:
+            raise ArgumentError(
+                "columns: deepspec stores token ids: pass columns={'input_ids': [...]}, a list per example"
+            )
+
+    def check_values(self, table: pa.Table, first: int) -> None:
+        self._values(table, first)
+
+    @staticmethod
+    def _values(table: pa.Table, first: int) -> dict[str, tuple[NDArray[Any], NDArray[np.int64]]]:
+        kinds = dict(zip(COLUMNS, (np.int32, np.uint8, np.uint8), strict=True))
+        return {name: values_of(table[name], name, first, kinds[name]) for name in table.column_names}
+
+    def config(self) -> dict[str, Any]:
+        made = {"version": self.version, "record": self.record, "ids": self.ids, "last": self.last}
+        return {**super().config(), **made, "shard_bytes": self.spec.shard_bytes}
+
+    @property
+    def most(self) -> int:
+        """Bytes of a shard."""
+        return self.spec.shard_bytes or MAX_SHARD_BYTES
+
+    def example_bytes(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Bytes of examples."""
+        made: NDArray[np.int64] = tokens * (TOKEN_BYTES + len(self.spec.layers) * self.spec.d_model * ITEMSIZE)
+        return made
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def index(self) -> Path:
+        """The index file."""
+        return self.root / (INDEX if self.version == 2 else "samples.cp000.idx")
+
+    def _shard(self, number: int) -> Path:
+        return self.root / f"shard-{number:05}.bin"
+
+    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+        self.n = len(lengths)
+        self.shard, self.size = int(states[-1]["shard"]), int(states[-1]["size"])
+
+    def forget(self, lengths: NDArray[np.int64]) -> None:
+        for path, size in ((self.index, len(lengths) * self.record_bytes), (self._shard(self.shard), self.size)):
+            if path.exists() and path.stat().st_size > size:
+                os.truncate(path, size)
+        for path in self.root.glob("shard-*.bin"):
+            named = _SHARD.fullmatch(path.name)
+            if named is not None and int(named[1]) > self.shard:
+                path.unlink()
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a record."""
+        assert self.record is not None
+        return self.record
+
+    def write(self, block: Block) -> None:
+        tokens = uniform(block.lengths, "deepspec", self.spec.layers)
+        if (tokens <= 0).any():
+            bad = self.n + int(np.flatnonzero(tokens <= 0)[0])
+            raise ArgumentError(f"example {bad} has no tokens, and deepspec requires at least one; leave it out")
+        if block.columns is None:
+            raise ArgumentError("columns: deepspec stores token ids: pass columns={'input_ids': [...]}")
+        held = self._values(block.columns, self.n)
+        for name, (_, counts) in held.items():
+            check_counts(counts, tokens, name, self.n)
+        sizes = self.example_bytes(tokens)
+        buffer, firsts = self._packed(block, tokens, held, sizes)
+        records, pieces, files = self._placed(tokens, sizes, firsts)
+        pieces.append((1, 0, records.nbytes, len(files), self.n * self.record_bytes))
+        files.append((self.index, 0))
+        self.put([buffer, records.view(np.uint8)], files, pieces)
+        self._dirty |= {path for path, _ in files}
+        self.n += len(block)
+
+    def _packed(
+        self,
+        block: Block,
+        tokens: NDArray[np.int64],
+        held: Mapping[str, tuple[NDArray[Any], Any]],
+        sizes: NDArray[np.int64],
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """The examples as bytes, and where each begins."""
+        width, layers = self.spec.d_model, len(self.others)
+        firsts = np.concatenate([[0], np.cumsum(sizes)])
+        buffer = np.empty(int(firsts[-1]), np.uint8)
+        memory, starts = block.memory.view(np.uint16), block.starts
+        at = np.concatenate([[0], np.cumsum(tokens)]).tolist()
+        for i, (s, first) in enumerate(zip(tokens.tolist(), firsts.tolist(), strict=False)):
+            here = slice(at[i], at[i + 1])
+            for name, size, begin in zip(COLUMNS, (4, 1, 1), (0, 4 * s, 5 * s), strict=True):
+                into = buffer[first + begin : first + begin + size * s]
+                into[:] = held[name][0][here].view(np.uint8) if name in held else 1
+            body = buffer[first + TOKEN_BYTES * s : first + int(sizes[i])].view(np.uint16)
+            states = body[: s * layers * width].reshape(s, layers, width)
+            for k, layer in enumerate(self.others):
+                states[:, k] = memory[starts[i, layer] : starts[i, layer] + s]
+            if self.last is not None:
+                body[s * layers * width :].reshape(s, width)[:] = memory[
+                    starts[i, self.last] : starts[i, self.last] + s
+                ]
+        return buffer, firsts
+
+    def _placed(
+        self, tokens: NDArray[np.int64], sizes: NDArray[np.int64], firsts: NDArray[np.int64]
+    ) -> tuple[NDArray[Any], list[tuple[int, int, int, int, int]], list[tuple[Path, int]]]:
+        """Records of examples, and the pieces to write: examples of one shard are one piece."""
+        records = np.zeros(len(tokens), RECORDS[self.record_bytes])
+        pieces: list[tuple[int, int, int, int, int]] = []
+        files: list[tuple[Path, int]] = []
+        for i, size in enumerate(sizes.tolist()):
+            if self.size and self.size + size > self.most:
+                self.shard, self.size = self.shard + 1, 0
+            shard = self._shard(self.shard)
+            if files and files[-1][0] == shard:
+                source, first, length, file, offset = pieces[-1]
+                pieces[-1] = (source, first, length + size, file, offset)
+            else:
+                pieces.append((0, int(firsts[i]), size, len(files), self.size))
+                files.append((shard, 0))
+            records["shard_id"][i], records["input_ids_offset"][i] = self.shard, self.size
+            self.size += size
+        records["sample_id"] = np.arange(self.n, self.n + len(tokens))
+        records["seq_len"] = tokens
+        if "context_len" in (records.dtype.names or ()):
+            records["context_len"] = tokens
+        states = tokens * len(self.ids) * self.spec.d_model * ITEMSIZE
+        ends = records["input_ids_offset"].astype(np.int64)
+        for name, more in zip(OFFSETS[1:], (4 * tokens, tokens, tokens, states), strict=True):
+            ends = ends + more
+            records[name] = ends
+        return records, pieces, files
+
+    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+        return sorted(self._dirty), {"shard": self.shard, "size": self.size}
+
+    def committed(self) -> None:
+        self._dirty.clear()
+
+    def finish(self, examples: AllExamples) -> None:
+        self.forget(examples.lengths)
+        _native.sync_files([self.index, self._shard(self.shard)])
+        found = self.index.stat().st_size
+        if found != len(examples) * self.record_bytes:
+            raise FormatError(f"expected {len(examples)} records, found {found} bytes", path=self.index)
+        sync_folders([self.root])
+        # As DeepSpec writes it: sorted keys, two spaces.
+        text = json.dumps(self.manifest(len(examples)), indent=2, sort_keys=True)
+        write_bytes(self.root / MANIFEST, text.encode())
+
+    def manifest(self, n: int) -> dict[str, Any]:
+        """Contents of manifest.json for n examples."""
+        made: dict[str, Any] = {
+            **self.spec.metadata,
+            **DTYPES,
+            "version": self.version,
+            "num_samples": n,
+            "num_shards": self.shard + 1,
+            "target_layer_ids": self.ids,
+            "index_record_size": self.record_bytes,
+            "hidden_size": self.spec.d_model,
+            "shards": [{"shard_id": k, "file_name": self._shard(k).name} for k in range(self.shard + 1)],
+        }
+        if self.version > 2:
+            made |= {
+                "cache_context_parallel_size": 1,
+                "context_layout": "contiguous",
+                "index_files": [self.index.name],
+                "stores_target_last_hidden_states": self.last is not None,
+            }
+        return made
+
+    def estimate(self, tokens: NDArray[np.int64], *, has_labels: bool) -> tuple[int, int, int]:
+        shards, size = 1, 0
+        for each in self.example_bytes(tokens).tolist():
+            if size and size + each > self.most:
+                shards, size = shards + 1, 0
+            size += each
+        total = int(self.example_bytes(tokens).sum()) + len(tokens) * self.record_bytes
+        return shards, shards + 2, total
