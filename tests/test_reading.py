@@ -218,7 +218,7 @@ def test_a_folder_of_datasets_lists_them() -> None:
     with pytest.raises(actshard.UnknownFormatError, match="pooled_f32") as caught:
         actshard.open(GOLDEN)
     formats = {name for _, name in caught.value.candidates}
-    assert formats == {"deepspec", "hallulens", "saev", "lmprobe", "zarr", "pickle"}
+    assert formats == {"automodel", "deepspec", "hallulens", "saev", "lmprobe", "speculators", "zarr", "pickle"}
     assert len(caught.value.candidates) >= 16
 
 

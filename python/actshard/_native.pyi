@@ -207,6 +207,18 @@ class Rows:
         io: str,
     ) -> Rows: ...
     @staticmethod
+    def tensors(
+        files: Sequence[tuple[str | PathLike[str], int]],
+        tokens: NDArray[np.uint32],
+        tensors: Sequence[tuple[int | NDArray[np.uint32], NDArray[np.uint64]]],
+        groups: Sequence[tuple[int, int]],
+        *,
+        width: int,
+        dtype: str,
+        descr: np.dtype[Any],
+        io: str,
+    ) -> Rows: ...
+    @staticmethod
     def indexed(
         files: Sequence[str | PathLike[str]],
         index: IndexRecords,

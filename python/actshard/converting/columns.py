@@ -37,6 +37,7 @@ class Columns:
         whole: bool,
         numbers: bool | None = None,
         chosen: Mapping[str, str] | None = None,
+        taken: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]] | None = None,
     ) -> None:
         """Prepares the columns.
 
@@ -47,7 +48,9 @@ class Columns:
             whole: whether all examples are taken, in order.
             numbers: keep the column of sample numbers; None: keep it unless the metadata shows that it equals the order.
             chosen: the columns to take, mapped to their names in the result; None: all columns under their own names.
+            taken: returns the first token and the number of tokens that are taken of examples; None: all tokens.
         """
+        self._taken = taken
         self.store = store
         self.carrying = formats.get(store.format).carrying()
         self.chosen = chosen
@@ -92,7 +95,7 @@ class Columns:
             field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
         made: list[tuple[pa.Field, Any]] = []
-        table = self._table(examples, unit)
+        table = self._own_tokens(self._table(examples, unit), examples)
         # Only if text columns keep their names: a renamed column keeps its meaning.
         if self.chosen is None or all(self.chosen.get(name, name) == name for name in TEXTS):
             table = self.carrying.outgoing(table)
@@ -131,6 +134,17 @@ class Columns:
         self.turned |= target.turned(whole.schema)
         return target.turn(whole)
 
+    def _own_tokens(self, table: pa.Table, examples: NDArray[np.int64]) -> pa.Table:
+        """Cuts the lists of per-token columns to the tokens that are taken."""
+        names = [name for name in self.store.contents.token_columns if name in table.column_names]
+        if self._taken is None or not names or not len(examples):
+            return table
+        first, count = self._taken(examples)
+        for name in names:
+            at = table.schema.get_field_index(name)
+            table = table.set_column(at, name, _cut_lists(table[name], first, count))
+        return table
+
     def _renamed(self, table: pa.Table) -> pa.Table:
         if self.chosen is None:
             return table
@@ -163,6 +177,23 @@ class Columns:
         if n and (np.diff(examples) == 1).all():
             return whole.slice(first, n)
         return whole.take(examples)
+
+
+def _cut_lists(column: pa.ChunkedArray, first: NDArray[np.int64], count: NDArray[np.int64]) -> pa.Array:
+    """Elements ``first`` to ``first + count - 1`` of each list."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    ends = np.cumsum(lengths)
+    place = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    kept = (place >= np.repeat(first, lengths)) & (place < np.repeat(first + count, lengths))
+    values = pc.list_flatten(column).filter(pa.array(kept)).combine_chunks()
+    sizes = np.maximum(np.minimum(first + count, lengths) - np.minimum(first, lengths), 0)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    if len(values) < 1 << 31:
+        return pa.ListArray.from_arrays(offsets.astype(np.int32), values)
+    return pa.LargeListArray.from_arrays(offsets, values)
 
 
 class _Window:

@@ -102,6 +102,11 @@ class Asked:
             return counts
         return np.minimum(counts, self.store.special_tokens + lengths[ids])
 
+    def taken(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First token and number of tokens to take of source examples."""
+        counts = self.own(self.store.rows.tokens_of(int(self.groups[0]), np.ascontiguousarray(ids)), ids)
+        return self.skipped(counts), self.chosen(counts)
+
     def ids(self, first: int, last: int) -> NDArray[np.int64]:
         """Source example numbers of positions ``first`` to ``last - 1`` of the result."""
         return np.arange(first, last) if self.examples is None else self.examples[first:last]
@@ -487,7 +492,10 @@ def columns_for(asked: Asked, target: Target, numbers: bool | None = None) -> Co
     """The columns to convert, not yet checked."""
     labels = labels_for(asked, target)
     whole = asked.examples is None
-    return Columns(asked.store, target.holds_columns, labels, whole=whole, numbers=numbers, chosen=asked.columns)
+    taken = asked.taken if asked.tokens != "all" or asked.store.content_lengths is not None else None
+    return Columns(
+        asked.store, target.holds_columns, labels, whole=whole, numbers=numbers, chosen=asked.columns, taken=taken
+    )
 
 
 def fitted(asked: Asked, target: Target, counts: NDArray[np.int64], first: int) -> None:

@@ -108,6 +108,8 @@ class Contents:
     Types are those of the part read: a column may have type null there and contain strings later."""
     column_batches: Callable[[Sequence[str]], Iterator[pa.Table]] | None = None
     """Reads columns of all examples in order, in batches; None if the format can only read whole columns."""
+    token_columns: tuple[str, ...] = ()
+    """Columns of lists with one value per stored token, such as token ids and masks."""
     layers_differ: bool = False
     """Whether an example may have different tokens in different layers, or lack a layer."""
     lacks_layers: bool = False

@@ -23,6 +23,18 @@ _EXAMPLES = 1 << 16
 """Number of examples whose lengths are looked at together."""
 _VALUES = 1 << 24
 """Values of a column that are read at once, unless one example has more."""
+LAST = "last"
+"""Name of the layer of last hidden states."""
+
+
+def layer_names(ids: Sequence[int], last: str | None = None) -> tuple[int | str, ...]:
+    """Names of layers that lie side by side: their ids; a repeated id also has its number (``"9 (2)"``); then ``last``."""
+    seen: dict[int, int] = {}
+    made: list[int | str] = []
+    for layer in ids:
+        seen[layer] = seen.get(layer, 0) + 1
+        made.append(layer if seen[layer] == 1 else f"{layer} ({seen[layer]})")
+    return tuple(made) if last is None else (*made, last)
 
 
 class TokenColumns:

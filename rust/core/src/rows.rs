@@ -21,6 +21,7 @@ use crate::layout::row::Row;
 use crate::layout::spans::Spans;
 use crate::layout::strided::Strided;
 use crate::layout::table::Table;
+use crate::layout::tensors::Tensors;
 use crate::layout::{Address, Layout, check_example};
 use crate::rows::chosen::{Chosen, named};
 use crate::rows::spread::{Spread, spread};
@@ -39,6 +40,8 @@ pub enum Rows {
     Spans(FileTable, Spans),
     /// Listed files; addresses from an index file of records.
     Records(FileTable, Records),
+    /// Listed files; each example is a part of tensors in them.
+    Tensors(FileTable, Tensors),
     /// Arrays cut into chunk files.
     Chunked(ChunkFiles, Chunked),
     /// Pickle shards, which must be parsed before their rows are known, and the requested type of rows, if any
@@ -66,6 +69,7 @@ macro_rules! with_layout {
             Rows::Table(_, $layout) => $body,
             Rows::Spans(_, $layout) => $body,
             Rows::Records(_, $layout) => $body,
+            Rows::Tensors(_, $layout) => $body,
             Rows::Chunked(_, $layout) => $body,
             Rows::Shards(shards, _) => {
                 let $layout = &shards.prepare(Some($examples), $watch)?;
@@ -97,6 +101,10 @@ macro_rules! with_origin {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
             }
+            Rows::Tensors(files, layout) => {
+                let $origin = &Origin { files, layout, groups, only };
+                $body
+            }
             Rows::Chunked(files, layout) => {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
@@ -110,9 +118,11 @@ impl Rows {
     /// The properties of a row.
     pub fn row(&self) -> Row {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
-                files.row()
-            }
+            Rows::Strided(files, _)
+            | Rows::Table(files, _)
+            | Rows::Spans(files, _)
+            | Rows::Records(files, _)
+            | Rows::Tensors(files, _) => files.row(),
             Rows::Chunked(files, _) => files.row(),
             Rows::Chosen(of, _) => of.row(),
             Rows::Shards(shards, None) => shards.row(),
@@ -126,9 +136,11 @@ impl Rows {
     /// Closes cached files and drops cached decoded bytes. Reads in progress finish; a later read opens its files again.
     pub fn release(&self) {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
-                files.release()
-            }
+            Rows::Strided(files, _)
+            | Rows::Table(files, _)
+            | Rows::Spans(files, _)
+            | Rows::Records(files, _)
+            | Rows::Tensors(files, _) => files.release(),
             Rows::Chunked(files, _) => files.release(),
             Rows::Shards(shards, _) => shards.release(),
             Rows::Chosen(of, _) => of.release(),
@@ -151,6 +163,7 @@ impl Rows {
             Rows::Table(_, layout) => layout.examples(),
             Rows::Spans(_, layout) => layout.examples(),
             Rows::Records(_, layout) => layout.examples(),
+            Rows::Tensors(_, layout) => layout.examples(),
             Rows::Chunked(_, layout) => layout.examples(),
             Rows::Shards(shards, _) => shards.examples(),
             Rows::Chosen(_, chosen) => chosen.len(),
@@ -164,6 +177,7 @@ impl Rows {
             Rows::Table(_, layout) => layout.groups(),
             Rows::Spans(_, layout) => layout.groups(),
             Rows::Records(_, layout) => layout.groups(),
+            Rows::Tensors(_, layout) => layout.groups(),
             Rows::Chunked(_, layout) => layout.groups(),
             Rows::Shards(shards, _) => shards.groups(),
             Rows::Chosen(of, _) => of.groups(),
@@ -173,7 +187,7 @@ impl Rows {
     /// Whether reading decodes: then switching between files is expensive.
     pub fn decodes(&self) -> bool {
         match self {
-            Rows::Strided(..) | Rows::Table(..) | Rows::Spans(..) | Rows::Records(..) => false,
+            Rows::Strided(..) | Rows::Table(..) | Rows::Spans(..) | Rows::Records(..) | Rows::Tensors(..) => false,
             Rows::Chunked(files, _) => files.decodes(),
             Rows::Shards(shards, _) => shards.specs().iter().any(|s| s.compressed),
             Rows::Chosen(of, _) => of.decodes(),
@@ -183,9 +197,11 @@ impl Rows {
     /// Bytes that a window should read in one request from these sources; `None` for local files.
     pub fn unit_bytes(&self) -> Option<u64> {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
-                files.wishes().map(|w| w.unit_bytes)
-            }
+            Rows::Strided(files, _)
+            | Rows::Table(files, _)
+            | Rows::Spans(files, _)
+            | Rows::Records(files, _)
+            | Rows::Tensors(files, _) => files.wishes().map(|w| w.unit_bytes),
             Rows::Chunked(files, _) => files.wishes().map(|w| w.unit_bytes),
             Rows::Shards(..) => None,
             Rows::Chosen(of, _) => of.unit_bytes(),
@@ -244,6 +260,7 @@ impl Rows {
             Rows::Table(_, layout) => all(layout)?,
             Rows::Spans(_, layout) => all(layout)?,
             Rows::Records(_, layout) => all(layout)?,
+            Rows::Tensors(_, layout) => all(layout)?,
             Rows::Chunked(_, layout) => all(layout)?,
             Rows::Shards(shards, _) => {
                 let prepared = shards.prepare(None, watch)?;
@@ -270,6 +287,7 @@ impl Rows {
             Rows::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Spans(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Records(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
+            Rows::Tensors(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Chunked(files, layout) => {
                 one_view(layout, group, example, |at, rows| files.view(at.file, at.row, rows, Paging::Hinted))
             }
@@ -312,7 +330,7 @@ impl Rows {
                 let Some(found) = spread(layout, group, examples)? else { return Ok(None) };
                 Ok(files.view(found.file, found.lowest, found.rows, paging)?.map(|view| (view, found)))
             }
-            Rows::Shards(..) | Rows::Records(..) => Ok(None),
+            Rows::Shards(..) | Rows::Records(..) | Rows::Tensors(..) => Ok(None),
             Rows::Chosen(of, chosen) => {
                 let mut failed = None;
                 let mut numbers = examples.map_while(|e| chosen.get(e).map_err(|error| failed = Some(error)).ok());
@@ -325,9 +343,11 @@ impl Rows {
     /// Whether neighbouring rows are best read in large blocks, from local files: neither decoded nor sent by a slow source.
     pub fn reads_blocks(&self) -> bool {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
-                files.wishes().is_none()
-            }
+            Rows::Strided(files, _)
+            | Rows::Table(files, _)
+            | Rows::Spans(files, _)
+            | Rows::Records(files, _)
+            | Rows::Tensors(files, _) => files.wishes().is_none(),
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_none(),
             Rows::Shards(..) => false,
             Rows::Chosen(of, _) => of.reads_blocks(),
@@ -337,9 +357,11 @@ impl Rows {
     /// Whether a slow source sends neighbouring rows, which need no decoding.
     pub fn comes_from_far(&self) -> bool {
         match self {
-            Rows::Strided(files, _) | Rows::Table(files, _) | Rows::Spans(files, _) | Rows::Records(files, _) => {
-                files.wishes().is_some()
-            }
+            Rows::Strided(files, _)
+            | Rows::Table(files, _)
+            | Rows::Spans(files, _)
+            | Rows::Records(files, _)
+            | Rows::Tensors(files, _) => files.wishes().is_some(),
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_some(),
             Rows::Shards(..) => false,
             Rows::Chosen(of, _) => of.comes_from_far(),
@@ -395,6 +417,9 @@ impl Rows {
                 gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Records(files, layout) => {
+                gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
+            }
+            Rows::Tensors(files, layout) => {
                 gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Chunked(files, layout) => {

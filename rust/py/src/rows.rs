@@ -15,6 +15,7 @@ use actshard_core::layout::records::{RecordIndex, RecordRows, RecordSizes, Recor
 use actshard_core::layout::spans::{PartSpans, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::table::{Lists, TableBuilder};
+use actshard_core::layout::tensors::{TensorGroup, TensorParts, Tensors};
 use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::Rows as Dataset;
@@ -317,6 +318,45 @@ impl Rows {
                 };
                 let files = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
                 Ok(Dataset::Spans(files, layout))
+            })
+        })
+    }
+
+    /// Rows of tensors in files: `files` are (path, bytes from one row to the next); `tokens` are those of each example; `tensors`
+    /// are (file numbers, one or uint32 per example; byte of each example's first row); `groups` are (tensor, byte in its rows).
+    #[staticmethod]
+    #[pyo3(signature = (files, tokens, tensors, groups, *, width, dtype, descr, io))]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+    fn tensors(
+        py: Python<'_>,
+        files: Vec<(NamedPlace, u64)>,
+        tokens: PyReadonlyArray1<'_, u32>,
+        tensors: Vec<(Bound<'_, PyAny>, PyReadonlyArray1<'_, u64>)>,
+        groups: Vec<(usize, u64)>,
+        width: u64,
+        dtype: &str,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        detach::guarded(py, || {
+            let parts = tensors
+                .into_iter()
+                .map(|(files, starts)| {
+                    Ok(TensorParts { files: per_example(&files)?, starts: starts.as_slice()?.to_vec() })
+                })
+                .collect::<PyResult<_>>()?;
+            let tokens = tokens.as_slice()?.to_vec();
+            RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+                let store = remote_store(files.iter().map(|(place, _)| place))?;
+                let groups = groups.into_iter().map(|(tensor, offset)| TensorGroup { tensor, offset }).collect();
+                let steps = files.iter().map(|(_, step)| *step).collect();
+                let layout = Tensors::new(tokens, parts, groups, steps)?;
+                let file = |(place, step): (NamedPlace, u64)| RowFile {
+                    location: place.location,
+                    rows: RowsIn::Apart { step },
+                };
+                let table = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
+                Ok(Dataset::Tensors(table, layout))
             })
         })
     }

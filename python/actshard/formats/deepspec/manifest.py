@@ -19,6 +19,7 @@ import numpy as np
 
 from actshard._json import Fields, read_json, show
 from actshard.errors import FormatError, UnsupportedError
+from actshard.formats.per_token import LAST, layer_names
 from actshard.location import Location
 
 MANIFEST = "manifest.json"
@@ -30,8 +31,6 @@ COLUMNS = ("input_ids", "attention_mask", "loss_mask")
 TOKEN_BYTES = 6
 """Bytes of all columns of a token."""
 ITEMSIZE = 2
-LAST = "last"
-"""Name of the layer of last hidden states: the target model's normed output."""
 OFFSETS = (*(f"{name}_offset" for name in COLUMNS), "target_hidden_states_offset", "target_last_hidden_states_offset")
 _HEAD = (("sample_id", "<u8"), ("shard_id", "<u4"), ("seq_len", "<u4"))
 _MIDDLE: dict[int, tuple[str, ...]] = {56: (), 60: ("context_len",), 64: ("context_start", "context_len")}
@@ -107,13 +106,8 @@ class Manifest:
 
     @property
     def layers(self) -> tuple[int | str, ...]:
-        """Names of layers: ids, -1 for embeddings; a repeated id also has its number (``"9 (2)"``); then :data:`LAST`."""
-        seen: dict[int, int] = {}
-        made: list[int | str] = []
-        for layer in self.layer_ids:
-            seen[layer] = seen.get(layer, 0) + 1
-            made.append(layer if seen[layer] == 1 else f"{layer} ({seen[layer]})")
-        return (*made, LAST) if self.last else tuple(made)
+        """Names of layers: ids, -1 for embeddings, then :data:`LAST`."""
+        return layer_names(self.layer_ids, LAST if self.last else None)
 
     @property
     def row_bytes(self) -> int:

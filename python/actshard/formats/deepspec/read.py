@@ -133,6 +133,7 @@ class TargetCache:
             token_counts=lambda: self._counts(rows),
             rows=rows,
             column_names=held.names,
+            token_columns=held.names,
             columns=held.columns,
             head_columns=held.head,
             column_batches=held.batches,

@@ -23,13 +23,12 @@ from actshard.formats.deepspec.manifest import (
     DTYPES,
     INDEX,
     ITEMSIZE,
-    LAST,
     MANIFEST,
     OFFSETS,
     RECORDS,
     TOKEN_BYTES,
 )
-from actshard.formats.per_token import check_counts, check_lists, values_of
+from actshard.formats.per_token import LAST, check_counts, check_lists, values_of
 from actshard.formats.target import AllExamples, Block, Spec, Target, only, positive, uniform
 from actshard.work import sync_folders, write_bytes
 

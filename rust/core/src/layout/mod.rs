@@ -11,6 +11,7 @@ pub mod row;
 pub mod spans;
 pub mod strided;
 pub mod table;
+pub mod tensors;
 
 use crate::error::{Error, Kind, Result};
 

@@ -22,15 +22,17 @@ pub enum PerExample<T> {
 }
 
 impl<T: Copy> PerExample<T> {
+    /// The number of an example.
     #[inline]
-    fn get(&self, example: u64) -> T {
+    pub(super) fn get(&self, example: u64) -> T {
         match self {
             PerExample::Same(value) => *value,
             PerExample::Each(values) => values[example as usize],
         }
     }
 
-    fn fits(&self, examples: u64) -> bool {
+    /// Whether there is a number for each of so many examples.
+    pub(super) fn fits(&self, examples: u64) -> bool {
         match self {
             PerExample::Same(_) => true,
             PerExample::Each(values) => values.len() as u64 == examples,

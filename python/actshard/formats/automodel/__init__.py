@@ -1,0 +1,25 @@
+"""NeMo Automodel's caches for training draft models, EAGLE-3 and DSpark; see docs/formats/automodel.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from actshard.formats.format import Format, Room
+
+
+class AutomodelFormat(Format):
+    """NeMo Automodel caches. Read, verified and converted from."""
+
+    name: ClassVar[str] = "automodel"
+    description: ClassVar[str] = "NeMo Automodel caches"
+    manifest: ClassVar[tuple[str, ...]] = ("manifest.json",)
+    rooms: ClassVar[Mapping[Room, str]] = {
+        "detect": ".read:detect",
+        "open": ".read:open",
+        "check": ".check:check",
+        "carrying": ".columns:AutomodelCarrying",
+    }
+
+
+FORMAT = AutomodelFormat()

@@ -1,0 +1,205 @@
+"""NeMo Automodel caches. See ``files`` for the layout.
+
+An example is a padded sequence of ``seq_length`` tokens. Layers are ``aux_layer_ids`` or ``target_layer_ids``; a DSpark cache
+also has the layer ``"last"``. Token ids and masks are per-token columns. The attention mask of an EAGLE-3 cache gives the examples'
+lengths; a DSpark cache stores none. The target's distribution is the column ``target_probs``, read on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._arguments import NUMPY_BY_NAME
+from actshard._json import read_json
+from actshard._native import Rows
+from actshard.codes import Remark
+from actshard.errors import FormatError
+from actshard.formats.automodel.files import COLUMNS, MANIFEST, DraftManifest, header_of, kind_of, shards_of
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.per_token import TokenColumns
+from actshard.location import Location
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_LOOKED_FOR = "a folder with a manifest.json that has format_version, shard_size, and aux_layer_ids or target_layer_ids"
+PROBS = "target_probs"
+_MASKS = 4096
+"""Number of examples whose masks are read at once."""
+
+
+def detect(path: Location) -> Evidence:
+    """Checks for the manifest."""
+    if path.kind() != "folder":
+        return Evidence(False, _LOOKED_FOR, "a file")
+    manifest = path / MANIFEST
+    if manifest.kind() != "file":
+        return Evidence(False, _LOOKED_FOR, f"no {MANIFEST}")
+    kind = kind_of(read_json(manifest))
+    if kind is None:
+        return Evidence(False, _LOOKED_FOR, f"another {MANIFEST}")
+    return Evidence(True, _LOOKED_FOR, f"the {MANIFEST} of {kind}")
+
+
+class StackedCache:
+    """An opened cache: manifest and headers of shards."""
+
+    def __init__(self, path: Location, options: Options) -> None:
+        self.path = path
+        self.io = options.io
+        self.said = DraftManifest.of(path)
+        self.shards = shards_of(path, self.said)
+        self.headers = [header_of(shard, self.said, number) for number, shard in enumerate(self.shards)]
+        n = self.said.num_examples
+        self._shard = (np.arange(n) // self.said.shard_size).astype(np.uint32)
+        self._row = (np.arange(n) % self.said.shard_size).astype(np.uint64)
+        self._tokens = np.full(n, self.said.tokens, np.uint32)
+
+    def _starts(self, name: str, step: int) -> NDArray[np.uint64]:
+        """Offset of each example's first byte in its shard."""
+        begin = np.array([header[name].start for header in self.headers] or [0], np.uint64)
+        made: NDArray[np.uint64] = begin[self._shard] + self._row * np.uint64(step * self.said.tokens)
+        return made
+
+    def states(self) -> Rows:
+        """Rows of hidden states: a group per layer, then the last."""
+        said, size = self.said, NUMPY_BY_NAME[self.said.dtype].itemsize
+        names, layers = said.states(), len(said.layer_ids)
+        steps = [layers * said.width * size, said.width * size][: len(names)]
+        files = [(shard, step) for step in steps for shard in self.shards]
+        tensors = [
+            (self._shard + np.uint32(t * len(self.shards)), self._starts(name, step))
+            for t, (name, step) in enumerate(zip(names, steps, strict=True))
+        ]
+        groups = [(0, k * said.width * size) for k in range(layers)] + [(1, 0)] * (len(names) - 1)
+        return Rows.tensors(
+            files,
+            self._tokens,
+            tensors,
+            groups,
+            width=said.width,
+            dtype=said.dtype,
+            descr=NUMPY_BY_NAME[said.dtype],
+            io=self.io,
+        )
+
+    def column(self, name: str, dtype: str, width: int = 1) -> Rows:
+        """Rows of a per-token tensor."""
+        step = width * NUMPY_BY_NAME[dtype].itemsize
+        files = [(shard, step) for shard in self.shards]
+        return Rows.tensors(
+            files,
+            self._tokens,
+            [(self._shard, self._starts(name, step))],
+            [(0, 0)],
+            width=width,
+            dtype=dtype,
+            descr=NUMPY_BY_NAME[dtype],
+            io=self.io,
+        )
+
+    @cached_property
+    def columns(self) -> TokenColumns:
+        """Per-token columns."""
+        kinds = {name: "BOOL" if name == "position_mask" else "I64" for name in COLUMNS[self.said.kind]}
+        rows = {name: self.column(name, dtype) for name, dtype in kinds.items()}
+        return TokenColumns(rows, self.said.num_examples, self.path.place)
+
+    def read(self, wanted: Sequence[str]) -> pa.Table:
+        """Reads columns of all examples; ``target_probs`` is not one of the table's, because of its size."""
+        table = self.columns.columns([name for name in wanted if name != PROBS or self.said.kind != "eagle3"])
+        if PROBS in wanted and self.said.kind == "eagle3":
+            table = table.append_column(PROBS, self._probs())
+        return table.select(list(wanted))
+
+    def _probs(self) -> pa.Array:
+        """The target's distribution over the draft vocabulary: lists of float32 lists of ``draft_vocab_size``."""
+        import pyarrow as pa
+
+        said, n = self.said, self.said.num_examples
+        examples, k = np.arange(n), self.said.top_k
+        made = np.zeros((n * said.tokens, said.draft), np.float32)
+        if k:
+            at = self.column("target_probs_indices", "I32", k).gather_whole(0, examples, None, None)
+            if at.size and (at.min() < 0 or at.max() >= said.draft):
+                bad = int(np.flatnonzero(((at < 0) | (at >= said.draft)).any(axis=1))[0])
+                found = int(at[bad][(at[bad] < 0) | (at[bad] >= said.draft)][0])
+                raise FormatError(
+                    f"tensor 'target_probs_indices': example {bad // said.tokens}, token {bad % said.tokens}: expected an index of "
+                    f"the draft vocabulary, 0 to {said.draft - 1}, found {found}",
+                    path=self.shards[int(self._shard[bad // said.tokens])],
+                )
+            values = self.column("target_probs_values", said.dtype, k).gather_whole(0, examples, None, None)
+            np.put_along_axis(made, at, values.astype(np.float32), axis=1)
+        else:
+            made[:] = self.column(PROBS, said.dtype, said.draft).gather_whole(0, examples, None, None)
+        rows = pa.FixedSizeListArray.from_arrays(pa.array(made.reshape(-1)), said.draft)
+        ends = np.arange(n + 1, dtype=np.int64) * said.tokens
+        return pa.LargeListArray.from_arrays(ends, rows)
+
+    def lengths(self) -> NDArray[np.int64] | None:
+        """Tokens of each example before its padding; None if they are not stored, or tokens after padding are attended to."""
+        if self.said.kind != "eagle3":
+            return None
+        n, tokens = self.said.num_examples, self.said.tokens
+        masks = self.column("attention_mask", "I64")
+        made = np.zeros(n, np.int64)
+        for first in range(0, n, _MASKS):
+            some = np.arange(first, min(first + _MASKS, n))
+            mask = masks.gather_whole(0, some, None, None).reshape(len(some), tokens) != 0
+            made[some] = mask.sum(axis=1)
+            if not np.array_equal(mask, np.arange(tokens) < made[some][:, None]):
+                return None  # padded on the left, or with holes: lengths would name other tokens
+        return made
+
+    def contents(self) -> Contents:
+        """The dataset's contents, for a store."""
+        said, rows, columns = self.said, self.states(), self.columns
+        known = ("format_version", "seq_length", "shard_size", "split", "train_split", "input_data", "train_data_path")
+        value = said.fields.value
+        model = value.get("target_model")
+        n = said.num_examples
+        return Contents(
+            format="automodel",
+            path=self.path.place,
+            metadata=value,
+            layers=said.layers,
+            d_model=said.width,
+            dtype=NUMPY_BY_NAME[said.dtype],
+            num_examples=n,
+            token_counts=lambda: np.full(n, said.tokens, np.int64),
+            rows=rows,
+            column_names=columns.names,
+            token_columns=columns.names,
+            columns=self.read,
+            head_columns=columns.head,
+            column_batches=columns.batches,
+            files=lambda: [shard.place for shard in self.shards],
+            model=model if isinstance(model, str) else None,
+            provenance={"kind": said.kind} | {name: value[name] for name in known if value.get(name) is not None},
+            extras=("target distribution",) if said.kind == "eagle3" else (),
+            tokens_each=said.tokens,
+            content_lengths=self.lengths,
+            warnings=tuple(self._warnings()),
+        )
+
+    def _warnings(self) -> list[Remark]:
+        if self.said.kind == "eagle3":
+            return []
+        return [
+            Remark(
+                "layout",
+                f"examples are padded to {self.said.tokens} tokens and their lengths are not stored: padding counts as content. "
+                "loss_mask is 0 there",
+            )
+        ]
+
+
+def open(path: Location, options: Options) -> Contents:
+    """Reads the manifest and the header of every shard."""
+    return StackedCache(path, options).contents()

@@ -1,0 +1,20 @@
+"""speculators' offline training data: rows in Arrow, hidden states one file per row; see docs/formats/speculators.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from actshard.formats.format import Format, Room
+
+
+class SpeculatorsFormat(Format):
+    """speculators' training data, and the request files of vLLM's connector. Read, verified and converted from."""
+
+    name: ClassVar[str] = "speculators"
+    description: ClassVar[str] = "vLLM speculators training data"
+    manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
+    rooms: ClassVar[Mapping[Room, str]] = {"detect": ".read:detect", "open": ".read:open"}
+
+
+FORMAT = SpeculatorsFormat()

@@ -1,0 +1,160 @@
+"""Files of hidden states of speculators and vLLM's connectors, and the rows they belong to.
+
+Sources: speculators 0.9.0, hs-connectors 0.9.0, and vLLM's ``ExampleHiddenStatesConnector`` at 015a95c.
+
+state.json, dataset_info.json, data-*.arrow   rows: input_ids, loss_mask, seq_len (Hugging Face ``save_to_disk``)
+hidden_states/hs_{i}.safetensors              of row i: hidden_states (S, layers, H), the last layer being the last hidden state;
+                                              token_ids int64 (S,); with float8 also hidden_states_scales float32 (S, 1, 1)
+{request}.safetensors                         the same tensors, as vLLM leaves them: no rows, no masks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard._json import Fields, read_json, show
+from actshard.codes import Remark
+from actshard.errors import ActshardError, FormatError, MissingFileError, UnsupportedError
+from actshard.location import Location
+
+STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
+FLOAT8 = "F8_E4M3"
+_FLOATS = ("BF16", "F16", "F32")
+_SHOWN = 20
+"""Rows of one kind of fault that are named."""
+NOWHERE = 1 << 39
+"""An address beyond any file: reading an example without usable states is an error that names its file."""
+
+
+def data_files(root: Location) -> list[Location]:
+    """Arrow files of a folder of ``save_to_disk``, in order.
+
+    Raises:
+        FormatError, UnsupportedError: a file name with a folder; an indices mapping.
+    """
+    path = root / "state.json"
+    fields = Fields(read_json(path), path)
+    if fields.value.get("_indices_files"):
+        raise UnsupportedError(
+            "field '_indices_files': expected none; save the data set again with save_to_disk", path=path
+        )
+    made = []
+    for item in fields.items("_data_files"):
+        name = item.text("filename")
+        if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
+            raise FormatError(
+                f"field '_data_files': expected the name of a file in the folder, found {show(name)}",
+                path=path,
+                code="metadata",
+            )
+        made.append(root / name)
+    return made
+
+
+@dataclass(frozen=True)
+class StatesFile:
+    """The states of one example: where they begin, and their shape."""
+
+    tokens: int
+    layers: int
+    width: int
+    dtype: str
+    start: int
+    ids_start: int
+
+
+def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
+    """Reads the header of a file of hidden states, and compares its token ids with those of its row.
+
+    Raises:
+        MissingFileError, HeaderError, FormatError, UnsupportedError: the file has no usable states of this row.
+    """
+    tensors, _, data = _native.safetensors_header(path)
+    found = {name: (dtype, tuple(shape), data + begin) for name, dtype, shape, begin, _ in tensors}
+    for name, axes in ((STATES, 3), (IDS, 1)):
+        if name not in found or len(found[name][1]) != axes:
+            shape = f"{list(found[name][1])}" if name in found else "nothing"
+            raise FormatError(f"tensor '{name}': expected {axes} axes, found {shape}", path=path)
+    dtype, (tokens, layers, width), start = found[STATES]
+    if dtype == FLOAT8:
+        if SCALES not in found:
+            raise FormatError(
+                f"tensor '{SCALES}': expected F32 [{tokens}, 1, 1] of float8 states, found nothing", path=path
+            )
+        raise UnsupportedError(f"tensor '{STATES}': float8 states with scales are not supported yet", path=path)
+    if dtype not in _FLOATS or not layers or not width:
+        raise FormatError(f"tensor '{STATES}': expected floats, found {dtype} {[tokens, layers, width]}", path=path)
+    kind, (count,), ids_start = found[IDS]
+    if kind not in ("I64", "I32"):
+        raise FormatError(f"tensor '{IDS}': expected I64, found {kind}", path=path)
+    if count != tokens:
+        raise FormatError(
+            f"tensor '{STATES}': expected {count} rows of states, one per token id, found {tokens}", path=path
+        )
+    if ids is not None:
+        held = np.frombuffer(
+            path.read(ids_start, count * (8 if kind == "I64" else 4)), "<i8" if kind == "I64" else "<i4"
+        )
+        if len(ids) != count or (held != ids).any():
+            n = min(len(ids), count)
+            at = next(iter(np.flatnonzero(held[:n] != ids[:n])), n)
+            raise FormatError(
+                f"tensor '{IDS}': expected the {len(ids)} token ids of the row, found {count} that differ at place {at}: these are "
+                "the states of another row",
+                path=path,
+            )
+    elif kind != "I64":
+        raise FormatError(f"tensor '{IDS}': expected I64, found {kind}", path=path)
+    return StatesFile(tokens, layers, width, dtype, start, ids_start)
+
+
+@dataclass(frozen=True)
+class AllStates:
+    """The states of all examples: those without usable states have none."""
+
+    files: list[StatesFile | None]
+    layers: int
+    width: int
+    dtype: str
+    warnings: list[Remark]
+
+
+def all_states(paths: Sequence[Location], ids: Callable[[int], NDArray[np.int64] | None], what: str) -> AllStates:
+    """Reads the headers of all files. Examples without usable states are named in the warnings.
+
+    Raises:
+        ActshardError: of the first file, if no file has usable states.
+    """
+    found: list[StatesFile | None] = []
+    faults: list[tuple[int, ActshardError]] = []
+    for number, path in enumerate(paths):
+        try:
+            found.append(states_of(path, ids(number)))
+        except (FormatError, MissingFileError, UnsupportedError) as error:
+            error.path = error.path or path.place
+            found.append(None)
+            faults.append((number, error))
+    shapes = [(file.layers, file.width, file.dtype) for file in found if file is not None]
+    if not shapes:
+        raise faults[0][1] if faults else FormatError("expected at least one file of hidden states, found none")
+    common = max(dict.fromkeys(shapes), key=shapes.count)
+    for number, file in enumerate(found):
+        if file is not None and (file.layers, file.width, file.dtype) != common:
+            layers, width, dtype = common
+            said = f"expected {dtype} [{file.tokens}, {layers}, {width}] as in most files, found {file.dtype} "
+            said += f"[{file.tokens}, {file.layers}, {file.width}]"
+            faults.append((number, FormatError(f"tensor '{STATES}': {said}", path=paths[number])))
+            found[number] = None
+    made = []
+    for number, fault in sorted(faults, key=lambda each: each[0])[:_SHOWN]:
+        code = "missing-file" if isinstance(fault, MissingFileError) else fault.code or "format"
+        name = paths[number].name
+        made.append(Remark(code, f"{what} {number}: {name}: {fault.detail}; reading its states is an error"))
+    if len(faults) > _SHOWN:
+        made.append(Remark("format", f"{len(faults)} of {len(paths)} {what}s have no usable states"))
+    return AllStates(found, *common, warnings=made)

@@ -1,0 +1,203 @@
+"""speculators' training data, and folders of vLLM's request files. See ``files`` for the layout.
+
+An example is a row of the Arrow data, or a request file by name. Layers are numbered by position, because their numbers are not
+stored; the last is named ``"last"``: the verifier's last hidden state, before its norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard._arguments import NUMPY_BY_NAME
+from actshard._json import read_json
+from actshard._native import Rows
+from actshard.errors import ActshardError, FormatError, NotStoredError, boundary
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.per_token import LAST, TokenColumns
+from actshard.formats.speculators.files import IDS, NOWHERE, STATES, AllStates, all_states, data_files
+from actshard.location import Location
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_LOOKED_FOR = "a folder of save_to_disk with input_ids and a folder hidden_states, or vLLM's request files"
+_FOLDER = "hidden_states"
+_PER_TOKEN = ("input_ids", "loss_mask")
+
+
+def detect(path: Location) -> Evidence:
+    """Checks for the rows and the folder of hidden states, or for request files."""
+    if path.kind() != "folder" or not path.lists:
+        return Evidence(False, _LOOKED_FOR, "no folder that can be listed")
+    if (path / "state.json").kind() == "file":
+        if (path / _FOLDER).kind() != "folder":
+            return Evidence(False, _LOOKED_FOR, f"no folder {_FOLDER}")
+        info = read_json(path / "dataset_info.json") if (path / "dataset_info.json").kind() == "file" else None
+        features = info.get("features") if isinstance(info, dict) else None
+        if not isinstance(features, dict) or "input_ids" not in features:
+            return Evidence(False, _LOOKED_FOR, "no input_ids in dataset_info.json")
+        return Evidence(True, _LOOKED_FOR, "rows of speculators")
+    if _first_request(path):
+        return Evidence(True, _LOOKED_FOR, "vLLM's request files")
+    return Evidence(False, _LOOKED_FOR, "no state.json")
+
+
+def _first_request(path: Location) -> bool:
+    """Whether the first safetensors file of a folder has the two tensors of a request file."""
+    name = next((entry.name for entry in path.first(4096) if entry.name.endswith(".safetensors")), None)
+    if name is None:
+        return False
+    try:
+        tensors = {name: len(shape) for name, _, shape, _, _ in _native.safetensors_header(path / name)[0]}
+    except ActshardError:
+        return False
+    return tensors.get(STATES) == 3 and tensors.get(IDS) == 1
+
+
+def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.uint32], io: str) -> Rows:
+    """Rows of hidden states: a group per layer."""
+    dtype = NUMPY_BY_NAME[states.dtype]
+    row = states.width * dtype.itemsize
+    starts = np.array([NOWHERE if file is None else file.start for file in states.files], np.uint64)
+    return Rows.tensors(
+        [(path, states.layers * row) for path in paths],
+        tokens,
+        [(np.arange(len(paths), dtype=np.uint32), starts)],
+        [(0, layer * row) for layer in range(states.layers)],
+        width=states.width,
+        dtype=states.dtype,
+        descr=dtype,
+        io=io,
+    )
+
+
+def _contents(path: Location, states: AllStates, rows: Rows, tokens: NDArray[np.uint32], **more: Any) -> Contents:
+    return Contents(
+        format="speculators",
+        path=path.place,
+        layers=(*range(states.layers - 1), LAST),
+        d_model=states.width,
+        dtype=NUMPY_BY_NAME[states.dtype],
+        num_examples=len(tokens),
+        token_counts=lambda: tokens.astype(np.int64),
+        rows=rows,
+        provenance={"layers": "by position: their numbers are not stored"},
+        warnings=tuple(states.warnings),
+        **more,
+    )
+
+
+def open(path: Location, options: Options) -> Contents:
+    """Reads the Arrow rows, and the header and token ids of every file of hidden states."""
+    if (path / "state.json").kind() is None:
+        return _open_requests(path, options)
+    table = _table(path)
+    for name in _PER_TOKEN:
+        if name not in table.column_names:
+            raise FormatError(f"expected a column {name!r}, found {', '.join(table.column_names)}", path=path)
+    offsets, values = _lists(table, "input_ids", path)
+    paths = [path / _FOLDER / f"hs_{row}.safetensors" for row in range(len(table))]
+    states = all_states(paths, lambda row: values[offsets[row] : offsets[row + 1]], "row")
+    tokens = np.diff(offsets).astype(np.uint32)
+
+    def columns(wanted: Sequence[str]) -> pa.Table:
+        for name in wanted:
+            if name not in table.column_names:
+                raise NotStoredError(
+                    f"has no column {name!r}; columns are {', '.join(table.column_names)}", path=path.place
+                )
+        return table.select(list(wanted))
+
+    def batches(wanted: Sequence[str]) -> Iterator[pa.Table]:
+        yield columns(wanted)
+
+    info = read_json(path / "dataset_info.json")
+    return _contents(
+        path,
+        states,
+        _rows_of(states, paths, tokens, options.io),
+        tokens,
+        metadata=info if isinstance(info, dict) else {},
+        column_names=table.column_names,
+        columns=columns,
+        head_columns=lambda wanted, n: columns(wanted).slice(0, n),
+        column_batches=batches,
+        token_columns=_PER_TOKEN,
+        files=lambda: [file.place for file in paths],
+    )
+
+
+def _table(path: Location) -> pa.Table:
+    """The Arrow rows; memory-mapped if they are local."""
+    import pyarrow as pa
+
+    parts = []
+    for file in data_files(path):
+        with boundary(file, "read"):
+            try:
+                parts.append(pa.ipc.open_stream(file.arrow()).read_all())
+            except pa.ArrowException as error:
+                raise FormatError(f"expected an Arrow stream: {str(error).splitlines()[0]:.200}", path=file) from error
+    if not parts:
+        raise FormatError("field '_data_files': expected at least one file, found none", path=path / "state.json")
+    try:
+        return pa.concat_tables(parts)
+    except pa.ArrowException as error:
+        raise FormatError(f"expected files of one schema: {str(error).splitlines()[0]:.200}", path=path) from error
+
+
+def _lists(table: pa.Table, name: str, path: Location) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Offsets and values of a column of lists of integers."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = table[name]
+    listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if not listed or not pa.types.is_integer(column.type.value_type) or column.null_count:
+        raise FormatError(f"column {name!r}: expected lists of integers without nulls, found {column.type}", path=path)
+    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    values = pc.list_flatten(column)
+    if values.null_count:
+        raise FormatError(f"column {name!r}: expected integers, found nulls", path=path)
+    return np.concatenate([[0], np.cumsum(lengths)]), values.to_numpy().astype(np.int64)
+
+
+def _open_requests(path: Location, options: Options) -> Contents:
+    """Opens vLLM's request files, in the order of their names. Their token ids are the column ``input_ids``."""
+    paths = [path / entry.name for entry in path.entries("*.safetensors")]
+    states = all_states(paths, lambda number: None, "file")
+    tokens = np.array([0 if file is None else file.tokens for file in states.files], np.uint32)
+    ids = Rows.tensors(
+        [(file, 8) for file in paths],
+        tokens,
+        [
+            (
+                np.arange(len(paths), dtype=np.uint32),
+                np.array([NOWHERE if file is None else file.ids_start for file in states.files], np.uint64),
+            )
+        ],
+        [(0, 0)],
+        width=1,
+        dtype="I64",
+        descr=NUMPY_BY_NAME["I64"],
+        io=options.io,
+    )
+    held = TokenColumns({"input_ids": ids}, len(paths), path.place)
+    return _contents(
+        path,
+        states,
+        _rows_of(states, paths, tokens, options.io),
+        tokens,
+        metadata={},
+        column_names=held.names,
+        columns=held.columns,
+        head_columns=held.head,
+        column_batches=held.batches,
+        token_columns=held.names,
+        files=lambda: [file.place for file in paths],
+    )
