@@ -135,3 +135,22 @@ def test_caches_are_converted_among_each_other(tmp_path: Path) -> None:
         )
     for name in ("input_ids", "loss_mask"):
         assert store.table[name].to_pylist() == want.table[name].to_pylist()
+
+
+def test_masks_of_another_length_and_files_of_no_row_are_found(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    path = copied(ROWS, tmp_path / "rows")
+    shutil.copy(path / "hidden_states/hs_0.safetensors", path / "hidden_states/hs_6.safetensors")
+    file = path / "data-00000-of-00001.arrow"
+    with pa.ipc.open_stream(file.read_bytes()) as reader:
+        table = reader.read_all()
+    masks = table["loss_mask"].to_pylist()
+    masks[2] = [*masks[2], 1]
+    table = table.set_column(table.schema.get_field_index("loss_mask"), "loss_mask", pa.array(masks))
+    with pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    found = {f.code: f for f in actshard.verify(path).findings}
+    assert set(found) == {"count-claim", "unlisted-file"}
+    assert found["count-claim"].place == "row 2, column 'loss_mask'"
+    assert found["unlisted-file"].path.name == "hs_6.safetensors"

@@ -14,7 +14,7 @@ class SpeculatorsFormat(Format):
     name: ClassVar[str] = "speculators"
     description: ClassVar[str] = "vLLM speculators training data"
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
-    rooms: ClassVar[Mapping[Room, str]] = {"detect": ".read:detect", "open": ".read:open"}
+    rooms: ClassVar[Mapping[Room, str]] = {"detect": ".read:detect", "open": ".read:open", "check": ".check:check"}
 
 
 FORMAT = SpeculatorsFormat()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _LOOKED_FOR = "a folder of save_to_disk with input_ids and a folder hidden_states, or vLLM's request files"
-_FOLDER = "hidden_states"
+FOLDER = "hidden_states"
 _PER_TOKEN = ("input_ids", "loss_mask")
 
 
@@ -35,8 +35,8 @@ def detect(path: Location) -> Evidence:
     if path.kind() != "folder" or not path.lists:
         return Evidence(False, _LOOKED_FOR, "no folder that can be listed")
     if (path / "state.json").kind() == "file":
-        if (path / _FOLDER).kind() != "folder":
-            return Evidence(False, _LOOKED_FOR, f"no folder {_FOLDER}")
+        if (path / FOLDER).kind() != "folder":
+            return Evidence(False, _LOOKED_FOR, f"no folder {FOLDER}")
         info = read_json(path / "dataset_info.json") if (path / "dataset_info.json").kind() == "file" else None
         features = info.get("features") if isinstance(info, dict) else None
         if not isinstance(features, dict) or "input_ids" not in features:
@@ -96,12 +96,12 @@ def open(path: Location, options: Options) -> Contents:
     """Reads the Arrow rows, and the header and token ids of every file of hidden states."""
     if (path / "state.json").kind() is None:
         return _open_requests(path, options)
-    table = _table(path)
+    table = table_of_rows(path)
     for name in _PER_TOKEN:
         if name not in table.column_names:
             raise FormatError(f"expected a column {name!r}, found {', '.join(table.column_names)}", path=path)
-    offsets, values = _lists(table, "input_ids", path)
-    paths = [path / _FOLDER / f"hs_{row}.safetensors" for row in range(len(table))]
+    offsets, values = lists_of(table, "input_ids", path)
+    paths = [path / FOLDER / f"hs_{row}.safetensors" for row in range(len(table))]
     states = all_states(paths, lambda row: values[offsets[row] : offsets[row + 1]], "row")
     tokens = np.diff(offsets).astype(np.uint32)
 
@@ -132,7 +132,7 @@ def open(path: Location, options: Options) -> Contents:
     )
 
 
-def _table(path: Location) -> pa.Table:
+def table_of_rows(path: Location) -> pa.Table:
     """The Arrow rows; memory-mapped if they are local."""
     import pyarrow as pa
 
@@ -151,7 +151,7 @@ def _table(path: Location) -> pa.Table:
         raise FormatError(f"expected files of one schema: {str(error).splitlines()[0]:.200}", path=path) from error
 
 
-def _lists(table: pa.Table, name: str, path: Location) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def lists_of(table: pa.Table, name: str, path: Location) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Offsets and values of a column of lists of integers."""
     import pyarrow as pa
     import pyarrow.compute as pc
