@@ -118,6 +118,16 @@ def on_the_web(folder: Path) -> Any:
     return served(folder).__enter__().web(SAEV.name)  # until the process ends
 
 
+def torch_folder(name: str, tensor: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        shutil.copy(GOLDEN / "containers" / name, folder / "a.pt")
+        text = f"version = 1\n[activations]\nfiles = 'a.pt'\ntensor = '{tensor}'\naxes = ['token', 'dim']\n"
+        (folder / "layout.toml").write_text(text)
+        return folder
+
+    return make
+
+
 IDS = {"input_ids": np.int32}
 FINDINGS: dict[str, Callable[[Path], Path]] = {
     "unknown-format": unknown,
@@ -134,6 +144,8 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "dead-dimension": values(lambda rows: rows.__setitem__((..., 4), 0)),
     "constant-dimension": values(lambda rows: rows.__setitem__((..., 4), 0.5)),
     "duplicate-example": values(lambda rows: rows.__setitem__(5, rows[4])),
+    "oversized-file": torch_folder("pt_zoo/slice_of_large_base.pt", "a"),
+    "record-checksum": torch_folder("hostile/crc_wrong.pt", "h"),
     "token-range": cache(IDS, {"input_ids": [1, 9]}, metadata={"vocab_size": 9}),
     "mask-value": cache(IDS | {"assistant_masks": np.int32}, {"input_ids": [1, 2], "assistant_masks": [0, 2]}),
     "row-lengths-differ": cache(IDS | {"loss_weights": np.float32}, {"input_ids": [1, 2], "loss_weights": [1.0]}),

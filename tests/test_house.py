@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes", "logs", "late"),
     ("_arguments", "storage"),
     ("location", "epochs", "chosen", "layers"),
-    ("_json", "work"),
+    ("_json", "work", "containers"),
     ("walking",),
     ("tokens",),
     ("formats",),

@@ -215,10 +215,20 @@ def test_unknown_paths_say_what_was_looked_for_and_found(tmp_path) -> None:
 
 
 def test_a_folder_of_datasets_lists_them() -> None:
-    with pytest.raises(actshard.UnknownFormatError, match="pooled_f32") as caught:
+    with pytest.raises(actshard.UnknownFormatError, match="pt_saebench_bf16") as caught:
         actshard.open(GOLDEN)
     formats = {name for _, name in caught.value.candidates}
-    assert formats == {"automodel", "deepspec", "hallulens", "saev", "lmprobe", "speculators", "zarr", "pickle"}
+    assert formats == {
+        "automodel",
+        "deepspec",
+        "hallulens",
+        "layout_toml",
+        "saev",
+        "lmprobe",
+        "speculators",
+        "zarr",
+        "pickle",
+    }
     assert len(caught.value.candidates) >= 16
 
 

@@ -10,12 +10,15 @@ __all__ = [
     "Batches",
     "BlockCache",
     "IndexRecords",
+    "RefusedObject",
     "RemoteStore",
     "Rows",
+    "StoredArray",
     "Stream",
     "TokenField",
     "TokenFieldWriter",
     "TokenOrder",
+    "TorchContents",
     "ZarrMeta",
     "build_info",
     "cast_into",
@@ -45,6 +48,10 @@ __all__ = [
     "pack_rows",
     "panic_for_test",
     "parse_safetensors",
+    "placed_rows",
+    "read_array",
+    "read_arrays",
+    "read_torch",
     "read_zarr",
     "run_lengths",
     "safetensors_header",
@@ -84,6 +91,61 @@ def zarr_problem(folder: str | PathLike[str], metadata: bytes) -> str | None: ..
 def count_selected(examples: int, tokens: _SelectedTokens) -> int: ...
 def load_pickle(data: bytes) -> Any: ...
 def load_pickle_file(path: str | PathLike[str], compressed: bool, limit: int) -> Any: ...
+def placed_rows(
+    files: Sequence[tuple[str | PathLike[str], int, bool, bool, StoredArray | None]],
+    numbers: NDArray[np.uint32],
+    starts: NDArray[np.uint64],
+    tokens: NDArray[np.uint32],
+    *,
+    num_groups: int,
+    width: int,
+    dtype: str,
+    decoded_memory: int,
+    descr: np.dtype[Any],
+    io: str,
+) -> Rows: ...
+def read_torch(places: Sequence[str | PathLike[str]], limit: int) -> list[TorchContents]: ...
+
+@final
+class TorchContents:
+    def value(self) -> Any: ...
+    def sizes(self) -> tuple[int, int]: ...
+    def damaged(self) -> list[int]: ...
+    def read(self, array: StoredArray) -> bytearray: ...
+    @property
+    def is_legacy(self) -> bool: ...
+    @property
+    def is_gzipped(self) -> bool: ...
+
+def read_arrays(
+    places: Sequence[str | PathLike[str]], kind: str
+) -> list[tuple[list[tuple[str, StoredArray, str]], list[tuple[str, str]]]]: ...
+def read_array(place: str | PathLike[str], array: StoredArray) -> bytearray: ...
+
+@final
+class StoredArray:
+    def __new__(
+        cls, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int, swapped: bool
+    ) -> StoredArray: ...
+    def viewed(self, dtype: str) -> StoredArray: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> list[int]: ...
+    @property
+    def strides(self) -> list[int]: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def swapped(self) -> bool: ...
+    @property
+    def deflated(self) -> tuple[int, int, int, int] | None: ...
+
+@final
+class RefusedObject:
+    @property
+    def name(self) -> str: ...
+
 def write_pieces(
     sources: list[NDArray[np.uint8]],
     files: list[tuple[str | PathLike[str], int]],

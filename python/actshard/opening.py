@@ -29,6 +29,7 @@ def open(
     checksums: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Store:
     """Opens a dataset and returns a store.
 
@@ -49,6 +50,8 @@ def open(
             environment's.
         cache: size of a cache on disk for a remote store (``"50GiB"``), in ``$ACTSHARD_CACHE`` or ``~/.cache/actshard``; or its
             folder, for 20 GiB. Shared by processes, never larger than its limit. None or False: no cache.
+        layout: a description of the files of a folder (docs/formats/layout.md): the path of a TOML file, its text, or a dict. The
+            folder's own ``layout.toml`` needs no argument.
 
     Returns:
         An open :class:`~actshard.Store`. ``store.warnings`` lists problems of the dataset; each is also issued as an
@@ -60,7 +63,7 @@ def open(
             found, and the datasets below the path.
         FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is damaged, too new, or cannot be read.
     """
-    store = open_quietly(path, format, io, decoded_memory, checksums, storage_options, cache)
+    store = open_quietly(path, format, io, decoded_memory, checksums, storage_options, cache, layout)
     for warning in store.warnings:
         warnings.warn(ActshardWarning(f"{store.path}: {warning}", code=warning.code), stacklevel=2)
     return store
@@ -74,12 +77,13 @@ def open_quietly(
     checksums: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Store:
     """:func:`open` without warnings, e.g. for workers that reopen their parent's store."""
     if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
         raise ArgumentError(f"io: expected 'auto', 'mmap' or 'pread', found {io!r}")
     with boundary(path, "open"):
-        return _opened(path, format, io, decoded_memory, checksums, storage_options, cache)
+        return _opened(path, format, io, decoded_memory, checksums, storage_options, cache, layout)
 
 
 def _opened(
@@ -90,6 +94,7 @@ def _opened(
     checksums: bool,
     storage_options: Mapping[str, Any] | None,
     cache: int | str | os.PathLike[str] | Literal[False] | None,
+    layout: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> Store:
     together = all_existing(path, storage_options, cache) if isinstance(path, list | tuple) else None
     if together is not None:
@@ -100,15 +105,19 @@ def _opened(
         check_finished(root)
         if format is not None:
             name = format
+        elif layout is not None:
+            name = formats.described()
         else:
             root, name = find(root)
     if not _arguments.is_one_of(name, formats.names()):
         raise ArgumentError(f"format must be one of {', '.join(formats.names())}, not {name!r}")
     mode = io if io != "auto" else network_io(root)
     options = Options(
-        mode, _arguments.size(decoded_memory, "decoded_memory"), _arguments.switch(checksums, "checksums")
+        mode, _arguments.size(decoded_memory, "decoded_memory"), _arguments.switch(checksums, "checksums"), layout
     )
     chosen = formats.get(name)
+    if layout is not None and not chosen.takes_layout:
+        raise ArgumentError(f"layout: {name} datasets describe themselves; leave it out")
     if together is not None and not chosen.opens_several:
         several = ", ".join(f.description for f in map(formats.get, formats.names()) if f.opens_several)
         raise ArgumentError(f"path: a list of folders is for {several}, not for {name}. Open one path.", path=root)
@@ -122,7 +131,11 @@ def _opened(
         if error.path is None:  # some errors of the core name no file
             error.path = root.place
         raise
-    store = Store(contents, io=mode, reopen=(open_quietly, (together or root, name, io, decoded_memory, checksums)))
+    store = Store(
+        contents,
+        io=mode,
+        reopen=(open_quietly, (together or root, name, io, decoded_memory, checksums, None, None, layout)),
+    )
     LOG.info(
         "%s: opened as %s (%s), io=%s (%s): %d examples, layers %s, %s",
         store.path,

@@ -57,6 +57,9 @@ CacheOption = Annotated[
     ),
 ]
 FormatOption = Annotated[str | None, typer.Option("--format", help=f"{', '.join(formats.names())}. Default: detected.")]
+LayoutOption = Annotated[
+    str | None, typer.Option("--layout", metavar="FILE", help="A layout.toml that describes the folder's files.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -82,10 +85,26 @@ def info_command(
     format: FormatOption = None,
     storage_option: StorageOption = None,
     cache: CacheOption = "",
+    layout: LayoutOption = None,
+    guess: Annotated[
+        bool, typer.Option("--guess", help="Print a proposed layout.toml for a folder of plain files.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Print a dataset's or token cache's size, layers or fields, dtype, bytes, provenance and warnings."""
     at = _place(path, storage_option, cache)
+    if guess:
+        from actshard.cli import info as verb
+
+        proposal = verb.guessed(at)
+        _print(json, lambda: {"layout": proposal.text, "unsure": proposal.unsure}, lambda: print(proposal.text, end=""))
+        return
+    if layout is not None:
+        from actshard.cli import info as verb
+
+        store = actshard.open(at, format, layout=layout)
+        _print(json, lambda: verb.about(store), lambda: verb.show(store))
+        return
     tokens = _cache_at(at, format)
     if tokens is not None:
         from actshard.cli import caches

@@ -6,7 +6,9 @@ from typing import Any
 
 from rich.markup import escape
 
+from actshard import formats
 from actshard.cli._format import one_line, show_facts, size
+from actshard.errors import MissingFileError
 from actshard.layers import listing
 from actshard.location import Location
 from actshard.staging import origin
@@ -26,6 +28,14 @@ def whence(path: Any) -> dict[str, Any]:
 def about(store: Store) -> dict[str, Any]:
     """Returns a dataset's properties as plain values."""
     return store.info() | whence(store.path)
+
+
+def guessed(path: Any) -> Any:
+    """Returns a proposed description of a folder of plain files."""
+    place = Location.at(path)
+    if place.kind() != "folder":
+        raise MissingFileError("expected a folder of files to describe", path=place)
+    return formats.get(formats.described()).guess(place)
 
 
 def show(store: Store) -> None:

@@ -10,7 +10,7 @@ Other packages add formats by entry points of the group ``actshard.formats``.
 from actshard.codes import Code, Remark
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
-from actshard.formats.registry import asked, contents_of, detect, get, names, of_tokens, written
+from actshard.formats.registry import asked, contents_of, described, detect, get, names, of_tokens, written
 
 __all__ = [
     "Code",
@@ -21,6 +21,7 @@ __all__ = [
     "Remark",
     "asked",
     "contents_of",
+    "described",
     "detect",
     "get",
     "names",

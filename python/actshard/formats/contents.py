@@ -30,6 +30,8 @@ class Options:
     """Size of the cache of decoded data, in bytes."""
     checksums: bool = True
     """Whether to verify files against the checksums listed in the dataset."""
+    layout: Any = None
+    """A description of the folder's files, for formats that need one: a path, TOML text or a dict."""
 
     @classmethod
     def of(cls, path: Path | Location) -> Options:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str, int, int], object]
 """Progress callback, called occasionally with (what, done, total)."""
-Room = Literal["detect", "open", "open_several", "begun", "target", "check", "merger", "carrying"]
+Room = Literal["detect", "open", "open_several", "begun", "target", "check", "merger", "carrying", "guess"]
 """Methods of :class:`Format` that ``rooms`` can implement."""
 
 
@@ -87,6 +87,8 @@ class Format:
         made: Contents = open(Location.at(path), options)
         return made
 
+    takes_layout: ClassVar[bool] = False
+    """Whether :meth:`open` uses a description of files, ``Options.layout``."""
     opens_several: ClassVar[bool] = False
     """Whether :meth:`open_several` is supported."""
 
@@ -102,6 +104,13 @@ class Format:
         """Working folders of unfinished datasets below a path. Only for formats that name their own folder."""
         begun = self._in_room("begun")
         return [] if begun is None else list(begun(path))
+
+    def guess(self, path: Path | Location) -> Any:
+        """Proposes a description of a folder's files, for formats with :attr:`takes_layout`: has ``text`` and ``unsure``."""
+        guess = self._in_room("guess")
+        if guess is None:
+            raise UnsupportedError(f"{self.name} datasets need no description", path=path)
+        return guess(Location.at(path))
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

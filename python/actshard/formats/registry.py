@@ -107,6 +107,11 @@ def written() -> tuple[str, ...]:
     return tuple(format.name for format in sorted(found, key=lambda format: (format.order, format.name)))
 
 
+def described() -> str:
+    """The name of the format that reads files by a description."""
+    return next(name for name, format in installed().items() if format.takes_layout)
+
+
 def _own(kind: codes.Concern) -> list[Code]:
     # Formats of this package first, so that plugins cannot redefine their codes.
     formats = sorted(installed().values(), key=lambda format: not _is_own(format))

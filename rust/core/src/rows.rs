@@ -16,6 +16,7 @@ use crate::files::table::FileTable;
 use crate::gather::blocks::{BlockReader, gather_in_blocks};
 use crate::gather::{Ints, Origin, Out, Pick, are_cached, gather};
 use crate::layout::chunked::Chunked;
+use crate::layout::placed::Placed;
 use crate::layout::records::Records;
 use crate::layout::row::Row;
 use crate::layout::spans::Spans;
@@ -42,6 +43,8 @@ pub enum Rows {
     Records(FileTable, Records),
     /// Listed files; each example is a part of tensors in them.
     Tensors(FileTable, Tensors),
+    /// Listed files; each example of each group begins at its own byte.
+    Placed(FileTable, Placed),
     /// Arrays cut into chunk files.
     Chunked(ChunkFiles, Chunked),
     /// Pickle shards, which must be parsed before their rows are known, and the requested type of rows, if any
@@ -70,6 +73,7 @@ macro_rules! with_layout {
             Rows::Spans(_, $layout) => $body,
             Rows::Records(_, $layout) => $body,
             Rows::Tensors(_, $layout) => $body,
+            Rows::Placed(_, $layout) => $body,
             Rows::Chunked(_, $layout) => $body,
             Rows::Shards(shards, _) => {
                 let $layout = &shards.prepare(Some($examples), $watch)?;
@@ -90,6 +94,10 @@ macro_rules! with_origin {
                 $body
             }
             Rows::Table(files, layout) => {
+                let $origin = &Origin { files, layout, groups, only };
+                $body
+            }
+            Rows::Placed(files, layout) => {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
             }
@@ -122,7 +130,8 @@ impl Rows {
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
             | Rows::Records(files, _)
-            | Rows::Tensors(files, _) => files.row(),
+            | Rows::Tensors(files, _)
+            | Rows::Placed(files, _) => files.row(),
             Rows::Chunked(files, _) => files.row(),
             Rows::Chosen(of, _) => of.row(),
             Rows::Shards(shards, None) => shards.row(),
@@ -140,7 +149,8 @@ impl Rows {
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
             | Rows::Records(files, _)
-            | Rows::Tensors(files, _) => files.release(),
+            | Rows::Tensors(files, _)
+            | Rows::Placed(files, _) => files.release(),
             Rows::Chunked(files, _) => files.release(),
             Rows::Shards(shards, _) => shards.release(),
             Rows::Chosen(of, _) => of.release(),
@@ -164,6 +174,7 @@ impl Rows {
             Rows::Spans(_, layout) => layout.examples(),
             Rows::Records(_, layout) => layout.examples(),
             Rows::Tensors(_, layout) => layout.examples(),
+            Rows::Placed(_, layout) => layout.examples(),
             Rows::Chunked(_, layout) => layout.examples(),
             Rows::Shards(shards, _) => shards.examples(),
             Rows::Chosen(_, chosen) => chosen.len(),
@@ -178,6 +189,7 @@ impl Rows {
             Rows::Spans(_, layout) => layout.groups(),
             Rows::Records(_, layout) => layout.groups(),
             Rows::Tensors(_, layout) => layout.groups(),
+            Rows::Placed(_, layout) => layout.groups(),
             Rows::Chunked(_, layout) => layout.groups(),
             Rows::Shards(shards, _) => shards.groups(),
             Rows::Chosen(of, _) => of.groups(),
@@ -187,7 +199,12 @@ impl Rows {
     /// Whether reading decodes: then switching between files is expensive.
     pub fn decodes(&self) -> bool {
         match self {
-            Rows::Strided(..) | Rows::Table(..) | Rows::Spans(..) | Rows::Records(..) | Rows::Tensors(..) => false,
+            Rows::Strided(..)
+            | Rows::Table(..)
+            | Rows::Spans(..)
+            | Rows::Records(..)
+            | Rows::Tensors(..)
+            | Rows::Placed(..) => false,
             Rows::Chunked(files, _) => files.decodes(),
             Rows::Shards(shards, _) => shards.specs().iter().any(|s| s.compressed),
             Rows::Chosen(of, _) => of.decodes(),
@@ -201,7 +218,8 @@ impl Rows {
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
             | Rows::Records(files, _)
-            | Rows::Tensors(files, _) => files.wishes().map(|w| w.unit_bytes),
+            | Rows::Tensors(files, _)
+            | Rows::Placed(files, _) => files.wishes().map(|w| w.unit_bytes),
             Rows::Chunked(files, _) => files.wishes().map(|w| w.unit_bytes),
             Rows::Shards(..) => None,
             Rows::Chosen(of, _) => of.unit_bytes(),
@@ -261,6 +279,7 @@ impl Rows {
             Rows::Spans(_, layout) => all(layout)?,
             Rows::Records(_, layout) => all(layout)?,
             Rows::Tensors(_, layout) => all(layout)?,
+            Rows::Placed(_, layout) => all(layout)?,
             Rows::Chunked(_, layout) => all(layout)?,
             Rows::Shards(shards, _) => {
                 let prepared = shards.prepare(None, watch)?;
@@ -285,6 +304,7 @@ impl Rows {
         match self {
             Rows::Strided(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
+            Rows::Placed(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Spans(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Records(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Tensors(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
@@ -330,7 +350,7 @@ impl Rows {
                 let Some(found) = spread(layout, group, examples)? else { return Ok(None) };
                 Ok(files.view(found.file, found.lowest, found.rows, paging)?.map(|view| (view, found)))
             }
-            Rows::Shards(..) | Rows::Records(..) | Rows::Tensors(..) => Ok(None),
+            Rows::Shards(..) | Rows::Records(..) | Rows::Tensors(..) | Rows::Placed(..) => Ok(None),
             Rows::Chosen(of, chosen) => {
                 let mut failed = None;
                 let mut numbers = examples.map_while(|e| chosen.get(e).map_err(|error| failed = Some(error)).ok());
@@ -347,7 +367,8 @@ impl Rows {
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
             | Rows::Records(files, _)
-            | Rows::Tensors(files, _) => files.wishes().is_none(),
+            | Rows::Tensors(files, _)
+            | Rows::Placed(files, _) => files.wishes().is_none(),
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_none(),
             Rows::Shards(..) => false,
             Rows::Chosen(of, _) => of.reads_blocks(),
@@ -361,7 +382,8 @@ impl Rows {
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
             | Rows::Records(files, _)
-            | Rows::Tensors(files, _) => files.wishes().is_some(),
+            | Rows::Tensors(files, _)
+            | Rows::Placed(files, _) => files.wishes().is_some(),
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_some(),
             Rows::Shards(..) => false,
             Rows::Chosen(of, _) => of.comes_from_far(),
@@ -411,6 +433,9 @@ impl Rows {
                 gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Table(files, layout) => {
+                gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
+            }
+            Rows::Placed(files, layout) => {
                 gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Spans(files, layout) => {

@@ -60,6 +60,7 @@ const BINDING: &[&str] = &[
     "arguments",
     "handle",
     "pickle",
+    "containers",
     "stream",
     "write",
     "tokens",

@@ -6,6 +6,7 @@
 //! - `stream`: ordered batches, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `place`: paths and remote locations from Python; `remote`: the stores of the latter
+//! - `containers`: files that contain arrays, such as those of torch.save
 //! - `copying`: copies of objects in local files, and the cache on disk
 //! - `detach`: the only function that releases the GIL
 //! - `tokens`: token caches, their batches and orders
@@ -15,6 +16,7 @@
 
 mod arguments;
 mod buffer;
+mod containers;
 mod copying;
 mod detach;
 mod errors;
@@ -224,6 +226,9 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 /// The native half of actshard.
 #[pymodule(gil_used = true)]
 fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add_class::<containers::TorchContents>()?;
+    m.add_class::<pickle::StoredArray>()?;
+    m.add_class::<pickle::RefusedObject>()?;
     m.add_class::<handle::Rows>()?;
     m.add_class::<rows::Addresses>()?;
     m.add_class::<rows::IndexRecords>()?;
@@ -243,6 +248,10 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(stream::count_selected, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle_file, m)?)?;
+    m.add_function(wrap_pyfunction!(containers::read_torch, m)?)?;
+    m.add_function(wrap_pyfunction!(containers::read_arrays, m)?)?;
+    m.add_function(wrap_pyfunction!(containers::read_array, m)?)?;
+    m.add_function(wrap_pyfunction!(containers::placed_rows, m)?)?;
     m.add_function(wrap_pyfunction!(write::write_pieces, m)?)?;
     m.add_function(wrap_pyfunction!(write::write_segments, m)?)?;
     m.add_function(wrap_pyfunction!(write::digest_file, m)?)?;

@@ -4,14 +4,17 @@ use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 
 use actshard_core::files::shards::{self, Values};
+use actshard_core::parse::arrays::ArrayPlace;
 use actshard_core::parse::pickle::shard::layers;
 use actshard_core::parse::pickle::{Id, Node, Tree, machine};
+use actshard_core::parse::torch::TorchFile;
+use actshard_core::parse::zip::shown;
 use actshard_core::source::Io;
 use actshard_core::source::local::Local;
 use actshard_core::threads::Watch;
 use actshard_core::{Error, Kind};
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyDict, PyInt, PyList, PyString, PyTuple};
+use pyo3::types::{PyByteArray, PyBytes, PyDict, PyInt, PyList, PySet, PyString, PyTuple};
 
 use crate::arguments::helper;
 use crate::{detach, errors};
@@ -42,13 +45,32 @@ impl From<Error> for Failed {
 /// Bytes of arrays that may be copied: this, plus four times the input. Arrays can share bytes in a pickle; the objects made of
 /// them do not.
 const COPIES: usize = 24 << 20;
+/// The size of a torch file's object with shared values repeated: this, plus sixteen times the pickle.
+const TRAVERSED: u64 = 64 << 20;
 /// Bytes of text and metadata of a shard in a table, which repeats shared values: this, plus four times the input.
 const TABLE: u64 = 8 << 20;
 
-struct ObjectMaker<'a, 'py> {
+/// The place of an array in a file.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct StoredArray {
+    pub place: ArrayPlace,
+}
+
+/// An object of torch that is unsupported.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct RefusedObject {
+    /// The name of its class or function.
+    #[pyo3(get)]
+    name: String,
+}
+
+/// Makes Python objects of the values of a pickle.
+pub struct ObjectMaker<'a, 'py> {
     py: Python<'py>,
     tree: &'a Tree,
     input: &'a [u8],
+    /// The file of torch that has the tensors.
+    torch: Option<&'a TorchFile>,
     /// Finished objects and their sizes: a shared value becomes one shared object, as with Python's unpickler.
     made: HashMap<Id, (Bound<'py, PyAny>, u64)>,
     /// Values being converted, to detect one that contains itself.
@@ -60,7 +82,25 @@ struct ObjectMaker<'a, 'py> {
 impl<'a, 'py> ObjectMaker<'a, 'py> {
     fn new(py: Python<'py>, tree: &'a Tree, input: &'a [u8]) -> ObjectMaker<'a, 'py> {
         let copies = COPIES.saturating_add(input.len().saturating_mul(4));
-        ObjectMaker { py, tree, input, made: HashMap::new(), open: HashSet::new(), copies }
+        ObjectMaker { py, tree, input, torch: None, made: HashMap::new(), open: HashSet::new(), copies }
+    }
+
+    /// For the object of a file of torch.
+    pub fn of_torch(py: Python<'py>, file: &'a TorchFile) -> ObjectMaker<'a, 'py> {
+        ObjectMaker { torch: Some(file), ..ObjectMaker::new(py, &file.tree, &file.pickle) }
+    }
+
+    /// The whole object. Refused if it is far larger when traversed than its pickle.
+    pub fn whole(&mut self) -> Result<Bound<'py, PyAny>, Failed> {
+        let allowed = TRAVERSED.saturating_add((self.input.len() as u64).saturating_mul(16));
+        match self.sized(self.tree.root())? {
+            (_, size) if size > allowed => Err(Error::new(
+                Kind::Format,
+                format!("values that repeat each other: more than {allowed} bytes when all are visited"),
+            )
+            .into()),
+            (made, _) => Ok(made),
+        }
     }
 
     fn make(&mut self, id: Id) -> Result<Bound<'py, PyAny>, Failed> {
@@ -93,7 +133,7 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
         let all = |sizes: &mut dyn Iterator<Item = u64>| sizes.fold(64u64, u64::saturating_add);
         match self.tree.node(id) {
             Node::Str(blob) | Node::Bytes(blob) | Node::ByteArray(blob) | Node::Big(blob) => blob.len() + 16,
-            Node::List(items) | Node::Tuple(items) => all(&mut items.iter().map(of)),
+            Node::List(items) | Node::Tuple(items) | Node::Set(items) => all(&mut items.iter().map(of)),
             Node::Dict(pairs) => all(&mut pairs.iter().map(|(key, value)| of(key).saturating_add(of(value)))),
             // As Python numbers.
             Node::Array(array) => {
@@ -136,6 +176,12 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
                 }
                 dict.into_any()
             }
+            Node::Array(array) if self.torch.is_some_and(|file| file.array_place(array).is_some()) => {
+                match self.torch.and_then(|file| file.array_place(array)) {
+                    Some(place) => Bound::new(py, StoredArray { place })?.into_any(),
+                    None => py.None().into_bound(py),
+                }
+            }
             Node::Array(array) => {
                 let bytes = array.data.len() as usize;
                 self.copies = self.copies.checked_sub(bytes).ok_or_else(|| {
@@ -160,7 +206,17 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
                 helper(py, "pickled_scalar")?.call1((data, element.dtype.name(), element.swapped))?
             }
             Node::Element(element) => helper(py, "stored")?.call1((element.dtype.name(),))?,
-            Node::Unfinished => {
+            Node::Set(items) => {
+                let items = items.iter().map(|id| self.make(*id)).collect::<Result<Vec<_>, _>>()?;
+                PySet::new(py, items)?.into_any()
+            }
+            Node::Tensor(tensor) => match self.torch.and_then(|file| file.place(tensor)) {
+                Some(place) => Bound::new(py, StoredArray { place })?.into_any(),
+                None => return Err(Error::new(Kind::Internal, "a tensor outside a file of torch").into()),
+            },
+            Node::Name(blob) => text(py, tree.bytes(input, blob))?,
+            Node::Refused(blob) => Bound::new(py, RefusedObject { name: shown(tree.bytes(input, blob)) })?.into_any(),
+            Node::Unfinished | Node::Storage(_) => {
                 return Err(Error::new(Kind::UnsafePickle, "contains an object that is not a plain value").into());
             }
         })

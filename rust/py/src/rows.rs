@@ -353,7 +353,7 @@ impl Rows {
                 let layout = Tensors::new(tokens, parts, groups, steps)?;
                 let file = |(place, step): (NamedPlace, u64)| RowFile {
                     location: place.location,
-                    rows: RowsIn::Apart { step },
+                    rows: RowsIn::Apart { step, swapped: false },
                 };
                 let table = file_table(store, files.into_iter().map(file).collect(), width, dtype, io)?;
                 Ok(Dataset::Tensors(table, layout))
@@ -384,7 +384,7 @@ impl Rows {
                 let steps = layout.steps();
                 let file = |(place, step): (&NamedPlace, u64)| RowFile {
                     location: place.location.clone(),
-                    rows: RowsIn::Apart { step },
+                    rows: RowsIn::Apart { step, swapped: false },
                 };
                 let listed = files.iter().cycle().zip(steps).map(file).collect();
                 let table = file_table(store, listed, width, dtype, io)?;

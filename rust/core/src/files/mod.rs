@@ -1,10 +1,12 @@
 //! The files of a dataset's rows: numbered, opened on first use, with their length checked again before each read. [`table`]
-//! lists them, [`chunks`] computes their names, [`shards`] finds rows inside pickles.
+//! lists them, [`chunks`] computes their names, [`shards`] finds rows inside pickles. [`unpacked`] decodes arrays that
+//! cannot be read in place.
 
 pub mod chunks;
 pub mod open;
 pub mod shards;
 pub mod table;
+pub mod unpacked;
 
 use std::sync::Arc;
 

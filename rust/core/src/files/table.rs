@@ -35,6 +35,8 @@ pub enum RowsIn {
     Apart {
         /// Bytes from one row of a run to the next.
         step: u64,
+        /// Whether elements are byte-swapped.
+        swapped: bool,
     },
     /// Described by the file's own header.
     Found(Arc<dyn FindRows>),
@@ -105,7 +107,7 @@ impl Files for FileTable {
 
     fn stride(&self, file: u64) -> u64 {
         match usize::try_from(file).ok().and_then(|n| self.files.get(n)).map(|file| &file.rows) {
-            Some(RowsIn::Apart { step }) => *step,
+            Some(RowsIn::Apart { step, .. }) => *step,
             _ => 1,
         }
     }
@@ -157,7 +159,7 @@ impl FileTable {
     fn place(&self, number: u64, spec: &RowFile, opened: Result<Box<dyn Source>>) -> Result<OpenFile> {
         let source = opened?;
         let FoundRows { start, rows, swapped } = match &spec.rows {
-            RowsIn::Apart { step } => return self.apart(spec, source, *step),
+            RowsIn::Apart { step, swapped } => return self.apart(spec, source, *step, *swapped),
             RowsIn::Raw(rows) => FoundRows { start: 0, rows: *rows, swapped: false },
             RowsIn::At { start, rows, swapped } => FoundRows { start: *start, rows: *rows, swapped: *swapped },
             RowsIn::Found(finder) => self.find(number, &*source, &**finder)?,
@@ -177,13 +179,13 @@ impl FileTable {
     }
 
     /// A file whose rows are addressed by byte.
-    fn apart(&self, spec: &RowFile, source: Box<dyn Source>, step: u64) -> Result<OpenFile> {
+    fn apart(&self, spec: &RowFile, source: Box<dyn Source>, step: u64, swapped: bool) -> Result<OpenFile> {
         let (end, used) = (source.size(), self.row.bytes);
         if end >= 1 << 40 {
             let detail = format!("expected a file of less than 1 TiB, found {end} bytes");
             return Err(Error::new(Kind::Unsupported, detail).at(&spec.location));
         }
-        let place = Place { start: 0, end, unit: 1, step, used, column: 0, swapped: false };
+        let place = Place { start: 0, end, unit: 1, step, used, column: 0, swapped };
         Ok(OpenFile::new(Body::Stored(source), place))
     }
 

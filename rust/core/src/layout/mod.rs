@@ -6,6 +6,7 @@
 pub mod chunked;
 pub mod grid;
 mod packed;
+pub mod placed;
 pub mod records;
 pub mod row;
 pub mod spans;

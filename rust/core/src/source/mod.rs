@@ -3,12 +3,13 @@
 //! cached within a budget of descriptors ([`slots`], [`descriptors`]).
 //!
 //! A remote store implements both traits; its [`Wishes`] decide how reads are planned, and [`fetch`](mod@fetch) reads many
-//! ranges accordingly. [`copying`] copies sources into local files.
+//! ranges accordingly. [`held`] is bytes in memory. [`copying`] copies sources into local files.
 
 pub mod copying;
 pub mod descriptors;
 mod direct;
 pub mod fetch;
+pub mod held;
 pub mod local;
 pub mod mmap;
 pub mod pread;

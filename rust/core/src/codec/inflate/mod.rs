@@ -153,6 +153,31 @@ pub fn inflate(gz: &[u8], limit: u64) -> Result<Buffer> {
     Ok(out)
 }
 
+/// The first `most` bytes of deflate data, or fewer before the end or an error.
+pub fn raw_front(data: &[u8], most: usize) -> Vec<u8> {
+    let mut made = Vec::with_capacity(most);
+    // Errors are reported later, when all of it is inflated.
+    let _ = flate2::read::DeflateDecoder::new(data).take(most as u64).read_to_end(&mut made);
+    made
+}
+
+/// Inflates deflate data (RFC 1951) of exactly `size` bytes.
+pub fn raw(data: &[u8], size: u64) -> Result<Vec<u8>> {
+    let damaged = || Error::new(Kind::Format, format!("expected deflated data of {size} bytes, found other data"));
+    if size > (data.len() as u64).saturating_mul(BEST_RATIO).saturating_add(BEST_RATIO) {
+        return Err(damaged());
+    }
+    // One byte more: data that inflate further are damaged, not complete.
+    let mut made = vec![0; size as usize + 1];
+    match Inflater::new()?.raw(data, &mut made) {
+        Outcome::Done { read, made: found } if read == data.len() && found as u64 == size => {
+            made.truncate(found);
+            Ok(made)
+        }
+        _ => Err(damaged()),
+    }
+}
+
 /// Why inflating a member failed: libdeflate does not distinguish damage from truncation.
 fn why_bad(member: &[u8], most: u64) -> Error {
     let mut one = flate2::bufread::GzDecoder::new(member).take(most);

@@ -5,23 +5,37 @@
 //! (module, name) pairs in `global`; it is never imported, and only decides which opcodes may follow. Memory is counted
 //! before it is allocated, and limited to a fixed amount plus four times the input.
 //!
+//! Files of torch need more names ([`Dialect::Torch`]): `torch` lists them, again as whole pairs.
+//!
 //! This file has the stack and the opcodes; `arrays` the permitted calls, `text` the text forms of old protocols.
 
 mod arrays;
+mod names;
 mod text;
+mod torch;
 mod utf8;
 
 use std::collections::HashMap;
 use std::ops::Range;
 
+use self::names::TorchName;
 use self::utf8::is_python_utf8;
-use super::{Blob, Id, Node, Tree};
+use super::{Blob, Id, Node, SavedStorage, Tree};
 use crate::error::{Error, Kind, Result};
 
 /// Memory for values in addition to the input: this, plus four times the input.
 const MEMORY: usize = 24 << 20;
 /// Limit on the digits and bytes of an integer; no count or label comes near.
 const MAX_INT_BYTES: usize = 1024;
+
+/// What a pickle may contain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dialect {
+    /// Plain values and numpy arrays.
+    Plain,
+    /// Also the tensors of torch, whose storages lie outside the pickle.
+    Torch,
+}
 
 /// The names that data may use. Any unexpected call of them is an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +54,8 @@ enum Global {
     Scalar,
     /// `bytes`, which protocols 0 to 2 call without arguments for empty bytes.
     EmptyBytes,
+    /// A name of torch's files.
+    Torch(TorchName),
 }
 
 fn global(module: &[u8], name: &[u8]) -> Option<Global> {
@@ -65,9 +81,11 @@ enum Operand {
 }
 
 impl<'a> Machine<'a> {
-    fn new(input: &'a [u8]) -> Machine<'a> {
+    fn new(input: &'a [u8], dialect: Dialect) -> Machine<'a> {
         Machine {
             input,
+            dialect,
+            storages: vec![],
             pos: 0,
             op_at: 0,
             cells: vec![
@@ -89,7 +107,7 @@ impl<'a> Machine<'a> {
 /// A lower bound on the size of a pickle that begins with `front`: more than `front` if a value extends beyond it. An error if
 /// no valid pickle begins this way.
 pub fn least(front: &[u8]) -> Result<u64> {
-    let mut machine = Machine::new(front);
+    let mut machine = Machine::new(front, Dialect::Plain);
     match machine.run() {
         Ok(_) => Ok(machine.pos as u64),
         Err(error) if error.kind == Kind::Truncated => Ok(machine.needs.max(front.len() as u64)),
@@ -99,8 +117,14 @@ pub fn least(front: &[u8]) -> Result<u64> {
 
 /// Parses the first pickle in `input`; ignores the bytes after its STOP, like Python.
 pub fn parse(input: &[u8]) -> Result<Tree> {
-    let mut machine = Machine::new(input);
+    Ok(parse_as(input, Dialect::Plain)?.0)
+}
+
+/// [`parse`] in a dialect; also returns the size of the pickle.
+pub fn parse_as(input: &[u8], dialect: Dialect) -> Result<(Tree, usize)> {
+    let mut machine = Machine::new(input, dialect);
     let root = machine.run()?;
+    let size = machine.pos;
     let nodes = machine
         .cells
         .into_iter()
@@ -109,11 +133,14 @@ pub fn parse(input: &[u8]) -> Result<Tree> {
             Operand::Global(_) | Operand::Shell => Node::Unfinished,
         })
         .collect();
-    Ok(Tree { nodes, own: machine.own, root })
+    Ok((Tree { nodes, own: machine.own, root, storages: machine.storages }, size))
 }
 
 struct Machine<'a> {
     input: &'a [u8],
+    dialect: Dialect,
+    /// Storages that persistent ids named, without repetition.
+    storages: Vec<SavedStorage>,
     pos: usize,
     /// Offset of the current opcode, for errors.
     op_at: usize,
@@ -458,6 +485,7 @@ impl Machine<'_> {
                     let (state, target) = (self.pop()?, self.top()?);
                     self.build(target, state)?;
                 }
+                _ if self.dialect == Dialect::Torch && self.torch_opcode(op)? => {}
                 _ => return Err(self.forbidden(op)),
             }
         }
@@ -484,11 +512,22 @@ impl Machine<'_> {
         };
         self.error(
             Kind::UnsafePickle,
-            format!("the opcode {name} builds objects; only plain data and numpy arrays are supported"),
+            format!("the opcode {name} builds objects; only plain data and {} are supported", self.arrays()),
         )
     }
 
+    /// The arrays of the dialect, for messages.
+    fn arrays(&self) -> &'static str {
+        match self.dialect {
+            Dialect::Plain => "numpy arrays",
+            Dialect::Torch => "tensors and numpy arrays",
+        }
+    }
+
     fn global(&mut self, module: Blob, name: Blob) -> Result<()> {
+        if self.dialect == Dialect::Torch && self.torch_global(module, name)? {
+            return Ok(());
+        }
         let (module, name) = (self.blob(&module), self.blob(&name));
         match global(module, name) {
             Some(known) => self.push(Operand::Global(known)),
@@ -497,9 +536,10 @@ impl Machine<'_> {
                 Err(self.error(
                     Kind::UnsafePickle,
                     format!(
-                        "names the global {}.{}, which numpy arrays do not need; nothing was imported or run",
+                        "names the global {}.{}, which {} do not need; nothing was imported or run",
                         shown(module),
-                        shown(name)
+                        shown(name),
+                        self.arrays()
                     ),
                 ))
             }

@@ -87,6 +87,42 @@ impl NumpyArray {
     }
 }
 
+/// A storage of torch that a persistent id names: elements outside the pickle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SavedStorage {
+    /// The storage's key, a string.
+    pub key: Blob,
+    /// Its element type; `None` for an UntypedStorage, whose elements are bytes.
+    pub dtype: Option<DType>,
+    /// Number of elements.
+    pub count: u64,
+    /// For a part of a storage (files before torch 1.6): the first element and the number of elements.
+    pub part: Option<(u64, u64)>,
+}
+
+impl SavedStorage {
+    /// Bytes per element.
+    pub fn item(&self) -> u64 {
+        self.dtype.map_or(1, |dtype| dtype.bits() / 8)
+    }
+}
+
+/// A tensor of torch. Its numbers are not negative, and its shape and strides have the same length; whether the storage holds
+/// all elements is checked against its record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavedTensor {
+    /// Index in [`Tree::storages`].
+    pub storage: u32,
+    /// The element type.
+    pub dtype: DType,
+    /// The first element, in elements of `dtype` from the storage's first byte.
+    pub first: u64,
+    /// Elements along each axis.
+    pub shape: Vec<u64>,
+    /// Elements from one index to the next along each axis.
+    pub strides: Vec<u64>,
+}
+
 /// A value of a pickle.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Node {
@@ -118,6 +154,16 @@ pub enum Node {
     Array(Box<NumpyArray>),
     /// A numpy scalar.
     Scalar(Element, Blob),
+    /// A set or frozenset.
+    Set(Vec<Id>),
+    /// A tensor of torch.
+    Tensor(Box<SavedTensor>),
+    /// A storage of torch: an index in [`Tree::storages`].
+    Storage(u32),
+    /// A name that stands for itself: a dtype (`torch.float16`).
+    Name(Blob),
+    /// An object of torch that is unsupported, by the name of its class or function. Values next to it remain readable.
+    Refused(Blob),
     /// An array without contents (pickles of numpy always have them), or one of the allowed names on its own. An error
     /// wherever it is used.
     Unfinished,
@@ -129,9 +175,20 @@ pub struct Tree {
     nodes: Vec<Node>,
     own: Vec<u8>,
     root: Id,
+    storages: Vec<SavedStorage>,
 }
 
 impl Tree {
+    /// All values, in the order in which they were made.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// The storages that tensors refer to.
+    pub fn storages(&self) -> &[SavedStorage] {
+        &self.storages
+    }
+
     /// The top-level value.
     pub fn root(&self) -> Id {
         self.root

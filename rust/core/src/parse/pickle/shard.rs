@@ -219,6 +219,11 @@ pub fn kind_of(node: &Node) -> &'static str {
         Node::Element(_) => "a dtype",
         Node::Array(_) => "an array",
         Node::Scalar(..) => "a numpy scalar",
+        Node::Set(_) => "a set",
+        Node::Tensor(_) => "a tensor",
+        Node::Storage(_) => "a storage",
+        Node::Name(_) => "a name",
+        Node::Refused(_) => "an unsupported object of torch",
         Node::Unfinished => "an unfinished object",
     }
 }

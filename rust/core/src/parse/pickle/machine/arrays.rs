@@ -1,16 +1,23 @@
 //! The results of REDUCE and BUILD: numpy arrays, dtypes, scalars and bytes, with every shape checked against the data.
 
 use super::super::{Blob, Element, Id, Node, NumpyArray, scalar_integer};
-use super::{Global, Machine, Operand};
+use super::{Dialect, Global, Machine, Operand};
 use crate::dtype::DType;
 use crate::error::{Kind, Result};
 
 impl Machine<'_> {
     pub(super) fn reduce(&mut self, function: Id, arguments: Id) -> Result<()> {
+        if let Some(Node::Refused(name)) = self.node(function) {
+            let refused = Node::Refused(*name);
+            return self.push_node(refused);
+        }
         let Some(Operand::Global(function)) = self.cells.get(function as usize) else {
-            return Err(self.error(Kind::UnsafePickle, "expected a call of one of numpy's functions, found another"));
+            return Err(self.error(Kind::UnsafePickle, "expected a call of a known function, found another"));
         };
         let function = *function;
+        if let Global::Torch(name) = function {
+            return self.torch_call(name, arguments);
+        }
         let Some(Node::Tuple(arguments)) = self.node(arguments) else {
             return Err(self.malformed("expected a tuple of arguments, found another type"));
         };
@@ -44,8 +51,13 @@ impl Machine<'_> {
                 self.push_node(array)
             }
             (Global::Dtype, [code, ..]) if arguments.len() <= 3 => {
-                let element = self.element(*code)?;
-                self.push_node(Node::Element(element))
+                let node = match self.element(*code) {
+                    Err(e) if self.dialect == Dialect::Torch && e.kind == Kind::Unsupported => {
+                        self.refused(&e.detail)?
+                    }
+                    element => Node::Element(element?),
+                };
+                self.push_node(node)
             }
             (Global::Encode, &[text, encoding]) => {
                 if self.text(encoding) != Some(b"latin1") {
@@ -53,20 +65,7 @@ impl Machine<'_> {
                 }
                 self.encode_latin1(text)
             }
-            (Global::Scalar, &[element, bytes]) => {
-                let (Some(Node::Element(element)), Some(Node::Bytes(blob))) = (self.node(element), self.node(bytes))
-                else {
-                    return Err(self.malformed("expected scalar(dtype, bytes)"));
-                };
-                let (element, blob) = (*element, *blob);
-                if element.dtype.size().map(|n| n as u64) != Some(blob.len()) {
-                    return Err(self.malformed(format!(
-                        "expected a numpy scalar of its dtype's size, found {} bytes",
-                        blob.len()
-                    )));
-                }
-                self.push_node(Node::Scalar(element, blob))
-            }
+            (Global::Scalar, &[element, bytes]) => self.scalar(element, bytes),
             (Global::EmptyBytes, []) => self.push_node(Node::Bytes(Blob::new(false, 0..0))),
             (Global::NdArray | Global::EmptyBytes, _) => {
                 Err(self
@@ -76,7 +75,27 @@ impl Machine<'_> {
         }
     }
 
+    /// The value of `scalar(dtype, bytes)`.
+    fn scalar(&mut self, element: Id, bytes: Id) -> Result<()> {
+        if matches!(self.node(element), Some(Node::Refused(_))) {
+            return self.push_id(element);
+        }
+        let (Some(Node::Element(element)), Some(Node::Bytes(blob))) = (self.node(element), self.node(bytes)) else {
+            return Err(self.malformed("expected scalar(dtype, bytes)"));
+        };
+        let (element, blob) = (*element, *blob);
+        if element.dtype.size().map(|n| n as u64) != Some(blob.len()) {
+            return Err(
+                self.malformed(format!("expected a numpy scalar of its dtype's size, found {} bytes", blob.len()))
+            );
+        }
+        self.push_node(Node::Scalar(element, blob))
+    }
+
     pub(super) fn build(&mut self, target: Id, state: Id) -> Result<()> {
+        if self.dialect == Dialect::Torch && self.torch_ignores_state(target) {
+            return Ok(());
+        }
         let Some(Node::Tuple(state)) = self.node(state) else {
             return Err(
                 self.error(Kind::UnsafePickle, "expected a tuple as the state of an object, found another type")
@@ -179,6 +198,9 @@ impl Machine<'_> {
 
     fn array(&mut self, shape: Id, element: Id, fortran: bool, data: Id, over_buffer: bool) -> Result<Node> {
         let shape = self.dims(shape)?;
+        if let Some(Node::Refused(name)) = self.node(element) {
+            return Ok(Node::Refused(*name));
+        }
         let Some(Node::Element(element)) = self.node(element) else {
             return Err(self.malformed("expected a dtype for an array, found another type"));
         };

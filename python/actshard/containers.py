@@ -1,0 +1,150 @@
+"""Files of ``torch.save``, read without torch: the saved object, and the places of its tensors.
+
+Nothing in a file is executed or imported; see docs/formats/torch.md. Formats find tensors by keys and positions
+(:meth:`TorchFile.find`), read small ones as arrays (:meth:`TorchFile.array`), and rows of large ones at their offsets
+(:class:`~actshard._native.StoredArray`: dtype, shape, strides, offset).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard._arguments import stored
+from actshard._native import RefusedObject, StoredArray
+from actshard.errors import FormatError, UnsupportedError
+from actshard.location import Location
+
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pt.gz", ".pth.gz", ".ckpt.gz")
+"""Usual names of files of ``torch.save``."""
+
+__all__ = ["SUFFIXES", "RefusedObject", "StoredArray", "TorchFile", "read_torch"]
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """A file of ``torch.save``.
+
+    Attributes:
+        path: the file.
+    """
+
+    path: Location
+    _native: _native.TorchContents = field(repr=False)
+
+    @cached_property
+    def value(self) -> Any:
+        """The saved object: dicts, lists, tuples, sets, numbers, strings, bytes.
+
+        Tensors are :class:`~actshard._native.StoredArray`: ``dtype`` (safetensors name), ``shape``, ``strides`` (in elements),
+        ``offset`` (bytes), ``swapped``, ``deflated``. So are numpy arrays, unless their pickle escapes their bytes; then they are
+        numpy arrays. An object that only torch can make is a :class:`~actshard._native.RefusedObject` with its ``name``.
+
+        Raises:
+            FormatError, UnsupportedError: values nested more than 64 deep, or that contain themselves.
+        """
+        return self._native.value()
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether the file has the form before torch 1.6."""
+        return self._native.is_legacy
+
+    @property
+    def is_gzipped(self) -> bool:
+        """Whether the file is gzipped. Offsets are then those in the inflated file, which this object keeps in memory."""
+        return self._native.is_gzipped
+
+    @cached_property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of all storages, and bytes of the distinct tensors in them: saving a slice saves all of its storage."""
+        return self._native.sizes()
+
+    def damaged(self) -> list[int]:
+        """Offsets of storages whose content differs from their CRC-32. Reads all of the file."""
+        return self._native.damaged()
+
+    def find(self, steps: Sequence[str | int]) -> Any:
+        """Returns the value at keys and positions: ``find(["hidden_states", 3])``.
+
+        A step is a key of a dict (a text of digits also finds an integer key) or a position in a list or tuple.
+
+        Raises:
+            FormatError: there is no such value; the message lists what there is.
+        """
+        found = self.value
+        for number, step in enumerate(steps):
+            inner = _step(found, step)
+            if inner is _NOTHING:
+                at = ".".join(map(str, steps[:number])) or "the saved object"
+                raise FormatError(f"{at}: expected {step!r}, found {_keys(found)}", path=self.path)
+            found = inner
+        return found
+
+    def array(self, found: Any) -> NDArray[Any]:
+        """Returns a tensor's elements in C order and native byte order. A copy.
+
+        Args:
+            found: a value of this file: a tensor, a numpy array or scalar, a number, or a list of these.
+
+        Raises:
+            UnsupportedError: an object that only torch can make, or one that is no array.
+        """
+        if isinstance(found, StoredArray):
+            made = np.frombuffer(self._native.read(found), stored(found.dtype))
+            return made.reshape(found.shape)
+        if isinstance(found, RefusedObject):
+            raise UnsupportedError(f"expected a plain tensor, found {found.name}", path=self.path)
+        if isinstance(found, list | tuple) and all(isinstance(each, StoredArray) for each in found) and found:
+            return np.stack([self.array(each) for each in found])
+        if isinstance(found, np.ndarray | np.generic | int | float | bool | list | tuple):
+            made = np.asarray(found)
+            if made.dtype != object:
+                return made
+        raise UnsupportedError(f"expected a tensor, found {type(found).__name__}", path=self.path)
+
+
+_NOTHING = object()
+
+
+def _step(value: Any, step: str | int) -> Any:
+    if isinstance(value, dict):
+        if step in value:
+            return value[step]
+        number = int(step) if isinstance(step, str) and step.isdecimal() else step
+        return value.get(number, _NOTHING)
+    if isinstance(value, list | tuple) and str(step).isdecimal() and int(step) < len(value):
+        return value[int(step)]
+    return _NOTHING
+
+
+def _keys(value: Any) -> str:
+    if isinstance(value, dict):
+        shown = ", ".join(repr(key)[:40] for key in list(value)[:12])
+        return f"the keys {shown}" + (", ..." if len(value) > 12 else "")
+    if isinstance(value, list | tuple):
+        return f"{len(value)} items"
+    if isinstance(value, StoredArray):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+def read_torch(paths: Iterable[Location], limit: int = 1 << 30) -> list[TorchFile]:
+    """Reads files of ``torch.save``, in parallel: their objects, but not the bytes of tensors.
+
+    Args:
+        paths: files, local or remote.
+        limit: bytes to which a gzipped file may inflate, if that is more than is usual for its size.
+
+    Raises:
+        FormatError, UnsupportedError, UnsafePickleError, TruncatedFileError: a file is damaged, contains code, or has an
+            unsupported form.
+    """
+    places = list(paths)
+    return [TorchFile(path, made) for path, made in zip(places, _native.read_torch(places, limit), strict=True)]

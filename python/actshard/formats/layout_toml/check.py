@@ -1,0 +1,71 @@
+"""Checks of described folders; see docs/formats/layout.md."""
+
+from __future__ import annotations
+
+import zipfile
+
+from actshard.containers import read_torch
+from actshard.errors import ActshardError
+from actshard.formats.format import Tell
+from actshard.formats.layout_toml import description
+from actshard.formats.layout_toml.detect import NAME
+from actshard.formats.layout_toml.files import kind_of, matches, open_files
+from actshard.formats.layout_toml.index import build
+from actshard.formats.report import Report
+from actshard.location import Location
+
+_TIMES = 2
+"""A file may store this many times the bytes of its tensors."""
+_LEAST = 1024
+"""Bytes of a file that is too small to matter."""
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Checks the description, that each file parses and fits it, sizes of torch files, and, deep, checksums of archives."""
+    try:
+        described = description.read(root)
+    except ActshardError as error:
+        report.error(error, root / NAME, "metadata")
+        return
+    part = described.activations
+    assert part.files is not None
+    sound = True
+    found = matches(root, part.files)
+    for number, (_, path) in enumerate(found):
+        tell("files", number, len(found))
+        report.count("files")
+        with report.noting(path):
+            report.count("bytes", path.regular("read").size)
+        try:
+            _check_file(path, kind_of(path.name, part), report)
+            open_files([path], part)
+        except ActshardError as error:
+            sound = False
+            report.error(error, path)
+    if not sound:
+        return  # a damaged file has been named; the index would name it again
+    with report.noting(root):
+        index = build(root, described, 1 << 30)
+        report.count("examples", len(index.ids))
+        report.count("rows", int(index.tokens.sum()) * len(index.layers))
+
+
+def _check_file(path: Location, kind: str, report: Report) -> None:
+    if kind == "torch":
+        (file,) = read_torch([path])
+        whole, tensors = file.sizes
+        if whole > max(_TIMES * tensors, _LEAST):
+            times = f", {whole // tensors} times as many" if tensors else ""
+            report.add("oversized-file", path, f"{whole} bytes for tensors of {tensors} bytes{times}")
+        if report.deep:
+            for at in file.damaged():
+                report.add("record-checksum", path, "other bytes", "the content of the CRC-32", f"byte {at}")
+    elif kind == "npz" and report.deep and path.is_local:
+        try:
+            with zipfile.ZipFile(path.local) as archive:
+                damaged = archive.testzip()
+        except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
+            report.add("record-checksum", path, str(error) or type(error).__name__)
+            return
+        if damaged is not None:
+            report.add("record-checksum", path, "other bytes", "the content of the CRC-32", f"record {damaged}")

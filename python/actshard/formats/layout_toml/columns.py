@@ -1,0 +1,249 @@
+"""FolderColumns of a described folder: token ids, and values beside them, one per example."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._json import utf8
+from actshard._native import StoredArray
+from actshard.errors import FormatError, NotStoredError
+from actshard.formats.layout_toml.description import Description, Part
+from actshard.formats.layout_toml.files import is_lines, lines_of, open_files
+from actshard.formats.layout_toml.index import (
+    RowIndex,
+    _key,
+    by_capture,
+    fill,
+    line_number,
+    read_part,
+    viewed,
+)
+from actshard.formats.tables import table_of
+from actshard.location import Location
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+TOKENS = "token_ids"
+ID = "example"
+"""The column of numbers or names that files have in their names."""
+
+
+class FolderColumns:
+    """Reads columns of a dataset."""
+
+    def __init__(self, root: Location, description: Description, index: RowIndex) -> None:
+        self.root, self.description, self.index = root, description, index
+        self._lines: dict[str, list[dict[str, Any]]] = {}
+        self._fields: dict[str, Part] = {}
+        self._read: dict[str, Callable[[], list[Any]]] = {}
+        if index.numbered:
+            self._read[ID] = lambda: list(index.ids)
+        if description.tokens is not None:
+            tokens = description.tokens
+            self._read[TOKENS] = lambda: self._of_arrays(tokens)
+        for part in description.columns:
+            self._add(part)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all columns."""
+        return tuple(self._read)
+
+    def table(self, wanted: Sequence[str], first: int | None = None) -> pa.Table:
+        """Reads columns; of the first examples only, if a number is given."""
+        for name in wanted:
+            if name not in self._read:
+                raise NotStoredError(f"has no column {name!r}; columns are {', '.join(self.names)}", path=self.root)
+        n = len(self.index.ids)
+        stop = n if first is None else min(first, n)
+        columns = {name: self._read[name]()[:stop] for name in wanted}
+        return table_of(list(wanted), [(columns, stop)])
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    def _add(self, part: Part) -> None:
+        if part.metadata:
+            found = [self._metadata(n) for n in range(min(1, len(self.index.units)))]
+            for name in dict.fromkeys(key for each in found for key in each):
+                self._put(name, part, lambda name=name: [each.get(name) for each in self._all_metadata()])  # type: ignore[misc]  # bound now
+        elif part.files is not None and not part.files.captures and is_lines(part.files.text) and part.by:
+            lines = self._lines_of(part)
+            for name in dict.fromkeys(key for line in lines for key in line if key != part.by):
+                self._put(name, part, lambda name=name: self._joined(part, name))  # type: ignore[misc]  # bound now
+        elif part.files is not None and is_lines(part.files.text) and not part.tensor:
+            lines = self._lines_of(part)
+            for name in dict.fromkeys(key for line in lines for key in line):
+                self._put(name, part, lambda name=name: self._aligned([line.get(name) for line in lines], part))  # type: ignore[misc]  # bound now
+        else:
+            fallback = part.files.text.rpartition("/")[2].partition(".")[0] if part.files else part.table
+            self._put(part.name or fallback, part, lambda: self._of_arrays(part))
+
+    def _put(self, name: str, part: Part, read: Callable[[], list[Any]]) -> None:
+        if name in self._read:
+            raise FormatError(f"columns: two columns are named {name!r}; choose another with 'name'", path=self.root)
+        self._read[name] = read
+
+    def _lines_of(self, part: Part) -> list[dict[str, Any]]:
+        assert part.files is not None
+        text = part.files.text
+        if text not in self._lines:
+            self._lines[text] = lines_of(self.root.joinpath(*text.split("/")))
+        return self._lines[text]
+
+    def _joined(self, part: Part, name: str) -> list[Any]:
+        """A field of lines, by the examples that they number."""
+        made: dict[int, Any] = {}
+        for number, line in enumerate(self._lines_of(part), 1):
+            example = line_number(line, part, self.root)
+            if example in made:
+                raise FormatError(f"line {number}: field {part.by!r}: {example} occurs twice", path=self.root)
+            made[example] = line.get(name)
+        return [made.get(example) if type(example) is int else None for example in self.index.ids]
+
+    def _aligned(self, values: list[Any], part: Part) -> list[Any]:
+        if len(values) != len(self.index.ids):
+            raise FormatError(
+                f"{part.table}: expected {len(self.index.ids)} values, one per example, found {len(values)}",
+                path=self.root,
+            )
+        return values
+
+    # -- metadata of safetensors -----------------------------------------------------------------
+
+    def _metadata(self, unit: int) -> dict[str, str]:
+        path = self.index.units[unit].any
+        file = self.index.opened.get(path) or open_files([path], self.description.activations)[0]
+        return {utf8(key): utf8(value) for key, value in file.metadata.items()}
+
+    def _all_metadata(self) -> list[dict[str, str]]:
+        each = [self._metadata(n) for n in range(len(self.index.units))]
+        return [each[unit] for unit in self._units()]
+
+    def _units(self) -> list[int]:
+        """The unit of each example."""
+        bounds = np.array([unit.first for unit in self.index.units], np.int64)
+        counts = np.array([unit.count for unit in self.index.units], np.int64)
+        every = np.repeat(np.arange(len(bounds)), counts)
+        if len(every) == len(self.index.ids):
+            return list(every.tolist())
+        return [int(every[int(n)]) if isinstance(n, int) and n < len(every) else 0 for n in self.index.ids]
+
+    # -- arrays ----------------------------------------------------------------------------------
+
+    def _of_arrays(self, part: Part) -> list[Any]:
+        """One value per example, from an array or value of each unit, or of one file."""
+        shared = part.pointer is not None or (part.files is not None and not part.files.captures)
+        if shared:
+            if part.files is not None and not is_lines(part.files.text):
+                place = self.root.joinpath(*part.files.text.split("/"))
+                (file,) = open_files([place], part)
+                found = file.find(part.tensor)
+                values = found if isinstance(found, list) else viewed(file, found, part)
+            else:
+                values = read_part(self.root, self.description, part)
+            return self._spread(values, range(len(self.index.ids)), part, sum(u.count for u in self.index.units))
+        made: list[Any] = [None] * len(self.index.ids)
+        others = by_capture(self.root, part.files) if part.files is not None else {}
+        paths = []
+        for unit in self.index.units:
+            path = others.get(_key(unit.captured, part.files)) if part.files is not None else unit.any
+            if path is None:
+                assert part.files is not None  # the unit's own file exists
+                raise FormatError(
+                    f"{part.table}: expected a file {part.files.text!r} for {unit.any.name}", path=self.root
+                )
+            paths.append(path)
+        lacking = [path for path in paths if path not in self.index.opened]
+        opened = dict(
+            zip(lacking, open_files(lacking, part if part.files else self.description.activations), strict=True)
+        )
+        of_unit: dict[int, list[int]] = {}
+        for example, number in enumerate(self._units()):
+            of_unit.setdefault(number, []).append(example)
+        for number, (unit, path) in enumerate(zip(self.index.units, paths, strict=True)):
+            file = self.index.opened.get(path) or opened[path]
+            found = file.find(fill(part.tensor, unit.captured))
+            value = viewed(file, found, part) if isinstance(found, StoredArray | np.ndarray) else found
+            examples = of_unit.get(number, [])
+            for example, one in zip(examples, self._spread(value, examples, part, unit.count), strict=True):
+                made[example] = one
+        return made
+
+    def _spread(self, values: Any, examples: Sequence[int], part: Part, count: int) -> list[Any]:
+        """The values of some examples of one array or list, which has values of ``count`` examples."""
+        index = self.index
+        if isinstance(values, np.ndarray):
+            return self._spread_array(values, examples, part, count)
+        if isinstance(values, list | tuple) and (len(values) == count and not (count == 1 and index.numbered)):
+            return [_plain(values[int(index.within[n]) if count != len(index.ids) else n]) for n in examples]
+        if len(examples) <= 1 or not isinstance(values, list | tuple):
+            return [_plain(values)] * len(examples)
+        raise FormatError(f"{part.table}: expected {count} values, found {len(values)}", path=self.root)
+
+    def _spread_array(self, values: NDArray[Any], examples: Sequence[int], part: Part, count: int) -> list[Any]:
+        index = self.index
+        names = [axis for axis in part.axes if axis != "1"]
+        if part.axes and len(part.axes) == values.ndim:
+            for n in [n for n, axis in enumerate(part.axes) if axis == "1"][::-1]:
+                values = values.take(0, axis=n)
+        rows = "row" in names or (not part.axes and self._is_of_rows(values))
+        tokens = index.tokens[list(examples)].astype(np.int64)
+        if rows:
+            ends = np.cumsum(tokens) if len(examples) == len(index.ids) else None
+            starts = (
+                np.concatenate([[0], ends[:-1]])
+                if ends is not None and len(ends)
+                else np.zeros(len(examples), np.int64)
+            )
+            if ends is not None and len(ends) and ends[-1] != len(values):
+                raise FormatError(
+                    f"{part.table}: expected {ends[-1]} values, one per row, found {len(values)}", path=self.root
+                )
+            return [_plain(values[a : a + n]) for a, n in zip(starts.tolist(), tokens.tolist(), strict=True)]
+        single = count == 1 and (values.ndim == 0 or values.shape[0] != 1 or index.numbered)
+        if single and "example" not in names:
+            values = values.reshape(1, *values.shape)
+        elif values.ndim == 0 or values.shape[0] != count:
+            raise FormatError(
+                f"{part.table}: expected {count} values, one per example, found {list(values.shape)}", path=self.root
+            )
+        made = []
+        for example, n in zip(examples, tokens.tolist(), strict=True):
+            one = values[int(index.within[example]) if count != 1 else 0]
+            skip = int(index.skipped[example])
+            room = self._room(part)
+            made.append(_plain(one[skip : skip + n] if one.ndim and room else one))
+        return made
+
+    def _room(self, part: Part) -> bool:
+        """Whether a part has a value for each token."""
+        return part.table == "tokens" or "token" in part.axes
+
+    def _is_of_rows(self, values: NDArray[Any]) -> bool:
+        return (
+            "row" in self.description.activations.axes
+            and values.ndim >= 1
+            and len(values) == int(self.index.tokens.sum()) != len(self.index.ids)
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Values that Arrow takes."""
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind == "V" or str(value.dtype) in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            value = value.astype(np.float32)
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, StoredArray):
+        raise FormatError("expected a value, found a list of tensors")
+    if isinstance(value, dict):
+        return {utf8(str(key)): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(each) for each in value]
+    return utf8(value) if isinstance(value, str) else value

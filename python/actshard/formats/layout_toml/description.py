@@ -1,0 +1,413 @@
+"""``layout.toml``: which files hold activations, and what their axes are.
+
+A description is a TOML file, its text, or the same as a dict. Any value may be ``"file.json:/pointer"``, read from a JSON file of
+the folder. Errors name the table, the key and, for TOML, the line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from actshard._arguments import name_of, numpy_type
+from actshard._json import read_json, show
+from actshard.errors import ActshardError, ArgumentError, FormatError
+from actshard.formats.layout_toml.detect import NAME
+from actshard.location import Location
+
+LARGEST = 1 << 20
+"""Bytes of the largest description that is read."""
+AXES = ("example", "layer", "token", "dim", "row")
+
+_CAPTURE = re.compile(r"\{([a-z]+)(?::([ds]))?\}")
+_POINTER = re.compile(r"([^:*?\s][^:*?]*\.json):(/.*|)$")
+_AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|1")
+
+Name = int | str
+Steps = tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of names: ``{example}``, ``{layer}`` and ``{batch}`` capture, ``:d`` digits, ``:s`` anything but "/"."""
+
+    text: str
+    captures: tuple[str, ...]
+    numbers: frozenset[str]
+    """Captures that are numbers."""
+
+    def match(self, name: str) -> dict[str, Name] | None:
+        """The captured values, or None."""
+        found = self._regex.fullmatch(name)
+        if found is None:
+            return None
+        return {key: int(text) if key in self.numbers else text for key, text in found.groupdict().items()}
+
+    @property
+    def _regex(self) -> re.Pattern[str]:
+        parts, at = [], 0
+        for found in _CAPTURE.finditer(self.text):
+            parts.append(re.escape(self.text[at : found.start()]))
+            kind = "[0-9]{1,18}" if found[1] in self.numbers else "[^/]+"
+            parts.append(f"(?P<{found[1]}>{kind})")
+            at = found.end()
+        return re.compile("".join(parts) + re.escape(self.text[at:]))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where an array, or a column, is: a table of the description.
+
+    Attributes:
+        files: names of files; None: those of the activations.
+        pointer: a value of a JSON file, instead of an array.
+        tensor: steps of keys and positions; empty: the file is the array.
+        axes: as stored, outermost first; empty: those of the activations without ``dim`` and ``layer``.
+    """
+
+    table: str
+    files: Pattern | None
+    pointer: tuple[str, str] | None
+    tensor: Steps
+    axes: tuple[str, ...]
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    offset: int
+    order: str
+    swapped: bool
+    kind: str = "lengths"
+    pad: str = "right"
+    name: str = ""
+    by: str = ""
+    commit: bool = False
+    metadata: bool = False
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checked description."""
+
+    source: Path | None
+    """The file that it comes from."""
+    text: str
+    """Its text, or its values as text; identifies it."""
+    activations: Part
+    select: Mapping[str, int]
+    layers: tuple[Name, ...]
+    lengths: Part | None
+    tokens: Part | None
+    columns: tuple[Part, ...]
+
+
+class _Table:
+    """One table of a description, with errors that name its line."""
+
+    def __init__(self, name: str, values: Any, reader: DescriptionReader, number: int = 0) -> None:
+        self.name, self.reader, self.number = name, reader, number
+        if not isinstance(values, Mapping):
+            raise reader.error(name, "", f"expected a table, found {show(values)}", number)
+        self.values = dict(values)
+
+    def error(self, key: str, text: str) -> ActshardError:
+        return self.reader.error(self.name, key, text, self.number)
+
+    def check(self, known: Iterable[str]) -> None:
+        for key in self.values:
+            if key not in known:
+                raise self.error(key, f"unknown key; known are {', '.join(known)}")
+
+    def get(self, key: str) -> Any:
+        """The value, resolved if it is a pointer."""
+        return self.resolved(key, self.values.get(key))
+
+    def resolved(self, key: str, value: Any) -> Any:
+        if isinstance(value, str) and (found := _POINTER.match(value)):
+            return self.reader.follow(found[1], found[2], lambda text: self.error(key, text))
+        if isinstance(value, list | tuple):
+            return [self.resolved(key, each) for each in value]
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self.get(key)
+        if value is not None and not (isinstance(value, str) and value):
+            raise self.error(key, f"expected a string, found {show(value)}")
+        return value
+
+    def one_of(self, key: str, words: tuple[str, ...]) -> str:
+        value = self.get(key)
+        if value is None:
+            return words[0]
+        if value not in words:
+            raise self.error(key, f"expected {' or '.join(map(repr, words))}, found {show(value)}")
+        return str(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key)
+        if value not in (None, True, False):
+            raise self.error(key, f"expected true or false, found {show(value)}")
+        return bool(value)
+
+    def natural(self, key: str) -> int:
+        value = self.get(key)
+        if value is None:
+            return 0
+        if type(value) is not int or value < 0:
+            raise self.error(key, f"expected an integer from 0 up, found {show(value)}")
+        return value
+
+    def pattern(self, key: str, text: str, allowed: tuple[str, ...]) -> Pattern:
+        if text.startswith("/") or "\\" in text or any(part in ("..", ".") for part in text.split("/")):
+            raise self.error(key, f"expected a name below the folder, found {show(text)}")
+        captures: list[str] = []
+        numbers = set()
+        for found in _CAPTURE.finditer(text):
+            if found[1] not in allowed or found[1] in captures:
+                raise self.error(key, f"expected each of {', '.join(allowed)} once in braces, found {show(found[0])}")
+            captures.append(found[1])
+            if found[2] != "s":
+                numbers.add(found[1])
+        if re.search(r"[{}]", _CAPTURE.sub("", text)):
+            raise self.error(key, f"expected braces such as {{example:d}} or {{layer:s}}, found {show(text)}")
+        return Pattern(text, tuple(captures), frozenset(numbers))
+
+    def steps(self, key: str) -> Steps:
+        value = self.values.get(key)  # a key may look like a pointer
+        steps = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(steps, list | tuple) or not all(isinstance(s, str) or type(s) is int for s in steps):
+            raise self.error(key, f"expected a key, or a list of keys and positions, found {show(value)}")
+        return tuple(steps)
+
+    def axes(self, key: str) -> tuple[str, ...]:
+        value = self.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(axis, str) for axis in value):
+            raise self.error(key, f"expected a list of names, found {show(value)}")
+        names = [name for axis in value for name in axis.split("*")]
+        for name in names:
+            if not _AXIS.fullmatch(name):
+                raise self.error(key, f"expected names of axes such as {', '.join(AXES)}, found {name!r}")
+        twice = [name for name in names if name != "1" and names.count(name) > 1]
+        if twice:
+            raise self.error(key, f"the axis {twice[0]!r} appears twice")
+        return tuple(value)
+
+    def dtype(self) -> str | None:
+        value = self.get("dtype")
+        if value is None:
+            return None
+        text = value.removeprefix("torch.") if isinstance(value, str) else value
+        try:
+            return name_of(
+                numpy_type({"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text), "dtype")
+            )
+        except (ActshardError, TypeError) as error:
+            raise self.error("dtype", f"expected a dtype such as 'bfloat16', found {show(value)}") from error
+
+    def shape(self) -> tuple[int, ...] | None:
+        value = self.get("shape")
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(n) is int and -1 <= n < 1 << 60 for n in value):
+            raise self.error("shape", f"expected integers, one of which may be -1, found {show(value)}")
+        if value.count(-1) > 1:
+            raise self.error("shape", "expected at most one -1")
+        return tuple(value)
+
+
+_OF_ARRAY = ("tensor", "axes", "dtype", "shape", "offset", "order", "byteorder")
+
+
+class DescriptionReader:
+    """Checks the tables of a description, and follows its pointers."""
+
+    def __init__(self, root: Location, source: Path | None, text: str) -> None:
+        self.root, self.source, self.text = root, source, text
+        self.json: dict[str, Any] = {}
+
+    def error(self, table: str, key: str, text: str, number: int = 0) -> ActshardError:
+        where = ".".join(part for part in (table, key) if part)
+        line = self._line(table, key, number)
+        said = f"line {line}: {where}: {text}" if line else f"{where}: {text}"
+        if self.source is None:
+            return ArgumentError(f"layout: {said}")
+        return FormatError(said, path=self.source)
+
+    def _line(self, table: str, key: str, number: int) -> int | None:
+        """The line of a key: TOML's parser does not tell."""
+        here, seen = "", 0
+        for count, line in enumerate(self.text.splitlines(), 1):
+            if found := re.match(r"\s*\[\[?\s*([A-Za-z_]+)\s*\]\]?", line):
+                here = found[1]
+                seen += here == table
+                if not key and here == table and seen > number:
+                    return count
+            elif here == table and (seen > number or not table) and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
+                return count
+        return None
+
+    def follow(self, file: str, pointer: str, error: Any) -> Any:
+        """The value of a JSON pointer (RFC 6901)."""
+        if file not in self.json:
+            if file.startswith("/") or any(part == ".." for part in file.split("/")):
+                raise error(f"expected a file below the folder, found {show(file)}")
+            self.json[file] = read_json(self.root.joinpath(*file.split("/")))
+        value = self.json[file]
+        for step in (part.replace("~1", "/").replace("~0", "~") for part in pointer.split("/")[1:]):
+            if isinstance(value, dict) and step in value:
+                value = value[step]
+            elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+                value = value[int(step)]
+            else:
+                raise error(f"{file} has no {pointer}")
+        return value
+
+    def part(self, table: _Table, allowed: tuple[str, ...]) -> Part:
+        """The fields that all tables share."""
+        file, pointer, files = table.values.get("file", table.values.get("files")), None, None
+        if file is not None:
+            if not isinstance(file, str) or not file:
+                raise table.error("file", f"expected a name, found {show(file)}")
+            if found := _POINTER.match(file):
+                pointer = (found[1], found[2])
+            else:
+                files = table.pattern("file" if "file" in table.values else "files", file, allowed)
+        return Part(
+            table=table.name,
+            files=files,
+            pointer=pointer,
+            tensor=table.steps("tensor"),
+            axes=table.axes("axes"),
+            dtype=table.dtype(),
+            shape=table.shape(),
+            offset=table.natural("offset"),
+            order=table.one_of("order", ("C", "F")),
+            swapped=table.one_of("byteorder", ("little", "big")) == "big",
+        )
+
+    def description(self, values: Mapping[str, Any]) -> Description:
+        top = _Table("", values, self)
+        top.check(("version", "activations", "lengths", "tokens", "columns"))
+        if values.get("version") != 1:
+            raise top.error("version", f"expected 1, found {show(values.get('version'))}")
+        if "activations" not in values:
+            raise top.error("activations", "expected this table, found nothing")
+        table = _Table("activations", values["activations"], self)
+        table.check(("files", *_OF_ARRAY, "select", "layers"))
+        activations = self.part(table, ("example", "layer", "batch"))
+        if activations.files is None:
+            raise table.error("files", "expected a pattern of file names, found none")
+        names = [name for axis in activations.axes for name in axis.split("*")]
+        if "dim" not in names:
+            raise table.error("axes", f"expected 'dim' among the axes, found {show(list(activations.axes))}")
+        if "row" in names and {"token", "example"} & set(names):
+            raise table.error(
+                "axes", "'row' is all tokens of all examples: expected no 'example' and no 'token' with it"
+            )
+        for name in ("example", "layer"):
+            if name in activations.files.captures and name in names:
+                raise table.error("axes", f"{name!r} is captured from the file names already")
+        if "row" in names and "example" in activations.files.captures:
+            raise table.error("axes", "'row' is all tokens of all examples, but files are one per example: use 'token'")
+        select = table.get("select") or {}
+        if not isinstance(select, dict) or not all(type(n) is int and n >= 0 for n in select.values()):
+            raise table.error("select", f"expected a position for each axis, found {show(select)}")
+        for name in names:
+            if name not in (*AXES, "1") and name not in select:
+                raise table.error(
+                    "axes", f"unknown axis {name!r}: expected {', '.join(AXES)}, or its position in 'select'"
+                )
+        for name in select:
+            if name not in names or name in AXES:
+                raise table.error("select", f"{name!r} is not an axis of its own")
+        layers = table.get("layers")
+        layers = [] if layers is None else layers if isinstance(layers, list) else [layers]
+        if not all(type(n) is int or isinstance(n, str) for n in layers) or len(set(layers)) < len(layers):
+            raise table.error("layers", f"expected different layer names, found {show(layers)}")
+        return Description(
+            source=self.source,
+            text=self.text,
+            activations=activations,
+            select=select,
+            layers=tuple(layers),
+            lengths=self.lengths(values.get("lengths"), activations),
+            tokens=self.tokens(values.get("tokens"), activations),
+            columns=self.columns(values.get("columns", []), activations),
+        )
+
+    def lengths(self, values: Any, activations: Part) -> Part | None:
+        if values is None:
+            return None
+        table = _Table("lengths", values, self)
+        table.check(("file", *_OF_ARRAY, "kind", "pad"))
+        kind = table.one_of("kind", ("lengths", "mask", "offsets", "starts"))
+        made = replace(self.part(table, self._allowed(activations)), kind=kind)
+        return replace(made, pad=table.one_of("pad", ("right", "left")))
+
+    def tokens(self, values: Any, activations: Part) -> Part | None:
+        if values is None:
+            return None
+        table = _Table("tokens", values, self)
+        table.check(("file", *_OF_ARRAY))
+        return self.part(table, self._allowed(activations))
+
+    def columns(self, values: Any, activations: Part) -> tuple[Part, ...]:
+        if not isinstance(values, list):
+            raise self.error("columns", "", "expected [[columns]] tables")
+        made = []
+        for number, each in enumerate(values):
+            table = _Table("columns", each, self, number)
+            table.check(("file", "name", "by", "commit", "metadata", *_OF_ARRAY))
+            part = self.part(table, self._allowed(activations))
+            by, commit, metadata = table.text("by") or "", table.flag("commit"), table.flag("metadata")
+            if not metadata and part.files is None and part.pointer is None and not part.tensor:
+                raise table.error("tensor", "expected a tensor, a file or metadata = true, found none")
+            if commit and not by:
+                raise table.error("commit", "expected 'by', the field that numbers examples, with it")
+            name = table.text("name") or (str(part.tensor[-1]) if part.tensor else "")
+            made.append(replace(part, name=name, by=by, commit=commit, metadata=metadata))
+        return tuple(made)
+
+    @staticmethod
+    def _allowed(activations: Part) -> tuple[str, ...]:
+        return activations.files.captures if activations.files else ()
+
+
+def read(root: Location, layout: Any = None) -> Description:
+    """Reads and checks a description.
+
+    Args:
+        root: the dataset's folder.
+        layout: a path, TOML text, or a dict; None: ``layout.toml`` in the folder.
+
+    Raises:
+        FormatError: a file is not a description; names the line.
+        ArgumentError: a text or dict is none.
+    """
+    if isinstance(layout, Mapping):
+        return DescriptionReader(root, None, "").description(layout)
+    text: str
+    if isinstance(layout, str) and ("\n" in layout or "=" in layout):
+        source, text = None, layout
+    else:
+        place = root / NAME if layout is None else Location.of(os.fspath(layout), "layout")
+        source = place.place
+        data = place.read(0, min(place.regular("read").size, LARGEST + 1))
+        if len(data) > LARGEST:
+            raise FormatError(f"expected a description of at most {LARGEST} bytes, found more", path=source)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise FormatError("expected UTF-8 text", path=source, offset=error.start) from error
+    try:
+        values = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        if source is None:
+            raise ArgumentError(f"layout: expected TOML: {error}") from error
+        raise FormatError(f"expected TOML: {error}", path=source) from error
+    return DescriptionReader(root, source, text).description(values)

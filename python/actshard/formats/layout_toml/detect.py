@@ -1,0 +1,18 @@
+"""Recognises described folders."""
+
+from __future__ import annotations
+
+from actshard.formats.contents import Evidence
+from actshard.location import Location
+
+NAME = "layout.toml"
+_LOOKED_FOR = f"a folder with a {NAME}, or layout="
+
+
+def detect(path: Location) -> Evidence:
+    """Checks for a description in the folder."""
+    if path.kind() != "folder":
+        return Evidence(False, _LOOKED_FOR, "a file")
+    if (path / NAME).kind() != "file":
+        return Evidence(False, _LOOKED_FOR, f"no {NAME}")
+    return Evidence(True, _LOOKED_FOR, f"a {NAME}")

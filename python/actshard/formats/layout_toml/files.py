@@ -1,0 +1,343 @@
+"""The files of a described folder: arrays and values by steps of keys and positions, whatever the container.
+
+Torch files, ``.npy``, ``.npz`` and safetensors are parsed by the core; HDF5 needs the ``h5py`` package and contiguous datasets.
+Other names are raw files, whose dtype and shape come from the description.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import actshard._native as _native
+from actshard._arguments import stored
+from actshard._json import read_json, read_lines
+from actshard._native import StoredArray
+from actshard.containers import RefusedObject, TorchFile, read_torch
+from actshard.errors import ActshardError, FormatError, MissingExtraError, MissingFileError, UnsupportedError
+from actshard.formats.layout_toml.description import Name, Part, Pattern
+from actshard.location import Location
+
+_TORCH = (".pt", ".pth", ".ckpt", ".pt.gz", ".pth.gz", ".ckpt.gz", ".bin.gz")
+_MOST_TEXT = 1 << 30
+
+
+def kind_of(name: str, part: Part) -> str:
+    """The container of a file, by its name: "torch", "npy", "npz", "safetensors", "h5" or "raw"."""
+    lower = name.lower()
+    if lower.endswith(_TORCH) or (lower.endswith(".bin") and part.dtype is None and part.shape is None):
+        return "torch"
+    for suffix, kind in (
+        (".npy", "npy"),
+        (".npz", "npz"),
+        (".safetensors", "safetensors"),
+        (".h5", "h5"),
+        (".hdf5", "h5"),
+    ):
+        if lower.endswith(suffix):
+            return kind
+    return "raw"
+
+
+class OpenedFile:
+    """A parsed file. :meth:`find` returns a :class:`StoredArray` or a plain value."""
+
+    gzipped = False
+    metadata: Mapping[str, str] = {}
+
+    def __init__(self, path: Location) -> None:
+        self.path = path
+
+    def find(self, steps: Sequence[Name]) -> Any:
+        """The value at keys and positions. Raises FormatError if there is none."""
+        raise NotImplementedError
+
+    def names(self, steps: Sequence[Name]) -> list[str]:
+        """The keys or positions at a place, as texts."""
+        raise NotImplementedError
+
+    def array(self, found: Any) -> NDArray[Any]:
+        """The elements of a value that :meth:`find` returned. A copy."""
+        if isinstance(found, StoredArray):
+            made = np.frombuffer(_native.read_array(self.path, found), stored(found.dtype))
+            return made.reshape(found.shape)
+        made = np.asarray(found)
+        if made.dtype == object:
+            raise UnsupportedError(f"expected an array, found {type(found).__name__}", path=self.path)
+        return made
+
+
+class _TorchOpened(OpenedFile):
+    def __init__(self, file: TorchFile) -> None:
+        super().__init__(file.path)
+        self.file = file
+        self.gzipped = file.is_gzipped
+
+    def find(self, steps: Sequence[Name]) -> Any:
+        found = self.file.find(steps)
+        if isinstance(found, RefusedObject):
+            at = ".".join(map(str, steps))
+            raise UnsupportedError(f"{at or 'the saved object'}: unsupported: {found.name}", path=self.path)
+        return found
+
+    def names(self, steps: Sequence[Name]) -> list[str]:
+        found = self.file.find(steps)
+        if isinstance(found, dict):
+            return [str(key) for key in found if type(key) in (int, str)]
+        return [str(n) for n in range(len(found))] if isinstance(found, list | tuple) else []
+
+    def array(self, found: Any) -> NDArray[Any]:
+        return self.file.array(found)
+
+
+class _ArraysOpened(OpenedFile):
+    """Named arrays: npz, safetensors, or one array without a name: npy, raw."""
+
+    def __init__(self, path: Location, arrays: dict[str, tuple[StoredArray, str]], metadata: dict[str, str]) -> None:
+        super().__init__(path)
+        self.arrays = arrays
+        self.metadata = metadata
+
+    def find(self, steps: Sequence[Name]) -> Any:
+        name = ".".join(map(str, steps))
+        if name not in self.arrays:
+            there = ", ".join(repr(key) for key in list(self.arrays)[:12]) or "nothing"
+            raise FormatError(f"expected an array named {name!r}, found {there}", path=self.path)
+        array, kind = self.arrays[name]
+        return self._text(array) if kind == "text" else array
+
+    def _text(self, array: StoredArray) -> Any:
+        """Strings of numpy: code points (U) or bytes (S), padded with zeros."""
+        values = self.array(array)
+        codec = "U" if array.dtype == "U32" else "S"
+        width = values.shape[-1] * values.itemsize
+        flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        try:
+            texts = np.frombuffer(flat.tobytes(), f"{codec}{values.shape[-1]}") if width else np.zeros(0, codec)
+            made = texts.reshape(values.shape[:-1])
+            return (made if codec == "U" else np.char.decode(made, "utf-8")).tolist()
+        except (ValueError, UnicodeError) as error:
+            raise FormatError(f"expected strings, found other bytes: {error}", path=self.path) from error
+
+    def names(self, steps: Sequence[Name]) -> list[str]:
+        front = "".join(f"{step}." for step in steps)
+        return [name[len(front) :] for name in self.arrays if name.startswith(front)]
+
+
+def _raw(path: Location, part: Part) -> OpenedFile:
+    """A file without a header: its size must equal the shape's, or a multiple for one axis of -1."""
+    if part.dtype is None:
+        raise FormatError(f"{part.table}: expected 'dtype': {path.name} is a raw file", path=path)
+    size = path.regular("read").size - part.offset
+    item = stored(part.dtype).itemsize
+    shape = list(part.shape if part.shape is not None else (-1,))
+    known = math.prod(n for n in shape if n >= 0) * item
+    if -1 in shape and known and size >= 0 and size % known == 0:
+        shape[shape.index(-1)] = size // known
+    elif -1 in shape and size == 0 and not known:
+        shape[shape.index(-1)] = 0
+    if -1 in shape or size != math.prod(shape) * item:
+        need = f"a multiple of {known}" if -1 in shape else str(math.prod(shape) * item)
+        raise FormatError(
+            f"{part.table}: shape {shape} of {part.dtype}: expected {need} bytes, found {size}", path=path
+        )
+    ordered = shape if part.order == "C" else shape[::-1]
+    strides = list(itertools.accumulate([max(n, 1) for n in ordered[:0:-1]], operator.mul, initial=1))[::-1]
+    strides = strides if part.order == "C" else strides[::-1]
+    array = StoredArray(part.dtype, shape, strides if shape else [], part.offset, part.swapped)
+    return _ArraysOpened(path, {"": (array, "numbers")}, {})
+
+
+class _Hdf5Opened(OpenedFile):
+    """Contiguous datasets of an HDF5 file, found by h5py and read in place."""
+
+    def __init__(self, path: Location) -> None:
+        super().__init__(path)
+        try:
+            import h5py
+        except ImportError as error:
+            raise MissingExtraError.of("an HDF5 file", "hdf5", path) from error
+        self.sets: dict[str, Any] = {}
+        try:
+            with h5py.File(path.local, "r") as file:
+                file.visititems(self._note)
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise FormatError(f"expected an HDF5 file: {error}", path=path) from error
+
+    def _note(self, name: str, value: Any) -> None:
+        import h5py
+
+        if not isinstance(value, h5py.Dataset):
+            return
+        at = value.id.get_offset()
+        if value.chunks is not None or at is None or value.external:
+            self.sets[name] = f"{name}: a chunked or empty dataset; only contiguous ones are read: h5repack -l CONTI"
+            return
+        try:
+            swapped = value.dtype.byteorder == ">"
+            found = _native_name(value.dtype.newbyteorder("="))
+        except ActshardError:
+            self.sets[name] = f"{name}: unsupported dtype {value.dtype}"
+            return
+        shape = list(value.shape)
+        strides = list(itertools.accumulate([max(n, 1) for n in shape[:0:-1]], operator.mul, initial=1))[::-1]
+        self.sets[name] = StoredArray(found, shape, strides if shape else [], at, swapped)
+
+    def find(self, steps: Sequence[Name]) -> Any:
+        name = "/".join(map(str, steps))
+        found = self.sets.get(name)
+        if isinstance(found, str):
+            raise UnsupportedError(found, path=self.path)
+        if found is None:
+            raise FormatError(f"expected a dataset {name!r}, found {', '.join(list(self.sets)[:12])}", path=self.path)
+        return found
+
+    def names(self, steps: Sequence[Name]) -> list[str]:
+        front = "".join(f"{step}/" for step in steps)
+        return [name[len(front) :].split("/")[0] for name in self.sets if name.startswith(front)]
+
+
+def _native_name(dtype: np.dtype[Any]) -> str:
+    from actshard._arguments import name_of
+
+    return name_of(dtype)
+
+
+def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> list[OpenedFile]:
+    """Parses files in parallel. Reads no elements."""
+    kinds = {kind_of(path.name, part) for path in paths}
+    made: dict[Location, OpenedFile] = {}
+    for kind in sorted(kinds):
+        these = [path for path in paths if kind_of(path.name, part) == kind]
+        if kind == "torch":
+            made |= {file.path: _TorchOpened(file) for file in read_torch(these, limit)}
+        elif kind == "raw":
+            made |= {path: _raw(path, part) for path in these}
+        elif kind == "h5":
+            made |= {path: _Hdf5Opened(path) for path in these}
+        else:
+            found = _native.read_arrays(these, kind)
+            for path, (arrays, metadata) in zip(these, found, strict=True):
+                made[path] = _ArraysOpened(path, {name: (a, k) for name, a, k in arrays}, dict(metadata))
+    return [made[path] for path in paths]
+
+
+def matches(root: Location, pattern: Pattern) -> list[tuple[dict[str, Name], Location]]:
+    """Files whose names fit a pattern, in the order of their captures: batch, example, layer."""
+    found = [("", root)]
+    parts = pattern.text.split("/")
+    for depth, text in enumerate(parts):
+        last = depth == len(parts) - 1
+        inner: list[tuple[str, Location]] = []
+        for name, folder in found:
+            if "{" not in text:
+                inner.append((f"{name}{text}", folder / text))
+                continue
+            front = _front(text)
+            for entry in folder.entries():
+                if entry.name.startswith(front):
+                    inner.append((f"{name}{entry.name}", folder / entry.name))
+        found = inner if last else [(f"{name}/", at) for name, at in inner if at.kind() == "folder"]
+    made: list[tuple[dict[str, Name], Location]] = []
+    for name, at in found:
+        values = pattern.match(name)
+        if values is not None and ("{" in parts[-1] or at.exists()):
+            made.append((values, at))
+    made.sort(key=lambda each: order_of(each[0]))
+    for (before, a), (after, b) in itertools.pairwise(made):
+        if before == after:
+            raise FormatError(f"two files are {_said(after)}: {a.name} and {b.name}", path=root)
+    return made
+
+
+def _front(text: str) -> str:
+    return text.partition("{")[0]
+
+
+def _said(values: Mapping[str, Name]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items()) or "the same"
+
+
+def order_of(values: Mapping[str, Name]) -> tuple[Any, ...]:
+    """Sorts numbers as numbers and before texts."""
+    keys = (values.get(name) for name in ("batch", "example", "layer"))
+    return tuple((key is not None, isinstance(key, str), key if key is not None else 0) for key in keys)
+
+
+def lines_of(path: Location) -> list[dict[str, Any]]:
+    """The lines of a ``.jsonl`` or ``.csv`` file, or the objects of a list in a ``.json`` file."""
+    lower = path.name.lower()
+    if lower.endswith((".jsonl", ".ndjson")):
+        return [line for _, line in read_lines(path)]
+    if lower.endswith((".csv", ".tsv")):
+        return _csv(path, "\t" if lower.endswith(".tsv") else ",")
+    if lower.endswith(".json"):
+        value = read_json(path)
+        if isinstance(value, dict) and value and all(isinstance(each, list) for each in value.values()):
+            lengths = {len(each) for each in value.values()}
+            if len(lengths) == 1:
+                return [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
+        if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+            return value
+        raise FormatError("expected a list of objects", path=path)
+    if lower.endswith(".parquet"):
+        import pyarrow.parquet as pq
+
+        try:
+            table = pq.read_table(path.arrow())
+        except (OSError, ValueError) as error:  # pyarrow's errors derive from these
+            raise FormatError(f"expected a parquet file: {error}", path=path) from error
+        return list(table.to_pylist())
+    raise UnsupportedError("expected a .jsonl, .csv, .tsv, .json or .parquet file of lines", path=path)
+
+
+def is_lines(name: str) -> bool:
+    """Whether a file has lines with fields, by its name."""
+    return name.lower().endswith((".jsonl", ".ndjson", ".csv", ".tsv", ".json", ".parquet"))
+
+
+def _csv(path: Location, delimiter: str) -> list[dict[str, Any]]:
+    size = path.regular("read").size
+    if size > _MOST_TEXT:
+        raise FormatError(f"expected at most {_MOST_TEXT} bytes of lines, found {size}", path=path)
+    try:
+        text = path.read(0, size).decode("utf-8-sig")
+        rows = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True))
+    except UnicodeDecodeError as error:
+        raise FormatError("expected UTF-8 text", path=path, offset=error.start) from error
+    except csv.Error as error:
+        raise FormatError(f"expected comma-separated values: {error}", path=path) from error
+    if not rows:
+        raise FormatError("expected a header line, found an empty file", path=path)
+    header, lines = rows[0], [row for row in rows[1:] if row]
+    for number, row in enumerate(lines, 2):
+        if len(row) != len(header):
+            raise FormatError(f"line {number}: expected {len(header)} values, found {len(row)}", path=path)
+    columns = [_typed([row[i] for row in lines]) for i in range(len(header))]
+    return [dict(zip(header, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _typed(texts: list[str]) -> list[Any]:
+    """Integers or floats, if all texts of a column are; else the texts."""
+    converters: tuple[Callable[[str], Any], ...] = (int, float)
+    for convert in converters:
+        try:
+            made = [convert(text) for text in texts]
+        except ValueError:
+            continue
+        if convert is float or all(str(value) == text for value, text in zip(made, texts, strict=True)):
+            return made
+    return list(texts)
+
+
+def missing(path: Location, what: str) -> ActshardError:
+    """The error for a file that the description names."""
+    return MissingFileError(f"expected {what}, found no file", path=path)

@@ -1,0 +1,85 @@
+"""Axes of a stored array: where row (layer, example, token) begins.
+
+``axes`` names the stored axes, outermost first. ``"1"`` is dropped, ``"a*b"`` is split, and an axis pinned by ``select`` becomes an
+offset. What is left is a number of elements and a stride for each of example, layer, token, row and dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from actshard.errors import FormatError
+from actshard.location import Location
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A number of elements, and elements from one to the next."""
+
+    count: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The axes of an array by name, and its first element."""
+
+    first: int
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+
+    def get(self, name: str) -> Axis | None:
+        return self.axes.get(name)
+
+
+def geometry(
+    names: Sequence[str],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    select: Mapping[str, int],
+    factors: Mapping[str, int],
+    path: Location,
+) -> Geometry:
+    """Assigns axes to a shape. ``factors`` are known counts, by which composite axes are split.
+
+    Raises:
+        FormatError: the shape does not fit the axes.
+    """
+    if len(names) != len(shape):
+        raise FormatError(f"axes {list(names)}: expected {len(names)} axes, found the shape {list(shape)}", path=path)
+    first = 0
+    made: dict[str, Axis] = {}
+    for name, count, stride in zip(names, shape, strides, strict=True):
+        if name == "1":
+            if count != 1:
+                raise FormatError(f"axis '1': expected 1, found {count} of the shape {list(shape)}", path=path)
+        elif name in select:
+            if select[name] >= count:
+                raise FormatError(f"axis {name!r}: expected a position below {count}, found {select[name]}", path=path)
+            first += select[name] * stride
+        else:
+            made |= _split(name, Axis(count, stride), factors, path)
+    return Geometry(first, made)
+
+
+def _split(name: str, whole: Axis, factors: Mapping[str, int], path: Location) -> dict[str, Axis]:
+    """The axes of ``"a*b"``, of which at most one has an unknown count."""
+    parts = name.split("*")
+    if len(parts) == 1:
+        return {name: whole}
+    unknown = [part for part in parts if part not in factors]
+    known = 1
+    for part in parts:
+        known *= factors.get(part, 1)
+    counts = {part: factors.get(part, 0) for part in parts}
+    if len(unknown) == 1 and known and whole.count % known == 0:
+        counts[unknown[0]] = whole.count // known
+    elif unknown or known != whole.count:
+        said = ", ".join(f"{part} {factors.get(part, '?')}" for part in parts)
+        raise FormatError(f"axis {name!r} of {whole.count}: cannot be split ({said})", path=path)
+    made: dict[str, Axis] = {}
+    stride = whole.stride
+    for part in reversed(parts):
+        made[part] = Axis(counts[part], stride)
+        stride *= counts[part]
+    return made

@@ -1,0 +1,588 @@
+"""Finds the rows of a described folder: a file and an offset for each layer and example.
+
+Files are matched, parsed in parallel, and assigned axes. Rows that lie in the file as they are (any row stride, any offset) are
+read in place. Others (deflated, gzipped, elements of a row apart) are decoded once per array by the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._arguments import stored
+from actshard._native import StoredArray
+from actshard.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
+from actshard.formats.layout_toml.files import OpenedFile, is_lines, lines_of, matches, missing, open_files, order_of
+from actshard.formats.layout_toml.geometry import Axis, Geometry, geometry
+from actshard.location import Location
+
+_ALONE: tuple[Name, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """A file with rows, as the core opens it: bytes between rows, and the array to decode, if it is not read in place."""
+
+    path: int
+    step: int
+    swapped: bool
+    gzipped: bool
+    decoded: StoredArray | None
+
+
+@dataclass
+class Unit:
+    """Files that belong together: those of one batch or example, or all. One file, or one per layer."""
+
+    captured: dict[str, Name]
+    paths: dict[Name | None, Location]
+    """By layer; None if the name does not tell."""
+    first: int = 0
+    """Number of its first example."""
+    count: int = 0
+
+    @property
+    def any(self) -> Location:
+        """The file in which lengths, tokens and columns are looked for."""
+        return next(iter(self.paths.values()))
+
+
+@dataclass
+class RowIndex:
+    """The rows of all examples.
+
+    Attributes:
+        numbers, starts: by layer and example, flat: the row file, and the offset of the first row.
+        tokens: rows per example.
+        skipped: leading tokens of each example that are padding, for columns.
+        within: position of each example in its unit.
+        ids: the captured example, or its position.
+    """
+
+    layers: tuple[Name, ...]
+    d_model: int
+    dtype: str
+    units: list[Unit]
+    paths: list[Location]
+    row_files: list[RowFile]
+    numbers: NDArray[np.uint32]
+    starts: NDArray[np.uint64]
+    tokens: NDArray[np.uint32]
+    skipped: NDArray[np.int64]
+    within: NDArray[np.int64]
+    ids: list[Name]
+    numbered: bool
+    """Whether ``ids`` come from file names."""
+    opened: dict[Location, OpenedFile] = field(default_factory=dict)
+
+
+def units_of(root: Location, description: Description) -> list[Unit]:
+    """Matches files and groups them, in order. Every unit has the same layers."""
+    pattern = description.activations.files
+    assert pattern is not None  # checked when the description was read
+    found = matches(root, pattern)
+    if not found:
+        raise MissingFileError(f"expected files named {pattern.text!r}, found none", path=root)
+    units: dict[tuple[Any, ...], Unit] = {}
+    for captured, path in found:
+        rest = {name: value for name, value in captured.items() if name != "layer"}
+        unit = units.setdefault(order_of(rest), Unit(rest, {}))
+        unit.paths[captured.get("layer")] = path
+    made = [units[key] for key in sorted(units)]
+    layers = sorted({layer for unit in made for layer in unit.paths}, key=lambda n: (isinstance(n, str), n))
+    for unit in made:
+        for layer in layers:
+            if layer not in unit.paths:
+                said = ", ".join(f"{k} {v}" for k, v in unit.captured.items()) or "the dataset"
+                raise MissingFileError(f"{said} has no file of layer {layer!r}", path=unit.any)
+        unit.paths = {layer: unit.paths[layer] for layer in layers}
+    return made
+
+
+class Lengths:
+    """The tokens of each example: counts, and padding before them."""
+
+    def __init__(self, root: Location, description: Description) -> None:
+        self.part = description.lengths
+        self.root = root
+        self.description = description
+        self.whole: NDArray[Any] | None = None
+        self.used = 0
+        self.committed: list[int] | None = None
+
+    def is_shared(self) -> bool:
+        """Whether one file has the lengths of all units."""
+        part = self.part
+        return part is not None and (part.pointer is not None or (part.files is not None and not part.files.captures))
+
+    def of(self, unit: Unit, opened: OpenedFile | None, others: Mapping[str, Location]) -> NDArray[Any] | None:
+        """The stored array for a unit: lengths, masks, offsets or starts; None: the shapes tell."""
+        part = self.part
+        if part is None:
+            return None
+        if self.is_shared():
+            if self.whole is None:
+                self.whole = read_part(self.root, self.description, part)
+            return self.whole
+        if part.files is None:
+            assert opened is not None
+            return opened.array(opened.find(fill(part.tensor, unit.captured)))
+        path = others.get(_key(unit.captured, part.files))
+        if path is None:
+            raise missing(unit.any, f"a file {part.files.text!r} with its lengths")
+        (file,) = open_files([path], part)
+        return viewed(file, file.find(fill(part.tensor, unit.captured)), part)
+
+
+def _key(captured: Mapping[str, Name], pattern: Pattern) -> str:
+    return "\0".join(f"{name}={captured.get(name)!r}" for name in sorted(pattern.captures) if name != "layer")
+
+
+def by_capture(root: Location, pattern: Pattern) -> dict[str, Location]:
+    """Files of a pattern by their captures."""
+    return {_key(captured, pattern): path for captured, path in matches(root, pattern)}
+
+
+def fill(steps: Sequence[Name], captured: Mapping[str, Name]) -> list[Name]:
+    """Steps with the captured values in braces."""
+    made: list[Name] = []
+    for step in steps:
+        filled = step
+        for name, value in captured.items():
+            if isinstance(filled, str):
+                filled = filled.replace(f"{{{name}}}", str(value))
+        made.append(filled)
+    return made
+
+
+def viewed(file: OpenedFile, found: Any, part: Part) -> NDArray[Any]:
+    """The elements of a value, reinterpreted as the part's dtype where it names one of equal width."""
+    if isinstance(found, StoredArray) and part.dtype is not None and found.dtype != part.dtype:
+        found = found.viewed(part.dtype)
+    return file.array(found)
+
+
+def read_part(root: Location, description: Description, part: Part) -> NDArray[Any]:
+    """The array of a part in one file: a value of a JSON file, a field of lines, or an array."""
+    if part.pointer is not None:
+        from actshard.formats.layout_toml.description import DescriptionReader
+
+        reader = DescriptionReader(root, description.source, description.text)
+        value = reader.follow(*part.pointer, lambda text: reader.error(part.table, "file", text))
+        made = np.asarray(value)
+        if made.dtype == object:
+            raise FormatError(f"{part.table}: expected a list of equal items", path=root / part.pointer[0])
+        return made
+    assert part.files is not None
+    path = root.joinpath(*part.files.text.split("/"))
+    if is_lines(path.name):
+        if len(part.tensor) != 1:
+            raise FormatError(f"{part.table}: expected 'tensor', the field of the lines", path=path)
+        lines = lines_of(path)
+        lacking = next((n for n, line in enumerate(lines) if part.tensor[0] not in line), None)
+        if lacking is not None:
+            raise FormatError(f"line {lacking + 1}: expected a field {part.tensor[0]!r}, found none", path=path)
+        return np.asarray([line[str(part.tensor[0])] for line in lines])
+    (file,) = open_files([path], part)
+    return viewed(file, file.find(part.tensor), part)
+
+
+def integers(values: NDArray[Any], what: str, path: Location) -> NDArray[np.int64]:
+    """Non-negative integers. Refuses other dtypes than integers and bool."""
+    if values.dtype.kind not in "iub" and values.size:
+        raise FormatError(f"{what}: expected integers, found {values.dtype}", path=path)
+    if values.size and (int(values.max()) >= 1 << 62 or int(values.min()) < 0):
+        raise FormatError(f"{what}: expected integers from 0 up, found {values.min()} to {values.max()}", path=path)
+    return values.astype(np.int64)
+
+
+def span_of(mask: NDArray[Any], path: Location) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First positions and counts of the non-zero elements of rows, which must be contiguous."""
+    real = mask != 0
+    counts = real.sum(axis=1, dtype=np.int64)
+    firsts = np.where(counts > 0, real.argmax(axis=1), 0).astype(np.int64)
+    lasts = mask.shape[1] - real[:, ::-1].argmax(axis=1) if mask.shape[1] else firsts
+    holes = np.flatnonzero((counts > 0) & (lasts - firsts != counts))
+    if len(holes):
+        raise UnsupportedError(f"lengths: the mask of example {holes[0]} has zeros between its tokens", path=path)
+    return firsts, counts
+
+
+class Finder:
+    """Builds an :class:`RowIndex`."""
+
+    def __init__(self, root: Location, description: Description, limit: int) -> None:
+        self.root, self.description, self.limit = root, description, limit
+        self.part = description.activations
+        self.units = units_of(root, description)
+        self.paths = [path for unit in self.units for path in unit.paths.values()]
+        self.place = {path: n for n, path in enumerate(self.paths)}
+        self.opened = dict(zip(self.paths, open_files(self.paths, self.part, limit), strict=True))
+        self.lengths = Lengths(root, description)
+        self.row_files: dict[Any, int] = {}
+        self.made_files: list[RowFile] = []
+        self.d_model = 0
+        self.dtype = ""
+        self.others = self._others(description.lengths)
+        self.token_files = self._others(description.tokens)
+
+    def _others(self, part: Part | None) -> dict[str, Location]:
+        if part is None or part.files is None or not part.files.captures:
+            return {}
+        return by_capture(self.root, part.files)
+
+    # -- layers ----------------------------------------------------------------------------------
+
+    def keys(self, file: OpenedFile, captured: Mapping[str, Name]) -> dict[Name, list[Name]]:
+        """The steps of each layer's array in a file; of layer None if the steps do not tell."""
+        steps = fill(self.part.tensor, captured)
+        at = next((n for n, step in enumerate(steps) if isinstance(step, str) and "{layer" in step), None)
+        if at is None:
+            return {0: steps}
+        text = str(steps[at])
+        named = "{layer:s}" in text
+        name = text.replace("{layer:s}", "{layer}").replace("{layer:d}", "{layer}")
+        pattern = Pattern(name, ("layer",), frozenset() if named else frozenset(("layer",)))
+        found: dict[Name, list[Name]] = {}
+        for key in file.names(steps[:at]):
+            if (values := pattern.match(key)) is not None:
+                found[values["layer"]] = [*steps[:at], key, *steps[at + 1 :]]
+        if not found:
+            there = ", ".join(file.names(steps[:at])[:12]) or "nothing"
+            raise FormatError(f"expected keys such as {text!r}, found {there}", path=file.path)
+        order = sorted(found, key=lambda layer: (isinstance(layer, str), layer))
+        return {layer: found[layer] for layer in order}
+
+    def layers(self) -> tuple[Name, ...]:
+        """Names of layers: captured, given, or counted along an axis."""
+        given = self.description.layers
+        first = self.units[0]
+        if None not in first.paths:
+            return self._chosen(tuple(layer for layer in first.paths if layer is not None), given)
+        file = self.opened[first.any]
+        if any(isinstance(step, str) and "{layer" in step for step in self.part.tensor):
+            return self._chosen(tuple(self.keys(file, first.captured)), given)
+        names = [name for axis in self.part.axes for name in axis.split("*")]
+        if "layer" not in names:
+            if len(given) > 1:
+                raise FormatError(
+                    f"layers: expected one name, as nothing else tells layers apart, found {len(given)}", path=self.root
+                )
+            return given or _ALONE
+        if given:
+            return given
+        if "layer" in self.part.axes:
+            found = file.find(fill(self.part.tensor, first.captured))
+            if isinstance(found, StoredArray) and len(found.shape) == len(self.part.axes):
+                return tuple(range(found.shape[self.part.axes.index("layer")]))
+        raise FormatError("layers: expected the names along the axis with 'layer', found none", path=self.root)
+
+    def _chosen(self, captured: tuple[Name, ...], given: tuple[Name, ...]) -> tuple[Name, ...]:
+        if not given:
+            return captured
+        if set(given) <= set(captured):
+            return given
+        raise FormatError(
+            f"layers: expected some of {list(captured)}, which the names tell, found {list(given)}", path=self.root
+        )
+
+    # -- arrays ----------------------------------------------------------------------------------
+
+    def array(self, file: OpenedFile, steps: Sequence[Name]) -> StoredArray:
+        found = file.find(steps)
+        if not isinstance(found, StoredArray):
+            at = ".".join(map(str, steps)) or "the file"
+            raise FormatError(
+                f"{at}: expected a tensor stored in the file, found {type(found).__name__}", path=file.path
+            )
+        if self.part.dtype is not None and found.dtype != self.part.dtype:
+            if stored(found.dtype).itemsize != stored(self.part.dtype).itemsize:
+                raise FormatError(f"activations: expected {self.part.dtype}, found {found.dtype}", path=file.path)
+            found = found.viewed(self.part.dtype)
+        return found
+
+    def factors(self, unit: Unit, layers: int) -> dict[str, int]:
+        """Known counts of axes: of layers, and of examples and tokens if they are one axis."""
+        known = {"layer": layers}
+        if any("example" in axis.split("*") and "token" in axis.split("*") for axis in self.part.axes):
+            tokens = self.description.tokens
+            if tokens is None:
+                raise FormatError("axes: 'example*token' needs [tokens], whose shape tells both", path=self.root)
+            file, found = self.unit_value(unit, tokens, self.token_files)
+            shape = list(found.shape) if isinstance(found, StoredArray) else list(np.shape(found))
+            if len(shape) != 2:
+                raise FormatError(f"tokens: expected (examples, tokens), found the shape {shape}", path=file.path)
+            known |= {"example": shape[0], "token": shape[1]}
+        return known
+
+    def unit_value(self, unit: Unit, part: Part, others: Mapping[str, Location]) -> tuple[OpenedFile, Any]:
+        """The file and the value of a part that belongs to a unit."""
+        if part.files is None:
+            file = self.opened[unit.any]
+        else:
+            path = others.get(_key(unit.captured, part.files)) if part.files.captures else self.root / part.files.text
+            if path is None:
+                raise missing(unit.any, f"a file {part.files.text!r} of {part.table}")
+            (file,) = open_files([path], part, self.limit)
+        return file, file.find(fill(part.tensor, unit.captured))
+
+    def placed(self, file: OpenedFile, array: StoredArray, known: Mapping[str, int]) -> tuple[Geometry, int, int, str]:
+        """The axes of an array, its row file, its first byte, and the name of the axis of rows."""
+
+        def assigned(strides: Sequence[int]) -> Geometry:
+            return geometry(self.part.axes, array.shape, strides, self.description.select, known, file.path)
+
+        found = assigned(array.strides)
+        item = stored(array.dtype).itemsize
+        dim = found.axes["dim"]
+        if not self.d_model:
+            self.d_model, self.dtype = dim.count, array.dtype
+        if dim.count != self.d_model or array.dtype != self.dtype:
+            raise FormatError(
+                f"expected rows of {self.d_model} {self.dtype} as in {self.paths[0].name}, found {dim.count} {array.dtype}",
+                path=file.path,
+            )
+        row = dim.count * item
+        along = "row" if "row" in found.axes else "token"
+        axis = found.get(along) or Axis(1, dim.count)
+
+        def step_of(axis: Axis) -> int:
+            return axis.stride * item if axis.count > 1 else row
+
+        apart = (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None
+        decoded = array if apart else None
+        first = array.offset
+        if apart:
+            dense = [1] * len(array.shape)
+            for n in range(len(dense) - 2, -1, -1):
+                dense[n] = dense[n + 1] * max(array.shape[n + 1], 1)
+            found = assigned(dense)
+            axis = found.get(along) or Axis(1, dim.count)
+            if found.axes["dim"].stride != 1 and dim.count > 1:
+                raise UnsupportedError(f"axes {list(self.part.axes)}: expected 'dim' as the last axis", path=file.path)
+            first = 0
+        step = step_of(axis)
+        key = (file.path, step, array.swapped and not apart, id(array) if apart else None)
+        if key not in self.row_files:
+            self.row_files[key] = len(self.made_files)
+            self.made_files.append(
+                RowFile(self.place[file.path], step, array.swapped and not apart, file.gzipped, decoded)
+            )
+        return found, self.row_files[key], first + found.first * item, along
+
+    # -- examples --------------------------------------------------------------------------------
+
+    def build(self) -> RowIndex:
+        """Finds all rows."""
+        layers = self.layers()
+        made = [self._unit(unit, layers) for unit in self.units]
+        total = 0
+        for unit, (numbers, *_) in zip(self.units, made, strict=True):
+            unit.first, unit.count = total, numbers.shape[1]
+            total += unit.count
+        whole = self.lengths.whole
+        if whole is not None and self.lengths.is_shared() and self.lengths.used not in (0, len(whole)):
+            raise FormatError(
+                f"lengths: expected {self.lengths.used} of all files together, found {len(whole)}", path=self.root
+            )
+
+        def joined(n: int, axis: int) -> NDArray[Any]:
+            return np.concatenate([each[n] for each in made], axis=axis)
+
+        numbered = "example" in self.units[0].captured
+        ids = [
+            unit.captured["example"] if numbered else unit.first + i for unit in self.units for i in range(unit.count)
+        ]
+        index = RowIndex(
+            layers=layers,
+            d_model=self.d_model,
+            dtype=self.dtype,
+            units=self.units,
+            paths=self.paths,
+            row_files=self.made_files,
+            numbers=joined(0, 1).astype(np.uint32),
+            starts=joined(1, 1).astype(np.uint64),
+            tokens=joined(2, 0).astype(np.uint32),
+            skipped=joined(3, 0).astype(np.int64),
+            within=np.concatenate([np.arange(unit.count) for unit in self.units]),
+            ids=ids,
+            numbered=numbered,
+            opened=self.opened,
+        )
+        return index
+
+    def _arrays(self, unit: Unit, layers: tuple[Name, ...]) -> Iterator[tuple[OpenedFile, StoredArray, int | None]]:
+        """For each layer: its file, its array, and its position along an axis of layers, if there is one."""
+        if None not in unit.paths:
+            for layer in layers:
+                file = self.opened[unit.paths[layer]]
+                yield file, self.array(file, fill(self.part.tensor, unit.captured | {"layer": layer})), None
+            return
+        file = self.opened[unit.any]
+        if any(isinstance(step, str) and "{layer" in step for step in self.part.tensor):
+            keys = self.keys(file, unit.captured)
+            for layer in layers:
+                if layer not in keys:
+                    raise FormatError(f"expected layer {layer!r} as in other files, found {list(keys)}", path=file.path)
+                yield file, self.array(file, keys[layer]), None
+            return
+        array = self.array(file, fill(self.part.tensor, unit.captured))
+        has_axis = any("layer" in axis.split("*") for axis in self.part.axes)
+        for position in range(len(layers)):
+            yield file, array, position if has_axis else None
+
+    def _unit(self, unit: Unit, layers: tuple[Name, ...]) -> tuple[NDArray[Any], ...]:
+        known = self.factors(unit, len(layers))
+        item = 0
+        numbers, starts = [], []
+        spans: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None = None
+        shape: tuple[int, ...] | None = None
+        for file, array, position in self._arrays(unit, layers):
+            found, number, first, along = self.placed(file, array, known)
+            item = stored(array.dtype).itemsize
+            counts = tuple((name, found.axes[name].count) for name in ("example", "token", "row") if name in found.axes)
+            if spans is None:
+                spans = self._spans(unit, found, along)
+                shape = tuple(n for _, n in counts)
+            elif shape != tuple(n for _, n in counts):
+                raise FormatError(
+                    f"expected the same examples and tokens in each layer, found {dict(counts)}", path=file.path
+                )
+            examples, skipped, _ = spans
+            layer = found.get("layer")
+            if position is not None and layer is not None:
+                if layer.count != len(layers):
+                    raise FormatError(f"expected {len(layers)} layers, found {layer.count}", path=file.path)
+                first += position * layer.stride * item
+            example, rows = found.get("example") or Axis(1, 0), found.get(along) or Axis(1, 0)
+            begin = first + (examples * example.stride + skipped * rows.stride) * item
+            numbers.append(np.full(len(examples), number, np.uint32))
+            starts.append(begin.astype(np.uint64))
+        assert spans is not None
+        examples, skipped, tokens = spans
+        padding = skipped if "row" not in self.part.axes else np.zeros_like(skipped)
+        return np.stack(numbers), np.stack(starts), tokens, padding
+
+    def _spans(
+        self, unit: Unit, found: Geometry, along: str
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """For each example of a unit: its position along the axis of examples, its first row, and its number of rows."""
+        values = self.lengths.of(unit, self.opened.get(unit.any), self.others)
+        path = unit.any
+        rows = found.get(along)
+        room = rows.count if rows is not None else 1
+        if along == "row":
+            firsts, counts = self._of_rows(values, room, path)
+            return np.zeros(len(firsts), np.int64), firsts, counts
+        examples = found.axes["example"].count if "example" in found.axes else 1
+        each = np.arange(examples, dtype=np.int64)
+        if values is None:
+            return each, np.zeros(examples, np.int64), np.full(examples, room, np.int64)
+        part = self.description.lengths
+        assert part is not None
+        if part.kind == "mask":
+            mask = values.reshape(1, -1) if values.ndim == 1 else values
+            mask = self._share(mask, examples)
+            if mask.shape != (examples, room):
+                raise FormatError(f"lengths: expected a mask of {(examples, room)}, found {mask.shape}", path=path)
+            firsts, counts = span_of(mask, path)
+            return each, firsts, counts
+        if part.kind != "lengths":
+            raise FormatError(f"lengths: kind {part.kind!r} needs the axis 'row'", path=path)
+        lengths = integers(np.atleast_1d(values).reshape(-1), "lengths", path)
+        numbers = self._committed()
+        if numbers is not None and len(lengths) == len(numbers) and len(lengths) != examples:
+            if numbers and max(numbers) >= examples:
+                raise FormatError(f"expected examples below {examples}, found {max(numbers)}", path=path)
+            spread = np.zeros(examples, np.int64)
+            spread[numbers] = lengths
+            lengths = spread
+        lengths = self._share(lengths, examples)
+        if len(lengths) != examples:
+            raise FormatError(f"lengths: expected {examples}, found {len(lengths)}", path=path)
+        over = np.flatnonzero(lengths > room)
+        if len(over):
+            raise FormatError(
+                f"lengths: expected at most {room} tokens, found {lengths[over[0]]} for example {over[0]}", path=path
+            )
+        return each, self._before(part, room, lengths), lengths
+
+    @staticmethod
+    def _before(part: Part, room: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        return room - lengths if part.pad == "left" else np.zeros_like(lengths)
+
+    def _share(self, values: NDArray[Any], examples: int) -> NDArray[Any]:
+        """Returns the values of one unit from a list that all share, in order."""
+        if not self.lengths.is_shared() or len(self.units) == 1:
+            return values
+        first = self.lengths.used
+        self.lengths.used += examples
+        return values[first : first + examples]
+
+    def _committed(self) -> list[int] | None:
+        for column in self.description.columns:
+            if column.commit:
+                assert column.files is not None
+                lines = lines_of(self.root / column.files.text)
+                return [line_number(line, column, self.root) for line in lines]
+        return None
+
+    def _of_rows(
+        self, values: NDArray[Any] | None, rows: int, path: Location
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """First rows and numbers of rows of examples that follow each other."""
+        if values is None:
+            return np.arange(rows, dtype=np.int64), np.ones(rows, np.int64)
+        part = self.description.lengths
+        assert part is not None
+        if len(self.units) > 1 and self.lengths.is_shared():
+            raise UnsupportedError("lengths: one list for the rows of several files is unsupported", path=path)
+        if part.kind == "mask":
+            raise FormatError("lengths: a mask needs the axis 'token'", path=path)
+        found = integers(np.atleast_1d(values).reshape(-1), "lengths", path)
+        if part.kind == "lengths":
+            bounds = np.concatenate([[0], np.cumsum(found)])
+        else:
+            bounds = np.append(found, rows) if part.kind == "starts" else found
+        if len(bounds) == 0 or np.any(np.diff(bounds) < 0):
+            raise FormatError(f"lengths: expected {part.kind} in ascending order", path=path)
+        if bounds[-1] > rows or (part.kind != "starts" and bounds[-1] != rows):
+            raise FormatError(f"lengths: expected {rows} rows, found {bounds[-1]}", path=path)
+        return bounds[:-1], np.diff(bounds)
+
+
+def line_number(line: Mapping[str, Any], part: Part, root: Location) -> int:
+    """The example of a line."""
+    value = line.get(part.by)
+    if type(value) is not int or value < 0:
+        raise FormatError(f"columns: field {part.by!r}: expected an example's number, found {value!r:.40}", path=root)
+    return value
+
+
+def build(root: Location, description: Description, limit: int) -> RowIndex:
+    """Finds the rows of a described folder; keeps only examples that have a line, if the description asks for it."""
+    finder = Finder(root, description, limit)
+    index = finder.build()
+    numbers = finder._committed()
+    if numbers is None:
+        return index
+    return chosen(index, set(numbers))
+
+
+def chosen(index: RowIndex, numbers: set[int]) -> RowIndex:
+    """The examples with these numbers."""
+    keep = np.flatnonzero([example in numbers for example in index.ids])
+    return replace(
+        index,
+        numbers=np.ascontiguousarray(index.numbers[:, keep]),
+        starts=np.ascontiguousarray(index.starts[:, keep]),
+        tokens=index.tokens[keep],
+        skipped=index.skipped[keep],
+        within=index.within[keep],
+        ids=[index.ids[n] for n in keep.tolist()],
+    )

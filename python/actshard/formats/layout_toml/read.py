@@ -1,0 +1,69 @@
+"""Opens folders of plain files as a description tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import actshard._native as _native
+from actshard import layers
+from actshard._arguments import stored
+from actshard._native import Rows
+from actshard.formats.contents import Contents, Options
+from actshard.formats.layout_toml import description
+from actshard.formats.layout_toml.columns import FolderColumns
+from actshard.formats.layout_toml.description import Description
+from actshard.formats.layout_toml.index import RowIndex, build
+from actshard.location import Location
+
+
+def native(index: RowIndex, options: Options) -> Rows:
+    """The rows of an index."""
+    files = [(index.paths[file.path], file.step, file.swapped, file.gzipped, file.decoded) for file in index.row_files]
+    return _native.placed_rows(
+        files,
+        np.ascontiguousarray(index.numbers.reshape(-1)),
+        np.ascontiguousarray(index.starts.reshape(-1)),
+        np.ascontiguousarray(index.tokens),
+        num_groups=len(index.layers),
+        width=index.d_model,
+        dtype=index.dtype,
+        decoded_memory=options.decoded_memory,
+        descr=stored(index.dtype),
+        io=options.io,
+    )
+
+
+def open(path: Location, options: Options) -> Contents:
+    """Reads the description and the headers of all files, but no rows."""
+    described = description.read(path, options.layout)
+    return contents(path, described, build(path, described, options.decoded_memory), options)
+
+
+def contents(path: Location, described: Description, index: RowIndex, options: Options) -> Contents:
+    """The dataset's contents, for a store."""
+    columns = FolderColumns(path, described, index)
+    counts = index.tokens.astype(np.int64)
+    same = int(counts[0]) if len(counts) and bool((counts == counts[0]).all()) else None
+    provenance: dict[str, Any] = {"files": len(index.paths), "layout": described.source and str(described.source)}
+    copied = sum(file.decoded is not None or file.gzipped for file in index.row_files)
+    if copied:
+        provenance["decoded_arrays"] = copied
+    return Contents(
+        format="layout_toml",
+        path=path.place,
+        metadata={"layout": described.text} if described.text else {},
+        layers=layers.stored(index.layers, path),
+        d_model=index.d_model,
+        dtype=stored(index.dtype),
+        num_examples=len(counts),
+        token_counts=counts.copy,
+        rows=native(index, options),
+        column_names=columns.names,
+        columns=columns.table,
+        head_columns=columns.table,
+        files=lambda: [at.place for at in index.paths],
+        provenance=provenance,
+        tokens_each=same,
+    )

@@ -1,0 +1,103 @@
+//! A store in which arrays that cannot be read in place appear as files of their own: deflated or byte-swapped ones, ones whose
+//! rows are not contiguous, and everything in a gzipped file. Each is decoded once into memory, and kept within a budget.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::codec::cache::Cache;
+use crate::codec::inflate;
+use crate::error::{Error, Kind, Result};
+use crate::location::Location;
+use crate::memory::buffer::Buffer;
+use crate::parse::arrays::{self, ArrayPlace};
+use crate::source::held::Held;
+use crate::source::{Access, Source, Store, Wishes};
+use crate::threads::Stop;
+
+/// Something to decode.
+#[derive(Clone, Debug)]
+pub struct Unit {
+    /// The file that contains it.
+    pub file: Location,
+    /// Whether the file is gzipped.
+    pub gzipped: bool,
+    /// The array, in C order and native byte order; `None` for the whole inflated file.
+    pub array: Option<ArrayPlace>,
+}
+
+/// The store.
+#[derive(Debug)]
+pub struct Unpacked {
+    inner: Arc<dyn Store>,
+    units: Vec<Unit>,
+    named: HashMap<Location, usize>,
+    cache: Cache,
+    /// Bytes to which a gzipped file may inflate.
+    limit: u64,
+}
+
+impl Unpacked {
+    /// The files of `inner`, and units under the names that [`Unpacked::name`] returns.
+    pub fn new(inner: Arc<dyn Store>, units: Vec<Unit>, memory: u64) -> Unpacked {
+        let named = (0..units.len()).map(|i| (Unpacked::name(&units[i], i), i)).collect();
+        Unpacked { inner, units, named, cache: Cache::new(memory), limit: memory }
+    }
+
+    /// The name of a unit: that of its file, with its number.
+    pub fn name(unit: &Unit, number: usize) -> Location {
+        let what = if unit.array.is_some() { "array" } else { "inflated" };
+        Location::object(unit.file.to_string(), format!("({what} {number})"))
+    }
+
+    fn open_unit(&self, number: usize) -> Result<Box<dyn Source>> {
+        let unit = &self.units[number];
+        let load = || self.decode(unit).map(Some);
+        let made = self.cache.get_or_load(number as u64, |_| true, load).map_err(|e: Error| e.at(&unit.file))?;
+        let made = made.unwrap_or_else(|| Arc::new(vec![].into()));
+        Ok(Box::new(Held::shared(unit.file.clone(), made)))
+    }
+
+    fn decode(&self, unit: &Unit) -> Result<Buffer> {
+        let source = self.inner.open(&unit.file, Access::Once)?;
+        let whole: Box<dyn Source> = if unit.gzipped {
+            let most = inflate::allowed(source.size(), u64::MAX, self.limit);
+            let mut gz = vec![0; usize::try_from(source.size()).unwrap_or(usize::MAX)];
+            source.read(0, &mut gz)?;
+            Box::new(Held::new(unit.file.clone(), inflate::inflate(&gz, most)?))
+        } else {
+            source
+        };
+        match &unit.array {
+            Some(place) => Ok(arrays::read(&*whole, place)?.into()),
+            None => {
+                let mut all = Buffer::new(whole.size() as usize)
+                    .map_err(|e| Error::new(Kind::NoMemory, format!("cannot allocate memory: {e}")))?;
+                whole.read(0, all.bytes_mut())?;
+                Ok(all)
+            }
+        }
+    }
+}
+
+impl Store for Unpacked {
+    fn open_many(&self, locations: &[&Location], access: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>> {
+        let plain: Vec<&Location> = locations.iter().copied().filter(|at| !self.named.contains_key(*at)).collect();
+        let mut plain = self.inner.open_many(&plain, access, stop).into_iter();
+        let missing = |at: &Location| Err(Error::new(Kind::Internal, "a file that was not opened").at(at));
+        locations
+            .iter()
+            .map(|at| match self.named.get(*at) {
+                Some(number) => self.open_unit(*number),
+                None => plain.next().unwrap_or_else(|| missing(at)),
+            })
+            .collect()
+    }
+
+    fn list(&self, folder: &Location) -> Result<Vec<String>> {
+        self.inner.list(folder)
+    }
+
+    fn wishes(&self) -> Option<Wishes> {
+        self.inner.wishes()
+    }
+}

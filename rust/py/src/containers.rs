@@ -1,0 +1,296 @@
+//! Files that contain arrays, as Python objects: values, and arrays by their places.
+
+use std::sync::Arc;
+
+use actshard_core::files::table::{FileTable, RowFile, RowsIn};
+use actshard_core::files::unpacked::{Unit, Unpacked};
+use actshard_core::layout::placed::Placed;
+use actshard_core::parse::arrays::{self, ArrayPlace};
+use actshard_core::parse::npy::{self, NpyArray, NpyElements};
+use actshard_core::parse::safetensors;
+use actshard_core::parse::torch::{self, TorchFile};
+use actshard_core::rows::Rows as Dataset;
+use actshard_core::source::local::Local;
+use actshard_core::source::{Access, Io, Source, Store};
+use actshard_core::threads::{self, Stop};
+use actshard_core::{Error, Kind, Result};
+use numpy::{PyArrayDescr, PyReadonlyArray1};
+use pyo3::prelude::*;
+use pyo3::types::PyByteArray;
+
+use crate::arguments::dtype_of;
+use crate::handle::{RowArguments, Rows};
+use crate::pickle::{Failed, ObjectMaker, StoredArray};
+use crate::place::{NamedPlace, remote_store, store_of};
+use crate::{detach, errors};
+
+/// Files read at the same time: most of the time is spent waiting for a disk or a network.
+const AT_ONCE: usize = 16;
+
+#[pymethods]
+impl StoredArray {
+    /// An array that no file describes: `strides` are in elements, `offset` in bytes.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        dtype: &str,
+        shape: Vec<u64>,
+        strides: Vec<u64>,
+        offset: u64,
+        swapped: bool,
+    ) -> PyResult<StoredArray> {
+        let dtype = dtype_of(py, dtype)?;
+        let swapped = swapped && dtype.bits() > 8;
+        Ok(StoredArray { place: ArrayPlace { dtype, swapped, shape, strides, at: offset, inside: None } })
+    }
+
+    /// The same bytes as elements of another type of the same size.
+    fn viewed(&self, py: Python<'_>, dtype: &str) -> PyResult<StoredArray> {
+        let dtype = dtype_of(py, dtype)?;
+        if dtype.bits() != self.place.dtype.bits() {
+            let detail = format!("{} and {} differ in size", self.place.dtype.name(), dtype.name());
+            return Err(errors::raise(py, &Error::new(Kind::DType, detail)));
+        }
+        Ok(StoredArray { place: ArrayPlace { dtype, ..self.place.clone() } })
+    }
+
+    /// The element type, by its safetensors name.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.place.dtype.name()
+    }
+
+    /// NpyElements along each axis.
+    #[getter]
+    fn shape(&self) -> Vec<u64> {
+        self.place.shape.clone()
+    }
+
+    /// NpyElements from one index to the next along each axis.
+    #[getter]
+    fn strides(&self) -> Vec<u64> {
+        self.place.strides.clone()
+    }
+
+    /// Offset of the first element in the file, or in the inflated bytes.
+    #[getter]
+    fn offset(&self) -> u64 {
+        self.place.at
+    }
+
+    /// Whether elements are byte-swapped.
+    #[getter]
+    fn swapped(&self) -> bool {
+        self.place.swapped
+    }
+
+    /// `(offset, stored bytes, inflated bytes, CRC-32)` of the deflated record that contains the array, or None.
+    #[getter]
+    fn deflated(&self) -> Option<(u64, u64, u64, u32)> {
+        self.place.inside.map(|region| (region.at, region.stored, region.size, region.crc))
+    }
+}
+
+/// A file of `torch.save`.
+#[pyclass(frozen, module = "actshard._native")]
+pub struct TorchContents {
+    file: Arc<TorchFile>,
+    place: NamedPlace,
+}
+
+#[pymethods]
+impl TorchContents {
+    /// The saved object; tensors are [`StoredArray`].
+    fn value<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        detach::guarded(py, || {
+            ObjectMaker::of_torch(py, &self.file).whole().map_err(|failed| match failed {
+                Failed::Python(raised) => raised,
+                Failed::Core(error) => errors::raise(py, &error.at(&self.place.location)),
+            })
+        })
+    }
+
+    /// Bytes of all storages, and bytes of the distinct tensors in them.
+    fn sizes(&self) -> (u64, u64) {
+        self.file.sizes()
+    }
+
+    /// Whether the file has the form before torch 1.6.
+    #[getter]
+    fn is_legacy(&self) -> bool {
+        self.file.is_legacy
+    }
+
+    /// Whether the file is gzipped: offsets are those in the inflated file.
+    #[getter]
+    fn is_gzipped(&self) -> bool {
+        self.file.held.is_some()
+    }
+
+    /// Offsets of storages whose content differs from their CRC-32.
+    fn damaged(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        detach::guarded(py, || {
+            detach::detached(py, |watch| match &self.file.held {
+                Some(held) => self.file.damaged(held, watch),
+                None => {
+                    let store = store_of(&self.place, Io::Pread);
+                    let source = store.open(&self.place.location, Access::Once)?;
+                    self.file.damaged(&*source, watch).map_err(|e| e.at(&self.place.location))
+                }
+            })
+        })
+    }
+
+    /// An array's elements in C order and native byte order.
+    fn read<'py>(&self, py: Python<'py>, array: &StoredArray) -> PyResult<Bound<'py, PyByteArray>> {
+        detach::guarded(py, || {
+            let (file, place) = (&self.file, &self.place);
+            let made = detach::detached(py, |_| {
+                let opened;
+                let source: &dyn Source = match &file.held {
+                    Some(held) => held,
+                    None => {
+                        opened = store_of(place, Io::Pread).open(&place.location, Access::Once)?;
+                        &*opened
+                    }
+                };
+                arrays::read(source, &array.place).map_err(|e| e.at(&place.location))
+            })?;
+            Ok(PyByteArray::new(py, &made))
+        })
+    }
+}
+
+/// An array of a file and its name: numbers, `"void"` (bytes of an unknown type) or `"text"`.
+type NamedArray = (String, StoredArray, &'static str);
+/// The arrays of a file, and its metadata.
+type ArraysTuple = (Vec<NamedArray>, Vec<(String, String)>);
+
+fn arrays_in(source: &dyn Source, kind: &str) -> Result<ArraysTuple> {
+    let named = |(name, array): (String, NpyArray)| {
+        let kind = match array.elements {
+            NpyElements::Numbers => "numbers",
+            NpyElements::Void => "void",
+            NpyElements::Text => "text",
+        };
+        (name, StoredArray { place: array.place }, kind)
+    };
+    match kind {
+        "npy" => Ok((vec![named((String::new(), npy::read(source)?))], vec![])),
+        "npz" => Ok((npy::read_archive(source)?.into_iter().map(named).collect(), vec![])),
+        "safetensors" => {
+            let header = safetensors::read_header(source)?;
+            let place = |tensor: &safetensors::Tensor| ArrayPlace {
+                dtype: tensor.dtype,
+                swapped: false,
+                shape: tensor.shape.clone(),
+                strides: ArrayPlace::dense(&tensor.shape),
+                at: header.data_start + tensor.begin,
+                inside: None,
+            };
+            let arrays = header.tensors.iter().filter(|tensor| tensor.dtype.size().is_some());
+            let named =
+                |tensor: &safetensors::Tensor| (tensor.name.clone(), StoredArray { place: place(tensor) }, "numbers");
+            Ok((arrays.map(named).collect(), header.metadata.clone()))
+        }
+        _ => Err(Error::new(Kind::Internal, format!("a container '{kind}'"))),
+    }
+}
+
+/// Reads the headers of `.npy`, `.npz` and safetensors files (`kind`), in parallel.
+#[pyfunction]
+pub fn read_arrays(py: Python<'_>, places: Vec<NamedPlace>, kind: &str) -> PyResult<Vec<ArraysTuple>> {
+    detach::guarded(py, || {
+        let read = |_: usize, place: NamedPlace, _: &Stop| -> Result<ArraysTuple> {
+            let store: Arc<dyn Store> = store_of(&place, Io::Pread);
+            arrays_in(&*store.open(&place.location, Access::Once)?, kind).map_err(|e| e.at(&place.location))
+        };
+        detach::detached(py, |watch| threads::map_each_waiting(places, AT_ONCE, &read, watch))
+    })
+}
+
+/// An array's elements in C order and native byte order, from a file that is not gzipped.
+#[pyfunction]
+pub fn read_array<'py>(py: Python<'py>, place: NamedPlace, array: &StoredArray) -> PyResult<Bound<'py, PyByteArray>> {
+    detach::guarded(py, || {
+        let made = detach::detached(py, |_| {
+            let source = store_of(&place, Io::Pread).open(&place.location, Access::Once)?;
+            arrays::read(&*source, &array.place).map_err(|e| e.at(&place.location))
+        })?;
+        Ok(PyByteArray::new(py, &made))
+    })
+}
+
+/// Reads files of `torch.save`, in parallel: the saved objects, without the bytes of tensors. A gzipped file may inflate to
+/// `limit` bytes, or to what is usual for its size if that is more.
+#[pyfunction]
+pub fn read_torch(py: Python<'_>, places: Vec<NamedPlace>, limit: u64) -> PyResult<Vec<TorchContents>> {
+    detach::guarded(py, || {
+        let read = |_: usize, place: NamedPlace, _: &Stop| -> Result<TorchContents> {
+            let store: Arc<dyn Store> = store_of(&place, Io::Pread);
+            let file = torch::read(&*store.open(&place.location, Access::Once)?, limit)?;
+            Ok(TorchContents { file: Arc::new(file), place })
+        };
+        detach::detached(py, |watch| threads::map_each_waiting(places, AT_ONCE, &read, watch))
+    })
+}
+
+/// A file, as passed to [`placed_rows`].
+pub type PlacedFileTuple<'py> = (NamedPlace, u64, bool, bool, Option<Bound<'py, StoredArray>>);
+
+/// Rows anywhere in files: `files` are (path, bytes between rows, whether byte-swapped, whether gzipped, the array to decode or
+/// None). `numbers` and `starts` have the file and the first byte for each group and example, `tokens` the rows of each example.
+/// In a decoded array, offsets are those in its C order.
+#[pyfunction]
+#[pyo3(signature = (files, numbers, starts, tokens, *, num_groups, width, dtype, decoded_memory, descr, io))]
+#[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+pub fn placed_rows(
+    py: Python<'_>,
+    files: Vec<PlacedFileTuple<'_>>,
+    numbers: PyReadonlyArray1<'_, u32>,
+    starts: PyReadonlyArray1<'_, u64>,
+    tokens: PyReadonlyArray1<'_, u32>,
+    num_groups: usize,
+    width: u64,
+    dtype: &str,
+    decoded_memory: u64,
+    descr: Bound<'_, PyArrayDescr>,
+    io: &str,
+) -> PyResult<Rows> {
+    detach::guarded(py, || {
+        let (numbers, starts) = (numbers.as_slice()?.to_vec(), starts.as_slice()?.to_vec());
+        let tokens = tokens.as_slice()?.to_vec();
+        let row = RowArguments { width, dtype, descr, io };
+        let files: Vec<_> = files
+            .into_iter()
+            .map(|(place, step, swapped, gzipped, array)| {
+                (place, step, swapped, gzipped, array.map(|array| array.get().place.clone()))
+            })
+            .collect();
+        row.rows(py, |width, dtype, io| {
+            let inner = match remote_store(files.iter().map(|(place, ..)| place))? {
+                Some(store) => store,
+                None => Arc::new(Local { io }),
+            };
+            let steps = files.iter().map(|(_, step, ..)| *step).collect();
+            let layout = Placed::new(num_groups, numbers, starts, tokens, steps)?;
+            let mut units = vec![];
+            let mut table = Vec::with_capacity(files.len());
+            for (place, step, swapped, gzipped, array) in files {
+                let mut location = place.location;
+                let mut rows = RowsIn::Apart { step, swapped };
+                if gzipped || array.is_some() {
+                    let swapped = swapped && array.is_none();
+                    rows = RowsIn::Apart { step, swapped };
+                    let unit = Unit { file: location, gzipped, array };
+                    location = Unpacked::name(&unit, units.len());
+                    units.push(unit);
+                }
+                table.push(RowFile { location, rows });
+            }
+            let store: Arc<dyn Store> =
+                if units.is_empty() { inner } else { Arc::new(Unpacked::new(inner, units, decoded_memory)) };
+            Ok(Dataset::Placed(FileTable::of(store, table, width, dtype)?, layout))
+        })
+    })
+}
