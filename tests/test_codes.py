@@ -24,6 +24,7 @@ from actshard.codes import Remark
 from actshard.formats import registry
 from actshard.location import Location
 from actshard.verifying import CODES
+from arrow_files import unended, with_null
 from conftest import GOLDEN, rewrite_index, saev_dump
 from pickle_files import mixed
 from served import served
@@ -148,6 +149,8 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "record-checksum": torch_folder("hostile/crc_wrong.pt", "h"),
     "token-range": cache(IDS, {"input_ids": [1, 9]}, metadata={"vocab_size": 9}),
     "mask-value": cache(IDS | {"assistant_masks": np.int32}, {"input_ids": [1, 2], "assistant_masks": [0, 2]}),
+    "null-row": with_null,
+    "end-marker": unended,
     "row-lengths-differ": cache(IDS | {"loss_weights": np.float32}, {"input_ids": [1, 2], "loss_weights": [1.0]}),
 }
 """Datasets that raise the findings tested neither by golden datasets nor by test_verifying.py."""

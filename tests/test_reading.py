@@ -222,6 +222,7 @@ def test_a_folder_of_datasets_lists_them() -> None:
         "automodel",
         "deepspec",
         "hallulens",
+        "hf_arrow",
         "layout_toml",
         "saev",
         "lmprobe",

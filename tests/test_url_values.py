@@ -23,6 +23,7 @@ for kinds in ("lmprobe", "pickle", "zarr", "zarr_codecs", "hallulens_v1"):
 DATASETS = [
     next((path / name for name in ("activations.zarr", "capture") if (path / name).exists()), path) for path in DATASETS
 ]
+DATASETS += [GOLDEN / "hf_arrow/hub_array2d_ragged_f32/dataset", GOLDEN / "hf_arrow/saelens_f16_shuffled/cache"]
 SCHEMES = ("s3", "gs", "az", "https", "hf")
 
 

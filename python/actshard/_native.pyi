@@ -20,6 +20,7 @@ __all__ = [
     "TokenOrder",
     "TorchContents",
     "ZarrMeta",
+    "arrow_stream",
     "build_info",
     "cast_into",
     "check_decoded_size",
@@ -79,10 +80,19 @@ _SelectedTokens = (
     | tuple[int, NDArray[np.int64], NDArray[np.bool_]]
     | tuple[NDArray[np.int64]]
 )
+_ArrowColumn = tuple[str, str, list[int], list[str], list["_ArrowColumn"], list[tuple[str, str]]]
 _Header = tuple[list[tuple[str, str, list[int], int, int]], list[tuple[str, str]], int]
 
 def safetensors_header(path: str | PathLike[str]) -> _Header: ...
 def parse_safetensors(data: bytes) -> _Header: ...
+def arrow_stream(
+    path: str | PathLike[str],
+) -> tuple[
+    list[_ArrowColumn],
+    list[tuple[str, str]],
+    list[tuple[int, int, list[tuple[int, int]], list[tuple[int, int]]]],
+    bool,
+]: ...
 def read_zarr(
     folder: str | PathLike[str], metadata: bytes, there: Sequence[Sequence[int]], most: int
 ) -> bytes | list[bytes]: ...
@@ -286,6 +296,18 @@ class Rows:
         index: IndexRecords,
         *,
         column: int | None,
+        width: int,
+        dtype: str,
+        descr: np.dtype[Any],
+        io: str,
+    ) -> Rows: ...
+    @staticmethod
+    def joined(
+        files: Sequence[tuple[str | PathLike[str], int, int, bool, list[tuple[int, int, bool, int, int]]]],
+        cut: tuple[int, int] | NDArray[np.uint64],
+        *,
+        void: list[int],
+        num_groups: int,
         width: int,
         dtype: str,
         descr: np.dtype[Any],

@@ -16,6 +16,7 @@ use crate::files::table::FileTable;
 use crate::gather::blocks::{BlockReader, gather_in_blocks};
 use crate::gather::{Ints, Origin, Out, Pick, are_cached, gather};
 use crate::layout::chunked::Chunked;
+use crate::layout::joined::Joined;
 use crate::layout::placed::Placed;
 use crate::layout::records::Records;
 use crate::layout::row::Row;
@@ -39,6 +40,8 @@ pub enum Rows {
     Table(FileTable, Table),
     /// Listed files; each example begins at its own row.
     Spans(FileTable, Spans),
+    /// Listed files, joined to one sequence of rows that examples cut into pieces.
+    Joined(FileTable, Joined),
     /// Listed files; addresses from an index file of records.
     Records(FileTable, Records),
     /// Listed files; each example is a part of tensors in them.
@@ -71,6 +74,7 @@ macro_rules! with_layout {
             Rows::Strided(_, $layout) => $body,
             Rows::Table(_, $layout) => $body,
             Rows::Spans(_, $layout) => $body,
+            Rows::Joined(_, $layout) => $body,
             Rows::Records(_, $layout) => $body,
             Rows::Tensors(_, $layout) => $body,
             Rows::Placed(_, $layout) => $body,
@@ -105,6 +109,10 @@ macro_rules! with_origin {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
             }
+            Rows::Joined(files, layout) => {
+                let $origin = &Origin { files, layout, groups, only };
+                $body
+            }
             Rows::Records(files, layout) => {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
@@ -129,6 +137,7 @@ impl Rows {
             Rows::Strided(files, _)
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
+            | Rows::Joined(files, _)
             | Rows::Records(files, _)
             | Rows::Tensors(files, _)
             | Rows::Placed(files, _) => files.row(),
@@ -148,6 +157,7 @@ impl Rows {
             Rows::Strided(files, _)
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
+            | Rows::Joined(files, _)
             | Rows::Records(files, _)
             | Rows::Tensors(files, _)
             | Rows::Placed(files, _) => files.release(),
@@ -172,6 +182,7 @@ impl Rows {
             Rows::Strided(_, layout) => layout.examples(),
             Rows::Table(_, layout) => layout.examples(),
             Rows::Spans(_, layout) => layout.examples(),
+            Rows::Joined(_, layout) => layout.examples(),
             Rows::Records(_, layout) => layout.examples(),
             Rows::Tensors(_, layout) => layout.examples(),
             Rows::Placed(_, layout) => layout.examples(),
@@ -187,6 +198,7 @@ impl Rows {
             Rows::Strided(_, layout) => layout.groups(),
             Rows::Table(_, layout) => layout.groups(),
             Rows::Spans(_, layout) => layout.groups(),
+            Rows::Joined(_, layout) => layout.groups(),
             Rows::Records(_, layout) => layout.groups(),
             Rows::Tensors(_, layout) => layout.groups(),
             Rows::Placed(_, layout) => layout.groups(),
@@ -202,6 +214,7 @@ impl Rows {
             Rows::Strided(..)
             | Rows::Table(..)
             | Rows::Spans(..)
+            | Rows::Joined(..)
             | Rows::Records(..)
             | Rows::Tensors(..)
             | Rows::Placed(..) => false,
@@ -217,6 +230,7 @@ impl Rows {
             Rows::Strided(files, _)
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
+            | Rows::Joined(files, _)
             | Rows::Records(files, _)
             | Rows::Tensors(files, _)
             | Rows::Placed(files, _) => files.wishes().map(|w| w.unit_bytes),
@@ -277,6 +291,7 @@ impl Rows {
             Rows::Strided(_, layout) => all(layout)?,
             Rows::Table(_, layout) => all(layout)?,
             Rows::Spans(_, layout) => all(layout)?,
+            Rows::Joined(_, layout) => all(layout)?,
             Rows::Records(_, layout) => all(layout)?,
             Rows::Tensors(_, layout) => all(layout)?,
             Rows::Placed(_, layout) => all(layout)?,
@@ -306,6 +321,7 @@ impl Rows {
             Rows::Table(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Placed(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Spans(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
+            Rows::Joined(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Records(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Tensors(files, layout) => one_view(layout, group, example, |at, rows| in_table(files, at, rows)),
             Rows::Chunked(files, layout) => {
@@ -346,6 +362,7 @@ impl Rows {
             Rows::Strided(files, layout) => table(files, spread(layout, group, examples)?),
             Rows::Table(files, layout) => table(files, spread(layout, group, examples)?),
             Rows::Spans(files, layout) => table(files, spread(layout, group, examples)?),
+            Rows::Joined(files, layout) => table(files, spread(layout, group, examples)?),
             Rows::Chunked(files, layout) => {
                 let Some(found) = spread(layout, group, examples)? else { return Ok(None) };
                 Ok(files.view(found.file, found.lowest, found.rows, paging)?.map(|view| (view, found)))
@@ -366,6 +383,7 @@ impl Rows {
             Rows::Strided(files, _)
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
+            | Rows::Joined(files, _)
             | Rows::Records(files, _)
             | Rows::Tensors(files, _)
             | Rows::Placed(files, _) => files.wishes().is_none(),
@@ -381,6 +399,7 @@ impl Rows {
             Rows::Strided(files, _)
             | Rows::Table(files, _)
             | Rows::Spans(files, _)
+            | Rows::Joined(files, _)
             | Rows::Records(files, _)
             | Rows::Tensors(files, _)
             | Rows::Placed(files, _) => files.wishes().is_some(),
@@ -439,6 +458,9 @@ impl Rows {
                 gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Spans(files, layout) => {
+                gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
+            }
+            Rows::Joined(files, layout) => {
                 gather(&Origin { files, layout, groups, only }, pick, items, cast, out, watch)
             }
             Rows::Records(files, layout) => {

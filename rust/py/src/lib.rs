@@ -18,9 +18,11 @@ mod arguments;
 mod buffer;
 mod containers;
 mod copying;
+mod decoding;
 mod detach;
 mod errors;
 mod handle;
+mod joined;
 mod pickle;
 mod place;
 mod remote;
@@ -36,6 +38,7 @@ use actshard_core::arrays::coded;
 use actshard_core::arrays::element::Fill;
 use actshard_core::arrays::meta::ArrayMeta;
 use actshard_core::dtype::DType;
+use actshard_core::parse::arrow::{self, ArrowField};
 use actshard_core::parse::safetensors;
 use actshard_core::source::{Access, Io, pread};
 use actshard_core::threads::{self, Stop, Watch};
@@ -71,6 +74,37 @@ fn safetensors_header(py: Python<'_>, path: NamedPlace) -> PyResult<HeaderTuple>
 #[pyfunction]
 fn parse_safetensors(py: Python<'_>, data: &[u8]) -> PyResult<HeaderTuple> {
     detach::guarded(py, || detach::detached(py, |_| safetensors::parse_bytes(data).map(header_tuple)))
+}
+
+/// A column of an Arrow stream: name, type, sizes, texts, columns inside, metadata.
+#[derive(IntoPyObject)]
+struct ArrowColumn(String, &'static str, Vec<i64>, Vec<String>, Vec<ArrowColumn>, Vec<(String, String)>);
+
+impl ArrowColumn {
+    fn of(field: ArrowField) -> ArrowColumn {
+        let ArrowField { name, of, children, metadata } = field;
+        let children = children.into_iter().map(ArrowColumn::of).collect();
+        ArrowColumn(name, of.name, of.sizes, of.texts, children, metadata)
+    }
+}
+
+/// Columns, metadata, batches (offset, rows, nodes, buffers), and whether the stream has its end marker.
+type ArrowTuple = (Vec<ArrowColumn>, Vec<(String, String)>, Vec<(u64, u64, Vec<(u64, i64)>, Vec<(u64, u64)>)>, bool);
+
+/// Reads and checks the headers of an Arrow IPC stream.
+#[pyfunction]
+fn arrow_stream(py: Python<'_>, path: NamedPlace) -> PyResult<ArrowTuple> {
+    detach::guarded(py, || {
+        let store = store_of(&path, Io::Pread);
+        detach::detached(py, |watch| {
+            let read = |_: &Stop| arrow::read_stream(&*store.open(&path.location, Access::Once)?);
+            let found =
+                if store.wishes().is_none() { read(&Stop::default()) } else { threads::wait_for(&read, watch) }?;
+            let fields = found.schema.fields.into_iter().map(ArrowColumn::of).collect();
+            let batches = found.batches.into_iter().map(|b| (b.at, b.rows, b.nodes, b.buffers)).collect();
+            Ok((fields, found.schema.metadata, batches, found.ended))
+        })
+    })
 }
 
 /// Reads a whole small Zarr array whose existing chunks are listed. Returns the bytes of its elements (at most `most`), or a
@@ -242,6 +276,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(copying::clear_disk_cache, m)?)?;
     m.add_function(wrap_pyfunction!(safetensors_header, m)?)?;
     m.add_function(wrap_pyfunction!(parse_safetensors, m)?)?;
+    m.add_function(wrap_pyfunction!(arrow_stream, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;
     m.add_function(wrap_pyfunction!(check_decoded_size, m)?)?;
     m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use actshard_core::arrays::coded::{self, CodedArray, Decode};
+use actshard_core::arrays::coded::CodedArray;
 use actshard_core::arrays::naming::Naming;
 use actshard_core::files::Files;
 use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content};
@@ -23,7 +23,6 @@ use actshard_core::rows::chosen::Chosen;
 use actshard_core::source::{Io, Store};
 use actshard_core::{DType, Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyUntypedArray};
-use pyo3::exceptions::{PyException, PyMemoryError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList};
@@ -31,7 +30,7 @@ use pyo3::types::{PyDict, PyList};
 use crate::arguments::{IndexArgument, groups_of, helper, io_of};
 use crate::handle::{Destination, RowArguments, Rows};
 use crate::place::{NamedPlace, remote_store, store_of};
-use crate::{buffer, detach, errors, pickle, stream, write};
+use crate::{buffer, decoding, detach, errors, joined, pickle, stream, write};
 
 /// A table of row addresses, read from an index batch by batch.
 #[pyclass(frozen, module = "actshard._native")]
@@ -175,32 +174,6 @@ enum ChosenBy {
     Range(i64, i64, u64),
     /// Native 64-bit integers.
     Numbers(PyBackedBytes),
-}
-
-/// Chunks decoded by Python.
-#[derive(Debug)]
-struct Callback(Py<PyAny>);
-
-impl Decode for Callback {
-    fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> actshard_core::Result<Option<Vec<u8>>> {
-        let made = Python::attach(|py| -> PyResult<Option<PyBackedBytes>> {
-            Ok(self.0.bind(py).call1((indices.to_vec(),))?.extract()?)
-        });
-        match made {
-            Ok(bytes) => bytes.map(|bytes| coded::of_length(bytes.to_vec(), len, location)).transpose(),
-            Err(raised) => Err(Python::attach(|py| {
-                // An interrupt or a lack of memory is not a fault of the file; an actshard error names the file already.
-                let ours = || py.import("actshard.errors")?.getattr("ActshardError");
-                let through = !raised.is_instance_of::<PyException>(py)
-                    || raised.is_instance_of::<PyMemoryError>(py)
-                    || ours().is_ok_and(|class| raised.is_instance(py, &class));
-                if through {
-                    return errors::carry(raised);
-                }
-                Error::new(Kind::Format, format!("the zarr package cannot decode this chunk: {raised}")).at(location)
-            })),
-        }
-    }
 }
 
 /// A table of files of a remote store, or of local ones.
@@ -396,6 +369,32 @@ impl Rows {
         })
     }
 
+    /// Rows of files that follow each other, cut into examples. `files` of group g, of `num_groups` equal parts of the list, are
+    /// that part; `void` are the numbers of examples without rows.
+    #[staticmethod]
+    #[pyo3(signature = (files, cut, *, void, num_groups, width, dtype, descr, io))]
+    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+    fn joined(
+        py: Python<'_>,
+        files: Vec<joined::JoinedTuple>,
+        cut: joined::CutBy<'_>,
+        void: Vec<u64>,
+        num_groups: usize,
+        width: u64,
+        dtype: &str,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        detach::guarded(py, || {
+            let cut = cut.examples()?;
+            RowArguments { width, dtype, descr, io }.rows(py, |width, dtype, io| {
+                let store = remote_store(files.iter().map(|(place, ..)| place))?;
+                let (files, layout) = joined::parts(files, cut, void, num_groups)?;
+                Ok(Dataset::Joined(file_table(store, files, width, dtype, io)?, layout))
+            })
+        })
+    }
+
     /// Rows of chunked arrays: `members` are (examples, indices of arrays in token order), `lengths` has one entry per array
     /// of a member: its number of tokens, for all examples or for each.
     #[staticmethod]
@@ -425,7 +424,7 @@ impl Rows {
                             let store = store_of(&folder, Io::Pread);
                             Content::Coded(Box::new(CodedArray::of(store, &folder.location, &metadata, inner)))
                         }
-                        Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(Callback(decode))),
+                        Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(decoding::Callback(decode))),
                     };
                     let naming = Naming::of(&prefix, &separator).ok_or_else(unknown)?;
                     let (folder, metadata) = (folder.location, metadata.location);

@@ -5,6 +5,7 @@
 
 pub mod chunked;
 pub mod grid;
+pub mod joined;
 mod packed;
 pub mod placed;
 pub mod records;

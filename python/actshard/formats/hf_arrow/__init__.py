@@ -1,0 +1,30 @@
+"""Arrow directories of the Hugging Face ``datasets`` library, such as SAELens' caches; see docs/formats/hf_arrow.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from actshard.codes import Code
+from actshard.formats.format import Format, Room
+from actshard.formats.hf_arrow import codes
+
+
+class HfArrowFormat(Format):
+    """Arrow directories. Read, verified and converted from."""
+
+    name: ClassVar[str] = "hf_arrow"
+    description: ClassVar[str] = "Hugging Face Arrow directories (SAELens caches)"
+    manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
+    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
+    rooms: ClassVar[Mapping[Room, str]] = {
+        "detect": ".read:detect",
+        "open": ".read:open",
+        "check": ".check:check",
+    }
+
+    def remains(self, names: frozenset[str]) -> bool:
+        return "dataset_info.json" in names and any(name.endswith(".arrow") for name in names)
+
+
+FORMAT = HfArrowFormat()

@@ -1,0 +1,54 @@
+"""Checks of Arrow directories; see docs/formats/hf_arrow.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from actshard.errors import ActshardError
+from actshard.formats.contents import Options
+from actshard.formats.format import Tell
+from actshard.formats.hf_arrow.read import Directory
+from actshard.formats.report import Report
+from actshard.location import Location
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Checks all headers, the offsets of every batch, all other columns, and the numbers that dataset_info.json states."""
+    try:
+        found = Directory(root)
+    except ActshardError as error:
+        report.error(error, root)
+        return
+    contents = found.contents(Options.of(root))
+    report.count("files", len(found.files))
+    _check_offsets(found, contents.rows, report, tell)
+    for number, name in enumerate(found.column_names):
+        tell("columns", number, len(found.column_names))
+        with report.noting(root):
+            for _ in found.batches([name]):
+                pass
+    splits = found.info.get("splits")
+    split = found.state.value.get("_split")
+    said: Any = splits.get(split) if isinstance(splits, dict) else None
+    n = said.get("num_examples") if isinstance(said, dict) else None
+    if type(n) is int and n != found.num_examples:
+        place = f"field 'splits.{split}.num_examples'"
+        report.add("count-claim", root / "dataset_info.json", n, f"{found.num_examples}, as in the Arrow files", place)
+
+
+def _check_offsets(found: Directory, rows: Any, report: Report, tell: Tell) -> None:
+    """Reads a row of every batch, which checks all offsets of its lists."""
+    counts = found.counts()
+    if rows is None:
+        return
+    first = 0
+    void = set(found.void().tolist())
+    batches = [(file.path, batch.rows) for file in found.files for batch in file.batches]
+    for number, (path, n) in enumerate(batches):
+        tell("batches", number, len(batches))
+        filled = next((e for e in range(first, first + n) if counts[e] > 0 and e not in void), None)
+        for group in range(len(found.layers)) if filled is not None else ():
+            with report.noting(path):
+                rows.gather(group, filled, 0, None, None)
+        first += n
+    report.count("examples", first)

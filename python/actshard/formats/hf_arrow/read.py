@@ -1,0 +1,337 @@
+"""Reads directories that ``datasets.Dataset.save_to_disk`` and SAELens' CacheActivationsRunner write.
+
+.. code-block:: text
+
+    state.json          {"_data_files": [{"filename": "data-00000-of-00002.arrow"}, ...], ...}: which files, in which order
+    dataset_info.json   {"features": {"blocks.3.hook_resid_pre": {"shape": [ctx, d], "dtype": "float32", "_type": "Array2D"}}}
+    data-*.arrow        Arrow IPC streams; the numbers in their names may be wrong
+    cache-*.arrow       indices of a shuffle; not part of the dataset
+    .tmp_shards/        shards of a run that has not finished
+
+Sources: datasets 5.2.0, sae-lens 6.54.12, and their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard._json import Fields, parse_json, read_json, show
+from actshard._native import Rows
+from actshard.codes import Remark
+from actshard.errors import ActshardError, FormatError, MissingFileError, NotStoredError, UnfinishedError
+from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.hf_arrow.streams import StreamFile, pa_type
+from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, chosen, pieces_of, vectors_of
+from actshard.location import Location
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+LOOKED_FOR = "a folder with a state.json that lists Arrow files (_data_files) with vectors"
+UNFINISHED = ".tmp_shards"
+_SHOWN = 10
+_WORKERS = 8
+"""Threads that read headers of files."""
+
+
+def detect(path: Location) -> Evidence:
+    """Checks for a state.json with ``_data_files``, or the working folder of an unfinished run."""
+    if path.kind() != "folder":
+        return Evidence(False, LOOKED_FOR, "a file")
+    state = path / "state.json"
+    if state.kind() != "file":
+        if path.lists and (path / UNFINISHED).kind() == "folder":
+            return Evidence(True, LOOKED_FOR, f"{UNFINISHED}, of a run that has not finished")
+        return Evidence(False, LOOKED_FOR, "no state.json")
+    value = read_json(state)
+    if not isinstance(value, dict) or "_data_files" not in value:
+        return Evidence(False, LOOKED_FOR, "another state.json")
+    info = read_json(path / "dataset_info.json") if (path / "dataset_info.json").kind() == "file" else None
+    features = info.get("features") if isinstance(info, dict) else None
+    if isinstance(features, dict) and features and not any(_is_vectors(feature) for feature in features.values()):
+        return Evidence(False, LOOKED_FOR, "a dataset without columns of vectors")
+    return Evidence(True, LOOKED_FOR, "a state.json with _data_files")
+
+
+def _is_vectors(feature: Any, depth: int = 0) -> bool:
+    """Whether a feature is a list of floats, in any notation of ``datasets``."""
+    if isinstance(feature, list):
+        return depth < 3 and len(feature) == 1 and _is_vectors(feature[0], depth + 1)
+    if not isinstance(feature, dict):
+        return False
+    if "feature" in feature:
+        return depth < 3 and _is_vectors(feature["feature"], depth + 1)
+    listed = depth > 0 or str(feature.get("_type", "")).startswith("Array")
+    return listed and feature.get("dtype") in FLOATS
+
+
+def data_files(path: Location, state: Fields) -> list[Location]:
+    """The data files, in order.
+
+    Raises:
+        FormatError: a name leaves the folder, or occurs twice.
+    """
+    made: list[Location] = []
+    for entry in state.items("_data_files"):
+        name = entry.text("filename")
+        if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise entry.error("filename", "the name of a file in this folder")
+        if path / name in made:
+            raise entry.error("filename", "a different file each")
+        made.append(path / name)
+    return made
+
+
+class Directory:
+    """A directory's metadata and the headers of its files."""
+
+    def __init__(self, path: Location) -> None:
+        self.path = path
+        self.warnings: list[Remark] = []
+        if not (path / "state.json").exists():
+            raise UnfinishedError(
+                f"has {UNFINISHED} and no state.json: the run that writes it is running, or was interrupted. Run it again",
+                path=path,
+            )
+        self.state = Fields(read_json(path / "state.json"), path / "state.json")
+        self.info = self._info()
+        for name in ("_indices_data_files", "_indices_files"):
+            if self.state.value.get(name):
+                raise FormatError(
+                    f"field '{name}': expected a dataset in stored order, found an indices mapping of an old version of "
+                    "datasets. Write it again with flatten_indices() and save_to_disk()",
+                    path=path / "state.json",
+                    code="metadata",
+                )
+        if path.lists and (path / UNFINISHED).exists():
+            self.warnings.append(
+                Remark(
+                    "layout", f"{UNFINISHED} is left of a run: examples that it did not add to state.json are not read"
+                )
+            )
+        self.files = self._open(data_files(path, self.state))
+        self.features = self._features()
+        self.layers: list[Vectors] = []
+        self.pieces: list[list[Piece]] = []
+        self._choose()
+
+    def _info(self) -> dict[str, Any]:
+        path = self.path / "dataset_info.json"
+        if not path.exists():
+            self.warnings.append(Remark("layout", "dataset_info.json is missing; types are those of the Arrow files"))
+            return {}
+        return Fields(read_json(path), path).value
+
+    def _open(self, paths: list[Location]) -> list[StreamFile]:
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            files = list(pool.map(_opened, paths))
+        for file in files[1:]:
+            if len(file.columns) != len(files[0].columns) or not all(
+                a.same_type(b) for a, b in zip(file.columns, files[0].columns, strict=True)
+            ):
+                raise FormatError(f"expected the columns of {files[0].path.name}, found others", path=file.path)
+        unended = [file.path.name for file in files if not file.ended]
+        if unended:
+            self.warnings.append(Remark("end-marker", f"{', '.join(unended[:_SHOWN])}: the stream has no end marker"))
+        return files
+
+    def _features(self) -> dict[str, Any]:
+        """The features of dataset_info.json, or those that the Arrow files repeat."""
+        found = self.info.get("features")
+        if isinstance(found, dict):
+            return found
+        text = self.files[0].metadata.get("huggingface") if self.files else None
+        if text is not None:
+            try:
+                value = parse_json(text, self.files[0].path)
+                found = value["info"]["features"]
+            except (ActshardError, KeyError, TypeError):
+                found = None  # only a copy of dataset_info.json; types come from the columns
+        return found if isinstance(found, dict) else {}
+
+    def _choose(self) -> None:
+        """Finds the columns that are layers, and their rows."""
+        columns = self.files[0].columns if self.files else ()
+        candidates = [of for column in columns if (of := vectors_of(column, self.features)) is not None]
+        names = [column.name for column in columns]
+        if len(set(names)) < len(names):
+            raise FormatError("expected columns of different names", path=self.files[0].path)
+        known: dict[str, int] = {}
+        found: dict[str, list[Piece]] = {}
+        for of in candidates:
+            width = of.width
+            made: list[Piece] = []
+            for file in self.files:
+                pieces, width = pieces_of(file, of, width)
+                made += pieces
+            known[of.column.name], found[of.column.name] = width or 0, made
+        layers, others = chosen(candidates, known)
+        first = found[layers[0].column.name] if layers else []
+        for of in layers:
+            pieces = found[of.column.name]
+            if all(np.array_equal(a.lengths, b.lengths) for a, b in zip(first, pieces, strict=True)):
+                self.layers.append(of)
+                self.pieces.append(pieces)
+            else:
+                others.append(of)
+        if others:
+            kept = ", ".join(of.column.name for of in self.layers)
+            left = ", ".join(of.column.name for of in others)
+            self.warnings.append(
+                Remark(
+                    "layout",
+                    f"columns {left} differ from {kept} in kind, size, dtype or lengths: they are columns, not layers",
+                )
+            )
+        self.d_model = known[self.layers[0].column.name] if self.layers else 0
+        self._check_claims()
+
+    def _check_claims(self) -> None:
+        for of in self.layers:
+            said = self.features.get(of.column.name)
+            dtype = said.get("dtype") if isinstance(said, dict) else None
+            if isinstance(dtype, str) and dtype != of.leaf.type:
+                text = f"dataset_info.json declares {of.column.name} as {dtype}, the Arrow files have {of.leaf.type}"
+                self.warnings.append(Remark("dtype-claim", text))
+            shape = said.get("shape") if isinstance(said, dict) else None
+            if isinstance(shape, list) and shape and shape[-1] not in (None, self.d_model) and self.d_model:
+                text = f"dataset_info.json declares shape {show(shape)} of {of.column.name}, vectors have {self.d_model} values"
+                self.warnings.append(Remark("claim", text))
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows of the table."""
+        return sum(file.rows for file in self.files)
+
+    def counts(self) -> NDArray[np.int64]:
+        """Tokens of each example as stored, with those of void examples."""
+        parts = [piece.lengths for piece in self.pieces[0]] if self.pieces else []
+        return np.concatenate([np.zeros(0, np.int64), *parts])
+
+    def void(self) -> NDArray[np.int64]:
+        """Examples that are null in a layer."""
+        found: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        for of, pieces in zip(self.layers, self.pieces, strict=True):
+            first = 0
+            own: list[int] = []
+            for piece in pieces:
+                found.append(piece.void + first)
+                own += (piece.void + first).tolist()
+                first += len(piece.lengths)
+            if own:
+                shown = ", ".join(map(str, own[:_SHOWN])) + (", ..." if len(own) > _SHOWN else "")
+                text = f"{of.column.name}: {len(own)} rows are null or contain nulls, and have no tokens: {shown}"
+                self.warnings.append(Remark("null-row", text))
+        return np.unique(np.concatenate(found))
+
+    def native(self, options: Options, counts: NDArray[np.int64], void: NDArray[np.int64]) -> Rows | None:
+        """The rows; None without any."""
+        if not self.layers or not self.d_model:
+            return None
+        of = self.layers[0]
+        places = [file.path for file in self.files for _ in file.batches]
+        files = [
+            (place, piece.start, piece.rows, False, piece.even)
+            for pieces in self.pieces
+            for place, piece in zip(places, pieces, strict=True)
+        ]
+        same = len(counts) > 0 and bool((counts == counts[0]).all())
+        ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
+        return Rows.joined(
+            files,
+            (len(counts), int(counts[0])) if same else ends,
+            void=void.tolist(),
+            num_groups=len(self.layers),
+            width=self.d_model,
+            dtype=FLOATS[of.leaf.type],
+            descr=of.dtype,
+            io=options.io,
+        )
+
+    # -- columns ---------------------------------------------------------------------------------
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """Columns that are not layers."""
+        layers = {of.column.name for of in self.layers}
+        return tuple(c.name for c in self.files[0].columns if c.name not in layers) if self.files else ()
+
+    def batches(self, wanted: Sequence[str], most: int | None = None) -> Iterator[pa.Table]:
+        """Reads columns, batch after batch, of at least ``most`` examples if there are as many."""
+        import pyarrow as pa
+
+        unknown = [name for name in wanted if name not in self.column_names]
+        if unknown:
+            raise NotStoredError(
+                f"has no column {unknown[0]!r}; columns are {', '.join(self.column_names) or 'none'}", path=self.path
+            )
+        read = 0
+        for file in self.files:
+            own = {column.name: column for column in file.columns}
+            for batch in file.batches:
+                if most is not None and read >= most:
+                    return
+                read += batch.rows
+                yield pa.table({name: file.array(batch, own[name]) for name in wanted})
+
+    def columns(self, wanted: Sequence[str], most: int | None = None) -> pa.Table:
+        """Reads columns of all examples, or of the first ones."""
+        import pyarrow as pa
+
+        parts = list(self.batches(wanted, most))
+        if not parts:
+            own = {column.name: pa_type(column) for column in self.files[0].columns} if self.files else {}
+            return pa.table({name: pa.array([], own[name]) for name in wanted})
+        table = pa.concat_tables(parts)
+        return table if most is None else table.slice(0, most)
+
+    def contents(self, options: Options) -> Contents:
+        """The dataset's contents, for a store."""
+        counts, void = self.counts(), self.void()
+        rows = self.native(options, counts, void)
+        counts[void] = 0
+        same = len(counts) > 0 and bool((counts == counts[0]).all())
+        info = {name: self.info[name] for name in ("description", "homepage", "license") if self.info.get(name)}
+        n = self.num_examples
+        split = self.state.value.get("_split")
+        layers: tuple[int | str, ...] = tuple(of.column.name for of in self.layers)
+        return Contents(
+            format="hf_arrow",
+            path=self.path.place,
+            metadata={**self.info, **{k: v for k, v in self.state.value.items() if k != "_data_files"}},
+            layers=layers if rows is not None else (),
+            d_model=self.d_model,
+            dtype=self.layers[0].dtype if self.layers else np.dtype(np.float32),
+            num_examples=n,
+            token_counts=counts.copy if len(counts) == n else lambda: np.zeros(n, np.int64),
+            rows=rows,
+            column_names=self.column_names,
+            columns=self.columns,
+            head_columns=self.columns,
+            column_batches=self.batches,
+            files=_paths([file.path for file in self.files]),
+            provenance={**info, **({"split": split} if isinstance(split, str) else {})},
+            warnings=tuple(self.warnings),
+            tokens_each=int(counts[0]) if same else None,
+            one_row_each=True if self.layers and len(self.layers[0].levels) == 1 and not len(void) else None,
+        )
+
+
+def _paths(files: list[Location]) -> Callable[[], list[Any]]:
+    return lambda: [file.place for file in files]
+
+
+def _opened(path: Location) -> StreamFile:
+    if not path.exists():
+        raise MissingFileError("expected a data file that state.json lists, found nothing", path=path)
+    return StreamFile.of(path)
+
+
+def open(path: Location, options: Options) -> Contents:
+    """Reads state.json, dataset_info.json, the headers of all batches and the offsets of their rows, but no values."""
+    return Directory(path).contents(options)

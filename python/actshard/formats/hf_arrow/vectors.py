@@ -1,0 +1,212 @@
+"""Columns of vectors: which of a table's columns are layers, and where their rows lie.
+
+.. code-block:: text
+
+    list<list<float>>, list<fixed_size_list<float>[d]>     one sequence of tokens per row; Array2D is the first
+    list<float>, fixed_size_list<float>[d]                 one vector per row
+
+The values of a batch are one buffer. They are rows of ``d`` elements if the offsets of the innermost lists are ``d`` apart. Those
+of the first row are read here; the core compares the others when it first reads the batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.errors import FormatError
+from actshard.formats.hf_arrow.streams import Batch, Column, StreamFile
+
+FLOATS = {"float16": "F16", "float32": "F32", "float64": "F64"}
+_LISTS = ("list", "large_list", "fixed_size_list")
+_EXTENSION = "ARROW:extension:metadata"
+
+Even = tuple[int, int, bool, int, int]
+"""List offsets to compare: byte offset, how many, whether 64 bits each, the first, the difference of neighbours."""
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """A column whose values are vectors."""
+
+    column: Column
+    levels: tuple[Column, ...]
+    """The lists, outermost first: one of vectors of a row, two of sequences."""
+    leaf: Column
+    width: int | None
+    """d_model, if the types or features state it."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The stored dtype."""
+        return np.dtype(self.leaf.type).newbyteorder("<")
+
+
+def vectors_of(column: Column, features: Any) -> Vectors | None:
+    """The vectors of a column; None for a column of anything else."""
+    levels: list[Column] = []
+    leaf = column
+    while leaf.type in _LISTS and len(levels) < 3:
+        levels.append(leaf)
+        leaf = leaf.children[0]
+    if leaf.type not in FLOATS or not 1 <= len(levels) <= 2:
+        return None
+    width = levels[-1].sizes[0] if levels[-1].type == "fixed_size_list" else None
+    if width is None:
+        width = _declared(column, features, len(levels))
+    return Vectors(column, tuple(levels), leaf, width)
+
+
+def _declared(column: Column, features: Any, levels: int) -> int | None:
+    """The last dimension that the extension type, or else the features, declare."""
+    shape: Any = None
+    if _EXTENSION in column.metadata:
+        try:
+            said = json.loads(column.metadata[_EXTENSION])
+            shape = said[0] if isinstance(said, list) and said else None
+        except (ValueError, RecursionError):
+            shape = None
+    elif isinstance(features, dict) and isinstance(features.get(column.name), dict):
+        shape = features[column.name].get("shape")
+    if isinstance(shape, list) and len(shape) == levels and type(shape[-1]) is int and shape[-1] > 0:
+        return shape[-1]
+    return None
+
+
+@dataclass
+class Piece:
+    """The rows of one column in one batch."""
+
+    start: int
+    """Byte offset of the first."""
+    rows: int
+    lengths: NDArray[np.int64]
+    """Tokens of each row of the table."""
+    void: NDArray[np.int64]
+    """Rows of the table that are null or contain a null."""
+    even: list[Even]
+
+
+def pieces_of(file: StreamFile, of: Vectors, width: int | None) -> tuple[list[Piece], int | None]:
+    """The rows of a column in each batch of a file, and d_model, which ``width`` states unless it is unknown."""
+    made: list[Piece] = []
+    offsets = _outer(file, of)
+    for batch, outer in zip(file.batches, offsets, strict=True):
+        piece, width = _piece(file, batch, of, outer, width)
+        made.append(piece)
+    return made, width
+
+
+def _outer(file: StreamFile, of: Vectors) -> list[NDArray[np.int64]]:
+    """For each batch, the number of the first vector of each row of the table, and of the row after the last."""
+    if len(of.levels) == 1:
+        return [np.arange(batch.rows + 1, dtype=np.int64) for batch in file.batches]
+    outer, inner = of.levels
+    if outer.type == "fixed_size_list":
+        return [np.arange(batch.rows + 1, dtype=np.int64) * outer.sizes[0] for batch in file.batches]
+    dtype = np.dtype("<i8" if outer.wide else "<i4")
+    wanted = [
+        (_offsets_at(file, batch, outer, 0, batch.rows + 1), batch.rows + 1 if batch.rows else 0, dtype)
+        for batch in file.batches
+    ]
+    made = []
+    for batch, (at, _, _), found in zip(file.batches, wanted, file.read(wanted), strict=True):
+        ends = found.astype(np.int64) if len(found) else np.zeros(1, np.int64)
+        falls = np.flatnonzero(np.diff(ends) < 0)
+        if ends[0] < 0 or len(falls) or ends[-1] > batch.nodes[inner.node][0]:
+            where = int(falls[0]) + 1 if len(falls) else 0 if ends[0] < 0 else len(ends) - 1
+            raise FormatError(
+                f"column {of.column.name!r}: expected ascending offsets up to {batch.nodes[inner.node][0]}, found "
+                f"{ends[where]}",
+                path=file.path,
+                offset=at + where * dtype.itemsize,
+            )
+        made.append(ends)
+    return made
+
+
+def _offsets_at(file: StreamFile, batch: Batch, of: Column, first: int, count: int) -> int:
+    """Byte offset of a list column's offsets, which the buffer was checked to contain."""
+    at, size = batch.buffers[of.buffer + 1]
+    item = 8 if of.wide else 4
+    if (first + count) * item > size and batch.rows:
+        raise FormatError(
+            f"column {of.name!r}: expected {first + count} offsets of {item} bytes, found {size} bytes",
+            path=file.path,
+            offset=at,
+        )
+    return at + first * item
+
+
+def _piece(
+    file: StreamFile, batch: Batch, of: Vectors, outer: NDArray[np.int64], width: int | None
+) -> tuple[Piece, int | None]:
+    inner = of.levels[-1]
+    first, rows = int(outer[0]), int(outer[-1] - outer[0])
+    even: list[Even] = []
+    value = 0
+    if rows and inner.type == "fixed_size_list":
+        width = inner.sizes[0]
+        value = first * width
+    elif rows:
+        at = _offsets_at(file, batch, inner, first, rows + 1)
+        dtype = np.dtype("<i8" if inner.wide else "<i4")
+        found = file.read([(at, 2, dtype)])[0].tolist()
+        value = found[0]
+        if value < 0 or found[1] < value:
+            raise FormatError(
+                f"column {of.column.name!r}: expected ascending offsets, found {found}", path=file.path, offset=at
+            )
+        if width is None:
+            width = found[1] - found[0]
+        even.append((at, rows + 1, inner.wide, value, width))
+    at, size = batch.buffers[of.leaf.buffer + 1]
+    item = of.dtype.itemsize
+    if rows:
+        assert width is not None
+        if width == 0:
+            raise FormatError(f"column {of.column.name!r}: expected vectors, found empty lists", path=file.path)
+        values = batch.nodes[of.leaf.node][0]
+        if value + rows * width > values or (value + rows * width) * item > size:
+            raise FormatError(
+                f"column {of.column.name!r}: expected {rows} vectors of {width} values from value {value} on, found "
+                f"{min(values, size // item)} values",
+                path=file.path,
+                offset=at,
+            )
+    void = _void(file, batch, of, outer, value, width)
+    return Piece(at + value * item, rows, np.diff(outer), void, even), width
+
+
+def _void(
+    file: StreamFile, batch: Batch, of: Vectors, outer: NDArray[np.int64], value: int, width: int | None
+) -> NDArray[np.int64]:
+    """Rows of the table that are null, or contain a null vector or element."""
+    found = [file.nulls(batch, of.levels[0])]
+    vectors = file.nulls(batch, of.levels[1]) if len(of.levels) == 2 else np.zeros(0, np.int64)
+    elements = file.nulls(batch, of.leaf)
+    inside = [vectors, outer[0] + (elements - value) // width] if width else [vectors]
+    for numbers in inside:
+        used = numbers[(numbers >= outer[0]) & (numbers < outer[-1])]
+        found.append(np.searchsorted(outer, used, side="right") - 1)
+    return np.unique(np.concatenate(found))
+
+
+def chosen(candidates: Sequence[Vectors], known: dict[str, int]) -> tuple[list[Vectors], list[Vectors]]:
+    """The columns that are layers, and other columns of vectors: scores per token, for example.
+
+    Sequences precede vectors, then wider vectors narrower ones. Layers have one dtype, width and kind.
+    """
+
+    def kind(of: Vectors) -> tuple[int, int, str]:
+        return len(of.levels), known.get(of.column.name, 0), of.leaf.type
+
+    if not candidates:
+        return [], []
+    best = max(map(kind, candidates))
+    return [c for c in candidates if kind(c) == best], [c for c in candidates if kind(c) != best]
