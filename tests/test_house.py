@@ -32,10 +32,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("finding",),
     ("stats", "quality", "caching", "absent"),
     ("stream",),
-    ("arrays", "choosing", "describing"),
+    ("arrays", "choosing", "describing", "joining"),
     ("store",),
     ("opening",),
-    ("verifying", "merging", "mixing"),
+    ("verifying", "merging", "mixing", "pairing"),
     ("pushing",),
     ("writing",),
     ("converting",),
@@ -199,7 +199,8 @@ def test_importing_actshard_loads_nothing_of_urls_and_arrays() -> None:
         import sys
         import actshard
         loaded = {name for name in sys.modules if name.startswith("actshard.")}
-        lazy = {"actshard." + name for name in ("staging", "pushing", "caching", "arrays", "choosing", "chosen", "mixing")}
+        lazy = "staging pushing caching arrays choosing chosen joining mixing pairing".split()
+        lazy = {f"actshard.{name}" for name in lazy}
         assert not loaded & lazy, loaded & lazy
         assert "tempfile" not in sys.modules
         assert {"stage", "push", "cache_info"} <= set(dir(actshard))
@@ -287,6 +288,7 @@ PICKLED = {
     "converting.running": "Conversion",
     "formats.report": "Finding Report",
     "location": "Local Location Memory",
+    "pairing": "PairedBatch PairedStores PairedStream",
     "staging": "Staged",
     "stats": "Stats",
     "store": "Store",

@@ -43,7 +43,7 @@ from actshard.errors import (
 )
 from actshard.layers import Layer
 from actshard.merging import merge
-from actshard.opening import open
+from actshard.opening import concat, open
 from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, Stream
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from actshard.arrays import LayerArray, Ragged, RowArray
     from actshard.caching import CacheInfo, cache_info, clear_cache
     from actshard.mixing import MixedBatch, MixedStores, MixedStream, mix
+    from actshard.pairing import PairedBatch, PairedStores, PairedStream, pair
     from actshard.pushing import Pushed, push
     from actshard.staging import Staged, stage
 
@@ -90,6 +91,9 @@ __all__ = [
     "NotStoredError",
     "OutOfRangeError",
     "OverflowWarning",
+    "PairedBatch",
+    "PairedStores",
+    "PairedStream",
     "Pushed",
     "Ragged",
     "Report",
@@ -108,11 +112,13 @@ __all__ = [
     "build_info",
     "cache_info",
     "clear_cache",
+    "concat",
     "convert",
     "create",
     "merge",
     "mix",
     "open",
+    "pair",
     "push",
     "stage",
     "verify",
@@ -122,6 +128,7 @@ _ON_FIRST_USE = {
     "LayerArray": "arrays", "Ragged": "arrays", "RowArray": "arrays",
     "CacheInfo": "caching", "cache_info": "caching", "clear_cache": "caching",
     "MixedBatch": "mixing", "MixedStream": "mixing", "MixedStores": "mixing", "mix": "mixing",
+    "PairedBatch": "pairing", "PairedStream": "pairing", "PairedStores": "pairing", "pair": "pairing",
     "Pushed": "pushing", "push": "pushing",
     "Staged": "staging", "stage": "staging",
 }  # fmt: skip

@@ -1,11 +1,15 @@
-"""The properties of a store that ``actshard info`` prints, and its columns by name."""
+"""The properties of a store that ``actshard info`` prints, its columns by name, and its digest."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
-from actshard.errors import ActshardError, NotStoredError, UnsupportedError
+import numpy as np
+
+from actshard.errors import ActshardError, ClosedError, NotStoredError, UnsupportedError
 from actshard.location import Location
 
 if TYPE_CHECKING:
@@ -13,6 +17,36 @@ if TYPE_CHECKING:
 
     from actshard.formats.contents import Contents
     from actshard.stream.readable import Readable
+
+_SAMPLES = 8
+"""Number of rows that a digest includes."""
+
+
+def identity_of(store: Readable) -> str:
+    """A digest of the dataset's shape and of a few rows; see :attr:`Store.identity`."""
+    shape = [store.format, list(store.layers), store.d_model, store.dtype.name, store.num_examples]
+    digest = hashlib.sha256(json.dumps(shape).encode())
+    n, whole, chosen = store.num_examples, store.contents.whole or store.contents, store.contents.chosen
+    if chosen is not None and chosen.numbers != range(whole.num_examples):
+        digest.update(chosen.digest())
+    digest.update("".join(part.identity for part in whole.parts).encode())
+    # For shards that are decoded as a whole, only the first example: opening has decoded its shard. Last tokens, because
+    # the first tokens of texts may be equal in all datasets of a model.
+    few = range(min(n, 1)) if whole.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
+    try:
+        # Together: a far store is waited for once.
+        digest.update(store.rows.gather(0, np.array(few, np.int64), None, None, None).tobytes())
+    except ClosedError:
+        raise
+    except ActshardError:
+        for example in few:
+            try:
+                digest.update(store.rows.gather(0, example, None, None, None).tobytes())
+            except ClosedError:
+                raise
+            except ActshardError:
+                digest.update(b"unreadable")
+    return digest.hexdigest()[:16]
 
 
 def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+from numpy.typing import DTypeLike
 
 from actshard import _arguments, formats
 from actshard.codes import Remark
-from actshard.errors import ActshardError, ActshardWarning, ArgumentError, boundary
+from actshard.errors import (
+    ActshardError,
+    ActshardWarning,
+    ArgumentError,
+    ArgumentTypeError,
+    UnknownFormatError,
+    boundary,
+)
 from actshard.finding import all_existing, check_finished, detect, existing_anywhere, find
 from actshard.formats.contents import Options
-from actshard.layers import short
+from actshard.layers import Layer, several, short
 from actshard.location import Location, network_io
 from actshard.logs import LOG
 from actshard.storage import Remote
@@ -36,8 +45,9 @@ def open(
     Args:
         path: the dataset's folder, a file that represents it (an lmprobe index), or a folder that contains a single dataset;
             ``~`` is expanded. Or the URL of any of these: ``s3://``, ``gs://``, ``az://``, ``https://``,
-            ``hf://datasets/ORG/NAME[@REVISION][/PATH]``. A list of folders opens the pickle shards of several machines as one
-            dataset, in that order. The folder that contains them does the same, in the order of their names.
+            ``hf://datasets/ORG/NAME[@REVISION][/PATH]``. A list opens several as one, as :func:`concat` does, in that order. For
+            folders of pickle shards of several machines that is one pickle dataset, and the folder that contains them opens the
+            same, in the order of their names.
         format: ``"saev"``, ``"lmprobe"``, ...; None detects it.
         io: ``"mmap"`` memory-maps files: fastest, and supports views. ``"pread"`` never maps: for file systems with slow page
             faults, and for files that may be truncated while they are read. ``"auto"`` is ``"pread"`` on network file systems
@@ -69,6 +79,69 @@ def open(
     return store
 
 
+def concat(
+    parts: Iterable[Store | str | os.PathLike[str]] | Mapping[str, Store | str | os.PathLike[str]],
+    *,
+    layers: Sequence[Layer] | None = None,
+    dtype: DTypeLike | None = None,
+    special_tokens: int | None = None,
+) -> Store:
+    """Returns one store with the examples of several, in order: ``actshard.concat([a, b])``.
+
+    Formats, shards and token counts may differ. Reads no rows. Filtering, splitting, streaming and conversion work as for any
+    store. :attr:`Store.table` has the columns of all parts, null where a part lacks one, and a column ``source``
+    (``actshard:source`` if a part has such a column). :meth:`Store.origins` returns each example's part and number there.
+    ``labels``, ``logits`` and ``router`` are available if every part stores them, in the same shape. Keep stores that you pass
+    open while the result is in use.
+
+    Args:
+        parts: stores, paths or URLs. A mapping gives each a name for the column ``source``; otherwise names are folder names, or
+            paths if these are equal.
+        layers: layers of the result, which all parts must have. None: the parts must have equal layers.
+        dtype: dtype of the result, if the parts' differ: rows are converted while they are read. Finite values that are too large
+            become infinite, with an :class:`~actshard.OverflowWarning`.
+        special_tokens: number of special tokens at the start of each example, if the parts' numbers differ; 0 reads all stored
+            tokens as content.
+
+    Raises:
+        ArgumentError: no parts; d_model, layers or special tokens differ.
+        DtypeError: dtypes differ and ``dtype`` is not given.
+        Errors of :func:`open`.
+    """
+    if isinstance(parts, str | bytes | os.PathLike | Store) or not isinstance(parts, Iterable):
+        raise ArgumentTypeError(f"concat: expected several stores or paths, found {type(parts).__name__}")
+    names = [str(name) for name in parts] if isinstance(parts, Mapping) else None
+    given = list(parts.values() if isinstance(parts, Mapping) else parts)
+    if not given:
+        raise ArgumentError("concat: expected at least one store, found none")
+    stores = [part if isinstance(part, Store) else open(part) for part in given]
+    return _concat(stores, names, None if layers is None else several(layers), dtype, special_tokens)
+
+
+def _concat(
+    stores: Sequence[Store],
+    names: Sequence[str] | None,
+    layers: tuple[Layer, ...] | None,
+    dtype: DTypeLike | None,
+    special_tokens: int | None,
+) -> Store:
+    from actshard.joining import io_of, join, names_of
+
+    if names is None:
+        flat = [inner for store in stores for inner in _inner(store, layers)]
+        stores, names = flat, names_of(flat)
+    contents = join(stores, names, layers, dtype, special_tokens)
+    return Store(contents, io=io_of(stores), reopen=(_concat, (stores, names, layers, dtype, special_tokens)))
+
+
+def _inner(store: Store, layers: tuple[Layer, ...] | None) -> tuple[Store, ...]:
+    """The parts of a joined store that was neither filtered nor given options; else the store itself."""
+    contents = store.contents
+    plain = contents.chosen is None and not contents.converts
+    alike = all(p.layers == store.layers and p.special_tokens == store.special_tokens for p in store.parts)
+    return store.parts if store.parts and plain and (alike or layers is not None) else (store,)
+
+
 def open_quietly(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     format: str | None,
@@ -97,6 +170,14 @@ def _opened(
     layout: str | os.PathLike[str] | Mapping[str, Any] | None,
 ) -> Store:
     together = all_existing(path, storage_options, cache) if isinstance(path, list | tuple) else None
+    if together is not None and not _is_one_dataset(together, format):
+        return _concat(
+            [_opened(p, format, io, decoded_memory, checksums, storage_options, cache, layout) for p in together],
+            None,
+            None,
+            None,
+            None,
+        )
     if together is not None:
         root = _common(together)
         name = format if format is not None else detect(together[0])
@@ -118,9 +199,6 @@ def _opened(
     chosen = formats.get(name)
     if layout is not None and not chosen.takes_layout:
         raise ArgumentError(f"layout: {name} datasets describe themselves; leave it out")
-    if together is not None and not chosen.opens_several:
-        several = ", ".join(f.description for f in map(formats.get, formats.names()) if f.opens_several)
-        raise ArgumentError(f"path: a list of folders is for {several}, not for {name}. Open one path.", path=root)
     before = _refused(root)
     try:
         if together is None:
@@ -151,6 +229,17 @@ def _opened(
         text = f"the server refuses these names, and does not list any; taken as absent: {', '.join(refused)}"
         store.warnings = (*store.warnings, Remark("not-listed", text))
     return store
+
+
+def _is_one_dataset(folders: Sequence[Location], format: str | None) -> bool:
+    """Whether folders are opened as one dataset by their format itself; otherwise each is opened and they are joined."""
+    if not folders or len(set(folders)) < len(folders):
+        return True  # refused
+    try:
+        names = {detect(folder) for folder in folders} if format is None else {format}
+    except UnknownFormatError:
+        return False
+    return len(names) == 1 and all(formats.get(name).opens_several for name in names if name in formats.names())
 
 
 def _refused(root: Location) -> set[str]:

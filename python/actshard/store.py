@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +19,6 @@ from actshard._native import Rows
 from actshard.absent import Closed, Without
 from actshard.codes import Remark
 from actshard.errors import (
-    ActshardError,
     ActshardWarning,
     ArgumentError,
     ArgumentTypeError,
@@ -45,9 +42,6 @@ if TYPE_CHECKING:
     from actshard.chosen import Chosen
 else:
     pa, arrays = Late("pyarrow"), Late("actshard.arrays")
-
-_SAMPLES = 8
-"""Number of rows that :attr:`Store.identity` hashes."""
 
 _SLAB_BYTES = 32 << 20
 """Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
@@ -243,7 +237,7 @@ class Store:
     def _overflowed(self, found: list[int], layer: Any, dtype: Any) -> None:
         warnings.warn(
             f"{self.path}: layer {plain(layer)}: {found[0]} finite values became infinite as "
-            f"{np.dtype(_arguments.dtype(dtype)[0])}. Use a wider dtype=.",
+            f"{_arguments.dtype(dtype or self.dtype)[0]}. Use a wider dtype=.",
             OverflowWarning,
             stacklevel=3,
         )
@@ -282,7 +276,7 @@ class Store:
         group = self._group(layer)
         if type(examples) is not int:
             examples = self._numbers(examples)
-        if dtype is None:
+        if dtype is None and not self._contents.converts:
             rows: NDArray[Any] = self._rows.gather(group, examples, tokens, out, None)
             return rows
         lost: list[int] = []
@@ -356,6 +350,17 @@ class Store:
         """``(num_examples,)`` int64: the examples' numbers in the opened dataset; None for the dataset itself."""
         chosen = self._contents.chosen
         return None if chosen is None else chosen.array()
+
+    @property
+    def parts(self) -> tuple[Store, ...]:
+        """The stores that :func:`actshard.concat` joined to this one, in order; empty for any other store."""
+        return (self._contents.whole or self._contents).parts
+
+    def origins(self, examples: ArrayLike | None = None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns each example's index in :attr:`parts` and its number there, int64 ``(n,)``; ``examples`` as in :meth:`logits`."""
+        from actshard.joining import places
+
+        return places(self._contents, np.arange(self.num_examples) if examples is None else self._numbers(examples))
 
     def layer(self, layer: Layer, *, dtype: DTypeLike | None = None) -> arrays.LayerArray:
         """Returns one layer as an array over (example, token, element), which reads nothing until it is indexed.
@@ -677,28 +682,9 @@ class Store:
     def identity(self) -> str:
         """A digest of the dataset's shape and of a few rows. Equal for copies of the dataset at any path, different for others."""
         if self._identity is None:
-            shape = [self.format, list(self.layers), self.d_model, self.dtype.name, self.num_examples]
-            digest = hashlib.sha256(json.dumps(shape).encode())
-            n, whole, chosen = self.num_examples, self._contents.whole or self._contents, self._contents.chosen
-            if chosen is not None and chosen.numbers != range(whole.num_examples):
-                digest.update(chosen.digest())
-            # For shards that are decoded as a whole, only the first example: opening has decoded its shard. Last tokens, because
-            # the first tokens of texts may be equal in all datasets of a model.
-            few = range(min(n, 1)) if whole.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
-            try:
-                # Together: a far store is waited for once.
-                digest.update(self._rows.gather(0, np.array(few, np.int64), None, None, None).tobytes())
-            except ClosedError:
-                raise
-            except ActshardError:
-                for example in few:
-                    try:
-                        digest.update(self._rows.gather(0, example, None, None, None).tobytes())
-                    except ClosedError:
-                        raise
-                    except ActshardError:
-                        digest.update(b"unreadable")
-            self._identity = digest.hexdigest()[:16]
+            from actshard.describing import identity_of
+
+            self._identity = identity_of(self)
         return self._identity
 
     @property

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
+from actshard.converting.carriers import carrying_of
 from actshard.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
 from actshard.layers import Layer
@@ -52,7 +53,7 @@ class Columns:
         """
         self._taken = taken
         self.store = store
-        self.carrying = formats.get(store.format).carrying()
+        self.carrying = carrying_of(store.contents)
         self.chosen = chosen
         if chosen is not None and self.carrying.number_column in chosen:
             numbers = True
@@ -157,6 +158,8 @@ class Columns:
             if self._unit is None or self._unit[0] != unit:
                 table = contents.unit_columns(unit)
                 keep = [n for n in table.column_names if n not in self.carrying.derived]
+                if contents.parts:  # each part has its own derived columns
+                    keep = [n for n in keep if n in self.names]
                 if self.chosen is not None:
                     keep = [n for n in keep if n in self.chosen]
                 self._unit = (unit, table.select(keep if self.names else []))
@@ -312,7 +315,7 @@ def labels_of(store: Store, content: int) -> NDArray[np.uint8] | None:
 
 def dropped(store: Store, chosen: Mapping[str, str] | None) -> list[str]:
     """Columns that a target without columns loses. The column of sample numbers does not count as a loss."""
-    carrying = formats.get(store.format).carrying()
+    carrying = carrying_of(store.contents)
     names = carrying.names(store.contents) if chosen is None else chosen
     as_labels = chosen is None or chosen.get(PATCH_LABELS) == PATCH_LABELS
     return [n for n in names if n != carrying.number_column and not (n == PATCH_LABELS and as_labels)]
@@ -329,7 +332,7 @@ def without_place(store: Store, chosen: Mapping[str, str] | None, held: Iterable
 
 def left_out(store: Store, chosen: Mapping[str, str]) -> list[str]:
     """Columns that were not chosen. The column of sample numbers does not count as a loss."""
-    carrying = formats.get(store.format).carrying()
+    carrying = carrying_of(store.contents)
     return [n for n in carrying.names(store.contents) if n != carrying.number_column and n not in chosen]
 
 
@@ -351,7 +354,7 @@ def choose(store: Store, columns: Any) -> dict[str, str] | None:
             raise ArgumentTypeError(f"columns: expected names, found {name!r:.80}")
         if name.encode(errors="ignore").decode() != name:
             raise ArgumentError(f"columns: {name!r:.80} contains a lone surrogate, which UTF-8 cannot encode")
-    known = formats.get(store.format).carrying().names(store.contents)
+    known = carrying_of(store.contents).names(store.contents)
     for name, new in pairs:
         if name not in known:
             raise NotStoredError(

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
+from actshard.converting.carriers import carrying_of
 from actshard.converting.columns import Columns, NumbersMatterError, choose, dropped, labels_of, left_out, without_place
 from actshard.errors import ArgumentError, NotStoredError, OutOfRangeError, UnsupportedError
 from actshard.formats.carrying import ORIGIN, checked_origin
@@ -258,6 +259,8 @@ def fingerprint(store: Store) -> str:
     the dataset's folder. Of files that cannot be listed, some rows are read instead.
     """
     digest = hashlib.sha256(f"{store.num_examples}".encode())
+    if store.contents.parts:  # filtered parts have the same files as others
+        digest.update(store.identity.encode())
     root = Location.at(store.path)
     root.list_below()
     try:
@@ -358,7 +361,7 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
     contents, into = store.contents, formats.get(format).carrying()
     if store.format == format:
         return into.metadata_again(contents.metadata, contents)
-    own = formats.get(store.format).carrying()
+    own = carrying_of(contents)
     before = own.origin(contents.metadata)
     if before is not None and before.get("format") == format:
         return into.metadata_again(before["metadata"], None)

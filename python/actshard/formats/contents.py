@@ -129,3 +129,7 @@ class Contents:
     """The dataset, if these are some of its examples."""
     chosen: Chosen | None = None
     """Their numbers in ``whole``."""
+    parts: tuple[Any, ...] = ()
+    """The stores that this one joins, in order. (Stores are above this floor: a ``Readable`` each.)"""
+    converts: bool = False
+    """Whether reads convert rows to ``dtype``, which may be narrower than the stored one."""

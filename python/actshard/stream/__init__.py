@@ -225,8 +225,8 @@ class Stream(Epochs[Batch]):
         # Computed while the files are open: state_dict() may be called after the store is closed.
         _ = self.store.identity
 
-    def _loop(self, first: int, every: int, held: list[Any] | None) -> _RowLoop:
-        return _RowLoop(self, first, every, held)
+    def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
+        return RowLoop(self, first, every, held)
 
     def _added(self, theirs: dict[str, Any]) -> set[str]:
         return _SINCE_2 if "dataset" not in theirs else set()
@@ -334,7 +334,7 @@ def _norm_of(store: Readable, scale: Scale) -> float | None:
     return 1.0 if scale == "unit-norm" else store.d_model**0.5
 
 
-class _RowLoop(Loop[Batch]):
+class RowLoop(Loop[Batch]):
     """The iterator of one loop over a stream."""
 
     def __init__(self, stream: Stream, first: int, every: int, held: list[Any] | None) -> None:

@@ -60,6 +60,7 @@ def verify(
     Args:
         path: path or URL of the dataset, as for :func:`actshard.open`, or a store. Of a filtered store, the files
             of the whole dataset are checked, and with ``deep`` the values of its examples, which are numbered as in the dataset.
+            Of a joined store (:func:`actshard.concat`), each part is checked, with its own paths and numbers.
         format: name of the format, as for :func:`actshard.open`; None detects it.
         deep: read every row and report NaN and infinite values, constant rows and columns, and duplicate examples.
         progress: called with (what, done, total) from time to time.
@@ -85,6 +86,8 @@ def verify(
             deep and store.layers
         ):  # before long work; without deep only the files are checked, which needs no open store
             store.check_open()
+        if store.parts:
+            return _of_parts(store, bool(deep), progress)
         path, format = store.path, store.format
     root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # a store's path, or the caller's
     names = (*formats.names(), *formats.of_tokens())
@@ -93,6 +96,18 @@ def verify(
     report = Report(root.place, format, bool(deep))
     with report.noting(root):
         _check(root, format, report, progress or (lambda what, done, total: None), store)
+    return report
+
+
+def _of_parts(store: Store, deep: bool, progress: Callable[[str, int, int], object] | None) -> Report:
+    """One report about all parts of a joined store, each with its own paths and numbering."""
+    report = Report(store.path, store.format, deep)
+    for part in store.parts:
+        found = verify(part, deep=deep, progress=progress)
+        for finding in found.findings:
+            report.add(finding.code, finding.path, finding.found, finding.expected, finding.place)
+        for what, n in found.checked.items():
+            report.count(what, n)
     return report
 
 

@@ -121,6 +121,11 @@ impl<'a> Cast<'a> {
         Cast { overflows, counter: Some(counter), ..self }
     }
 
+    /// Whether a counter was given.
+    pub fn counts(&self) -> bool {
+        self.counter.is_some()
+    }
+
     /// The cast from `from` to the same target type, with the same counter.
     pub fn reading(self, from: DType) -> Result<Cast<'a>> {
         let cast = Cast::between(from, self.to)?;

@@ -1,7 +1,10 @@
 //! The rows of a dataset in any layout: the type that a binding holds.
 
 pub mod chosen;
+mod part;
+pub mod several;
 pub mod spread;
+pub mod units;
 
 use std::iter::once;
 use std::sync::Arc;
@@ -26,7 +29,9 @@ use crate::layout::table::Table;
 use crate::layout::tensors::Tensors;
 use crate::layout::{Address, Layout, check_example};
 use crate::rows::chosen::{Chosen, named};
+use crate::rows::several::Several;
 use crate::rows::spread::{Spread, spread};
+pub use crate::rows::units::Units;
 use crate::source::Io;
 use crate::source::mmap::Paging;
 use crate::threads::{Stop, Watch};
@@ -55,15 +60,8 @@ pub enum Rows {
     Shards(Arc<Shards>, Option<DType>),
     /// Some examples of other rows.
     Chosen(Arc<Rows>, Chosen),
-}
-
-/// Examples that should be read together because they are decoded together.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Units {
-    /// Each example separately.
-    Examples,
-    /// Examples between neighbouring bounds; the first is 0, the last the number of examples.
-    Between(Vec<u64>),
+    /// Several other rows.
+    Several(Several<Rows>),
 }
 
 /// Runs `$body` with the layout of these examples: the dataset's own, or, for shards, one prepared by parsing the shards
@@ -83,7 +81,7 @@ macro_rules! with_layout {
                 let $layout = &shards.prepare(Some($examples), $watch)?;
                 $body
             }
-            Rows::Chosen(..) => Err(Error::new(Kind::Internal, "a choice of examples has no layout")),
+            Rows::Chosen(..) | Rows::Several(_) => Err(Error::new(Kind::Internal, "a choice or a join has no layout")),
         }
     };
 }
@@ -125,7 +123,7 @@ macro_rules! with_origin {
                 let $origin = &Origin { files, layout, groups, only };
                 $body
             }
-            Rows::Shards(..) | Rows::Chosen(..) => $shards(),
+            Rows::Shards(..) | Rows::Chosen(..) | Rows::Several(_) => $shards(),
         }
     }};
 }
@@ -143,6 +141,7 @@ impl Rows {
             | Rows::Placed(files, _) => files.row(),
             Rows::Chunked(files, _) => files.row(),
             Rows::Chosen(of, _) => of.row(),
+            Rows::Several(several) => several.row(),
             Rows::Shards(shards, None) => shards.row(),
             Rows::Shards(shards, Some(dtype)) => {
                 let Row { width, .. } = shards.row();
@@ -164,6 +163,7 @@ impl Rows {
             Rows::Chunked(files, _) => files.release(),
             Rows::Shards(shards, _) => shards.release(),
             Rows::Chosen(of, _) => of.release(),
+            Rows::Several(several) => several.parts().iter().for_each(|part| part.release()),
         }
     }
 
@@ -172,6 +172,7 @@ impl Rows {
         match (self, example) {
             (Rows::Shards(shards, _), Some(example)) => shards.read_ahead(example),
             (Rows::Shards(shards, _), None) => shards.forget_ahead(),
+            (Rows::Several(several), example) => several.read_ahead(example),
             _ => {}
         }
     }
@@ -189,6 +190,7 @@ impl Rows {
             Rows::Chunked(_, layout) => layout.examples(),
             Rows::Shards(shards, _) => shards.examples(),
             Rows::Chosen(_, chosen) => chosen.len(),
+            Rows::Several(several) => several.len(),
         }
     }
 
@@ -205,6 +207,7 @@ impl Rows {
             Rows::Chunked(_, layout) => layout.groups(),
             Rows::Shards(shards, _) => shards.groups(),
             Rows::Chosen(of, _) => of.groups(),
+            Rows::Several(several) => several.group_count(),
         }
     }
 
@@ -221,6 +224,7 @@ impl Rows {
             Rows::Chunked(files, _) => files.decodes(),
             Rows::Shards(shards, _) => shards.specs().iter().any(|s| s.compressed),
             Rows::Chosen(of, _) => of.decodes(),
+            Rows::Several(several) => several.parts().iter().any(|part| part.decodes()),
         }
     }
 
@@ -237,6 +241,36 @@ impl Rows {
             Rows::Chunked(files, _) => files.wishes().map(|w| w.unit_bytes),
             Rows::Shards(..) => None,
             Rows::Chosen(of, _) => of.unit_bytes(),
+            Rows::Several(several) => several.parts().iter().filter_map(|part| part.unit_bytes()).max(),
+        }
+    }
+
+    /// Whether a slow source sends some of the rows.
+    pub fn is_far(&self) -> bool {
+        match self {
+            Rows::Shards(shards, _) => shards.are_far(),
+            Rows::Chosen(of, _) => of.is_far(),
+            Rows::Several(several) => several.parts().iter().any(|part| part.is_far()),
+            _ => self.unit_bytes().is_some(),
+        }
+    }
+
+    /// Whether reads convert rows to a type that was requested for all of them.
+    pub fn converts(&self) -> bool {
+        match self {
+            Rows::Shards(_, asked) => asked.is_some(),
+            Rows::Chosen(of, _) => of.converts(),
+            Rows::Several(several) => several.converts(),
+            _ => false,
+        }
+    }
+
+    /// Finite values that became infinite since the last call, in reads that do not count them themselves.
+    pub fn take_overflows(&self) -> u64 {
+        match self {
+            Rows::Chosen(of, _) => of.take_overflows(),
+            Rows::Several(several) => several.take_overflows(),
+            _ => 0,
         }
     }
 
@@ -261,6 +295,7 @@ impl Rows {
                     if bounds.len() as u64 > chosen.len() { Units::Examples } else { Units::Between(bounds) }
                 }
             },
+            Rows::Several(several) => several.units()?,
             _ => Units::Examples,
         })
     }
@@ -269,6 +304,9 @@ impl Rows {
     pub fn tokens_of(&self, groups: Ints<'_>, examples: &[i64], watch: Watch<'_>) -> Result<Vec<i64>> {
         if let Rows::Chosen(of, chosen) = self {
             return of.tokens_of(groups, &chosen.of(examples)?, watch).map_err(named);
+        }
+        if let Rows::Several(several) = self {
+            return several.tokens_of(groups, examples, watch);
         }
         with_layout!(self, &mut examples.iter().copied(), watch, layout => {
             layout.unchanged()?;
@@ -300,14 +338,24 @@ impl Rows {
                 let prepared = shards.prepare(None, watch)?;
                 (0..prepared.examples()).map(|e| prepared.tokens_anywhere(e) as i64).collect()
             }
-            Rows::Chosen(of, chosen) => match &**of {
-                Rows::Shards(shards, _) => {
-                    let prepared = shards.prepare(Some(&mut chosen.all()), watch)?;
-                    chosen.all().map(|e| prepared.tokens_anywhere(e as u64) as i64).collect()
-                }
-                of => of.tokens_of(Ints::One(0), &chosen.all().collect::<Vec<_>>(), watch)?,
-            },
+            Rows::Chosen(of, chosen) => of.tokens_anywhere(&chosen.all().collect::<Vec<_>>(), watch)?,
+            Rows::Several(several) => several.token_counts(watch)?,
         })
+    }
+
+    /// Numbers of tokens stored for these examples; in the first group that has each, where groups differ.
+    pub fn tokens_anywhere(&self, examples: &[i64], watch: Watch<'_>) -> Result<Vec<i64>> {
+        match self {
+            Rows::Shards(shards, _) => {
+                let prepared = shards.prepare(Some(&mut examples.iter().copied()), watch)?;
+                let each =
+                    examples.iter().map(|e| Ok(prepared.tokens_anywhere(check_example(*e, shards.examples())?) as i64));
+                each.collect()
+            }
+            Rows::Chosen(of, chosen) => of.tokens_anywhere(&chosen.of(examples)?, watch),
+            Rows::Several(several) => several.tokens_anywhere(examples, watch),
+            of => of.tokens_of(Ints::One(0), examples, watch),
+        }
     }
 
     /// A view of an example's rows and their number, if they are contiguous in one mapped file.
@@ -334,6 +382,10 @@ impl Rows {
                 one_view(&prepared, group, example, |at, rows| prepared.view(at, rows))
             }
             Rows::Chosen(of, chosen) => of.view(io, group, chosen.get(example)?, watch).map_err(named),
+            Rows::Several(several) => {
+                let (of, group, example) = several.find(group, example)?;
+                if of.row().dtype == several.row().dtype { of.view(io, group, example, watch) } else { Ok(None) }
+            }
         }
     }
 
@@ -367,7 +419,7 @@ impl Rows {
                 let Some(found) = spread(layout, group, examples)? else { return Ok(None) };
                 Ok(files.view(found.file, found.lowest, found.rows, paging)?.map(|view| (view, found)))
             }
-            Rows::Shards(..) | Rows::Records(..) | Rows::Tensors(..) | Rows::Placed(..) => Ok(None),
+            Rows::Shards(..) | Rows::Records(..) | Rows::Tensors(..) | Rows::Placed(..) | Rows::Several(_) => Ok(None),
             Rows::Chosen(of, chosen) => {
                 let mut failed = None;
                 let mut numbers = examples.map_while(|e| chosen.get(e).map_err(|error| failed = Some(error)).ok());
@@ -390,6 +442,7 @@ impl Rows {
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_none(),
             Rows::Shards(..) => false,
             Rows::Chosen(of, _) => of.reads_blocks(),
+            Rows::Several(several) => several.parts().iter().all(|part| part.reads_blocks()),
         }
     }
 
@@ -406,6 +459,9 @@ impl Rows {
             Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_some(),
             Rows::Shards(..) => false,
             Rows::Chosen(of, _) => of.comes_from_far(),
+            Rows::Several(several) => {
+                several.parts().iter().all(|part| part.reads_blocks() || part.comes_from_far()) && !self.reads_blocks()
+            }
         }
     }
 
@@ -415,6 +471,9 @@ impl Rows {
             return chosen
                 .translated(pick, items, |pick| Ok(of.are_cached(groups, pick, items, mapped)))
                 .unwrap_or(false);
+        }
+        if let Rows::Several(several) = self {
+            return several.are_cached(groups, pick, items, mapped);
         }
         with_origin!(self, groups, origin => are_cached(origin, pick, items, mapped), || false)
     }
@@ -426,11 +485,14 @@ impl Rows {
         pick: Pick<'_>,
         items: usize,
         cast: Cast<'_>,
-        out: &mut [u8],
+        out: Out<'_>,
         how: (&mut BlockReader, &Stop),
     ) -> Result<()> {
         if let Rows::Chosen(of, chosen) = self {
             return chosen.translated(pick, items, |pick| of.gather_in_blocks(groups, pick, items, cast, out, how));
+        }
+        if let Rows::Several(several) = self {
+            return several.gather_in_blocks(groups, pick, items, cast, out, how);
         }
         let none = || Err(Error::new(Kind::Internal, "pickle shards are not read in blocks"));
         with_origin!(self, groups, origin => gather_in_blocks(origin, pick, items, cast, out, how), none)
@@ -504,6 +566,7 @@ impl Rows {
             Rows::Chosen(of, chosen) => {
                 chosen.translated(pick, items, |pick| of.gather(groups, pick, items, cast, out, watch))
             }
+            Rows::Several(several) => several.gather(groups, pick, items, cast, out, watch),
         }
     }
 
@@ -515,6 +578,7 @@ impl Rows {
                 Some(Rows::Shards(Arc::clone(shards), Some(dtype)))
             }
             Rows::Chosen(of, chosen) => Some(Rows::Chosen(Arc::new(of.read_as(dtype)?), chosen.clone())),
+            Rows::Several(several) => several.read_as(dtype).map(Rows::Several),
             _ => None,
         }
     }
@@ -532,6 +596,7 @@ impl Rows {
                 }
                 of => of.stored_types(watch),
             },
+            Rows::Several(several) => several.stored_types(watch),
             _ => Ok(vec![self.row().dtype]),
         }
     }
@@ -544,6 +609,7 @@ impl Rows {
                 examples.iter().map(|example| prepared.type_of(group, *example)).collect()
             }
             Rows::Chosen(of, chosen) => of.types_of(group, &chosen.of(examples)?, watch).map_err(named),
+            Rows::Several(several) => several.types_of(group, examples, watch),
             _ => Ok(vec![self.row().dtype; examples.len()]),
         }
     }

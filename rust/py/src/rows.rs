@@ -20,6 +20,7 @@ use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::Rows as Dataset;
 use actshard_core::rows::chosen::Chosen;
+use actshard_core::rows::several::Several;
 use actshard_core::source::{Io, Store};
 use actshard_core::{DType, Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyReadonlyArray1, PyUntypedArray};
@@ -27,7 +28,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList};
 
-use crate::arguments::{IndexArgument, groups_of, helper, io_of};
+use crate::arguments::{IndexArgument, dtype_of, groups_of, helper, io_of};
 use crate::handle::{Destination, RowArguments, Rows};
 use crate::place::{NamedPlace, remote_store, store_of};
 use crate::{buffer, decoding, detach, errors, joined, pickle, stream, write};
@@ -188,6 +189,21 @@ fn file_table(
         Some(store) => FileTable::of(store, files, width, dtype),
         None => FileTable::new(files, width, dtype, io),
     }
+}
+
+/// A join of these rows.
+fn join(
+    py: Python<'_>,
+    parts: &[PyRef<'_, Rows>],
+    dtype: Option<&str>,
+    descr: Bound<'_, PyArrayDescr>,
+    io: &str,
+    make: impl FnOnce(Vec<Arc<Dataset>>, Option<DType>) -> actshard_core::Result<Several> + Send,
+) -> PyResult<Rows> {
+    let parts = parts.iter().map(|part| part.dataset(py)).collect::<PyResult<Vec<_>>>()?;
+    let dtype = dtype.map(|name| dtype_of(py, name)).transpose()?;
+    let made = detach::detached(py, |_| make(parts, dtype))?;
+    Rows::new(py, Dataset::Several(made), io_of(py, io)?, descr)
 }
 
 fn as_shards<'a>(py: Python<'_>, dataset: &'a Dataset) -> PyResult<&'a Shards> {
@@ -510,6 +526,35 @@ impl Rows {
             })?;
             Rows::new(py, Dataset::Chosen(whole, chosen), self.mode(), self.stored(py))
         })
+    }
+
+    /// The examples of several datasets, one after the other: `groups[p][g]` is dataset p's number of group g. Rows are read as
+    /// `dtype`; None: as the first one's, which all have.
+    #[staticmethod]
+    fn several(
+        py: Python<'_>,
+        parts: Vec<PyRef<'_, Rows>>,
+        groups: Vec<Vec<usize>>,
+        dtype: Option<&str>,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        let make = |parts, dtype| Several::examples(parts, groups, dtype);
+        detach::guarded(py, || join(py, &parts, dtype, descr, io, make))
+    }
+
+    /// The same examples of several datasets: each of `groups` is a dataset's number and a group's number in it.
+    #[staticmethod]
+    fn paired(
+        py: Python<'_>,
+        parts: Vec<PyRef<'_, Rows>>,
+        groups: Vec<(usize, usize)>,
+        dtype: Option<&str>,
+        descr: Bound<'_, PyArrayDescr>,
+        io: &str,
+    ) -> PyResult<Rows> {
+        let make = |parts, dtype| Several::groups(parts, groups, dtype);
+        detach::guarded(py, || join(py, &parts, dtype, descr, io, make))
     }
 
     /// The numpy dtype of the rows.

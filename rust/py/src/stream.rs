@@ -192,7 +192,7 @@ impl Stream {
 
     /// Finite values that became infinite since the last call.
     fn take_overflows(&self) -> u64 {
-        self.core.convert.take_overflows()
+        self.core.convert.take_overflows() + self.core.rows.take_overflows()
     }
 
     /// Examples and tokens of picks.
@@ -374,7 +374,11 @@ pub fn stats_of<'py>(
     tokens: Tokens<'py>,
     progress: Option<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let dataset = rows.dataset(py)?;
+    let mut dataset = rows.dataset(py)?;
+    if dataset.converts() {
+        // Values as they are stored, not rounded to the requested type first.
+        dataset = dataset.read_as(DType::F64).map_or(dataset, Arc::new);
+    }
     let selection = selection(py, dataset.examples(), tokens)?;
     let progress = progress.map(Bound::unbind);
     let mut raised: Option<PyErr> = None;

@@ -80,11 +80,11 @@ pub fn gather_in_blocks<L: Layout + ?Sized>(
     pick: Pick<'_>,
     items: usize,
     cast: Cast<'_>,
-    out: &mut [u8],
+    out: Out<'_>,
     (reader, stop): (&mut BlockReader, &Stop),
 ) -> Result<()> {
     let job = GatherJob::new(origin, pick, items, cast)?;
-    for (span, mut out) in job.parts(items, usize::MAX, Out::Dense(out))? {
+    for (span, mut out) in job.parts(items, usize::MAX, out)? {
         job.copy_blocks(span, &mut out, reader, stop)?;
     }
     Ok(())
@@ -96,7 +96,7 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
         entries.sort_unstable_by_key(|e| e.key);
         let mut rest = &entries[..];
         while !rest.is_empty() {
-            let Cut { files, mut seen, read, filled, done } = self.cut(rest, span.first, true)?;
+            let Cut { files, mut seen, read, filled, done } = self.cut(rest, span.first, out.is_dense())?;
             rest = &rest[done..];
             for extent in &filled {
                 self.fill(&files[extent.file as usize], self.target(extent, out));

@@ -27,7 +27,8 @@ impl Ints<'_> {
         }
     }
 
-    pub(super) fn check_len(&self, n: usize, what: &str) -> Result<()> {
+    /// Fails if this is a list of another length than `n`.
+    pub fn check_len(&self, n: usize, what: &str) -> Result<()> {
         match self {
             Ints::Each(xs) if xs.len() != n => {
                 Err(Error::new(Kind::Argument, format!("{} {what} for {n} items", xs.len())))
@@ -175,6 +176,50 @@ impl<'a> Out<'a> {
         }
         let piece_of = &*owners;
         Some(dealt.into_iter().map(|pieces| Out::Spread { pieces, piece_of, dense }).collect())
+    }
+
+    /// Deals runs of rows out to `parts` owners: each run is its owner and its number of rows. A result is dense if its rows are
+    /// contiguous, and otherwise a place per row. `None` unless the output has exactly these rows.
+    pub fn deal_out(
+        self,
+        runs: impl Iterator<Item = (usize, usize)>,
+        parts: usize,
+        row: usize,
+    ) -> Option<Vec<Out<'a>>> {
+        let (mut bytes, mut places, dense) = match self {
+            Out::Dense(bytes) => (bytes, vec![].into_iter(), true),
+            Out::Places(places) => (&mut [][..], places.into_iter(), false),
+            Out::Spread { .. } => return None,
+        };
+        let mut dealt: Vec<Vec<&'a mut [u8]>> = (0..parts).map(|_| vec![]).collect();
+        let mut runs = runs.peekable();
+        while let Some((owner, mut rows)) = runs.next() {
+            while let Some((_, more)) = runs.next_if(|(next, _)| *next == owner) {
+                rows = rows.checked_add(more)?;
+            }
+            let mine = dealt.get_mut(owner)?;
+            if dense {
+                let (piece, others) = std::mem::take(&mut bytes).split_at_mut_checked(rows.checked_mul(row)?)?;
+                bytes = others;
+                mine.push(piece);
+            } else {
+                for _ in 0..rows {
+                    mine.push(places.next().filter(|place| place.len() == row)?);
+                }
+            }
+        }
+        if !bytes.is_empty() || places.next().is_some() {
+            return None;
+        }
+        let made = dealt.into_iter().map(|mut pieces| match pieces.len() {
+            0 if dense => Out::Dense(&mut []),
+            1 if dense => pieces.pop().map_or(Out::Dense(&mut []), Out::Dense),
+            _ if dense => {
+                Out::Places(pieces.into_iter().flat_map(|piece| piece.chunks_exact_mut(row.max(1))).collect())
+            }
+            _ => Out::Places(pieces),
+        });
+        Some(made.collect())
     }
 
     pub(super) fn bytes(&self) -> usize {

@@ -303,7 +303,14 @@ impl ScanningThread {
     /// Reads `items` examples or rows, `rows` rows in total.
     fn read(&mut self, group: &Group<'_>, pick: Pick<'_>, items: usize, rows: usize, stop: &Stop) -> Result<&[u8]> {
         let out = &mut self.rows[..rows * group.row.bytes];
-        group.rows.gather_in_blocks(group.groups(), pick, items, group.cast, out, (&mut self.reader, stop))?;
+        group.rows.gather_in_blocks(
+            group.groups(),
+            pick,
+            items,
+            group.cast,
+            Out::Dense(out),
+            (&mut self.reader, stop),
+        )?;
         Ok(&self.rows[..rows * group.row.bytes])
     }
 }

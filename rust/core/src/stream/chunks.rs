@@ -276,7 +276,8 @@ impl<'a> ChunkMaker<'a> {
         } else {
             let spare = lock(&self.readers).pop();
             let mut reader = spare.map_or_else(|| BlockReader::new(self.past_cache), Ok)?;
-            let done = self.rows.gather_in_blocks(groups, pick, picks.len(), cast, out, (&mut reader, stop));
+            let done =
+                self.rows.gather_in_blocks(groups, pick, picks.len(), cast, Out::Dense(out), (&mut reader, stop));
             lock(&self.readers).push(reader);
             done?;
         }

@@ -199,7 +199,14 @@ impl Picked<'_> {
             let SummingThread { reader, raw } = &mut mine;
             let raw = &mut raw[..n * row.bytes];
             let as_is = Cast::between(row.dtype, row.dtype)?;
-            self.rows.gather_in_blocks(Ints::One(self.group as i64), pick, n, as_is, raw, (reader, stop))?;
+            self.rows.gather_in_blocks(
+                Ints::One(self.group as i64),
+                pick,
+                n,
+                as_is,
+                Out::Dense(raw),
+                (reader, stop),
+            )?;
             let blocks = turns.take(|| {
                 // As many blocks of float64 as threads with a turn.
                 let taken = values.lock().unwrap_or_else(PoisonError::into_inner).pop();

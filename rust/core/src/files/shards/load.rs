@@ -96,6 +96,11 @@ pub struct Shards {
 const MOST_SHARDS: usize = 1 << 21;
 
 impl Shards {
+    /// Whether a slow source sends the shards.
+    pub fn are_far(&self) -> bool {
+        self.wishes.is_some()
+    }
+
     /// Local shards. Opens only shards up to the first with an array, which determines the properties of rows.
     pub fn open(
         specs: Vec<ShardSpec>,

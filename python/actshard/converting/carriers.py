@@ -1,0 +1,53 @@
+"""Which ``Carrying`` a source's columns and metadata go through: its format's, or those of its parts if it joins several stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actshard import formats
+from actshard.formats.carrying import Carrying
+from actshard.formats.contents import Contents
+
+
+def carrying_of(contents: Contents) -> Carrying:
+    """The carrying of a source."""
+    return JoinedCarrying() if contents.parts else formats.get(contents.format).carrying()
+
+
+class JoinedCarrying(Carrying):
+    """Keeps the columns that each part's format keeps, and every part's metadata."""
+
+    def names(self, contents: Contents) -> list[str]:
+        """Columns that some part keeps, and the column of sources."""
+        own = [part.contents for part in contents.parts]
+        known = {name for each in own for name in each.column_names}
+        kept = {name for each in own for name in carrying_of(each).names(each)}
+        return [name for name in contents.column_names if name in kept or name not in known]
+
+    def left_behind(self, contents: Contents) -> list[str]:
+        """What any part cannot pass on."""
+        each = [part.contents for part in contents.parts]
+        return list(dict.fromkeys(what for own in each for what in carrying_of(own).left_behind(own)))
+
+    def fillers(self, contents: Contents) -> frozenset[str]:
+        """Columns that are empty in every part."""
+        has: dict[str, bool] = {}
+        for part in contents.parts:
+            own = part.contents
+            fillers = carrying_of(own).fillers(own)
+            for name in own.column_names:
+                has[name] = has.get(name, True) and name in fillers
+        return frozenset(name for name, only in has.items() if only)
+
+    def metadata_kept(self, contents: Contents) -> dict[str, Any]:
+        """Every part's metadata."""
+        parts = [
+            {**told, "metadata": carrying_of(part.contents).metadata_kept(part.contents)}
+            for told, part in zip(contents.metadata["parts"], contents.parts, strict=True)
+        ]
+        return {"parts": parts}
+
+    def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+        """None: the parts may come from several datasets."""
+        return None

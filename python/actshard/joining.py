@@ -1,0 +1,380 @@
+"""The contents of a store that joins others: :func:`actshard.concat`.
+
+The examples of the parts follow one another. A joined store is a :class:`~actshard.Store` like any other:
+
+- rows: ``Rows.several`` of the binding sends each read to the parts that it concerns, which write into one output.
+- columns: those of all parts, null where a part lacks one, and the column of sources.
+- labels, lengths, logits, router: those of the parts, if every part has them.
+
+A part stays open on its own. Columns are read from its store, so it must stay open while the joined one is in use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+import actshard._native as _native
+from actshard import _arguments
+from actshard import layers as naming
+from actshard.codes import Remark
+from actshard.errors import ArgumentError, DtypeError, NotStoredError
+from actshard.formats.contents import Contents, Logits, Router
+from actshard.formats.tables import common_type
+from actshard.layers import Layer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from actshard.stream.readable import Readable
+
+FORMAT = "concat"
+"""The ``format`` of a joined store. No dataset has it."""
+SOURCE = "source"
+"""The column of sources; ``actshard:source`` if a part has a column of this name."""
+
+
+def names_of(parts: Sequence[Readable]) -> list[str]:
+    """Names of the parts: the shortest of file name, path, and path with a number that tells all apart."""
+    short_names, long = [Path(str(p.path)).name for p in parts], [str(p.path) for p in parts]
+    for names in (short_names, long):
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name}#{i}" for i, name in enumerate(long)]
+
+
+def join(
+    parts: Sequence[Readable],
+    names: Sequence[str],
+    layers: Sequence[Layer] | None,
+    dtype: DTypeLike | None,
+    special_tokens: int | None,
+) -> Contents:
+    """The contents of these stores, one after the other; reads no rows."""
+    first = parts[0]
+    for part in parts:
+        part.check_open()
+        if part.d_model != first.d_model:
+            raise ArgumentError(
+                f"concat: expected one d_model, found {first.d_model} in {names[0]} and {part.d_model} in "
+                f"{names[parts.index(part)]}",
+                path=part.path,
+            )
+    chosen = common_layers(parts, names, layers, "concat")
+    found = dtype_of(parts, names, dtype)
+    special = special_of(parts, names, special_tokens)
+    every = [part.contents for part in parts]
+    rows = None
+    if chosen:
+        groups = [[part.group_of(layer) for layer in chosen] for part in parts]
+        name = None if dtype is None else _arguments.dtype(dtype)[1]
+        rows = _native.Rows.several([part.rows for part in parts], groups, name, found, io_of(parts))
+    columns = list(dict.fromkeys(itertools.chain.from_iterable(c.column_names for c in every)))
+    source = SOURCE if SOURCE not in columns else f"actshard:{SOURCE}"
+    each = {contents.tokens_each for contents in every}
+    ones = {contents.one_row_each for contents in every}
+    models = {contents.model for contents in every}
+    table = _Table(parts, names, columns, source)
+    units = _units(parts)
+    differ = any(contents.layers_differ for contents in every)
+    routed = every[0].router_layers
+    return Contents(
+        format=FORMAT,
+        path=common_path(parts),
+        metadata={
+            "parts": [
+                {"source": name, "format": part.format, "path": str(part.path), "metadata": part.contents.metadata}
+                for name, part in zip(names, parts, strict=True)
+            ]
+        },
+        layers=chosen,
+        d_model=first.d_model,
+        dtype=found,
+        num_examples=sum(part.num_examples for part in parts),
+        token_counts=lambda: np.concatenate([part.token_counts for part in parts]),
+        rows=rows,
+        column_names=[*columns, source],
+        columns=table.read,
+        files=lambda: list(dict.fromkeys(file for contents in every for file in contents.files())),
+        model=models.pop() if len(models) == 1 else None,
+        provenance={name: contents.provenance for name, contents in zip(names, every, strict=True)},
+        extras=tuple(extra for extra in every[0].extras if all(extra in c.extras for c in every)),
+        warnings=tuple(
+            Remark(w.code, f"{name}: {w}") for name, part in zip(names, parts, strict=True) for w in part.warnings
+        ),
+        tokens_each=each.pop() if len(each) == 1 else None,
+        content_lengths=lambda: _lengths(parts, special),
+        special_tokens=special,
+        counts_are_cheap=all(contents.counts_are_cheap for contents in every),
+        units=units,
+        unit_columns=None if units is None else lambda unit: table.of_unit(unit, units, differ),
+        layers_differ=differ,
+        lacks_layers=any(contents.lacks_layers for contents in every),
+        one_row_each=ones.pop() if len(ones) == 1 else None,
+        types_may_differ=any(c.types_may_differ for c in every) or len({part.dtype for part in parts}) > 1,
+        converts=dtype is not None,
+        has_logits=all(contents.has_logits for contents in every),
+        router_layers=routed if all(set(c.router_layers) == set(routed) for c in every) else (),
+        labels=lambda: _labels(parts),
+        logits=lambda: _logits(parts, names),
+        router=lambda: _router(parts, names, routed),
+        parts=tuple(parts),
+    )
+
+
+def common_layers(
+    parts: Sequence[Readable], names: Sequence[str], layers: Sequence[Layer] | None, what: str
+) -> tuple[Layer, ...]:
+    """The layers that are asked for, which all parts have; None: all layers, which must be equal."""
+    if layers is not None:
+        listed = naming.several(layers)
+        for layer in listed:
+            for part in parts:
+                part.group_of(layer)
+        return listed
+    first = parts[0]
+    for name, part in zip(names, parts, strict=True):
+        if set(part.layers) != set(first.layers):
+            both = [x for x in first.layers if all(x in p.layers for p in parts)]
+            remedy = f"Pass layers={naming.short(both)}, which all have." if both else "They have no layer in common."
+            raise ArgumentError(
+                f"{what}: expected equal layers, found {naming.short(first.layers)} in {names[0]} and "
+                f"{naming.short(part.layers)} in {name}. {remedy}",
+                path=part.path,
+            )
+    return first.layers
+
+
+def dtype_of(parts: Sequence[Readable], names: Sequence[str], dtype: DTypeLike | None) -> np.dtype[Any]:
+    """The dtype that is asked for, or that all parts have."""
+    if dtype is not None:
+        return _arguments.dtype(dtype)[0]
+    first = parts[0]
+    for name, part in zip(names, parts, strict=True):
+        if part.dtype != first.dtype:
+            raise DtypeError(
+                f"dtype: expected one dtype, found {first.dtype} in {names[0]} and {part.dtype} in {name}. Pass dtype= to "
+                "convert while reading.",
+                path=part.path,
+            )
+    return first.dtype
+
+
+def special_of(parts: Sequence[Readable], names: Sequence[str], special: int | None, what: str = "concat") -> int:
+    """The number of special tokens that is asked for, or that all parts have."""
+    if special is not None:
+        return _arguments.whole(special, "special_tokens")
+    first = parts[0]
+    remedy = " Pass special_tokens=0 to read every stored token as content, or the number of tokens to skip in every example."
+    for name, part in zip(names, parts, strict=True):
+        if part.special_tokens != first.special_tokens:
+            raise ArgumentError(
+                f"{what}: expected one number of special tokens, found {first.special_tokens} in {names[0]} and "
+                f"{part.special_tokens} in {name}.{remedy if what == 'concat' else ''}",
+                path=part.path,
+            )
+    return first.special_tokens
+
+
+def io_of(parts: Sequence[Readable]) -> str:
+    """``"mmap"`` if all parts are mapped."""
+    return "mmap" if all(part.io == "mmap" for part in parts) else "pread"
+
+
+def common_path(parts: Sequence[Readable]) -> Path:
+    """The folder that contains all parts; the first part's path if they are not local."""
+    places: list[object] = [part.path for part in parts]
+    if all(isinstance(place, Path) for place in places):
+        return Path(os.path.commonpath([str(place) for place in places]))
+    return parts[0].path
+
+
+def _units(parts: Sequence[Readable]) -> tuple[int, ...] | None:
+    """Boundaries of units; a part without units is one. None if no part has units."""
+
+    def has(contents: Contents) -> bool:
+        return contents.units is not None or (contents.whole is not None and contents.whole.units is not None)
+
+    if not any(has(part.contents) for part in parts):
+        return None
+    bounds, start = [0], 0
+    for part in parts:
+        own = part.contents.units or (0, part.num_examples)
+        bounds += [start + bound for bound in own[1:] if bound]
+        start += part.num_examples
+    return tuple(dict.fromkeys(bounds))
+
+
+def _lengths(parts: Sequence[Readable], special: int) -> NDArray[np.int64] | None:
+    found = [part.content_lengths for part in parts]
+    if all(lengths is None for lengths in found):
+        return None
+    each = (
+        np.maximum(part.token_counts - special, 0) if lengths is None else lengths
+        for part, lengths in zip(parts, found, strict=True)
+    )
+    return np.concatenate(list(each))
+
+
+def _labels(parts: Sequence[Readable]) -> NDArray[np.uint8] | None:
+    """Patch labels; None unless every part has them, for equally many patches."""
+    found = [labels for part in parts if (labels := part.labels) is not None]
+    if len(found) < len(parts) or len({labels.shape[1:] for labels in found}) > 1:
+        return None
+    made = np.concatenate(found)
+    made.flags.writeable = False
+    return made
+
+
+def _alike(rows: Sequence[_native.Rows], names: Sequence[str], what: str) -> None:
+    for name, other in zip(names, rows, strict=True):
+        if (other.descr, other.width) != (rows[0].descr, rows[0].width):
+            raise NotStoredError(
+                f"{what}: expected rows of one kind, found {rows[0].width} {rows[0].descr} in {names[0]} and {other.width} "
+                f"{other.descr} in {name}. Read them from each of store.parts."
+            )
+
+
+def _logits(parts: Sequence[Readable], names: Sequence[str]) -> Logits | None:
+    found = [logits for part in parts if (logits := part.contents.logits()) is not None]
+    if len(found) < len(parts):
+        return None
+    made = []
+    for rows in ([x.values for x in found], [x.indices for x in found]):
+        _alike(rows, names, "logits")
+        made.append(_native.Rows.several(rows, [[0]] * len(rows), None, rows[0].descr, io_of(parts)))
+    return Logits(*made)
+
+
+def _router(parts: Sequence[Readable], names: Sequence[str], layers: tuple[Layer, ...]) -> Router | None:
+    found = [router for part in parts if (router := part.contents.router()) is not None]
+    if len(found) < len(parts) or any(set(router.layers) != set(layers) for router in found):
+        return None
+    rows = [router.rows for router in found]
+    _alike(rows, names, "router tensors")
+    groups = [[router.layers.index(layer) for layer in layers] for router in found]
+    return Router(layers, _native.Rows.several(rows, groups, None, rows[0].descr, io_of(parts)))
+
+
+class _Table:
+    """The columns of all parts."""
+
+    def __init__(self, parts: Sequence[Readable], names: Sequence[str], columns: Sequence[str], source: str) -> None:
+        self._parts, self._names, self._columns, self._source = parts, names, columns, source
+
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """Columns by name; null where a part lacks one."""
+        import pyarrow as pa
+
+        tables = [self._of_part(i, [n for n in names if n != self._source]) for i in range(len(self._parts))]
+        made = {}
+        for name in names:
+            if name == self._source:
+                made[name] = self._sources()
+                continue
+            if not any(name in table.column_names for table in tables):
+                raise NotStoredError(f"the dataset has no column {name!r}; the columns are {', '.join(self._columns)}")
+            kind = self._type_of(name, tables)
+            chunks = [
+                table[name].cast(kind).chunks if name in table.column_names else [pa.nulls(part.num_examples, kind)]
+                for table, part in zip(tables, self._parts, strict=True)
+            ]
+            made[name] = pa.chunked_array(itertools.chain.from_iterable(chunks), kind)
+        return pa.table(made) if made else pa.table({self._source: self._sources()}).select([])
+
+    def of_unit(self, unit: int, units: Sequence[int], layers_differ: bool) -> pa.Table:
+        """Columns of one unit; with ``layers_differ``, each example's layers."""
+        table = self.read([*self._columns, self._source]).slice(units[unit], units[unit + 1] - units[unit])
+        if not layers_differ:
+            return table
+        import pyarrow as pa
+
+        held = self._layers_of(range(units[unit], units[unit + 1]))
+        if "layers" in table.column_names:
+            table = table.drop_columns(["layers"])
+        return table.append_column("layers", pa.array(held))
+
+    def _layers_of(self, examples: range) -> list[list[Layer]]:
+        """The layers of each of these examples, which one part has."""
+        start = 0
+        for part in self._parts:
+            if examples.start < start + part.num_examples:
+                numbers = range(examples.start - start, examples.stop - start)
+                return layers_held(part, numbers)
+            start += part.num_examples
+        return []
+
+    def _of_part(self, number: int, names: Sequence[str]) -> pa.Table:
+        part = self._parts[number]
+        known = part.contents.column_names
+        listed = [name for name in names if name in known]
+        table = part.read_columns(listed)
+        for name in names:
+            if name in known or name in self._columns:
+                continue
+            try:  # a column that is read only if it is named
+                table = table.append_column(name, part.read_columns([name])[name])
+            except NotStoredError:
+                continue
+        return table
+
+    def _sources(self) -> pa.ChunkedArray:
+        import pyarrow as pa
+
+        names = pa.array(list(self._names), pa.string())
+        numbers = np.repeat(np.arange(len(self._parts), dtype=np.int32), [p.num_examples for p in self._parts])
+        return pa.chunked_array([pa.DictionaryArray.from_arrays(pa.array(numbers), names)])
+
+    def _type_of(self, name: str, tables: Sequence[pa.Table]) -> pa.DataType:
+        import pyarrow as pa
+
+        kind, known = pa.null(), ""
+        for source, table in zip(self._names, tables, strict=True):
+            if name not in table.column_names:
+                continue
+            own = table.schema.field(name).type
+            both = common_type(kind, own)
+            if both is None:
+                raise ArgumentError(
+                    f"column {name!r}: expected one type, found {kind} in {known} and {own} in {source}. Read it from each of "
+                    "store.parts, or other columns with read_columns()."
+                )
+            kind, known = both, known or source
+        return kind
+
+
+def layers_held(part: Readable, examples: range) -> list[list[Layer]]:
+    """The layers that each of a part's examples has."""
+    contents = part.contents
+    whole, chosen = contents.whole or contents, contents.chosen
+    numbers = np.asarray(examples, np.int64) if chosen is None else chosen.array()[examples.start : examples.stop]
+    if whole.parts:
+        return [layers_held(whole.parts[p], range(e, e + 1))[0] for p, e in zip(*places(whole, numbers), strict=True)]
+    if not whole.layers_differ or whole.units is None or whole.unit_columns is None:
+        return [list(whole.layers)] * len(numbers)
+    made: dict[int, list[Any]] = {}
+    held = []
+    for number in numbers.tolist():
+        unit = int(np.searchsorted(whole.units, number, "right")) - 1
+        if unit not in made:
+            made = {unit: whole.unit_columns(unit)["layers"].to_pylist()}
+        held.append(made[unit][number - whole.units[unit]])
+    return held
+
+
+def places(contents: Contents, examples: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The part of each example of a joined store, or of some of its examples, and the example's number there."""
+    whole, chosen = contents.whole or contents, contents.chosen
+    if whole.format != FORMAT:
+        raise NotStoredError("origins: the store joins no others", path=contents.path)
+    wanted = _arguments.members(_arguments.index(examples, "examples")[0], contents.num_examples, "example")
+    numbers = wanted if chosen is None else chosen.array()[wanted]
+    ends = np.cumsum([part.num_examples for part in whole.parts])
+    part = np.searchsorted(ends, numbers, "right")
+    return part, numbers - np.concatenate([[0], ends])[part]

@@ -1,0 +1,353 @@
+"""Pairs: the same examples of several stores, whose activations are read together.
+
+The rows of all stores are one dataset whose groups are (store, layer), store after store (``Rows.paired`` of the binding). So a
+stream of several stores is a stream of several layers: one order, one read-ahead, and rows written straight into
+``(b, stores * layers, d_model)``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+import actshard._native as _native
+from actshard import _arguments
+from actshard import layers as naming
+from actshard.choosing import resolve, split
+from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.formats.contents import Contents
+from actshard.formats.target import PREVIEW, TEXTS
+from actshard.joining import common_layers, common_path, dtype_of, io_of, names_of, special_of
+from actshard.layers import Layer
+from actshard.opening import open
+from actshard.store import Store
+from actshard.stream import Batch, RowLoop, Stream
+
+if TYPE_CHECKING:
+    import os
+
+    import pyarrow as pa
+
+    from actshard.chosen import Chosen
+
+FORMAT = "pair"
+"""The ``format`` of the rows of a pair. No dataset has it."""
+_IDS = {
+    *("id", "key", "sample_key", "sample_id", "sample_idx", "example_id", "example_idx", "prompt_id", "prompt_hash"),
+    *("dataset_idx", "token_ids"),
+}
+"""Columns that identify an example, or its tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PairedBatch(Batch):
+    """One batch of a pair.
+
+    Attributes:
+        activations: ``(b, n, d_model)``: n activations of each token, one per store and layer; ``(b, d_model)`` if interleaved.
+        stores: int64 indices into :attr:`PairedStores.stores`: ``(n,)`` for the second axis; ``(b,)`` if interleaved.
+        layers: the layers' names, in the same form.
+    """
+
+    stores: NDArray[np.int64]
+
+
+class PairedStores:
+    """The same examples of several stores. :func:`pair` creates it.
+
+    Pickles as its stores, works in workers and after ``fork``. Keep the stores open while it is in use.
+
+    Attributes:
+        stores: the stores, in the order given.
+        names: their names: the keys of the mapping given, or folder names.
+        layers: layers that can be read, which all stores have.
+        d_model: elements per row.
+        dtype: numpy dtype of rows.
+        num_examples: number of examples; also ``len(pair)``.
+        compared: what was found equal in all stores: ``"examples"``, ``"tokens"``, and names of columns.
+        warnings: what could not be compared.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        names: Sequence[str],
+        layers: tuple[Layer, ...],
+        dtype: DTypeLike | None,
+        compared: tuple[str, ...],
+        warnings: tuple[str, ...],
+    ) -> None:
+        self.stores, self.names, self.layers = tuple(stores), tuple(names), layers
+        self.compared, self.warnings = compared, warnings
+        self._asked = dtype
+        self._together = _together(self.stores, self.names, layers, dtype)
+        self.dtype = self._together.dtype
+        self.d_model, self.num_examples = self._together.d_model, len(self._together)
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+    def __repr__(self) -> str:
+        return (
+            f"<actshard.PairedStores of {', '.join(self.names[:4])}{', ...' if len(self.names) > 4 else ''}: "
+            f"{self.num_examples} examples, layers {naming.short(self.layers)}, d_model {self.d_model}, {self.dtype}>"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PairedStores, (self.stores, self.names, self.layers, self._asked, self.compared, self.warnings)
+
+    @property
+    def token_counts(self) -> NDArray[np.int64]:
+        """``(num_examples,)`` int64, read-only: number of stored tokens per example."""
+        return self.stores[0].token_counts
+
+    @property
+    def table(self) -> pa.Table:
+        """:attr:`Store.table` of the first store."""
+        return self.stores[0].table
+
+    def filter(self, examples: Any) -> PairedStores:
+        """Returns a pair of some of the examples, as :meth:`Store.filter`; expressions and functions see the first store's table.
+
+        Raises:
+            As :meth:`Store.filter`.
+        """
+        return self._choose(resolve(self.stores[0], examples))
+
+    def split(
+        self, test: float = 0.2, *, by: str | ArrayLike | None = None, seed: int = 0
+    ) -> tuple[PairedStores, PairedStores]:
+        """Returns two pairs, for training and for testing, as :meth:`Store.split` of the first store.
+
+        Raises:
+            As :meth:`Store.split`.
+        """
+        train, held_out = split(self.stores[0], test, by, seed)
+        return self._choose(train), self._choose(held_out)
+
+    def _choose(self, positions: Chosen) -> PairedStores:
+        some = [store._choose(positions) for store in self.stores]
+        return PairedStores(some, self.names, self.layers, self._asked, self.compared, self.warnings)
+
+    def gather(
+        self, layer: Layer | Sequence[Layer], examples: ArrayLike, tokens: ArrayLike, *, dtype: DTypeLike | None = None
+    ) -> NDArray[Any]:
+        """Reads arbitrary tokens from all stores.
+
+        Args:
+            layer: a name from :attr:`layers`, or several.
+            examples: as in :meth:`Store.gather`.
+            tokens: as in :meth:`Store.gather`.
+            dtype: as in :meth:`Store.gather`.
+
+        Returns:
+            ``(..., n, d_model)`` for n stores and layers, store after store, a copy.
+
+        Raises:
+            As :meth:`Store.gather`.
+        """
+        groups = self._groups(layer)
+        each = [self._together.gather(group, examples, tokens, dtype=dtype) for group in groups]
+        return np.stack(each, axis=-2)
+
+    def stream(self, layer: Layer | Sequence[Layer] | Literal["all"], batch_size: int, **options: Any) -> PairedStream:
+        """Returns a stream of aligned batches: each row has one token's activations from all stores.
+
+        Args:
+            layer: a name from :attr:`layers`, several, or ``"all"``. Every store is read in each of them.
+            batch_size: tokens per batch.
+            options: as in :meth:`Store.stream`; ``center`` and ``scale`` may be ``(n, d_model)``.
+
+        Returns:
+            A :class:`PairedStream` of :class:`PairedBatch`.
+
+        Raises:
+            As :meth:`Store.stream`.
+        """
+        return PairedStream(self, self._groups(layer), batch_size, options)
+
+    def _groups(self, layer: Any) -> list[int]:
+        names = self.layers if isinstance(layer, str) and layer == "all" else naming.several(layer, "layer")
+        for name in names:
+            if name not in self.layers:
+                self.stores[0].group_of(name)  # raises for unknown names
+                raise ArgumentError(f"layer: expected layers of the pair, {naming.short(self.layers)}, found {name!r}")
+        at = [self.layers.index(name) for name in names]
+        return [store * len(self.layers) + k for store in range(len(self.stores)) for k in at]
+
+
+class PairedStream(Stream):
+    """Aligned batches of a pair. :meth:`PairedStores.stream` creates it; it resumes, pickles and feeds loaders as a Stream.
+
+    Attributes:
+        pair: the pair.
+    """
+
+    def __init__(self, pair: PairedStores, groups: list[int], batch_size: int, options: dict[str, Any]) -> None:
+        self.pair = pair
+        super().__init__(pair._together, groups, batch_size, **options)
+
+    def _loop(self, first: int, every: int, held: list[Any] | None) -> RowLoop:
+        return _PairLoop(self, first, every, held)
+
+
+class _PairLoop(RowLoop):
+    """The iterator of one loop over a pair."""
+
+    def _made(self, found: Any) -> Batch:
+        made = super()._made(found)
+        pair = self._source.pair  # type: ignore[attr-defined]  # a PairedStream
+        stores, layers = np.divmod(made.layers, len(pair.layers))
+        names = naming.array_of(pair.layers)[layers]
+        return PairedBatch(made.activations, made.examples, made.tokens, names, made.labels, stores)
+
+
+def pair(
+    *stores: Store | str | os.PathLike[str] | Mapping[str, Any],
+    layers: Sequence[Layer] | None = None,
+    dtype: DTypeLike | None = None,
+) -> PairedStores:
+    """Pairs stores of the same examples and tokens, such as the activations of a base and of a chat model.
+
+    ``actshard.pair(base, chat).stream(5, 4096)`` gives batches ``(b, 2, d_model)`` for crosscoders and model diffing. Formats may
+    differ. Compared before anything is read: the number of examples, the number of tokens of each, and the texts and ids
+    that several stores have. A difference is refused; what could not be compared is listed in ``warnings``.
+
+    Args:
+        stores: at least two stores, paths or URLs; or one mapping of names to them.
+        layers: layers to read, which all stores must have. None: the stores must have equal layers.
+        dtype: dtype of rows, if the stores' differ.
+
+    Raises:
+        ArgumentError: fewer than two stores; their examples, tokens, texts, ids, d_model, layers or special tokens differ.
+        DtypeError: dtypes differ and ``dtype`` is not given.
+        Errors of :func:`open`.
+    """
+    given: list[Any] = list(stores)
+    names = None
+    if len(given) == 1 and isinstance(given[0], Mapping):
+        names, given = [str(name) for name in given[0]], list(given[0].values())
+    if len(given) == 1 and isinstance(given[0], Iterable) and not isinstance(given[0], str | bytes | Store):
+        raise ArgumentTypeError("pair: expected stores as arguments: pair(*stores)")
+    if len(given) < 2:
+        raise ArgumentError(f"pair: expected at least two stores, found {len(given)}")
+    opened = [store if isinstance(store, Store) else open(store) for store in given]
+    names = names or names_of(opened)
+    for name, store in zip(names, opened, strict=True):
+        store.check_open()
+        if store.d_model != opened[0].d_model:
+            raise ArgumentError(
+                f"pair: expected one d_model, found {opened[0].d_model} in {names[0]} and {store.d_model} in {name}. Stream each "
+                'store by itself: with equal arguments, shuffle="exact" gives the same tokens in the same order.',
+                path=store.path,
+            )
+    chosen = common_layers(opened, names, layers, "pair")
+    dtype_of(opened, names, dtype)
+    special_of(opened, names, None, "pair")
+    compared, warnings = _compare(opened, names)
+    return PairedStores(opened, names, chosen, dtype, compared, warnings)
+
+
+def _compare(stores: Sequence[Store], names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is equal in all stores, and what could not be compared. Raises ArgumentError for what differs."""
+    first, compared, warnings = stores[0], ["examples", "tokens"], []
+    for name, store in zip(names[1:], stores[1:], strict=True):
+        if len(store) != len(first):
+            raise ArgumentError(
+                f"pair: expected equal numbers of examples, found {len(first)} in {names[0]} and {len(store)} in {name}",
+                path=store.path,
+            )
+        differ = np.flatnonzero(store.token_counts != first.token_counts)
+        if len(differ):
+            i = int(differ[0])
+            raise ArgumentError(
+                f"pair: example {i}: expected equal numbers of tokens, found {first.token_counts[i]} in {names[0]} and "
+                f"{store.token_counts[i]} in {name} ({len(differ)} examples differ)",
+                path=store.path,
+            )
+        theirs, mine = _comparable(store), _comparable(first)
+        both = sorted(mine.keys() & theirs.keys())
+        for what in both:
+            _check_equal((names[0], first, mine[what]), (name, store, theirs[what]))
+        compared += [mine[what] for what in both]
+        if not both:
+            warnings.append(f"{names[0]} and {name} have no text or id in common: only numbers of tokens were compared")
+    return tuple(dict.fromkeys(compared)), tuple(warnings)
+
+
+def _comparable(store: Store) -> dict[str, str]:
+    """Columns that tell examples apart, by what they hold: ids under their own names, and the text."""
+    columns = store.contents.column_names
+    found = {name: name for name in columns if name in _IDS}
+    text = next((name for name in TEXTS if name in columns), None)
+    if text is not None:
+        found["text"] = text
+    return found
+
+
+def _check_equal(mine: tuple[str, Store, str], theirs: tuple[str, Store, str]) -> None:
+    (name, first, column), (other, store, its) = mine, theirs
+    a, b = first.read_columns([column])[column], store.read_columns([its])[its]
+    if a.type == b.type and a.equals(b):
+        return
+    begins = PREVIEW in (column, its) and column != its
+    for i, (x, y) in enumerate(zip(a.to_pylist(), b.to_pylist(), strict=True)):
+        if x != y and not (begins and _begin_alike(x, y)):
+            raise ArgumentError(
+                f"pair: example {i}: expected equal {column!r}, found {x!r:.60} in {name} and {y!r:.60} in {other}",
+                path=store.path,
+            )
+
+
+def _begin_alike(x: Any, y: Any) -> bool:
+    """Whether one of two texts is the beginning of the other; it may end with dots."""
+    if not isinstance(x, str) or not isinstance(y, str):
+        return False
+    shorter, longer = sorted((x, y), key=len)
+    return longer.startswith(shorter.removesuffix("...").removesuffix("\u2026"))
+
+
+def _together(
+    stores: tuple[Store, ...], names: Sequence[str], layers: tuple[Layer, ...], dtype: DTypeLike | None
+) -> Store:
+    """A store whose layers 0, 1, ... are the layers of the first store, then those of the second, and so on."""
+    first = stores[0].contents
+    every = [store.contents for store in stores]
+    groups = [(s, store.group_of(layer)) for s, store in enumerate(stores) for layer in layers]
+    found = dtype_of(stores, names, dtype)
+    name = None if dtype is None else _arguments.dtype(dtype)[1]
+    rows = _native.Rows.paired([store.rows for store in stores], groups, name, found, io_of(stores))
+    each = {contents.tokens_each for contents in every}
+    contents: Contents = replace(
+        first,
+        format=FORMAT,
+        path=common_path(stores),
+        metadata={},
+        layers=tuple(range(len(groups))),
+        dtype=found,
+        token_counts=lambda: stores[0].token_counts,
+        rows=rows,
+        files=lambda: list(dict.fromkeys(itertools.chain.from_iterable(c.files() for c in every))),
+        warnings=(),
+        tokens_each=each.pop() if len(each) == 1 else None,
+        units=None,
+        unit_columns=None,
+        layers_differ=any(contents.layers_differ for contents in every),
+        lacks_layers=any(contents.lacks_layers for contents in every),
+        types_may_differ=any(c.types_may_differ for c in every) or len({store.dtype for store in stores}) > 1,
+        converts=dtype is not None,
+        has_logits=False,
+        router_layers=(),
+        logits=lambda: None,
+        router=lambda: None,
+        labels=lambda: stores[0].labels,
+        whole=None,
+        chosen=None,
+        parts=stores,
+    )
+    return Store(contents, io=io_of(stores), reopen=(_together, (stores, names, layers, dtype)))

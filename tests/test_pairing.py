@@ -1,0 +1,170 @@
+"""``actshard.pair``: aligned activations of several stores equal those of each store, and examples that differ are refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+
+import actshard
+from conftest import GOLDEN
+from test_arrays import LAYERS, quietly, readable, same
+
+SHUFFLES = ("window", "exact", None)
+
+
+@pytest.fixture(scope="module")
+def base() -> actshard.Store:
+    return quietly(GOLDEN / "lmprobe" / "fullseq_f32")
+
+
+@pytest.fixture(scope="module")
+def chat(base: actshard.Store, tmp_path_factory: pytest.TempPathFactory) -> actshard.Store:
+    """The same examples in another format, with other values."""
+    path = tmp_path_factory.mktemp("pair") / "chat"
+    with actshard.create(path, "pickle", layers=base.layers, d_model=base.d_model, dtype="float32") as writer:
+        rng = np.random.default_rng(0)
+        for i, n in enumerate(base.token_counts.tolist()):
+            rows = rng.standard_normal((1, len(base.layers), n, base.d_model)).astype(np.float32)
+            writer.append(rows, columns={"text": [base.table["text"][i].as_py()]})
+    return quietly(path)
+
+
+def check(pair: actshard.PairedStores, stream: Any) -> int:
+    seen = 0
+    for batch in stream:
+        assert isinstance(batch, actshard.PairedBatch)
+        for k, (s, layer) in enumerate(zip(batch.stores.tolist(), batch.layers.tolist(), strict=True)):
+            same(
+                batch.activations[:, k], pair.stores[s].gather(layer, batch.examples, batch.tokens, dtype=stream.dtype)
+            )
+        seen += len(batch)
+    return seen
+
+
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+def test_batches_are_aligned(base: actshard.Store, chat: actshard.Store, shuffle: Any) -> None:
+    pair = actshard.pair(base, chat)
+    assert pair.compared == ("examples", "tokens", "text")
+    assert pair.warnings == ()
+    assert (len(pair), pair.layers, pair.d_model) == (len(base), base.layers, base.d_model)
+    layers = [base.layers[1], base.layers[0]]
+    stream = pair.stream(layers, 7, shuffle=shuffle, tokens="all")
+    first = next(iter(stream))
+    assert first.stores.tolist() == [0, 0, 1, 1]
+    assert first.layers.tolist() == layers * 2
+    stream.close()
+    assert check(pair, stream) == int(base.token_counts.sum())
+    one = pair.stream(layers[0], 5, shuffle=shuffle, dtype="float64")
+    assert one.batch_shape == (5, 2, base.d_model)
+    assert check(pair, one) == one.num_rows
+    row = pair.stream("all", 6, shuffle=shuffle, interleave=True)
+    for batch in row:
+        for i, (s, layer) in enumerate(zip(batch.stores.tolist(), batch.layers.tolist(), strict=True)):
+            same(batch.activations[i : i + 1], pair.stores[s].gather(layer, batch.examples[i], batch.tokens[i]))
+
+
+@pytest.mark.parametrize(("store", "layer"), LAYERS)
+def test_every_golden_dataset_pairs_with_itself(store: actshard.Store, layer: int) -> None:
+    if not store.token_counts.any() or store.tokens_in(layer).tolist() != store.token_counts.tolist():
+        return
+    dtype = None if readable(store) else "float64"
+    pair = actshard.pair({"a": store, "b": store})
+    for shuffle in SHUFFLES:
+        stream = pair.stream([layer], 5, shuffle=shuffle, dtype=dtype)
+        assert check(pair, stream) == stream.num_rows == store.stream(layer, 5, dtype=dtype).num_rows
+
+
+def test_parts_of_a_pair(base: actshard.Store, chat: actshard.Store) -> None:
+    pair, layer = actshard.pair({"base": base, "chat": chat}), base.layers[0]
+    some = pair.filter([3, 0, 3])
+    same(some.gather(layer, [0, 1], -1)[:, 1], chat.gather(layer, [3, 0], -1))
+    same(some.gather([layer], [[0], [1]], -1)[..., 0, :], base.gather(layer, [[3], [0]], -1))
+    value = base.table["label"][0].as_py()
+    labelled = pair.filter(pc.field("label") == value)
+    assert len(labelled) == len(base.filter(pc.field("label") == value))
+    train, test = pair.split(test=0.25, seed=2)
+    assert len(train) + len(test) == len(pair)
+    ids = [x.tolist() for x in (train.stores[1].chosen, test.stores[1].chosen)]
+    assert sorted(ids[0] + ids[1]) == list(range(len(pair)))
+    assert check(test, test.stream(layer, 4, shuffle="window")) > 0
+    copy = pickle.loads(pickle.dumps(some))
+    same(copy.gather(layer, [0, 1, 2], 0), some.gather(layer, [0, 1, 2], 0))
+    assert "base, chat" in repr(pair)
+
+
+def test_pairs_of_different_dtypes_are_converted_if_asked(base: actshard.Store, tmp_path: Path) -> None:
+    actshard.convert(base, tmp_path / "half", "lmprobe", dtype="float16")
+    half, layer = quietly(tmp_path / "half"), base.layers[0]
+    with pytest.raises(actshard.DtypeError, match="Pass dtype="):
+        actshard.pair(base, half)
+    pair = actshard.pair(base, half, dtype="float32")
+    for shuffle in SHUFFLES:
+        stream = pair.stream(layer, 6, shuffle=shuffle)
+        assert check(pair, stream) == stream.num_rows
+
+
+def test_stores_that_differ_are_refused(base: actshard.Store, chat: actshard.Store, tmp_path: Path) -> None:
+    with pytest.raises(actshard.ArgumentError, match="at least two"):
+        actshard.pair(base)
+    with pytest.raises(actshard.ArgumentError, match="numbers of examples"):
+        actshard.pair(base, chat.filter(slice(1, None)))
+    n = len(base)
+    turned = chat.filter([*range(2), 3, 2, *range(4, n)])
+    with pytest.raises(actshard.ArgumentError, match="example 2"):
+        actshard.pair(base, turned)
+    equal = np.zeros((2, len(base.layers), 3, base.d_model), np.float32)
+    for name, texts in (("a", ["x", "y"]), ("b", ["x", "z"])):
+        with actshard.create(tmp_path / name, "pickle", layers=base.layers, d_model=base.d_model) as writer:
+            writer.append(equal, columns={"text": texts})
+    with pytest.raises(actshard.ArgumentError, match=r"example 1: expected equal 'text.*'y' in a and 'z' in b"):
+        actshard.pair(tmp_path / "a", tmp_path / "b")
+    with actshard.create(tmp_path / "c", "zarr", layers=base.layers, d_model=base.d_model) as writer:
+        writer.append(equal)
+    with actshard.create(tmp_path / "wide", "zarr", layers=base.layers, d_model=base.d_model + 1) as writer:
+        writer.append(np.zeros((2, len(base.layers), 3, base.d_model + 1), np.float32))
+    with pytest.raises(actshard.ArgumentError, match=r"d_model.*shuffle=\"exact\""):
+        actshard.pair(tmp_path / "c", tmp_path / "wide")
+    assert actshard.pair(tmp_path / "a", tmp_path / "c").warnings != ()
+    pair = actshard.pair(base, chat)
+    with pytest.raises(actshard.LayerError):
+        pair.stream(12345, 4)
+
+
+def test_a_stream_of_a_pair_resumes_on_all_ranks(base: actshard.Store, chat: actshard.Store) -> None:
+    pair, layer = actshard.pair(base, chat), base.layers[0]
+    for shuffle in SHUFFLES:
+        whole = [b.activations.copy() for b in pair.stream(layer, 4, shuffle=shuffle, seed=1)]
+        stream = pair.stream(layer, 4, shuffle=shuffle, seed=1)
+        for i, _ in enumerate(stream):
+            if i == 2:
+                break
+        state = stream.state_dict()
+        again = pickle.loads(pickle.dumps(pair)).stream(layer, 4, shuffle=shuffle, seed=1)
+        again.load_state_dict(state)
+        for found, expected in zip(again, whole[3:], strict=True):
+            assert isinstance(found, actshard.PairedBatch)
+            same(found.activations, expected)
+        carried = pickle.loads(pickle.dumps(stream))
+        same(next(iter(carried)).activations, whole[3])
+        with pytest.raises(actshard.ArgumentError, match="another"):
+            actshard.pair(chat, base).stream(layer, 4, shuffle=shuffle, seed=1).load_state_dict(state)
+        rows = sum(len(b) for r in range(3) for b in pair.stream(layer, 4, shuffle=shuffle, rank=r, world_size=3))
+        assert rows == stream.num_rows
+
+
+def _first(pair: actshard.PairedStores, layer: int) -> bytes:
+    return next(iter(pair.stream(layer, 8, shuffle="window"))).activations.tobytes()
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_children_read_a_pair(base: actshard.Store, chat: actshard.Store, how: str) -> None:
+    pair, layer = actshard.pair(base, chat), base.layers[0]
+    expected = _first(pair, layer)
+    with multiprocessing.get_context(how).Pool(1) as pool:
+        assert pool.apply(_first, (pair, layer)) == expected
