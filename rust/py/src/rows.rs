@@ -198,7 +198,7 @@ fn join(
     dtype: Option<&str>,
     descr: Bound<'_, PyArrayDescr>,
     io: &str,
-    make: impl FnOnce(Vec<Arc<Dataset>>, Option<DType>) -> actshard_core::Result<Several> + Send,
+    make: impl FnOnce(Vec<Arc<Dataset>>, Option<DType>) -> actshard_core::Result<Several<Dataset>> + Send,
 ) -> PyResult<Rows> {
     let parts = parts.iter().map(|part| part.dataset(py)).collect::<PyResult<Vec<_>>>()?;
     let dtype = dtype.map(|name| dtype_of(py, name)).transpose()?;
