@@ -66,6 +66,7 @@ const BINDING: &[&str] = &[
     "stream",
     "write",
     "tokens",
+    "addresses",
     "rows",
     "lib",
 ];

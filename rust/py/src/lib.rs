@@ -2,7 +2,7 @@
 //!
 //! - `arguments`: numbers, names and types from Python
 //! - `handle`: [`handle::Rows`], the rows of a dataset as one object
-//! - `rows`: its methods, and [`rows::Addresses`], a table of row addresses
+//! - `rows`: its methods; `addresses`: tables and index files of row addresses
 //! - `stream`: ordered batches, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `place`: paths and remote locations from Python; `remote`: the stores of the latter
@@ -14,6 +14,7 @@
 //! - `pickle`: values of a pickle as Python objects
 //! - `errors`: the core's errors as the exceptions of `actshard.errors`
 
+mod addresses;
 mod arguments;
 mod buffer;
 mod containers;
@@ -264,8 +265,8 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<pickle::StoredArray>()?;
     m.add_class::<pickle::RefusedObject>()?;
     m.add_class::<handle::Rows>()?;
-    m.add_class::<rows::Addresses>()?;
-    m.add_class::<rows::IndexRecords>()?;
+    m.add_class::<addresses::Addresses>()?;
+    m.add_class::<addresses::IndexRecords>()?;
     m.add_class::<stream::Stream>()?;
     m.add_class::<stream::Batches>()?;
     m.add_class::<ZarrMeta>()?;

@@ -1,7 +1,7 @@
 //! The rows of a dataset, for Python.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use actshard_core::arrays::coded::CodedArray;
 use actshard_core::arrays::naming::Naming;
@@ -11,10 +11,9 @@ use actshard_core::files::shards::{ShardSpec, Shards};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Pick};
 use actshard_core::layout::chunked::{Chunked, Lengths, Member};
-use actshard_core::layout::records::{RecordIndex, RecordRows, RecordSizes, RecordSplit, Records};
+use actshard_core::layout::records::{RecordRows, Records};
 use actshard_core::layout::spans::{PartSpans, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
-use actshard_core::layout::table::{Lists, TableBuilder};
 use actshard_core::layout::tensors::{TensorGroup, TensorParts, Tensors};
 use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
@@ -28,116 +27,11 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyDict, PyList};
 
+use crate::addresses::{Addresses, IndexRecords, used};
 use crate::arguments::{IndexArgument, dtype_of, groups_of, helper, io_of};
 use crate::handle::{Destination, RowArguments, Rows};
 use crate::place::{NamedPlace, remote_store, store_of};
 use crate::{buffer, decoding, detach, errors, joined, pickle, stream, write};
-
-/// A table of row addresses, read from an index batch by batch.
-#[pyclass(frozen, module = "actshard._native")]
-pub struct Addresses {
-    builder: Mutex<Option<TableBuilder>>,
-}
-
-impl Addresses {
-    fn with<T>(
-        &self,
-        py: Python<'_>,
-        work: impl FnOnce(&mut TableBuilder) -> actshard_core::Result<T> + Send,
-    ) -> PyResult<T>
-    where
-        T: Send,
-    {
-        detach::detached(py, |_| {
-            let mut slot = self.builder.lock().unwrap_or_else(PoisonError::into_inner);
-            match slot.as_mut() {
-                Some(builder) => work(builder),
-                None => Err(used()),
-            }
-        })
-    }
-}
-
-fn used() -> Error {
-    Error::new(Kind::Argument, "these addresses already belong to a dataset")
-}
-
-#[pymethods]
-impl Addresses {
-    #[new]
-    fn new(shards: u32) -> Addresses {
-        Addresses { builder: Mutex::new(Some(TableBuilder::new(shards))) }
-    }
-
-    /// Appends examples: addresses of last tokens and, if all tokens are stored, limits and values of the two lists.
-    #[pyo3(signature = (shards, rows, lists=None))]
-    fn push(
-        &self,
-        py: Python<'_>,
-        shards: PyReadonlyArray1<'_, i64>,
-        rows: PyReadonlyArray1<'_, i64>,
-        lists: Option<[PyReadonlyArray1<'_, i64>; 4]>,
-    ) -> PyResult<()> {
-        detach::guarded(py, || {
-            let (shards, rows) = (shards.as_slice()?, rows.as_slice()?);
-            let lists = match &lists {
-                Some([id_ends, ids, row_ends, rows]) => Some(Lists {
-                    id_ends: id_ends.as_slice()?,
-                    ids: ids.as_slice()?,
-                    row_ends: row_ends.as_slice()?,
-                    rows: rows.as_slice()?,
-                }),
-                None => None,
-            };
-            self.with(py, |b| b.push(shards, rows, lists))
-        })
-    }
-}
-
-/// An index of fixed-size records, which several [`Rows`] share: of states, and of per-token columns.
-#[pyclass(frozen, module = "actshard._native")]
-pub struct IndexRecords {
-    index: Arc<RecordIndex>,
-}
-
-#[pymethods]
-impl IndexRecords {
-    /// Opens index files. `shards` are the sizes of the files that the records refer to; `split` names the split of an example's
-    /// states over several index files: "contiguous" or "head-tail".
-    #[new]
-    #[pyo3(signature = (files, shards, *, num_examples, record_bytes, layers, row_bytes, last, split, io))]
-    #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
-    fn new(
-        py: Python<'_>,
-        files: Vec<NamedPlace>,
-        shards: Vec<u64>,
-        num_examples: u64,
-        record_bytes: usize,
-        layers: u64,
-        row_bytes: u64,
-        last: bool,
-        split: &str,
-        io: &str,
-    ) -> PyResult<IndexRecords> {
-        detach::guarded(py, || {
-            let io = io_of(py, io)?;
-            let split = match split {
-                "contiguous" => RecordSplit::Contiguous,
-                "head-tail" => RecordSplit::HeadTail,
-                _ => return Err(errors::raise(py, &Error::new(Kind::Internal, "unknown split of states"))),
-            };
-            let sizes =
-                RecordSizes { examples: num_examples, record_bytes, files: shards, layers, row_bytes, last, split };
-            let index = detach::detached(py, |_| {
-                let store = files.first().map(|place| store_of(place, io));
-                let store = store.ok_or_else(|| Error::new(Kind::Internal, "no index file"))?;
-                let locations: Vec<Location> = files.into_iter().map(|place| place.location).collect();
-                RecordIndex::open(&*store, &locations, sizes)
-            })?;
-            Ok(IndexRecords { index: Arc::new(index) })
-        })
-    }
-}
 
 /// A shard, as passed to [`Rows::shards`]: path, whether compressed, size and SHA-256 (if they are to be checked), number of
 /// samples, smallest and largest sample number, layers, maximum inflated bytes.
