@@ -8,6 +8,7 @@ stream of several stores is a stream of several layers: one order, one read-ahea
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,17 +24,18 @@ from actshard.errors import ArgumentError, ArgumentTypeError
 from actshard.formats.contents import Contents
 from actshard.formats.target import PREVIEW, TEXTS
 from actshard.joining import common_layers, common_path, dtype_of, io_of, names_of, special_of
+from actshard.late import Late
 from actshard.layers import Layer
 from actshard.opening import open
 from actshard.store import Store
 from actshard.stream import Batch, RowLoop, Stream
 
 if TYPE_CHECKING:
-    import os
-
     import pyarrow as pa
 
     from actshard.chosen import Chosen
+else:
+    pa = Late("pyarrow")
 
 FORMAT = "pair"
 """The ``format`` of the rows of a pair. No dataset has it."""
