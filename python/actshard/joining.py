@@ -80,7 +80,7 @@ def join(
     each = {contents.tokens_each for contents in every}
     ones = {contents.one_row_each for contents in every}
     models = {contents.model for contents in every}
-    table = _Table(parts, names, columns, source)
+    table = _JoinedColumns(parts, names, columns, source)
     units = _units(parts)
     differ = any(contents.layers_differ for contents in every)
     routed = every[0].router_layers
@@ -262,7 +262,7 @@ def _router(parts: Sequence[Readable], names: Sequence[str], layers: tuple[Layer
     return Router(layers, _native.Rows.several(rows, groups, None, rows[0].descr, io_of(parts)))
 
 
-class _Table:
+class _JoinedColumns:
     """The columns of all parts."""
 
     def __init__(self, parts: Sequence[Readable], names: Sequence[str], columns: Sequence[str], source: str) -> None:

@@ -15,7 +15,6 @@ use actshard_core::layout::records::{RecordRows, Records};
 use actshard_core::layout::spans::{PartSpans, PerExample, Spans};
 use actshard_core::layout::strided::Strided;
 use actshard_core::layout::tensors::{TensorGroup, TensorParts, Tensors};
-use actshard_core::location::Location;
 use actshard_core::parse::safetensors::TensorRows;
 use actshard_core::rows::Rows as Dataset;
 use actshard_core::rows::chosen::Chosen;
