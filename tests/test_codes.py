@@ -260,6 +260,12 @@ def renamed(folder: Path, patch: pytest.MonkeyPatch) -> None:
         writer.append(np.ones((1, 1, 1, 4), np.float32), columns=columns)
 
 
+def too_long(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=4) as writer:
+        writer.append([np.ones((1, 3, 4), np.float32)])
+    actshard.open(folder / "d").sequences_stream(0, 2, too_long="truncate")
+
+
 CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "overflow": overflow,
     "no-example-chosen": no_example,
@@ -275,6 +281,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "records-skipped": skipped,
     "disk-cache": no_cache,
     "remote-exact": exact_from_far,
+    "sequences-too-long": too_long,
     "column-renamed": renamed,
     "column-left-out": renamed,
 }

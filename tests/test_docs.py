@@ -147,3 +147,13 @@ def test_the_blocks_of_the_page_of_several_datasets_run_as_written(tmp_path: Pat
             writer.append(rng.normal(size=(n, 2, 12, 64)).astype(np.float32), columns=columns | texts)
         stores[name] = actshard.open(tmp_path / name)
     assert checked_blocks("docs/joining.md", {"pc": pyarrow.compute, **stores}) > 10
+
+
+def test_the_blocks_of_the_page_of_sequences_run_as_written(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with actshard.create(tmp_path / "data", "lmprobe", layers=[2, 5], d_model=64) as writer:
+        for i in range(300):
+            tokens = 1 + 83 * i % 96
+            columns = {"label": [i % 2], "input_ids": [rng.integers(0, 1000, tokens).tolist()]}
+            writer.append([rng.normal(size=(2, tokens, 64)).astype(np.float16)], columns=columns)
+    assert checked_blocks("docs/sequences.md", {"store": actshard.open(tmp_path / "data")}) > 8

@@ -24,7 +24,7 @@ ROOT = Path(actshard.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("_native", "errors", "codes", "logs", "late"),
     ("_arguments", "storage"),
-    ("location", "epochs", "chosen", "layers"),
+    ("location", "epochs", "ahead", "chosen", "layers"),
     ("_json", "work", "containers"),
     ("walking",),
     ("tokens",),
@@ -293,6 +293,7 @@ PICKLED = {
     "stats": "Stats",
     "store": "Store",
     "stream": "Batch Stream",
+    "stream.sequences": "SequenceBatch SequenceStream",
     "tokens.cache": "TokenCache",
     "tokens.config": "BlockShuffleConfig DatasetComponent HfDatasetSourceConfig LmDataConfig UrlDatasetSourceConfig",
     "tokens.examples": "Batch CausalLmDataset ChatDataset PackedTokenDataset PrebuiltLmDataset TokenSeqDataset",

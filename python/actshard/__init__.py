@@ -47,6 +47,7 @@ from actshard.opening import concat, open
 from actshard.stats import Stats
 from actshard.store import Store
 from actshard.stream import Batch, Stream
+from actshard.stream.sequences import SequenceBatch, SequenceStream
 from actshard.verifying import Report, verify
 from actshard.writing import Writer, create
 
@@ -98,6 +99,8 @@ __all__ = [
     "Ragged",
     "Report",
     "RowArray",
+    "SequenceBatch",
+    "SequenceStream",
     "Staged",
     "Stats",
     "Store",

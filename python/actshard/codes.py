@@ -378,6 +378,13 @@ CALLS: tuple[Code, ...] = (
         "choose a local folder that can be written, with cache=",
     ),
     Code(
+        "sequences-too-long",
+        WARNING,
+        "Examples have more tokens than a batch of sequences, and too_long= leaves out or cuts them.",
+        "The stream lacks the tokens that the warning counts.",
+        'raise batch_tokens, or pass too_long="split"',
+    ),
+    Code(
         "remote-exact",
         WARNING,
         'A remote store is streamed with shuffle="exact".',

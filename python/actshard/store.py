@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -32,8 +32,8 @@ from actshard.formats.contents import Contents, Logits, Router
 from actshard.late import Late
 from actshard.layers import Layer, is_one, one, plain, short, stored
 from actshard.stats import Stats
-from actshard.stream import Scale, Shuffle, Stream
 from actshard.stream.selection import COMPARED, Mask, Tokens, column, select
+from actshard.stream.verbs import StreamVerbs
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,7 +50,7 @@ _DOORS = frozenset({"contents", "rows", "group_of", "check_open", "native_stream
 """Names for the other modules of this package, which ``dir()`` leaves out."""
 
 
-class Store:
+class Store(StreamVerbs):
     """A dataset of activations: rows of ``d_model`` elements, addressed by (example, layer, token).
 
     :func:`actshard.open` creates it. Thread-safe, usable after ``fork``, and pickled as its path and options. Reads release the
@@ -202,6 +202,8 @@ class Store:
     def _group(self, layer: Any) -> int:
         if type(layer) is int and (found := self._groups.get(layer)) is not None:
             return found
+        if isinstance(layer, np.ndarray) and not layer.ndim:
+            layer = layer[()]
         # True and 1.0 compare equal to 1 but are not layer names.
         with contextlib.suppress(ArgumentTypeError):
             if (found := self._groups.get(one(layer))) is not None:
@@ -501,92 +503,6 @@ class Store:
         bad = examples[(examples < 0) | (examples >= self.num_examples)][0]
         return OutOfRangeError(
             f"example {bad} is out of range: the dataset has {self.num_examples} examples", path=self.path
-        )
-
-    def stream(
-        self,
-        layer: Layer | Sequence[Layer] | Literal["all"],
-        batch_size: int,
-        *,
-        shuffle: Shuffle = None,
-        seed: int = 0,
-        epoch: int = 0,
-        tokens: Tokens = "content",
-        ignore_labels: Sequence[int] = (),
-        keep: Mask = None,
-        interleave: bool = False,
-        drop_last: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        dtype: DTypeLike | None = None,
-        center: ArrayLike | None = None,
-        scale: Scale = None,
-        memory: int | str = "1GiB",
-        reuse: bool = False,
-        buffers: Sequence[Any] | None = None,
-    ) -> Stream:
-        """Returns a stream of batches for a training loop.
-
-        Background threads read, shuffle and copy, at most one batch ahead of the loop. Batches depend only on the settings, not on
-        the number of threads, workers or machines.
-
-        Args:
-            layer: a name from :attr:`layers`, a list of names, or ``"all"``. Several layers share one order.
-            batch_size: rows per batch (an aligned row has all its layers). The last batch of an epoch may be shorter.
-            shuffle: ``None``: stored order, example after example. ``"window"`` (recommended): reads pieces of examples, of at
-                least 64 KiB, in random order into a window of ``memory`` bytes, and returns the window's rows in random order
-                while the next window is filled. ``"exact"``: a pseudo-random permutation of all rows; needs no memory, but a disk
-                with fast random reads.
-            seed: seed of all random orders, together with the epoch.
-            epoch: number of the first epoch. Each epoch has another order; the number increments after each.
-            tokens: ``"content"`` (all except special tokens), ``"all"``, ``"last"`` or ``"special"`` (saev's CLS).
-            ignore_labels: patch labels (0 to 255) whose rows are left out (saev).
-            keep: rows to read: a bool per example, a bool array per example (one flag per stored token, or per content token), a
-                2-D bool array, or a function of :attr:`table` that returns one of these.
-            interleave: for several layers: False returns ``(b, n_layers, d_model)``, each row with all its layers; True returns
-                ``(b, d_model)``, each row of one layer, named in ``batch.layers``.
-            drop_last: drop an incomplete last batch.
-            rank: index of this process's share, 0 to ``world_size - 1``.
-            world_size: number of shares. Shares are disjoint, together contain all rows, and have equally many batches. Except
-                with ``shuffle="window"``, the first k batches of all ranks together contain the same rows for all
-                ``world_size`` with the same ``batch_size * world_size``.
-            dtype: dtype of the batches, as in :meth:`gather`.
-            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row.
-            scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: each row is then multiplied by it. To standardize columns:
-                ``center=stats.mean, scale=stats.inverse_std``. ``"unit-norm"`` and ``"sqrt-d"`` scale each row to an L2 norm of 1
-                or sqrt(d_model).
-            memory: size of a window in bytes, or as ``"512MiB"``. The order of ``shuffle="window"`` depends on it.
-            reuse: write batches into three arrays in turn: a batch is valid until the next one is requested.
-            buffers: like ``reuse``, with your own buffers: at least two arrays or (pinned) tensors of a full batch's shape.
-
-        Returns:
-            A :class:`~actshard.Stream`. Its batches are copies, unless ``reuse`` or ``buffers`` is given.
-
-        Raises:
-            LayerError, ArgumentError, DtypeError: the layer does not exist; an argument is invalid.
-            NotStoredError: the dataset has no labels or special tokens, or the layers have different tokens.
-            Errors of :meth:`gather`: while iterating, with file and offset.
-        """
-        return Stream(
-            self,
-            layer,
-            batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
-            tokens=tokens,
-            ignore_labels=ignore_labels,
-            keep=keep,
-            interleave=interleave,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size,
-            dtype=dtype,
-            center=center,
-            scale=scale,
-            memory=memory,
-            reuse=reuse,
-            buffers=buffers,
         )
 
     def check_open(self) -> None:

@@ -250,7 +250,7 @@ def test_no_more_is_read_ahead_than_asked_for() -> None:
 
 
 def readers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name == "actshard-tokens"]
+    return [t for t in threading.enumerate() if t.name == "actshard-batches"]
 
 
 def test_a_loop_that_is_left_ends_its_thread(cache: tokens.TokenCache) -> None:

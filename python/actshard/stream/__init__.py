@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,34 +13,42 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+import actshard._native as _native
 from actshard import _arguments
 from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import (
     ActshardWarning,
     ArgumentError,
-    ArgumentTypeError,
-    NotStoredError,
     OverflowWarning,
 )
-from actshard.layers import Layer, array_of, is_one, listing, one, short
+from actshard.layers import Layer, array_of, is_one, listing, short
 from actshard.location import Location
 from actshard.logs import LOG
-from actshard.stats import is_deviation
+from actshard.stream.norms import Limit, parsed, position_floor, positions, within
 from actshard.stream.readable import Readable
-from actshard.stream.selection import Mask, Tokens, select
+from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling
+from actshard.stream.selection import Mask, Tokens, asked, select, stored_tokens
 
 Shuffle = Literal["window", "exact"] | None
-Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d"] | None
 
 _UNIT = 4 << 20
 """Bytes that a window asks a remote store for at a time, if its rows lie side by side."""
 _MANY = 1_000
 """Requests that are worth a warning."""
+_BLOCK = 8 << 20
+"""Bytes of rows whose norms are computed at a time."""
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``: one with the user, one ready, one being filled."""
 
 _DOORS = frozenset({"state", "loop", "afresh", "batches_from", "resumes"})
 """Names for the other modules of this package, which ``dir()`` leaves out."""
+
+
+def _rows_of(store: Readable, layer: Layer) -> Iterator[NDArray[np.float64]]:
+    """All stored rows of a layer in stored order, in blocks of about 8 MiB."""
+    rows = max(1, _BLOCK // (8 * store.d_model or 1))
+    for batch in Stream(store, layer, rows, tokens="all", dtype=np.float64):
+        yield batch.activations
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -83,6 +92,8 @@ class Stream(Epochs[Batch]):
     Attributes:
         epoch: the current epoch, or the next one if no loop is active.
         batch_size, drop_last, rank, world_size, seed, shuffle: the arguments of :meth:`Store.stream`.
+        left_out: rows of an epoch, over all ranks, that ``"min_token"`` and ``"max_norm"`` leave out, and those that ``max_norm``
+            leaves out because they are ``"not_finite"``. An aligned row counts once.
     """
 
     def __init__(
@@ -97,6 +108,8 @@ class Stream(Epochs[Batch]):
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),
         keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
         interleave: bool = False,
         drop_last: bool = False,
         rank: int = 0,
@@ -104,13 +117,15 @@ class Stream(Epochs[Batch]):
         dtype: DTypeLike | None = None,
         center: ArrayLike | None = None,
         scale: Scale = None,
+        divide: ArrayLike | None = None,
+        normalize: Normalize = None,
         memory: int | str = "1GiB",
         reuse: bool = False,
         buffers: Sequence[Any] | None = None,
     ) -> None:
         interleave, drop_last = _arguments.switch(interleave, "interleave"), _arguments.switch(drop_last, "drop_last")
         reuse, one = _arguments.switch(reuse, "reuse"), is_one(layer) and layer != "all"
-        self._layers = _layers_of(store, layer)
+        self._layers = layers_of(store, layer)
         groups = [store.group_of(x) for x in self._layers]
         if interleave and one:
             raise ArgumentError("interleave: expected several layers, found one; there is only one layer to read")
@@ -124,7 +139,6 @@ class Stream(Epochs[Batch]):
         self._tokens = tokens
         asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
         self.dtype = asked
-        norm = _norm_of(store, scale)
         self._options: dict[str, Any] = {
             "groups": groups,
             "stacked": not one,
@@ -139,11 +153,9 @@ class Stream(Epochs[Batch]):
             "dtype": name,
             "descr": asked,
             "given": dtype is not None,
-            "center": _vectors(center, "center", store.d_model, len(groups)),
-            "scale": _vectors(None if norm is not None else scale, "scale", store.d_model, len(groups)),
-            "norm": norm,
+            **rescaling(store, self._layers, center, scale, divide, normalize),
         }
-        self._selection = select(store, self._layers, tokens, ignore_labels, keep)
+        self._select(ignore_labels, keep, max_norm, min_token)
         self._native = store.native_stream(self._selection, self._options)
         item = (len(groups), store.d_model) if not one and not interleave else (store.d_model,)
         if reuse and buffers is not None:
@@ -160,6 +172,26 @@ class Stream(Epochs[Batch]):
         place: object = store.path  # a Location, if it is not local
         if shuffle == "exact" and isinstance(place, Location) and not place.storage.local:
             self._warn_of_price()
+
+    def _select(self, ignore_labels: Sequence[int], keep: Mask, max_norm: Any, min_token: Any) -> None:
+        store, layers, tokens = self.store, self._layers, self._tokens
+        first, limit = position_floor(min_token), parsed(max_norm)
+        self.left_out = {"min_token": 0, "max_norm": 0, "not_finite": 0}
+        if not first and limit is None:
+            self._selection = select(store, layers, tokens, ignore_labels, keep)
+            return
+        keep, stored = asked(store, keep), stored_tokens(store, layers)
+        steps = {"min_token": positions(stored) >= first}
+        before = _native.count_selected(store.num_examples, select(store, layers, tokens, ignore_labels, keep))
+        if limit is not None:
+            finite, small = within(store, layers, stored, limit, functools.partial(_rows_of, store))
+            steps["not_finite"] = steps["min_token"] & finite
+            steps["max_norm"] = steps["min_token"] & small
+        for name, flags in steps.items():
+            self._selection = select(store, layers, tokens, ignore_labels, keep, flags)
+            after = _native.count_selected(store.num_examples, self._selection)
+            self.left_out[name], before = before - after, after
+        LOG.info("%s: layers %s: rows left out: %s; %d remain", store.path, short(layers), self.left_out, before)
 
     def _warn_of_price(self) -> None:
         if self.num_rows < _MANY:
@@ -305,35 +337,6 @@ class Stream(Epochs[Batch]):
         return found
 
 
-def _layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) -> list[Layer]:
-    """The requested layers as a list of names."""
-    if _arguments.is_one_of(layer, ("all",)):
-        if not store.layers:
-            raise NotStoredError("the dataset contains no hidden states", path=store.path)
-        if "all" in store.layers:
-            raise ArgumentError(
-                'layer: a layer of this dataset is named "all". Use ["all"] for it, store.layers for all'
-            )
-        return list(store.layers)
-    if is_one(layer):
-        return [one(layer)]
-    if not np.iterable(layer):
-        raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
-    names = _arguments.listed(layer, "layer: expected names")
-    if not names:
-        raise ArgumentError("layer: expected at least one layer")
-    return [one(x) if is_one(x) else x for x in names]
-
-
-def _norm_of(store: Readable, scale: Scale) -> float | None:
-    """The L2 norm of scaled rows for ``scale="unit-norm"`` or ``"sqrt-d"``; None for numbers and arrays."""
-    if not isinstance(scale, str):
-        return None
-    if scale not in ("unit-norm", "sqrt-d"):
-        raise ArgumentError(f'scale: expected a number, an array, "unit-norm" or "sqrt-d", found {scale!r}')
-    return 1.0 if scale == "unit-norm" else store.d_model**0.5
-
-
 class RowLoop(Loop[Batch]):
     """The iterator of one loop over a stream."""
 
@@ -397,28 +400,3 @@ class RowLoop(Loop[Batch]):
 
 _SINCE_2 = {"dataset", "format", "d_model", "stored", "center", "scale", "units"}
 """Settings that states of version 1 lack."""
-
-
-def _vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.float64] | None:
-    """A factor or offset per column, or per layer and column, as a flat float64 array."""
-    if value is None:
-        return None
-    if is_deviation(value):
-        raise ArgumentError(
-            f"{what}: expected a factor, found stats.std, and rows are multiplied by it. Use stats.inverse_std."
-        )
-    try:
-        if hasattr(value, "detach"):
-            value = value.detach().cpu().double().numpy()
-        if np.asarray(value).dtype == np.bool_:
-            raise ArgumentTypeError(f"{what}: expected numbers, found {value!r:.50}")
-        array = np.asarray(value, np.float64)
-    except ArgumentError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{what}: expected numbers, found {type(value).__name__}") from error
-    if array.ndim == 0:
-        array = np.broadcast_to(array, (d_model,))
-    if array.shape not in ((d_model,), (layers, d_model)):
-        raise ArgumentError(f"{what}: expected ({d_model},) or ({layers}, {d_model}), found {array.shape}")
-    return np.ascontiguousarray(array).reshape(-1)

@@ -93,9 +93,14 @@ def index_of(part: Any, count: int, what: str) -> Any:
 
 
 def select(
-    store: Readable, layers: Sequence[Layer], tokens: Tokens, ignore_labels: Sequence[int] = (), keep: Mask = None
+    store: Readable,
+    layers: Sequence[Layer],
+    tokens: Tokens,
+    ignore_labels: Sequence[int] = (),
+    keep: Mask = None,
+    also: NDArray[np.bool_] | None = None,
 ) -> _Native:
-    """Returns the selection in the form that ``_native.Stream`` expects.
+    """Returns the selection in the form that ``_native.Stream`` expects. ``also``: one more flag per stored token.
 
     Raises:
         ArgumentError: an invalid word or mask.
@@ -103,14 +108,19 @@ def select(
         FileAccessError: not enough memory for one flag per example.
     """
     try:
-        return _select(store, layers, tokens, ignore_labels, keep)
+        return _select(store, layers, tokens, ignore_labels, keep, also)
     except MemoryError as error:
         detail = f"not enough memory for the flags of {store.num_examples} examples"
         raise FileAccessError(detail, path=store.path) from error
 
 
 def _select(
-    store: Readable, layers: Sequence[Layer], tokens: Tokens, ignore_labels: Sequence[int], keep: Mask
+    store: Readable,
+    layers: Sequence[Layer],
+    tokens: Tokens,
+    ignore_labels: Sequence[int],
+    keep: Mask,
+    also: NDArray[np.bool_] | None,
 ) -> _Native:
     if not is_one_of(tokens, ("content", "all", "last", "special")):
         raise ArgumentError(f'tokens: expected "content", "all", "last" or "special", found {tokens!r}')
@@ -124,13 +134,13 @@ def _select(
         raise ArgumentTypeError(f"ignore_labels: expected a list of integers, found {type(ignore_labels).__name__}")
     ignore_labels = listed(ignore_labels, "ignore_labels: expected a list of integers")
     each = store.contents.tokens_each
-    if each is not None and not ignore_labels and keep is None and store.content_lengths is None:
+    if each is not None and not ignore_labels and keep is None and also is None and store.content_lengths is None:
         # All examples are equal: computed without memory per example.
         if tokens == "last":
             return (each - 1, 1) if each else (0, 0)
         first = special if tokens == "content" else 0
         return first, min(each, special) if tokens == "special" else max(each - first, 0)
-    stored = _stored(store, layers)
+    stored = stored_tokens(store, layers)
     if tokens == "special":
         first, counts = 0, np.minimum(stored, special)
     elif tokens == "content":
@@ -140,13 +150,13 @@ def _select(
     if (lengths := store.content_lengths) is not None and tokens in ("content", "last"):
         # Padding rows of short examples are not content.
         has = np.minimum(stored, special + lengths)
-        if not ignore_labels and keep is None:
+        if not ignore_labels and keep is None and also is None:
             return (has - 1,) if tokens == "last" else (special, np.maximum(has - special, 0))
         ends = np.cumsum(stored)
         filled = np.arange(int(stored.sum())) - np.repeat(ends - stored, stored) < np.repeat(has, stored)
     else:
         has, filled = stored, None
-    masks = (_unlabelled(store, tokens, ignore_labels, stored), _kept(store, keep, stored), filled)
+    masks = (_unlabelled(store, tokens, ignore_labels, stored), _kept(store, keep, stored), filled, also)
     flags = [f for f in masks if f is not None]
     if not flags:
         if tokens == "last":
@@ -167,7 +177,7 @@ def _select(
     return first, np.ascontiguousarray(counts, np.int64), np.ascontiguousarray(wanted, np.bool_)
 
 
-def _stored(store: Readable, layers: Sequence[Layer]) -> NDArray[np.int64]:
+def stored_tokens(store: Readable, layers: Sequence[Layer]) -> NDArray[np.int64]:
     """Tokens per example. Raises NotStoredError if layers store different numbers."""
     first, *others = (store.tokens_in(layer) for layer in (layers if store.contents.layers_differ else layers[:1]))
     for layer, other in zip(layers[1:], others, strict=False):
@@ -209,16 +219,22 @@ def _unlabelled(
     return wanted.reshape(-1)
 
 
+def asked(store: Readable, keep: Mask) -> Mask:
+    """Calls ``keep`` with the table, if it is a function."""
+    if not callable(keep):
+        return keep
+    ask: Callable[[pa.Table], Any] = keep
+    found = ask(store.table)
+    if found is None:
+        raise ArgumentError("keep: expected a function that returns flags, found None as its result")
+    return found
+
+
 def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.bool_] | None:
     """The user's ``keep`` as one flag per stored token; None keeps all."""
     if keep is None:
         return None
-    if callable(keep):
-        ask: Callable[[pa.Table], Any] = keep
-        keep = ask(store.table)
-        if keep is None:
-            raise ArgumentError("keep: expected a function that returns flags, found None as its result")
-    keep = column(keep)
+    keep = column(asked(store, keep))
     if isinstance(keep, bool | np.bool_):
         raise ArgumentTypeError(f"keep: expected one flag per example, found {keep}{COMPARED}")
     if not isinstance(keep, np.ndarray) and not (hasattr(keep, "__len__") and hasattr(keep, "__iter__")):

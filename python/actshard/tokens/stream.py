@@ -9,9 +9,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -19,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _arguments
+from actshard.ahead import ReadAhead
 from actshard.epochs import Epochs, Loop
 from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError
 from actshard.tokens.orders import Key, Permutation, permutation, prng_key
@@ -267,81 +266,23 @@ class _TokenLoop(Loop[Any]):
         self._source = stream
         super().__init__(stream, first, every)
 
-    def _start(self) -> _Ahead:
+    def _start(self) -> ReadAhead:
         stream, epoch = self._source, self._epoch
         count = stream._count()
         wanted = itertools.count(self._next, self._every) if count is None else range(self._next, count, self._every)
-        return _Ahead(lambda batch: stream._read(epoch, batch), wanted, stream._ahead)
+        return ReadAhead(lambda batch: stream._read(epoch, batch), wanted, stream._ahead)
 
     def _made(self, found: Any) -> Any:
         return found
 
 
-class _Ahead:
-    """Reads batches on a thread, up to ``ahead`` batches before they are requested."""
-
-    def __init__(self, read: Callable[[int], Any], wanted: Iterable[int], ahead: int) -> None:
-        self._read, self._wanted, self._most = read, wanted, ahead
-        self._changed = threading.Condition()
-        self._held: deque[Any] = deque()
-        self._ended = self._stopped = False
-        self._error: BaseException | None = None
-        # A daemon thread: an abandoned loop does not keep the process alive.
-        self._thread = threading.Thread(target=self._fill, name="actshard-tokens", daemon=True)
-        self._thread.start()
-
-    def _fill(self) -> None:
-        try:
-            for batch in self._wanted:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._stopped or len(self._held) < self._most)
-                    if self._stopped:
-                        return
-                made = self._read(batch)
-                with self._changed:
-                    self._held.append(made)
-                    self._changed.notify_all()
-        except BaseException as error:  # re-raised by next()
-            self._error = error
-        finally:
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-
-    def next(self) -> Any:
-        """Waits for the next batch and returns it; None at the end. Raises errors of the reading thread."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._held or self._ended or self._stopped)
-            if self._held:
-                made = self._held.popleft()
-                self._changed.notify_all()
-                return made
-        if self._error is not None and not self._stopped:
-            raise self._error
-        return None
-
-    def ready(self) -> bool:
-        """Whether ``next`` would return a batch without waiting."""
-        return bool(self._held) and not self._stopped
-
-    def release(self, number: int) -> None:
-        """Does nothing: batches of tokens are new arrays."""
-
-    def stop(self) -> None:
-        """Stops the thread after its current batch."""
-        with self._changed:
-            self._stopped = True
-            self._held.clear()
-            self._changed.notify_all()
-        # The loop may be garbage-collected on its own thread, which cannot join itself.
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-
 def arrays(batch: Any) -> dict[str, NDArray[Any]]:
-    """The arrays of a batch of a token dataset, by name. A bare array is named ``tokens``."""
+    """The arrays of a batch, by name. A bare array is named ``tokens``."""
     if isinstance(batch, np.ndarray):
         return {"tokens": batch}
+    if callable(of := getattr(batch, "arrays", None)):
+        named: dict[str, NDArray[Any]] = of()
+        return named
     if dataclasses.is_dataclass(batch):
         found = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     else:

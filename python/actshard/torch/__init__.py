@@ -236,6 +236,8 @@ class Dataset(data.Dataset):
         tokens: as in ``store.stream``.
         ignore_labels: as in ``store.stream``.
         keep: as in ``store.stream``.
+        max_norm: as in ``store.stream``.
+        min_token: as in ``store.stream``.
         dtype: as in ``store.gather``.
     """
 
@@ -247,11 +249,15 @@ class Dataset(data.Dataset):
         tokens: Tokens = "content",
         ignore_labels: Sequence[int] = (),
         keep: Mask = None,
+        max_norm: float | str | None = None,
+        min_token: int = 0,
         dtype: DTypeLike | None = None,
     ) -> None:
         self.store, self.layer, self.dtype = store, layer, dtype
         # Used only to map row numbers to (example, token); it is never read.
-        self._rows = store.stream(layer, 1, tokens=tokens, ignore_labels=ignore_labels, keep=keep)
+        self._rows = store.stream(
+            layer, 1, tokens=tokens, ignore_labels=ignore_labels, keep=keep, max_norm=max_norm, min_token=min_token
+        )
 
     def __len__(self) -> int:
         return self._rows.num_rows

@@ -44,11 +44,14 @@ def tensors(batch: Any) -> dict[str, Any]:
     """Returns a batch as a dict of tensors that share its memory.
 
     Keys for activations: activations, examples, tokens, layers (a list, if the names are texts), labels if the dataset has
-    labels, and sources for a mixture. Keys for a token dataset: the names of its arrays (``tokens``, ``loss_weight``,
-    ``segment_ids``).
+    labels, and sources for a mixture. Keys for whole sequences: those of :meth:`actshard.SequenceBatch.arrays`. Keys for a token
+    dataset: the names of its arrays (``tokens``, ``loss_weight``, ``segment_ids``).
     """
     if not isinstance(batch, Batch):
-        return {name: tensor(array) for name, array in arrays(batch).items()}
+        # torch has no strings: names of layers are a list
+        return {
+            name: array.tolist() if array.dtype.kind in "UO" else tensor(array) for name, array in arrays(batch).items()
+        }
     made = {
         "activations": tensor(batch.activations),
         "examples": tensor(batch.examples),

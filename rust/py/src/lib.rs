@@ -24,6 +24,7 @@ mod detach;
 mod errors;
 mod handle;
 mod joined;
+mod packing;
 mod pickle;
 mod place;
 mod remote;
@@ -269,6 +270,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<addresses::IndexRecords>()?;
     m.add_class::<stream::Stream>()?;
     m.add_class::<stream::Batches>()?;
+    m.add_class::<packing::SequencePacking>()?;
     m.add_class::<ZarrMeta>()?;
     m.add_class::<remote::RemoteStore>()?;
     m.add_function(wrap_pyfunction!(remote::is_remote, m)?)?;

@@ -4,10 +4,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use actshard_core::dtype::DType;
 use actshard_core::memory::output::Output;
+use actshard_core::rows::Units;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
 use actshard_core::stream::plan::{Plan, Settings, Shuffle, UNIT_BYTES};
 use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
+use actshard_core::stream::sequences::{self, PlacedSequences};
 use actshard_core::stream::{items_in, stats};
 use actshard_core::{Error, Kind};
 use numpy::{PyArray1, PyArrayDescr, PyArrayDescrMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
@@ -48,6 +50,18 @@ fn selection(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyResult<Sele
         Tokens::Each((tokens,)) => {
             let tokens = tokens.as_slice()?;
             detach::detached(py, |_| Selection::one_of_each(tokens.iter().map(|t| u32::try_from(*t).ok())))
+        }
+    }
+}
+
+/// The order of this name.
+pub fn shuffle_of(name: Option<&str>) -> actshard_core::Result<Shuffle> {
+    match name {
+        None => Ok(Shuffle::Stored),
+        Some("window") => Ok(Shuffle::Window),
+        Some("exact") => Ok(Shuffle::Exact),
+        Some(other) => {
+            Err(Error::new(Kind::Argument, format!("shuffle must be None, 'window' or 'exact', not '{other}'")))
         }
     }
 }
@@ -99,15 +113,7 @@ impl Stream {
             let mut rows = rows.dataset(py)?;
             let selection = selection(py, rows.examples(), tokens)?;
             let per_item = if interleaved { 1 } else { groups.len() };
-            let shuffle = match shuffle {
-                None => Shuffle::Stored,
-                Some("window") => Shuffle::Window,
-                Some("exact") => Shuffle::Exact,
-                Some(other) => {
-                    let detail = format!("shuffle must be None, 'window' or 'exact', not '{other}'");
-                    return Err(raise(Error::new(Kind::Argument, detail)));
-                }
-            };
+            let shuffle = shuffle_of(shuffle).map_err(raise)?;
             let center = center.map(|c| c.as_slice().map(<[f64]>::to_vec)).transpose()?.unwrap_or_default();
             let scale = match (scale, norm) {
                 (Some(by), _) => Scale::By(by.as_slice()?.to_vec()),
@@ -201,6 +207,55 @@ impl Stream {
             let picks = picks.as_slice()?;
             let found = detach::detached(py, |_| self.core.plan.locate(picks))?;
             Ok((PyArray1::from_vec(py, found.0), PyArray1::from_vec(py, found.1)))
+        })
+    }
+
+    /// Selected rows before each example, and their number.
+    fn before<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        detach::guarded(py, || Ok(PyArray1::from_vec(py, detach::detached(py, |_| Ok(self.core.plan.before()))?)))
+    }
+
+    /// Bounds of the examples that are decoded together; None if each is read on its own.
+    fn unit_bounds<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyArray1<i64>>>> {
+        detach::guarded(py, || {
+            Ok(match detach::detached(py, |_| self.core.rows.units())? {
+                Units::Examples => None,
+                Units::Between(bounds) => Some(PyArray1::from_vec(py, bounds.into_iter().map(|b| b as i64).collect())),
+            })
+        })
+    }
+
+    /// Whether reading decodes files or parts of them.
+    #[getter]
+    fn decodes(&self) -> bool {
+        self.core.rows.decodes()
+    }
+
+    /// The rows of sequences: their first picks, numbers of picks, and first rows in an output of `shape`, whose product is the
+    /// number of rows. Returns the output, zero where it has no rows, and the token of each row, -1 there.
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        firsts: PyReadonlyArray1<'py, i64>,
+        counts: PyReadonlyArray1<'py, i64>,
+        places: PyReadonlyArray1<'py, i64>,
+        shape: Vec<usize>,
+    ) -> PyResult<(Bound<'py, PyUntypedArray>, Bound<'py, PyArray1<i64>>)> {
+        detach::guarded(py, || {
+            let items = shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d)).unwrap_or(usize::MAX);
+            let dims: Vec<usize> = shape.iter().chain(&self.item).copied().collect();
+            let mut array = buffer::empty(py, self.descr.bind(py), &dims)?;
+            let placed = PlacedSequences {
+                firsts: firsts.as_slice()?,
+                counts: counts.as_slice()?,
+                places: places.as_slice()?,
+                items,
+            };
+            let Some(out) = buffer::bytes_mut(&mut array) else {
+                return Err(errors::raise(py, &Error::new(Kind::Internal, "a new array that cannot be written")));
+            };
+            let tokens = detach::detached(py, |watch| sequences::read(&self.core, placed, out, watch))?;
+            Ok((array, PyArray1::from_vec(py, tokens)))
         })
     }
 

@@ -96,13 +96,35 @@ impl BatchItems {
         scratch: &mut Vec<u8>,
         watch: Watch<'_>,
     ) -> Result<()> {
+        if let Some(cast) = convert.cast() {
+            return self.gather_into(from, (rows, plan, cast), Out::Dense(out), watch);
+        }
+        let (per_item, n) = (plan.rows_per_item(), self.examples.len() - from);
+        let dtype = rows.row().dtype;
+        let need = n * per_item * convert.from();
+        if scratch.len() != need {
+            *scratch = zeroed(need)?;
+        }
+        self.gather_into(from, (rows, plan, Cast::between(dtype, dtype)?), Out::Dense(scratch), &mut *watch)?;
+        let slots: Vec<u32> = (0..n as u32).collect();
+        let positions = plan.settings.interleaved.then(|| &self.groups[from..]);
+        convert_rows(convert, scratch, convert.from() * per_item, &slots, positions, out, watch)
+    }
+
+    /// Reads the rows of the items from `from` on.
+    pub fn gather_into(
+        &self,
+        from: usize,
+        (rows, plan, cast): (&Rows, &Plan, Cast<'_>),
+        out: Out<'_>,
+        watch: Watch<'_>,
+    ) -> Result<()> {
         let of = &plan.settings.groups;
         let (mut examples, mut tokens, mut groups) = (vec![], vec![], vec![]);
         let per_item = plan.rows_per_item();
         let known = (&self.examples[from..], &self.tokens[from..]);
-        let positions = self.groups.get(from..).unwrap_or_default();
         let (groups, (examples, tokens)) = if plan.settings.interleaved {
-            groups.extend(positions.iter().map(|g| of[*g as usize] as i64));
+            groups.extend(self.groups[from..].iter().map(|g| of[*g as usize] as i64));
             (Ints::Each(&groups), known)
         } else if per_item == 1 {
             (Ints::One(of[0] as i64), known)
@@ -115,19 +137,7 @@ impl BatchItems {
             (Ints::Each(&groups), (&examples[..], &tokens[..]))
         };
         let pick = Pick::Tokens { examples: Ints::Each(examples), tokens: Ints::Each(tokens) };
-        let n = examples.len();
-        if let Some(cast) = convert.cast() {
-            return rows.gather(groups, pick, n, cast, Out::Dense(out), watch);
-        }
-        let dtype = rows.row().dtype;
-        let need = n * convert.from();
-        if scratch.len() != need {
-            *scratch = zeroed(need)?;
-        }
-        rows.gather(groups, pick, n, Cast::between(dtype, dtype)?, Out::Dense(scratch), &mut *watch)?;
-        let slots: Vec<u32> = (0..known.0.len() as u32).collect();
-        let positions = plan.settings.interleaved.then_some(positions);
-        convert_rows(convert, scratch, convert.from() * per_item, &slots, positions, out, watch)
+        rows.gather(groups, pick, examples.len(), cast, out, watch)
     }
 }
 

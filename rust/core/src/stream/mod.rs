@@ -6,6 +6,7 @@
 //! - `chunks`: neighbouring rows, read ahead in large pieces
 //! - `pool`: the rows of a window, returned in another order; `items`: the items of a batch
 //! - [`rescale`]: centred and scaled rows
+//! - [`packing`]: which sequences share a batch; [`sequences`]: their rows
 //! - [`ahead`]: the reading thread; `exchange`: its hand-over to the consumer
 //! - [`stats`]: statistics of all rows
 
@@ -14,10 +15,12 @@ mod chunks;
 mod exchange;
 mod items;
 pub mod order;
+pub mod packing;
 pub mod plan;
 mod pool;
 pub mod rescale;
 pub mod select;
+pub mod sequences;
 pub mod stats;
 
 pub use plan::items_in;

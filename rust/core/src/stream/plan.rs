@@ -284,6 +284,11 @@ impl Plan {
         each.collect::<Result<Vec<_>>>().map(|all| all.into_iter().unzip())
     }
 
+    /// Picks before each example, and their number.
+    pub fn before(&self) -> Vec<i64> {
+        (0..=self.selection.examples()).map(|example| self.selection.before(example) as i64).collect()
+    }
+
     /// Rows per item.
     pub fn rows_per_item(&self) -> usize {
         if self.settings.interleaved { 1 } else { self.settings.groups.len() }

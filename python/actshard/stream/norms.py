@@ -1,0 +1,105 @@
+"""Rows that a stream leaves out for their position or their norm: ``min_token=`` and ``max_norm=``.
+
+First tokens of texts are often attention sinks, and some rows have an L2 norm hundreds of times that of all others; either kind
+dominates statistics and losses. The norms of a layer are computed once per store, in one pass over the layer's rows with the
+stream's own reader, so memory is bounded; 4 bytes per stored token are kept. Squares are summed in float64 in a fixed
+tree of additions, so norms are bitwise equal on all machines.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _arguments
+from actshard.errors import ArgumentError
+from actshard.layers import Layer
+from actshard.stream.readable import Readable
+
+Limit = float | str | None
+
+ReadRows = Callable[[Layer], Iterable[NDArray[np.float64]]]
+"""Reads all stored rows of a layer in stored order, in blocks ``(rows, d_model)``, which may be overwritten."""
+
+_LOCK = threading.Lock()
+_KNOWN: weakref.WeakKeyDictionary[Readable, dict[Layer, NDArray[np.float32]]] = weakref.WeakKeyDictionary()
+
+
+def norms_of_rows(rows: NDArray[np.float64]) -> NDArray[np.float32]:
+    """L2 norms of ``(n, d_model)`` rows, float32; NaN or infinite if the row has such values. Overwrites ``rows``."""
+    with np.errstate(all="ignore"):
+        width = rows.shape[1]
+        rows *= rows
+        while width > 1:
+            half = (width + 1) // 2
+            rows[:, : width - half] += rows[:, half:width]
+            width = half
+        return np.sqrt(rows[:, 0]).astype(np.float32)
+
+
+def parsed(max_norm: Any) -> tuple[float, bool] | None:
+    """``max_norm`` as (number, whether it is a multiple of the median); None if it is not given.
+
+    Raises:
+        ArgumentError: it is neither a positive number nor like ``"10x median"``.
+    """
+    if max_norm is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*x\s*median\s*", max_norm) if isinstance(max_norm, str) else None
+    plain = isinstance(max_norm, int | float | np.integer | np.floating) and not isinstance(max_norm, bool)
+    number = float(found[1]) if found else float(max_norm) if plain else 0.0
+    if not 0 < number < float("inf"):
+        raise ArgumentError(f'max_norm: expected a positive number or "10x median", found {max_norm!r}')
+    return number, found is not None
+
+
+def within(
+    store: Readable, layers: Sequence[Layer], stored: NDArray[np.int64], max_norm: tuple[float, bool], read: ReadRows
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Two flags per stored token: whether the norm is finite in every layer, and whether it is at most ``max_norm`` as well."""
+    number, of_median = max_norm
+    finite = np.ones(int(stored.sum()), np.bool_)
+    small = finite.copy()
+    for layer in layers:
+        norms = _norms(store, layer, read)
+        ok = np.isfinite(norms)
+        finite &= ok
+        limit = number * _median(norms[ok & _content(store, stored)]) if of_median else number
+        small &= norms <= limit
+    return finite, small & finite
+
+
+def positions(stored: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Each stored token's position in its example."""
+    return np.arange(int(stored.sum())) - np.repeat(np.cumsum(stored) - stored, stored)
+
+
+def _content(store: Readable, stored: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """One flag per stored token: neither special nor padding."""
+    at, special, lengths = positions(stored), store.special_tokens, store.content_lengths
+    return (at >= special) & (at < np.repeat(stored if lengths is None else special + lengths, stored))
+
+
+def _median(norms: NDArray[np.float32]) -> float:
+    return float(np.median(norms.astype(np.float64))) if len(norms) else 0.0
+
+
+def _norms(store: Readable, layer: Layer, read: ReadRows) -> NDArray[np.float32]:
+    """Norms of all stored rows of a layer, computed at the first call for a store."""
+    with _LOCK:
+        known = _KNOWN.setdefault(store, {})
+    if layer not in known:
+        parts = [norms_of_rows(rows) for rows in read(layer)]
+        known[layer] = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+    return known[layer]
+
+
+def position_floor(min_token: Any) -> int:
+    """``min_token`` as a checked number."""
+    return _arguments.whole(min_token, "min_token", 0)

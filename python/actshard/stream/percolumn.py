@@ -1,0 +1,163 @@
+"""Columns of the table beside the rows of a batch: one value per example, or a list with one entry per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard import _arguments
+from actshard.errors import ArgumentError, ArgumentTypeError, FormatError
+from actshard.stream.readable import Readable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class BatchColumns:
+    """The columns of a stream's ``columns=``.
+
+    Args:
+        store: the store with the columns.
+        names: their names. A list column has one entry per stored token, or per content token.
+    """
+
+    def __init__(self, store: Readable, names: Sequence[str]) -> None:
+        if isinstance(names, str):
+            raise ArgumentTypeError(f"columns: expected a list of names, found {names!r:.80}; use [{names!r:.80}]")
+        self.names = tuple(_arguments.listed(names, "columns: expected a list of names"))
+        self._store = store
+        self._read: ReadColumns | None = None
+        if len(set(self.names)) < len(self.names):
+            raise ArgumentError(f"columns: expected each name once, found {self.names!r:.200}")
+        if taken := sorted(set(self.names) & _TAKEN):
+            raise ArgumentError(f"columns: {taken[0]!r} is an array of each batch; rename the column")
+        if self.names:
+            store.read_columns(self.names).slice(0, 0)  # raises for names that do not exist
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_read": None}
+
+    def read(self) -> ReadColumns:
+        """The columns' values, read on first use and held."""
+        if self._read is None:
+            table = self._store.read_columns(self.names) if self.names else None
+            made: dict[str, NDArray[Any] | TokenValues] = {}
+            for name in self.names:
+                assert table is not None
+                made[name] = _values(self._store, name, table[name])
+            self._read = ReadColumns(made)
+        return self._read
+
+
+_TAKEN = {
+    "activations", "lengths", "offsets", "position_ids", "segment_ids", "mask", "examples", "tokens", "layers", "labels",
+}  # fmt: skip
+
+
+class TokenValues:
+    """A column of lists with an entry per token: its entries, and each example's first.
+
+    Attributes:
+        values: all entries.
+        first: ``(num_examples,)`` int64: the index of the entry of stored token 0. It is one below the example's first entry if
+            special tokens have none.
+        ends: ``(num_examples,)`` int64: the index behind the last entry.
+        skipped: stored tokens without an entry, at the start of each example.
+    """
+
+    def __init__(self, values: NDArray[Any], first: NDArray[np.int64], skipped: NDArray[np.int64]) -> None:
+        self.values, self.first, self.skipped = values, first, skipped
+
+    def at(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+        """The entries of tokens; 0 for special tokens without one."""
+        known = tokens >= self.skipped[examples]
+        if known.all():
+            entries: NDArray[Any] = self.values[self.first[examples] + tokens]
+            return entries
+        found = np.zeros(len(tokens), self.values.dtype)
+        found[known] = self.values[(self.first[examples] + tokens)[known]]
+        return found
+
+
+class ReadColumns:
+    """Columns in memory."""
+
+    def __init__(self, columns: dict[str, NDArray[Any] | TokenValues]) -> None:
+        self._columns = columns
+
+    def of(
+        self,
+        examples: NDArray[np.int64],
+        each: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        real: NDArray[np.bool_],
+    ) -> dict[str, NDArray[Any]]:
+        """The columns of a batch of sequences.
+
+        Args:
+            examples: the example of each sequence.
+            each: the example of each token that is no padding.
+            tokens: the position of each token.
+            real: False for padding.
+        """
+        made: dict[str, NDArray[Any]] = {}
+        for name, column in self._columns.items():
+            if isinstance(column, TokenValues):
+                made[name] = np.zeros(tokens.shape, column.values.dtype)
+                made[name][real] = column.at(each, tokens[real])
+            else:
+                made[name] = column[examples]
+        return made
+
+
+def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[Any] | TokenValues:
+    """A column as arrays."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        lists: Any = column.cast(pa.large_list(kind.value_type)).combine_chunks()
+        if isinstance(lists, pa.ChunkedArray):  # of no chunks
+            lists = pa.array([], lists.type)
+        if lists.null_count or lists.values.null_count:
+            raise FormatError(f"column {name!r}: expected a list of numbers per example, found null", path=store.path)
+        return _per_token(store, name, lists.offsets.to_numpy(), _numbers(store, name, lists.values))
+    if column.null_count:
+        raise FormatError(f"column {name!r}: expected a number per example, found null", path=store.path)
+    return _numbers(store, name, column)
+
+
+def _numbers(store: Readable, name: str, column: Any) -> NDArray[Any]:
+    import pyarrow as pa
+
+    kind = column.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        raise ArgumentError(
+            f"columns: {name!r} has {kind}; expected numbers, one per example or a list with one per token. Look up others by "
+            "batch.examples.",
+            path=store.path,
+        )
+    zero_copy = isinstance(column, pa.Array) and not pa.types.is_boolean(kind)
+    found: NDArray[Any] = (
+        column.to_numpy(zero_copy_only=zero_copy) if isinstance(column, pa.Array) else column.to_numpy()
+    )
+    return found
+
+
+def _per_token(store: Readable, name: str, offsets: NDArray[np.int64], values: NDArray[Any]) -> TokenValues:
+    """The entries of a list column, by stored token."""
+    entries, stored = np.diff(offsets), store.token_counts
+    content = stored - store.special_tokens if store.content_lengths is None else store.content_lengths
+    whole = entries == stored
+    wrong = np.flatnonzero(~whole & (entries != content))
+    if len(wrong):
+        i = int(wrong[0])
+        raise ArgumentError(
+            f"columns: {name!r} has {entries[i]} entries in example {i}, which has {stored[i]} stored tokens",
+            path=store.path,
+        )
+    skipped = np.where(whole, 0, store.special_tokens)
+    return TokenValues(values, offsets[:-1] - skipped, skipped)

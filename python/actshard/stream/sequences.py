@@ -1,0 +1,465 @@
+"""Streams of whole sequences: packed one after the other, or padded to one length.
+
+The core decides which lengths share a batch (``_native.Packing``: first-fit decreasing, once for all epochs) and which sequence
+takes which place in an epoch. A batch is then one parallel read, made on a thread ahead of the loop. Position, states,
+workers and pickling are those of all streams (:mod:`actshard.epochs`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+import actshard._native as _native
+from actshard import _arguments
+from actshard.ahead import ReadAhead
+from actshard.epochs import Epochs, Loop
+from actshard.errors import ActshardWarning, ArgumentError, OverflowWarning
+from actshard.layers import Layer, array_of, is_one, listing, short
+from actshard.stream import Shuffle
+from actshard.stream.percolumn import BatchColumns
+from actshard.stream.readable import Readable
+from actshard.stream.rescaling import Normalize, Scale, layers_of, rescaling
+from actshard.stream.selection import Mask, select
+
+TooLong = Literal["error", "truncate", "split", "drop"]
+
+_AHEAD = 2
+"""Batches that are ready or being read while the loop uses one."""
+_STORED_WINDOW = 128
+"""Batches of a window in stored order: sequences are packed with neighbours."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SequenceBatch:
+    """A batch of whole sequences.
+
+    Packed, n is the number of tokens and arrays of tokens are ``(n,)``, sequence after sequence. Padded, they are ``(b, T)``: b
+    sequences, T the longest of them.
+
+    Attributes:
+        activations: ``(n, d_model)`` or ``(b, T, d_model)``, with an axis of layers before the last one if the stream has a list
+            of layers. Padding is zero.
+        lengths: ``(b,)`` int64, tokens of each sequence.
+        offsets: ``(b + 1,)`` int32, 0 and the running sum of lengths: ``cu_seqlens`` of flash-attention.
+        position_ids: int64, the position in the sequence, from 0. Padding is 0.
+        segment_ids: int32, the number of the sequence in the batch, 0 to b - 1. Padding is -1.
+        mask: bool, False for padding; None if there is no padding.
+        examples: ``(b,)`` int64, the example number of each sequence.
+        tokens: int64, the token's position among the example's stored tokens. Padding is -1.
+        layers: ``(n_layers,)`` layer names, int64 or numpy strings.
+        labels: patch labels, if the dataset has them: uint8, or int16 with -1 for padding and special tokens.
+        columns: the columns of the stream's ``columns=`` by name: one entry per token, zero for padding, or ``(b,)``.
+    """
+
+    activations: Any
+    lengths: NDArray[np.int64]
+    offsets: NDArray[np.int32]
+    position_ids: NDArray[np.int64]
+    segment_ids: NDArray[np.int32]
+    mask: NDArray[np.bool_] | None
+    examples: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    layers: NDArray[Any]
+    labels: NDArray[Any] | None = None
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence: ``max_seqlen`` of flash-attention."""
+        return int(self.lengths.max(initial=0))
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All arrays by name, columns included."""
+        named = {name: getattr(self, name) for name in self.__slots__ if name != "columns"}
+        return {name: array for name, array in named.items() if array is not None} | self.columns
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return (
+            f"<actshard.SequenceBatch: {len(self)} sequences, {int(self.offsets[-1])} tokens, "
+            f"{tuple(self.activations.shape)} {self.activations.dtype}, layers {short(self.layers.tolist())}>"
+        )
+
+
+class SequenceStream(Epochs[SequenceBatch]):
+    """Batches of whole sequences. :meth:`Store.sequences_stream` creates it and documents the arguments.
+
+    Loops, states, workers and pickling are those of :class:`~actshard.Stream`.
+
+    Attributes:
+        epoch: the current epoch, or the next one if no loop is active.
+        batch_tokens, pack, drop_last, rank, world_size, seed, shuffle: the arguments of :meth:`Store.sequences_stream`.
+        left_out: number of ``"examples"`` that ``too_long="drop"`` leaves out, and of ``"tokens"`` in them or cut from examples.
+    """
+
+    def __init__(
+        self,
+        store: Readable,
+        layer: Layer | Sequence[Layer] | Literal["all"],
+        batch_tokens: int,
+        *,
+        pack: bool = True,
+        fixed_shape: bool = False,
+        too_long: TooLong = "error",
+        columns: Sequence[str] = (),
+        shuffle: Shuffle = None,
+        seed: int = 0,
+        epoch: int = 0,
+        tokens: Literal["content", "all"] = "content",
+        keep: Mask = None,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dtype: DTypeLike | None = None,
+        center: ArrayLike | None = None,
+        scale: Scale = None,
+        divide: ArrayLike | None = None,
+        normalize: Normalize = None,
+        memory: int | str = "1GiB",
+    ) -> None:
+        self.store = store
+        self._layers = layers_of(store, layer)
+        groups = [store.group_of(x) for x in self._layers]
+        self.batch_tokens = _arguments.whole(batch_tokens, "batch_tokens", 1, (1 << 31) - 1)
+        self.pack, self.drop_last = _arguments.switch(pack, "pack"), _arguments.switch(drop_last, "drop_last")
+        self.fixed_shape = _arguments.switch(fixed_shape, "fixed_shape")
+        if self.fixed_shape and not self.pack:
+            raise ArgumentError(
+                "fixed_shape: expected pack=True; padded batches have the length of their longest sequence"
+            )
+        if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
+            raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
+        if not _arguments.is_one_of(tokens, ("content", "all")):
+            raise ArgumentError(f'tokens: expected "content" or "all", found {tokens!r}')
+        self.shuffle, self._tokens = shuffle, tokens
+        self.world_size = _arguments.whole(world_size, "world_size", 1, 1 << 32)
+        self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
+        self.seed = _arguments.whole(seed, "seed")
+        asked, name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
+        self.dtype = asked
+        self._options: dict[str, Any] = {
+            "groups": groups, "stacked": not is_one(layer) or layer == "all", "interleaved": False,
+            "batch_size": 1, "shuffle": None, "seed": 0, "drop_last": False, "rank": 0, "world_size": 1,
+            "memory": _arguments.size(memory, "memory"), "dtype": name, "descr": asked, "given": dtype is not None,
+            **rescaling(store, self._layers, center, scale, divide, normalize),
+        }  # fmt: skip
+        self._selection = select(store, self._layers, tokens, (), keep)
+        self._columns = BatchColumns(store, columns)
+        self._native = store.native_stream(self._selection, self._options)
+        before = self._native.before()
+        self._cut(np.diff(before), too_long)
+        self._packing = self._packed()
+        self._before = before
+        super().__init__(_arguments.whole(epoch, "epoch"))
+
+    def _cut(self, counts: NDArray[np.int64], too_long: TooLong) -> None:
+        """Makes sequences of the examples' selected tokens: their examples, first tokens and lengths."""
+        most = self.batch_tokens
+        if not _arguments.is_one_of(too_long, ("error", "truncate", "split", "drop")):
+            raise ArgumentError(f'too_long: expected "error", "truncate", "split" or "drop", found {too_long!r}')
+        self.too_long = too_long
+        examples = np.flatnonzero(counts)
+        lengths = counts[examples]
+        self.left_out = {"examples": 0, "tokens": 0}
+        self._starts: NDArray[np.int64] | None = None
+        long = lengths > most
+        if long.any():
+            first, count = int(examples[long][0]), int(long.sum())
+            if too_long == "error":
+                raise ArgumentError(
+                    f"batch_tokens: example {first} has {counts[first]} tokens, and {count} of {len(examples)} examples more than "
+                    f'{most}. Raise batch_tokens, or pass too_long="truncate", "split" or "drop".',
+                    path=self.store.path,
+                )
+            if too_long == "split":
+                pieces = -(-lengths // most)
+                ends = np.cumsum(pieces)
+                self._starts = (np.arange(ends[-1]) - np.repeat(ends - pieces, pieces)) * most
+                examples, lengths = np.repeat(examples, pieces), np.repeat(lengths, pieces)
+                lengths = np.minimum(lengths - self._starts, most)
+            else:
+                dropped = too_long == "drop"
+                gone = int(lengths[long].sum()) - (0 if dropped else count * most)
+                self.left_out = {"examples": count if dropped else 0, "tokens": gone}
+                examples, lengths = (examples[~long], lengths[~long]) if dropped else (examples, lengths.clip(max=most))
+                did = f"{count} examples are left out" if dropped else f"{count} examples are cut"
+                said = f"{self.store.path}: {did}, with {gone} tokens: longer than batch_tokens={most} (too_long={too_long!r})"
+                warnings.warn(ActshardWarning(said, code="sequences-too-long"), stacklevel=4)
+        self._examples, self._lengths = examples, lengths
+
+    def _packed(self) -> _native.Packing:
+        bounds = self._native.unit_bounds() if self.shuffle == "window" else None
+        units = None if bounds is None else np.unique(np.searchsorted(self._examples, bounds))
+        window = max(int(self._native.window), 1)
+        if self.shuffle is None:
+            most = _STORED_WINDOW * self.batch_tokens
+            window = min(most, max(window, self.batch_tokens)) if self._native.decodes else most
+        return _native.Packing(
+            self._lengths,
+            units,
+            budget=self.batch_tokens,
+            pack=self.pack,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            world_size=self.world_size,
+            drop_last=self.drop_last,
+            window=window,
+        )
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Names of the layers of this stream."""
+        return tuple(self._layers)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences of all ranks: examples with tokens, or their pieces with ``too_long="split"``."""
+        return len(self._lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return int(self._lengths.sum())
+
+    @property
+    def fill(self) -> float:
+        """Tokens of all sequences, relative to ``batch_tokens`` times the number of batches of all ranks."""
+        batches = int(self._packing.all_batches)
+        return self.num_tokens / (batches * self.batch_tokens) if batches else 1.0
+
+    def __len__(self) -> int:
+        """Number of batches per epoch and rank; the same on every rank and in every epoch."""
+        return int(self._packing.batches)
+
+    def __repr__(self) -> str:
+        how = "packed" if self.pack else "padded"
+        return (
+            f"<actshard.SequenceStream of {self.store.path}: {len(self)} batches of {self.batch_tokens} tokens, {how}, "
+            f"{self.num_sequences} sequences, {self.dtype}, shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
+        )
+
+    def _count(self) -> int:
+        return len(self)
+
+    def _place(self) -> Path:
+        return self.store.path
+
+    def _ready(self) -> None:
+        self.store.check_open()
+        # Computed while the files are open: state_dict() may be called after the store is closed.
+        _ = self.store.identity
+
+    def _loop(self, first: int, every: int, held: list[Any] | None) -> _SequenceLoop:
+        assert held is None, "batches of sequences are new arrays"
+        return _SequenceLoop(self, first, every)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_native", "_packing", "_before"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._native = self.store.native_stream(self._selection, self._options)
+        self._packing, self._before = self._packed(), self._native.before()
+
+    def _settings(self) -> dict[str, Any]:
+        """Everything that determines the sequences of each batch and their values."""
+        o, store = self._options, self.store
+        made: dict[str, Any] = {
+            "dataset": store.identity,
+            "format": store.format,
+            "d_model": store.d_model,
+            "stored": store.dtype.name,
+            "examples": store.num_examples,
+            "sequences": self.num_sequences,
+            "layers": self._layers,
+            "tokens": self._tokens,
+            "selection": self._fingerprint(),
+            "batch_tokens": self.batch_tokens,
+            "pack": self.pack,
+            "too_long": self.too_long,
+            "columns": list(self._columns.names),
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "world_size": self.world_size,
+        }
+        for name in ("center", "scale"):
+            if o[name] is not None:
+                made[name] = hashlib.sha256(o[name].tobytes()).hexdigest()[:16]
+        if o["norm"] is not None:
+            made["scale"] = o["norm"]
+        if self.shuffle == "window":
+            made["window"] = int(self._native.window)
+        return made
+
+    def _fingerprint(self) -> str:
+        """A digest of the sequences: their examples and lengths."""
+        made = self.__dict__.get("_print")
+        if made is None:
+            digest = hashlib.sha256()
+            for part in (*self._selection, self._examples, self._lengths):
+                digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode() + b";")
+            made = self._print = digest.hexdigest()[:16]
+        return made
+
+
+class _SequenceLoop(Loop[SequenceBatch]):
+    """The iterator of one loop over a stream of sequences."""
+
+    def __init__(self, stream: SequenceStream, first: int, every: int) -> None:
+        self._source = stream
+        self._layers = array_of(stream.layers)
+        self._warned = False
+        # Held until the loop ends, as the files are, even if the store is closed.
+        self._labels, self._columns = stream.store.labels, stream._columns.read()
+        super().__init__(stream, first, every)
+
+    def _start(self) -> ReadAhead:
+        stream, epoch = self._source, self._epoch
+        pool = _Pool(stream, epoch, self._every) if stream._native.decodes and stream.shuffle != "exact" else None
+        read = _Sequences(stream, epoch).read if pool is None else pool.read
+        return ReadAhead(read, range(self._next, len(stream), self._every), _AHEAD)
+
+    def _made(self, found: tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]) -> SequenceBatch:
+        stream = self._source
+        numbers, activations, tokens = found
+        examples, lengths = stream._examples[numbers], stream._lengths[numbers]
+        starts = np.zeros(len(numbers), np.int64) if stream._starts is None else stream._starts[numbers]
+        offsets = np.zeros(len(lengths) + 1, np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        real = tokens >= 0
+        segments = np.full(tokens.shape, -1, np.int32)
+        positions = np.zeros(tokens.shape, np.int64)
+        of = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        segments[real] = of
+        positions[real] = np.arange(offsets[-1]) - (offsets[:-1] - starts)[of]
+        if stream._native.take_overflows() and not self._warned:
+            self._warned = True
+            self._warn()
+        return SequenceBatch(
+            activations,
+            lengths,
+            offsets,
+            positions,
+            segments,
+            None if stream.pack and not stream.fixed_shape else real,
+            examples,
+            tokens,
+            self._layers,
+            self._labels_of(tokens, real, examples[of]),
+            self._columns.of(examples, examples[of], tokens, real),
+        )
+
+    def _warn(self) -> None:
+        stream = self._source
+        named = listing(stream.layers)
+        warnings.warn(
+            f"{stream.store.path}: layers {named}: finite values became infinite as {stream.dtype}. Use a wider dtype= or a "
+            "smaller scale=.",
+            OverflowWarning,
+            stacklevel=4,
+        )
+
+    def _labels_of(
+        self, tokens: NDArray[np.int64], real: NDArray[np.bool_], examples: NDArray[np.int64]
+    ) -> NDArray[Any] | None:
+        if self._labels is None:
+            return None
+        special = self._source.store.special_tokens
+        at = tokens[real] - special
+        if at.min(initial=0) >= 0 and real.all():
+            return self._labels[examples, at].reshape(tokens.shape)
+        found = np.full(tokens.shape, -1, np.int16)
+        found[real] = np.where(at < 0, np.int16(-1), self._labels[examples, np.maximum(at, 0)])
+        return found
+
+
+_Found = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]
+"""Numbers of sequences, activations, tokens."""
+
+
+class _Sequences:
+    """Reads the batches of an epoch."""
+
+    def __init__(self, stream: SequenceStream, epoch: int) -> None:
+        self._stream, self._epoch = stream, epoch
+        # The binding's own: a stream that is unpickled or closed meanwhile changes nothing here.
+        self._native, self._packing = stream._native, stream._packing
+
+    def numbers(self, batch: int) -> NDArray[np.int64]:
+        """The sequences of a batch."""
+        return self._packing.batch(self._epoch, self._stream.rank, batch)
+
+    def places(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[int]]:
+        """The first row of each sequence in its batch, and the batch's shape."""
+        stream = self._stream
+        if not stream.pack:
+            longest = int(lengths.max())
+            return np.arange(len(lengths)) * longest, [len(lengths), longest]
+        ends = np.cumsum(lengths)
+        return ends - lengths, [stream.batch_tokens if stream.fixed_shape else int(ends[-1])]
+
+    def picks(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The first selected row of each sequence."""
+        stream = self._stream
+        firsts = stream._before[stream._examples[numbers]]
+        return firsts if stream._starts is None else firsts + stream._starts[numbers]
+
+    def read(self, batch: int) -> _Found:
+        """Reads a batch."""
+        numbers = self.numbers(batch)
+        lengths = self._stream._lengths[numbers]
+        places, shape = self.places(lengths)
+        rows, tokens = self._native.read(self.picks(numbers), lengths, places, shape)
+        return numbers, rows, tokens.reshape(shape)
+
+
+class _Pool(_Sequences):
+    """Reads a window of rows that must be decoded at once, in stored order, so that each unit is decoded once."""
+
+    def __init__(self, stream: SequenceStream, epoch: int, every: int) -> None:
+        super().__init__(stream, epoch)
+        self._every, self._end = every, 0
+        self._rows = np.empty(0)
+        self._tokens = np.empty(0, np.int64)
+        self._at: dict[int, int] = {}
+
+    def read(self, batch: int) -> _Found:
+        """Cuts a batch from its window."""
+        if batch >= self._end:
+            self._fill(batch)
+        numbers = self.numbers(batch)
+        lengths = self._stream._lengths[numbers]
+        places, shape = self.places(lengths)
+        size = int(np.prod(shape))
+        rows = np.zeros((size, *self._rows.shape[1:]), self._rows.dtype)
+        tokens = np.full(size, -1, np.int64)
+        for number, place, length in zip(numbers.tolist(), places.tolist(), lengths.tolist(), strict=True):
+            at = self._at[number]
+            rows[place : place + length] = self._rows[at : at + length]
+            tokens[place : place + length] = self._tokens[at : at + length]
+        return numbers, rows.reshape(*shape, *rows.shape[1:]), tokens.reshape(shape)
+
+    def _fill(self, batch: int) -> None:
+        end = self._packing.end_of_window(self._epoch, self._stream.rank, batch)
+        self._rows, self._at = np.empty(0), {}  # freed before the next window is read
+        numbers = np.sort(np.concatenate([self.numbers(b) for b in range(batch, end, self._every)]))
+        lengths = self._stream._lengths[numbers]
+        ends = np.cumsum(lengths)
+        places = ends - lengths
+        self._rows, self._tokens = self._native.read(self.picks(numbers), lengths, places, [int(ends[-1])])
+        self._at = dict(zip(numbers.tolist(), places.tolist(), strict=True))
+        self._end = end

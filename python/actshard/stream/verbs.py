@@ -1,0 +1,214 @@
+"""Methods of :class:`~actshard.Store` that make streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from numpy.typing import ArrayLike, DTypeLike
+
+from actshard.layers import Layer
+from actshard.stream import Shuffle, Stream
+from actshard.stream.norms import Limit
+from actshard.stream.readable import Readable
+from actshard.stream.rescaling import Normalize, Scale
+from actshard.stream.selection import Mask, Tokens
+from actshard.stream.sequences import SequenceStream, TooLong
+
+
+class StreamVerbs:
+    """The part of a store that streams rows and whole sequences."""
+
+    def stream(
+        self: Readable,
+        layer: Layer | Sequence[Layer] | Literal["all"],
+        batch_size: int,
+        *,
+        shuffle: Shuffle = None,
+        seed: int = 0,
+        epoch: int = 0,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
+        interleave: bool = False,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dtype: DTypeLike | None = None,
+        center: ArrayLike | None = None,
+        scale: Scale = None,
+        divide: ArrayLike | None = None,
+        normalize: Normalize = None,
+        memory: int | str = "1GiB",
+        reuse: bool = False,
+        buffers: Sequence[Any] | None = None,
+    ) -> Stream:
+        """Returns a stream of batches for a training loop.
+
+        Background threads read, shuffle and copy, at most one batch ahead of the loop. Batches depend only on the settings, not on
+        the number of threads, workers or machines.
+
+        Args:
+            layer: a name from :attr:`Store.layers`, a list of names, or ``"all"``. Several layers share one order.
+            batch_size: rows per batch (an aligned row has all its layers). The last batch of an epoch may be shorter.
+            shuffle: ``None``: stored order, example after example. ``"window"`` (recommended): reads pieces of examples, of at
+                least 64 KiB, in random order into a window of ``memory`` bytes, and returns the window's rows in random order
+                while the next window is filled. ``"exact"``: a pseudo-random permutation of all rows; needs no memory, but a disk
+                with fast random reads.
+            seed: seed of all random orders, together with the epoch.
+            epoch: number of the first epoch. Each epoch has another order; the number increments after each.
+            tokens: ``"content"`` (all except special tokens), ``"all"``, ``"last"`` or ``"special"`` (saev's CLS).
+            ignore_labels: patch labels (0 to 255) whose rows are left out (saev).
+            keep: rows to read: a bool per example, a bool array per example (one flag per stored token, or per content token), a
+                2-D bool array, or a function of :attr:`Store.table` that returns one of these.
+            max_norm: leaves out rows with a larger L2 norm (as stored, before ``center`` and ``scale``) in any of the layers: a
+                number, or ``"10x median"``: 10 times the median of the norms of the layer's content rows with finite norms,
+                whatever else is selected (the mean of the middle two, if their number is even). Rows with NaN or infinite
+                values are left out too. Reads each layer once per store, when the stream is made, and keeps 4 bytes per row.
+                ``stream.left_out`` counts.
+            min_token: leaves out tokens before this position in their example (``batch.tokens``): 1 leaves out first tokens, which
+                are often attention sinks.
+            interleave: for several layers: False returns ``(b, n_layers, d_model)``, each row with all its layers; True returns
+                ``(b, d_model)``, each row of one layer, named in ``batch.layers``.
+            drop_last: drop an incomplete last batch.
+            rank: index of this process's share, 0 to ``world_size - 1``.
+            world_size: number of shares. Shares are disjoint, together contain all rows, and have equally many batches. Except
+                with ``shuffle="window"``, the first k batches of all ranks together contain the same rows for all
+                ``world_size`` with the same ``batch_size * world_size``.
+            dtype: dtype of the batches, as in :meth:`Store.gather`.
+            center: ``(d_model,)`` or ``(n_layers, d_model)``: subtracted from each row.
+            scale: a number, ``(d_model,)`` or ``(n_layers, d_model)``: each row is then multiplied by it. ``"unit-norm"`` and
+                ``"sqrt-d"`` scale each row to an L2 norm of 1 or sqrt(d_model).
+            divide: like ``scale``, but each row is divided by it.
+            normalize: ``store.stats(layer)``, or a list with one of each layer: subtracts the mean and divides by the standard
+                deviation, so that columns have mean 0 and variance 1. Columns without variance are only centred.
+            memory: size of a window in bytes, or as ``"512MiB"``. The order of ``shuffle="window"`` depends on it.
+            reuse: write batches into three arrays in turn: a batch is valid until the next one is requested.
+            buffers: like ``reuse``, with your own buffers: at least two arrays or (pinned) tensors of a full batch's shape.
+
+        Returns:
+            A :class:`~actshard.Stream`. Its batches are copies, unless ``reuse`` or ``buffers`` is given.
+
+        Raises:
+            LayerError, ArgumentError, DtypeError: the layer does not exist; an argument is invalid.
+            NotStoredError: the dataset has no labels or special tokens, or the layers have different tokens.
+            Errors of :meth:`Store.gather`: while iterating, with file and offset.
+        """
+        return Stream(
+            self,
+            layer,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            epoch=epoch,
+            tokens=tokens,
+            ignore_labels=ignore_labels,
+            keep=keep,
+            max_norm=max_norm,
+            min_token=min_token,
+            interleave=interleave,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            dtype=dtype,
+            center=center,
+            scale=scale,
+            divide=divide,
+            normalize=normalize,
+            memory=memory,
+            reuse=reuse,
+            buffers=buffers,
+        )
+
+    def sequences_stream(
+        self: Readable,
+        layer: Layer | Sequence[Layer] | Literal["all"],
+        batch_tokens: int,
+        *,
+        pack: bool = True,
+        fixed_shape: bool = False,
+        too_long: TooLong = "error",
+        columns: Sequence[str] = (),
+        shuffle: Shuffle = None,
+        seed: int = 0,
+        epoch: int = 0,
+        tokens: Literal["content", "all"] = "content",
+        keep: Mask = None,
+        drop_last: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        dtype: DTypeLike | None = None,
+        center: ArrayLike | None = None,
+        scale: Scale = None,
+        divide: ArrayLike | None = None,
+        normalize: Normalize = None,
+        memory: int | str = "1GiB",
+    ) -> SequenceStream:
+        """Returns a stream of batches of whole sequences: for probes, draft models and transformers on activations.
+
+        An example is never split or cut unless ``too_long`` says so. Every epoch and every rank has ``len(stream)`` batches. Which
+        lengths share a batch is decided once, from the lengths alone; which examples of these lengths, and the order of batches,
+        differ in each epoch.
+
+        Args:
+            layer: a name from :attr:`Store.layers`, a list of names, or ``"all"``.
+            batch_tokens: tokens of a batch, at most; with padding, if sequences are padded.
+            pack: True: sequences lie one after the other, ``(n, d_model)``, and attention is kept apart by
+                ``batch.offsets`` or ``batch.segment_ids``. False: sequences of similar length are padded to the longest,
+                ``(b, T, d_model)``.
+            fixed_shape: pad packed batches to ``batch_tokens`` rows, for compilers that need fixed shapes.
+            too_long: examples of more than ``batch_tokens`` tokens: ``"error"``; ``"truncate"`` keeps their first tokens;
+                ``"split"`` makes sequences of at most ``batch_tokens`` tokens; ``"drop"`` leaves them out.
+                ``stream.left_out`` counts what is lost.
+            columns: columns of :attr:`Store.table` for ``batch.columns``: numbers, one per example or a list with one per token
+                (stored or content), such as ``input_ids`` or ``loss_mask``. Held in memory.
+            shuffle: ``None``: nearly stored order; sequences are packed with neighbours. ``"exact"``: a random permutation;
+                each sequence is one read. ``"window"``: for data that is decoded in units (a shard, a chunk): random units make
+                a window of ``memory`` bytes, which is read at once. Windows keep their members in all epochs.
+            seed: seed of all random orders, together with the epoch.
+            epoch: number of the first epoch.
+            tokens: ``"content"`` (all except special tokens) or ``"all"``.
+            keep: as in :meth:`Store.stream`. Tokens that are left out leave no gap.
+            drop_last: leave out the batches that not every rank gets (fewer than ``world_size``). Otherwise some batches are
+                halved, so that all ranks have equally many.
+            rank: index of this process's share, 0 to ``world_size - 1``.
+            world_size: number of shares, which are disjoint.
+            dtype: dtype of the batches, as in :meth:`Store.gather`.
+            center: as in :meth:`Store.stream`.
+            scale: as in :meth:`Store.stream`.
+            divide: as in :meth:`Store.stream`.
+            normalize: as in :meth:`Store.stream`.
+            memory: size of a window, and of the rows decoded at once.
+
+        Returns:
+            A :class:`~actshard.SequenceStream`. Its batches are new arrays; two are read ahead.
+
+        Raises:
+            ArgumentError: an argument is invalid; an example is too long, and ``too_long`` is ``"error"``.
+            As :meth:`Store.stream`.
+        """
+        return SequenceStream(
+            self,
+            layer,
+            batch_tokens,
+            pack=pack,
+            fixed_shape=fixed_shape,
+            too_long=too_long,
+            columns=columns,
+            shuffle=shuffle,
+            seed=seed,
+            epoch=epoch,
+            tokens=tokens,
+            keep=keep,
+            drop_last=drop_last,
+            rank=rank,
+            world_size=world_size,
+            dtype=dtype,
+            center=center,
+            scale=scale,
+            divide=divide,
+            normalize=normalize,
+            memory=memory,
+        )
