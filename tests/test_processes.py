@@ -579,7 +579,19 @@ def test_a_panic_is_an_internal_error(detached: bool, capfd: pytest.CaptureFixtu
 def test_every_native_function_that_can_fail_goes_through_a_gate() -> None:
     """Only constants and fields are returned without the gate: a panic elsewhere would be an uncatchable exception."""
     plain = {"dtypes", "error_kinds", "finding_codes", "header_reasons", "num_threads", "looks"}
-    plain |= {"descr", "width", "io", "batches", "items", "window", "inflated", "table_bytes", "used", "has_shapes"}
+    plain |= {
+        "descr",
+        "width",
+        "io",
+        "batches",
+        "all_batches",
+        "items",
+        "window",
+        "inflated",
+        "table_bytes",
+        "used",
+        "has_shapes",
+    }
     plain |= {"num_rows", "num_elements", "piece", "units", "unit_bytes", "take_overflows"}
     plain |= {"stored_types"}  # only naming the dtypes found runs outside `detached`
     plain |= {"parameters", "jax_key", "jax_fold_in", "jax_randint30"}

@@ -206,7 +206,12 @@ def test_dtypes_that_cannot_be_given_are_refused(dtype: object) -> None:
 def test_unknown_paths_say_what_was_looked_for_and_found(tmp_path) -> None:
     with pytest.raises(actshard.MissingFileError):
         actshard.open(tmp_path / "nothing")
-    with pytest.raises(actshard.UnknownFormatError, match=r"lmprobe: looked for .* saev: looked for"):
+    with pytest.raises(
+        actshard.UnknownFormatError, match=r"no index/\*\.parquet \(lmprobe\); .*no metadata\.json \(.*saev\)"
+    ):
+        actshard.open(tmp_path)
+    (tmp_path / "metadata.json").write_text("{}")
+    with pytest.raises(actshard.UnknownFormatError, match=r"saev: looked for .*; .*no index/\*\.parquet \(lmprobe\)"):
         actshard.open(tmp_path)
     with pytest.raises(actshard.ArgumentError, match="saev"):
         actshard.open(tmp_path, format="hdf5")

@@ -204,11 +204,18 @@ def detect(root: Location) -> str:
     if isinstance(root.storage, Remote) and root.storage.denied:
         denied = next(iter(root.storage.denied.values()))
         raise FileAccessError(f"cannot find out what is there: {denied}. Choose a format=", path=root)
-    raise UnknownFormatError(
-        "expected a dataset in a known format; "
-        + "; ".join(f"{name}: looked for {e.looked_for}, found {e.found}" for name, e in evidence.items()),
-        path=root,
-    )
+    raise UnknownFormatError(f"expected a dataset in a known format; {_explained(evidence)}", path=root)
+
+
+def _explained(evidence: dict[str, Evidence]) -> str:
+    """Why no format recognises a path: in full for formats that found something of theirs, and what is absent for the others."""
+    said, absent = [], dict[str, list[str]]()
+    for name, e in evidence.items():
+        if e.found.startswith(("no ", "neither")):
+            absent.setdefault(e.found, []).append(name)
+        else:
+            said.append(f"{name}: looked for {e.looked_for}, found {e.found}")
+    return "; ".join([*said, *(f"{found} ({', '.join(names)})" for found, names in absent.items())])
 
 
 def _evidence(name: str, root: Location) -> Evidence:

@@ -386,8 +386,17 @@ def check_times(table: pa.Table, first: int) -> None:
     import pyarrow as pa
 
     for name, kind in zip(table.schema.names, table.schema.types, strict=True):
-        if _has(kind, pa.types.is_temporal):
-            values_of(name, table[name], first)
+        if _has(kind, pa.types.is_temporal) and any(map(_is_finer, values_of(name, table[name], first))):
+            raise ArgumentError(
+                f"columns: {name!r}, from example {first}: {kind} values are finer than microseconds. Round them."
+            )
+
+
+def _is_finer(value: Any) -> bool:
+    """Whether a value has nanoseconds, which pyarrow gives as an object of pandas, if that is installed."""
+    if isinstance(value, list | dict):
+        return any(map(_is_finer, value.values() if isinstance(value, dict) else value))
+    return bool(getattr(value, "nanosecond", 0) or getattr(value, "nanoseconds", 0))
 
 
 def _has(kind: pa.DataType, wanted: Callable[[pa.DataType], bool]) -> bool:

@@ -19,7 +19,6 @@ from actshard import _arguments
 from actshard._arguments import name_of
 from actshard.errors import ActshardError, ArgumentError, DtypeError
 from actshard.formats.target import FLOATS, LOGITS, PATCH_LABELS, ROUTER, list_column
-from actshard.layers import one
 from actshard.writing.columns import RESERVED
 
 if TYPE_CHECKING:
@@ -177,7 +176,9 @@ def table_of(
     if router is not None and not isinstance(router, Mapping):
         raise ArgumentError(f"router: expected a mapping from layers to arrays, found {type(router).__name__}")
     for layer, of_layer in (router or {}).items():
-        arrays[f"{ROUTER}{one(layer, 'router')}"] = as_numpy(of_layer).copy()
+        if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
+            raise ArgumentError(f"router: expected a layer's number, found {layer!r:.100}")
+        arrays[f"{ROUTER}{int(layer)}"] = as_numpy(of_layer).copy()
     for name, array in arrays.items():
         if array.ndim != 2 or len(array) != n or array.shape[1] == 0:
             raise ArgumentError(f"{name}: expected ({n}, k) numbers, found {array.shape}")

@@ -432,8 +432,9 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        let make = |parts, dtype| Several::examples(parts, groups, dtype);
-        detach::guarded(py, || join(py, &parts, dtype, descr, io, make))
+        detach::guarded(py, || {
+            join(py, &parts, dtype, descr, io, |parts, dtype| Several::examples(parts, groups, dtype))
+        })
     }
 
     /// The same examples of several datasets: each of `groups` is a dataset's number and a group's number in it.
@@ -446,8 +447,7 @@ impl Rows {
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
     ) -> PyResult<Rows> {
-        let make = |parts, dtype| Several::groups(parts, groups, dtype);
-        detach::guarded(py, || join(py, &parts, dtype, descr, io, make))
+        detach::guarded(py, || join(py, &parts, dtype, descr, io, |parts, dtype| Several::groups(parts, groups, dtype)))
     }
 
     /// The numpy dtype of the rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from actshard.errors import boundary
 from actshard.formats.contents import Evidence
 from actshard.location import Location
 
@@ -15,4 +16,8 @@ def detect(path: Location) -> Evidence:
         return Evidence(False, _LOOKED_FOR, "a file")
     if (path / NAME).kind() != "file":
         return Evidence(False, _LOOKED_FOR, f"no {NAME}")
+    if path.is_remote:  # some web servers answer every name with JSON or a page
+        with boundary(path / NAME, "read"), (path / NAME).open("read") as file:
+            if file.read(512).lstrip()[:1] in (b"{", b"<"):
+                return Evidence(False, _LOOKED_FOR, f"no TOML in {NAME}")
     return Evidence(True, _LOOKED_FOR, f"a {NAME}")
