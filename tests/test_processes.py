@@ -585,6 +585,7 @@ def test_every_native_function_that_can_fail_goes_through_a_gate() -> None:
         "io",
         "batches",
         "all_batches",
+        "decodes",
         "items",
         "window",
         "inflated",
