@@ -39,19 +39,23 @@ impl StoredArray {
         offset: u64,
         swapped: bool,
     ) -> PyResult<StoredArray> {
-        let dtype = dtype_of(py, dtype)?;
-        let swapped = swapped && dtype.bits() > 8;
-        Ok(StoredArray { place: ArrayPlace { dtype, swapped, shape, strides, at: offset, inside: None } })
+        detach::guarded(py, || {
+            let dtype = dtype_of(py, dtype)?;
+            let swapped = swapped && dtype.bits() > 8;
+            Ok(StoredArray { place: ArrayPlace { dtype, swapped, shape, strides, at: offset, inside: None } })
+        })
     }
 
     /// The same bytes as elements of another type of the same size.
     fn viewed(&self, py: Python<'_>, dtype: &str) -> PyResult<StoredArray> {
-        let dtype = dtype_of(py, dtype)?;
-        if dtype.bits() != self.place.dtype.bits() {
-            let detail = format!("{} and {} differ in size", self.place.dtype.name(), dtype.name());
-            return Err(errors::raise(py, &Error::new(Kind::DType, detail)));
-        }
-        Ok(StoredArray { place: ArrayPlace { dtype, ..self.place.clone() } })
+        detach::guarded(py, || {
+            let dtype = dtype_of(py, dtype)?;
+            if dtype.bits() != self.place.dtype.bits() {
+                let detail = format!("{} and {} differ in size", self.place.dtype.name(), dtype.name());
+                return Err(errors::raise(py, &Error::new(Kind::DType, detail)));
+            }
+            Ok(StoredArray { place: ArrayPlace { dtype, ..self.place.clone() } })
+        })
     }
 
     /// The element type, by its safetensors name.
