@@ -144,7 +144,7 @@ def _check_index(
                 shown[name] = shown.get(name, 0) + 1
                 if shown[name] <= _SHOWN:
                     at = first + i
-                    byte = at * said.record_bytes + RECORDS[said.record_bytes].fields[name][1]  # type: ignore[index]
+                    byte = at * said.record_bytes + RECORDS[said.record_bytes].fields[name][1]  # type: ignore[index]  # None only for plain types
                     want = expected if isinstance(expected, str) else str(expected[i])
                     report.add(code, index, int(records[name][i]), want, f"record {at}, byte {byte}, field '{name}'")
             wrong |= ~fits

@@ -70,15 +70,15 @@ class FolderColumns:
         if part.metadata:
             found = [self._metadata(n) for n in range(min(1, len(self.index.units)))]
             for name in dict.fromkeys(key for each in found for key in each):
-                self._put(name, part, lambda name=name: [each.get(name) for each in self._all_metadata()])  # type: ignore[misc]  # bound now
+                self._put(name, part, lambda name=name: [each.get(name) for each in self._all_metadata()])  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and not part.files.captures and is_lines(part.files.text) and part.by:
             lines = self._lines_of(part)
             for name in dict.fromkeys(key for line in lines for key in line if key != part.by):
-                self._put(name, part, lambda name=name: self._joined(part, name))  # type: ignore[misc]  # bound now
+                self._put(name, part, lambda name=name: self._joined(part, name))  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and is_lines(part.files.text) and not part.tensor:
             lines = self._lines_of(part)
             for name in dict.fromkeys(key for line in lines for key in line):
-                self._put(name, part, lambda name=name: self._aligned([line.get(name) for line in lines], part))  # type: ignore[misc]  # bound now
+                self._put(name, part, lambda name=name: self._aligned([line.get(name) for line in lines], part))  # type: ignore[misc]  # a lambda's default has no type
         else:
             fallback = part.files.text.rpartition("/")[2].partition(".")[0] if part.files else part.table
             self._put(part.name or fallback, part, lambda: self._of_arrays(part))

@@ -58,11 +58,11 @@ class OpenedFile:
 
     def find(self, steps: Sequence[Name]) -> Any:
         """The value at keys and positions. Raises FormatError if there is none."""
-        raise NotImplementedError
+        raise NotImplementedError  # every kind of file has its own
 
     def names(self, steps: Sequence[Name]) -> list[str]:
         """The keys or positions at a place, as texts."""
-        raise NotImplementedError
+        raise NotImplementedError  # every kind of file has its own
 
     def array(self, found: Any) -> NDArray[Any]:
         """The elements of a value that :meth:`find` returned. A copy."""
