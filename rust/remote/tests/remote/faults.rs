@@ -114,11 +114,15 @@ fn reads_that_follow_each_other_are_one_request() {
         if let Some(fault) = fault {
             fake.fault("run/a", fault, 1);
         }
+        let before = store.counts().hedges;
         source.read_many(&mut reads, &Stop::default()).unwrap();
         let asked: std::collections::BTreeSet<_> =
             fake.seen().iter().map(|seen| seen.headers["range"].clone()).collect();
-        // Each for itself they were four. A slow answer is asked for twice, from the byte that it has reached.
-        assert!((2 + broken..4 + broken).contains(&asked.len()), "{asked:?}");
+        // Each for itself they were four. On a busy machine a slow answer is asked for twice, from the byte that it has
+        // reached, and the second one may be the only one that is read.
+        let hedges = (store.counts().hedges - before) as usize;
+        let fewest = if hedges == 0 { 2 + broken } else { 2 };
+        assert!((fewest..=2 + broken + hedges).contains(&asked.len()), "{hedges} hedges: {asked:?}");
         let bytes = noise(LEN, 1);
         for (at, into) in at.into_iter().zip(&into) {
             assert!(into[..] == bytes[at as usize..at as usize + into.len()]);
