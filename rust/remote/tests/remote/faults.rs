@@ -109,22 +109,24 @@ fn reads_that_follow_each_other_are_one_request() {
     for fault in [None, Some(Fault::Cut(20_000)), Some(Fault::Cut(70_000))] {
         let mut into = [vec![0; 20_000], vec![], vec![0; 30_000], vec![0; 50_000], vec![0; 10]];
         let at = [100, 20_100, 20_100, 50_100, 200_000];
-        let mut reads: Vec<_> = at.into_iter().zip(&mut into).map(|(at, into)| RangeRead { at, into }).collect();
+        // A fault is for the request that comes first: it would not break the body of ten bytes.
+        let count = if fault.is_some() { 4 } else { 5 };
+        let mut reads: Vec<_> =
+            at.into_iter().zip(&mut into).take(count).map(|(at, into)| RangeRead { at, into }).collect();
         let broken = usize::from(fault.is_some());
         if let Some(fault) = fault {
             fake.fault("run/a", fault, 1);
         }
         let before = store.counts().hedges;
         source.read_many(&mut reads, &Stop::default()).unwrap();
-        let asked: std::collections::BTreeSet<_> =
-            fake.seen().iter().map(|seen| seen.headers["range"].clone()).collect();
-        // Each for itself they were four. On a busy machine a slow answer is asked for twice, from the byte that it has
-        // reached, and the second one may be the only one that is read.
+        // Each for itself they were four. On a busy machine a slow answer is asked for twice, and a broken one may have brought
+        // nothing: what is asked for again need not begin at another byte.
+        let asked: Vec<_> = fake.seen().iter().map(|seen| seen.headers["range"].clone()).collect();
         let hedges = (store.counts().hedges - before) as usize;
-        let fewest = if hedges == 0 { 2 + broken } else { 2 };
-        assert!((fewest..=2 + broken + hedges).contains(&asked.len()), "{hedges} hedges: {asked:?}");
+        let fewest = count - 3 + broken;
+        assert!((fewest..=fewest + hedges).contains(&asked.len()), "{hedges} hedges: {asked:?}");
         let bytes = noise(LEN, 1);
-        for (at, into) in at.into_iter().zip(&into) {
+        for (at, into) in at.into_iter().zip(&into).take(count) {
             assert!(into[..] == bytes[at as usize..at as usize + into.len()]);
         }
     }

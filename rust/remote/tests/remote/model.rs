@@ -62,6 +62,8 @@ struct World {
     bare: bool,
     ignores_match: bool,
     unlistable: bool,
+    /// A store that met it asks for known objects ever after, before it calls another one absent.
+    was_unlistable: bool,
     refused: BTreeSet<&'static str>,
     down: bool,
     no_bucket: bool,
@@ -315,6 +317,7 @@ impl Family {
             bare,
             ignores_match,
             unlistable: false,
+            was_unlistable: false,
             refused: BTreeSet::new(),
             down: false,
             no_bucket: false,
@@ -386,7 +389,7 @@ impl Family {
                 has_changed
                     || before.lies > 0 && (before.is_web || before.unlistable)
                     || before.is_web && all
-                    || before.unlistable && all
+                    || before.was_unlistable && all
             }
             Kind::Access => {
                 let hidden = before.unlistable && states.contains(&None);
@@ -516,7 +519,10 @@ impl Family {
             Op::Wait => world.now += 10,
             Op::Refuse(key, true) => drop(world.refused.insert(KEYS[key])),
             Op::Refuse(key, false) => drop(world.refused.remove(KEYS[key])),
-            Op::Unlistable(on) => world.unlistable = on && !world.is_web,
+            Op::Unlistable(on) => {
+                world.unlistable = on && !world.is_web;
+                world.was_unlistable |= world.unlistable;
+            }
             Op::Down(on) => world.down = on,
             Op::NoBucket(on) => world.no_bucket = on,
             Op::Lie(times) => world.lies = times,
